@@ -1,0 +1,56 @@
+"""Numbers that have the same bits on every machine, drawn by hashing integers.
+
+Neither numpy nor torch promises its random streams across versions, and torch's draws depend on
+the instruction set. Here a draw is SplitMix64 (Steele, Lea and Flood 2014,
+doi:10.1145/2660193.2660195) of a key and a counter: integer arithmetic, then one exact conversion
+to float32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+_MASK: Final = 2**64 - 1
+
+
+def key_of(*parts: int | str) -> int:
+    """A 64-bit key from whole numbers and names; any change gives an unrelated key."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(blake3(text.encode()).digest(8), "little")
+
+
+def hashes(key: int, count: int) -> NDArray[np.uint64]:
+    """`count` 64-bit hashes: SplitMix64's stream that starts at `key`."""
+    z = np.arange(1, count + 1, dtype=np.uint64)
+    z *= np.uint64(_GOLDEN)
+    z += np.uint64(key & _MASK)
+    z ^= z >> np.uint64(30)
+    z *= np.uint64(0xBF58476D1CE4E5B9)
+    z ^= z >> np.uint64(27)
+    z *= np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    return z
+
+
+def uniforms(key: int, count: int) -> NDArray[np.float32]:
+    """Multiples of 2^-24 in [0, 1), float32 and exact."""
+    return (hashes(key, count) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+
+
+def symmetric(key: int, count: int, bound: float) -> NDArray[np.float32]:
+    """Uniform in [-bound, bound), float32: each value is rounded once."""
+    return (uniforms(key, count) * np.float32(2) - np.float32(1)) * np.float32(bound)
+
+
+def with_deviation(key: int, count: int, deviation: float) -> NDArray[np.float32]:
+    """Uniform about zero with that standard deviation.
+
+    Stands in for a normal draw, whose logarithm and cosine differ between math libraries.
+    """
+    return symmetric(key, count, math.sqrt(3.0) * deviation)

@@ -1,0 +1,143 @@
+"""What a device must offer, and what it is given.
+
+A task describes itself as a `Trainable`; a `Backend` compiles it for an example batch into a
+`Program`. For each microbatch the program yields the gradient *sums* (over samples or tokens,
+never means) of one block after the other in reverse order, while the backward of earlier blocks
+still runs, and then the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.manifest import Block
+
+if TYPE_CHECKING:
+    import torch
+
+Array = NDArray[np.float32]
+Sums = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One microbatch on the host, of the same shapes for every full microbatch of a run.
+
+    Attributes:
+        arrays: What the model and the loss read, by name.
+        weight: What the gradient sum is divided by in the end: samples or tokens, or the sum of
+            their weights. Zero is legal.
+    """
+
+    arrays: Mapping[str, NDArray[Any]]
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trainable:
+    """What a backend compiles.
+
+    Attributes:
+        blocks: Trainable tensors by block, in forward order; names as in `named_parameters`.
+        module: The torch module on the CPU, weights loaded, frozen parameters frozen. None for
+            the scripted backend.
+        loss: Takes the module and a batch's arrays as device tensors; gives the loss *summed*
+            over samples or tokens, a scalar tensor.
+        evaluate: Takes the same; gives evaluation sums by name (counts are whole numbers).
+        seed: The run's seed; `gradients` is given a seed of its own for each microbatch.
+    """
+
+    blocks: tuple[Block, ...]
+    module: torch.nn.Module | None = None
+    loss: Callable[[Any, Mapping[str, Any]], Any] | None = None
+    evaluate: Callable[[Any, Mapping[str, Any]], Sums] | None = None
+    seed: int = 0
+    threads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGradient:
+    """The gradient sum of one block over one microbatch: flat float32, the manifest's layout.
+
+    The array is the receiver's own: the program does not touch it again.
+    """
+
+    block: int
+    values: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Last item of a microbatch: the loss summed over its samples or tokens, and its weight."""
+
+    loss_sum: float
+    weight: float
+
+
+class Program(Protocol):
+    """A compiled task on one device."""
+
+    def load(self, parameters: list[Array]) -> None:
+        """Take these values of all trainable tensors: one flat array per block, copied."""
+
+    def gradients(self, batch: Batch, seed: int) -> Iterator[BlockGradient | Loss]:
+        """Forward and backward of one microbatch; see the module's text.
+
+        Every block comes exactly once, last block first; a tensor without a gradient counts as
+        zeros. Closing the iterator early abandons the microbatch and leaves the program usable.
+
+        Args:
+            batch: Shapes as in the example batch, or fewer samples.
+            seed: Seeds every random draw (dropout) of this microbatch.
+        """
+
+    def evaluate(self, batch: Batch) -> Sums:
+        """Evaluation sums over one batch, in evaluation mode."""
+
+    def close(self) -> None:
+        """Free the device's memory and threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """One row of `worker devices`."""
+
+    backend: str
+    name: str
+    usable: bool
+    reason: str
+    index: int = 0
+    memory_bytes: int = 0
+
+
+class Backend(Protocol):
+    """One device of one kind."""
+
+    @property
+    def info(self) -> DeviceInfo:
+        """Which device this is."""
+
+    def signature(self, threads: int) -> Mapping[str, str]:
+        """What decides the bits of a gradient here: device kind, library versions, threads,
+        instruction set."""
+
+    def compile(self, trainable: Trainable, example: Batch) -> Program:
+        """Make the task ready on the device.
+
+        Raises:
+            SamestepError: It cannot be, with the reason.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    """The registry's answer: a backend, and why it was this one."""
+
+    backend: Backend
+    reason: str
+    passed_over: tuple[DeviceInfo, ...] = field(default=())

@@ -1,0 +1,113 @@
+"""Settings of torch that decide the bits of a gradient, and their names for the signature.
+
+See exactness in the architecture page: two machines give the same bits only if library versions,
+thread count, instruction set and memory alignment agree.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from blake3 import blake3
+
+ALIGNMENT_BYTES: Final = 64
+"""Kernels choose their path by it; tensors mapped from a file are aligned to 8 only."""
+
+_BIT_DECIDING_VARIABLES: Final = (
+    "ATEN_CPU_CAPABILITY",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "ONEDNN_MAX_CPU_ISA",
+)
+
+
+def make_deterministic() -> None:
+    """Process-wide: deterministic algorithms, no TF32. Call before CUDA is first used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # It would fill every fresh tensor with NaN; ours are all written before they are read.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.benchmark = False
+
+
+def use_threads(threads: int) -> None:
+    """Set the thread count of the calling thread: OpenMP keeps one for each.
+
+    MKL's vector functions choose their code at first use; that is done on one thread, since with
+    several the choice may differ from thread to thread.
+    """
+    torch.set_num_threads(1)
+    values = torch.linspace(0.1, 1.0, 4096)
+    for function in (torch.sqrt, torch.exp, torch.log, torch.tanh, torch.erf, torch.sin, torch.cos):
+        function(values)
+    torch.set_num_threads(threads)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every generator that a model's forward may draw from."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002  (the global generator is what models draw from)
+    random.seed(seed)
+
+
+def own_storage(module: torch.nn.Module, device: torch.device) -> None:
+    """Give every weight and buffer aligned, contiguous storage of its own on the device.
+
+    Tied parameters stay tied: they are one object.
+    """
+    module.to(device)
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+        assert tensor.data_ptr() % ALIGNMENT_BYTES == 0
+
+
+def signature(device: torch.device, threads: int) -> Mapping[str, str]:
+    """What decides the bits here, by name."""
+    facts = {
+        "device": device.type,
+        "name": device_name(device),
+        "torch": str(torch.__version__),
+        "torch_build": blake3(torch.__config__.show().encode()).hexdigest(16),
+        "numpy": np.__version__,
+        "threads": str(threads),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+    }
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        facts["cublas_workspace"] = os.environ["CUBLAS_WORKSPACE_CONFIG"]
+        facts["cuda"] = str(torch.version.cuda)
+        facts["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+        facts["compute_capability"] = f"{major}.{minor}"
+    for variable in _BIT_DECIDING_VARIABLES:
+        if variable in os.environ:
+            facts[variable] = os.environ[variable]
+    return facts
+
+
+def device_name(device: torch.device) -> str:
+    """The device's model name."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return _cpu_name()
+
+
+def _cpu_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,136 @@
+"""Which devices are here, which one is taken, and why the others are not.
+
+`auto` goes down cuda -> vulkan -> cpu and says what it passed over. A backend asked for by name
+never falls back. torch is imported only when a device that needs it is looked at.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import TYPE_CHECKING, Final
+
+from backends.interface import Backend, BackendChoice, DeviceInfo
+from protocol.errors import BackendUnavailable, UsageError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+AUTO_ORDER: Final = ("cuda", "vulkan", "cpu")
+NAMES: Final = ("auto", *AUTO_ORDER, "scripted")
+
+
+def choose(name: str, index: int = 0) -> BackendChoice:
+    """The backend of this name.
+
+    Args:
+        name: auto, cuda, vulkan, cpu, scripted or scripted:MS (milliseconds per microbatch).
+        index: Which device of its kind; cpu and scripted have one, whatever the index.
+
+    Raises:
+        UsageError: There is no such name.
+        BackendUnavailable: The named backend cannot be used here, with the reason.
+    """
+    kind, colon, argument = name.partition(":")
+    if kind not in NAMES or (colon and kind != "scripted"):
+        raise UsageError(f"expected a backend out of {', '.join(NAMES)}[:MS], got {name!r}")
+    if kind == "scripted":
+        return _scripted(argument if colon else "0")
+    if kind != "auto":
+        info = _device(kind, index)
+        if not info.usable:
+            raise BackendUnavailable(kind, info.reason)
+        return BackendChoice(_make(kind, index), f"{kind} was asked for by name")
+    return _auto(index)
+
+
+def devices() -> list[DeviceInfo]:
+    """Every device here, usable or not, best kind first."""
+    return [*_cuda_devices(), _vulkan_device(), _cpu_device()]
+
+
+def _auto(index: int) -> BackendChoice:
+    passed_over: list[DeviceInfo] = []
+    for kind in AUTO_ORDER:
+        info = _device(kind, index)
+        if info.usable:
+            why = "; ".join(f"no {other.backend}: {other.reason}" for other in passed_over)
+            reason = f"auto took {kind} ({why})" if why else f"auto took {kind}, the first choice"
+            return BackendChoice(_make(kind, index), reason, tuple(passed_over))
+        passed_over.append(info)
+    reasons = "; ".join(f"{info.backend}: {info.reason}" for info in passed_over)
+    raise BackendUnavailable("auto", reasons)
+
+
+def _make(kind: str, index: int) -> Backend:
+    from backends.eager import EagerBackend  # noqa: PLC0415  (imports torch)
+
+    return EagerBackend("cuda" if kind == "cuda" else "cpu", index)
+
+
+def _scripted(argument: str) -> BackendChoice:
+    from backends.scripted import ScriptedBackend  # noqa: PLC0415
+
+    try:
+        microbatch_ms = float(argument)
+    except ValueError:
+        microbatch_ms = math.nan
+    if not 0.0 <= microbatch_ms < math.inf:
+        raise UsageError(f"expected scripted:MS with MS >= 0, got 'scripted:{argument}'")
+    return BackendChoice(ScriptedBackend(microbatch_ms), "scripted was asked for by name")
+
+
+def _device(kind: str, index: int) -> DeviceInfo:
+    if kind == "cpu":
+        return _cpu_device()
+    if kind == "vulkan":
+        return _vulkan_device()
+    found = _cuda_devices()
+    if not found[0].usable:
+        return found[0]
+    if not 0 <= index < len(found):
+        reason = f"there is no device {index}; this machine has {len(found)}, counted from 0"
+        return DeviceInfo("cuda", "CUDA", False, reason, index)
+    return found[index]
+
+
+def _cuda_devices() -> list[DeviceInfo]:
+    """One row for each CUDA device, or one unusable row that says why there is none."""
+    torch = _torch()
+    if isinstance(torch, str):
+        return [DeviceInfo("cuda", "CUDA", False, torch)]
+    if torch.version.cuda is None:
+        return [DeviceInfo("cuda", "CUDA", False, "this torch was built without CUDA")]
+    if not torch.cuda.is_available():
+        return [DeviceInfo("cuda", "CUDA", False, "torch finds no CUDA device or driver")]
+    rows = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        rows.append(
+            DeviceInfo("cuda", properties.name, True, "", index, int(properties.total_memory))
+        )
+    return rows
+
+
+def _vulkan_device() -> DeviceInfo:
+    return DeviceInfo("vulkan", "Vulkan", False, "not in this version")
+
+
+def _cpu_device() -> DeviceInfo:
+    torch = _torch()
+    if isinstance(torch, str):
+        return DeviceInfo("cpu", "CPU", False, torch)
+    from backends.eager import EagerBackend  # noqa: PLC0415  (imports torch)
+
+    return EagerBackend("cpu").info
+
+
+def _torch() -> ModuleType | str:
+    """The torch module, or why it is not there."""
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed; pip install 'samestep[worker]'"
+    try:
+        import torch  # noqa: PLC0415  (seconds; only where a device needs it)
+    except (ImportError, OSError) as error:
+        return f"torch cannot be imported: {' '.join(str(error).split())}"
+    return torch

@@ -1,0 +1,113 @@
+"""A device that computes nothing: given gradients at a given speed, without torch.
+
+For tests, simulations and benchmarks of everything around the device. Sleeping is its computing:
+a third of a microbatch's time is forward, then blocks come out evenly, last block first.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from backends import draws
+from backends.interface import (
+    Array,
+    Batch,
+    BlockGradient,
+    DeviceInfo,
+    Loss,
+    Program,
+    Sums,
+    Trainable,
+)
+from backends.stream import GradientStream
+from protocol.errors import SamestepError
+
+FORWARD_SHARE = 1.0 / 3.0
+"""Part of a microbatch's time before the first block comes out: backward costs twice forward."""
+
+
+class ScriptedBackend:
+    """Runs every microbatch in `microbatch_ms` milliseconds, whatever the model."""
+
+    def __init__(self, microbatch_ms: float = 0.0) -> None:
+        self.microbatch_ms = microbatch_ms
+
+    @property
+    def info(self) -> DeviceInfo:
+        """The speed stands in the name."""
+        reason = "for tests and measurements; computes nothing"
+        return DeviceInfo("scripted", f"scripted, {self.microbatch_ms:g} ms", True, reason)
+
+    def signature(self, threads: int) -> Mapping[str, str]:
+        """Neither speed nor threads change a bit here."""
+        del threads
+        return {"device": "scripted"}
+
+    def compile(self, trainable: Trainable, example: Batch) -> Program:
+        """Needs the blocks alone; a torch model or loss is not looked at."""
+        del example
+        return ScriptedProgram(trainable, self.microbatch_ms)
+
+
+class ScriptedProgram:
+    """Gradients that follow from (seed, block, element) alone."""
+
+    def __init__(self, trainable: Trainable, microbatch_ms: float) -> None:
+        self._patterns = [
+            draws.symmetric(draws.key_of("scripted", number), block.elements, 1.0)
+            for number, block in enumerate(trainable.blocks)
+        ]
+        self._microbatch_s = microbatch_ms / 1e3
+        self.parameters: list[Array] = [np.zeros_like(pattern) for pattern in self._patterns]
+
+    def load(self, parameters: list[Array]) -> None:
+        """Keep a copy; gradients do not depend on it.
+
+        Raises:
+            SamestepError: The arrays do not fit the blocks.
+        """
+        sizes = [len(values) for values in parameters]
+        expected = [len(pattern) for pattern in self._patterns]
+        if sizes != expected:
+            raise SamestepError(f"expected blocks of {expected} elements, got {sizes}")
+        self.parameters = [values.copy() for values in parameters]
+
+    def gradients(self, batch: Batch, seed: int) -> GradientStream:
+        """Time runs from the first `next`; a slow receiver does not slow the device down."""
+        closed = threading.Event()
+        return GradientStream(self._run(batch, seed, closed), closed.set)
+
+    def _run(
+        self, batch: Batch, seed: int, closed: threading.Event
+    ) -> Iterator[BlockGradient | Loss]:
+        start_s = time.perf_counter()
+        count = len(self._patterns)
+        for done, block in enumerate(reversed(range(count)), start=1):
+            share = FORWARD_SHARE + (1.0 - FORWARD_SHARE) * done / count
+            factor = 0.5 + draws.uniforms(draws.key_of(seed, block), 1)[0]
+            values = self._patterns[block] * np.float32(factor)
+            if not _wait_until(start_s + share * self._microbatch_s, closed):
+                return
+            yield BlockGradient(block, values)
+        mean = float(draws.uniforms(draws.key_of(seed, "loss"), 1)[0])
+        if not closed.is_set():
+            yield Loss(mean * batch.weight, batch.weight)
+
+    def evaluate(self, batch: Batch) -> Sums:
+        """Only counts: samples and parts."""
+        return {"samples": batch.weight, "parts": 1}
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def _wait_until(deadline_s: float, closed: threading.Event) -> bool:
+    """Wait on the monotonic clock of `time.perf_counter`; false if closed before."""
+    left_s = deadline_s - time.perf_counter()
+    if left_s > 0:
+        closed.wait(left_s)
+    return not closed.is_set()

@@ -1,0 +1,1 @@
+"""The coordinator daemon: it plans, sums and commits steps. It never imports torch."""

@@ -1,0 +1,91 @@
+"""What the pure run logic asks its shell to do, in the order given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from coordinator.reduction import Array
+from protocol.errors import ExitCode
+from protocol.manifest import Manifest
+from protocol.messages import Message
+from protocol.update import StepScalars
+
+Outcome = Literal["finished", "drained", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to one worker."""
+
+    worker: str
+    message: Message
+    body: Array | bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Send a message to all followers, and keep it for joiners until the replica has the step."""
+
+    message: Message
+    body: Array | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """The run's manifest is settled: make the replica."""
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """The worker has the run's state: it hears broadcasts from now on."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seed:
+    """Send the worker the replica's state and what was broadcast since; then it follows."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyStep:
+    """Apply the committed step to the replica, off the critical path; no scalars: skip it."""
+
+    step: int
+    averages: Sequence[Array]
+    scalars: StepScalars | None
+
+
+@dataclass(frozen=True, slots=True)
+class Dismiss:
+    """Say goodbye to a worker for good."""
+
+    worker: str
+    reason: str
+    exit_code: ExitCode
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Something worth telling: a stable event name and its fields."""
+
+    event: str
+    fields: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The run is over."""
+
+    outcome: Outcome
+    reason: str
+    exit_code: ExitCode
+
+
+Action = Send | Broadcast | Adopt | Follow | Seed | ApplyStep | Dismiss | Report | Finish

@@ -1,0 +1,207 @@
+"""The `coordinator` command."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from protocol import __version__
+from protocol.address import parse_address
+from protocol.errors import ExitCode, RunSpecError, SamestepError, UsageError
+
+DEFAULT_BIND = "127.0.0.1:9000"
+DEFAULT_CONTROL = "127.0.0.1:9001"
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Hands out the work of each step, sums what comes back, and commits the same step to all.",
+)
+
+Control = Annotated[
+    str,
+    typer.Option(envvar="SAMESTEP_CONTROL", help="Address of the coordinator's control port."),
+]
+Overrides = Annotated[
+    list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run spec.")
+]
+
+
+def _version(value: bool) -> None:  # noqa: FBT001 -- typer calls it with the flag's value
+    if value:
+        typer.echo(f"samestep coordinator {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def serve(  # noqa: PLR0913 -- one parameter per option of the command line
+    context: typer.Context,
+    expect_workers: Annotated[
+        int | None, typer.Option(min=1, help="Start a run once so many workers are ready.")
+    ] = None,
+    bind: Annotated[
+        str, typer.Option(envvar="SAMESTEP_BIND", help="Address for workers; port 0: any free one.")
+    ] = DEFAULT_BIND,
+    control: Annotated[
+        str, typer.Option(envvar="SAMESTEP_CONTROL", help="Address of the control port.")
+    ] = DEFAULT_CONTROL,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Where results go (runs/NAME with --run).")
+    ] = Path("runs"),
+    run: Annotated[
+        Path | None, typer.Option(metavar="RUN.yaml", help="Do this one run, then end.")
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006 -- typer copies it
+    local_workers: Annotated[
+        int, typer.Option(min=0, help="Also start so many workers on this machine.")
+    ] = 0,
+    backend: Annotated[str, typer.Option(help="Backend of the local workers.")] = "auto",
+    gpus: Annotated[str, typer.Option(help="Devices of the local workers, such as 0,1.")] = "",
+    address_file: Annotated[
+        Path | None, typer.Option(help="Write the addresses in use to this file, as JSON.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a Chrome trace of all steps to this file.")
+    ] = None,
+    log_json: Annotated[
+        bool, typer.Option("--log-json", help="Log as JSON lines on standard error.")
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Serve runs to workers, or do one run with --run."""
+    del version
+    if context.invoked_subcommand is not None:
+        return
+    from coordinator.main import Options, main  # the subcommands need none of it
+
+    options = Options(
+        bind=parse_address(bind, "--bind"),
+        control=parse_address(control, "--control"),
+        expect_workers=_expected(expect_workers, local_workers),
+        out=out,
+        run=run,
+        overrides=tuple(overrides),
+        local_workers=local_workers,
+        worker_arguments=_worker_arguments(backend, gpus),
+        address_file=address_file,
+        trace=trace,
+        log_json=log_json,
+    )
+    raise typer.Exit(main(options))
+
+
+def _expected(expect_workers: int | None, local_workers: int) -> int:
+    """The flag, else torchrun's WORLD_SIZE, else the local workers."""
+    if expect_workers is not None:
+        return expect_workers
+    world = os.environ.get("WORLD_SIZE", "")
+    if world:
+        if not world.isdecimal() or int(world) < 1:
+            raise UsageError(f"WORLD_SIZE: expected a whole number above 0, got {world!r}")
+        return int(world)
+    if local_workers:
+        return local_workers
+    raise UsageError("--expect-workers is missing: how many workers are to take part?")
+
+
+def _worker_arguments(backend: str, gpus: str) -> tuple[str, ...]:
+    arguments = ["--backend", backend]
+    if gpus:
+        arguments += ["--gpus", gpus]
+    return tuple(arguments)
+
+
+@app.command()
+def submit(run: Path, overrides: Overrides = [], control: Control = DEFAULT_CONTROL) -> None:  # noqa: B006
+    """Give a run spec to a serving coordinator."""
+    try:
+        document = yaml.safe_load(run.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        line = " ".join(str(error).split())
+        raise RunSpecError(f"cannot read the run spec {str(run)!r}: {line}") from None
+    if not isinstance(document, dict):
+        raise RunSpecError(f"expected keys and values in {str(run)!r}")
+    answer = _ask(control, "POST", "/submit", {"run": document, "overrides": overrides})
+    typer.echo(answer["run_id"])
+
+
+@app.command()
+def status(
+    as_json: Annotated[bool, typer.Option("--json", help="The whole document.")] = False,
+    control: Control = DEFAULT_CONTROL,
+) -> None:
+    """Show the run, the workers, and what is being waited for."""
+    document = _ask(control, "GET", "/status")
+    if as_json:
+        typer.echo(json.dumps(document, indent=2))
+        return
+    from coordinator.status_text import status_lines
+
+    for line in status_lines(document):
+        typer.echo(line)
+
+
+@app.command()
+def halt(control: Control = DEFAULT_CONTROL) -> None:
+    """Stop the run at once; nothing of the step in progress is applied."""
+    typer.echo(_ask(control, "POST", "/halt", {})["phase"])
+
+
+@app.command("continue")
+def continue_(
+    skip_step: Annotated[
+        bool, typer.Option("--skip-step", help="Leave the halted step out; its samples count.")
+    ] = False,
+    control: Control = DEFAULT_CONTROL,
+) -> None:
+    """End a halt: try the same step again, or skip it."""
+    typer.echo(_ask(control, "POST", "/continue", {"skip_step": skip_step})["phase"])
+
+
+@app.command()
+def drain(control: Control = DEFAULT_CONTROL) -> None:
+    """Finish the step in progress, save, and end."""
+    _ask(control, "POST", "/drain", {})
+    typer.echo("draining")
+
+
+@app.command()
+def schema() -> None:
+    """Print the run spec's JSON schema."""
+    from protocol.run_spec import run_spec_schema
+
+    typer.echo(json.dumps(run_spec_schema(), indent=2))
+
+
+def _ask(control: str, method: str, path: str, document: Any = None) -> dict[str, Any]:
+    from coordinator.control_client import request
+
+    parse_address(control, "--control")
+    return _run(request(control, method, path, document))
+
+
+def _run(work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    return asyncio.run(work)
+
+
+def main() -> None:
+    """Entry point: every deliberate error is one line and its exit code."""
+    try:
+        app(prog_name="coordinator")
+    except SamestepError as error:
+        print(f"coordinator: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(ExitCode.FAILED)

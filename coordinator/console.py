@@ -1,0 +1,140 @@
+"""What a person sees at the console: progress while a run goes on, and what came of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Final
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from coordinator.execution import Execution
+from coordinator.service import Service
+from coordinator.status import status_document
+
+_LINE_INTERVAL_S: Final = 2.0
+"""Between two progress lines where the output is no terminal."""
+
+_TOLD: Final = {
+    "worker_connected": "worker {worker} connected, backend {backend}; {workers} connected",
+    "worker_ready": "worker {worker} ready on {device}",
+    "worker_disconnected": "worker {worker} left: {reason}; {workers} connected",
+    "worker_unready": "worker {worker} cannot take part: {reason}",
+    "worker_joined": "worker {worker} joined after step {step}",
+    "started": "training starts",
+    "reassigned": "step {step}: a lost worker's microbatches {nodes} go to others",
+    "halted": "HALTED at step {step}: {reason}",
+    "continued": "continued at step {step}",
+    "internal_error": "internal error: {error}",
+}
+
+
+class ProgressConsole:
+    """Tells a service's reports: a live table on a terminal, else a line now and then."""
+
+    def __init__(self, service: Service, console: Console) -> None:
+        self._service = service
+        self._console = console
+        self._last_line_s = 0.0
+        self._live: Live | None = None
+        if console.is_terminal:
+            self._live = Live(console=console, get_renderable=self._screen, refresh_per_second=4)
+
+    def start(self) -> None:
+        if self._live is not None:
+            self._live.start()
+
+    def stop(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def reported(self, event: str, fields: Mapping[str, object]) -> None:
+        """Tell one report; see `service.Listener`."""
+        if event in _TOLD:
+            self._console.print(Text(_TOLD[event].format(**fields)))
+        elif event == "evaluated":
+            figures = {k: v for k, v in fields.items() if k not in ("run_id", "step")}
+            text = ", ".join(f"{name} {_figure(value)}" for name, value in figures.items())
+            self._console.print(Text(f"step {fields['step']}: held-out {text}"))
+        elif event == "committed" and self._live is None:
+            self._progress_line()
+
+    def _progress_line(self) -> None:
+        execution = self._service.current
+        now_s = time.monotonic()
+        if execution is None or now_s - self._last_line_s < _LINE_INTERVAL_S:
+            return
+        self._last_line_s = now_s
+        self._console.print(Text(_progress(execution, now_s)))
+
+    def _screen(self) -> Table | Text:
+        execution = self._service.current
+        if execution is None:
+            return Text("")
+        document = status_document(self._service, time.monotonic())
+        table = Table(box=None, caption_justify="left", title_justify="left")
+        table.title = _progress(execution, time.monotonic())
+        waiting = document.get("waiting_for") or ""
+        table.caption = f"waiting for {waiting}" if waiting else ""
+        for column in ("worker", "device", "state", "share", "ms/microbatch"):
+            table.add_column(column)
+        for worker in document["workers"]:
+            speed = worker.get("ms_per_microbatch")
+            table.add_row(
+                worker["name"],
+                worker["device"],
+                worker["state"],
+                str(worker.get("microbatches_of_step", "")),
+                "" if speed is None else f"{speed:.0f}",
+            )
+        return table
+
+
+def _progress(execution: Execution, now_s: float) -> str:
+    run = execution.run
+    if execution.started_s is None:
+        return f"{run.run_id}: {run.phase.value}"
+    elapsed_s = max(now_s - execution.started_s, 1e-9)
+    loss = f"{run.losses[-1]:.6g}" if run.losses else "-"
+    rate = run.step * run.spec.batch.samples / elapsed_s
+    shares = (
+        ", ".join(f"{name} {count}" for name, count in sorted(run.division.items()))
+        if run.division
+        else "-"
+    )
+    return (
+        f"step {run.step}/{run.spec.steps}  loss {loss}  {rate:.0f} samples/s  "
+        f"microbatches: {shares}"
+    )
+
+
+def print_outcome(execution: Execution, console: Console) -> None:
+    """The last lines: metric, digest and where the trained tensors lie."""
+    outcome = execution.outcome
+    assert outcome is not None
+    if outcome.outcome == "failed":
+        return
+    run = execution.run
+    exact = "exact: every worker has the same numeric signature"
+    mixed = "mixed: workers of unlike signatures; replicas are equal, other runs may differ"
+    lines = [
+        f"{outcome.outcome}: {run.step} of {run.spec.steps} steps "
+        f"in {execution.result.get('wall_s', 0)} s ({mixed if run.mixed else exact})",
+        *(f"held-out {name}: {_figure(value)}" for name, value in run.metrics.items()),
+        f"weights digest: {execution.result.get('weights_digest', '-')}",
+    ]
+    if execution.model_directory is not None:
+        lines.append(f"{execution.model_directory.name}: {execution.model_directory}")
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+
+
+def _figure(value: object) -> str:
+    if not isinstance(value, float) or not math.isfinite(value):
+        return str(value)
+    return f"{value:.4f}" if abs(value) >= 1e-3 or value == 0 else f"{value:.3e}"

@@ -1,0 +1,184 @@
+"""The control port: health, status, events and an operator's commands, over HTTP on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final, TypeVar
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from coordinator.metrics import ServiceMetrics
+from coordinator.run import RunPhase
+from coordinator.service import Service, bind_failure, require_loopback
+from coordinator.status import status_document
+from protocol import limits
+from protocol.errors import SamestepError, UsageError
+from protocol.run_spec import parse_run_spec
+
+_LISTENER_EVENTS: Final = 256
+"""Events that may wait for one slow reader of /events before it is dropped."""
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class _Submission(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    run: dict[str, Any]
+    overrides: list[str] = []
+
+
+class _Continuation(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    skip_step: bool = False
+
+
+class ControlPort:
+    """Serves one `Service`; a listener of its reports for the event stream."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._readers: set[asyncio.Queue[str]] = set()
+        self._runner: web.AppRunner | None = None
+        self._metrics = ServiceMetrics(service)
+        self.address = ("", 0)
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen.
+
+        Raises:
+            UsageError: The address is taken, or open to other machines.
+        """
+        require_loopback(host, "--control")
+        app = web.Application(
+            client_max_size=limits.RUN_SPEC_BYTES, middlewares=[_errors_as_json]
+        )
+        app.router.add_get("/healthz", self._healthz)
+        app.router.add_get("/readyz", self._readyz)
+        app.router.add_get("/status", self._status)
+        app.router.add_get("/metrics", self._metrics_page)
+        app.router.add_get("/events", self._events)
+        app.router.add_post("/submit", self._submit)
+        app.router.add_post("/halt", self._halt)
+        app.router.add_post("/continue", self._continue)
+        app.router.add_post("/drain", self._drain)
+        self._runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise UsageError(bind_failure("--control", host, port, error)) from None
+        self.address = self._runner.addresses[0][:2]
+
+    async def stop(self) -> None:
+        """Close the port and every event stream."""
+        for queue in self._readers:
+            _offer(queue, "")
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def reported(self, event: str, fields: Mapping[str, object]) -> None:
+        """Pass a report on to every reader; see `service.Listener`."""
+        line = json.dumps({"event": event, **fields}, default=str)
+        for queue in list(self._readers):
+            if not _offer(queue, line):
+                self._readers.discard(queue)
+
+    async def _healthz(self, request: web.Request) -> web.Response:
+        del request
+        return web.json_response({"ok": True})
+
+    async def _readyz(self, request: web.Request) -> web.Response:
+        del request
+        enough = len(self._service.sessions) >= self._service.settings.expect_workers
+        return web.json_response({"ready": enough}, status=200 if enough else 503)
+
+    async def _status(self, request: web.Request) -> web.Response:
+        del request
+        return web.json_response(status_document(self._service, time.monotonic()))
+
+    async def _metrics_page(self, request: web.Request) -> web.Response:
+        del request
+        page = generate_latest(self._metrics.registry)
+        return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        """Server-sent events, one per report."""
+        queue: asyncio.Queue[str] = asyncio.Queue(_LISTENER_EVENTS)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        self._readers.add(queue)
+        try:
+            while line := await queue.get():
+                await response.write(f"data: {line}\n\n".encode())
+        finally:
+            self._readers.discard(queue)
+        return response
+
+    async def _submit(self, request: web.Request) -> web.Response:
+        submission = await _body(request, _Submission)
+        spec = parse_run_spec(submission.run, submission.overrides)
+        return web.json_response({"run_id": self._service.submit(spec)})
+
+    async def _halt(self, request: web.Request) -> web.Response:
+        del request
+        current = self._service.current
+        phases = (RunPhase.TRAINING, RunPhase.EVALUATING)
+        if current is None or current.run.phase not in phases:
+            return _conflict("no run is in progress")
+        current.command(current.run.halt("halted by the operator"))
+        return web.json_response({"phase": current.run.phase.value})
+
+    async def _continue(self, request: web.Request) -> web.Response:
+        continuation = await _body(request, _Continuation)
+        current = self._service.current
+        if current is None or current.run.phase is not RunPhase.HALTED:
+            return _conflict("no run is halted")
+        current.command(current.run.resume(skip_step=continuation.skip_step))
+        return web.json_response({"phase": current.run.phase.value})
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        del request
+        self._service.drain()
+        return web.json_response({"draining": True})
+
+
+async def _body(request: web.Request, model: type[Model]) -> Model:
+    text = await request.text()
+    try:
+        return model.model_validate_json(text or "{}")
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UsageError(f"{request.path}: {first['msg']} at {where or 'the document'!r}") from None
+
+
+def _conflict(reason: str) -> web.Response:
+    return web.json_response({"error": reason}, status=409)
+
+
+def _offer(queue: asyncio.Queue[str], line: str) -> bool:
+    try:
+        queue.put_nowait(line)
+    except asyncio.QueueFull:
+        return False
+    return True
+
+
+@web.middleware
+async def _errors_as_json(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except SamestepError as error:
+        document = {"error": str(error), "exit_code": int(error.exit_code)}
+        return web.json_response(document, status=400)
+    except web.HTTPException as error:
+        return web.json_response({"error": error.reason}, status=error.status)

@@ -1,0 +1,59 @@
+"""Evaluation of the held-out parts: work like any other, whoever does it.
+
+Pure. Sums are kept by part and added in part order, so that neither the number of workers nor
+the order of answers can change the figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from protocol.manifest import Metric
+
+
+class Evaluation:
+    """Collects one evaluation of the weights after `step` steps."""
+
+    def __init__(self, step: int, parts: int) -> None:
+        self.step = step
+        self._parts = parts
+        self._sums: dict[int, dict[str, float]] = {}
+        self._given: dict[str, set[int]] = {}
+
+    def assign(self, workers: Sequence[str]) -> dict[str, tuple[int, int]]:
+        """Divide what is nobody's into one range [lo, hi) for each worker."""
+        taken = set().union(*self._given.values()) if self._given else set()
+        free = [p for p in range(self._parts) if p not in self._sums and p not in taken]
+        ranges: dict[str, tuple[int, int]] = {}
+        # A range may run over parts that are done; their answers count once.
+        for index, worker in enumerate(workers):
+            mine = free[index * len(free) // len(workers) : (index + 1) * len(free) // len(workers)]
+            if mine:
+                ranges[worker] = (mine[0], mine[-1] + 1)
+                self._given.setdefault(worker, set()).update(mine)
+        return ranges
+
+    def result(self, part: int, sums: dict[str, float]) -> None:
+        """Take one part's sums; the first answer counts."""
+        if 0 <= part < self._parts:
+            self._sums.setdefault(part, sums)
+
+    def lose(self, worker: str) -> None:
+        """The worker has left; its unanswered parts are nobody's."""
+        self._given.pop(worker, None)
+
+    def waiting_for(self) -> list[str]:
+        """Workers that still owe parts."""
+        return sorted(w for w, parts in self._given.items() if parts - self._sums.keys())
+
+    @property
+    def complete(self) -> bool:
+        return len(self._sums) == self._parts
+
+    def metrics(self, metrics: Sequence[Metric]) -> dict[str, float]:
+        """The figures, once complete."""
+        totals: dict[str, float] = {}
+        for part in range(self._parts):
+            for name, value in self._sums[part].items():
+                totals[name] = totals.get(name, 0.0) + value
+        return {metric.name: metric.value(totals) for metric in metrics}

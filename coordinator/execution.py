@@ -1,0 +1,281 @@
+"""The shell around one run's logic: it does what the logic asks, and feeds back what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from coordinator.actions import (
+    Action,
+    Adopt,
+    ApplyStep,
+    Broadcast,
+    Dismiss,
+    Finish,
+    Follow,
+    Report,
+    Seed,
+    Send,
+)
+from coordinator.artifacts import write_json, write_model
+from coordinator.reduction import Array
+from coordinator.replica_keeper import Applied, ReplicaKeeper
+from coordinator.run import Run
+from coordinator.session import Session
+from protocol.connection import Body, Encoded, Received, encode
+from protocol.errors import ExitCode, OutOfPlace
+from protocol.messages import (
+    AveragedBlockGradient,
+    AveragedNonBlockGradient,
+    Commit,
+    EndRun,
+    Message,
+    Ready,
+    StateChunk,
+)
+from protocol.trace import Tracer, now_us
+
+Reporter = Callable[[str, Mapping[str, object]], None]
+
+
+class Watcher(Protocol):
+    """Who hears what a run reports, and its end."""
+
+    def reported(self, event: str, fields: Mapping[str, object]) -> None:
+        """Something worth telling."""
+
+    def ended(self, execution: Execution) -> None:
+        """The run is over and its files are written."""
+
+
+class Execution:
+    """One run being executed.
+
+    Attributes:
+        run: The pure logic.
+        applied: Where the coordinator's replica is.
+        outcome: How the run ended, once it has.
+        result: What `result.json` holds, once written.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        sessions: Mapping[str, Session],
+        directory: Path,
+        watcher: Watcher,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self.run = run
+        self.directory = directory
+        self.applied: Applied | None = None
+        self.outcome: Finish | None = None
+        self.result: dict[str, object] = {}
+        self.model_directory: Path | None = None
+        self.started_s: float | None = None
+        self._sessions = sessions
+        self._watcher = watcher
+        self._tracer = tracer
+        self._keeper: ReplicaKeeper | None = None
+        self._followers: set[str] = set()
+        self._tail: deque[Encoded] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+
+    # Events.
+
+    def invite(self, session: Session) -> None:
+        """A free worker: take it into the run."""
+        self._do(self.run.invite(session.name))
+
+    def receive(self, session: Session, received: Received) -> None:
+        """A member's message."""
+        message, raw = received
+        if isinstance(message, StateChunk):
+            self._state_chunk(message, raw)
+            return
+        body: Array | bytes | None = None
+        if raw is not None:
+            body = raw.tobytes() if message.body == "document" else raw.view("<f4")
+        if self._tracer is not None and message.body == "float32":
+            self._trace_payload(session.name, message)
+        self._do(self.run.receive(session.name, message, body))
+        if isinstance(message, Ready) and self.run.manifest is not None:
+            session.channel.connection.blocks = self.run.manifest.blocks
+
+    def lost(self, session: Session, reason: str) -> None:
+        """A member's connection is over."""
+        self._followers.discard(session.name)
+        self._do(self.run.lost(session.name, reason))
+
+    def command(self, actions: Sequence[Action]) -> None:
+        """Do what an operator's word led to."""
+        self._do(actions)
+
+    # Actions.
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send():
+                    self._send(action)
+                case Broadcast():
+                    self._broadcast(action)
+                case Report():
+                    self._report(action)
+                case ApplyStep():
+                    self._spawn(self._apply(action))
+                case Follow():
+                    self._followers.add(action.worker)
+                case Seed():
+                    self._spawn(self._seed(action.worker))
+                case Adopt():
+                    self._keeper = ReplicaKeeper(action.manifest, self.run.spec)
+                case Dismiss():
+                    self._dismiss(action)
+                case Finish():
+                    self._spawn(self._finish(action))
+
+    def _send(self, action: Send) -> None:
+        session = self._sessions.get(action.worker)
+        if session is not None:
+            session.channel.send(encode(action.message, action.body))
+
+    def _broadcast(self, action: Broadcast) -> None:
+        encoded = encode(action.message, action.body)
+        for name in sorted(self._followers):
+            session = self._sessions.get(name)
+            if session is not None:
+                session.channel.send(encoded)
+        if isinstance(action.message, AveragedBlockGradient | AveragedNonBlockGradient | Commit):
+            self._tail.append(encoded)
+        if self._tracer is not None:
+            self._tracer.instant(f"send {type(action.message).__name__}", "coordinator")
+
+    def _report(self, action: Report) -> None:
+        if action.event == "started":
+            self.started_s = time.monotonic()
+        fields = {"run_id": self.run.run_id, **action.fields}
+        self._watcher.reported(action.event, fields)
+
+    def _dismiss(self, action: Dismiss) -> None:
+        self._followers.discard(action.worker)
+        session = self._sessions.get(action.worker)
+        if session is not None:
+            session.channel.goodbye(action.reason, retry=False, exit_code=action.exit_code)
+
+    async def _apply(self, action: ApplyStep) -> None:
+        assert self._keeper is not None
+        start = now_us()
+        applied = await self._keeper.apply(action.averages, action.scalars)
+        if self._tracer is not None:
+            self._tracer.span("apply step", "replica", start, step=action.step)
+        self.applied = applied
+        while self._tail and _step_of(self._tail[0]) < applied.step:
+            self._tail.popleft()
+        self._do(self.run.replica_applied(applied.step, applied.state_digest))
+
+    async def _seed(self, worker: str) -> None:
+        """Send a joiner the state and what was broadcast since; no running worker is disturbed."""
+        assert self._keeper is not None
+        session = self._sessions.get(worker)
+        snapshot = await self._keeper.snapshot()
+        if session is None or session.channel.closed or self.outcome is not None:
+            return
+        assert self.run.manifest is not None
+        pieces = [
+            (part, chunk)
+            for part in snapshot.parts()
+            for chunk in range(self.run.manifest.blocks[part.block].chunks)
+        ]
+        for index, (part, chunk) in enumerate(pieces):
+            piece = self.run.manifest.blocks[part.block].chunk_slice(chunk)
+            message = StateChunk(
+                run_id=self.run.run_id, kind=part.kind, block=part.block, chunk=chunk,
+                step=snapshot.step, optimizer_step=snapshot.optimizer_step,
+                last=index == len(pieces) - 1,
+            )  # fmt: skip
+            session.channel.send(encode(message, part.values[piece]))
+        for encoded in self._tail:
+            if _step_of(encoded) >= snapshot.step:
+                session.channel.send(encoded)
+        self._followers.add(worker)
+
+    def _state_chunk(self, message: StateChunk, raw: Body | None) -> None:
+        if self._keeper is None or message.run_id != self.run.run_id or self.run.step:
+            raise OutOfPlace("StateChunk was not asked for")
+        assert raw is not None
+        self._keeper.fill(message, raw.view("<f4"))
+        if message.last:
+            self._spawn(self._state_loaded())
+
+    async def _state_loaded(self) -> None:
+        assert self._keeper is not None
+        self.applied = await self._keeper.digests()
+        self._do(self.run.replica_loaded(self.applied.state_digest))
+
+    async def _finish(self, action: Finish) -> None:
+        """Write what the run leaves behind, then let the workers go."""
+        self.outcome = action
+        ended_s = time.monotonic()
+        try:
+            await self._write(action, ended_s)
+        except OSError as error:
+            reason = f"cannot write the result to {str(self.directory)!r}: {error.strerror}"
+            self.outcome = Finish("failed", reason, ExitCode.FAILED)
+        message = EndRun(run_id=self.run.run_id, reason=self.outcome.reason[:400])
+        for member in self.run.members:
+            self._send(Send(member.name, message))
+        if self._keeper is not None:
+            self._keeper.close()
+        self._watcher.ended(self)
+
+    async def _write(self, action: Finish, ended_s: float) -> None:
+        trained = self.run.manifest is not None and self._keeper is not None
+        if not trained or self.applied is None or action.outcome == "failed":
+            return
+        assert self._keeper is not None
+        assert self.run.manifest is not None
+        replica = await self._keeper.snapshot()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.model_directory = write_model(self.directory, self.run.manifest, replica)
+        self.result = {
+            "run_id": self.run.run_id,
+            "outcome": action.outcome,
+            "steps": self.run.step,
+            "weights_digest": replica.weights_digest(),
+            "losses": [loss if np.isfinite(loss) else None for loss in self.run.losses],
+            "eval": {name: v if np.isfinite(v) else None for name, v in self.run.metrics.items()},
+            "exact": not self.run.mixed,
+            "workers": {m.name: m.microbatches for m in self.run.members},
+            "wall_s": round(ended_s - (self.started_s or ended_s), 3),
+        }
+        write_json(self.directory / "result.json", self.result)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._watcher.reported("internal_error", {"error": repr(error)})
+            raise error
+
+    def _trace_payload(self, worker: str, message: Message) -> None:
+        assert self._tracer is not None
+        fields = message.model_dump()
+        self._tracer.instant(f"receive block {fields['block']}", worker, **fields)
+
+
+def _step_of(encoded: Encoded) -> int:
+    step = getattr(encoded.message, "step", None)
+    assert isinstance(step, int)
+    return step

@@ -1,0 +1,49 @@
+"""Workers on this machine, started and ended together with a one-run coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from typing import Final
+
+_END_TIMEOUT_S: Final = 10.0
+
+
+class LocalWorkers:
+    """Child processes that run `worker` against this coordinator."""
+
+    def __init__(self, address: tuple[str, int], arguments: list[str]) -> None:
+        self._address = f"{address[0]}:{address[1]}"
+        self._arguments = arguments
+        self._processes: list[asyncio.subprocess.Process] = []
+
+    async def start(self, count: int) -> None:
+        """Start so many; each imports its task in parallel with the others."""
+        for index in range(count):
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "worker", "--coordinator", self._address,
+                "--name", f"local-{index}", "--quiet", *self._arguments,
+                stdin=asyncio.subprocess.DEVNULL, env=dict(os.environ),
+            )  # fmt: skip
+            self._processes.append(process)
+
+    async def all_ended(self) -> list[int]:
+        """Wait until none is left; their exit codes."""
+        return [await process.wait() for process in self._processes]
+
+    async def stop(self) -> None:
+        """End those that are still there: first asked, then made."""
+        running = [p for p in self._processes if p.returncode is None]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.all_ended(), _END_TIMEOUT_S)
+            return
+        for signal_name in ("terminate", "kill"):
+            for process in running:
+                if process.returncode is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        getattr(process, signal_name)()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.all_ended(), _END_TIMEOUT_S)
+                return

@@ -1,0 +1,161 @@
+"""The coordinator process: service, control port, console and local workers put together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import uvloop
+from rich.console import Console
+from rich.text import Text
+
+from coordinator.artifacts import write_json
+from coordinator.console import ProgressConsole, print_outcome
+from coordinator.control import ControlPort
+from coordinator.local_workers import LocalWorkers
+from coordinator.service import Service, Settings
+from protocol.errors import ExitCode
+from protocol.run_spec import RunSpec, load_run_spec
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line of `coordinator`, checked."""
+
+    bind: tuple[str, int]
+    control: tuple[str, int]
+    expect_workers: int
+    out: Path
+    run: Path | None
+    overrides: tuple[str, ...]
+    local_workers: int
+    worker_arguments: tuple[str, ...]
+    address_file: Path | None
+    trace: Path | None
+    log_json: bool
+
+
+def main(options: Options) -> ExitCode:
+    """Run until the one run is over, or until drained.
+
+    Raises:
+        SamestepError: The process cannot start.
+    """
+    _set_up_logging(as_json=options.log_json)
+    spec = load_run_spec(options.run, options.overrides) if options.run else None
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(options, spec))
+
+
+async def _serve(options: Options, spec: RunSpec | None) -> ExitCode:
+    service = Service(
+        Settings(
+            bind=options.bind,
+            expect_workers=options.expect_workers,
+            directory=options.out,
+            once=spec is not None,
+            trace=options.trace,
+        )
+    )
+    control = ControlPort(service)
+    console = Console(highlight=False)
+    progress = ProgressConsole(service, console)
+    service.listeners += [control, progress]
+    await service.start()
+    await control.start(*options.control)
+    _announce(options, service, control, console)
+    local = LocalWorkers(service.address, [*options.worker_arguments])
+    _end_on_signals(service)
+    try:
+        if spec is not None:
+            service.submit(spec, options.out)
+        progress.start()
+        await local.start(options.local_workers)
+        await _until_over(service, local if options.local_workers else None)
+    finally:
+        progress.stop()
+        await service.stop()
+        await local.stop()
+        await control.stop()
+    return _conclude(service, console)
+
+
+async def _until_over(service: Service, local: LocalWorkers | None) -> None:
+    """Wait for the end; when all local workers are gone and nobody else is, it is the end."""
+    over = asyncio.ensure_future(service.over.wait())
+    waits: list[asyncio.Future[object]] = [over]
+    if local is not None:
+        waits.append(asyncio.ensure_future(local.all_ended()))
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    if not service.over.is_set() and not service.sessions and service.settings.once:
+        service.reported("internal_error", {"error": "all local workers have ended"})
+        service.over.set()
+    await over
+    for wait in waits:
+        wait.cancel()
+
+
+def _conclude(service: Service, console: Console) -> ExitCode:
+    execution = service.finished
+    if execution is None or execution.outcome is None:
+        return ExitCode.FAILED if service.current is not None else ExitCode.OK
+    outcome = execution.outcome
+    if outcome.outcome == "failed":
+        print(f"coordinator: {outcome.reason}", file=sys.stderr)
+        return outcome.exit_code
+    if service.settings.once:
+        print_outcome(execution, console)
+    return outcome.exit_code
+
+
+def _announce(
+    options: Options, service: Service, control: ControlPort, console: Console
+) -> None:
+    data = f"{service.address[0]}:{service.address[1]}"
+    page = f"{control.address[0]}:{control.address[1]}"
+    if options.address_file is not None:
+        write_json(options.address_file, {"data": data, "control": page})
+    for line in (
+        f"listening for workers: worker --coordinator {data}",
+        f"status: coordinator status --control {page}   (http://{page}/status)",
+    ):
+        console.print(Text(line), soft_wrap=True)
+
+
+def _end_on_signals(service: Service) -> None:
+    """The first SIGTERM or SIGINT drains, the second ends at once."""
+    loop = asyncio.get_running_loop()
+    asked = 0
+
+    def handle() -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            service.drain()
+        else:
+            service.over.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, handle)
+
+
+def _set_up_logging(*, as_json: bool) -> None:
+    """Structured log on standard error; without --log-json only warnings, people read the rest."""
+    level = logging.INFO if as_json else logging.WARNING
+    renderer = (
+        structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
+    )
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )

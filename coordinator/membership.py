@@ -1,0 +1,103 @@
+"""Who takes part in a run, in which state, and the numbered views that follow from it.
+
+Pure. Views fence sessions, not gradients: what a member has delivered stays when others leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+_SPEED_WEIGHT: Final = 0.5
+"""How much the newest measurement counts in the moving average."""
+
+
+class MemberState(Enum):
+    """PREPARING builds the task; READY has, and waits for the start; LOADING receives the
+    trainable state and every broadcast; ACTIVE computes; DRAINING finishes and leaves."""
+
+    PREPARING = "preparing"
+    READY = "ready"
+    LOADING = "loading"
+    ACTIVE = "active"
+    DRAINING = "draining"
+
+
+@dataclass(slots=True)
+class Member:
+    """One worker in one run."""
+
+    name: str
+    state: MemberState = MemberState.PREPARING
+    backend: str = ""
+    device: str = ""
+    state_digest: str = ""
+    signature: str = ""
+    signature_text: str = ""
+    ms_per_microbatch: float | None = None
+    microbatches: int = 0
+    """Computed in this run."""
+
+    def measured(self, ms_per_microbatch: float) -> None:
+        """Take in a measured time."""
+        if self.ms_per_microbatch is None:
+            self.ms_per_microbatch = ms_per_microbatch
+        else:
+            self.ms_per_microbatch += _SPEED_WEIGHT * (ms_per_microbatch - self.ms_per_microbatch)
+
+
+class Membership:
+    """The members of a run by name. `view` counts changes of who is active."""
+
+    def __init__(self) -> None:
+        self.view = 0
+        self._members: dict[str, Member] = {}
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(sorted(self._members.values(), key=lambda member: member.name))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._members
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def get(self, name: str) -> Member | None:
+        return self._members.get(name)
+
+    def add(self, name: str) -> Member:
+        """A worker is asked to build the task."""
+        member = self._members[name] = Member(name)
+        return member
+
+    def remove(self, name: str) -> Member | None:
+        """A worker has left; the view changes if it was active."""
+        member = self._members.pop(name, None)
+        if member is not None and member.state in (MemberState.ACTIVE, MemberState.DRAINING):
+            self.view += 1
+        return member
+
+    def activate(self, member: Member) -> None:
+        """A worker's state is the run's: it may compute, from the next step on."""
+        member.state = MemberState.ACTIVE
+        self.view += 1
+
+    def names(self, *states: MemberState) -> list[str]:
+        """Names of the members in one of these states, sorted."""
+        return [member.name for member in self if member.state in states]
+
+    def speeds(self) -> dict[str, float | None]:
+        """Milliseconds per microbatch of the active members."""
+        return {
+            member.name: member.ms_per_microbatch
+            for member in self
+            if member.state is MemberState.ACTIVE
+        }
+
+    @property
+    def signatures(self) -> set[str]:
+        """The distinct numeric signatures of members that compute."""
+        states = (MemberState.ACTIVE, MemberState.DRAINING)
+        return {member.signature for member in self if member.state in states}

@@ -1,0 +1,93 @@
+"""Sums along the reduction tree, whatever the order in which nodes arrive.
+
+Pure: arrays in, arrays out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.tree import Node, parent, root, sibling
+
+Array = NDArray[np.float32]
+T = TypeVar("T")
+
+
+def add_arrays(left: Array, right: Array) -> Array:
+    """left + right in float32, into left. Overflow is found as non-finite later."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.add(left, right, out=left)
+
+
+def add_floats(left: float, right: float) -> float:
+    """left + right in float64."""
+    return left + right
+
+
+def is_finite(values: Array) -> bool:
+    """Whether no element is NaN or infinite.
+
+    A finite sum has only finite terms; a sum that is not may have overflowed, so look closer.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(np.add.reduce(values)) or np.isfinite(values).all())
+
+
+class TreeSum(Generic[T]):
+    """The disjoint nodes that have arrived, merged with their siblings as far as can be.
+
+    First wins: a node that is covered already, or that covers some that are there, is dropped.
+    """
+
+    def __init__(self, microbatches: int, add: Callable[[T, T], T]) -> None:
+        self._microbatches = microbatches
+        self._add = add
+        self._held: dict[Node, T] = {}
+
+    @property
+    def held(self) -> tuple[Node, ...]:
+        """The nodes that are there, in order."""
+        return tuple(sorted(self._held))
+
+    def accepts(self, node: Node) -> bool:
+        """Whether the node overlaps nothing that is held."""
+        return not any(held.lo < node.hi and node.lo < held.hi for held in self._held)
+
+    def put(self, node: Node, value: T) -> bool:
+        """Take a node's value and merge upwards; False if it is dropped.
+
+        The value belongs to the sum from then on.
+        """
+        if not self.accepts(node):
+            return False
+        while (other := sibling(node, self._microbatches)) is not None and other in self._held:
+            there = self._held.pop(other)
+            value = self._add(value, there) if node < other else self._add(there, value)
+            above = parent(node, self._microbatches)
+            assert above is not None
+            node = above
+        self._held[node] = value
+        return True
+
+    def replace(self, node: Node, value: T) -> None:
+        """Like `put`, but a node that covers some that are held takes their place."""
+        if any(held.covers(node) for held in self._held):
+            return
+        for held in [held for held in self._held if node.covers(held)]:
+            del self._held[held]
+        self.put(node, value)
+
+    @property
+    def total(self) -> T | None:
+        """The root's value once every node is there."""
+        return self._held.get(root(self._microbatches))
+
+    def missing(self, node: Node) -> Iterator[int]:
+        """The microbatches of `node` that are not there."""
+        for leaf in range(node.lo, node.hi):
+            if not any(held.lo <= leaf < held.hi for held in self._held):
+                yield leaf

@@ -1,0 +1,220 @@
+"""One attempt at one step: payloads in, averaged blocks out.
+
+Pure: no clock, socket, file or randomness. Arrival order cannot change a bit of what comes out,
+since everything is summed along the tree; a payload that was there already changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from coordinator.reduction import Array, TreeSum, add_arrays, add_floats, is_finite
+from protocol.digest import weights_digest
+from protocol.errors import OutOfPlace
+from protocol.manifest import Block
+from protocol.messages import GradientPayload, NodeLoss
+from protocol.tree import Node, cover, is_node
+from protocol.update import average_in_place, global_norm, square_sum
+
+
+@dataclass(frozen=True, slots=True)
+class Averaged:
+    """A chunk is complete: the average over all samples of the step."""
+
+    block: int
+    chunk: int
+    values: Array
+
+
+@dataclass(frozen=True, slots=True)
+class NonFinite:
+    """A payload, a loss (`block` is None) or a sum (`worker` is None) has NaN or infinity."""
+
+    worker: str | None
+    block: str | None
+    node: Node
+
+    def __str__(self) -> str:
+        what = "loss" if self.block is None else f"gradient in block {self.block!r}"
+        whose = (
+            "when summed over workers, each of which sent finite ones"
+            if self.worker is None
+            else f"from worker {self.worker!r}"
+        )
+        return f"non-finite {what}, microbatches {self.node}, {whose}"
+
+
+@dataclass(slots=True)
+class _Chunk:
+    sums: TreeSum[Array]
+    done: bool = False
+
+
+@dataclass(slots=True)
+class Share:
+    """What one worker was given in this round."""
+
+    nodes: list[Node] = field(default_factory=list)
+
+    @property
+    def microbatches(self) -> int:
+        return sum(node.leaves for node in self.nodes)
+
+
+class Round:
+    """Collects one attempt at a step.
+
+    Attributes:
+        averages: One flat array per block; complete where `block_done` says so.
+        shares: Nodes by worker, for workers that have not left.
+    """
+
+    def __init__(
+        self, blocks: tuple[Block, ...], microbatches: int, epoch: int, step: int, attempt: int
+    ) -> None:
+        self.microbatches = microbatches
+        self.epoch = epoch
+        self.step = step
+        self.attempt = attempt
+        self.shares: dict[str, Share] = {}
+        self.averages = [np.empty(block.elements, np.float32) for block in blocks]
+        self._blocks = blocks
+        self._chunks = [
+            [_Chunk(TreeSum(microbatches, add_arrays)) for _ in range(block.chunks)]
+            for block in blocks
+        ]
+        self._open_chunks = [block.chunks for block in blocks]
+        self._square_sums: list[float | None] = [None] * len(blocks)
+        self._weights: TreeSum[float] = TreeSum(microbatches, add_floats)
+        self._losses: TreeSum[float] = TreeSum(microbatches, add_floats)
+
+    def assign(self, worker: str, nodes: tuple[Node, ...]) -> None:
+        """These nodes are now the worker's to compute."""
+        self.shares.setdefault(worker, Share()).nodes.extend(nodes)
+
+    def payload(
+        self, worker: str, message: GradientPayload, values: Array
+    ) -> list[Averaged] | NonFinite:
+        """Take a chunk of a node's gradient sum; `values` belongs to the round from then on.
+
+        Raises:
+            OutOfPlace: No such node, or not this worker's.
+        """
+        self._check_place(worker, message.node)
+        chunk = self._chunks[message.block][message.chunk]
+        if chunk.done or not chunk.sums.accepts(message.node):
+            return []
+        if not is_finite(values):
+            return NonFinite(worker, self._blocks[message.block].name, message.node)
+        self._weights.replace(message.node, message.weight)
+        chunk.sums.put(message.node, values)
+        total = chunk.sums.total
+        if total is None:
+            return []
+        return self._complete(message.block, message.chunk, total)
+
+    def node_loss(self, worker: str, message: NodeLoss) -> NonFinite | None:
+        """Take a node's loss sum; it also says that the node is done.
+
+        Raises:
+            OutOfPlace: No such node, or not this worker's.
+        """
+        self._check_place(worker, message.node)
+        if not np.isfinite(message.loss_sum):
+            if not self._losses.accepts(message.node):
+                return None
+            return NonFinite(worker, None, message.node)
+        self._weights.replace(message.node, message.weight)
+        self._losses.put(message.node, message.loss_sum)
+        return None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every block is averaged and every loss is there."""
+        return not any(self._open_chunks) and self._losses.total is not None
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over the step; the round is complete."""
+        total, weight = self._losses.total, self._weights.total
+        assert total is not None
+        assert weight is not None
+        return total / weight if weight else 0.0
+
+    @property
+    def gradient_norm(self) -> float:
+        """Euclidean norm of all averages; the round is complete."""
+        sums = [each for each in self._square_sums if each is not None]
+        assert len(sums) == len(self._blocks)
+        return global_norm(sums)
+
+    def averages_digest(self) -> str:
+        """Digest of the averaged gradients by tensor name; the round is complete."""
+        return weights_digest({
+            tensor.name: average[part].reshape(tensor.shape)
+            for block, average in zip(self._blocks, self.averages, strict=True)
+            for tensor, part in block.slices()
+        })
+
+    def averaged_so_far(self) -> Iterator[Averaged]:
+        """Every chunk that is complete: what a joiner has missed of this step."""
+        for index, block in enumerate(self._blocks):
+            for number, chunk in enumerate(self._chunks[index]):
+                if chunk.done:
+                    yield Averaged(index, number, self.averages[index][block.chunk_slice(number)])
+
+    def unfinished(self, worker: str) -> tuple[Node, ...]:
+        """The worker's microbatches of which anything is missing, as nodes."""
+        share = self.shares.get(worker)
+        if share is None:
+            return ()
+        missing = {leaf for node in share.nodes for leaf in self._missing(node)}
+        return cover(sorted(missing), self.microbatches)
+
+    def unassigned(self) -> tuple[Node, ...]:
+        """Microbatches that are missing and nobody's."""
+        taken = {
+            leaf
+            for share in self.shares.values()
+            for node in share.nodes
+            for leaf in range(node.lo, node.hi)
+        }
+        everything = Node(0, self.microbatches)
+        missing = {leaf for leaf in self._missing(everything) if leaf not in taken}
+        return cover(sorted(missing), self.microbatches)
+
+    def lose(self, worker: str) -> None:
+        """The worker has left; what it delivered is kept."""
+        self.shares.pop(worker, None)
+
+    def _missing(self, node: Node) -> set[int]:
+        missing = set(self._losses.missing(node))
+        for chunks in self._chunks:
+            for chunk in chunks:
+                if not chunk.done:
+                    missing.update(chunk.sums.missing(node))
+        return missing
+
+    def _check_place(self, worker: str, node: Node) -> None:
+        if not is_node(node, self.microbatches):
+            raise OutOfPlace(f"{node} is no node of a tree over {self.microbatches} microbatches")
+        share = self.shares.get(worker)
+        if share is None or node not in share.nodes:
+            raise OutOfPlace(f"node {node} was not given to worker {worker!r} in this step")
+
+    def _complete(self, block: int, number: int, total: Array) -> list[Averaged] | NonFinite:
+        weight = self._weights.total
+        assert weight is not None, "a chunk is complete, so every node's weight has come"
+        if not is_finite(total):
+            return NonFinite(None, self._blocks[block].name, Node(0, self.microbatches))
+        values = self.averages[block][self._blocks[block].chunk_slice(number)]
+        np.copyto(values, total)
+        average_in_place(values, weight)
+        self._chunks[block][number] = _Chunk(TreeSum(self.microbatches, add_arrays), done=True)
+        self._open_chunks[block] -= 1
+        if not self._open_chunks[block]:
+            self._square_sums[block] = square_sum(self.averages[block])
+        return [Averaged(block, number, values)]

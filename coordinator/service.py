@@ -1,0 +1,293 @@
+"""The coordinator's service: members come and go, runs are taken one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import json
+import time
+import uuid
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from coordinator.artifacts import write_file
+from coordinator.execution import Execution
+from coordinator.run import Run
+from coordinator.session import Session
+from protocol import limits
+from protocol.authentication import LoopbackOnly
+from protocol.connection import Connection, Received
+from protocol.errors import UsageError
+from protocol.messages import Heartbeat, Message, Welcome
+from protocol.run_spec import RunSpec
+from protocol.trace import Tracer
+from protocol.transport import Channel
+
+log = structlog.get_logger("coordinator")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How the service runs.
+
+    Attributes:
+        bind: Host and port for workers; port 0 takes a free one.
+        expect_workers: How many must be ready before a run starts.
+        directory: Where runs leave their results.
+        once: End after the first run.
+    """
+
+    bind: tuple[str, int]
+    expect_workers: int
+    directory: Path
+    once: bool
+    trace: Path | None = None
+
+
+class Listener(Protocol):
+    """Who hears what happens: the console, the event stream."""
+
+    def reported(self, event: str, fields: Mapping[str, object]) -> None:
+        """Something worth telling."""
+
+
+class Service:
+    """Members, the run in progress and those that wait.
+
+    Attributes:
+        sessions: Members by name.
+        current: The run in progress.
+        finished: The last run that ended.
+        over: Set when the service is to end.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.sessions: dict[str, Session] = {}
+        self.known: set[str] = set()
+        self.current: Execution | None = None
+        self.finished: Execution | None = None
+        self.waiting: deque[tuple[str, RunSpec, Path]] = deque()
+        self.over = asyncio.Event()
+        self.address = settings.bind
+        self.started_s = time.monotonic()
+        self.listeners: list[Listener] = []
+        self._joining: set[Session] = set()
+        self._server: asyncio.Server | None = None
+        self._ticking: asyncio.Task[None] | None = None
+        self._epoch = 0
+        self._draining = False
+        self._tracer = Tracer(settings.trace, "coordinator") if settings.trace else None
+
+    async def start(self) -> None:
+        """Listen for workers.
+
+        Raises:
+            UsageError: The address is taken or not this machine's, or is open to others.
+        """
+        host, port = self.settings.bind
+        require_loopback(host, "--bind")
+        self._epoch = _raise_epoch(self.settings.directory)
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(self._connection, host, port)
+        except OSError as error:
+            raise UsageError(bind_failure("--bind", host, port, error)) from None
+        self.address = self._server.sockets[0].getsockname()[:2]
+        self._ticking = loop.create_task(self._tick())
+
+    async def stop(self) -> None:
+        """Say goodbye to everyone and close."""
+        for session in list(self.sessions.values()):
+            session.channel.goodbye("the coordinator ends", retry=False, exit_code=0)
+        if self._server is not None:
+            self._server.close()
+        if self._ticking is not None:
+            self._ticking.cancel()
+        if self._tracer is not None:
+            self._tracer.close()
+
+    def submit(self, spec: RunSpec, directory: Path | None = None) -> str:
+        """Queue a run; it starts when those before it are over.
+
+        Returns:
+            The run's id.
+        """
+        run_id = f"{spec.name}-{uuid.uuid4().hex[:8]}"
+        target = directory or self.settings.directory / run_id
+        # Refuse what can't be run now, not when its turn comes.
+        Run(run_id, spec, self._epoch, self.settings.expect_workers)
+        self.waiting.append((run_id, spec, target))
+        self._start_next()
+        return run_id
+
+    def drain(self) -> None:
+        """Finish the present step, then end."""
+        self._draining = True
+        self.waiting.clear()
+        if self.current is None:
+            self.over.set()
+        else:
+            self.current.command(self.current.run.drain())
+
+    # Sessions.
+
+    def admit(self, session: Session) -> Welcome:
+        """Name the worker; see `SessionOwner`."""
+        assert session.hello is not None
+        wanted = session.hello.name or "worker"
+        for other in list(self.sessions.values()):
+            assert other.hello is not None
+            if other.hello.instance == session.hello.instance:
+                # The same process came back before its old connection was seen to be dead.
+                other.channel.abort("the worker has connected again")
+                self._forget(other, "the worker has connected again")
+        name, number = wanted, 1
+        while name in self.sessions:
+            number += 1
+            name = f"{wanted[:60]}-{number}"
+        return Welcome(
+            worker=name,
+            epoch=self._epoch,
+            heartbeat_interval_ms=limits.HEARTBEAT_INTERVAL_MS,
+            liveness_timeout_ms=limits.LIVENESS_TIMEOUT_MS,
+        )
+
+    def joined(self, session: Session) -> None:
+        """A worker is a member; see `SessionOwner`."""
+        assert session.hello is not None
+        self._joining.discard(session)
+        self.sessions[session.name] = session
+        self.known.add(session.name)
+        self.reported(
+            "worker_connected",
+            {
+                "worker": session.name,
+                "backend": session.hello.backend,
+                "workers": len(self.sessions),
+            },
+        )
+        if self.current is not None:
+            self.current.invite(session)
+
+    def receive(self, session: Session, message: Message, received: Received) -> None:
+        """A member's message; see `SessionOwner`."""
+        del message
+        if self.current is not None:
+            self.current.receive(session, received)
+
+    def left(self, session: Session, reason: str) -> None:
+        """A connection is over; see `SessionOwner`."""
+        self._joining.discard(session)
+        if not session.name:
+            log.info("connection_closed", peer=session.channel.peer, reason=reason)
+        self._forget(session, reason)
+
+    def _forget(self, session: Session, reason: str) -> None:
+        if self.sessions.get(session.name) is not session:
+            return
+        del self.sessions[session.name]
+        fields = {"worker": session.name, "reason": reason, "workers": len(self.sessions)}
+        self.reported("worker_disconnected", fields)
+        if self.current is not None:
+            self.current.lost(session, reason)
+
+    def _connection(self) -> Channel:
+        session = Session(self, LoopbackOnly())
+        channel = Channel(Connection("coordinator"), session, time.monotonic)
+        session.start(channel)
+        if len(self._joining) >= limits.UNAUTHENTICATED_CONNECTIONS:
+            loop = asyncio.get_running_loop()
+            loop.call_soon(channel.abort, "too many connections are in the handshake")
+        self._joining.add(session)
+        return channel
+
+    # Runs.
+
+    def _start_next(self) -> None:
+        if self.current is not None or not self.waiting:
+            return
+        run_id, spec, directory = self.waiting.popleft()
+        run = Run(run_id, spec, self._epoch, self.settings.expect_workers)
+        self.current = Execution(run, self.sessions, directory, self, self._tracer)
+        self.reported("run_accepted", {"run_id": run_id, "task": spec.task, "steps": spec.steps})
+        for session in list(self.sessions.values()):
+            self.current.invite(session)
+
+    def reported(self, event: str, fields: Mapping[str, object]) -> None:
+        """Log once and tell the listeners; see `execution.Watcher`."""
+        log.info(event, **fields)
+        for listener in self.listeners:
+            listener.reported(event, fields)
+
+    def ended(self, execution: Execution) -> None:
+        """A run is over; see `execution.Watcher`."""
+        assert execution.outcome is not None
+        self.finished, self.current = execution, None
+        outcome = execution.outcome
+        fields = {"run_id": execution.run.run_id, "outcome": outcome.outcome}
+        self.reported("run_ended", {**fields, "reason": outcome.reason})
+        if self.settings.once or self._draining:
+            self.over.set()
+        else:
+            self._start_next()
+
+    async def _tick(self) -> None:
+        """Send heartbeats, and count silent workers as lost."""
+        interval_s = limits.HEARTBEAT_INTERVAL_MS / 1000
+        last_s = time.monotonic()
+        while True:
+            await asyncio.sleep(interval_s)
+            # After a stall of our own, what others sent meanwhile is still to be read.
+            stalled = time.monotonic() - last_s > 3 * interval_s
+            last_s = time.monotonic()
+            if stalled:
+                continue
+            for session in list(self.sessions.values()):
+                silent_s = time.monotonic() - session.channel.last_received_s
+                if silent_s * 1000 > limits.LIVENESS_TIMEOUT_MS:
+                    session.channel.abort(f"silent for {silent_s:.0f} s")
+                else:
+                    session.channel.send(Heartbeat())
+
+
+def require_loopback(host: str, option: str) -> None:
+    """Until there is authentication, only this machine may connect.
+
+    Raises:
+        UsageError: The host is no loopback address.
+    """
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise UsageError(
+            f"{option}: expected a loopback address such as 127.0.0.1, got {host!r}: "
+            "this version has no authentication yet, so it does not listen to other machines"
+        )
+
+
+def bind_failure(option: str, host: str, port: int, error: OSError) -> str:
+    """One line for a port that cannot be bound."""
+    if error.errno == errno.EADDRINUSE:
+        return f"{option} {host}:{port} is in use; stop what uses it or choose another port"
+    return f"{option} {host}:{port} cannot be bound: {error.strerror or error}"
+
+
+def _raise_epoch(directory: Path) -> int:
+    """The coordinator's epoch: one more than at its last start in this directory."""
+    path = directory / "epoch.json"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        last = json.loads(path.read_text())["epoch"] if path.exists() else 0
+        write_file(path, json.dumps({"epoch": last + 1}).encode())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--out {str(directory)!r} cannot be used: {error}") from None
+    return int(last) + 1

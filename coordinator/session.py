@@ -1,0 +1,97 @@
+"""One worker's connection, from the first byte to the last: handshake, then member."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from protocol import limits
+from protocol.authentication import Authenticator
+from protocol.connection import Received
+from protocol.errors import NotAuthorised, OutOfPlace, ProtocolError
+from protocol.messages import Challenge, Goodbye, Heartbeat, Hello, Message, Proof, Welcome
+from protocol.transport import Channel
+
+
+class SessionOwner(Protocol):
+    """Who takes over once a worker is a member."""
+
+    def admit(self, session: Session) -> Welcome:
+        """The worker has proved itself: give it its name."""
+
+    def joined(self, session: Session) -> None:
+        """It has been welcomed."""
+
+    def receive(self, session: Session, message: Message, received: Received) -> None:
+        """A member's message. A ProtocolError raised here ends its connection."""
+
+    def left(self, session: Session, reason: str) -> None:
+        """The connection is over, member or not."""
+
+
+class Session:
+    """Drives the handshake of one connection; the owner hears of it once it is a member.
+
+    Attributes:
+        name: The worker's name, unique among members; empty before.
+        hello: What it said of itself.
+    """
+
+    channel: Channel
+
+    def __init__(self, owner: SessionOwner, authenticator: Authenticator) -> None:
+        self.name = ""
+        self.hello: Hello | None = None
+        self.saying_goodbye = ""
+        self._owner = owner
+        self._authenticator = authenticator
+        self._challenge: Challenge | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, channel: Channel) -> None:
+        """The connection is made; it has a few seconds to become a member."""
+        self.channel = channel
+        loop = asyncio.get_running_loop()
+        seconds = limits.HANDSHAKE_TIMEOUT_MS / 1000
+        self._timer = loop.call_later(
+            seconds, channel.abort, f"no member after {seconds:g} s of handshake"
+        )
+
+    def on_message(self, channel: Channel, received: Received) -> None:
+        message = received.message
+        match message:
+            case Hello():
+                self.hello = message
+                self._challenge = self._authenticator.challenge(message)
+                channel.send(self._challenge)
+            case Proof():
+                self._verify(channel, message)
+            case Heartbeat():
+                pass
+            case Goodbye():
+                self.saying_goodbye = message.reason or "goodbye"
+                channel.abort(self.saying_goodbye)
+            case _:
+                if not self.name:
+                    raise OutOfPlace(f"{type(message).__name__} before the handshake")
+                self._owner.receive(self, message, received)
+
+    def on_lost(self, channel: Channel, reason: str, error: ProtocolError | None) -> None:
+        del channel, error
+        if self._timer is not None:
+            self._timer.cancel()
+        self._owner.left(self, self.saying_goodbye or reason)
+
+    def _verify(self, channel: Channel, proof: Proof) -> None:
+        assert self._challenge is not None
+        try:
+            self._authenticator.verify(self._challenge, proof)
+        except NotAuthorised as error:
+            channel.goodbye(str(error), retry=False, exit_code=error.exit_code)
+            return
+        assert self._timer is not None
+        self._timer.cancel()
+        welcome = self._owner.admit(self)
+        self.name = welcome.worker
+        channel.send(welcome)
+        self._owner.joined(self)

@@ -1,0 +1,137 @@
+"""What the service says of itself on one screen: phase, step, workers, and what is waited for.
+
+Pure: it reads the service's objects and gives plain values.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from coordinator.execution import Execution
+from coordinator.membership import MemberState
+from coordinator.planner import balance
+from coordinator.run import Run, RunPhase
+from coordinator.service import Service
+from protocol import __version__
+
+
+def status_document(service: Service, now_s: float) -> dict[str, Any]:
+    """The document of `GET /status`.
+
+    Args:
+        service: Whose status.
+        now_s: The service's monotonic clock.
+    """
+    execution = service.current or service.finished
+    document: dict[str, Any] = {
+        "version": __version__,
+        "phase": "idle",
+        "reason": "no run was submitted",
+        "expect_workers": service.settings.expect_workers,
+        "address": f"{service.address[0]}:{service.address[1]}",
+        "queued_runs": [run_id for run_id, _, _ in service.waiting],
+        "step": 0,
+        "steps": 0,
+        "loss": None,
+        "weights_digest": None,
+        "exact": None,
+        "view": 0,
+    }
+    if execution is not None:
+        document |= _run_part(execution)
+        if execution is service.current:
+            document["waiting_for"] = waiting_for(execution.run, sorted(service.sessions))
+    document["workers"] = [_worker_part(service, name, now_s) for name in sorted(service.sessions)]
+    return document
+
+
+def _run_part(execution: Execution) -> dict[str, Any]:
+    run = execution.run
+    loss = run.losses[-1] if run.losses else None
+    ended = execution.outcome
+    return {
+        "run_id": run.run_id,
+        "task": run.spec.task,
+        "phase": ended.outcome if ended is not None else run.phase.value,
+        "reason": ended.reason if ended is not None else run.reason,
+        "step": run.step,
+        "steps": run.spec.steps,
+        "attempt": run.attempt,
+        "loss": loss if loss is not None and math.isfinite(loss) else None,
+        "weights_digest": execution.applied.weights_digest if execution.applied else None,
+        "exact": not run.mixed,
+        "exactness": run.spec.exactness,
+        "view": run.members.view,
+        "eval": {name: value for name, value in run.metrics.items() if math.isfinite(value)},
+        "balance": _balance(run),
+        "result": execution.result or None,
+    }
+
+
+def _balance(run: Run) -> float | None:
+    if run.division is None:
+        return None
+    speeds = run.members.speeds()
+    if set(speeds) != set(run.division):
+        return None
+    return round(balance(run.division, speeds), 3)
+
+
+def _worker_part(service: Service, name: str, now_s: float) -> dict[str, Any]:
+    session = service.sessions[name]
+    hello = session.hello
+    assert hello is not None
+    part: dict[str, Any] = {
+        "name": name,
+        "backend": hello.backend,
+        "device": "",
+        "address": session.channel.peer,
+        "state": "idle",
+        "bytes_received": session.channel.bytes_received,
+        "bytes_sent": session.channel.bytes_sent,
+        "last_seen_s": round(now_s - session.channel.last_received_s, 1),
+    }
+    run = service.current.run if service.current is not None else None
+    member = run.members.get(name) if run is not None else None
+    if run is not None and member is not None:
+        share = run.round.shares.get(name) if run.round is not None else None
+        speed = member.ms_per_microbatch
+        part |= {
+            "state": member.state.value,
+            "backend": member.backend or hello.backend,
+            "device": member.device,
+            "signature": member.signature[:12],
+            "signature_text": member.signature_text,
+            "microbatches_of_step": share.microbatches if share is not None else 0,
+            "microbatches": member.microbatches,
+            "ms_per_microbatch": round(speed, 2) if speed is not None else None,
+        }
+    return part
+
+
+def waiting_for(run: Run, connected: list[str]) -> str:
+    """Why the run does not go on right now, and for whom; empty when nothing is waited for."""
+    preparing = run.members.names(MemberState.PREPARING)
+    if run.phase is RunPhase.WAITING:
+        ready = run.members.names(MemberState.READY)
+        missing = run.expect_workers - len(connected)
+        if missing > 0:
+            return f"{len(connected)} of {run.expect_workers} workers; waiting for {missing}"
+        if len(ready) < run.expect_workers:
+            return f"{', '.join(preparing)} to build the task"
+        return "the initial state"
+    if run.phase is RunPhase.HALTED:
+        return f"an operator (continue, or continue --skip-step): {run.reason}"
+    if run.phase is RunPhase.EVALUATING and run.evaluation is not None:
+        owing = run.evaluation.waiting_for()
+        return f"{', '.join(owing)} to evaluate" if owing else ""
+    if not run.members.names(MemberState.ACTIVE, MemberState.DRAINING):
+        return "a worker: all have left"
+    if not run.agreement.reached:
+        owing = run.agreement.waiting_for or ["the coordinator's replica"]
+        return f"{', '.join(owing)} to apply the step"
+    if run.round is not None:
+        owing = [name for name in sorted(run.round.shares) if run.round.unfinished(name)]
+        return f"gradients of {', '.join(owing)}" if owing else ""
+    return ""

@@ -1,0 +1,32 @@
+"""The status document as lines for a person, on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def status_lines(document: dict[str, Any]) -> Iterator[str]:
+    """Lines of `coordinator status`."""
+    reason = f" ({document['reason']})" if document.get("reason") else ""
+    yield f"phase    {document['phase']}{reason}"
+    if document.get("run_id"):
+        loss = document["loss"]
+        yield f"run      {document['run_id']}: {document['task']}"
+        yield f"step     {document['step']} of {document['steps']}, loss {loss}"
+        yield f"digest   {document['weights_digest']}"
+        exact = "exact" if document["exact"] else "mixed"
+        yield f"numbers  {exact} (exactness: {document['exactness']})"
+    if document.get("waiting_for"):
+        yield f"waiting  for {document['waiting_for']}"
+    workers = document["workers"]
+    yield f"workers  {len(workers)} of {document['expect_workers']} expected, view {document['view']}"
+    for worker in workers:
+        speed = worker.get("ms_per_microbatch")
+        pace = f", {speed:g} ms/microbatch" if speed is not None else ""
+        share = worker.get("microbatches_of_step")
+        part = f", {share} microbatches of this step" if share is not None else ""
+        yield (
+            f"  {worker['name']}: {worker['state']} on {worker['device']}{part}{pace}, "
+            f"seen {worker['last_seen_s']:g} s ago"
+        )

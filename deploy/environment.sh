@@ -1,0 +1,163 @@
+#!/usr/bin/env bash
+# Makes .venv with the locked requirements and samestep itself: environment.sh run|dev
+# Says nothing and changes nothing where it is there already. Each failure is one line on stderr.
+#
+# PYTHON        which Python to use (default: python3.11, else python3 of at least 3.11)
+# SAMESTEP_VENV where to make the environment (default: .venv in the repository)
+# TORCH         cpu or cuda (default: cuda where an NVIDIA driver answers, else cpu where pip is
+#               offered that build, else what the index has)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+readonly set_name="${1:-run}"
+readonly venv="${SAMESTEP_VENV:-.venv}"
+readonly stamp="$venv/samestep.lock"
+readonly cpu_mib=2000 cuda_mib=9000 # measured sizes of the finished environment, and some room
+
+# Exit codes as of the daemons: 1 failed, 2 usage, 69 cannot reach, 78 mismatch.
+fail() {
+    printf 'samestep: %s\n' "$2" >&2
+    exit "$1"
+}
+
+say() { printf 'samestep: %s\n' "$1" >&2; }
+
+case "$set_name" in
+run) requirements=(run assets) ;;
+dev) requirements=(run assets dev) ;;
+*) fail 2 "expected environment.sh run or dev, got '$set_name'" ;;
+esac
+
+# One line per set, so that an environment made for development also serves for running.
+wanted() {
+    local name files=(requirements/{run,assets,cpu,cuda}.txt pyproject.toml)
+    for name in run dev; do
+        [ "$name" = dev ] && files+=(requirements/dev.txt)
+        printf '%s %s %s\n' "$name" "$PWD" "$(cat "${files[@]}" | sha256sum | cut -c1-64)"
+        [ "$name" = "$set_name" ] && break
+    done
+}
+
+find_python() {
+    local candidate found=""
+    for candidate in ${PYTHON:-python3.11 python3 python3.13 python3.12}; do
+        command -v "$candidate" >/dev/null || continue
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            printf '%s' "$candidate"
+            return
+        fi
+        found="$candidate is $("$candidate" -V 2>/dev/null || echo 'not working')"
+    done
+    fail 78 "expected Python 3.11 or later, found ${found:-none}; install it or set PYTHON"
+}
+
+need_space() {
+    local free
+    free=$(df -Pk "$(dirname "$venv")" | awk 'NR == 2 { print int($4 / 1024) }')
+    [ "$free" -ge "$1" ] ||
+        fail 1 "expected $1 MiB free for $venv, found $free; free some or set SAMESTEP_VENV"
+}
+
+make_venv() {
+    local python output
+    python=$(find_python)
+    "$python" -c 'import venv, ensurepip' 2>/dev/null || fail 78 \
+        "expected Python's venv module, $python has none; on Debian: apt install python3-venv"
+    say "making $venv with $("$python" -V)"
+    output=$("$python" -m venv "$venv" 2>&1) || explain "$output"
+}
+
+# Runs pip with a line of progress on a terminal; its output is left in $log for `explain`.
+log=""
+pip() {
+    local line count=0 code=1
+    log=""
+    while IFS= read -r line; do
+        case "$line" in
+        "exit code "*) code=${line#exit code } ;;
+        Collecting*)
+            count=$((count + 1))
+            [ -t 2 ] && printf '\r\033[K%d: %s' "$count" "${line:0:70}" >&2
+            ;;
+        esac
+        log+="$line"$'\n'
+    done < <(
+        "$venv/bin/python" -m pip --no-input --disable-pip-version-check \
+            install --no-deps --no-compile --retries 2 "$@" 2>&1
+        echo "exit code $?"
+    )
+    [ -t 2 ] && [ "$count" -gt 0 ] && printf '\r\033[K' >&2
+    return "$code"
+}
+
+unreachable() {
+    case "$1" in
+    *NewConnectionError* | *NameResolution* | *ConnectTimeout* | *ReadTimeout* | *ProxyError* | \
+        *"connection broken"* | *"Connection refused"* | *"Network is unreachable"*) ;;
+    *) return 1 ;;
+    esac
+}
+
+explain() {
+    local last
+    unreachable "$1" && fail 69 \
+        "cannot reach the package index; check the network or pip's settings and run again"
+    case "$1" in
+    *"No space left on device"* | *"Disk quota exceeded"*)
+        fail 1 "the disk is full; free some space for $venv and run this again"
+        ;;
+    *"DO NOT MATCH THE HASHES"*)
+        fail 78 "a downloaded package is not the locked one (its hash differs); not installed"
+        ;;
+    *"No matching distribution found"*)
+        last=${1##*No matching distribution found for }
+        fail 69 "pip is not offered ${last%%$'\n'*}; check pip's settings and the version of Python"
+        ;;
+    esac
+    last=$(grep -iE 'error|failed' <<<"$1" | tail -n 1)
+    fail 1 "could not make $venv: ${last:-no reason given}"
+}
+
+install_torch() {
+    local want="${TORCH:-}"
+    if [ -z "$want" ] && command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
+        want=cuda
+    fi
+    if [ "$want" != cuda ]; then
+        pip --require-hashes -r requirements/cpu.txt && return
+        if [ "$want" = cpu ] || unreachable "$log" || [[ "$log" != *"No matching"* ]]; then
+            explain "$log"
+        fi
+        say "pip is not offered torch's CPU build; taking the index's, several GB"
+    fi
+    need_space "$cuda_mib"
+    pip --require-hashes -r requirements/cuda.txt || explain "$log"
+}
+
+install() {
+    local name files=()
+    for name in "${requirements[@]}"; do files+=(-r "requirements/$name.txt"); done
+    say "installing the locked packages (some 400 MB the first time, minutes)"
+    pip --require-hashes "${files[@]}" || explain "$log"
+    install_torch
+    pip --no-build-isolation --no-index -e . || explain "$log"
+    # Without compiled files torch and transformers take twice as long at each start. A few files
+    # are for later Pythons and do not compile; that is theirs.
+    "$venv/bin/python" -m compileall -qq -j 0 "$venv/lib" backends coordinator protocol worker ||
+        true
+}
+
+main() {
+    local wanted held=""
+    wanted=$(wanted)
+    [ -r "$stamp" ] && held=$(cat "$stamp")
+    case $'\n'"$held"$'\n' in *$'\n'"$wanted"$'\n'*) return ;; esac
+    # Half made by a run that was cut off: what it holds cannot be trusted.
+    [ "$held" = making ] && rm -rf "$venv"
+    [ -x "$venv/bin/python" ] || { need_space "$cpu_mib"; make_venv; }
+    echo making >"$stamp" || fail 1 "cannot write $stamp"
+    install
+    printf '%s\n' "$wanted" >"$stamp" || fail 1 "cannot write $stamp"
+}
+
+main

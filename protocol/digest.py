@@ -1,0 +1,70 @@
+"""Digests of trainable state: BLAKE3 over names, shapes and values, one answer on every machine.
+
+The encoding is unambiguous: everything of variable length comes after its length. Integers are
+little-endian and unsigned.
+
+    tensors   label, u64 count, then by sorted name: u32 name bytes, name in UTF-8,
+              u32 dimensions, u64 each dimension, the values as little-endian float32 in C order
+    state     label, u64 step, u64 optimizer step, u32 groups, then for each group in order:
+              u32 name bytes, name, 32 bytes digest of its tensors
+
+`label` is a fixed text, so that a digest of one kind is never one of the other.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+Named = Mapping[str, NDArray[np.float32]]
+
+_TENSORS_LABEL: Final = b"samestep tensors 1\n"
+_STATE_LABEL: Final = b"samestep state 1\n"
+
+
+def weights_digest(named: Named) -> str:
+    """Digest of float32 tensors of any shape, by name; 64 hex digits."""
+    return _tensors(named).hex()
+
+
+def state_digest(step: int, optimizer_step: int, groups: Sequence[tuple[str, Named]]) -> str:
+    """Digest of everything that decides the next step; 64 hex digits.
+
+    Args:
+        step: Steps taken or skipped.
+        optimizer_step: Updates taken.
+        groups: Tensors by kind, in a fixed order: parameters, then each moment.
+    """
+    hasher = blake3(_STATE_LABEL)
+    hasher.update(struct.pack("<QQI", step, optimizer_step, len(groups)))
+    for kind, named in groups:
+        name = kind.encode()
+        hasher.update(struct.pack("<I", len(name)) + name + _tensors(named))
+    return hasher.hexdigest()
+
+
+def _tensors(named: Named) -> bytes:
+    hasher = blake3(_TENSORS_LABEL)
+    hasher.update(struct.pack("<Q", len(named)))
+    for name in sorted(named):
+        array = named[name]
+        assert array.dtype == np.float32
+        text = name.encode()
+        hasher.update(struct.pack("<I", len(text)) + text)
+        hasher.update(struct.pack(f"<I{array.ndim}Q", array.ndim, *array.shape))
+        hasher.update(_little_endian(array))
+    return hasher.digest()
+
+
+def _little_endian(array: NDArray[np.float32]) -> memoryview:
+    """The values' bytes; a copy only if the array is not contiguous or the machine big-endian."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    if sys.byteorder == "big":
+        flat = flat.byteswap()
+    return flat.view(np.uint8).data

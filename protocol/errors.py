@@ -1,0 +1,150 @@
+"""Every error that samestep raises on purpose.
+
+SamestepError
+├── UsageError            exit 2   what the user gave cannot be used
+│   ├── RunSpecError               an unknown key, a value out of range, a missing file
+│   └── DataError                  a data set, label or model source that cannot be used
+├── RunFailed             exit 1   the run failed or is halted at exit
+├── Unreachable           exit 69  nothing answers at the address, or a device is not there
+│   └── BackendUnavailable         a named backend cannot be used here, with the reason
+├── NotAuthorised         exit 77  the other side does not accept who we are
+├── Mismatch              exit 78  versions, manifests or configurations differ
+└── ProtocolError
+    ├── LocalProtocolError         we tried to send what the protocol forbids: our bug
+    └── RemoteProtocolError        the peer sent what the protocol forbids: its connection ends
+        ├── FrameError             the bytes are no frame: magic, length, checksum
+        │   └── VersionMismatch    exit 78  the other side speaks another protocol version
+        ├── MessageError           the frame holds no valid message of its tag
+        └── OutOfPlace             a valid message that does not fit the present state
+
+The text of an error says what was expected, what came, from whom, and what to do.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of both commands (the upper ones follow BSD's sysexits)."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    UNREACHABLE = 69
+    NOT_AUTHORISED = 77
+    MISMATCH = 78
+
+
+class SamestepError(Exception):
+    """Root of the tree; `exit_code` is what a command ends with when it stops for this error."""
+
+    exit_code = ExitCode.FAILED
+
+
+class UsageError(SamestepError):
+    """What the user gave cannot be used."""
+
+    exit_code = ExitCode.USAGE
+
+
+class RunSpecError(UsageError):
+    """The run spec has an unknown key, a wrong value, or names a file that is not there."""
+
+
+class DataError(UsageError):
+    """A data set, a label or a model source cannot be used."""
+
+
+class RunFailed(SamestepError):
+    """The run failed, or is halted when the command ends."""
+
+
+class Unreachable(SamestepError):
+    """Nothing usable answers: no coordinator at the address, or no such device."""
+
+    exit_code = ExitCode.UNREACHABLE
+
+
+class BackendUnavailable(Unreachable):
+    """A backend that was asked for by name cannot be used on this machine.
+
+    Attributes:
+        backend: The backend's name.
+        reason: Why, in words a user can act on.
+    """
+
+    def __init__(self, backend: str, reason: str) -> None:
+        super().__init__(backend, reason)
+        self.backend = backend
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"backend {self.backend!r} is not usable here: {self.reason}"
+
+
+class NotAuthorised(SamestepError):
+    """The other side does not accept who we are."""
+
+    exit_code = ExitCode.NOT_AUTHORISED
+
+
+class Mismatch(SamestepError):
+    """Versions, manifests or configurations of the two sides differ."""
+
+    exit_code = ExitCode.MISMATCH
+
+
+class ProtocolError(SamestepError):
+    """Something that the protocol forbids."""
+
+
+class LocalProtocolError(ProtocolError):
+    """We tried to send what the protocol forbids: a bug of ours."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer sent what the protocol forbids; its connection is closed."""
+
+
+class FrameError(RemoteProtocolError):
+    """The bytes are no frame: wrong magic, length or checksum."""
+
+
+class VersionMismatch(FrameError):
+    """The other side speaks another version of the protocol.
+
+    Attributes:
+        ours: This side's version.
+        theirs: The other side's.
+    """
+
+    exit_code = ExitCode.MISMATCH
+
+    def __init__(self, ours: int, theirs: int) -> None:
+        super().__init__(ours, theirs)
+        self.ours = ours
+        self.theirs = theirs
+
+    def __str__(self) -> str:
+        older = "this side" if self.theirs > self.ours else "the other side"
+        return f"expected protocol version {self.ours}, got {self.theirs}: upgrade {older}"
+
+
+class MessageError(RemoteProtocolError):
+    """The frame does not hold a valid message of its tag."""
+
+
+class OutOfPlace(RemoteProtocolError):
+    """A valid message that does not fit the present epoch, step, node, shape or phase."""
+
+
+def error_for(exit_code: int, text: str) -> SamestepError:
+    """The error that another process reported by its exit code, to be raised here as one's own."""
+    kinds: dict[int, type[SamestepError]] = {
+        ExitCode.USAGE: UsageError,
+        ExitCode.UNREACHABLE: Unreachable,
+        ExitCode.NOT_AUTHORISED: NotAuthorised,
+        ExitCode.MISMATCH: Mismatch,
+    }
+    return kinds.get(exit_code, RunFailed)(text)

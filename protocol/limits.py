@@ -1,0 +1,35 @@
+"""Every bound in one place, units last in the name."""
+
+from __future__ import annotations
+
+from typing import Final
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+
+# Frames.
+HEADER_BYTES: Final = 1 * KIB
+UNAUTHENTICATED_HEADER_BYTES: Final = 256
+BODY_BYTES: Final = 4 * MIB
+"""A chunk: small enough that a halt or a heartbeat never waits behind a gigabyte."""
+CHUNK_ELEMENTS: Final = BODY_BYTES // 4
+"""float32 elements in a full chunk of a block."""
+
+# Connections.
+UNAUTHENTICATED_CONNECTIONS: Final = 64
+UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS: Final = 8
+HANDSHAKE_TIMEOUT_MS: Final = 5_000
+HEARTBEAT_INTERVAL_MS: Final = 1_000
+LIVENESS_TIMEOUT_MS: Final = 8_000
+"""Silence after which a peer counts as lost (any byte counts as a sign of life)."""
+WRITE_HIGH_WATER_BYTES: Final = 16 * MIB
+SEND_QUEUE_BYTES: Final = 2048 * MIB
+"""What may wait for one slow reader before it is dropped."""
+
+# Runs.
+MICROBATCHES_PER_STEP: Final = 4_096
+BLOCKS: Final = 4_096
+TENSORS: Final = 65_536
+NAME_CHARACTERS: Final = 200
+RUN_SPEC_BYTES: Final = 256 * KIB
+WORKERS: Final = 256

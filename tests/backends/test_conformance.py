@@ -1,0 +1,195 @@
+"""What every backend must do, run over each of them with the same small model."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from backends.interface import Batch, BlockGradient, Loss, Program, Trainable
+from backends.registry import choose
+from protocol.errors import SamestepError
+from protocol.manifest import Block, TensorSpec
+
+BACKENDS = ["scripted", "cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+WIDTH = 6
+
+
+class Small(nn.Module):
+    """Two tied ends, a layer that forward leaves out, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.unused = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = self.dropout(torch.tanh(layer(x)))
+        y: torch.Tensor = self.last(x)
+        return y
+
+
+def squared_error(module: nn.Module, arrays: Any) -> torch.Tensor:
+    return ((module(arrays["x"]) - arrays["y"]) ** 2).sum()
+
+
+def blocks_of(module: nn.Module) -> tuple[Block, ...]:
+    """One block for each child that has parameters of its own."""
+    groups: dict[str, list[TensorSpec]] = {}
+    for name, parameter in module.named_parameters():
+        spec = TensorSpec(name=name, shape=tuple(parameter.shape))
+        groups.setdefault(name.rpartition(".")[0], []).append(spec)
+    return tuple(
+        Block(name=name, kind="block", tensors=tuple(specs)) for name, specs in groups.items()
+    )
+
+
+def make_trainable() -> Trainable:
+    torch.manual_seed(1)
+    module = Small()
+    evaluate = lambda m, a: {"loss": float(squared_error(m, a))}  # noqa: E731
+    return Trainable(blocks_of(module), module, squared_error, evaluate)
+
+
+def make_batch(samples: int = 4, seed: int = 0) -> Batch:
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((samples, WIDTH)).astype(np.float32)
+    y = rng.standard_normal((samples, WIDTH)).astype(np.float32)
+    return Batch({"x": x, "y": y}, float(samples))
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def program(backend) -> Iterator[Program]:
+    made = choose(backend).backend.compile(make_trainable(), make_batch())
+    yield made
+    made.close()
+
+
+def run(program: Program, batch: Batch, seed: int) -> tuple[list[BlockGradient], Loss]:
+    *gradients, loss = program.gradients(batch, seed)
+    assert isinstance(loss, Loss)
+    assert all(isinstance(item, BlockGradient) for item in gradients)
+    return gradients, loss  # type: ignore[return-value]
+
+
+def bits(gradients: list[BlockGradient]) -> list[bytes]:
+    return [item.values.tobytes() for item in gradients]
+
+
+def test_every_block_once_in_reverse_order_then_the_loss(program):
+    blocks = make_trainable().blocks
+    gradients, loss = run(program, make_batch(), 3)
+    assert [item.block for item in gradients] == list(reversed(range(len(blocks))))
+    assert [len(item.values) for item in gradients] == [b.elements for b in reversed(blocks)]
+    assert loss.weight == 4.0
+    assert np.isfinite(loss.loss_sum)
+
+
+def test_gradients_are_flat_finite_float32_arrays_of_the_receiver(program):
+    first, _ = run(program, make_batch(), 3)
+    kept = bits(first)
+    second, _ = run(program, make_batch(), 3)
+    for item in (*first, *second):
+        assert item.values.dtype == np.float32
+        assert item.values.ndim == 1
+        assert item.values.flags.writeable
+        assert np.isfinite(item.values).all()
+    for item in second:
+        item.values.fill(7.0)
+    assert bits(first) == kept
+    assert bits(run(program, make_batch(), 3)[0]) == kept
+
+
+def test_the_seed_decides_the_draws(program):
+    one, again, other = (bits(run(program, make_batch(), seed)[0]) for seed in (1, 1, 2))
+    assert one == again
+    assert one != other
+
+
+def test_early_close_abandons_and_the_next_microbatch_is_whole(program):
+    whole = bits(run(program, make_batch(), 5)[0])
+    for taken in range(3):
+        stream = program.gradients(make_batch(seed=9), 8)
+        for _ in range(taken):
+            next(stream)
+        stream.close()
+        assert list(stream) == []
+        assert bits(run(program, make_batch(), 5)[0]) == whole
+
+
+def test_leaving_a_loop_early_abandons_too(program):
+    whole = bits(run(program, make_batch(), 5)[0])
+    for _ in program.gradients(make_batch(seed=9), 8):
+        break
+    assert bits(run(program, make_batch(), 5)[0]) == whole
+
+
+def test_fewer_samples_than_in_the_example_are_legal(program):
+    _, loss = run(program, make_batch(samples=1), 0)
+    assert loss.weight == 1.0
+
+
+def test_load_refuses_arrays_that_do_not_fit(program):
+    sizes = [block.elements for block in make_trainable().blocks]
+    for wrong in (sizes[:-1], [size + 1 for size in sizes]):
+        with pytest.raises(SamestepError, match="expected blocks of"):
+            program.load([np.zeros(size, np.float32) for size in wrong])
+
+
+def test_evaluate_gives_sums(program):
+    sums = program.evaluate(make_batch())
+    assert sums
+    assert all(np.isfinite(value) for value in sums.values())
+
+
+def test_another_thread_may_close_while_the_device_computes(backend):
+    """A halt must not wait for the end of a forward pass."""
+    entered, release = threading.Event(), threading.Event()
+
+    class Slow(Small):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training and armed:
+                entered.set()
+                release.wait(30)
+            return super().forward(x)
+
+    armed: list[bool] = []
+    module = Slow()
+    trainable = Trainable(blocks_of(module), module, squared_error)
+    name = "scripted:60000" if backend == "scripted" else backend
+    program = choose(name).backend.compile(trainable, make_batch())
+    armed.append(True)
+    stream = program.gradients(make_batch(), 0)
+    seen: list[object] = []
+
+    def receive() -> None:
+        with contextlib.suppress(StopIteration):
+            seen.append(next(stream))
+
+    receiver = threading.Thread(target=receive)
+    receiver.start()
+    if backend != "scripted":
+        assert entered.wait(30)
+    release.set()
+    stream.close()
+    receiver.join(30)
+    assert not receiver.is_alive()
+    assert len(seen) <= 1
+    program.close()

@@ -1,0 +1,309 @@
+"""The eager backend against plain torch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from backends import numerics
+from backends.eager import EagerBackend
+from backends.interface import Array, Batch, BlockGradient, Loss, Program, Trainable
+from protocol.errors import SamestepError
+from protocol.manifest import Block, TensorSpec
+
+SAMPLES, WIDTH = 6, 5
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.unused = nn.Linear(2, 2)
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        y: torch.Tensor = self.last(self.dropout(torch.tanh(self.middle(x))))
+        return y
+
+
+class Tied(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.weight = self.first.weight
+
+
+def loss_sum(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
+    return ((module(arrays["x"]) - arrays["y"]) ** 2).sum()
+
+
+def evaluate(module: nn.Module, arrays: Mapping[str, Any]) -> dict[str, float]:
+    assert not torch.is_grad_enabled()
+    return {"loss": float(loss_sum(module, arrays))}
+
+
+def trainable(module: nn.Module, **changes: Any) -> Trainable:
+    groups: dict[str, list[TensorSpec]] = {}
+    for name, parameter in module.named_parameters():
+        spec = TensorSpec(name=name, shape=tuple(parameter.shape))
+        groups.setdefault(name.partition(".")[0], []).append(spec)
+    blocks = tuple(Block(name=n, kind="block", tensors=tuple(t)) for n, t in groups.items())
+    return Trainable(**{"blocks": blocks, "module": module, "loss": loss_sum, **changes})
+
+
+def batch(samples: int = SAMPLES, seed: int = 0) -> Batch:
+    rng = np.random.default_rng(seed)
+    x, y = rng.standard_normal((2, samples, WIDTH)).astype(np.float32)
+    return Batch({"x": x, "y": y}, float(samples))
+
+
+def compiled(job: Trainable, example: Batch | None = None) -> Program:
+    return EagerBackend("cpu").compile(job, example or batch())
+
+
+def by_block(program: Program, of: Batch, seed: int = 0) -> dict[int, Array]:
+    items = program.gradients(of, seed)
+    return {item.block: item.values for item in items if isinstance(item, BlockGradient)}
+
+
+def plain_torch(module: nn.Module, job: Trainable, of: Batch) -> dict[int, Array]:
+    module.zero_grad()
+    loss_sum(module, {name: torch.tensor(a) for name, a in of.arrays.items()}).backward()
+    parameters = dict(module.named_parameters())
+    found = {}
+    for number, block in enumerate(job.blocks):
+        parts = []
+        for spec in block.tensors:
+            gradient = parameters[spec.name].grad
+            zeros = torch.zeros(spec.shape)
+            parts.append((zeros if gradient is None else gradient).reshape(-1).numpy())
+        found[number] = np.concatenate(parts).copy()
+    module.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("kind", [Net, Tied])
+def test_gradients_are_those_of_plain_torch(kind):
+    torch.manual_seed(0)
+    module = kind()
+    job = trainable(module)
+    expected = plain_torch(module, job, batch())
+    program = compiled(job)
+    got = by_block(program, batch())
+    program.close()
+    assert got.keys() == expected.keys()
+    for number, values in expected.items():
+        np.testing.assert_allclose(got[number], values, rtol=1e-5, atol=1e-6)
+    assert not got[2].any(), "the unused layer has zeros"
+
+
+def test_gradients_are_sums_over_samples_not_means():
+    torch.manual_seed(0)
+    program = compiled(trainable(Net()))
+    whole = by_block(program, batch())
+    arrays = batch().arrays
+    singles = [
+        by_block(program, Batch({n: a[i : i + 1] for n, a in arrays.items()}, 1.0))
+        for i in range(SAMPLES)
+    ]
+    program.close()
+    for number, values in whole.items():
+        total = sum(single[number] for single in singles)
+        np.testing.assert_allclose(values, total, rtol=1e-4, atol=1e-5)
+
+
+class _Gate(torch.autograd.Function):
+    """Holds backward until the receiver has had the last block."""
+
+    opened = threading.Event()
+    waited_in_vain = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        del ctx
+        _Gate.waited_in_vain = not _Gate.opened.wait(20)
+        return gradient
+
+
+@pytest.mark.parametrize("unused_at_the_end", [False, True])
+def test_the_last_block_is_out_before_backward_reaches_the_first(unused_at_the_end):
+    """By order of events: backward of the first layer waits for the receiver."""
+
+    class Gated(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            if unused_at_the_end:
+                self.pooler = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = _Gate.apply(torch.tanh(self.first(x)))
+            y: torch.Tensor = self.last(torch.tanh(self.middle(x)))
+            return y
+
+    program = compiled(trainable(Gated()))
+    _Gate.opened.clear()
+    order = []
+    for item in program.gradients(batch(), 0):
+        order.append(item.block if isinstance(item, BlockGradient) else "loss")
+        if isinstance(item, BlockGradient) and item.block == 1:
+            _Gate.opened.set()
+    program.close()
+    assert order == [*range(4 if unused_at_the_end else 3, -1, -1), "loss"]
+    assert not _Gate.waited_in_vain
+
+
+def test_load_takes_effect_and_copies():
+    program = compiled(trainable(Net()))
+    sizes = [30, 30, 6, 30]
+    zeros = [np.zeros(size, np.float32) for size in sizes]
+    program.load(zeros)
+    for values in zeros:
+        values.fill(9.0)
+    loss = list(program.gradients(batch(), 0))[-1]
+    assert isinstance(loss, Loss)
+    expected = float((torch.tensor(batch().arrays["y"]) ** 2).sum())
+    assert loss.loss_sum == pytest.approx(expected, rel=1e-6)
+    program.close()
+
+
+def test_evaluation_has_no_dropout_and_training_keeps_it():
+    program = compiled(trainable(Net(dropout=0.5), evaluate=evaluate))
+    first = program.evaluate(batch())
+    one, other = by_block(program, batch(), 1), by_block(program, batch(), 2)
+    assert program.evaluate(batch()) == first
+    assert any(one[number].tobytes() != other[number].tobytes() for number in one)
+    program.close()
+
+
+def test_a_microbatch_without_samples_counts_as_zeros():
+    program = compiled(trainable(Net()))
+    *gradients, loss = program.gradients(batch(samples=0), 0)
+    program.close()
+    assert all(not item.values.any() for item in gradients if isinstance(item, BlockGradient))
+    assert loss == Loss(0.0, 0.0)
+
+
+def test_a_loss_without_graph_counts_as_zeros():
+    def nothing(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
+        if arrays["x"].sum() == 0:
+            return torch.zeros(())
+        return loss_sum(module, arrays)
+
+    program = compiled(trainable(Net(), loss=nothing))
+    *gradients, loss = program.gradients(Batch({"x": np.zeros((1, WIDTH), np.float32)}, 0.0), 0)
+    program.close()
+    assert [item.block for item in gradients if isinstance(item, BlockGradient)] == [3, 2, 1, 0]
+    assert loss == Loss(0.0, 0.0)
+
+
+def test_an_error_in_the_device_thread_reaches_the_receiver():
+    program = compiled(trainable(Net()))
+    whole = by_block(program, batch())
+    broken = Batch({"x": np.zeros((1, WIDTH + 1), np.float32), "y": batch().arrays["y"]}, 1.0)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        list(program.gradients(broken, 0))
+    again = by_block(program, batch())
+    program.close()
+    assert all(np.array_equal(whole[number], again[number]) for number in whole)
+
+
+def test_where_weights_lie_in_memory_changes_no_bit():
+    torch.manual_seed(0)
+    module, moved = Net(), Net()
+    moved.load_state_dict(module.state_dict())
+    for parameter in moved.parameters():
+        room = torch.zeros(parameter.numel() + 1)
+        room[1:] = parameter.detach().reshape(-1)
+        parameter.data = room[1:].view(parameter.shape)
+        assert parameter.data_ptr() % numerics.ALIGNMENT_BYTES
+    results = []
+    for each in (module, moved):
+        program = compiled(trainable(each))
+        results.append(by_block(program, batch()))
+        program.close()
+    assert all(results[0][n].tobytes() == results[1][n].tobytes() for n in results[0])
+
+
+def test_two_threads_are_used_where_asked_for():
+    seen: list[int] = []
+
+    def looking(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        return loss_sum(module, arrays)
+
+    before = torch.get_num_threads()
+    program = compiled(trainable(Net(), loss=looking, threads=2))
+    by_block(program, batch())
+    program.close()
+    torch.set_num_threads(before)
+    assert set(seen) == {2}
+
+
+class WithBatchNorm(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+
+class WithCounter(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        (lambda: trainable(WithBatchNorm()), "running statistics"),
+        (lambda: trainable(WithCounter()), "'calls' changes in forward"),
+        (lambda: trainable(Net(), loss=lambda m, a: loss_sum(m, a) / len(a["x"])), "summed"),
+        (lambda: trainable(Net().half()), "float32"),
+        (lambda: trainable(Net(), blocks=trainable(nn.Linear(2, 2)).blocks), "no 'weight'"),
+        (lambda: trainable(Net(), module=None), "needs a torch module"),
+    ],
+)
+def test_what_cannot_be_trained_exactly_is_refused(job, message):
+    with pytest.raises(SamestepError, match=message):
+        compiled(job())
+
+
+def test_a_loss_that_is_not_one_number_is_refused():
+    program = compiled(trainable(Net()))
+    program._loss = lambda m, a: m(a["x"])  # type: ignore[attr-defined]
+    with pytest.raises(SamestepError, match="one sum"):
+        list(program.gradients(batch(), 0))
+    program.close()
+
+
+def test_evaluation_without_a_rule_is_refused():
+    program = compiled(trainable(Net()))
+    with pytest.raises(SamestepError, match="no evaluation"):
+        program.evaluate(batch())
+    program.close()
+
+
+def test_the_signature_names_what_decides_the_bits():
+    backend = EagerBackend("cpu")
+    one, two = backend.signature(1), backend.signature(2)
+    assert {key for key in one if one[key] != two[key]} == {"threads"}
+    assert one["torch"] == torch.__version__
+    assert one["isa"] == torch.backends.cpu.get_cpu_capability()
+    assert backend.info.usable
+    assert backend.info.name == one["name"]

@@ -1,0 +1,114 @@
+"""Which backend is taken, and why not the others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from backends import registry
+from backends.interface import DeviceInfo
+from backends.scripted import ScriptedBackend
+from protocol.errors import BackendUnavailable, ExitCode, UsageError
+
+
+def unusable(kind: str) -> DeviceInfo:
+    return DeviceInfo(kind, kind.upper(), False, f"{kind} is broken")
+
+
+def usable(kind: str) -> DeviceInfo:
+    return DeviceInfo(kind, kind.upper(), True, "")
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Lets a test say which kinds of device are usable."""
+
+    def set_up(*kinds: str) -> None:
+        rows = {kind: (usable if kind in kinds else unusable)(kind) for kind in registry.AUTO_ORDER}
+        monkeypatch.setattr(registry, "_cuda_devices", lambda: [rows["cuda"]])
+        monkeypatch.setattr(registry, "_vulkan_device", lambda: rows["vulkan"])
+        monkeypatch.setattr(registry, "_cpu_device", lambda: rows["cpu"])
+        monkeypatch.setattr(registry, "_make", lambda kind, index: (kind, index))
+
+    return set_up
+
+
+@pytest.mark.parametrize(
+    ("kinds", "taken", "passed_over"),
+    [
+        (("cuda", "vulkan", "cpu"), "cuda", []),
+        (("vulkan", "cpu"), "vulkan", ["cuda"]),
+        (("cpu",), "cpu", ["cuda", "vulkan"]),
+    ],
+)
+def test_auto_takes_the_first_usable_kind_and_says_why(machine, kinds, taken, passed_over):
+    machine(*kinds)
+    choice = registry.choose("auto")
+    assert choice.backend == (taken, 0)
+    assert [info.backend for info in choice.passed_over] == passed_over
+    assert all(f"no {kind}: {kind} is broken" in choice.reason for kind in passed_over)
+
+
+def test_auto_without_any_device_gives_every_reason(machine):
+    machine()
+    with pytest.raises(BackendUnavailable, match=r"cuda: .*vulkan: .*cpu: ") as caught:
+        registry.choose("auto")
+    assert caught.value.exit_code == ExitCode.UNREACHABLE
+
+
+@pytest.mark.parametrize("kind", registry.AUTO_ORDER)
+def test_a_named_backend_never_falls_back(machine, kind):
+    machine(*(other for other in registry.AUTO_ORDER if other != kind))
+    with pytest.raises(BackendUnavailable, match=f"{kind} is broken"):
+        registry.choose(kind)
+
+
+def test_an_index_past_the_last_cuda_device_is_not_usable(machine):
+    machine("cuda", "cpu")
+    with pytest.raises(BackendUnavailable, match="no device 1"):
+        registry.choose("cuda", 1)
+    assert registry.choose("auto", 1).backend == ("cpu", 1)
+
+
+def test_vulkan_is_not_in_this_version():
+    with pytest.raises(BackendUnavailable, match="not in this version"):
+        registry.choose("vulkan")
+
+
+@pytest.mark.parametrize(
+    "name", ["", "gpu", "cpu:1", "scripted:", "scripted:fast", "scripted:-1", "scripted:inf"]
+)
+def test_names_that_are_none(name):
+    with pytest.raises(UsageError, match="expected"):
+        registry.choose(name)
+
+
+def test_scripted_takes_its_speed_from_the_name():
+    backend = registry.choose("scripted:2.5").backend
+    assert isinstance(backend, ScriptedBackend)
+    assert backend.microbatch_ms == 2.5
+    assert registry.choose("scripted").backend.microbatch_ms == 0.0  # type: ignore[attr-defined]
+
+
+def test_without_torch_devices_say_what_to_install(monkeypatch):
+    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: None)
+    rows = registry.devices()
+    assert [row.backend for row in rows] == ["cuda", "vulkan", "cpu"]
+    assert all(not row.usable and row.reason for row in rows)
+    assert "pip install" in rows[-1].reason
+
+
+def test_devices_lists_the_cpu_of_this_machine():
+    (row,) = [row for row in registry.devices() if row.backend == "cpu"]
+    assert row.usable
+    assert row.name
+
+
+def test_nothing_imports_torch_before_it_is_needed():
+    program = (
+        "import sys; from backends.registry import choose; choose('scripted:5');"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,119 @@
+"""Digests: frozen, and different whenever anything that counts is."""
+
+import struct
+
+import numpy as np
+import pytest
+from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.digest import state_digest, weights_digest
+
+SHAPES = [(), (0,), (3,), (2, 3), (3, 2), (1, 6), (6, 1), (0, 4)]
+
+
+def tensor(*shape, fill=1.0):
+    return np.full(shape, fill, np.float32)
+
+
+def naive_weights_digest(named):
+    """The documented encoding, built as one string of bytes."""
+    document = b"samestep tensors 1\n" + len(named).to_bytes(8, "little")
+    for name, array in sorted(named.items()):
+        document += len(name.encode()).to_bytes(4, "little") + name.encode()
+        document += array.ndim.to_bytes(4, "little")
+        document += b"".join(size.to_bytes(8, "little") for size in array.shape)
+        document += b"".join(struct.pack("<f", value) for value in array.ravel().tolist())
+    return blake3(document).hexdigest()
+
+
+@given(st.dictionaries(st.text(max_size=5), st.sampled_from(SHAPES), max_size=4))
+def test_weights_digest_is_that_of_the_documented_bytes(shapes):
+    named = {
+        name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+        for name, shape in shapes.items()
+    }
+    assert weights_digest(named) == naive_weights_digest(named)
+
+
+def test_frozen_digests():
+    named = {"b": tensor(2, 3), "a.weight": np.arange(4, dtype=np.float32)}
+    assert (
+        weights_digest(named) == "81e9caf73a6a1b51ec1cfe7edf1ee6a6266dff3a5b7c9c2598919aeca4e669e4"
+    )
+    groups = [("parameters", named), ("first_moment", named)]
+    assert (
+        state_digest(3, 2, groups)
+        == "a943551bbb757572e746d6e5908f9f2cee8009f709e3701ebee372633e04d83c"
+    )
+
+
+def test_the_order_of_names_does_not_count():
+    a, b = tensor(2), tensor(3)
+    assert weights_digest({"a": a, "b": b}) == weights_digest({"b": b, "a": a})
+
+
+def test_layout_in_memory_does_not_count():
+    array = np.arange(12, dtype=np.float32).reshape(3, 4)
+    expected = weights_digest({"w": array})
+    assert weights_digest({"w": np.asfortranarray(array)}) == expected
+    assert weights_digest({"w": np.repeat(array, 2, axis=1)[:, ::2]}) == expected
+    unaligned = np.frombuffer(b"x" + array.tobytes(), np.uint8)[1:].view(np.float32)
+    assert weights_digest({"w": unaligned.reshape(3, 4)}) == expected
+
+
+def test_names_shapes_and_cuts_count():
+    cases = [
+        {},
+        {"w": tensor(6)},
+        {"v": tensor(6)},
+        {"w": tensor(2, 3)},
+        {"w": tensor(3, 2)},
+        {"w": tensor(6, 1)},
+        {"w": tensor(5)},
+        {"w": tensor(6), "x": tensor(0)},
+        {"w": tensor(3), "x": tensor(3)},
+        {"w": tensor(2), "x": tensor(4)},
+        {"w": tensor(0)},
+        {"w": tensor(0, 2)},
+    ]
+    assert len({weights_digest(case) for case in cases}) == len(cases)
+
+
+@given(st.integers(0, 20 * 32 - 1))
+def test_every_bit_counts(bit):
+    array = np.arange(20, dtype=np.float32)
+    before = weights_digest({"w": array})
+    array.view(np.uint32)[bit // 32] ^= np.uint32(1 << bit % 32)
+    assert weights_digest({"w": array}) != before
+
+
+def test_zeros_and_nans_count_by_their_bits():
+    patterns = np.array([0, 0x80000000, 0x7FC00000, 0x7FC00001, 0xFFC00000], np.uint32)
+    found = {weights_digest({"w": patterns[i : i + 1].view(np.float32)}) for i in range(5)}
+    assert len(found) == 5
+
+
+def test_everything_in_the_state_counts():
+    w = {"w": tensor(3)}
+    other = {"w": tensor(3, fill=2.0)}
+    cases = [
+        (1, 1, [("parameters", w)]),
+        (2, 1, [("parameters", w)]),
+        (1, 0, [("parameters", w)]),
+        (1, 1, [("parameters", other)]),
+        (1, 1, [("first_moment", w)]),
+        (1, 1, [("parameters", w), ("first_moment", w)]),
+        (1, 1, [("parameters", w), ("first_moment", other)]),
+        (1, 1, [("parameters", other), ("first_moment", w)]),
+        (1, 1, []),
+    ]
+    found = {state_digest(*case) for case in cases}
+    assert len(found) == len(cases)
+    assert weights_digest(w) not in found
+
+
+def test_other_types_are_a_bug_of_ours():
+    with pytest.raises(AssertionError):
+        weights_digest({"w": np.zeros(2)})  # type: ignore[dict-item]

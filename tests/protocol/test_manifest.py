@@ -1,0 +1,165 @@
+"""The manifest: layout of blocks, metrics, and what is refused."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from protocol import limits
+from protocol.errors import MessageError
+from protocol.manifest import Block, Export, Manifest, Metric, TensorSpec
+
+BLOCK = Block(
+    name="layer.0",
+    kind="block",
+    tensors=(
+        TensorSpec(name="w", shape=(2, 3)),
+        TensorSpec(name="scale", shape=()),
+        TensorSpec(name="none", shape=(0, 4)),
+        TensorSpec(name="b", shape=(3,)),
+    ),
+)
+MANIFEST = Manifest(
+    blocks=(BLOCK,),
+    train_samples=10,
+    evaluation_parts=2,
+    metrics=(Metric(name="accuracy", numerator={"correct": 1}, denominator={"samples": 1}),),
+    digests={"data": "00ff"},
+    export=Export(names={"w": "weight"}, files={"config.json": "{}"}),
+)
+
+
+def flat_block(elements):
+    return Block(name="b", kind="block", tensors=(TensorSpec(name="t", shape=(elements,)),))
+
+
+def changed(**parts):
+    return json.dumps(json.loads(MANIFEST.to_bytes()) | parts).encode()
+
+
+def test_tensors_lie_one_after_the_other():
+    assert BLOCK.elements == 10
+    found = [(tensor.name, part.start, part.stop) for tensor, part in BLOCK.slices()]
+    assert found == [("w", 0, 6), ("scale", 6, 7), ("none", 7, 7), ("b", 7, 10)]
+    assert MANIFEST.elements == 10
+
+
+@given(st.integers(0, 5 * limits.CHUNK_ELEMENTS))
+def test_chunks_cover_a_block_exactly_and_none_is_too_large(elements):
+    block = flat_block(elements)
+    at = 0
+    for chunk in range(block.chunks):
+        part = block.chunk_slice(chunk)
+        assert part.start == at
+        assert part.stop - part.start <= limits.CHUNK_ELEMENTS
+        assert part.stop > at or elements == 0
+        at = part.stop
+    assert at == elements
+
+
+@pytest.mark.parametrize(
+    ("elements", "chunks"),
+    [
+        (0, 1),
+        (1, 1),
+        (limits.CHUNK_ELEMENTS, 1),
+        (limits.CHUNK_ELEMENTS + 1, 2),
+    ],
+)
+def test_chunk_counts(elements, chunks):
+    assert flat_block(elements).chunks == chunks
+
+
+def test_a_ratio():
+    accuracy = MANIFEST.metrics[0]
+    assert accuracy.value({"correct": 3, "samples": 4}) == 0.75
+    assert accuracy.value({}) == 0.0
+    assert accuracy.value({"samples": 4}) == 0.0
+
+
+def test_f1_is_made_of_sums():
+    f1 = Metric(name="f1", numerator={"tp": 2}, denominator={"tp": 2, "fp": 1, "fn": 1})
+    assert f1.value({"tp": 6, "fp": 2, "fn": 4}) == pytest.approx(12 / 18)
+
+
+def test_perplexity_does_not_overflow():
+    metric = Metric(
+        name="perplexity", numerator={"loss": 1}, denominator={"tokens": 1}, exponential=True
+    )
+    assert metric.value({"loss": 2.0, "tokens": 4}) == pytest.approx(math.exp(0.5))
+    assert math.isfinite(metric.value({"loss": 1e9, "tokens": 1}))
+
+
+def test_round_trip_and_digest():
+    again = Manifest.from_bytes(memoryview(MANIFEST.to_bytes()))
+    assert again == MANIFEST
+    assert again.to_bytes() == MANIFEST.to_bytes()
+    assert again.digest() == MANIFEST.digest()
+
+
+def test_reading_a_property_changes_neither_document_nor_equality():
+    fresh = Manifest.from_bytes(MANIFEST.to_bytes())
+    before = fresh.to_bytes()
+    assert fresh.blocks[0].elements == 10
+    assert fresh.to_bytes() == before
+    assert fresh == Manifest.from_bytes(before)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"train_samples": 11},
+        {"evaluation_parts": 3},
+        {"digests": {"data": "00fe"}},
+        {"metrics": []},
+        {"blocks": [flat_block(10).model_dump()]},
+    ],
+)
+def test_everything_counts_in_the_digest(parts):
+    assert Manifest.from_bytes(changed(**parts)).digest() != MANIFEST.digest()
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b"{}",
+        MANIFEST.to_bytes()[:-1],
+        changed(surprise=1),
+        changed(train_samples=0),
+        changed(train_samples="ten"),
+        changed(blocks=[]),
+        changed(blocks=[{"name": "b", "kind": "block", "tensors": []}]),
+        changed(blocks=[{"name": "b", "kind": "layer", "tensors": [{"name": "t", "shape": []}]}]),
+        changed(blocks=[{"name": "b", "kind": "block", "tensors": [{"name": "t", "shape": [-1]}]}]),
+        changed(blocks=[flat_block(1).model_dump()] * 2),
+        changed(export={"directory": "../up"}),
+    ],
+)
+def test_what_is_no_manifest_is_a_message_error(document):
+    with pytest.raises(MessageError, match="expected a manifest") as caught:
+        Manifest.from_bytes(document)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_place_is_named():
+    with pytest.raises(MessageError, match="'train_samples'"):
+        Manifest.from_bytes(changed(train_samples=0))
+
+
+@pytest.mark.parametrize("name", ["", "..", ".hidden", "a/b", "a\\b", "/abs", "a\n", "x" * 101])
+@pytest.mark.parametrize("field", ["directory", "weights_file", "files"])
+def test_an_export_writes_plain_names_only(name, field):
+    value = {name: ""} if field == "files" else name
+    with pytest.raises(ValidationError, match="plain file name"):
+        Export.model_validate({field: value})
+
+
+def test_a_tensor_twice_is_refused():
+    with pytest.raises(ValidationError, match="every tensor once"):
+        Manifest(blocks=(flat_block(1), flat_block(2)), train_samples=1)

@@ -1,0 +1,196 @@
+"""The replica: update, counters, digests, and moving a state from one to another."""
+
+import numpy as np
+import pytest
+
+from protocol.digest import weights_digest
+from protocol.manifest import Block, TensorSpec
+from protocol.replica import Replica, aligned_zeros
+from protocol.run_spec import OptimizerSpec
+from protocol.update import apply_update, decays, moment_count, step_scalars
+
+BLOCKS = (
+    Block(
+        name="layer.0",
+        kind="block",
+        tensors=(
+            TensorSpec(name="layer.0.weight", shape=(5, 7)),
+            TensorSpec(name="layer.0.bias", shape=(5,)),
+            TensorSpec(name="layer.0.norm", shape=(5,)),
+            TensorSpec(name="layer.0.out", shape=(3, 5)),
+        ),
+    ),
+    Block(name="head", kind="non_block", tensors=(TensorSpec(name="head", shape=(2, 3)),)),
+)
+SPECS = [
+    OptimizerSpec(name=name, lr=0.01, weight_decay=0.1, clip_norm=1.0)
+    for name in ("sgd", "momentum", "adamw")
+]
+each_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+
+
+def values(seed):
+    random = np.random.default_rng(seed)
+    return [random.standard_normal(block.elements).astype(np.float32) for block in BLOCKS]
+
+
+def scalars(replica, spec):
+    return step_scalars(spec, replica.optimizer_step + 1, replica.step, 100, 3.0)
+
+
+def trained(spec, steps=3):
+    replica = Replica(BLOCKS, spec)
+    replica.load_parameters(values(0))
+    for step in range(steps):
+        replica.apply(values(step + 1), scalars(replica, spec))
+    return replica
+
+
+@each_spec
+def test_apply_updates_each_tensor_by_the_rule_with_its_own_decay(spec):
+    replica = trained(spec)
+    named = replica.tensors()
+    for index, block in enumerate(BLOCKS):
+        for tensor, part in block.slices():
+            expected = values(0)[index][part].copy()
+            moments = tuple(np.zeros_like(expected) for _ in range(moment_count(spec)))
+            for step in range(3):
+                apply_update(
+                    spec,
+                    step_scalars(spec, step + 1, step, 100, 3.0),
+                    expected,
+                    values(step + 1)[index][part],
+                    moments,
+                    decay=decays(tensor.name, spec),
+                )
+            assert named[tensor.name].shape == tensor.shape
+            assert named[tensor.name].tobytes() == expected.tobytes()
+
+
+def test_decay_makes_a_difference_where_it_applies_only():
+    with_decay, without = (
+        trained(OptimizerSpec(name="adamw", lr=0.01, weight_decay=decay)).tensors()
+        for decay in (0.1, 0.0)
+    )
+    changed = {name for name in with_decay if (with_decay[name] != without[name]).any()}
+    assert changed == {"layer.0.weight", "layer.0.out", "head"}
+
+
+@each_spec
+def test_every_array_is_flat_float32_and_aligned(spec):
+    replica = Replica(BLOCKS, spec)
+    assert len(replica.parts()) == len(BLOCKS) * (1 + moment_count(spec))
+    for part in replica.parts():
+        assert part.values.dtype == np.float32
+        assert part.values.shape == (BLOCKS[part.block].elements,)
+        assert part.values.ctypes.data % 64 == 0
+        assert not part.values.any()
+
+
+@pytest.mark.parametrize("elements", [0, 1, 15, 16, 17, 1001])
+def test_aligned_zeros(elements):
+    arrays = [aligned_zeros(elements) for _ in range(20)]
+    assert all(array.shape == (elements,) and not array.any() for array in arrays)
+    assert all(array.ctypes.data % 64 == 0 for array in arrays if elements)
+
+
+def test_counters():
+    spec = SPECS[2]
+    replica = trained(spec, steps=2)
+    assert (replica.step, replica.optimizer_step) == (2, 2)
+    replica.skip()
+    assert (replica.step, replica.optimizer_step) == (3, 2)
+    replica.apply(values(9), scalars(replica, spec))
+    assert (replica.step, replica.optimizer_step) == (4, 3)
+
+
+def test_a_skip_changes_the_state_digest_and_no_weight():
+    replica = trained(SPECS[0])
+    state, weights = replica.state_digest(), replica.weights_digest()
+    replica.skip()
+    assert replica.weights_digest() == weights
+    assert replica.state_digest() != state
+
+
+def test_parameters_are_copied_in():
+    given = values(0)
+    replica = Replica(BLOCKS, SPECS[0])
+    replica.load_parameters(given)
+    given[0][:] = 0
+    assert replica.parameters[0].tobytes() == values(0)[0].tobytes()
+
+
+def test_apply_leaves_the_averages_as_they_are():
+    averages = values(1)
+    replica = Replica(BLOCKS, SPECS[2])
+    replica.apply(averages, scalars(replica, SPECS[2]))
+    assert [a.tobytes() for a in averages] == [a.tobytes() for a in values(1)]
+
+
+def test_tensors_are_views():
+    replica = Replica(BLOCKS, SPECS[0])
+    replica.parameters[1][:] = np.arange(6)
+    assert replica.tensors()["head"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert np.shares_memory(replica.tensors()["head"], replica.parameters[1])
+
+
+def test_the_weights_digest_is_that_of_the_tensors():
+    replica = trained(SPECS[2])
+    assert replica.weights_digest() == weights_digest(replica.tensors())
+
+
+@each_spec
+def test_a_flipped_bit_anywhere_changes_the_state_digest(spec):
+    replica = trained(spec)
+    before = replica.state_digest()
+    for part in replica.parts():
+        part.values.view(np.uint32)[-1] ^= np.uint32(1)
+        assert replica.state_digest() != before
+        part.values.view(np.uint32)[-1] ^= np.uint32(1)
+    assert replica.state_digest() == before
+
+
+@each_spec
+def test_a_state_moves_through_its_parts_and_both_go_on_alike(spec):
+    first = trained(spec)
+    first.skip()
+    second = Replica(BLOCKS, spec)
+    for theirs, mine in zip(second.parts(), first.parts(), strict=True):
+        assert (theirs.kind, theirs.block) == (mine.kind, mine.block)
+        block = BLOCKS[mine.block]
+        for chunk in range(block.chunks):
+            theirs.values[block.chunk_slice(chunk)] = mine.values[block.chunk_slice(chunk)]
+    second.restore(first.step, first.optimizer_step)
+    assert second.state_digest() == first.state_digest()
+    for replica in (first, second):
+        replica.apply(values(7), scalars(replica, spec))
+    assert second.state_digest() == first.state_digest()
+
+
+def test_a_copy_is_equal_and_apart():
+    replica = trained(SPECS[2])
+    snapshot = replica.copy()
+    before = snapshot.state_digest()
+    assert before == replica.state_digest()
+    replica.apply(values(8), scalars(replica, SPECS[2]))
+    assert snapshot.state_digest() == before
+    assert replica.state_digest() != before
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        values(0)[:1],
+        [values(0)[0], np.zeros(1, np.float32)],
+        [values(0)[0], np.zeros(6)],
+        [values(0)[0], np.zeros((2, 3), np.float32)],
+    ],
+)
+def test_arrays_of_another_number_shape_or_type_are_a_bug_of_ours(wrong):
+    replica = trained(SPECS[0])
+    before = replica.state_digest()
+    with pytest.raises(AssertionError):
+        replica.load_parameters(wrong)
+    with pytest.raises(AssertionError):
+        replica.apply(wrong, scalars(replica, SPECS[0]))
+    assert replica.state_digest() == before

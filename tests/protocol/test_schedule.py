@@ -1,0 +1,77 @@
+"""Learning rate schedules: values by hand, bounds, and torch's own curves."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.run_spec import OptimizerSpec
+from protocol.schedule import learning_rate
+
+NAMES = ("constant", "linear", "cosine")
+
+
+def rates(steps, **settings):
+    spec = OptimizerSpec(**settings)
+    return [learning_rate(spec, step, steps) for step in range(steps)]
+
+
+def test_constant():
+    assert rates(4, lr=0.5, schedule="constant") == [0.5] * 4
+
+
+def test_linear_ends_one_part_above_zero():
+    assert rates(4, lr=1.0, schedule="linear") == [1.0, 0.75, 0.5, 0.25]
+
+
+def test_cosine():
+    expected = [1.0, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125)]
+    assert rates(4, lr=1.0, schedule="cosine") == pytest.approx(expected, abs=1e-15)
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_warm_up_rises_from_one_part_to_the_full_rate(schedule):
+    found = rates(12, lr=1.0, schedule=schedule, warmup_steps=4)
+    assert found[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_after_warm_up_the_curve_spans_what_is_left():
+    assert rates(8, lr=1.0, schedule="linear", warmup_steps=4)[4:] == [1.0, 0.75, 0.5, 0.25]
+
+
+def test_a_warm_up_longer_than_the_run_never_ends():
+    assert rates(3, lr=1.0, schedule="cosine", warmup_steps=10) == [0.1, 0.2, 0.3]
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_past_the_end_it_is_zero(schedule):
+    spec = OptimizerSpec(lr=1.0, schedule=schedule)
+    assert learning_rate(spec, 10, 10) == 0.0
+    assert learning_rate(spec, 11, 10) == 0.0
+
+
+@given(
+    st.sampled_from(NAMES),
+    st.floats(1e-8, 10),
+    st.integers(0, 50),
+    st.integers(1, 200),
+)
+def test_positive_at_most_lr_and_never_rising_after_warm_up(schedule, lr, warmup, steps):
+    found = rates(steps, lr=lr, schedule=schedule, warmup_steps=warmup)
+    assert all(0 < rate <= lr for rate in found)
+    assert found[:warmup] == sorted(found[:warmup])
+    assert found[warmup:] == sorted(found[warmup:], reverse=True)
+
+
+def test_cosine_is_torchs():
+    torch = pytest.importorskip("torch")
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
+    expected = []
+    for _ in range(20):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates(20, lr=0.3, schedule="cosine") == pytest.approx(expected, rel=1e-12)

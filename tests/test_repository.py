@@ -1,0 +1,92 @@
+"""What the repository promises a newcomer: specs that validate, a lock that fits, true commands."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import protocol
+from protocol.run_spec import load_run_spec
+
+packaging_requirements = pytest.importorskip("packaging.requirements")
+
+ROOT = Path(__file__).parents[1]
+RUNS = sorted((ROOT / "deploy" / "runs").glob("*.yaml"))
+LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PINS = re.compile(r"^([a-z0-9-]+)==(\S+)", re.MULTILINE)
+
+
+def pins(*names: str) -> dict[str, str]:
+    text = "".join((ROOT / "requirements" / f"{name}.txt").read_text() for name in names)
+    return dict(PINS.findall(text))
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_a_sample_run_validates_and_says_what_it_is(path):
+    assert load_run_spec(path).name == path.stem
+    first, second = path.read_text().splitlines()[:2]
+    assert first.startswith("# ")
+    assert not second.startswith("#")
+
+
+def test_the_sample_runs_cover_every_task_a_user_has():
+    assert {load_run_spec(path).task for path in RUNS} == {"classify", "regress", "digits"}
+
+
+@pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.stem)
+def test_every_locked_package_has_hashes_and_nothing_else(path):
+    for line in path.read_text().splitlines():
+        assert re.fullmatch(
+            r"#.*|[a-z0-9-]+==[\w.+]+ \\|    --hash=sha256:[0-9a-f]{64}( \\)?", line
+        )
+    assert PINS.search(path.read_text())
+
+
+@pytest.mark.parametrize("extra", ["", "worker", "hf", "digits", "dev"])
+def test_the_lock_holds_what_the_project_asks_for(extra):
+    project = PROJECT["project"]
+    asked = project["optional-dependencies"][extra] if extra else project["dependencies"]
+    asked = [*asked, *PROJECT["build-system"]["requires"]]
+    for torch in ("cpu", "cuda"):
+        held = pins("run", torch, "dev")
+        for requirement in map(packaging_requirements.Requirement, asked):
+            name = requirement.name.lower().replace("_", "-")
+            if name != "samestep":
+                assert requirement.specifier.contains(held[name]), requirement
+
+
+def test_a_set_is_installed_in_one_version_only():
+    separate = [pins("run"), pins("cpu"), pins("dev"), pins("assets")]
+    assert len({name for held in separate for name in held}) == sum(map(len, separate))
+
+
+def test_commands_are_where_the_project_says():
+    for target in PROJECT["project"]["scripts"].values():
+        module, function = target.split(":")
+        source = (ROOT / (module.replace(".", "/") + ".py")).read_text()
+        assert re.search(rf"^(def {function}\b|{function} = )", source, re.MULTILINE)
+
+
+def test_the_readme_gives_the_test_command_that_ci_runs():
+    command = "python -m pytest"
+    assert f"\ncheck {command}\n" in (ROOT / ".ci" / "run").read_text()
+    for page in ("README.md", "CONTRIBUTING.md"):
+        assert re.search(rf"^{command}( .*)?$", (ROOT / page).read_text(), re.MULTILINE)
+
+
+def test_the_changelog_knows_the_version():
+    assert f"## {protocol.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "page",
+    sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.md") if ".venv" not in str(p)),
+)
+def test_links_between_pages_lead_somewhere(page):
+    path = ROOT / page
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text()):
+        assert (path.parent / target).exists(), target

@@ -1,0 +1,207 @@
+"""The house rules that no tool knows: who may import whom, what is pure, names and sizes."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol import limits
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("backends", "coordinator", "protocol", "worker")
+MAY_IMPORT = {
+    "protocol": set(),
+    "backends": {"protocol"},
+    "coordinator": {"protocol"},
+    "worker": {"protocol", "backends"},
+}
+HEAVY = {"torch", "transformers", "peft", "sklearn", "scipy", "pandas"}
+SHELL_ONLY = {"aiohttp", "prometheus_client", "rich", "structlog", "typer", "uvloop"}
+PURE = (
+    "protocol/connection.py",
+    "protocol/frames.py",
+    "protocol/tree.py",
+    "coordinator/membership.py",
+    "coordinator/planner.py",
+    "coordinator/round.py",
+    "coordinator/run.py",
+    "worker/session.py",
+)
+IMPURE = {"asyncio", "os", "random", "secrets", "socket", "structlog", "threading", "time"}
+UNSAFE = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}
+VAGUE = {"common", "helper", "helpers", "manager", "misc", "util", "utils"}
+FOREIGN = re.compile(
+    r"(?<![\w.])/(?:home|opt|root|tmp|Users|work)/"
+    r"|(?:pypi|npmjs)[.](?:org|com)|pythonhosted[.]|download[.]pytorch|deb[.]debian"
+)
+UNITS = {
+    "BLOCKS",
+    "BYTES",
+    "CHARACTERS",
+    "CONNECTIONS",
+    "ELEMENTS",
+    "MICROBATCHES",
+    "MS",
+    "S",
+    "TENSORS",
+    "WORKERS",
+}
+FILE_LINES = 400
+FUNCTION_LINES = 60
+
+Check = Callable[[str, str], Iterable[str]]
+
+
+def modules_imported(source: str) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of every absolute import, wherever it stands."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.lineno, node.module
+
+
+def import_directions(path: str, source: str) -> Iterator[str]:
+    package = path.split("/", maxsplit=1)[0]
+    if package not in MAY_IMPORT:
+        return
+    refused = set(PACKAGES) - MAY_IMPORT[package] - {package}
+    refused |= {"tests", "benchmarks"}
+    if package in {"protocol", "coordinator"}:
+        refused |= HEAVY
+    if package == "protocol":
+        refused |= SHELL_ONLY
+    for line, name in modules_imported(source):
+        if name.split(".")[0] in refused:
+            yield f"{path}:{line} imports {name}"
+
+
+def pure_modules(path: str, source: str) -> Iterator[str]:
+    if path in PURE:
+        for line, name in modules_imported(source):
+            if name.split(".")[0] in IMPURE:
+                yield f"{path}:{line} is pure, yet imports {name}"
+
+
+def no_unsafe_loading(path: str, source: str) -> Iterator[str]:
+    for line, name in modules_imported(source):
+        if name.split(".")[0] in UNSAFE:
+            yield f"{path}:{line} imports {name}"
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        given = {word.arg: getattr(word.value, "value", None) for word in node.keywords}
+        for argument in ("trust_remote_code", "allow_pickle"):
+            if given.get(argument, False) is not False:
+                yield f"{path}:{node.lineno} passes {argument}"
+        if ast.unparse(node.func) == "torch.load" and given.get("weights_only") is not True:
+            yield f"{path}:{node.lineno} calls torch.load without weights_only=True"
+
+
+def telling_names(path: str, _source: str) -> Iterator[str]:
+    words = {word for part in Path(path).with_suffix("").parts for word in part.split("_")}
+    if words & VAGUE:
+        yield f"{path}: name it by its concept"
+
+
+def sizes(path: str, source: str) -> Iterator[str]:
+    if path.startswith("tests/"):
+        return
+    if (lines := source.count("\n")) > FILE_LINES:
+        yield f"{path}: {lines} lines; which is its second concept?"
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > FUNCTION_LINES:
+                yield f"{path}:{node.lineno} {node.name} has {lines} lines"
+
+
+def no_place_of_ours(path: str, text: str) -> Iterator[str]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if found := FOREIGN.search(line):
+            yield f"{path}:{number} names {found.group()!r}"
+
+
+PYTHON_CHECKS: tuple[Check, ...] = (
+    import_directions,
+    pure_modules,
+    no_unsafe_loading,
+    telling_names,
+    sizes,
+)
+
+
+def project_files() -> list[Path]:
+    """Every text file that is or will be tracked."""
+    folders = (*PACKAGES, "tests", "benchmarks", "deploy", "requirements", ".ci")
+    inside = (path for folder in folders for path in (ROOT / folder).rglob("*"))
+    top = (path for path in ROOT.iterdir() if path.suffix in {".md", ".toml"})
+    hidden = {"__pycache__"}
+    return sorted(p for p in (*inside, *top) if p.is_file() and not hidden & {*p.parts})
+
+
+def complaints(check: Check, *suffixes: str) -> list[str]:
+    found: list[str] = []
+    for path in project_files():
+        if not suffixes or path.suffix in suffixes:
+            text = path.read_text(encoding="utf-8", errors="replace")
+            found += check(path.relative_to(ROOT).as_posix(), text)
+    return found
+
+
+@pytest.mark.parametrize("check", PYTHON_CHECKS, ids=lambda check: check.__name__)
+def test_python_files_keep(check):
+    assert complaints(check, ".py") == []
+
+
+def test_no_path_of_one_machine_and_no_host_of_a_registry():
+    assert complaints(no_place_of_ours) == []
+
+
+@pytest.mark.parametrize("path", PURE)
+def test_pure_modules_are_where_they_are_said_to_be(path):
+    assert (ROOT / path).is_file()
+
+
+def test_every_limit_ends_in_its_unit():
+    names = [name for name in vars(limits) if name.isupper() and name not in {"KIB", "MIB"}]
+    assert names
+    assert [n for n in names if re.sub("_PER_.*", "", n).split("_")[-1] not in UNITS] == []
+
+
+@pytest.mark.parametrize(
+    ("check", "path", "source"),
+    [
+        (import_directions, "coordinator/x.py", "import torch"),
+        (import_directions, "coordinator/x.py", "def f():\n    from backends import cpu"),
+        (import_directions, "protocol/x.py", "import structlog"),
+        (import_directions, "backends/x.py", "import worker.tasks"),
+        (pure_modules, "coordinator/round.py", "from time import monotonic"),
+        (no_unsafe_loading, "worker/x.py", "import pickle"),
+        (no_unsafe_loading, "worker/x.py", "load(name, trust_remote_code=True)"),
+        (no_unsafe_loading, "worker/x.py", "np.load(name, allow_pickle=flag)"),
+        (no_unsafe_loading, "worker/x.py", "torch.load(name)"),
+        (telling_names, "worker/string_utils.py", ""),
+        (sizes, "worker/x.py", "x = 1\n" * (FILE_LINES + 1)),
+        (sizes, "worker/x.py", "def f():\n" + "    x = 1\n" * FUNCTION_LINES),
+        (no_place_of_ours, "README.md", "see /" + "tmp/out"),
+        (no_place_of_ours, "deploy/x.sh", "https://pypi" + ".org/simple"),
+    ],
+)
+def test_each_check_sees_what_it_looks_for(check, path, source):
+    assert list(check(path, source))
+
+
+@pytest.mark.parametrize("command", ["coordinator", "worker"])
+def test_a_command_starts_without_heavy_imports(command):
+    program = f"import sys, {command}.cli; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert set(done.stdout.split()) & HEAVY == set()

@@ -1,0 +1,112 @@
+"""What the pure session asks its shell to do, in the order given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backends.interface import Array
+from protocol.manifest import Block
+from protocol.messages import Message
+from protocol.replica import PartKind
+from protocol.run_spec import RunSpec
+from protocol.tree import Node
+from protocol.update import StepScalars
+from worker.engine import Place
+
+
+@dataclass(frozen=True, slots=True)
+class Transmit:
+    """Send a message."""
+
+    message: Message
+    body: Array | bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Build a run's task."""
+
+    run_id: str
+    spec: RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """From now on gradients have the shape of these blocks."""
+
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Compute a node."""
+
+    place: Place
+    microbatches: int
+    node: Node
+
+
+@dataclass(frozen=True, slots=True)
+class CancelWork:
+    """Abandon every node and evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Take a step, or skip it without scalars."""
+
+    averages: list[Array]
+    scalars: StepScalars | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadChunk:
+    """Write a chunk of another replica's state into ours."""
+
+    kind: PartKind
+    block: int
+    chunk: int
+    values: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """The state is complete."""
+
+    step: int
+    optimizer_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    """Evaluate one held-out part."""
+
+    step: int
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyState:
+    """Read the replica's state, to be sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Something a person at the console wants to know."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The connection is over."""
+
+    reason: str
+    retry: bool
+    exit_code: int
+
+
+Action = (
+    Transmit | Build | Expect | Compute | CancelWork | Apply | LoadChunk | Restore | Evaluate
+    | CopyState | Tell | Leave
+)  # fmt: skip

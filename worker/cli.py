@@ -1,0 +1,120 @@
+"""The `worker` command."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from protocol import __version__
+from protocol.address import parse_address
+from protocol.errors import ExitCode, SamestepError, UsageError
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Owns one device and computes its part of every step, the same step as everyone's.",
+)
+
+
+def _version(value: bool) -> None:  # noqa: FBT001 -- typer calls it with the flag's value
+    if value:
+        typer.echo(f"samestep worker {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def serve(  # noqa: PLR0913 -- one parameter per option of the command line
+    context: typer.Context,
+    coordinator: Annotated[
+        str, typer.Option(envvar="SAMESTEP_COORDINATOR", help="HOST:PORT of the coordinator.")
+    ] = "",
+    backend: Annotated[
+        str,
+        typer.Option(
+            envvar="SAMESTEP_BACKEND", help="auto, cuda, vulkan, cpu, or scripted[:MS] for tests."
+        ),
+    ] = "auto",
+    gpus: Annotated[
+        str, typer.Option(help="Device numbers, such as 0,1: one process for each.")
+    ] = "",
+    name: Annotated[
+        str, typer.Option(envvar="SAMESTEP_NAME", help="Name shown to others [host name].")
+    ] = "",
+    retry_for: Annotated[
+        float,
+        typer.Option(min=0, metavar="SECONDS", help="Give up after so long without coordinator."),
+    ] = 300.0,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a Chrome trace of this worker to this file.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Say only what went wrong.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Serve a coordinator until it says goodbye."""
+    del version
+    if context.invoked_subcommand is not None:
+        return
+    indices = _device_indices(gpus)
+    if len(indices) > 1:
+        from worker.group import run_group  # noqa: PLC0415 -- only where it is asked for
+
+        raise typer.Exit(run_group(sys.argv[1:], indices, name or _host_name()))
+    from worker.client import Target  # noqa: PLC0415 -- --help and devices need none of it
+    from worker.main import Options, main  # noqa: PLC0415
+
+    host, port = _address(coordinator)
+    target = Target(host, port, (name or _host_name())[:48], backend, retry_for)
+    raise typer.Exit(main(Options(target, indices[0], trace, quiet)))
+
+
+@app.command()
+def devices() -> None:
+    """Show what is here, and why a device is not usable."""
+    from backends.registry import devices as all_devices  # noqa: PLC0415 -- imports torch
+
+    for info in all_devices():
+        memory = f", {info.memory_bytes / 2**30:.1f} GiB" if info.memory_bytes else ""
+        verdict = "usable" if info.usable else f"not usable: {info.reason}"
+        typer.echo(f"{info.backend} {info.index}: {info.name}{memory}: {verdict}")
+
+
+def _address(coordinator: str) -> tuple[str, int]:
+    """The flag or its variable, else torchrun's MASTER_ADDR and MASTER_PORT."""
+    if coordinator:
+        return parse_address(coordinator, "--coordinator")
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "9000")
+    if host:
+        return parse_address(f"{host}:{port}", "MASTER_ADDR:MASTER_PORT")
+    return "127.0.0.1", 9000
+
+
+def _device_indices(gpus: str) -> list[int]:
+    if not gpus:
+        return [0]
+    parts = gpus.split(",")
+    if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
+        raise UsageError(f"--gpus: expected distinct device numbers such as 0,1, got {gpus!r}")
+    return [int(part) for part in parts]
+
+
+def _host_name() -> str:
+    return socket.gethostname().partition(".")[0] or "worker"
+
+
+def main() -> None:
+    """Entry point: every deliberate error is one line and its exit code."""
+    try:
+        app(prog_name="worker")
+    except SamestepError as error:
+        print(f"worker: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(ExitCode.FAILED)

@@ -1,0 +1,249 @@
+"""The worker's shell: it connects, keeps the connection alive, and does what the session asks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from protocol import __version__, limits
+from protocol.authentication import Authenticator
+from protocol.connection import Connection, Received, encode
+from protocol.errors import ExitCode, OutOfPlace, ProtocolError, Unreachable, error_for
+from protocol.messages import Challenge, Goodbye, Heartbeat, Hello, Welcome
+from protocol.trace import Tracer
+from protocol.transport import Channel
+from worker import actions as act
+from worker import engine
+from worker.session import Session
+
+_FIRST_PAUSE_S: Final = 0.5
+_LONGEST_PAUSE_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Whom to serve, as whom, and for how long to try."""
+
+    host: str
+    port: int
+    name: str
+    backend: str
+    retry_for_s: float
+
+
+class Client:
+    """Serves one coordinator until it says goodbye for good."""
+
+    def __init__(
+        self,
+        target: Target,
+        toolbox: engine.Toolbox,
+        authenticator: Authenticator,
+        tell: Callable[[str], None],
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._target = target
+        self._authenticator = authenticator
+        self._tell = tell
+        self._tracer = tracer
+        self._instance = uuid.uuid4().hex
+        self._loop = asyncio.get_running_loop()
+        self._engine = engine.Engine(toolbox, self._emit, tracer)
+        self._session: Session | None = None
+        self._channel: Channel | None = None
+        self._epoch = 0
+        self._lost: asyncio.Future[str] = self._loop.create_future()
+        self._leaving: act.Leave | None = None
+        self._stop = asyncio.Event()
+
+    async def serve(self) -> ExitCode:
+        """Connect, again and again; gives the exit code.
+
+        Raises:
+            Unreachable: Nothing answered for as long as was to be tried.
+            SamestepError: The coordinator refused, with its reason.
+        """
+        try:
+            return await self._serve()
+        finally:
+            self._engine.close()
+
+    def drain(self) -> None:
+        """Finish what there is and leave; at once if there is no connection."""
+        if self._session is not None and self._session.name:
+            self._do(self._session.drain())
+        else:
+            self._stop.set()
+
+    async def _serve(self) -> ExitCode:
+        attempt, since_s = 0, time.monotonic()
+        while not self._stop.is_set():
+            attempt += 1
+            reason = await self._attempt()
+            leaving = self._leaving
+            if leaving is not None and not leaving.retry:
+                if leaving.exit_code in (ExitCode.OK, ExitCode.FAILED):
+                    self._tell(f"goodbye: {leaving.reason}")
+                    return ExitCode(leaving.exit_code)
+                raise error_for(leaving.exit_code, f"the coordinator refused: {leaving.reason}")
+            if self._session is not None and self._session.name:
+                attempt, since_s = 1, time.monotonic()
+            self._session = None
+            pause_s = min(_FIRST_PAUSE_S * 2 ** (attempt - 1), _LONGEST_PAUSE_S)
+            left_s = self._target.retry_for_s - (time.monotonic() - since_s)
+            if left_s <= 0:
+                raise Unreachable(
+                    f"no coordinator at {self._target.host}:{self._target.port} "
+                    f"for {self._target.retry_for_s:g} s: {reason}"
+                )
+            self._tell(
+                f"{self._target.host}:{self._target.port}: {reason}; trying again in "
+                f"{pause_s:g} s (attempt {attempt}, giving up in {left_s:.0f} s)"
+            )
+            await self._pause(min(pause_s, left_s))
+        return ExitCode.OK
+
+    async def _attempt(self) -> str:
+        """One connection from beginning to end; why it ended."""
+        self._lost = self._loop.create_future()
+        self._leaving = None
+        connection = Connection("worker")
+        try:
+            _, channel = await self._loop.create_connection(
+                lambda: Channel(connection, self, time.monotonic),
+                self._target.host,
+                self._target.port,
+            )
+        except OSError as error:
+            return error.strerror or str(error)
+        self._channel = channel
+        self._session = Session(self._epoch)
+        channel.send(
+            Hello(
+                release=__version__,
+                name=self._target.name,
+                instance=self._instance,
+                backend=self._target.backend[:64],
+            )
+        )
+        beating = self._loop.create_task(self._heartbeat(channel))
+        stopping = self._loop.create_task(self._stop.wait())
+        await asyncio.wait((self._lost, stopping), return_when=asyncio.FIRST_COMPLETED)
+        beating.cancel()
+        stopping.cancel()
+        if not self._lost.done():
+            channel.goodbye("the worker ends", retry=False)
+            return "stopped"
+        self._engine.cancel()
+        self._channel = None
+        return self._lost.result()
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self._stop.wait(), seconds)
+        except TimeoutError:
+            return
+
+    async def _heartbeat(self, channel: Channel) -> None:
+        interval_s = limits.HEARTBEAT_INTERVAL_MS / 1000
+        last_s = time.monotonic()
+        while not channel.closed:
+            await asyncio.sleep(interval_s)
+            stalled = time.monotonic() - last_s > 3 * interval_s
+            last_s = time.monotonic()
+            silent_s = last_s - channel.last_received_s
+            if self._session is None or not self._session.name or stalled:
+                continue
+            if silent_s * 1000 > limits.LIVENESS_TIMEOUT_MS:
+                channel.abort(f"the coordinator was silent for {silent_s:.0f} s")
+            else:
+                channel.send(Heartbeat())
+
+    # protocol.transport.ChannelOwner
+
+    def on_message(self, channel: Channel, received: Received) -> None:
+        """Handshake first, then the session."""
+        message, body = received
+        session = self._session
+        if session is None or channel is not self._channel:
+            return
+        match message:
+            case Challenge():
+                channel.send(self._authenticator.prove(message))
+            case Welcome():
+                self._do(session.welcome(message))
+                self._epoch = session.epoch
+            case Goodbye():
+                self._do(session.receive(message, body))
+            case _:
+                if not session.name:
+                    raise OutOfPlace(f"{type(message).__name__} before the handshake")
+                self._do(session.receive(message, body))
+
+    def on_lost(self, channel: Channel, reason: str, error: ProtocolError | None) -> None:
+        """The connection is over."""
+        del channel
+        if error is not None and error.exit_code == ExitCode.MISMATCH:
+            self._leaving = act.Leave(str(error), retry=False, exit_code=ExitCode.MISMATCH)
+        if not self._lost.done():
+            self._lost.set_result(reason)
+
+    # The engine.
+
+    def _emit(self, event: engine.Event) -> None:
+        """Called in the engine's thread."""
+        self._loop.call_soon_threadsafe(self._result, event)
+
+    def _result(self, event: engine.Event) -> None:
+        if self._session is not None and self._channel is not None:
+            self._do(self._session.result(event))
+
+    def _do(self, actions: Sequence[act.Action]) -> None:
+        for action in actions:
+            self._do_one(action)
+
+    def _do_one(self, action: act.Action) -> None:  # noqa: C901 -- one case per action
+        device = self._engine
+        match action:
+            case act.Transmit():
+                self._transmit(action)
+            case act.Build():
+                device.build(action.run_id, action.spec)
+            case act.Expect():
+                assert self._channel is not None
+                self._channel.connection.blocks = action.blocks
+            case act.Compute():
+                device.compute(action.place, action.microbatches, action.node)
+            case act.CancelWork():
+                device.cancel()
+            case act.Apply():
+                device.apply(action.averages, action.scalars)
+            case act.LoadChunk():
+                device.load_chunk(action.kind, action.block, action.chunk, action.values)
+            case act.Restore():
+                device.restore(action.step, action.optimizer_step)
+            case act.Evaluate():
+                device.evaluate(action.step, action.part)
+            case act.CopyState():
+                device.copy_state()
+            case act.Tell():
+                self._tell(action.text)
+            case act.Leave():
+                self._leave(action)
+
+    def _transmit(self, action: act.Transmit) -> None:
+        if self._channel is None:
+            return
+        if self._tracer is not None and action.message.body == "float32":
+            fields = action.message.model_dump()
+            self._tracer.instant(f"send block {fields['block']}", "network", **fields)
+        self._channel.send(encode(action.message, action.body))
+
+    def _leave(self, action: act.Leave) -> None:
+        self._leaving = action
+        if self._channel is not None:
+            self._channel.abort(action.reason)

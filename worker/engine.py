@@ -1,0 +1,353 @@
+"""The device's thread: builds the task, computes nodes, applies steps; one job after the other.
+
+Everything that takes time happens here, away from the network. Results come back through `emit`,
+which is called in this thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from blake3 import blake3
+
+from backends.interface import Array, Backend, Batch, Loss, Program, Sums
+from protocol.errors import DataError, SamestepError
+from protocol.replica import PartKind, Replica, StatePart
+from protocol.run_spec import RunSpec
+from protocol.samples import SampleOrder, microbatch_seed
+from protocol.trace import Tracer, now_us
+from protocol.tree import Node
+from protocol.update import StepScalars
+from worker.accumulate import TreeAccumulator
+from worker.tasks.base import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which attempt at which step."""
+
+    step: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """The task is ready on the device."""
+
+    run_id: str
+    manifest: bytes
+    state_digest: str
+    signature: str
+    signature_text: str
+    backend: str
+    device: str
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class BuildFailed:
+    """The task cannot be built here."""
+
+    run_id: str
+    error: SamestepError
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSum:
+    """A block's sum over a node is final: flat float32, the receiver's own."""
+
+    place: Place
+    node: Node
+    block: int
+    values: Array
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDone:
+    """A node is computed."""
+
+    place: Place
+    node: Node
+    loss: Loss
+    elapsed_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The replica has taken `step` steps."""
+
+    step: int
+    state_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """One held-out part is done."""
+
+    step: int
+    part: int
+    sums: Sums
+
+
+@dataclass(frozen=True, slots=True)
+class StateCopied:
+    """The state asked for: copies of the replica's arrays."""
+
+    parts: list[StatePart]
+    step: int
+    optimizer_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFailed:
+    """A job failed in a way that the device does not recover from."""
+
+    error: Exception
+
+
+Event = (
+    Built | BuildFailed | BlockSum | NodeDone | Applied | Evaluated | StateCopied | DeviceFailed
+)
+
+
+class Toolbox(Protocol):
+    """Where backend and task come from; both import what they need only when asked."""
+
+    def backend(self) -> Backend:
+        """The device this engine owns."""
+
+    def task(self, spec: RunSpec) -> Task:
+        """The task of a run spec."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """A built task: kept between runs of the same spec, for it takes seconds to build."""
+
+    spec: RunSpec
+    task: Task
+    program: Program
+    replica: Replica
+    order: SampleOrder
+    initial: list[Array]
+
+
+class Engine:
+    """Owns the device; call its methods from one other thread."""
+
+    def __init__(
+        self, toolbox: Toolbox, emit: Callable[[Event], None], tracer: Tracer | None = None
+    ) -> None:
+        self._toolbox = toolbox
+        self._emit = emit
+        self._tracer = tracer
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._job: _Job | None = None
+        self._generation = 0
+        self._digests = ThreadPoolExecutor(1, "digest")
+        self._digest: Future[None] | None = None
+        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self._thread.start()
+
+    def build(self, run_id: str, spec: RunSpec) -> None:
+        """Build the task, or take the one that is there; gives Built or BuildFailed."""
+        self._jobs.put(lambda: self._build(run_id, spec))
+
+    def compute(self, place: Place, microbatches: int, node: Node) -> None:
+        """Compute a node unless cancelled before; gives its BlockSums, then NodeDone."""
+        generation = self._generation
+        self._jobs.put(lambda: self._compute(generation, place, microbatches, node))
+
+    def cancel(self) -> None:
+        """Abandon the node in work and those that wait."""
+        self._generation += 1
+
+    def apply(self, averages: list[Array], scalars: StepScalars | None) -> None:
+        """Take the step, or skip it without scalars; gives Applied."""
+        self._jobs.put(lambda: self._apply(averages, scalars))
+
+    def load_chunk(self, kind: PartKind, block: int, chunk: int, values: Array) -> None:
+        """Take a chunk of another replica's state."""
+        self._jobs.put(lambda: self._load_chunk(kind, block, chunk, values))
+
+    def restore(self, step: int, optimizer_step: int) -> None:
+        """All chunks are there; gives Applied."""
+        self._jobs.put(lambda: self._restore(step, optimizer_step))
+
+    def evaluate(self, step: int, part: int) -> None:
+        """Evaluate one held-out part unless cancelled before; gives Evaluated."""
+        generation = self._generation
+        self._jobs.put(lambda: self._evaluate(generation, step, part))
+
+    def copy_state(self) -> None:
+        """Give StateCopied."""
+        self._jobs.put(self._copy_state)
+
+    def close(self) -> None:
+        """Abandon everything and end the thread."""
+        self.cancel()
+        self._jobs.put(None)
+        self._thread.join(timeout=10)
+        self._digests.shutdown(wait=False, cancel_futures=True)
+
+    # In the engine's thread.
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception as error:  # noqa: BLE001 -- whatever it is, the shell must hear of it
+                self._emit(DeviceFailed(error))
+        if self._job is not None:
+            self._job.program.close()
+
+    def _build(self, run_id: str, spec: RunSpec) -> None:
+        try:
+            job = self._job_for(spec)
+        except SamestepError as error:
+            self._emit(BuildFailed(run_id, error))
+            return
+        self._settle_digest()
+        job.replica = Replica(job.task.manifest.blocks, spec.optimizer)
+        job.replica.load_parameters(job.initial)
+        job.program.load(job.replica.parameters)
+        backend = self._toolbox.backend()
+        signature = backend.signature(spec.threads)
+        text = ", ".join(f"{key} {value}" for key, value in sorted(signature.items()))
+        self._emit(
+            Built(
+                run_id=run_id,
+                manifest=job.task.manifest.to_bytes(),
+                state_digest=job.replica.state_digest(),
+                signature=blake3(text.encode()).hexdigest(),
+                signature_text=text[:400],
+                backend=backend.info.backend[:64],
+                device=backend.info.name[:64],
+                task=job.task,
+            )
+        )
+
+    def _job_for(self, spec: RunSpec) -> _Job:
+        if self._job is not None and self._job.spec == spec:
+            return self._job
+        if self._job is not None:
+            self._job.program.close()
+            self._job = None
+        task = self._toolbox.task(spec)
+        order = SampleOrder(spec.seed, task.manifest.train_samples, spec.batch)
+        example = task.batch(order.microbatches(0)[0])
+        program = self._toolbox.backend().compile(task.trainable, example)
+        replica = Replica(task.manifest.blocks, spec.optimizer)
+        self._job = _Job(spec, task, program, replica, order, task.initial_parameters())
+        return self._job
+
+    def _compute(self, generation: int, place: Place, microbatches: int, node: Node) -> None:
+        if generation != self._generation:
+            return
+        job = self._built()
+        start_s, start_us = time.perf_counter(), now_us()
+        samples = job.order.microbatches(place.step)
+        if len(samples) != microbatches:
+            raise DataError(
+                f"the coordinator plans {microbatches} microbatches, this task has {len(samples)}"
+            )
+        batches = [job.task.batch(samples[leaf]) for leaf in range(node.lo, node.hi)]
+        sums = TreeAccumulator(node, len(job.task.manifest.blocks))
+        weight = _node_weight(node, batches)
+        loss: Loss | None = None
+        for leaf, batch in zip(range(node.lo, node.hi), batches, strict=True):
+            seed = microbatch_seed(job.spec.seed, place.step, leaf)
+            stream = job.program.gradients(batch, seed)
+            since_us = now_us()
+            for item in stream:
+                if generation != self._generation:
+                    stream.close()
+                    return
+                if isinstance(item, Loss):
+                    loss = sums.add_loss(leaf, item.loss_sum, item.weight)
+                    continue
+                total = sums.add(leaf, item.block, item.values)
+                if self._tracer is not None:
+                    self._tracer.span(
+                        f"backward block {item.block}", "device", since_us,
+                        step=place.step, microbatch=leaf, block=item.block,
+                    )  # fmt: skip
+                    since_us = now_us()
+                if total is not None:
+                    self._emit(BlockSum(place, node, item.block, total, weight))
+        assert loss is not None
+        if self._tracer is not None:
+            self._tracer.span(f"node {node}", "nodes", start_us, step=place.step)
+        self._emit(NodeDone(place, node, loss, (time.perf_counter() - start_s) * 1e3))
+
+    def _apply(self, averages: list[Array], scalars: StepScalars | None) -> None:
+        job, start_us = self._built(), now_us()
+        self._settle_digest()
+        if scalars is None:
+            job.replica.skip()
+        else:
+            job.replica.apply(averages, scalars)
+            job.program.load(job.replica.parameters)
+        if self._tracer is not None:
+            self._tracer.span("apply step", "device", start_us, step=job.replica.step)
+        self._report_digest(job.replica)
+
+    def _restore(self, step: int, optimizer_step: int) -> None:
+        job = self._built()
+        job.replica.restore(step, optimizer_step)
+        job.program.load(job.replica.parameters)
+        self._report_digest(job.replica)
+
+    def _report_digest(self, replica: Replica) -> None:
+        """Hash while the next step computes; the next change of the replica waits for it."""
+
+        def work() -> None:
+            self._emit(Applied(replica.step, replica.state_digest()))
+
+        self._digest = self._digests.submit(work)
+
+    def _settle_digest(self) -> None:
+        if self._digest is not None:
+            self._digest.result()
+            self._digest = None
+
+    def _load_chunk(self, kind: PartKind, block: int, chunk: int, values: Array) -> None:
+        job = self._built()
+        self._settle_digest()
+        piece = job.task.manifest.blocks[block].chunk_slice(chunk)
+        for part in job.replica.parts():
+            if part.kind == kind and part.block == block:
+                part.values[piece] = values
+
+    def _evaluate(self, generation: int, step: int, part: int) -> None:
+        if generation != self._generation:
+            return
+        job = self._built()
+        sums = job.program.evaluate(job.task.evaluation_batch(part))
+        self._emit(Evaluated(step, part, dict(sums)))
+
+    def _copy_state(self) -> None:
+        replica = self._built().replica
+        parts = [StatePart(p.kind, p.block, p.values.copy()) for p in replica.parts()]
+        self._emit(StateCopied(parts, replica.step, replica.optimizer_step))
+
+    def _built(self) -> _Job:
+        assert self._job is not None, "the session asks for work only after Built"
+        return self._job
+
+
+def _node_weight(node: Node, batches: list[Batch]) -> float:
+    """The node's weight along the tree, known before its backward: it goes with every payload."""
+    weights = TreeAccumulator(node, 0)
+    total: Loss | None = None
+    for leaf, batch in zip(range(node.lo, node.hi), batches, strict=True):
+        total = weights.add_loss(leaf, 0.0, batch.weight)
+    assert total is not None
+    return total.weight

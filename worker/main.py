@@ -1,0 +1,99 @@
+"""The worker process: client, engine and device put together."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+
+from backends.interface import Backend
+from protocol.authentication import LoopbackOnly
+from protocol.errors import ExitCode
+from protocol.run_spec import RunSpec
+from protocol.trace import Tracer
+from worker.client import Client, Target
+from worker.tasks.base import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line of one worker process, checked."""
+
+    target: Target
+    device_index: int
+    trace: Path | None
+    quiet: bool
+
+
+class LocalDevice:
+    """The engine's toolbox: chooses the backend once, and builds tasks for it."""
+
+    def __init__(self, name: str, index: int, tell: Callable[[str], None]) -> None:
+        self._name = name
+        self._index = index
+        self._tell = tell
+        self._backend: Backend | None = None
+
+    def backend(self) -> Backend:
+        """See `engine.Toolbox`."""
+        if self._backend is None:
+            from backends.registry import choose  # noqa: PLC0415 -- may import torch: seconds
+
+            choice = choose(self._name, self._index)
+            self._tell(f"device: {choice.backend.info.name}: {choice.reason}")
+            self._backend = choice.backend
+        return self._backend
+
+    def task(self, spec: RunSpec) -> Task:
+        """See `engine.Toolbox`."""
+        from worker.tasks.registry import build  # noqa: PLC0415 -- may import torch: seconds
+
+        return build(spec)
+
+
+def main(options: Options) -> ExitCode:
+    """Serve until the coordinator says goodbye, or until told to end.
+
+    Raises:
+        SamestepError: No coordinator answers, or it refused.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(options))
+
+
+async def _serve(options: Options) -> ExitCode:
+    def tell(text: str) -> None:
+        if not options.quiet:
+            print(f"worker: {text}", flush=True)
+
+    tracer = Tracer(options.trace, options.target.name) if options.trace else None
+    toolbox = LocalDevice(options.target.backend, options.device_index, tell)
+    client = Client(options.target, toolbox, LoopbackOnly(), tell, tracer)
+    _end_on_signals(client)
+    try:
+        return await client.serve()
+    finally:
+        if tracer is not None:
+            tracer.close()
+
+
+def _end_on_signals(client: Client) -> None:
+    """The first SIGTERM or SIGINT drains, the second ends at once."""
+    loop = asyncio.get_running_loop()
+    asked = 0
+
+    def handle() -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            client.drain()
+        else:
+            sys.exit(ExitCode.FAILED)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, handle)

@@ -1,0 +1,340 @@
+"""A worker's side of one connection: messages and results in, actions out.
+
+Pure: no clock, socket, file, thread or randomness. It decides what the engine does next and what
+is sent; it never waits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from backends.interface import Array
+from protocol.connection import Body
+from protocol.errors import ExitCode, OutOfPlace
+from protocol.manifest import Block, Manifest
+from protocol.messages import (
+    Assign,
+    AveragedBlockGradient,
+    AveragedGradient,
+    AveragedNonBlockGradient,
+    BlockGradientPayload,
+    Cancel,
+    Commit,
+    Continue,
+    Drain,
+    EndRun,
+    EvalPlan,
+    EvalResult,
+    Goodbye,
+    Halt,
+    Heartbeat,
+    Message,
+    NodeLoss,
+    NonBlockGradientPayload,
+    Ready,
+    StartRun,
+    StateChunk,
+    StateRequest,
+    StepApplied,
+    StepPlan,
+    Unready,
+    Welcome,
+)
+from protocol.run_spec import parse_run_spec_bytes
+from protocol.tree import Node, is_node
+from worker import engine
+from worker.actions import (
+    Action,
+    Apply,
+    Build,
+    CancelWork,
+    Compute,
+    CopyState,
+    Evaluate,
+    Expect,
+    Leave,
+    LoadChunk,
+    Restore,
+    Tell,
+    Transmit,
+)
+from worker.averages import Averages
+from worker.engine import Place
+
+
+class Session:
+    """See the module's text.
+
+    Attributes:
+        name: The name the coordinator gave.
+        epoch: The coordinator's epoch.
+        step: Steps this replica has taken, or is about to have taken.
+    """
+
+    def __init__(self, lowest_epoch: int = 0) -> None:
+        self.name = ""
+        self.epoch = lowest_epoch
+        self.step = 0
+        self.run_id = ""
+        self._place: Place | None = None
+        self._microbatches = 0
+        self._blocks: tuple[Block, ...] = ()
+        self._averages: dict[tuple[int, int], Averages] = {}
+        self._nodes: set[Node] = set()
+        self._built = False
+        self._draining = False
+
+    def welcome(self, message: Welcome) -> list[Action]:
+        """The handshake is done."""
+        if message.epoch < self.epoch:
+            raise OutOfPlace(
+                f"expected a coordinator of epoch {self.epoch} or later, got {message.epoch}: "
+                "an older coordinator must not write here"
+            )
+        self.name, self.epoch = message.worker, message.epoch
+        return [Tell(f"joined as {self.name!r}; waiting for a run")]
+
+    def receive(self, message: Message, body: Body | None) -> list[Action]:
+        """A message from the coordinator.
+
+        Raises:
+            RemoteProtocolError: It does not fit; the connection is to end.
+        """
+        match message:
+            case Heartbeat() | Continue():
+                return []
+            case StartRun():
+                assert body is not None
+                return self._start_run(message, body)
+            case StateRequest():
+                return [CopyState()]
+            case StateChunk():
+                assert body is not None
+                return self._state_chunk(message, body.view("<f4"))
+            case StepPlan():
+                return self._step_plan(message)
+            case Assign():
+                return self._assign(message)
+            case Cancel():
+                return []
+            case AveragedBlockGradient() | AveragedNonBlockGradient():
+                assert body is not None
+                self._averaged(message, body.view("<f4"))
+                return []
+            case Commit():
+                return self._commit(message)
+            case EvalPlan():
+                return [Evaluate(message.step, part) for part in range(message.lo, message.hi)]
+            case Halt():
+                self._nodes.clear()
+                return [CancelWork(), Tell(f"halted: {message.reason}")]
+            case EndRun():
+                self.run_id, self._built = "", False
+                self._nodes.clear()
+                return [CancelWork(), Tell(f"run {message.run_id} is over: {message.reason}")]
+            case Goodbye():
+                return [CancelWork(), Leave(message.reason, message.retry, message.exit_code)]
+            case _:
+                raise OutOfPlace(f"{type(message).__name__} is not for a worker")
+
+    def result(self, event: engine.Event) -> list[Action]:
+        """A result of the engine."""
+        match event:
+            case engine.Built():
+                return self._task_built(event)
+            case engine.BuildFailed():
+                if event.run_id != self.run_id:
+                    return []
+                reason = str(event.error)
+                unready = Unready(
+                    run_id=self.run_id, reason=reason[:400], exit_code=event.error.exit_code
+                )
+                return [Transmit(unready), Tell(f"cannot take part in {self.run_id}: {reason}")]
+            case engine.BlockSum():
+                return self._block_sum(event)
+            case engine.NodeDone():
+                return self._node_done(event)
+            case engine.Applied():
+                if not self.run_id:
+                    return []
+                applied = StepApplied(
+                    epoch=self.epoch, step=event.step, state_digest=event.state_digest
+                )
+                return [Transmit(applied)]
+            case engine.Evaluated():
+                if not self.run_id:
+                    return []
+                return [
+                    Transmit(
+                        EvalResult(
+                            epoch=self.epoch, step=event.step, part=event.part,
+                            sums=dict(event.sums),
+                        )
+                    )
+                ]  # fmt: skip
+            case engine.StateCopied():
+                return self._upload(event)
+            case engine.DeviceFailed():
+                reason = f"the device failed: {event.error}"
+                goodbye = Goodbye(reason=reason[:400], retry=False, exit_code=ExitCode.FAILED)
+                return [Transmit(goodbye), Leave(reason, retry=False, exit_code=ExitCode.FAILED)]
+
+    def drain(self) -> list[Action]:
+        """An operator wants this worker to leave: finish what it has, take no more."""
+        if self._draining:
+            return []
+        self._draining = True
+        return [Transmit(Drain()), Tell("draining")]
+
+    # A run's start.
+
+    def _start_run(self, message: StartRun, body: Body) -> list[Action]:
+        self._check_epoch(message.epoch)
+        spec = parse_run_spec_bytes(body.tobytes())
+        self.run_id, self._built, self.step = message.run_id, False, 0
+        self._averages.clear()
+        self._nodes.clear()
+        return [
+            CancelWork(),
+            Tell(f"run {message.run_id}: building the task {spec.task!r}"),
+            Build(message.run_id, spec),
+        ]
+
+    def _task_built(self, event: engine.Built) -> list[Action]:
+        if event.run_id != self.run_id:
+            return []
+        manifest: Manifest = event.task.manifest
+        self._blocks, self._built = manifest.blocks, True
+        ready = Ready(
+            run_id=self.run_id,
+            backend=event.backend,
+            device=event.device,
+            state_digest=event.state_digest,
+            signature=event.signature,
+            signature_text=event.signature_text,
+        )
+        return [
+            Expect(manifest.blocks),
+            Transmit(ready, event.manifest),
+            Tell(f"run {self.run_id}: ready on {event.device}"),
+        ]
+
+    def _upload(self, event: engine.StateCopied) -> list[Action]:
+        if not self.run_id or event.step:
+            return []
+        # Moments are zeros at step 0: the parameters are the whole state.
+        pieces = [
+            (part, chunk)
+            for part in event.parts
+            if part.kind == "parameters"
+            for chunk in range(self._blocks[part.block].chunks)
+        ]
+        return [
+            Transmit(
+                StateChunk(
+                    run_id=self.run_id, kind=part.kind, block=part.block, chunk=chunk,
+                    step=event.step, optimizer_step=event.optimizer_step,
+                    last=index == len(pieces) - 1,
+                ),
+                part.values[self._blocks[part.block].chunk_slice(chunk)],
+            )
+            for index, (part, chunk) in enumerate(pieces)
+        ]  # fmt: skip
+
+    def _state_chunk(self, message: StateChunk, values: Array) -> list[Action]:
+        if message.run_id != self.run_id or not self._built:
+            raise OutOfPlace("StateChunk for a run that is not built here")
+        if message.optimizer_step > message.step:
+            raise OutOfPlace("StateChunk: more updates than steps")
+        actions: list[Action] = [LoadChunk(message.kind, message.block, message.chunk, values)]
+        if message.last:
+            self.step = message.step
+            actions.append(Restore(message.step, message.optimizer_step))
+        return actions
+
+    # Steps.
+
+    def _step_plan(self, message: StepPlan) -> list[Action]:
+        self._check_epoch(message.epoch)
+        if not self._built or message.step != self.step:
+            raise OutOfPlace(f"StepPlan: expected step {self.step}, got {message.step}")
+        self._place = Place(message.step, message.attempt)
+        self._microbatches = message.microbatches
+        self._nodes.clear()
+        return [CancelWork(), *self._take(message.nodes)]
+
+    def _assign(self, message: Assign) -> list[Action]:
+        self._check_epoch(message.epoch)
+        if Place(message.step, message.attempt) != self._place:
+            return []
+        return self._take(message.nodes)
+
+    def _take(self, nodes: tuple[tuple[int, int], ...]) -> list[Action]:
+        assert self._place is not None
+        actions: list[Action] = []
+        for lo, hi in nodes:
+            node = Node(lo, hi)
+            if not is_node(node, self._microbatches):
+                raise OutOfPlace(f"{node} is no node over {self._microbatches} microbatches")
+            if node not in self._nodes:
+                self._nodes.add(node)
+                actions.append(Compute(self._place, self._microbatches, node))
+        return actions
+
+    def _block_sum(self, event: engine.BlockSum) -> list[Action]:
+        if event.place != self._place or event.node not in self._nodes:
+            return []
+        block = self._blocks[event.block]
+        kind = BlockGradientPayload if block.kind == "block" else NonBlockGradientPayload
+        return [
+            Transmit(
+                kind(
+                    epoch=self.epoch, step=event.place.step, attempt=event.place.attempt,
+                    block=event.block, chunk=chunk, lo=event.node.lo, hi=event.node.hi,
+                    weight=event.weight,
+                ),
+                event.values[block.chunk_slice(chunk)],
+            )
+            for chunk in range(block.chunks)
+        ]  # fmt: skip
+
+    def _node_done(self, event: engine.NodeDone) -> list[Action]:
+        if event.place != self._place or event.node not in self._nodes:
+            return []
+        message = NodeLoss(
+            epoch=self.epoch, step=event.place.step, attempt=event.place.attempt,
+            lo=event.node.lo, hi=event.node.hi, loss_sum=event.loss.loss_sum,
+            weight=event.loss.weight, elapsed_ms=event.elapsed_ms,
+        )  # fmt: skip
+        return [Transmit(message)]
+
+    def _averaged(self, message: AveragedGradient, values: Array) -> None:
+        self._check_epoch(message.epoch)
+        if message.step < self.step or not self._blocks:
+            return
+        key = (message.step, message.attempt)
+        self._averages.setdefault(key, Averages(self._blocks)).put(
+            message.block, message.chunk, values
+        )
+
+    def _commit(self, message: Commit) -> list[Action]:
+        self._check_epoch(message.epoch)
+        if message.step < self.step:
+            return []
+        if message.step > self.step:
+            raise OutOfPlace(f"Commit: expected step {self.step}, got {message.step}")
+        averages = self._averages.get((message.step, message.attempt))
+        if message.scalars is not None and (averages is None or not averages.complete):
+            raise OutOfPlace(f"Commit of step {message.step} before all of its averaged blocks")
+        self.step += 1
+        self._place = None
+        self._nodes.clear()
+        for key in [key for key in self._averages if key[0] < self.step]:
+            del self._averages[key]
+        arrays = averages.arrays if averages is not None else []
+        return [CancelWork(), Apply(arrays, message.scalars)]
+
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            raise OutOfPlace(f"expected epoch {self.epoch}, got {epoch}")
+

@@ -1,0 +1,57 @@
+"""A job without model and data, for measuring: so many blocks of so many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from backends import draws
+from backends.interface import Array, Batch, Trainable
+from protocol.manifest import Block, Manifest, Metric, TensorSpec
+from protocol.run_spec import RunSpec
+
+PARTS: Final = 4
+
+
+class Scripted:
+    """Only the scripted backend computes it."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        elements = spec.scripted.block_bytes // 4
+        self._seed = spec.seed
+        self.manifest = Manifest(
+            blocks=tuple(
+                Block(
+                    name=f"layer.{number}",
+                    kind="block",
+                    tensors=(TensorSpec(name=f"layer.{number}.weight", shape=(elements,)),),
+                )
+                for number in range(spec.scripted.blocks)
+            ),
+            train_samples=spec.scripted.samples,
+            evaluation_parts=PARTS,
+            metrics=(
+                Metric(
+                    name="samples_held_out", numerator={"samples": PARTS}, denominator={"parts": 1}
+                ),
+            ),
+        )
+        self.trainable = Trainable(
+            blocks=self.manifest.blocks, seed=spec.seed, threads=spec.threads
+        )
+
+    def initial_parameters(self) -> list[Array]:
+        """Uniform in [-1, 1)."""
+        return [
+            draws.symmetric(draws.key_of(self._seed, block.name), block.elements, 1.0)
+            for block in self.manifest.blocks
+        ]
+
+    def batch(self, samples: Sequence[int]) -> Batch:
+        """Nothing to read; the weight is the number of samples."""
+        return Batch({}, float(len(samples)))
+
+    def evaluation_batch(self, part: int) -> Batch:
+        """One made-up sample."""
+        del part
+        return Batch({}, 1.0)
