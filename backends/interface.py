@@ -79,13 +79,22 @@ class Loss:
     weight: float
 
 
+class Gradients(Protocol):
+    """What one microbatch gives, as it comes: blocks in reverse order, then the loss."""
+
+    def __iter__(self) -> Iterator[BlockGradient | Loss]: ...
+
+    def close(self) -> None:
+        """Abandon the rest; the program stays usable."""
+
+
 class Program(Protocol):
     """A compiled task on one device."""
 
     def load(self, parameters: list[Array]) -> None:
         """Take these values of all trainable tensors: one flat array per block, copied."""
 
-    def gradients(self, batch: Batch, seed: int) -> Iterator[BlockGradient | Loss]:
+    def gradients(self, batch: Batch, seed: int) -> Gradients:
         """Forward and backward of one microbatch; see the module's text.
 
         Every block comes exactly once, last block first; a tensor without a gradient counts as

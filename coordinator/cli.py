@@ -37,14 +37,14 @@ Overrides = Annotated[
 ]
 
 
-def _version(value: bool) -> None:  # noqa: FBT001 -- typer calls it with the flag's value
+def _version(value: bool) -> None:
     if value:
         typer.echo(f"samestep coordinator {__version__}")
         raise typer.Exit
 
 
 @app.callback(invoke_without_command=True)
-def serve(  # noqa: PLR0913 -- one parameter per option of the command line
+def serve(
     context: typer.Context,
     expect_workers: Annotated[
         int | None, typer.Option(min=1, help="Start a run once so many workers are ready.")

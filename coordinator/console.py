@@ -56,7 +56,7 @@ class ProgressConsole:
     def reported(self, event: str, fields: Mapping[str, object]) -> None:
         """Tell one report; see `service.Listener`."""
         if event in _TOLD:
-            self._console.print(Text(_TOLD[event].format(**fields)))
+            self._console.print(Text(_TOLD[event].format(**fields)), soft_wrap=True)
         elif event == "evaluated":
             figures = {k: v for k, v in fields.items() if k not in ("run_id", "step")}
             text = ", ".join(f"{name} {_figure(value)}" for name, value in figures.items())
@@ -70,7 +70,7 @@ class ProgressConsole:
         if execution is None or now_s - self._last_line_s < _LINE_INTERVAL_S:
             return
         self._last_line_s = now_s
-        self._console.print(Text(_progress(execution, now_s)))
+        self._console.print(Text(_progress(execution, now_s)), soft_wrap=True)
 
     def _screen(self) -> Table | Text:
         execution = self._service.current
@@ -102,11 +102,8 @@ def _progress(execution: Execution, now_s: float) -> str:
     elapsed_s = max(now_s - execution.started_s, 1e-9)
     loss = f"{run.losses[-1]:.6g}" if run.losses else "-"
     rate = run.step * run.spec.batch.samples / elapsed_s
-    shares = (
-        ", ".join(f"{name} {count}" for name, count in sorted(run.division.items()))
-        if run.division
-        else "-"
-    )
+    division = run.progress.division if run.progress is not None else None
+    shares = ", ".join(f"{name} {count}" for name, count in sorted((division or {}).items()))
     return (
         f"step {run.step}/{run.spec.steps}  loss {loss}  {rate:.0f} samples/s  "
         f"microbatches: {shares}"
@@ -122,9 +119,12 @@ def print_outcome(execution: Execution, console: Console) -> None:
     run = execution.run
     exact = "exact: every worker has the same numeric signature"
     mixed = "mixed: workers of unlike signatures; replicas are equal, other runs may differ"
+    pace = f"{run.step} of {run.spec.steps} steps in {execution.result.get('wall_s', 0)} s"
+    if run.step == 0:
+        console.print(Text(f"{outcome.outcome}: {outcome.reason}"))
+        return
     lines = [
-        f"{outcome.outcome}: {run.step} of {run.spec.steps} steps "
-        f"in {execution.result.get('wall_s', 0)} s ({mixed if run.mixed else exact})",
+        f"{outcome.outcome}: {pace} ({mixed if run.mixed else exact})",
         *(f"held-out {name}: {_figure(value)}" for name, value in run.metrics.items()),
         f"weights digest: {execution.result.get('weights_digest', '-')}",
     ]

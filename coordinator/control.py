@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from coordinator.metrics import ServiceMetrics
-from coordinator.run import RunPhase
+from coordinator.phase import RunPhase
 from coordinator.service import Service, bind_failure, require_loopback
 from coordinator.status import status_document
 from protocol import limits
@@ -55,9 +55,7 @@ class ControlPort:
             UsageError: The address is taken, or open to other machines.
         """
         require_loopback(host, "--control")
-        app = web.Application(
-            client_max_size=limits.RUN_SPEC_BYTES, middlewares=[_errors_as_json]
-        )
+        app = web.Application(client_max_size=limits.RUN_SPEC_BYTES, middlewares=[_errors_as_json])
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
         app.router.add_get("/status", self._status)

@@ -8,6 +8,7 @@ import aiohttp
 
 from protocol.errors import Unreachable, error_for
 
+
 async def request(
     control: str, method: str, path: str, document: dict[str, Any] | None = None
 ) -> dict[str, Any]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from coordinator.actions import Action, Send
 from protocol.manifest import Metric
+from protocol.messages import EvalPlan, EvalResult
 
 
 class Evaluation:
@@ -33,10 +35,17 @@ class Evaluation:
                 self._given.setdefault(worker, set()).update(mine)
         return ranges
 
-    def result(self, part: int, sums: dict[str, float]) -> None:
-        """Take one part's sums; the first answer counts."""
-        if 0 <= part < self._parts:
-            self._sums.setdefault(part, sums)
+    def plan(self, epoch: int, workers: Sequence[str]) -> list[Action]:
+        """What is nobody's, as messages to these workers."""
+        return [
+            Send(worker, EvalPlan(epoch=epoch, step=self.step, lo=lo, hi=hi))
+            for worker, (lo, hi) in self.assign(workers).items()
+        ]
+
+    def result(self, message: EvalResult) -> None:
+        """Take one part's sums; the first answer counts, one of an older evaluation does not."""
+        if message.step == self.step and message.part < self._parts:
+            self._sums.setdefault(message.part, message.sums)
 
     def lose(self, worker: str) -> None:
         """The worker has left; its unanswered parts are nobody's."""

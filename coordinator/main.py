@@ -87,17 +87,17 @@ async def _serve(options: Options, spec: RunSpec | None) -> ExitCode:
 
 async def _until_over(service: Service, local: LocalWorkers | None) -> None:
     """Wait for the end; when all local workers are gone and nobody else is, it is the end."""
-    over = asyncio.ensure_future(service.over.wait())
-    waits: list[asyncio.Future[object]] = [over]
-    if local is not None:
-        waits.append(asyncio.ensure_future(local.all_ended()))
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    if not service.over.is_set() and not service.sessions and service.settings.once:
-        service.reported("internal_error", {"error": "all local workers have ended"})
-        service.over.set()
-    await over
-    for wait in waits:
-        wait.cancel()
+
+    async def end_with_workers() -> None:
+        assert local is not None
+        await local.all_ended()
+        if not service.sessions and service.settings.once:
+            service.give_up("all local workers have ended, and no other is connected")
+
+    watch = asyncio.create_task(end_with_workers()) if local is not None else None
+    await service.over.wait()
+    if watch is not None:
+        watch.cancel()
 
 
 def _conclude(service: Service, console: Console) -> ExitCode:
@@ -113,9 +113,7 @@ def _conclude(service: Service, console: Console) -> ExitCode:
     return outcome.exit_code
 
 
-def _announce(
-    options: Options, service: Service, control: ControlPort, console: Console
-) -> None:
+def _announce(options: Options, service: Service, control: ControlPort, console: Console) -> None:
     data = f"{service.address[0]}:{service.address[1]}"
     page = f"{control.address[0]}:{control.address[1]}"
     if options.address_file is not None:
@@ -147,9 +145,7 @@ def _end_on_signals(service: Service) -> None:
 def _set_up_logging(*, as_json: bool) -> None:
     """Structured log on standard error; without --log-json only warnings, people read the rest."""
     level = logging.INFO if as_json else logging.WARNING
-    renderer = (
-        structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
-    )
+    renderer = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,

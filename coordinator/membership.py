@@ -5,13 +5,17 @@ Pure. Views fence sessions, not gradients: what a member has delivered stays whe
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from statistics import median
 from typing import Final
 
-_SPEED_WEIGHT: Final = 0.5
-"""How much the newest measurement counts in the moving average."""
+from protocol.messages import Ready
+
+_MEASUREMENTS_KEPT: Final = 9
+"""The speed is the median of so many: one slow node must not move work about."""
 
 
 class MemberState(Enum):
@@ -36,16 +40,25 @@ class Member:
     state_digest: str = ""
     signature: str = ""
     signature_text: str = ""
-    ms_per_microbatch: float | None = None
     microbatches: int = 0
     """Computed in this run."""
+    _measured_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASUREMENTS_KEPT))
+
+    def now_ready(self, message: Ready) -> None:
+        """Its task is built."""
+        self.state = MemberState.READY
+        self.backend, self.device = message.backend, message.device
+        self.state_digest = message.state_digest
+        self.signature, self.signature_text = message.signature, message.signature_text
 
     def measured(self, ms_per_microbatch: float) -> None:
         """Take in a measured time."""
-        if self.ms_per_microbatch is None:
-            self.ms_per_microbatch = ms_per_microbatch
-        else:
-            self.ms_per_microbatch += _SPEED_WEIGHT * (ms_per_microbatch - self.ms_per_microbatch)
+        self._measured_ms.append(ms_per_microbatch)
+
+    @property
+    def ms_per_microbatch(self) -> float | None:
+        """Measured time of a microbatch; None before the first node."""
+        return median(self._measured_ms) if self._measured_ms else None
 
 
 class Membership:
@@ -82,6 +95,11 @@ class Membership:
     def activate(self, member: Member) -> None:
         """A worker's state is the run's: it may compute, from the next step on."""
         member.state = MemberState.ACTIVE
+        self.view += 1
+
+    def deactivate(self, name: str) -> None:
+        """A worker's state is not the run's: it has to load it anew."""
+        self._members[name].state = MemberState.LOADING
         self.view += 1
 
     def names(self, *states: MemberState) -> list[str]:

@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 
 def add_arrays(left: Array, right: Array) -> Array:
-    """left + right in float32, into left. Overflow is found as non-finite later."""
+    """Left + right in float32, into left. Overflow is found as non-finite later."""
     with np.errstate(over="ignore", invalid="ignore"):
         return np.add(left, right, out=left)
 
 
 def add_floats(left: float, right: float) -> float:
-    """left + right in float64."""
+    """Left + right in float64."""
     return left + right
 
 

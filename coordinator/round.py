@@ -153,11 +153,13 @@ class Round:
 
     def averages_digest(self) -> str:
         """Digest of the averaged gradients by tensor name; the round is complete."""
-        return weights_digest({
-            tensor.name: average[part].reshape(tensor.shape)
-            for block, average in zip(self._blocks, self.averages, strict=True)
-            for tensor, part in block.slices()
-        })
+        return weights_digest(
+            {
+                tensor.name: average[part].reshape(tensor.shape)
+                for block, average in zip(self._blocks, self.averages, strict=True)
+                for tensor, part in block.slices()
+            }
+        )
 
     def averaged_so_far(self) -> Iterator[Averaged]:
         """Every chunk that is complete: what a joiner has missed of this step."""

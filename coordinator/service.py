@@ -104,6 +104,7 @@ class Service:
 
     async def stop(self) -> None:
         """Say goodbye to everyone and close."""
+        self.listeners.clear()
         for session in list(self.sessions.values()):
             session.channel.goodbye("the coordinator ends", retry=False, exit_code=0)
         if self._server is not None:
@@ -135,6 +136,11 @@ class Service:
             self.over.set()
         else:
             self.current.command(self.current.run.drain())
+
+    def give_up(self, reason: str) -> None:
+        """End the run in progress as failed, unless it is over."""
+        if self.current is not None:
+            self.current.command(self.current.run.give_up(reason))
 
     # Sessions.
 

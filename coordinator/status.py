@@ -10,8 +10,10 @@ from typing import Any
 
 from coordinator.execution import Execution
 from coordinator.membership import MemberState
+from coordinator.phase import RunPhase
 from coordinator.planner import balance
-from coordinator.run import Run, RunPhase
+from coordinator.progress import Progress
+from coordinator.run import Run
 from coordinator.service import Service
 from protocol import __version__
 
@@ -57,7 +59,7 @@ def _run_part(execution: Execution) -> dict[str, Any]:
         "reason": ended.reason if ended is not None else run.reason,
         "step": run.step,
         "steps": run.spec.steps,
-        "attempt": run.attempt,
+        "attempt": run.progress.attempt if run.progress is not None else 0,
         "loss": loss if loss is not None and math.isfinite(loss) else None,
         "weights_digest": execution.applied.weights_digest if execution.applied else None,
         "exact": not run.mixed,
@@ -70,12 +72,11 @@ def _run_part(execution: Execution) -> dict[str, Any]:
 
 
 def _balance(run: Run) -> float | None:
-    if run.division is None:
-        return None
+    division = run.progress.division if run.progress is not None else None
     speeds = run.members.speeds()
-    if set(speeds) != set(run.division):
+    if not division or set(speeds) != set(division):
         return None
-    return round(balance(run.division, speeds), 3)
+    return round(balance(division, speeds), 3)
 
 
 def _worker_part(service: Service, name: str, now_s: float) -> dict[str, Any]:
@@ -95,7 +96,8 @@ def _worker_part(service: Service, name: str, now_s: float) -> dict[str, Any]:
     run = service.current.run if service.current is not None else None
     member = run.members.get(name) if run is not None else None
     if run is not None and member is not None:
-        share = run.round.shares.get(name) if run.round is not None else None
+        round_ = run.progress.round if run.progress is not None else None
+        share = round_.shares.get(name) if round_ is not None else None
         speed = member.ms_per_microbatch
         part |= {
             "state": member.state.value,
@@ -128,10 +130,15 @@ def waiting_for(run: Run, connected: list[str]) -> str:
         return f"{', '.join(owing)} to evaluate" if owing else ""
     if not run.members.names(MemberState.ACTIVE, MemberState.DRAINING):
         return "a worker: all have left"
-    if not run.agreement.reached:
-        owing = run.agreement.waiting_for or ["the coordinator's replica"]
-        return f"{', '.join(owing)} to apply the step"
-    if run.round is not None:
-        owing = [name for name in sorted(run.round.shares) if run.round.unfinished(name)]
-        return f"gradients of {', '.join(owing)}" if owing else ""
+    return _waiting_in_step(run.progress) if run.progress is not None else ""
+
+
+def _waiting_in_step(progress: Progress) -> str:
+    round_ = progress.round
+    owing = [name for name in sorted(round_.shares) if round_.unfinished(name)] if round_ else []
+    if owing:
+        return f"gradients of {', '.join(owing)}"
+    if not progress.agreement.reached:
+        late = progress.agreement.waiting_for or ["the coordinator's replica"]
+        return f"{', '.join(late)} to apply the step"
     return ""

@@ -19,8 +19,8 @@ def status_lines(document: dict[str, Any]) -> Iterator[str]:
         yield f"numbers  {exact} (exactness: {document['exactness']})"
     if document.get("waiting_for"):
         yield f"waiting  for {document['waiting_for']}"
-    workers = document["workers"]
-    yield f"workers  {len(workers)} of {document['expect_workers']} expected, view {document['view']}"
+    workers, expected = document["workers"], document["expect_workers"]
+    yield f"workers  {len(workers)} of {expected} expected, view {document['view']}"
     for worker in workers:
         speed = worker.get("ms_per_microbatch")
         pace = f", {speed:g} ms/microbatch" if speed is not None else ""

@@ -7,7 +7,6 @@ that will be summed from. Which message may come in which phase is a table.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Literal, NamedTuple
@@ -106,11 +105,16 @@ class Encoded:
         return sum(len(buffer) for buffer in self.buffers)
 
 
+def _bytes_of(body: NDArray[np.generic] | bytes) -> memoryview:
+    flat = body if isinstance(body, bytes) else np.ascontiguousarray(body).data
+    return memoryview(flat).cast("B")
+
+
 def encode(message: Message, body: NDArray[np.generic] | bytes | None = None) -> Encoded:
     """Prefix, header and body of a frame. The body is not copied: leave it unchanged after."""
     if (body is not None) != (message.body != "none"):
         raise LocalProtocolError(f"{type(message).__name__} with the wrong kind of body")
-    raw = None if body is None else memoryview(body).cast("B")
+    raw = None if body is None else _bytes_of(body)
     head = frames.encode_head(message.tag, message.to_header(), raw)
     return Encoded(message, (head,) if raw is None or not len(raw) else (head, raw))
 
@@ -149,7 +153,7 @@ class Connection:
     def get_buffer(self) -> memoryview:
         """Where the next received bytes go; never empty."""
         if self._body is not None:
-            return memoryview(self._body)[self._body_filled :]
+            return self._body.data[self._body_filled :]
         return memoryview(self._scratch)[self._filled :]
 
     def buffer_updated(self, count: int) -> list[Received]:
@@ -175,7 +179,7 @@ class Connection:
         """The messages that these bytes complete; see `buffer_updated`."""
         received: list[Received] = []
         view = memoryview(data)
-        while len(view):
+        while view:
             buffer = self.get_buffer()
             count = min(len(buffer), len(view))
             buffer[:count] = view[:count]
@@ -230,7 +234,7 @@ class Connection:
         self._body = np.empty(prefix.body_bytes, np.uint8)
         self._pending = (prefix, header, message)
         self._body_filled = min(len(available), prefix.body_bytes)
-        memoryview(self._body)[: self._body_filled] = available[: self._body_filled]
+        self._body.data[: self._body_filled] = available[: self._body_filled]
         taken = self._body_filled
         self._finish_body(received)
         return taken
@@ -252,9 +256,7 @@ class Connection:
         body: Body | None,
         received: list[Received],
     ) -> None:
-        if frames.checksum_of(header, None if body is None else memoryview(body)) != (
-            prefix.checksum
-        ):
+        if frames.checksum_of(header, None if body is None else body.data) != (prefix.checksum):
             raise FrameError(f"{type(message).__name__}: the checksum does not fit its bytes")
         if body is None and message.body != "none":
             body = np.empty(0, np.uint8)
@@ -285,7 +287,7 @@ class Connection:
             return 0
         if message.body == "document":
             return None
-        block, chunk = _SHAPED[type(message)](message)
+        block, chunk = _place(message)
         if self.blocks is None:
             raise OutOfPlace(f"{type(message).__name__} before the manifest is known")
         if block >= len(self.blocks) or chunk >= self.blocks[block].chunks:
@@ -294,7 +296,7 @@ class Connection:
         if _KIND.get(type(message), kind) != kind:
             raise OutOfPlace(f"{type(message).__name__}: block {block} is of kind {kind!r}")
         piece = self.blocks[block].chunk_slice(chunk)
-        return (piece.stop - piece.start) * 4
+        return int(piece.stop - piece.start) * 4
 
     def _advance(self, kind: type[Message]) -> None:
         """Move the handshake on; the same messages move both sides."""
@@ -318,13 +320,6 @@ def _place(message: Message) -> tuple[int, int]:
     return message.block, message.chunk
 
 
-_SHAPED: Final[dict[type[Message], Callable[[Message], tuple[int, int]]]] = {
-    BlockGradientPayload: _place,
-    NonBlockGradientPayload: _place,
-    AveragedBlockGradient: _place,
-    AveragedNonBlockGradient: _place,
-    StateChunk: _place,
-}
 _KIND: Final[dict[type[Message], str]] = {
     BlockGradientPayload: "block",
     NonBlockGradientPayload: "non_block",

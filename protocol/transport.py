@@ -63,9 +63,7 @@ class Channel(asyncio.BufferedProtocol):
         """Queue a message; does nothing once the channel is closing."""
         if self._closing:
             return
-        encoded = self.connection.send(
-            encode(message) if isinstance(message, Message) else message
-        )
+        encoded = self.connection.send(encode(message) if isinstance(message, Message) else message)
         urgent = isinstance(encoded.message, _URGENT)
         (self._urgent if urgent else self._queue).append(encoded)
         self._queued_bytes += encoded.nbytes

@@ -22,14 +22,14 @@ app = typer.Typer(
 )
 
 
-def _version(value: bool) -> None:  # noqa: FBT001 -- typer calls it with the flag's value
+def _version(value: bool) -> None:
     if value:
         typer.echo(f"samestep worker {__version__}")
         raise typer.Exit
 
 
 @app.callback(invoke_without_command=True)
-def serve(  # noqa: PLR0913 -- one parameter per option of the command line
+def serve(
     context: typer.Context,
     coordinator: Annotated[
         str, typer.Option(envvar="SAMESTEP_COORDINATOR", help="HOST:PORT of the coordinator.")
@@ -64,11 +64,11 @@ def serve(  # noqa: PLR0913 -- one parameter per option of the command line
         return
     indices = _device_indices(gpus)
     if len(indices) > 1:
-        from worker.group import run_group  # noqa: PLC0415 -- only where it is asked for
+        from worker.group import run_group
 
         raise typer.Exit(run_group(sys.argv[1:], indices, name or _host_name()))
-    from worker.client import Target  # noqa: PLC0415 -- --help and devices need none of it
-    from worker.main import Options, main  # noqa: PLC0415
+    from worker.client import Target
+    from worker.main import Options, main
 
     host, port = _address(coordinator)
     target = Target(host, port, (name or _host_name())[:48], backend, retry_for)
@@ -78,7 +78,7 @@ def serve(  # noqa: PLR0913 -- one parameter per option of the command line
 @app.command()
 def devices() -> None:
     """Show what is here, and why a device is not usable."""
-    from backends.registry import devices as all_devices  # noqa: PLC0415 -- imports torch
+    from backends.registry import devices as all_devices
 
     for info in all_devices():
         memory = f", {info.memory_bytes / 2**30:.1f} GiB" if info.memory_bytes else ""

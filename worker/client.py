@@ -206,7 +206,7 @@ class Client:
         for action in actions:
             self._do_one(action)
 
-    def _do_one(self, action: act.Action) -> None:  # noqa: C901 -- one case per action
+    def _do_one(self, action: act.Action) -> None:
         device = self._engine
         match action:
             case act.Transmit():

@@ -112,9 +112,7 @@ class DeviceFailed:
     error: Exception
 
 
-Event = (
-    Built | BuildFailed | BlockSum | NodeDone | Applied | Evaluated | StateCopied | DeviceFailed
-)
+Event = Built | BuildFailed | BlockSum | NodeDone | Applied | Evaluated | StateCopied | DeviceFailed
 
 
 class Toolbox(Protocol):

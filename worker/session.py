@@ -6,8 +6,6 @@ is sent; it never waits.
 
 from __future__ import annotations
 
-import numpy as np
-
 from backends.interface import Array
 from protocol.connection import Body
 from protocol.errors import ExitCode, OutOfPlace
@@ -337,4 +335,3 @@ class Session:
     def _check_epoch(self, epoch: int) -> None:
         if epoch != self.epoch:
             raise OutOfPlace(f"expected epoch {self.epoch}, got {epoch}")
-

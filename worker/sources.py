@@ -6,6 +6,7 @@ is imported or run.
 
 from __future__ import annotations
 
+import os
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -46,7 +47,7 @@ def model_source(source: str) -> str:
     """
     if source.startswith(PACKAGE):
         return str(_model_in_package(source.removeprefix(PACKAGE)))
-    directory = Path(source).expanduser()
+    directory = Path(os.path.expanduser(source))  # noqa: PTH111  (leaves an unknown ~name as it is)
     if directory.is_dir():
         if not (directory / "config.json").is_file():
             raise DataError(f"expected a model in {source!r}, found no config.json there")
@@ -70,7 +71,7 @@ def text_source(source: str) -> Path:
                 f"expected one {', '.join(TEXT_SUFFIXES)} file in {source!r}, found {len(found)}"
             )
         return found[0]
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))  # noqa: PTH111  (leaves an unknown ~name as it is)
     if not path.is_file():
         raise DataError(f"expected a data file at {source!r}, found none")
     return path

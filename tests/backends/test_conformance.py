@@ -14,6 +14,7 @@ from torch import nn
 
 from backends.interface import Batch, BlockGradient, Loss, Program, Trainable
 from backends.registry import choose
+from backends.stream import GradientStream
 from protocol.errors import SamestepError
 from protocol.manifest import Block, TensorSpec
 
@@ -42,7 +43,8 @@ class Small(nn.Module):
 
 
 def squared_error(module: nn.Module, arrays: Any) -> torch.Tensor:
-    return ((module(arrays["x"]) - arrays["y"]) ** 2).sum()
+    error: torch.Tensor = module(arrays["x"]) - arrays["y"]
+    return (error**2).sum()
 
 
 def blocks_of(module: nn.Module) -> tuple[Block, ...]:
@@ -177,6 +179,7 @@ def test_another_thread_may_close_while_the_device_computes(backend):
     program = choose(name).backend.compile(trainable, make_batch())
     armed.append(True)
     stream = program.gradients(make_batch(), 0)
+    assert isinstance(stream, GradientStream)
     seen: list[object] = []
 
     def receive() -> None:

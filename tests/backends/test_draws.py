@@ -24,7 +24,8 @@ def test_hashes_are_splitmix64():
 
 
 def test_a_key_depends_on_every_part_and_its_type():
-    keys = {draws.key_of(*parts) for parts in [(1, "a"), ("1", "a"), (1, "b"), (1,), ("1a",), ()]}
+    parts: list[tuple[int | str, ...]] = [(1, "a"), ("1", "a"), (1, "b"), (1,), ("1a",), ()]
+    keys = {draws.key_of(*each) for each in parts}
     assert len(keys) == 6
 
 

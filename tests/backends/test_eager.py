@@ -42,7 +42,8 @@ class Tied(Net):
 
 
 def loss_sum(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
-    return ((module(arrays["x"]) - arrays["y"]) ** 2).sum()
+    error: torch.Tensor = module(arrays["x"]) - arrays["y"]
+    return (error**2).sum()
 
 
 def evaluate(module: nn.Module, arrays: Mapping[str, Any]) -> dict[str, float]:
@@ -132,7 +133,7 @@ class _Gate(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         del ctx
         _Gate.waited_in_vain = not _Gate.opened.wait(20)
         return gradient
@@ -259,6 +260,8 @@ class WithBatchNorm(Net):
 
 
 class WithCounter(Net):
+    calls: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
@@ -276,7 +279,7 @@ class WithCounter(Net):
         (lambda: trainable(Net(), loss=lambda m, a: loss_sum(m, a) / len(a["x"])), "summed"),
         (lambda: trainable(Net().half()), "float32"),
         (lambda: trainable(Net(), blocks=trainable(nn.Linear(2, 2)).blocks), "no 'weight'"),
-        (lambda: trainable(Net(), module=None), "needs a torch module"),
+        (lambda: Trainable(trainable(Net()).blocks), "needs a torch module"),
     ],
 )
 def test_what_cannot_be_trained_exactly_is_refused(job, message):

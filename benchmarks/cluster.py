@@ -1,0 +1,143 @@
+"""A coordinator and its workers as processes on loopback: the real commands, with traces."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from benchmarks.timeline import Timeline, read_trace
+from protocol.trace import now_us
+
+_START_TIMEOUT_S: Final = 30.0
+_RUN_TIMEOUT_S: Final = 600.0
+_END_TIMEOUT_S: Final = 20.0
+_POLL_S: Final = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """When a run was submitted and when its result was there, on the monotonic clock."""
+
+    start_us: float
+    end_us: float
+
+
+class Cluster:
+    """One coordinator that serves run after run to the same workers; idle between runs.
+
+    Args:
+        backends: One worker each, such as `scripted:100`.
+        directory: For traces and results.
+    """
+
+    def __init__(self, backends: Sequence[str], directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._backends = tuple(backends)
+        self._directory = directory
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._control = ""
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end()
+
+    def run(self, document: dict[str, Any]) -> Interval:
+        """Submit a run spec and wait for its result.
+
+        Raises:
+            RuntimeError: A process ended, or the run failed or takes too long.
+        """
+        start_us = now_us()
+        run_id = str(self._ask("/submit", {"run": document})["run_id"])
+        result = self._directory / run_id / "result.json"
+        self._wait_for(result, _RUN_TIMEOUT_S)
+        self._wait_until_idle()
+        outcome = json.loads(result.read_text())["outcome"]
+        if outcome != "finished":
+            raise RuntimeError(f"expected run {run_id} to finish, it {outcome}")
+        return Interval(start_us, now_us())
+
+    def timelines(self) -> list[Timeline]:
+        """What each worker traced; after the cluster has ended."""
+        assert all(process.poll() is not None for process in self._processes)
+        return [read_trace(self._trace_of(index)) for index in range(len(self._backends))]
+
+    def _start(self) -> None:
+        addresses = self._directory / "addresses.json"
+        self._spawn(
+            "coordinator", "--expect-workers", str(len(self._backends)),
+            "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
+            "--out", str(self._directory), "--address-file", str(addresses),
+        )  # fmt: skip
+        self._wait_for(addresses, _START_TIMEOUT_S)
+        address = json.loads(addresses.read_text())
+        self._control = address["control"]
+        for index, backend in enumerate(self._backends):
+            self._spawn(
+                "worker", "--coordinator", address["data"], "--backend", backend,
+                "--name", f"worker-{index}", "--trace", str(self._trace_of(index)), "--quiet",
+            )  # fmt: skip
+
+    def _trace_of(self, index: int) -> Path:
+        return self._directory / f"worker-{index}.trace.json"
+
+    def _spawn(self, module: str, *arguments: str) -> None:
+        self._processes.append(
+            subprocess.Popen(  # noqa: S603 -- our own command
+                [sys.executable, "-m", module, *arguments], stdout=subprocess.DEVNULL
+            )
+        )
+
+    def _wait_for(self, path: Path, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not path.exists():
+            if any(process.poll() is not None for process in self._processes):
+                raise RuntimeError("a process of the cluster ended; its last words are above")
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"expected {path.name} within {timeout_s:g} s")
+            time.sleep(_POLL_S)
+
+    def _wait_until_idle(self) -> None:
+        """The coordinator takes a new run a moment after it wrote the last one's result."""
+        while self._ask("/status")["phase"] not in ("idle", "over", "finished"):
+            time.sleep(_POLL_S)
+
+    def _ask(self, path: str, document: dict[str, Any] | None = None) -> dict[str, Any]:
+        data = None if document is None else json.dumps(document).encode()
+        request = urllib.request.Request(
+            f"http://{self._control}{path}", data, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=10) as response:  # noqa: S310 -- as above
+            answer: dict[str, Any] = json.load(response)
+        return answer
+
+    def _end(self) -> None:
+        """The coordinator says goodbye to its workers, which then end by themselves."""
+        if self._processes:
+            self._processes[0].terminate()
+        for process in self._processes:
+            try:
+                process.wait(_END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

@@ -1,0 +1,143 @@
+"""One rank of torch.distributed over gloo: the other way, measured on the same machine.
+
+Reads commands from standard input, a JSON line each, and answers with a line. Not run by hand:
+see `benchmarks.ranks`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from protocol.trace import now_us
+
+Times = list[tuple[float, float]]
+
+
+def all_reduce(payload_bytes: int, rounds: int) -> Times:
+    """Mean of one float32 tensor of so many bytes: all-reduce, then one division."""
+    tensor = torch.ones(payload_bytes // 4)
+    times = []
+    for _ in range(rounds):
+        dist.barrier()
+        start_us = now_us()
+        dist.all_reduce(tensor)
+        tensor /= dist.get_world_size()
+        times.append((start_us, now_us()))
+    return times
+
+
+class Sleeper:
+    """A device like `backends.scripted`: forward, then blocks come out evenly, by the clock."""
+
+    def __init__(self, forward_ms: float, block_ms: float, blocks: int) -> None:
+        self._forward_s = forward_ms / 1e3
+        self._block_s = block_ms / 1e3
+        self._blocks = blocks
+        self._start_s = 0.0
+
+    def forward(self) -> None:
+        self._start_s = time.perf_counter()
+        self._sleep_until(self._start_s + self._forward_s)
+
+    def backward(self, block: int) -> None:
+        done = self._blocks - block
+        self._sleep_until(self._start_s + self._forward_s + done * self._block_s)
+
+    @staticmethod
+    def _sleep_until(deadline_s: float) -> None:
+        left_s = deadline_s - time.perf_counter()
+        if left_s > 0:
+            time.sleep(left_s)
+
+
+class _SlowBlock(torch.autograd.Function):
+    """Passes its input on; its backward takes a block's time and gives a gradient of ones."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, sleeper: Sleeper, block: int) -> Tensor:
+        ctx.weight_shape, ctx.sleeper, ctx.block = weight.shape, sleeper, block
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        gradient = torch.ones(ctx.weight_shape)
+        ctx.sleeper.backward(ctx.block)
+        return gradients[0], gradient, None, None
+
+
+class SlowModel(nn.Module):
+    """Blocks of one parameter each that compute nothing, slowly."""
+
+    def __init__(self, sleeper: Sleeper, blocks: int, block_bytes: int) -> None:
+        super().__init__()
+        self._sleeper = sleeper
+        self.weights = nn.ParameterList(torch.zeros(block_bytes // 4) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._sleeper.forward()
+        for block, weight in enumerate(self.weights):
+            x = _SlowBlock.apply(x, weight, self._sleeper, block)
+        return x.sum()
+
+
+def train(
+    blocks: int,
+    block_bytes: int,
+    forward_ms: float,
+    block_ms: float,
+    microbatches: int,
+    steps: int,
+    bucket_mb: float | None,
+) -> Times:
+    """Steps of DistributedDataParallel with plain SGD.
+
+    Args:
+        blocks: Modules of one parameter each.
+        block_bytes: Of each parameter.
+        forward_ms: Time before the backward.
+        block_ms: Time of each block's backward.
+        microbatches: Per step on this rank; all but the last without communication.
+        steps: How many.
+        bucket_mb: DDP's bucket size; None leaves its default.
+    """
+    model = SlowModel(Sleeper(forward_ms, block_ms, blocks), blocks, block_bytes)
+    buckets = {} if bucket_mb is None else {"bucket_cap_mb": bucket_mb}
+    replica = DistributedDataParallel(model, **buckets)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.ones(1, requires_grad=True)
+    times = []
+    for _ in range(steps):
+        start_us = now_us()
+        for index in range(microbatches):
+            last = index == microbatches - 1
+            with contextlib.nullcontext() if last else replica.no_sync():
+                replica(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append((start_us, now_us()))
+    return times
+
+
+def serve(rank: int, world: int, store: str) -> None:
+    """Do commands until there are no more."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    operations = {"all_reduce": all_reduce, "train": train}
+    for line in sys.stdin:
+        command = json.loads(line)
+        times = operations[command.pop("do")](**command)
+        print(json.dumps(times), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,45 @@
+"""Where a measurement was taken, and what is printed of it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+
+def describe() -> str:
+    """CPU model, cores this process may use, and versions that matter."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    libraries = ", ".join(f"{name} {version(name)}" for name in ("numpy", "torch"))
+    python = platform.python_version()
+    return f"{model}, {len(os.sched_getaffinity(0))} cores, Python {python}, {libraries}"
+
+
+def print_heading(title: str) -> None:
+    """What is measured, by which command, on what."""
+    name = sys.orig_argv[sys.orig_argv.index("-m") + 1] if "-m" in sys.orig_argv else sys.argv[0]
+    print(title)
+    print("command:", " ".join(["python -m", name, *sys.argv[1:]]))
+    print("machine:", describe())
+
+
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns as wide as they need to be; the first to the left, numbers to the right."""
+    widths = [max(len(cell) for cell in column) for column in zip(head, *rows, strict=True)]
+    print()
+    for row in (head, ["-" * width for width in widths], *rows):
+        first, *others = (
+            cell.ljust(width) if index == 0 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        print("  ".join([first, *others]).rstrip())
+    print(flush=True)

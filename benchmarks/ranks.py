@@ -1,0 +1,90 @@
+"""Processes of torch.distributed that do what they are told, and wait in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+
+class Ranks:
+    """So many ranks of `benchmarks.gloo`; one command at a time, given as JSON lines."""
+
+    def __init__(self, world: int, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._world = world
+        self._store = directory / "store"
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> Self:
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        for rank in range(self._world):
+            self._processes.append(
+                subprocess.Popen(  # noqa: S603 -- our own command
+                    [
+                        sys.executable, "-m", "benchmarks.gloo",
+                        str(rank), str(self._world), str(self._store),
+                    ],
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True,
+                )
+            )  # fmt: skip
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for process in self._processes:
+            if error is not None:
+                process.kill()
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._processes:
+            process.wait(20)
+            assert process.stdout is not None
+            process.stdout.close()
+
+    def ask(self, commands: dict[str, Any] | Sequence[dict[str, Any]]) -> list[list[list[float]]]:
+        """Give every rank its command, or all the same one.
+
+        Returns:
+            By rank, for each round or step its start and end in microseconds on the monotonic
+            clock.
+
+        Raises:
+            RuntimeError: A rank ended instead of answering.
+        """
+        each = [commands] * self._world if isinstance(commands, dict) else commands
+        for process, command in zip(self._processes, each, strict=True):
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(command) + "\n")
+            process.stdin.flush()
+        answers = []
+        for rank, process in enumerate(self._processes):
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                raise RuntimeError(f"rank {rank} ended; its last words are above")
+            answers.append(json.loads(line))
+        return answers
+
+
+def spans_us(answers: Sequence[Sequence[Sequence[float]]]) -> list[float]:
+    """For each round, from its start at the first rank to its end at the last."""
+    return [
+        max(end for _, end in of_ranks) - min(start for start, _ in of_ranks)
+        for of_ranks in zip(*answers, strict=True)
+    ]
+
+
+def intervals_us(answers: Sequence[Sequence[Sequence[float]]]) -> list[float]:
+    """From each step's end at the last rank to the next one's."""
+    ends = [max(end for _, end in of_ranks) for of_ranks in zip(*answers, strict=True)]
+    return [after - before for before, after in zip(ends, ends[1:], strict=False)]

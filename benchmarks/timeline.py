@@ -1,0 +1,75 @@
+"""When each step's payloads left, its averages came and it was applied, read from traces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One worker's events, in order."""
+
+    events: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """One step over all workers; microseconds on the monotonic clock.
+
+    Attributes:
+        step: Counted from 0.
+        senders: How many workers sent something.
+        first_send_us: The first payload that any worker sent.
+        last_receive_us: The last averaged chunk came, at the worker where it came last.
+        last_apply_us: The commit came and its update began, at the worker where it began last.
+    """
+
+    step: int
+    senders: int
+    first_send_us: float
+    last_receive_us: float
+    last_apply_us: float
+
+
+def read_trace(path: Path) -> Timeline:
+    """Read a Chrome trace."""
+    return Timeline(tuple(event for event in json.loads(path.read_text()) if "ts" in event))
+
+
+def step_times(timelines: Sequence[Timeline], start_us: float, end_us: float) -> list[StepTimes]:
+    """The steps of the one run between two instants, in order."""
+    sends: dict[int, list[float]] = {}
+    receives: dict[int, list[float]] = {}
+    applies: dict[int, list[float]] = {}
+    for timeline in timelines:
+        first_sends: dict[int, float] = {}
+        for event in timeline.events:
+            if not start_us <= event["ts"] <= end_us or "step" not in event["args"]:
+                continue
+            name, step, at_us = event["name"], event["args"]["step"], event["ts"]
+            if name == "apply step":  # the trace counts steps taken
+                applies.setdefault(step - 1, []).append(at_us)
+            elif name.startswith("receive block"):
+                receives.setdefault(step, []).append(at_us)
+            elif name.startswith("send block") and "lo" in event["args"]:
+                first_sends.setdefault(step, at_us)
+        for step, at_us in first_sends.items():
+            sends.setdefault(step, []).append(at_us)
+    return [
+        StepTimes(
+            step, len(sends[step]), min(sends[step]), max(receives[step]), max(applies[step])
+        )
+        for step in sorted(sends.keys() & receives.keys() & applies.keys())
+    ]
+
+
+def intervals_us(steps: Sequence[StepTimes]) -> list[float]:
+    """Time from one step's update to the next one's: the pace of the whole."""
+    return [
+        after.last_apply_us - before.last_apply_us
+        for before, after in zip(steps, steps[1:], strict=False)
+    ]

@@ -1,0 +1,84 @@
+"""How workers get into a run: what the first settles, whom it refuses, and the state they get.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from coordinator.actions import Action, Follow, Seed, Send
+from coordinator.membership import Member, Membership, MemberState
+from protocol.manifest import Manifest
+from protocol.messages import Ready, StateRequest
+from protocol.run_spec import Exactness
+
+
+class Admission:
+    """The first ready worker's manifest, signature and initial state, and the way to state 0.
+
+    Attributes:
+        state_known: Whether the coordinator's replica has state 0.
+    """
+
+    def __init__(
+        self, run_id: str, exactness: Exactness, members: Membership, manifest: Manifest,
+        first: Ready,
+    ) -> None:  # fmt: skip
+        self.state_known = False
+        self._run_id = run_id
+        self._exactness = exactness
+        self._members = members
+        self._manifest = manifest
+        self._manifest_digest = manifest.digest()
+        self._signature = first.signature
+        self._initial_digest = first.state_digest
+        self._uploader: str | None = None
+
+    def refusal(self, manifest: Manifest, ready: Ready) -> str:
+        """Why a worker can't take part; empty if it can."""
+        if manifest.digest() != self._manifest_digest:
+            ours, theirs = self._manifest.digests, manifest.digests
+            keys = sorted(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k))
+            what = ", ".join(keys) or "model shape, sample counts or metrics"
+            return f"expected the same {what} as the run's first worker, got another digest"
+        if self._exactness == "require" and ready.signature != self._signature:
+            return (
+                "the run requires exactness and this worker's numeric signature is another: "
+                f"{ready.signature_text}"
+            )
+        if self._exactness == "require" and ready.state_digest != self._initial_digest:
+            return "the run requires exactness and this worker's initial weights are others"
+        return ""
+
+    def request_state(self) -> list[Action]:
+        """Ask one ready worker for state 0, unless one is asked already."""
+        ready = self._members.names(MemberState.READY)
+        if self._uploader is not None or self.state_known or not ready:
+            return []
+        alike = {member.name for member in self._members if self.starts_alike(member)}
+        self._uploader = next((name for name in ready if name in alike), ready[0])
+        return [Send(self._uploader, StateRequest(run_id=self._run_id))]
+
+    def lost(self, worker: str) -> list[Action]:
+        """A worker has left; if it was to send state 0, another is asked."""
+        if worker != self._uploader or self.state_known:
+            return []
+        self._uploader = None
+        return self.request_state()
+
+    def starts_alike(self, member: Member) -> bool:
+        """Whether the worker's own initial state is the run's."""
+        return member.state_digest == self._initial_digest
+
+    def admit_ready(self) -> list[Action]:
+        """Let every ready worker in: at once, or once it has loaded state 0."""
+        actions: list[Action] = []
+        for name in self._members.names(MemberState.READY):
+            member = self._members.get(name)
+            assert member is not None
+            if self.starts_alike(member):
+                self._members.activate(member)
+                actions.append(Follow(name))
+            else:
+                member.state = MemberState.LOADING
+                actions.append(Seed(name))
+        return actions

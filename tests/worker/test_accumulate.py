@@ -1,0 +1,79 @@
+"""The accumulator against a naive recursive sum, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from protocol.tree import Node, children
+from worker.accumulate import TreeAccumulator
+
+Floats = NDArray[np.float32]
+
+
+def naive(node: Node, leaves: dict[int, Floats]) -> Floats:
+    if node.leaves == 1:
+        return leaves[node.lo]
+    left, right = children(node)
+    return naive(left, leaves) + naive(right, leaves)
+
+
+def naive_float(node: Node, leaves: dict[int, float]) -> float:
+    if node.leaves == 1:
+        return leaves[node.lo]
+    left, right = children(node)
+    return naive_float(left, leaves) + naive_float(right, leaves)
+
+
+nodes = st.builds(lambda lo, size: Node(lo, lo + size), st.integers(0, 50), st.integers(1, 70))
+
+
+@given(nodes, st.integers(1, 3), st.integers(0, 2**32 - 1))
+def test_sums_are_the_trees_bit_for_bit(node, blocks, seed):
+    rng = np.random.default_rng(seed)
+    scale = np.float32(10) ** rng.integers(-6, 6, size=(node.leaves, blocks, 1)).astype(np.float32)
+    values = (rng.standard_normal((node.leaves, blocks, 5)) * scale).astype(np.float32)
+    accumulator = TreeAccumulator(node, blocks)
+    for leaf in range(node.lo, node.hi):
+        last = leaf == node.hi - 1
+        for block in reversed(range(blocks)):
+            total = accumulator.add(leaf, block, values[leaf - node.lo, block].copy())
+            assert (total is not None) == last, "final as soon as the last leaf's block is in"
+            if total is not None:
+                leaves = {node.lo + i: values[i, block] for i in range(node.leaves)}
+                assert total.dtype == np.float32
+                assert total.tobytes() == naive(node, leaves).tobytes()
+
+
+@given(nodes, st.integers(0, 2**32 - 1))
+def test_losses_and_weights_follow_the_tree_in_float64(node, seed):
+    rng = np.random.default_rng(seed)
+    losses = {leaf: float(value) for leaf, value in enumerate(rng.random(node.leaves), node.lo)}
+    weights = {leaf: float(value) for leaf, value in enumerate(rng.random(node.leaves), node.lo)}
+    accumulator = TreeAccumulator(node, 1)
+    results = [accumulator.add_loss(leaf, losses[leaf], weights[leaf]) for leaf in losses]
+    assert results[:-1] == [None] * (node.leaves - 1)
+    assert results[-1] is not None
+    assert results[-1].loss_sum == naive_float(node, losses)
+    assert results[-1].weight == naive_float(node, weights)
+
+
+@given(st.integers(1, 300))
+def test_few_arrays_are_held(leaves):
+    accumulator = TreeAccumulator(Node(0, leaves), 1)
+    for leaf in range(leaves):
+        accumulator.add(leaf, 0, np.ones(1, np.float32))
+        assert len(accumulator._blocks[0]._stack) <= leaves.bit_length()
+
+
+def test_another_order_would_have_other_bits():
+    """The property above is not empty: a plain running sum differs."""
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((13, 1000)).astype(np.float32)
+    running = np.zeros(1000, np.float32)
+    for row in values:
+        running += row
+    tree = naive(Node(0, 13), dict(enumerate(values)))
+    assert (running != tree).mean() > 0.2

