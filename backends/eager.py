@@ -316,6 +316,8 @@ def _trainable_parameters(
                     f"expected {tensor.name!r} in float32, got {parameter.dtype}; "
                     "trainable tensors are float32"
                 )
+            if not parameter.requires_grad:
+                raise SamestepError(f"expected {tensor.name!r} not frozen: it is in a block")
             found[tensor.name] = parameter
     return found
 

@@ -20,6 +20,7 @@ _START_TIMEOUT_S: Final = 30.0
 _RUN_TIMEOUT_S: Final = 600.0
 _END_TIMEOUT_S: Final = 20.0
 _POLL_S: Final = 0.02
+_LOOK_EVERY_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +31,22 @@ class Interval:
     end_us: float
 
 
+def scripted(microbatch_ms: float) -> list[str]:
+    """The command of a worker whose device sleeps so long for each microbatch."""
+    return ["worker", "--quiet", "--backend", f"scripted:{microbatch_ms:g}"]
+
+
 class Cluster:
     """One coordinator that serves run after run to the same workers; idle between runs.
 
     Args:
-        backends: One worker each, such as `scripted:100`.
+        workers: The command of each worker, less where its coordinator is, its name and trace.
         directory: For traces and results.
     """
 
-    def __init__(self, backends: Sequence[str], directory: Path) -> None:
+    def __init__(self, workers: Sequence[Sequence[str]], directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._backends = tuple(backends)
+        self._workers = tuple(workers)
         self._directory = directory
         self._processes: list[subprocess.Popen[bytes]] = []
         self._control = ""
@@ -65,37 +71,33 @@ class Cluster:
         """Submit a run spec and wait for its result.
 
         Raises:
-            RuntimeError: A process ended, or the run failed or takes too long.
+            RuntimeError: A process ended, or the run failed, is halted or takes too long.
         """
         start_us = now_us()
         run_id = str(self._ask("/submit", {"run": document})["run_id"])
         result = self._directory / run_id / "result.json"
         self._wait_for(result, _RUN_TIMEOUT_S)
-        self._wait_until_idle()
-        outcome = json.loads(result.read_text())["outcome"]
-        if outcome != "finished":
-            raise RuntimeError(f"expected run {run_id} to finish, it {outcome}")
         return Interval(start_us, now_us())
 
     def timelines(self) -> list[Timeline]:
         """What each worker traced; after the cluster has ended."""
         assert all(process.poll() is not None for process in self._processes)
-        return [read_trace(self._trace_of(index)) for index in range(len(self._backends))]
+        return [read_trace(self._trace_of(index)) for index in range(len(self._workers))]
 
     def _start(self) -> None:
         addresses = self._directory / "addresses.json"
         self._spawn(
-            "coordinator", "--expect-workers", str(len(self._backends)),
+            "coordinator", "--expect-workers", str(len(self._workers)),
             "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
             "--out", str(self._directory), "--address-file", str(addresses),
         )  # fmt: skip
         self._wait_for(addresses, _START_TIMEOUT_S)
         address = json.loads(addresses.read_text())
         self._control = address["control"]
-        for index, backend in enumerate(self._backends):
+        for index, command in enumerate(self._workers):
             self._spawn(
-                "worker", "--coordinator", address["data"], "--backend", backend,
-                "--name", f"worker-{index}", "--trace", str(self._trace_of(index)), "--quiet",
+                *command, "--coordinator", address["data"],
+                "--name", f"worker-{index}", "--trace", str(self._trace_of(index)),
             )  # fmt: skip
 
     def _trace_of(self, index: int) -> Path:
@@ -110,16 +112,17 @@ class Cluster:
 
     def _wait_for(self, path: Path, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
+        look_s = time.monotonic() + _LOOK_EVERY_S
         while not path.exists():
             if any(process.poll() is not None for process in self._processes):
                 raise RuntimeError("a process of the cluster ended; its last words are above")
             if time.monotonic() > deadline_s:
                 raise RuntimeError(f"expected {path.name} within {timeout_s:g} s")
-            time.sleep(_POLL_S)
-
-    def _wait_until_idle(self) -> None:
-        """The coordinator takes a new run a moment after it wrote the last one's result."""
-        while self._ask("/status")["phase"] not in ("idle", "over", "finished"):
+            if time.monotonic() > look_s and self._control:
+                look_s = time.monotonic() + _LOOK_EVERY_S
+                status = self._ask("/status")
+                if status["phase"] in ("failed", "halted"):
+                    raise RuntimeError(f"the run {status['phase']}: {status['reason']}")
             time.sleep(_POLL_S)
 
     def _ask(self, path: str, document: dict[str, Any] | None = None) -> dict[str, Any]:

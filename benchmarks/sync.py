@@ -26,11 +26,17 @@ WARMING_ROUNDS = 2
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is averaged: blocks of so many bytes over so many workers."""
+    """What is averaged: blocks of so many bytes over so many workers.
+
+    Attributes:
+        quiet_ms: How long workers wait in each step before all gradients are there: enough for
+            what is left of the step before (update, digest) to be over.
+    """
 
     workers: int
     blocks: int
     block_bytes: int
+    quiet_ms: float
 
     @property
     def payload_bytes(self) -> int:
@@ -48,7 +54,7 @@ class Case:
         }
 
 
-CASES = (Case(3, 6, 883_332), Case(4, 12, 8_333_332))
+CASES = (Case(3, 6, 883_332, 100), Case(4, 12, 8_333_332, 1500))
 """5.3 MB as in LoRA of a small encoder; 100 MB in twelve layers."""
 
 
@@ -79,7 +85,8 @@ def measure(case: Case, rounds: int, turns: int = TURNS) -> Measured:
     intervals, gloo_us = [], []
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        cluster = Cluster(["scripted:0"] * case.workers, directory / "ours")
+        worker = ["benchmarks.ready_worker", "--quiet-ms", str(case.quiet_ms)]
+        cluster = Cluster([worker] * case.workers, directory / "ours")
         with cluster, Ranks(case.workers, directory / "gloo") as ranks:
             for _ in range(turns):
                 intervals.append(cluster.run(case.run_spec(rounds + WARMING_ROUNDS)))

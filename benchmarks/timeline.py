@@ -53,7 +53,7 @@ def step_times(timelines: Sequence[Timeline], start_us: float, end_us: float) ->
             name, step, at_us = event["name"], event["args"]["step"], event["ts"]
             if name == "apply step":  # the trace counts steps taken
                 applies.setdefault(step - 1, []).append(at_us)
-            elif name.startswith("receive block"):
+            elif name.startswith("receive block") and "attempt" in event["args"]:
                 receives.setdefault(step, []).append(at_us)
             elif name.startswith("send block") and "lo" in event["args"]:
                 first_sends.setdefault(step, at_us)

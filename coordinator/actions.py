@@ -85,7 +85,7 @@ class Finish:
 
     outcome: Outcome
     reason: str
-    exit_code: ExitCode
+    exit_code: int
 
 
 Action = Send | Broadcast | Adopt | Follow | Seed | ApplyStep | Dismiss | Report | Finish

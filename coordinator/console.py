@@ -124,7 +124,7 @@ def print_outcome(execution: Execution, console: Console) -> None:
         console.print(Text(f"{outcome.outcome}: {outcome.reason}"))
         return
     lines = [
-        f"{outcome.outcome}: {pace} ({mixed if run.mixed else exact})",
+        f"{outcome.outcome}: {pace} ({exact if execution.result.get('exact') else mixed})",
         *(f"held-out {name}: {_figure(value)}" for name, value in run.metrics.items()),
         f"weights digest: {execution.result.get('weights_digest', '-')}",
     ]

@@ -252,7 +252,7 @@ class Execution:
             "weights_digest": replica.weights_digest(),
             "losses": [loss if np.isfinite(loss) else None for loss in self.run.losses],
             "eval": {name: v if np.isfinite(v) else None for name, v in self.run.metrics.items()},
-            "exact": not self.run.mixed,
+            "exact": self.run.progress is not None and not self.run.progress.mixed,
             "workers": {m.name: m.microbatches for m in self.run.members},
             "wall_s": round(ended_s - (self.started_s or ended_s), 3),
         }

@@ -40,7 +40,7 @@ class Options:
     log_json: bool
 
 
-def main(options: Options) -> ExitCode:
+def main(options: Options) -> int:
     """Run until the one run is over, or until drained.
 
     Raises:
@@ -52,7 +52,7 @@ def main(options: Options) -> ExitCode:
         return runner.run(_serve(options, spec))
 
 
-async def _serve(options: Options, spec: RunSpec | None) -> ExitCode:
+async def _serve(options: Options, spec: RunSpec | None) -> int:
     service = Service(
         Settings(
             bind=options.bind,
@@ -100,7 +100,7 @@ async def _until_over(service: Service, local: LocalWorkers | None) -> None:
         watch.cancel()
 
 
-def _conclude(service: Service, console: Console) -> ExitCode:
+def _conclude(service: Service, console: Console) -> int:
     execution = service.finished
     if execution is None or execution.outcome is None:
         return ExitCode.FAILED if service.current is not None else ExitCode.OK

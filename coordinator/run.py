@@ -7,8 +7,6 @@ back as events.
 
 from __future__ import annotations
 
-from pydantic import ValidationError
-
 from coordinator.actions import (
     Action,
     Adopt,
@@ -27,7 +25,7 @@ from coordinator.phase import RunPhase
 from coordinator.progress import Progress
 from coordinator.reduction import Array
 from coordinator.round import NonFinite
-from protocol.errors import ExitCode, OutOfPlace, RunSpecError
+from protocol.errors import ExitCode, OutOfPlace
 from protocol.manifest import Manifest
 from protocol.messages import (
     BlockGradientPayload,
@@ -45,7 +43,6 @@ from protocol.messages import (
     Unready,
 )
 from protocol.run_spec import RunSpec
-from protocol.update import step_scalars
 
 
 class Run:
@@ -62,10 +59,6 @@ class Run:
     """
 
     def __init__(self, run_id: str, spec: RunSpec, epoch: int, expect_workers: int) -> None:
-        try:
-            step_scalars(spec.optimizer, 1, 0, spec.steps, 0.0)
-        except ValidationError:
-            raise RunSpecError("optimizer: expected values within float32's range") from None
         self.run_id = run_id
         self.spec = spec
         self.epoch = epoch
@@ -91,11 +84,6 @@ class Run:
     def losses(self) -> list[float]:
         """Mean loss of each committed step; NaN for a skipped one."""
         return self.progress.losses if self.progress is not None else []
-
-    @property
-    def mixed(self) -> bool:
-        """Whether workers of unlike numeric signatures have computed."""
-        return self.progress is not None and self.progress.mixed
 
     # Events about workers.
 
@@ -259,9 +247,8 @@ class Run:
         report = Report("worker_unready", {"worker": worker, "reason": message.reason})
         if self.phase is not RunPhase.WAITING:
             return [report]
-        code = message.exit_code
-        known = ExitCode(code) if code in list(ExitCode) else ExitCode.FAILED
-        return [report, *self._finish("failed", f"worker {worker!r}: {message.reason}", known)]
+        reason = f"worker {worker!r}: {message.reason}"
+        return [report, *self._finish("failed", reason, message.exit_code)]
 
     def _start_if_enough(self) -> list[Action]:
         ready = self.members.names(MemberState.READY)
@@ -409,6 +396,6 @@ class Run:
             return actions + self._finish("drained", reason, ExitCode.OK)
         return actions
 
-    def _finish(self, outcome: Outcome, reason: str, exit_code: ExitCode) -> list[Action]:
+    def _finish(self, outcome: Outcome, reason: str, exit_code: int) -> list[Action]:
         self.phase, self.reason = RunPhase.OVER, reason
         return [Finish(outcome, reason, exit_code)]

@@ -62,7 +62,7 @@ def _run_part(execution: Execution) -> dict[str, Any]:
         "attempt": run.progress.attempt if run.progress is not None else 0,
         "loss": loss if loss is not None and math.isfinite(loss) else None,
         "weights_digest": execution.applied.weights_digest if execution.applied else None,
-        "exact": not run.mixed,
+        "exact": not run.progress.mixed if run.progress is not None else None,
         "exactness": run.spec.exactness,
         "view": run.members.view,
         "eval": {name: value for name, value in run.metrics.items() if math.isfinite(value)},

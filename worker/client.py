@@ -13,7 +13,7 @@ from protocol import __version__, limits
 from protocol.authentication import Authenticator
 from protocol.connection import Connection, Received, encode
 from protocol.errors import ExitCode, OutOfPlace, ProtocolError, Unreachable, error_for
-from protocol.messages import Challenge, Goodbye, Heartbeat, Hello, Welcome
+from protocol.messages import Challenge, Goodbye, Heartbeat, Hello, Message, Welcome
 from protocol.trace import Tracer
 from protocol.transport import Channel
 from worker import actions as act
@@ -182,6 +182,7 @@ class Client:
             case _:
                 if not session.name:
                     raise OutOfPlace(f"{type(message).__name__} before the handshake")
+                self._trace("receive", message)
                 self._do(session.receive(message, body))
 
     def on_lost(self, channel: Channel, reason: str, error: ProtocolError | None) -> None:
@@ -238,10 +239,13 @@ class Client:
     def _transmit(self, action: act.Transmit) -> None:
         if self._channel is None:
             return
-        if self._tracer is not None and action.message.body == "float32":
-            fields = action.message.model_dump()
-            self._tracer.instant(f"send block {fields['block']}", "network", **fields)
+        self._trace("send", action.message)
         self._channel.send(encode(action.message, action.body))
+
+    def _trace(self, direction: str, message: Message) -> None:
+        if self._tracer is not None and message.body == "float32":
+            fields = message.model_dump()
+            self._tracer.instant(f"{direction} block {fields['block']}", "network", **fields)
 
     def _leave(self, action: act.Leave) -> None:
         self._leaving = action

@@ -1,0 +1,94 @@
+"""A worker whose device is quiet for a while and then has every block's gradient at once.
+
+So the exchange of a step can be measured by itself: when it starts, the step before is over, and
+nothing is computed meanwhile. All but the device is the real worker. Not run by hand: see
+`benchmarks.sync`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvloop
+
+from backends.interface import Batch, BlockGradient, Loss, Program, Trainable
+from backends.scripted import ScriptedBackend, ScriptedProgram
+from backends.stream import GradientStream
+from protocol.authentication import LoopbackOnly
+from protocol.errors import ExitCode
+from protocol.run_spec import RunSpec
+from protocol.trace import Tracer
+from worker.client import Client, Target
+from worker.tasks.base import Task
+from worker.tasks.scripted import Scripted
+
+
+class ReadyProgram(ScriptedProgram):
+    """The same gradients in every step, kept in memory: nodes must be single microbatches."""
+
+    def __init__(self, trainable: Trainable, quiet_ms: float) -> None:
+        super().__init__(trainable, 0.0)
+        self._quiet_s = quiet_ms / 1e3
+
+    def gradients(self, batch: Batch, seed: int) -> GradientStream:
+        """Every block at once after the quiet time."""
+        del seed
+        closed = threading.Event()
+        return GradientStream(self._ready(batch, closed), closed.set)
+
+    def _ready(self, batch: Batch, closed: threading.Event) -> Iterator[BlockGradient | Loss]:
+        if closed.wait(self._quiet_s):
+            return
+        for block in reversed(range(len(self._patterns))):
+            yield BlockGradient(block, self._patterns[block])
+        yield Loss(0.0, batch.weight)
+
+
+class ReadyBackend(ScriptedBackend):
+    """Makes `ReadyProgram`s."""
+
+    def compile(self, trainable: Trainable, example: Batch) -> Program:
+        del example
+        return ReadyProgram(trainable, self.microbatch_ms)
+
+
+class ReadyDevice:
+    """See `worker.engine.Toolbox`."""
+
+    def __init__(self, quiet_ms: float) -> None:
+        self._backend = ReadyBackend(quiet_ms)
+
+    def backend(self) -> ReadyBackend:
+        return self._backend
+
+    def task(self, spec: RunSpec) -> Task:
+        return Scripted(spec)
+
+
+async def serve(address: str, name: str, quiet_ms: float, trace: Path) -> ExitCode:
+    """Serve a coordinator until it says goodbye."""
+    host, _, port = address.rpartition(":")
+    target = Target(host, int(port), name, "scripted", 10.0)
+    with Tracer(trace, name) as tracer:
+        client = Client(target, ReadyDevice(quiet_ms), LoopbackOnly(), lambda _: None, tracer)
+        return await client.serve()
+
+
+def main() -> None:
+    """Command line: as much of the worker's as is needed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--coordinator", required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--quiet-ms", type=float, required=True)
+    given = parser.parse_args()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(given.coordinator, given.name, given.quiet_ms, given.trace))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""A coordinator and workers as real processes on loopback, for tests that disturb them.
+
+Nothing here waits for a time to pass: it waits for lines of the coordinator's event stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+ROOT = Path(__file__).parent.parent
+RUNS = ROOT / "deploy" / "runs"
+PATIENCE_S = 100.0
+
+
+class Cluster:
+    """One coordinator process; workers are started as the test needs them.
+
+    Use it as a context manager: at the end whatever still runs is killed.
+    """
+
+    def __init__(self, directory: Path, *arguments: str) -> None:
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        self._address_file = directory / "address.json"
+        self._events: list[dict[str, Any]] = []
+        self._changed = threading.Condition()
+        self.workers: dict[str, subprocess.Popen[str]] = {}
+        self.coordinator = start(
+            "coordinator", "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
+            "--address-file", str(self._address_file), "--out", str(directory / "out"), *arguments,
+        )  # fmt: skip
+        self.address = self._read_address()
+        self._reader = threading.Thread(target=self._read_events, daemon=True)
+        self._reader.start()
+        self.output: list[str] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for process in (self.coordinator, *self.workers.values()):
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+            process.wait()
+        self._reader.join()
+        self._drainer.join()
+        for process in (self.coordinator, *self.workers.values()):
+            for stream in _streams(process):
+                stream.close()
+
+    def worker(
+        self, name: str, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        """Start a worker."""
+        process = start(
+            "worker", "--coordinator", self.address["data"], "--name", name, *arguments,
+            environment=environment,
+        )  # fmt: skip
+        self.workers[name] = process
+        return process
+
+    def wait_for(self, event: str, **fields: object) -> dict[str, Any]:
+        """The first event of this kind with these fields, from the beginning on."""
+        def found() -> dict[str, Any] | None:
+            for each in self._events:
+                if each["event"] == event and fields.items() <= each.items():
+                    return each
+            return None
+
+        with self._changed:
+            self._changed.wait_for(lambda: found() or self._ended(), PATIENCE_S)
+            answer = found()
+        assert answer is not None, f"no {event} {fields} in {self.events()} {self._told()}"
+        return answer
+
+    def events(self) -> list[str]:
+        """Names of all events so far, for a failing test's text."""
+        return [each["event"] for each in self._events]
+
+    def every(self, event: str) -> list[dict[str, Any]]:
+        """All events of a kind so far."""
+        return [each for each in self._events if each["event"] == event]
+
+    def ask(self, method: str, path: str, document: object = None) -> dict[str, Any]:
+        """One request to the control port."""
+        host, _, port = self.address["control"].rpartition(":")
+        connection = http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)
+        body = json.dumps(document) if document is not None else None
+        with contextlib.closing(connection):
+            connection.request(method, path, body)
+            answer: dict[str, Any] = json.loads(connection.getresponse().read())
+        return answer
+
+    def result(self) -> dict[str, Any]:
+        """Wait for the one run's end and read its result."""
+        self.wait_for_exit(self.coordinator)
+        document: dict[str, Any] = json.loads((self.directory / "out/result.json").read_text())
+        return document
+
+    def wait_for_exit(self, process: subprocess.Popen[str]) -> int:
+        """The exit code."""
+        return process.wait(PATIENCE_S)
+
+    def _ended(self) -> bool:
+        return self.coordinator.poll() is not None
+
+    def _told(self) -> str:
+        if self.coordinator.poll() is None:
+            return "(the coordinator still runs)"
+        return "".join(stream.read() for stream in _streams(self.coordinator))
+
+    def _read_address(self) -> dict[str, str]:
+        """Wait for the line that follows the writing of the address file."""
+        assert self.coordinator.stdout is not None
+        for line in self.coordinator.stdout:
+            if line.startswith("status:"):
+                address: dict[str, str] = json.loads(self._address_file.read_text())
+                # What is printed from here on is read at the end, or dropped if there is much.
+                self._drainer = threading.Thread(target=self._drain_output, daemon=True)
+                self._drainer.start()
+                return address
+        raise AssertionError(self._told())
+
+    def _drain_output(self) -> None:
+        assert self.coordinator.stdout is not None
+        self.output = list(self.coordinator.stdout)
+
+    def _read_events(self) -> None:
+        host, _, port = self.address["control"].rpartition(":")
+        connection = http.client.HTTPConnection(host, int(port))
+        with (
+            contextlib.suppress(OSError, http.client.HTTPException),
+            contextlib.closing(connection),
+        ):
+            connection.request("GET", "/events")
+            with connection.getresponse() as response:
+                for event in _server_sent(response):
+                    with self._changed:
+                        self._events.append(event)
+                        self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
+
+
+def start(
+    module: str, *arguments: str, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """One of the two commands as a process."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _server_sent(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    for line in response:
+        if line.startswith(b"data: "):
+            yield json.loads(line.removeprefix(b"data: "))
+
+
+def _streams(process: subprocess.Popen[str]) -> Iterator[Any]:
+    return (stream for stream in (process.stdout, process.stderr) if stream is not None)

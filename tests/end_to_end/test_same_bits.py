@@ -1,0 +1,124 @@
+"""One digest, whatever the number of workers and whatever happens to them."""
+
+from __future__ import annotations
+
+import signal
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster import RUNS, Cluster
+
+DIGITS = ("--set", "steps=60", "--set", "evaluate_every=0")
+
+
+def train(
+    directory: Path, workers: int, run: str, *arguments: str, backend: str = "cpu"
+) -> dict[str, Any]:
+    with Cluster(
+        directory, "--expect-workers", str(workers), "--run", str(RUNS / run), *arguments
+    ) as cluster:
+        for number in range(workers):
+            cluster.worker(f"w{number}", "--backend", backend)
+        return cluster.result()
+
+
+@cache
+def undisturbed(directory: Path, run: str, *arguments: str) -> dict[str, Any]:
+    return train(directory, 1, run, *arguments)
+
+
+@pytest.fixture(scope="module")
+def reference_directory(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("reference")
+
+
+@pytest.mark.parametrize(
+    "workers", [2, 3, *(pytest.param(n, marks=pytest.mark.full) for n in (4, 8))]
+)
+@pytest.mark.parametrize(("run", "arguments"), [("regress.yaml", ()), ("digits.yaml", DIGITS)])
+def test_any_number_of_workers(tmp_path, reference_directory, run, arguments, workers):
+    alone = undisturbed(reference_directory / run, run, *arguments)
+    together = train(tmp_path, workers, run, *arguments)
+    assert together["weights_digest"] == alone["weights_digest"]
+    assert together["losses"] == alone["losses"]
+    assert together["eval"] == alone["eval"]
+    assert sum(together["workers"].values()) == sum(alone["workers"].values())
+    assert all(together["workers"].values())
+
+
+def test_regress_reaches_the_noise_free_solution(reference_directory):
+    alone = undisturbed(reference_directory / "regress.yaml", "regress.yaml")
+    assert alone["eval"]["mse"] <= 1e-6
+
+
+def test_a_worker_killed_in_the_middle_of_a_step(tmp_path, reference_directory):
+    alone = undisturbed(reference_directory / "digits.yaml", "digits.yaml", *DIGITS)
+    with Cluster(
+        tmp_path, "--expect-workers", "3", "--run", str(RUNS / "digits.yaml"), *DIGITS
+    ) as cluster:
+        for number in range(3):
+            cluster.worker(f"w{number}", "--backend", "cpu")
+        cluster.wait_for("committed", step=10)
+        cluster.workers["w1"].kill()
+        cluster.wait_for("worker_lost", worker="w1")
+        disturbed = cluster.result()
+        assert cluster.every("reassigned"), "it died between two steps: nothing was shown"
+    assert disturbed["weights_digest"] == alone["weights_digest"]
+    assert disturbed["losses"] == alone["losses"]
+
+
+def test_a_worker_joins_in_the_middle(tmp_path, reference_directory):
+    alone = undisturbed(reference_directory / "digits.yaml", "digits.yaml", *DIGITS)
+    with Cluster(
+        tmp_path, "--expect-workers", "1", "--run", str(RUNS / "digits.yaml"), *DIGITS
+    ) as cluster:
+        first = cluster.worker("w0", "--backend", "cpu")
+        cluster.wait_for("committed", step=5)
+        # The newcomer needs seconds to import; the run waits for it, or would be over before.
+        first.send_signal(signal.SIGSTOP)
+        cluster.worker("w1", "--backend", "cpu")
+        cluster.wait_for("worker_ready", worker="w1")
+        first.send_signal(signal.SIGCONT)
+        joined = cluster.wait_for("worker_joined", worker="w1")
+        result = cluster.result()
+    assert joined["step"] < 60
+    assert result["workers"]["w1"] > 0
+    assert result["weights_digest"] == alone["weights_digest"]
+
+
+def test_a_stopped_worker_is_given_up_and_comes_back(tmp_path, reference_directory):
+    alone = undisturbed(reference_directory / "digits.yaml", "digits.yaml", *DIGITS)
+    with Cluster(
+        tmp_path, "--expect-workers", "2", "--run", str(RUNS / "digits.yaml"), *DIGITS
+    ) as cluster:
+        for number in range(2):
+            cluster.worker(f"w{number}", "--backend", "cpu")
+        cluster.wait_for("committed", step=10)
+        cluster.workers["w1"].send_signal(signal.SIGSTOP)
+        cluster.wait_for("worker_lost", worker="w1")
+        cluster.wait_for("reassigned")
+        cluster.workers["w0"].send_signal(signal.SIGSTOP)
+        cluster.workers["w1"].send_signal(signal.SIGCONT)
+        # It starts anew from the run's state, and does not write into a view it is not in.
+        cluster.wait_for("worker_joined", worker="w1")
+        cluster.workers["w0"].send_signal(signal.SIGCONT)
+        result = cluster.result()
+    assert result["weights_digest"] == alone["weights_digest"]
+    assert result["losses"] == alone["losses"]
+
+
+def test_unlike_instruction_sets_keep_equal_replicas(tmp_path):
+    """Gradients may differ between the two; the state after every step may not."""
+    with Cluster(
+        tmp_path, "--expect-workers", "2", "--run", str(RUNS / "digits.yaml"), *DIGITS
+    ) as cluster:
+        cluster.worker("w0", "--backend", "cpu", environment={"ATEN_CPU_CAPABILITY": "default"})
+        cluster.worker("w1", "--backend", "cpu", environment={"ATEN_CPU_CAPABILITY": "avx2"})
+        result = cluster.result()
+        assert not cluster.every("halted")
+    # The commit barrier compared both with the coordinator's replica after each of these.
+    assert result["steps"] == 60
+    assert result["exact"] is False
