@@ -14,10 +14,12 @@ from rich.text import Text
 
 from coordinator.execution import Execution
 from coordinator.service import Service
-from coordinator.status import status_document
+from coordinator.status import status_document, waiting_for
 
 _LINE_INTERVAL_S: Final = 2.0
 """Between two progress lines where the output is no terminal."""
+_FIRST_WAITING_S: Final = 5.0
+"""Until the first line that says what is waited for; each next one comes after twice as long."""
 
 _TOLD: Final = {
     "worker_connected": "worker {worker} connected, backend {backend}; {workers} connected",
@@ -40,6 +42,9 @@ class ProgressConsole:
         self._service = service
         self._console = console
         self._last_line_s = 0.0
+        self._waiting_since_s = time.monotonic()
+        self._tell_after_s = _FIRST_WAITING_S
+        self._waiting_step = -1
         self._live: Live | None = None
         if console.is_terminal:
             self._live = Live(console=console, get_renderable=self._screen, refresh_per_second=4)
@@ -63,6 +68,25 @@ class ProgressConsole:
             self._console.print(Text(f"step {fields['step']}: held-out {text}"))
         elif event == "committed" and self._live is None:
             self._progress_line()
+
+    def tick(self) -> None:
+        """Called about once a second: say what has been waited for all this time."""
+        execution, now_s = self._service.current, time.monotonic()
+        waiting = ""
+        if execution is not None and self._live is None:
+            waiting = waiting_for(execution.run, sorted(self._service.sessions))
+            if execution.run.step != self._waiting_step:
+                self._waiting_step, waiting = execution.run.step, ""
+        if not waiting:
+            self._waiting_since_s, self._tell_after_s = now_s, _FIRST_WAITING_S
+        elif now_s - self._waiting_since_s >= self._tell_after_s:
+            self._tell_after_s *= 2
+            away = ", ".join(sorted(self._service.known - set(self._service.sessions)))
+            before = f"; was here before: {away}" if away else ""
+            seconds = now_s - self._waiting_since_s
+            self._console.print(
+                Text(f"waiting {seconds:.0f} s for {waiting}{before}"), soft_wrap=True
+            )
 
     def _progress_line(self) -> None:
         execution = self._service.current

@@ -71,6 +71,7 @@ async def _serve(options: Options, spec: RunSpec | None) -> int:
     _announce(options, service, control, console)
     local = LocalWorkers(service.address, [*options.worker_arguments])
     _end_on_signals(service)
+    ticking = asyncio.create_task(_tick(progress))
     try:
         if spec is not None:
             service.submit(spec, options.out)
@@ -78,11 +79,18 @@ async def _serve(options: Options, spec: RunSpec | None) -> int:
         await local.start(options.local_workers)
         await _until_over(service, local if options.local_workers else None)
     finally:
+        ticking.cancel()
         progress.stop()
         await service.stop()
         await local.stop()
         await control.stop()
     return _conclude(service, console)
+
+
+async def _tick(progress: ProgressConsole) -> None:
+    while True:
+        await asyncio.sleep(1)
+        progress.tick()
 
 
 async def _until_over(service: Service, local: LocalWorkers | None) -> None:

@@ -173,10 +173,9 @@ class Run:
             return []
         self.phase, self.reason = RunPhase.HALTED, reason
         place = self.progress.place()
-        return [
-            Broadcast(Halt(**place, reason=reason[:400])),
-            Report("halted", {**place, "reason": reason}),
-        ]
+        report = Report("halted", {**place, "reason": reason})
+        actions: list[Action] = [Broadcast(Halt(**place, reason=reason[:400])), report]
+        return actions + self.drain() if self._drain_asked else actions
 
     def resume(self, *, skip_step: bool) -> list[Action]:
         """End a halt: another attempt at the same step, or the next one."""

@@ -119,7 +119,7 @@ def waiting_for(run: Run, connected: list[str]) -> str:
         ready = run.members.names(MemberState.READY)
         missing = run.expect_workers - len(connected)
         if missing > 0:
-            return f"{len(connected)} of {run.expect_workers} workers; waiting for {missing}"
+            return f"{missing} more workers: {len(connected)} of {run.expect_workers} are here"
         if len(ready) < run.expect_workers:
             return f"{', '.join(preparing)} to build the task"
         return "the initial state"

@@ -78,6 +78,7 @@ class Cluster:
 
     def wait_for(self, event: str, **fields: object) -> dict[str, Any]:
         """The first event of this kind with these fields, from the beginning on."""
+
         def found() -> dict[str, Any] | None:
             for each in self._events:
                 if each["event"] == event and fields.items() <= each.items():

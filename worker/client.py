@@ -13,7 +13,15 @@ from protocol import __version__, limits
 from protocol.authentication import Authenticator
 from protocol.connection import Connection, Received, encode
 from protocol.errors import ExitCode, OutOfPlace, ProtocolError, Unreachable, error_for
-from protocol.messages import Challenge, Goodbye, Heartbeat, Hello, Message, Welcome
+from protocol.messages import (
+    Challenge,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Message,
+    StateChunk,
+    Welcome,
+)
 from protocol.trace import Tracer
 from protocol.transport import Channel
 from worker import actions as act
@@ -243,7 +251,8 @@ class Client:
         self._channel.send(encode(action.message, action.body))
 
     def _trace(self, direction: str, message: Message) -> None:
-        if self._tracer is not None and message.body == "float32":
+        gradient = message.body == "float32" and not isinstance(message, StateChunk)
+        if self._tracer is not None and gradient:
             fields = message.model_dump()
             self._tracer.instant(f"{direction} block {fields['block']}", "network", **fields)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -160,5 +161,7 @@ def _whole(value: float) -> float:
 def _quiet() -> None:
     """A worker's log is its own; and a fork after tokenising is none of the tokenizer's."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # What one of these libraries tells the other is nothing a user can act on.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,0 +1,66 @@
+"""A halt happens within its step, nothing is applied, and the culprit is named."""
+
+from __future__ import annotations
+
+from tests.cluster import RUNS, Cluster, start
+
+
+def test_a_flipped_bit_names_its_worker_and_continue_puts_it_right(tmp_path):
+    with Cluster(tmp_path, "--expect-workers", "3", "--run", str(RUNS / "regress.yaml")) as cluster:
+        arguments = ("--coordinator", cluster.address["data"], "--backend", "cpu", "--name")
+        cluster.workers["odd"] = start("tests.odd_worker", "20", *arguments, "odd")
+        cluster.worker("w0", "--backend", "cpu")
+        cluster.worker("w1", "--backend", "cpu")
+        halted = cluster.wait_for("halted")
+        assert "'odd'" in halted["reason"]
+        assert "'w0'" not in halted["reason"]
+        assert "after 20 steps" in halted["reason"]
+        status = cluster.ask("GET", "/status")
+        assert status["phase"] == "halted"
+        assert status["step"] == 20
+        cluster.ask("POST", "/continue", {})
+        disturbed = cluster.result()
+    with Cluster(
+        tmp_path / "alone", "--expect-workers", "1", "--run", str(RUNS / "regress.yaml")
+    ) as cluster:
+        cluster.worker("w0", "--backend", "cpu")
+        alone = cluster.result()
+    assert disturbed["weights_digest"] == alone["weights_digest"]
+
+
+def test_divergence_halts_and_the_step_can_be_skipped(tmp_path):
+    """A learning rate far too high: the values overflow, as in a real run gone wrong."""
+    diverging = ("--set", "optimizer.lr=1000", "--set", "steps=30")
+    with Cluster(
+        tmp_path, "--expect-workers", "2", "--run", str(RUNS / "regress.yaml"), *diverging
+    ) as cluster:
+        cluster.worker("w0", "--backend", "cpu")
+        cluster.worker("w1", "--backend", "cpu")
+        halted = cluster.wait_for("halted")
+        assert "non-finite" in halted["reason"]
+        assert "worker 'w" in halted["reason"]
+        assert "block 'head'" in halted["reason"] or "loss" in halted["reason"]
+        assert f"step {halted['step']}" in halted["reason"]
+        before = cluster.ask("GET", "/status")
+        assert before["step"] == halted["step"]
+        # The same bits again: a real divergence is met again.
+        cluster.ask("POST", "/continue", {})
+        cluster.wait_for("halted", attempt=1)
+        assert cluster.ask("GET", "/status")["weights_digest"] == before["weights_digest"]
+        cluster.ask("POST", "/continue", {"skip_step": True})
+        skipped = cluster.wait_for("committed", step=halted["step"], skipped=True)
+        assert skipped["step"] == halted["step"]
+        cluster.coordinator.terminate()
+        cluster.wait_for_exit(cluster.coordinator)
+
+
+def test_a_halted_run_ends_with_1_when_drained(tmp_path):
+    with Cluster(
+        tmp_path, "--expect-workers", "1", "--run", str(RUNS / "regress.yaml"),
+        "--set", "optimizer.lr=1000",
+    ) as cluster:  # fmt: skip
+        cluster.worker("w0", "--backend", "cpu")
+        cluster.wait_for("halted")
+        cluster.coordinator.terminate()
+        assert cluster.wait_for_exit(cluster.coordinator) == 1
+        assert not (tmp_path / "out/result.json").exists()

@@ -1,0 +1,30 @@
+"""A worker whose memory flips one bit: `python -m tests.odd_worker STEP ARGUMENTS...`.
+
+After STEP steps one bit of one parameter is turned over, as failing memory would. Everything
+else is the product's own worker.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from protocol.replica import Replica
+from worker.cli import main
+
+
+def break_replica(at_step: int) -> None:
+    apply = Replica.apply
+
+    def apply_and_flip(self: Replica, averages, scalars) -> None:
+        apply(self, averages, scalars)
+        if self.step == at_step:
+            self.parameters[0].view(np.uint32)[0] ^= 1
+
+    Replica.apply = apply_and_flip  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    break_replica(int(sys.argv.pop(1)))
+    main()
