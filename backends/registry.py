@@ -31,17 +31,35 @@ def choose(name: str, index: int = 0) -> BackendChoice:
         UsageError: There is no such name.
         BackendUnavailable: The named backend cannot be used here, with the reason.
     """
-    kind, colon, argument = name.partition(":")
-    if kind not in NAMES or (colon and kind != "scripted"):
-        raise UsageError(f"expected a backend out of {', '.join(NAMES)}[:MS], got {name!r}")
+    kind, microbatch_ms = parse_name(name)
     if kind == "scripted":
-        return _scripted(argument if colon else "0")
+        from backends.scripted import ScriptedBackend  # noqa: PLC0415
+
+        return BackendChoice(ScriptedBackend(microbatch_ms), "scripted was asked for by name")
     if kind != "auto":
         info = _device(kind, index)
         if not info.usable:
             raise BackendUnavailable(kind, info.reason)
         return BackendChoice(_make(kind, index), f"{kind} was asked for by name")
     return _auto(index)
+
+
+def parse_name(name: str) -> tuple[str, float]:
+    """Kind and, for the scripted backend, milliseconds per microbatch; imports nothing.
+
+    Raises:
+        UsageError: There is no such name.
+    """
+    kind, colon, argument = name.partition(":")
+    if kind not in NAMES or (colon and kind != "scripted"):
+        raise UsageError(f"expected a backend out of {', '.join(NAMES)}[:MS], got {name!r}")
+    try:
+        microbatch_ms = float(argument) if colon else 0.0
+    except ValueError:
+        microbatch_ms = math.nan
+    if not 0.0 <= microbatch_ms < math.inf:
+        raise UsageError(f"expected scripted:MS with MS >= 0, got {name!r}")
+    return kind, microbatch_ms
 
 
 def devices() -> list[DeviceInfo]:
@@ -66,18 +84,6 @@ def _make(kind: str, index: int) -> Backend:
     from backends.eager import EagerBackend  # noqa: PLC0415  (imports torch)
 
     return EagerBackend("cuda" if kind == "cuda" else "cpu", index)
-
-
-def _scripted(argument: str) -> BackendChoice:
-    from backends.scripted import ScriptedBackend  # noqa: PLC0415
-
-    try:
-        microbatch_ms = float(argument)
-    except ValueError:
-        microbatch_ms = math.nan
-    if not 0.0 <= microbatch_ms < math.inf:
-        raise UsageError(f"expected scripted:MS with MS >= 0, got 'scripted:{argument}'")
-    return BackendChoice(ScriptedBackend(microbatch_ms), "scripted was asked for by name")
 
 
 def _device(kind: str, index: int) -> DeviceInfo:

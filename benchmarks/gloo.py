@@ -10,6 +10,7 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,18 +86,19 @@ class SlowModel(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self._sleeper.forward()
         for block, weight in enumerate(self.weights):
-            x = _SlowBlock.apply(x, weight, self._sleeper, block)
+            x = _SlowBlock.apply(x, weight, self._sleeper, block)  # type: ignore[no-untyped-call]
         return x.sum()
 
 
 def train(
+    *,
     blocks: int,
     block_bytes: int,
     forward_ms: float,
     block_ms: float,
     microbatches: int,
     steps: int,
-    bucket_mb: float | None,
+    bucket_mb: int | None,
 ) -> Times:
     """Steps of DistributedDataParallel with plain SGD.
 
@@ -107,11 +109,10 @@ def train(
         block_ms: Time of each block's backward.
         microbatches: Per step on this rank; all but the last without communication.
         steps: How many.
-        bucket_mb: DDP's bucket size; None leaves its default.
+        bucket_mb: Size of DDP's buckets, MiB; None is its default: 1, then 25.
     """
     model = SlowModel(Sleeper(forward_ms, block_ms, blocks), blocks, block_bytes)
-    buckets = {} if bucket_mb is None else {"bucket_cap_mb": bucket_mb}
-    replica = DistributedDataParallel(model, **buckets)
+    replica = DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x = torch.ones(1, requires_grad=True)
     times = []
@@ -131,7 +132,7 @@ def serve(rank: int, world: int, store: str) -> None:
     """Do commands until there are no more."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    operations = {"all_reduce": all_reduce, "train": train}
+    operations: dict[str, Callable[..., Times]] = {"all_reduce": all_reduce, "train": train}
     for line in sys.stdin:
         command = json.loads(line)
         times = operations[command.pop("do")](**command)

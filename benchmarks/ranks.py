@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -87,4 +88,4 @@ def spans_us(answers: Sequence[Sequence[Sequence[float]]]) -> list[float]:
 def intervals_us(answers: Sequence[Sequence[Sequence[float]]]) -> list[float]:
     """From each step's end at the last rank to the next one's."""
     ends = [max(end for _, end in of_ranks) for of_ranks in zip(*answers, strict=True)]
-    return [after - before for before, after in zip(ends, ends[1:], strict=False)]
+    return [after - before for before, after in pairwise(ends)]

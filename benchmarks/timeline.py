@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +61,11 @@ def step_times(timelines: Sequence[Timeline], start_us: float, end_us: float) ->
         for step, at_us in first_sends.items():
             sends.setdefault(step, []).append(at_us)
     return [
-        StepTimes(
-            step, len(sends[step]), min(sends[step]), max(receives[step]), max(applies[step])
-        )
+        StepTimes(step, len(sends[step]), min(sends[step]), max(receives[step]), max(applies[step]))
         for step in sorted(sends.keys() & receives.keys() & applies.keys())
     ]
 
 
 def intervals_us(steps: Sequence[StepTimes]) -> list[float]:
     """Time from one step's update to the next one's: the pace of the whole."""
-    return [
-        after.last_apply_us - before.last_apply_us
-        for before, after in zip(steps, steps[1:], strict=False)
-    ]
+    return [after.last_apply_us - before.last_apply_us for before, after in pairwise(steps)]

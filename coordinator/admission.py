@@ -56,6 +56,10 @@ class Admission:
             return []
         alike = {member.name for member in self._members if self.starts_alike(member)}
         self._uploader = next((name for name in ready if name in alike), ready[0])
+        chosen = self._members.get(self._uploader)
+        assert chosen is not None
+        # If those who start like the first have left, its state is no longer the run's.
+        self._initial_digest = chosen.state_digest
         return [Send(self._uploader, StateRequest(run_id=self._run_id))]
 
     def lost(self, worker: str) -> list[Action]:

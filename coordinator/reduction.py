@@ -40,7 +40,8 @@ def is_finite(values: Array) -> bool:
 class TreeSum(Generic[T]):
     """The disjoint nodes that have arrived, merged with their siblings as far as can be.
 
-    First wins: a node that is covered already, or that covers some that are there, is dropped.
+    A node that is covered already is dropped. One that covers some that are there takes their
+    place: it was given to a worker because of what they lack.
     """
 
     def __init__(self, microbatches: int, add: Callable[[T, T], T]) -> None:
@@ -53,17 +54,19 @@ class TreeSum(Generic[T]):
         """The nodes that are there, in order."""
         return tuple(sorted(self._held))
 
-    def accepts(self, node: Node) -> bool:
-        """Whether the node overlaps nothing that is held."""
-        return not any(held.lo < node.hi and node.lo < held.hi for held in self._held)
+    def covers(self, node: Node) -> bool:
+        """Whether the node's sum is part of what is held."""
+        return any(held.covers(node) for held in self._held)
 
     def put(self, node: Node, value: T) -> bool:
         """Take a node's value and merge upwards; False if it is dropped.
 
         The value belongs to the sum from then on.
         """
-        if not self.accepts(node):
+        if self.covers(node):
             return False
+        for held in [held for held in self._held if node.covers(held)]:
+            del self._held[held]
         while (other := sibling(node, self._microbatches)) is not None and other in self._held:
             there = self._held.pop(other)
             value = self._add(value, there) if node < other else self._add(there, value)
@@ -72,14 +75,6 @@ class TreeSum(Generic[T]):
             node = above
         self._held[node] = value
         return True
-
-    def replace(self, node: Node, value: T) -> None:
-        """Like `put`, but a node that covers some that are held takes their place."""
-        if any(held.covers(node) for held in self._held):
-            return
-        for held in [held for held in self._held if node.covers(held)]:
-            del self._held[held]
-        self.put(node, value)
 
     @property
     def total(self) -> T | None:

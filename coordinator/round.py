@@ -6,6 +6,7 @@ since everything is summed along the tree; a payload that was there already chan
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ from protocol.digest import weights_digest
 from protocol.errors import OutOfPlace
 from protocol.manifest import Block
 from protocol.messages import GradientPayload, NodeLoss
-from protocol.tree import Node, cover, is_node
+from protocol.tree import Node, cover, is_node, root
 from protocol.update import average_in_place, global_norm, square_sum
 
 
@@ -105,11 +106,11 @@ class Round:
         """
         self._check_place(worker, message.node)
         chunk = self._chunks[message.block][message.chunk]
-        if chunk.done or not chunk.sums.accepts(message.node):
+        if chunk.done or chunk.sums.covers(message.node):
             return []
         if not is_finite(values):
             return NonFinite(worker, self._blocks[message.block].name, message.node)
-        self._weights.replace(message.node, message.weight)
+        self._weights.put(message.node, message.weight)
         chunk.sums.put(message.node, values)
         total = chunk.sums.total
         if total is None:
@@ -123,12 +124,15 @@ class Round:
             OutOfPlace: No such node, or not this worker's.
         """
         self._check_place(worker, message.node)
-        if not np.isfinite(message.loss_sum):
-            if not self._losses.accepts(message.node):
-                return None
+        if self._losses.covers(message.node):
+            return None
+        if not math.isfinite(message.loss_sum):
             return NonFinite(worker, None, message.node)
-        self._weights.replace(message.node, message.weight)
+        self._weights.put(message.node, message.weight)
         self._losses.put(message.node, message.loss_sum)
+        total = self._losses.total
+        if total is not None and not math.isfinite(total):
+            return NonFinite(None, None, root(self.microbatches))
         return None
 
     @property
@@ -184,7 +188,7 @@ class Round:
             for node in share.nodes
             for leaf in range(node.lo, node.hi)
         }
-        everything = Node(0, self.microbatches)
+        everything = root(self.microbatches)
         missing = {leaf for leaf in self._missing(everything) if leaf not in taken}
         return cover(sorted(missing), self.microbatches)
 
@@ -210,11 +214,13 @@ class Round:
     def _complete(self, block: int, number: int, total: Array) -> list[Averaged] | NonFinite:
         weight = self._weights.total
         assert weight is not None, "a chunk is complete, so every node's weight has come"
-        if not is_finite(total):
-            return NonFinite(None, self._blocks[block].name, Node(0, self.microbatches))
         values = self.averages[block][self._blocks[block].chunk_slice(number)]
         np.copyto(values, total)
-        average_in_place(values, weight)
+        if math.isfinite(weight):
+            average_in_place(values, weight)
+        # A small weight can make an average overflow where the sum did not.
+        if not (math.isfinite(weight) and is_finite(values)):
+            return NonFinite(None, self._blocks[block].name, root(self.microbatches))
         self._chunks[block][number] = _Chunk(TreeSum(self.microbatches, add_arrays), done=True)
         self._open_chunks[block] -= 1
         if not self._open_chunks[block]:

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from backends.registry import parse_name
 from protocol import __version__
 from protocol.address import parse_address
 from protocol.errors import ExitCode, SamestepError, UsageError
@@ -70,6 +71,7 @@ def serve(
     from worker.client import Target
     from worker.main import Options, main
 
+    parse_name(backend)
     host, port = _address(coordinator)
     target = Target(host, port, (name or _host_name())[:48], backend, retry_for)
     raise typer.Exit(main(Options(target, indices[0], trace, quiet)))

@@ -97,7 +97,7 @@ class Client:
                 if leaving.exit_code in (ExitCode.OK, ExitCode.FAILED):
                     self._tell(f"goodbye: {leaving.reason}")
                     return ExitCode(leaving.exit_code)
-                raise error_for(leaving.exit_code, f"the coordinator refused: {leaving.reason}")
+                raise error_for(leaving.exit_code, leaving.reason)
             if self._session is not None and self._session.name:
                 attempt, since_s = 1, time.monotonic()
             self._session = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from backends.interface import Array
 from protocol.connection import Body
-from protocol.errors import ExitCode, OutOfPlace
+from protocol.errors import BackendUnavailable, ExitCode, OutOfPlace
 from protocol.manifest import Block, Manifest
 from protocol.messages import (
     Assign,
@@ -105,6 +105,7 @@ class Session:
                 assert body is not None
                 return self._start_run(message, body)
             case StateRequest():
+                self._check_built(message)
                 return [CopyState()]
             case StateChunk():
                 assert body is not None
@@ -122,12 +123,12 @@ class Session:
             case Commit():
                 return self._commit(message)
             case EvalPlan():
-                return [Evaluate(message.step, part) for part in range(message.lo, message.hi)]
+                return self._eval_plan(message)
             case Halt():
                 self._nodes.clear()
                 return [CancelWork(), Tell(f"halted: {message.reason}")]
             case EndRun():
-                self.run_id, self._built = "", False
+                self.run_id, self._built, self._place = "", False, None
                 self._nodes.clear()
                 return [CancelWork(), Tell(f"run {message.run_id} is over: {message.reason}")]
             case Goodbye():
@@ -136,31 +137,29 @@ class Session:
                 raise OutOfPlace(f"{type(message).__name__} is not for a worker")
 
     def result(self, event: engine.Event) -> list[Action]:
-        """A result of the engine."""
+        """A result of the engine.
+
+        What an earlier run or connection left to do comes out before the present run's `Built`,
+        and is nobody's.
+        """
         match event:
             case engine.Built():
                 return self._task_built(event)
             case engine.BuildFailed():
-                if event.run_id != self.run_id:
-                    return []
-                reason = str(event.error)
-                unready = Unready(
-                    run_id=self.run_id, reason=reason[:400], exit_code=event.error.exit_code
-                )
-                return [Transmit(unready), Tell(f"cannot take part in {self.run_id}: {reason}")]
+                return self._build_failed(event)
             case engine.BlockSum():
                 return self._block_sum(event)
             case engine.NodeDone():
                 return self._node_done(event)
             case engine.Applied():
-                if not self.run_id:
+                if not self._built:
                     return []
                 applied = StepApplied(
                     epoch=self.epoch, step=event.step, state_digest=event.state_digest
                 )
                 return [Transmit(applied)]
             case engine.Evaluated():
-                if not self.run_id:
+                if not self._built:
                     return []
                 return [
                     Transmit(
@@ -190,6 +189,7 @@ class Session:
         self._check_epoch(message.epoch)
         spec = parse_run_spec_bytes(body.tobytes())
         self.run_id, self._built, self.step = message.run_id, False, 0
+        self._place = None
         self._averages.clear()
         self._nodes.clear()
         return [
@@ -199,7 +199,8 @@ class Session:
         ]
 
     def _task_built(self, event: engine.Built) -> list[Action]:
-        if event.run_id != self.run_id:
+        if event.run_id != self.run_id or self._built:
+            # The second comes where a connection was lost while its task was being built.
             return []
         manifest: Manifest = event.task.manifest
         self._blocks, self._built = manifest.blocks, True
@@ -217,8 +218,19 @@ class Session:
             Tell(f"run {self.run_id}: ready on {event.device}"),
         ]
 
+    def _build_failed(self, event: engine.BuildFailed) -> list[Action]:
+        if event.run_id != self.run_id:
+            return []
+        reason, exit_code = str(event.error), event.error.exit_code
+        if isinstance(event.error, BackendUnavailable):
+            # This machine's matter, not the run's: leave, and let the run wait for another.
+            goodbye = Goodbye(reason=reason[:400], retry=False, exit_code=exit_code)
+            return [Transmit(goodbye), Leave(reason, retry=False, exit_code=exit_code)]
+        unready = Unready(run_id=self.run_id, reason=reason[:400], exit_code=exit_code)
+        return [Transmit(unready), Tell(f"cannot take part in {self.run_id}: {reason}")]
+
     def _upload(self, event: engine.StateCopied) -> list[Action]:
-        if not self.run_id or event.step:
+        if not self._built or event.step:
             return []
         # Moments are zeros at step 0: the parameters are the whole state.
         pieces = [
@@ -240,8 +252,7 @@ class Session:
         ]  # fmt: skip
 
     def _state_chunk(self, message: StateChunk, values: Array) -> list[Action]:
-        if message.run_id != self.run_id or not self._built:
-            raise OutOfPlace("StateChunk for a run that is not built here")
+        self._check_built(message)
         if message.optimizer_step > message.step:
             raise OutOfPlace("StateChunk: more updates than steps")
         actions: list[Action] = [LoadChunk(message.kind, message.block, message.chunk, values)]
@@ -331,6 +342,16 @@ class Session:
             del self._averages[key]
         arrays = averages.arrays if averages is not None else []
         return [CancelWork(), Apply(arrays, message.scalars)]
+
+    def _eval_plan(self, message: EvalPlan) -> list[Action]:
+        self._check_epoch(message.epoch)
+        if not self._built or message.step != self.step:
+            raise OutOfPlace(f"EvalPlan: expected step {self.step}, got {message.step}")
+        return [Evaluate(message.step, part) for part in range(message.lo, message.hi)]
+
+    def _check_built(self, message: StateChunk | StateRequest) -> None:
+        if message.run_id != self.run_id or not self._built:
+            raise OutOfPlace(f"{type(message).__name__} for a run that is not built here")
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch != self.epoch:

@@ -49,6 +49,37 @@ def test_any_number_of_workers(tmp_path, reference_directory, run, arguments, wo
     assert all(together["workers"].values())
 
 
+CLASSIFY = ("--set", "steps=3", "--set", "evaluate_every=0", "--set", "data.holdout=0.02")
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_the_main_job(tmp_path, reference_directory, workers):
+    """MiniLM with LoRA on real SMS; dropout too is the same on every worker."""
+    dropout = ("--set", "lora.dropout=0.1")
+    alone = undisturbed(reference_directory / "sms-spam.yaml", "sms-spam.yaml", *CLASSIFY, *dropout)
+    together = train(tmp_path, workers, "sms-spam.yaml", *CLASSIFY, *dropout)
+    assert together["exact"]
+    assert together["weights_digest"] == alone["weights_digest"]
+    assert together["losses"] == alone["losses"]
+    assert together["eval"] == alone["eval"]
+
+
+def test_the_main_job_with_a_worker_killed(tmp_path, reference_directory):
+    dropout = ("--set", "lora.dropout=0.1")
+    alone = undisturbed(reference_directory / "sms-spam.yaml", "sms-spam.yaml", *CLASSIFY, *dropout)
+    with Cluster(
+        tmp_path, "--expect-workers", "2", "--run", str(RUNS / "sms-spam.yaml"),
+        *CLASSIFY, *dropout,
+    ) as cluster:  # fmt: skip
+        for number in range(2):
+            cluster.worker(f"w{number}", "--backend", "cpu")
+        cluster.wait_for("committed", step=0)
+        cluster.workers["w1"].kill()
+        disturbed = cluster.result()
+        assert cluster.every("reassigned")
+    assert disturbed["weights_digest"] == alone["weights_digest"]
+
+
 def test_regress_reaches_the_noise_free_solution(reference_directory):
     alone = undisturbed(reference_directory / "regress.yaml", "regress.yaml")
     assert alone["eval"]["mse"] <= 1e-6

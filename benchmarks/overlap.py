@@ -1,0 +1,134 @@
+"""Communication that the backward does not hide: time of a step less its compute time.
+
+Twelve blocks of 20 ms backward and 2 MB each, after 120 ms of forward; one microbatch per worker.
+Ours against DistributedDataParallel over gloo with its default and with other bucket sizes. The
+ways run by turns, a few steps each, while the others are idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from benchmarks.cluster import Cluster, Interval, scripted
+from benchmarks.machine import print_heading, print_table
+from benchmarks.ranks import Ranks
+from benchmarks.ranks import intervals_us as rank_intervals_us
+from benchmarks.timeline import intervals_us, step_times
+
+TURNS = 3
+WARMING_STEPS = 3
+"""DDP arranges its buckets anew after the first step."""
+WORKERS = (2, 3)
+BUCKETS_MB: Final = (None, 1, 2, 4, 8)
+"""DDP's bucket_cap_mb, in MiB; None is its default: 1 for the first bucket, then 25."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model that computes nothing, slowly."""
+
+    workers: int
+    blocks: int = 12
+    block_bytes: int = 2_000_000
+    block_ms: float = 20.0
+
+    @property
+    def forward_ms(self) -> float:
+        """Backward costs twice forward."""
+        return self.blocks * self.block_ms / 2
+
+    @property
+    def compute_ms(self) -> float:
+        """Of a step on every worker."""
+        return self.forward_ms + self.blocks * self.block_ms
+
+    def run_spec(self, steps: int) -> dict[str, Any]:
+        """One microbatch each, plain SGD."""
+        return {
+            "name": "overlap",
+            "task": "scripted",
+            "scripted": {"blocks": self.blocks, "block_bytes": self.block_bytes},
+            "batch": {"samples": self.workers, "microbatch": 1},
+            "optimizer": {"name": "sgd", "lr": 1e-3},
+            "steps": steps,
+        }
+
+    def train_command(self, steps: int, bucket_mb: int | None) -> dict[str, Any]:
+        """The same for `benchmarks.gloo`."""
+        return {
+            "do": "train",
+            "blocks": self.blocks,
+            "block_bytes": self.block_bytes,
+            "forward_ms": self.forward_ms,
+            "block_ms": self.block_ms,
+            "microbatches": 1,
+            "steps": steps,
+            "bucket_mb": bucket_mb,
+        }
+
+
+Exposed = dict[str, list[float]]
+"""By way, milliseconds of each step that were not computing."""
+
+
+def measure(case: Case, rounds: int, turns: int = TURNS) -> Exposed:
+    """All ways by turns, `rounds` steps in each turn; the first way is ours."""
+    steps = rounds + WARMING_STEPS + 1
+    runs: list[Interval] = []
+    step_us: dict[str, list[float]] = {"ours": []}
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        cluster = Cluster([scripted(case.compute_ms)] * case.workers, directory / "ours")
+        with cluster, Ranks(case.workers, directory / "gloo") as ranks:
+            for _ in range(turns):
+                runs.append(cluster.run(case.run_spec(steps)))
+                for bucket_mb in BUCKETS_MB:
+                    answers = ranks.ask(case.train_command(steps, bucket_mb))
+                    taken = rank_intervals_us(answers)[WARMING_STEPS:]
+                    step_us.setdefault(_way(bucket_mb), []).extend(taken)
+        timelines = cluster.timelines()
+    for run in runs:
+        taken_steps = step_times(timelines, run.start_us, run.end_us)
+        step_us["ours"] += intervals_us(taken_steps[WARMING_STEPS:])
+    return {way: [us / 1e3 - case.compute_ms for us in each] for way, each in step_us.items()}
+
+
+def _way(bucket_mb: int | None) -> str:
+    return "DDP, default buckets" if bucket_mb is None else f"DDP, buckets of {bucket_mb} MiB"
+
+
+def rows(case: Case, exposed: Exposed) -> list[list[str]]:
+    """The lines of the table for one case."""
+    reference = median(exposed[_way(None)])
+    return [
+        [
+            f"{case.workers} workers: {way}",
+            str(len(ms)),
+            f"{min(ms):.1f}",
+            f"{median(ms):.1f}",
+            f"{100 * median(ms) / case.compute_ms:.1f} %",
+            f"{median(ms) / reference:.2f}",
+        ]
+        for way, ms in exposed.items()
+    ]
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--rounds", type=int, default=8, help=f"steps in each of {TURNS} turns")
+    rounds = parser.parse_args().rounds
+    cases = [Case(workers) for workers in WORKERS]
+    print_heading(f"Exposed communication of steps that compute for {cases[0].compute_ms:g} ms")
+    lines = [line for case in cases for line in rows(case, measure(case, rounds))]
+    head = ["way", "steps", "min ms", "median ms", "of compute", "to default DDP"]
+    print_table(head, lines)
+
+
+if __name__ == "__main__":
+    main()

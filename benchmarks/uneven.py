@@ -1,0 +1,132 @@
+"""Workers of unlike speed together, against the sum of what each does alone.
+
+Devices are scripted: they sleep 100, 200 and 400 ms for a microbatch. Equal shares, as in DDP, go
+at the pace of the slowest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.cluster import Cluster, scripted
+from benchmarks.machine import print_heading, print_table
+from benchmarks.ranks import Ranks
+from benchmarks.ranks import intervals_us as rank_intervals_us
+from benchmarks.timeline import intervals_us, step_times
+
+SPEEDS_MS = (100.0, 200.0, 400.0)
+GOOD_FIT = 28
+"""Microbatches of a step: 16, 8 and 4 take 1.6 s each."""
+POOR_FIT = 12
+"""8, 3 and 1, or 7, 3 and 2: the slowest needs 800 ms, when 686 would do if they could be split."""
+WARMING_STEPS = 4
+"""Speeds are measured and work moves."""
+BLOCKS, BLOCK_BYTES = 4, 262_144
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Microbatches per second in steady state; `best` is that of the fastest step."""
+
+    typical: float
+    best: float
+
+
+def run_spec(microbatches: int, steps: int) -> dict[str, Any]:
+    """Four small blocks, plain SGD."""
+    return {
+        "name": "uneven",
+        "task": "scripted",
+        "scripted": {"blocks": BLOCKS, "block_bytes": BLOCK_BYTES},
+        "batch": {"samples": microbatches, "microbatch": 1},
+        "optimizer": {"name": "sgd", "lr": 1e-3},
+        "steps": steps,
+    }
+
+
+def pace(microbatches: int, step_us: list[float]) -> Pace:
+    """From the time of each step."""
+    per_us = 1e6 * microbatches
+    return Pace(per_us / median(step_us), per_us / min(step_us))
+
+
+def measure(speeds_ms: tuple[float, ...], microbatches: int, steps: int) -> Pace:
+    """Ours: workers of these speeds together."""
+    with tempfile.TemporaryDirectory() as name:
+        cluster = Cluster([scripted(ms) for ms in speeds_ms], Path(name))
+        with cluster:
+            run = cluster.run(run_spec(microbatches, steps + WARMING_STEPS + 1))
+        taken = step_times(cluster.timelines(), run.start_us, run.end_us)
+    return pace(microbatches, intervals_us(taken[WARMING_STEPS:]))
+
+
+def measure_equal_shares(speeds_ms: tuple[float, ...], steps: int) -> Pace:
+    """DDP over gloo: one microbatch on each rank and step."""
+    commands = [
+        {
+            "do": "train",
+            "blocks": BLOCKS,
+            "block_bytes": BLOCK_BYTES,
+            "forward_ms": ms / 3,
+            "block_ms": 2 * ms / 3 / BLOCKS,
+            "microbatches": 1,
+            "steps": steps + WARMING_STEPS + 1,
+            "bucket_mb": None,
+        }
+        for ms in speeds_ms
+    ]
+    with tempfile.TemporaryDirectory() as name, Ranks(len(speeds_ms), Path(name)) as ranks:
+        step_us = rank_intervals_us(ranks.ask(commands))[WARMING_STEPS:]
+    return pace(len(speeds_ms), step_us)
+
+
+def solo(speeds_ms: tuple[float, ...], microbatches: int, steps: int) -> list[Pace]:
+    """Each alone, with the share that is its own when all are there."""
+    rates = [1 / ms for ms in speeds_ms]
+    return [
+        measure((ms,), round(microbatches * rate / sum(rates)), steps)
+        for ms, rate in zip(speeds_ms, rates, strict=True)
+    ]
+
+
+def row(what: str, measured: Pace, alone: float, nominal: float) -> list[str]:
+    """A line of the table: microbatches per second, and what part that is of the sums."""
+    return [
+        what,
+        f"{measured.typical:.2f}",
+        f"{measured.best:.2f}",
+        f"{100 * measured.typical / alone:.1f} %",
+        f"{100 * measured.typical / nominal:.1f} %",
+    ]
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--rounds", type=int, default=10, help="steps of each way, after warming")
+    rounds = parser.parse_args().rounds
+    print_heading(f"Workers at {', '.join(f'{ms:g}' for ms in SPEEDS_MS)} ms per microbatch")
+    nominal = sum(1e3 / ms for ms in SPEEDS_MS)
+    each = solo(SPEEDS_MS, GOOD_FIT, rounds)
+    alone = sum(one.typical for one in each)
+    lines = [
+        row(f"alone, {ms:g} ms", one, alone, nominal)
+        for ms, one in zip(SPEEDS_MS, each, strict=True)
+    ]
+    lines += [
+        row(f"together, {count} microbatches", measure(SPEEDS_MS, count, rounds), alone, nominal)
+        for count in (GOOD_FIT, POOR_FIT)
+    ]
+    equal = measure_equal_shares(SPEEDS_MS, rounds)
+    lines.append(row("DDP over gloo, equal shares", equal, alone, nominal))
+    head = ["way", "median /s", "best /s", f"of {alone:.2f} alone", f"of {nominal:g} nominal"]
+    print_table(head, lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Every benchmark in its smallest size: that it measures something, never how much."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import overlap, sync, uneven
+from benchmarks.timeline import StepTimes, Timeline, intervals_us, step_times
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_sync_measures_every_round_of_both_ways():
+    case = sync.Case(workers=2, blocks=2, block_bytes=4096, quiet_ms=20)
+    measured = sync.measure(case, rounds=2, turns=2)
+    assert len(measured.averaged_ms) + measured.uneven_rounds == 4
+    assert len(measured.committed_ms) == len(measured.averaged_ms)
+    assert len(measured.gloo_ms) == 4
+    for averaged, committed in zip(measured.averaged_ms, measured.committed_ms, strict=True):
+        assert 0 < averaged <= committed
+    assert all(ms > 0 for ms in measured.gloo_ms)
+    lines = sync.rows(case, measured)
+    assert [line[0].partition(": ")[0] for line in lines] == ["0.0 MB over 2"] * 3
+    assert lines[0][-1] == "1.00"
+
+
+@pytest.mark.full
+def test_overlap_measures_every_way():
+    case = overlap.Case(workers=2, blocks=2, block_bytes=4096, block_ms=2)
+    exposed = overlap.measure(case, rounds=2, turns=1)
+    assert [*exposed][:2] == ["ours", "DDP, default buckets"]
+    assert len(exposed) == 1 + len(overlap.BUCKETS_MB)
+    for each in exposed.values():
+        assert len(each) == 2
+        # Nothing is faster than its computing.
+        assert all(ms + case.compute_ms > 0 for ms in each)
+    assert len(overlap.rows(case, exposed)) == len(exposed)
+
+
+@pytest.mark.full
+def test_uneven_measures_ours_and_equal_shares():
+    speeds_ms = (5.0, 10.0)
+    for measured in (
+        uneven.measure(speeds_ms, 3, steps=2),
+        uneven.measure_equal_shares(speeds_ms, steps=2),
+        *uneven.solo(speeds_ms, 3, steps=2),
+    ):
+        assert math.isfinite(measured.typical)
+        assert 0 < measured.typical <= measured.best
+    head = uneven.row("both", uneven.Pace(240.0, 250.0), alone=250.0, nominal=300.0)
+    assert head == ["both", "240.00", "250.00", "96.0 %", "80.0 %"]
+
+
+@pytest.mark.parametrize("name", ["sync", "uneven", "overlap"])
+def test_each_benchmark_says_what_it_is(name):
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", "--help"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "--rounds" in done.stdout
+
+
+def test_steps_of_one_run_are_read_from_the_traces_of_all_workers():
+    def event(name, at_us, **details):
+        return {"name": name, "ts": at_us, "args": details}
+
+    def payload(at_us, step):
+        return event("send block 0", at_us, step=step, lo=0)
+
+    def average(at_us, step):
+        return event("receive block 0", at_us, step=step, attempt=0)
+
+    def apply(at_us, step):
+        return event("apply step", at_us, step=step + 1)
+
+    state_chunk = event("receive block 0", 109.0, step=0, kind="parameters")
+    earlier_run = [payload(1.0, 0), average(2.0, 0), apply(3.0, 0)]
+    first = [payload(100.0, 0), payload(101.0, 0), average(105.0, 0), apply(107.0, 0)]
+    second = [payload(102.0, 0), average(106.0, 0), state_chunk, apply(108.0, 0), payload(110.0, 1)]
+    last = [average(111.0, 1), apply(113.0, 1)]
+    timelines = [Timeline((*earlier_run, *first, *last)), Timeline(tuple(second))]
+
+    steps = step_times(timelines, 50.0, 200.0)
+
+    assert steps == [StepTimes(0, 2, 100.0, 106.0, 108.0), StepTimes(1, 1, 110.0, 111.0, 113.0)]
+    assert intervals_us(steps) == [5.0]

