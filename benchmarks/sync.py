@@ -54,7 +54,7 @@ class Case:
         }
 
 
-CASES = (Case(3, 6, 883_332, 100), Case(4, 12, 8_333_332, 1500))
+CASES = (Case(3, 6, 883_332, 200), Case(4, 12, 8_333_332, 1500))
 """5.3 MB as in LoRA of a small encoder; 100 MB in twelve layers."""
 
 

@@ -14,7 +14,7 @@ import typer
 import yaml
 
 from protocol import __version__
-from protocol.address import parse_address
+from protocol.address import parse_address, parse_device_numbers
 from protocol.errors import ExitCode, RunSpecError, SamestepError, UsageError
 
 DEFAULT_BIND = "127.0.0.1:9000"
@@ -61,6 +61,19 @@ def serve(
     run: Annotated[
         Path | None, typer.Option(metavar="RUN.yaml", help="Do this one run, then end.")
     ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="Do one run of this task; see also --set.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="DIR|NAME", help="Short for --set model.source=...")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Short for --set data.train=...")
+    ] = None,
+    num_classes: Annotated[
+        int | None, typer.Option(min=2, help="Short for --set data.num_classes=...")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Short for --set steps=...")] = None,
     overrides: Overrides = [],  # noqa: B006 -- typer copies it
     local_workers: Annotated[
         int, typer.Option(min=0, help="Also start so many workers on this machine.")
@@ -85,16 +98,17 @@ def serve(
     if context.invoked_subcommand is not None:
         return
     from coordinator.main import Options, main  # the subcommands need none of it
+    from coordinator.short_forms import ShortForms, run_spec_from
 
     options = Options(
         bind=parse_address(bind, "--bind"),
         control=parse_address(control, "--control"),
         expect_workers=_expected(expect_workers, local_workers),
         out=out,
-        run=run,
-        overrides=tuple(overrides),
+        spec=run_spec_from(run, ShortForms(task, model, data, num_classes, steps), overrides),
         local_workers=local_workers,
-        worker_arguments=_worker_arguments(backend, gpus),
+        local_backend=backend,
+        local_devices=parse_device_numbers(gpus, "--gpus"),
         address_file=address_file,
         trace=trace,
         log_json=log_json,
@@ -114,13 +128,6 @@ def _expected(expect_workers: int | None, local_workers: int) -> int:
     if local_workers:
         return local_workers
     raise UsageError("--expect-workers is missing: how many workers are to take part?")
-
-
-def _worker_arguments(backend: str, gpus: str) -> tuple[str, ...]:
-    arguments = ["--backend", backend]
-    if gpus:
-        arguments += ["--gpus", gpus]
-    return tuple(arguments)
 
 
 @app.command()

@@ -12,11 +12,18 @@ _END_TIMEOUT_S: Final = 10.0
 
 
 class LocalWorkers:
-    """Child processes that run `worker` against this coordinator."""
+    """Child processes that run `worker` against this coordinator.
 
-    def __init__(self, address: tuple[str, int], arguments: list[str]) -> None:
+    Args:
+        address: Where the coordinator listens.
+        backend: Of each worker.
+        devices: Device numbers, dealt out in turn; none for each backend's first device.
+    """
+
+    def __init__(self, address: tuple[str, int], backend: str, devices: tuple[int, ...]) -> None:
         self._address = f"{address[0]}:{address[1]}"
-        self._arguments = arguments
+        self._backend = backend
+        self._devices = devices or (0,)
         self._processes: list[asyncio.subprocess.Process] = []
 
     async def start(self, count: int) -> None:
@@ -24,7 +31,8 @@ class LocalWorkers:
         for index in range(count):
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "worker", "--coordinator", self._address,
-                "--name", f"local-{index}", "--quiet", *self._arguments,
+                "--name", f"local-{index}", "--quiet", "--backend", self._backend,
+                "--gpus", str(self._devices[index % len(self._devices)]),
                 stdin=asyncio.subprocess.DEVNULL, env=dict(os.environ),
             )  # fmt: skip
             self._processes.append(process)

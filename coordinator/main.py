@@ -20,7 +20,7 @@ from coordinator.control import ControlPort
 from coordinator.local_workers import LocalWorkers
 from coordinator.service import Service, Settings
 from protocol.errors import ExitCode
-from protocol.run_spec import RunSpec, load_run_spec
+from protocol.run_spec import RunSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,10 @@ class Options:
     control: tuple[str, int]
     expect_workers: int
     out: Path
-    run: Path | None
-    overrides: tuple[str, ...]
+    spec: RunSpec | None
     local_workers: int
-    worker_arguments: tuple[str, ...]
+    local_backend: str
+    local_devices: tuple[int, ...]
     address_file: Path | None
     trace: Path | None
     log_json: bool
@@ -47,18 +47,17 @@ def main(options: Options) -> int:
         SamestepError: The process cannot start.
     """
     _set_up_logging(as_json=options.log_json)
-    spec = load_run_spec(options.run, options.overrides) if options.run else None
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(options, spec))
+        return runner.run(_serve(options))
 
 
-async def _serve(options: Options, spec: RunSpec | None) -> int:
+async def _serve(options: Options) -> int:
     service = Service(
         Settings(
             bind=options.bind,
             expect_workers=options.expect_workers,
             directory=options.out,
-            once=spec is not None,
+            once=options.spec is not None,
             trace=options.trace,
         )
     )
@@ -69,12 +68,12 @@ async def _serve(options: Options, spec: RunSpec | None) -> int:
     await service.start()
     await control.start(*options.control)
     _announce(options, service, control, console)
-    local = LocalWorkers(service.address, [*options.worker_arguments])
+    local = LocalWorkers(service.address, options.local_backend, options.local_devices)
     _end_on_signals(service)
     ticking = asyncio.create_task(_tick(progress))
     try:
-        if spec is not None:
-            service.submit(spec, options.out)
+        if options.spec is not None:
+            service.submit(options.spec, options.out)
         progress.start()
         await local.start(options.local_workers)
         await _until_over(service, local if options.local_workers else None)

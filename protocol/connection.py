@@ -217,7 +217,8 @@ class Connection:
                 self._accept(prefix, header, message, None, received)
                 continue
             at += self._start_body(prefix, header, message, view[at:], received)
-        rest = bytes(view[at:])
+        # Once closed nothing is kept: the buffer must never fill up.
+        rest = b"" if self.phase is Phase.CLOSED else bytes(view[at:])
         view.release()
         self._scratch[: len(rest)] = rest
         self._filled = len(rest)

@@ -334,11 +334,11 @@ def decode_message(tag: int, header: bytes | bytearray | memoryview) -> Message:
     if kind is None:
         raise MessageError(f"expected a known message, got tag {tag}")
     try:
-        fields = msgpack.unpackb(header, raw=False, strict_map_key=True)
+        fields = msgpack.unpackb(header, raw=False, strict_map_key=True, use_list=False)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise MessageError(f"expected a msgpack map as {kind.__name__}, got {error}") from None
     try:
-        return kind.model_validate(fields)
+        return kind.model_validate(fields, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the message"

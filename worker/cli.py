@@ -12,8 +12,8 @@ import typer
 
 from backends.registry import parse_name
 from protocol import __version__
-from protocol.address import parse_address
-from protocol.errors import ExitCode, SamestepError, UsageError
+from protocol.address import parse_address, parse_device_numbers
+from protocol.errors import ExitCode, SamestepError
 
 app = typer.Typer(
     add_completion=False,
@@ -63,11 +63,11 @@ def serve(
     del version
     if context.invoked_subcommand is not None:
         return
-    indices = _device_indices(gpus)
+    indices = parse_device_numbers(gpus, "--gpus") or (0,)
     if len(indices) > 1:
         from worker.group import run_group
 
-        raise typer.Exit(run_group(sys.argv[1:], indices, name or _host_name()))
+        raise typer.Exit(run_group(sys.argv[1:], list(indices), name or _host_name()))
     from worker.client import Target
     from worker.main import Options, main
 
@@ -88,6 +88,19 @@ def devices() -> None:
         typer.echo(f"{info.backend} {info.index}: {info.name}{memory}: {verdict}")
 
 
+@app.command()
+def classify(
+    directory: Annotated[Path, typer.Argument(help="Where a classify run left its result.")],
+    texts: Annotated[list[str], typer.Argument(metavar="TEXT...", help="Each by itself.")],
+) -> None:
+    """Classify texts with what a run has trained."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from worker.prediction import classify as classify_texts
+
+    for prediction in classify_texts(directory, texts):
+        typer.echo(f"{prediction.label} {prediction.probability:.3f}  {prediction.text}")
+
+
 def _address(coordinator: str) -> tuple[str, int]:
     """The flag or its variable, else torchrun's MASTER_ADDR and MASTER_PORT."""
     if coordinator:
@@ -96,15 +109,6 @@ def _address(coordinator: str) -> tuple[str, int]:
     if host:
         return parse_address(f"{host}:{port}", "MASTER_ADDR:MASTER_PORT")
     return "127.0.0.1", 9000
-
-
-def _device_indices(gpus: str) -> list[int]:
-    if not gpus:
-        return [0]
-    parts = gpus.split(",")
-    if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
-        raise UsageError(f"--gpus: expected distinct device numbers such as 0,1, got {gpus!r}")
-    return [int(part) for part in parts]
 
 
 def _host_name() -> str:

@@ -14,8 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from blake3 import blake3
-
 from backends.interface import Array, Backend, Batch, Loss, Program, Sums
 from protocol.errors import DataError, SamestepError
 from protocol.replica import PartKind, Replica, StatePart
@@ -25,6 +23,7 @@ from protocol.trace import Tracer, now_us
 from protocol.tree import Node
 from protocol.update import StepScalars
 from worker.accumulate import TreeAccumulator
+from worker.signature import probe_digest, signature_digest
 from worker.tasks.base import Task
 
 
@@ -135,6 +134,7 @@ class _Job:
     replica: Replica
     order: SampleOrder
     initial: list[Array]
+    probe_digest: str
 
 
 class Engine:
@@ -217,15 +217,15 @@ class Engine:
         job.replica.load_parameters(job.initial)
         job.program.load(job.replica.parameters)
         backend = self._toolbox.backend()
-        signature = backend.signature(spec.threads)
-        text = ", ".join(f"{key} {value}" for key, value in sorted(signature.items()))
+        traits = backend.signature(spec.threads)
+        text = ", ".join(f"{key} {value}" for key, value in sorted(traits.items()))
         self._emit(
             Built(
                 run_id=run_id,
                 manifest=job.task.manifest.to_bytes(),
                 state_digest=job.replica.state_digest(),
-                signature=blake3(text.encode()).hexdigest(),
-                signature_text=text[:400],
+                signature=signature_digest(traits, job.probe_digest),
+                signature_text=f"probe {job.probe_digest[:12]}, {text}"[:400],
                 backend=backend.info.backend[:64],
                 device=backend.info.name[:64],
                 task=job.task,
@@ -242,8 +242,10 @@ class Engine:
         order = SampleOrder(spec.seed, task.manifest.train_samples, spec.batch)
         example = task.batch(order.microbatches(0)[0])
         program = self._toolbox.backend().compile(task.trainable, example)
-        replica = Replica(task.manifest.blocks, spec.optimizer)
-        self._job = _Job(spec, task, program, replica, order, task.initial_parameters())
+        replica, initial = Replica(task.manifest.blocks, spec.optimizer), task.initial_parameters()
+        program.load(initial)
+        probe = probe_digest(program, example)
+        self._job = _Job(spec, task, program, replica, order, initial, probe)
         return self._job
 
     def _compute(self, generation: int, place: Place, microbatches: int, node: Node) -> None:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_sync_measures_every_round_of_both_ways():
-    case = sync.Case(workers=2, blocks=2, block_bytes=4096, quiet_ms=20)
+    case = sync.Case(workers=2, blocks=2, block_bytes=4096, quiet_ms=200)
     measured = sync.measure(case, rounds=2, turns=2)
     assert len(measured.averaged_ms) + measured.uneven_rounds == 4
     assert len(measured.committed_ms) == len(measured.averaged_ms)

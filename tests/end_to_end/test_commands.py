@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -183,14 +184,10 @@ def test_a_worker_that_is_told_to_end_finishes_its_part(tmp_path):
 def test_coordinator_stays_small_and_without_torch(tmp_path):
     """Listening, with its control port: less than 100 MB, and never torch."""
     with Cluster(tmp_path, "--expect-workers", "1") as cluster:
-        status = (
-            f"/proc/{cluster.coordinator.pid}/status",
-            f"/proc/{cluster.coordinator.pid}/maps",
-        )
-        with open(status[0]) as file:
-            resident_kib = next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
-        with open(status[1]) as file:
-            assert "torch" not in file.read()
+        process = Path(f"/proc/{cluster.coordinator.pid}")
+        status = (process / "status").read_text().splitlines()
+        resident_kib = next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
+        assert "torch" not in (process / "maps").read_text()
     assert resident_kib < 100 * 1024
 
 
@@ -207,8 +204,7 @@ def test_worker_registers_before_it_imports_torch(tmp_path):
     with Cluster(tmp_path, "--expect-workers", "2") as cluster:
         worker = cluster.worker("w0", "--backend", "cpu")
         cluster.wait_for("worker_connected", worker="w0")
-        with open(f"/proc/{worker.pid}/maps") as maps:
-            assert "torch" not in maps.read()
+        assert "torch" not in Path(f"/proc/{worker.pid}/maps").read_text()
 
 
 def test_gpus_starts_one_process_for_each(tmp_path):

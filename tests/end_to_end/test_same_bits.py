@@ -153,3 +153,22 @@ def test_unlike_instruction_sets_keep_equal_replicas(tmp_path):
     # The commit barrier compared both with the coordinator's replica after each of these.
     assert result["steps"] == 60
     assert result["exact"] is False
+
+
+def test_required_exactness_refuses_the_unlike_worker(tmp_path):
+    with Cluster(
+        tmp_path, "--expect-workers", "1", "--run", str(RUNS / "regress.yaml"),
+        "--set", "exactness=require", "--set", "steps=2000",
+    ) as cluster:  # fmt: skip
+        cluster.worker("w0", "--backend", "cpu", environment={"ATEN_CPU_CAPABILITY": "avx2"})
+        cluster.wait_for("started")
+        cluster.ask("POST", "/halt", {})
+        unlike = cluster.worker(
+            "w1", "--backend", "cpu", environment={"ATEN_CPU_CAPABILITY": "default"}
+        )
+        assert cluster.wait_for_exit(unlike) == 78
+        assert unlike.stderr is not None
+        assert "numeric signature" in unlike.stderr.read()
+        cluster.ask("POST", "/continue", {})
+        cluster.ask("POST", "/drain", {})
+        assert cluster.result()["exact"] is True

@@ -1,0 +1,62 @@
+"""A run spec from the few options of a one-line command.
+
+`coordinator --task classify --model DIR --data train.jsonl --num-classes 2` is a whole job; with
+`--run RUN.yaml` the same options override that file's keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.errors import UsageError
+from protocol.run_spec import RunSpec, load_run_spec, parse_run_spec
+
+DEFAULT_STEPS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class ShortForms:
+    """The options that stand for keys of a run spec; None where not given."""
+
+    task: str | None = None
+    model: str | None = None
+    data: str | None = None
+    num_classes: int | None = None
+    steps: int | None = None
+
+    def overrides(self) -> list[str]:
+        """The options as `--set` would have them."""
+        keys = {
+            "task": self.task,
+            "model.source": self.model,
+            "data.train": self.data,
+            "data.num_classes": self.num_classes,
+            "steps": self.steps,
+        }
+        return [f"{key}={_yaml(value)}" for key, value in keys.items() if value is not None]
+
+
+def run_spec_from(run: Path | None, short: ShortForms, overrides: list[str]) -> RunSpec | None:
+    """The run that the command line asks for; None if it asks for none.
+
+    Raises:
+        UsageError: A short form without a task or a run spec.
+        RunSpecError: The run spec is not valid.
+    """
+    every = [*short.overrides(), *overrides]
+    if run is not None:
+        return load_run_spec(run, every)
+    if short.task is None:
+        if every:
+            raise UsageError("expected --run RUN.yaml or --task beside the options of a run")
+        return None
+    document: dict[str, object] = {"name": short.task, "steps": DEFAULT_STEPS}
+    if short.task == "classify":
+        document["lora"] = {}
+    return parse_run_spec(document, every, origin="the command line")
+
+
+def _yaml(value: str | int) -> str:
+    """A value that YAML reads as it is, whatever characters a path may have."""
+    return f"'{value.replace(chr(39), chr(39) * 2)}'" if isinstance(value, str) else str(value)

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+
+from coordinator.short_forms import DEFAULT_STEPS, ShortForms, run_spec_from
+from protocol.errors import RunSpecError, UsageError
+
+
+def test_the_one_line_command_is_a_whole_run_spec():
+    short = ShortForms(task="classify", model="some/dir", data="it's.jsonl", num_classes=2)
+    spec = run_spec_from(None, short, [])
+    assert spec is not None
+    assert spec.task == "classify"
+    assert spec.steps == DEFAULT_STEPS
+    assert spec.lora is not None
+    assert spec.model is not None
+    assert spec.model.source == "some/dir"
+    assert spec.data is not None
+    assert spec.data.train == "it's.jsonl"
+    assert spec.data.num_classes == 2
+
+
+def test_set_wins_over_short_forms_and_both_over_the_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("task: regress\nsteps: 3\nseed: 1\n")
+    spec = run_spec_from(path, ShortForms(steps=5), ["steps=7"])
+    assert spec is not None
+    assert (spec.steps, spec.seed) == (7, 1)
+    again = run_spec_from(path, ShortForms(steps=5), [])
+    assert again is not None
+    assert again.steps == 5
+
+
+def test_without_run_and_task_there_is_no_run():
+    assert run_spec_from(None, ShortForms(), []) is None
+
+
+def test_an_option_of_a_run_without_a_run_is_refused():
+    with pytest.raises(UsageError, match="--run"):
+        run_spec_from(None, ShortForms(data="x.csv"), [])
+
+
+def test_the_data_of_a_classify_run_is_missing():
+    with pytest.raises(RunSpecError, match="data"):
+        run_spec_from(None, ShortForms(task="classify", model="m"), [])

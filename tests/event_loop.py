@@ -1,0 +1,33 @@
+"""Runs an async test on uvloop, the loop of both daemons, and fails it for what the loop swallows.
+
+An exception in a callback of a transport never reaches the test: the loop reports it to its
+exception handler and goes on. Here every such report is a failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import uvloop
+
+
+def on_uvloop(story: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """A synchronous test that runs `story`, with the same fixtures and parameters."""
+
+    @functools.wraps(story)
+    def test(*args: Any, **kwargs: Any) -> None:
+        swallowed: list[dict[str, Any]] = []
+
+        async def run() -> None:
+            loop = asyncio.get_running_loop()
+            loop.set_exception_handler(lambda _, context: swallowed.append(context))
+            await story(*args, **kwargs)
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(run())
+        assert not swallowed, swallowed
+
+    return test

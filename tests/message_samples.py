@@ -1,0 +1,193 @@
+"""Messages for tests: one small example of every kind, and strategies for all that is valid."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from protocol import limits, messages
+from protocol.connection import Encoded, encode
+from protocol.manifest import Block, TensorSpec
+from protocol.messages import Message
+from protocol.update import StepScalars
+
+BLOCKS = (
+    Block(name="embed", kind="non_block", tensors=(TensorSpec(name="e", shape=(3,)),)),
+    Block(name="layer.0", kind="block", tensors=(TensorSpec(name="w", shape=(2, 4)),)),
+    Block(
+        name="layer.1",
+        kind="block",
+        tensors=(TensorSpec(name="large", shape=(limits.CHUNK_ELEMENTS + 5,)),),
+    ),
+    Block(name="nothing", kind="non_block", tensors=(TensorSpec(name="n", shape=(0, 7)),)),
+)
+
+DIGEST = "0123456789abcdef" * 4
+PLACE = {"epoch": 1, "step": 2, "attempt": 0}
+PAYLOAD = {**PLACE, "chunk": 0, "lo": 0, "hi": 4, "weight": 4.0}
+SCALARS = StepScalars(
+    learning_rate=0.5, clip=1.0, weight_decay=0.0, decay_factor=1.0, momentum=0.0, beta1=0.0,
+    one_minus_beta1=1.0, beta2=0.0, one_minus_beta2=1.0, step_size=0.5, root_correction=1.0,
+    epsilon=0.5,
+)  # fmt: skip
+_STATE = {"run_id": "r", "kind": "parameters", "step": 2, "optimizer_step": 2, "last": False}
+
+EXAMPLES: dict[type[Message], Message] = {
+    type(example): example
+    for example in (
+        messages.Hello(release="1", name="w", instance="0" * 32, backend="cpu"),
+        messages.Challenge(method="none", nonce=bytes(32)),
+        messages.Proof(proof=b""),
+        messages.Welcome(
+            worker="w", epoch=1, heartbeat_interval_ms=1000, liveness_timeout_ms=8000
+        ),
+        messages.StartRun(run_id="r", epoch=1),
+        messages.Ready(
+            run_id="r", backend="cpu", device="d", state_digest=DIGEST, signature=DIGEST,
+            signature_text="t",
+        ),
+        messages.Unready(run_id="r", reason="no data", exit_code=2),
+        messages.StateRequest(run_id="r"),
+        messages.StateChunk(**_STATE, block=1, chunk=0),
+        messages.StepPlan(**PLACE, view=1, microbatches=8, nodes=((0, 4), (4, 6))),
+        messages.BlockGradientPayload(**PAYLOAD, block=1),
+        messages.NonBlockGradientPayload(**PAYLOAD, block=0),
+        messages.AveragedBlockGradient(**PLACE, block=1, chunk=0),
+        messages.AveragedNonBlockGradient(**PLACE, block=0, chunk=0),
+        messages.NodeLoss(**PLACE, lo=0, hi=4, loss_sum=2.5, weight=4.0, elapsed_ms=1.5),
+        messages.Commit(**PLACE, scalars=SCALARS, loss=0.25, averages_digest=DIGEST),
+        messages.StepApplied(epoch=1, step=3, state_digest=DIGEST),
+        messages.Assign(**PLACE, view=1, nodes=((4, 6),)),
+        messages.Cancel(**PLACE, nodes=((4, 6),)),
+        messages.EvalPlan(epoch=1, step=2, lo=0, hi=3),
+        messages.EvalResult(epoch=1, step=2, part=0, sums={"correct": 3.0}),
+        messages.Heartbeat(),
+        messages.Halt(**PLACE, reason="non-finite"),
+        messages.Continue(**PLACE),
+        messages.Drain(),
+        messages.EndRun(run_id="r", reason="over"),
+        messages.Goodbye(reason="bye", retry=False, exit_code=0),
+    )
+}  # fmt: skip
+
+
+def body_for(message: Message) -> Any:
+    """A body that fits the message and `BLOCKS`; None if it carries none."""
+    if message.body == "none":
+        return None
+    if message.body == "document":
+        return b'{"a": 1}'
+    block, chunk = message.block, message.chunk  # type: ignore[attr-defined]
+    piece = BLOCKS[block].chunk_slice(chunk)
+    return np.arange(piece.stop - piece.start, dtype="<f4")
+
+
+def frame(message: Message, body: Any = None) -> bytes:
+    """The bytes of a message with a body that fits."""
+    return flat(encode(message, body_for(message) if body is None else body))
+
+
+def flat(encoded: Encoded) -> bytes:
+    """All buffers as one."""
+    return b"".join(bytes(buffer) for buffer in encoded.buffers)
+
+
+# Strategies. Floats are drawn as bits, so that every NaN is among them.
+
+_number = st.integers(0, 2**63 - 1)
+_small = st.text(max_size=64)
+_text = st.text(max_size=400)
+_digest = st.text("0123456789abcdef", min_size=64, max_size=64)
+_any_float = st.integers(0, 2**64 - 1).map(
+    lambda bits: struct.unpack("<d", struct.pack("<Q", bits))[0]
+)
+_weight = st.floats(0, allow_nan=False, allow_infinity=False)
+_float32 = st.floats(0, 1, width=32)
+_nodes = st.lists(st.tuples(_number, _number), max_size=64).map(tuple)
+_in_step = {"epoch": _number, "step": _number, "attempt": _number}
+_averaged = {**_in_step, "block": _number, "chunk": _number}
+_payload = {**_averaged, "lo": _number, "hi": _number, "weight": _weight}
+_scalars = st.builds(
+    StepScalars,
+    **{name: _float32 for name in StepScalars.model_fields if name != "epsilon"},
+    epsilon=st.floats(2.0**-20, 1, width=32),
+)
+_FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
+    messages.Hello: {
+        "release": _small, "name": _small, "backend": _small,
+        "instance": st.text("0123456789abcdef", min_size=32, max_size=32),
+    },
+    messages.Challenge: {"method": _small, "nonce": st.binary(min_size=32, max_size=32)},
+    messages.Proof: {"proof": st.binary(max_size=64)},
+    messages.Welcome: {
+        "worker": _small, "epoch": _number,
+        "heartbeat_interval_ms": st.integers(10, 60_000),
+        "liveness_timeout_ms": st.integers(100, 600_000),
+    },
+    messages.StartRun: {"run_id": _small, "epoch": _number},
+    messages.Ready: {
+        "run_id": _small, "backend": _small, "device": _small, "state_digest": _digest,
+        "signature": _digest, "signature_text": _text,
+    },
+    messages.Unready: {"run_id": _small, "reason": _text, "exit_code": st.integers(1, 125)},
+    messages.StateRequest: {"run_id": _small},
+    messages.StateChunk: {
+        "run_id": _small, "block": _number, "chunk": _number, "step": _number,
+        "kind": st.sampled_from(["parameters", "first_moment", "second_moment"]),
+        "optimizer_step": _number, "last": st.booleans(),
+    },
+    messages.StepPlan: {
+        **_in_step, "view": _number, "nodes": _nodes,
+        "microbatches": st.integers(1, limits.MICROBATCHES_PER_STEP),
+    },
+    messages.BlockGradientPayload: _payload,
+    messages.NonBlockGradientPayload: _payload,
+    messages.AveragedBlockGradient: _averaged,
+    messages.AveragedNonBlockGradient: _averaged,
+    messages.NodeLoss: {
+        **_in_step, "lo": _number, "hi": _number, "loss_sum": _any_float, "weight": _weight,
+        "elapsed_ms": _weight,
+    },
+    messages.Commit: {
+        **_in_step, "scalars": st.none() | _scalars, "loss": _any_float,
+        "averages_digest": _digest,
+    },
+    messages.StepApplied: {"epoch": _number, "step": _number, "state_digest": _digest},
+    messages.Assign: {**_in_step, "view": _number, "nodes": _nodes},
+    messages.Cancel: {**_in_step, "nodes": _nodes},
+    messages.EvalPlan: {"epoch": _number, "step": _number, "lo": _number, "hi": _number},
+    messages.EvalResult: {
+        "epoch": _number, "step": _number, "part": _number,
+        "sums": st.dictionaries(_small, _any_float, max_size=24),
+    },
+    messages.Heartbeat: {},
+    messages.Halt: {**_in_step, "reason": _text},
+    messages.Continue: _in_step,
+    messages.Drain: {},
+    messages.EndRun: {"run_id": _small, "reason": _text},
+    messages.Goodbye: {
+        "reason": _text, "retry": st.booleans(), "exit_code": st.integers(0, 125)
+    },
+}  # fmt: skip
+
+STRATEGIES = {kind: st.builds(kind, **fields) for kind, fields in _FIELDS.items()}
+
+
+def in_place(kinds: frozenset[type[Message]]) -> st.SearchStrategy[Message]:
+    """Messages of these kinds; what names a chunk names a small one of `BLOCKS`."""
+
+    def placed(kind: type[Message]) -> st.SearchStrategy[Message]:
+        if kind.body != "float32":
+            return STRATEGIES[kind].filter(lambda m: len(m.to_header()) <= limits.HEADER_BYTES)
+        non_block = (messages.NonBlockGradientPayload, messages.AveragedNonBlockGradient)
+        blocks = [(0, 0), (3, 0)] if kind in non_block else [(1, 0), (2, 1)]
+        return st.builds(
+            lambda message, at: message.model_copy(update={"block": at[0], "chunk": at[1]}),
+            STRATEGIES[kind],
+            st.sampled_from(blocks),
+        )
+
+    return st.sampled_from(sorted(kinds, key=lambda kind: kind.tag)).flatmap(placed)

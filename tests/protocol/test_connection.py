@@ -1,0 +1,355 @@
+"""The connection without I/O: every reader gives the same events, and each side keeps its place."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol import frames, limits, messages
+from protocol.connection import (
+    FROM_COORDINATOR,
+    FROM_WORKER,
+    Connection,
+    Phase,
+    encode,
+)
+from protocol.errors import FrameError, LocalProtocolError, OutOfPlace, RemoteProtocolError
+from protocol.messages import MESSAGES, Goodbye, Heartbeat
+from tests.message_samples import BLOCKS, EXAMPLES, PAYLOAD, body_for, flat, frame, in_place
+
+KINDS = sorted(MESSAGES.values(), key=lambda kind: kind.tag)
+OTHER = {"coordinator": "worker", "worker": "coordinator"}
+TABLE = {"worker": FROM_WORKER, "coordinator": FROM_COORDINATOR}
+
+ONLY_WORKER = {
+    "Hello", "Proof", "Ready", "Unready", "BlockGradientPayload", "NonBlockGradientPayload",
+    "NodeLoss", "StepApplied", "EvalResult", "Drain",
+}  # fmt: skip
+BOTH = {"StateChunk", "Heartbeat", "Goodbye"}
+IN_HANDSHAKE = {
+    ("worker", Phase.GREETING): {"Hello", "Goodbye"},
+    ("worker", Phase.PROVING): {"Proof", "Goodbye"},
+    ("coordinator", Phase.GREETING): {"Challenge", "Goodbye"},
+    ("coordinator", Phase.PROVING): {"Welcome", "Goodbye"},
+}
+
+each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+each_role = pytest.mark.parametrize("role", ["coordinator", "worker"])
+
+
+def connection(role, phase=Phase.OPEN):
+    made = Connection(role)
+    made.phase = phase
+    made.blocks = BLOCKS
+    return made
+
+
+def seen(received):
+    """Events in a form that compares bit for bit."""
+    return [
+        (type(message), message.to_header(), None if body is None else body.tobytes())
+        for message, body in received
+    ]
+
+
+def whole(reader, data):
+    return seen(reader.receive_data(data))
+
+
+def in_pieces(reader, data, sizes):
+    """Through `get_buffer` and `buffer_updated`, as a transport does it."""
+    events, at, turn = [], 0, 0
+    while at < len(data):
+        buffer = reader.get_buffer()
+        assert len(buffer) > 0
+        count = min(sizes[turn % len(sizes)], len(buffer), len(data) - at)
+        buffer[:count] = data[at : at + count]
+        events += reader.buffer_updated(count)
+        at, turn = at + count, turn + 1
+    return seen(events)
+
+
+def legal(role, name, phase):
+    if phase is Phase.CLOSED:
+        return False
+    if phase is not Phase.OPEN:
+        return name in IN_HANDSHAKE[role, phase]
+    handshake = {"Hello", "Challenge", "Proof", "Welcome"}
+    mine = (name in ONLY_WORKER) == (role == "worker")
+    return name not in handshake and (name in BOTH or mine)
+
+
+# The readers.
+
+
+@st.composite
+def streams(draw):
+    """Who reads, and the messages and bytes that it reads once the handshake is done."""
+    reader = draw(st.sampled_from(["coordinator", "worker"]))
+    kinds = TABLE[OTHER[reader]][Phase.OPEN] - {Goodbye}
+    sent = draw(st.lists(in_place(kinds), max_size=6))
+    ends = draw(st.booleans())
+    if ends:
+        sent.append(EXAMPLES[Goodbye])
+    return reader, sent, b"".join(frame(message) for message in sent)
+
+
+@settings(deadline=None)
+@given(streams(), st.lists(st.integers(1, 200), min_size=1, max_size=8))
+def test_every_reader_gives_the_same_events(stream, sizes):
+    role, sent, data = stream
+    expected = [
+        (
+            type(message),
+            message.to_header(),
+            None if (body := body_for(message)) is None else bytes(memoryview(body).cast("B")),
+        )
+        for message in sent
+    ]
+    assert whole(connection(role), data) == expected
+    assert in_pieces(connection(role), data, [1]) == expected
+    assert in_pieces(connection(role), data, sizes) == expected
+    assert in_pieces(connection(role), data, [2**20]) == expected
+
+
+@settings(deadline=None)
+@given(streams(), st.data())
+def test_trailing_bytes_wait_for_their_rest(stream, data):
+    role, sent, whole_stream = stream
+    if sent and isinstance(sent[-1], Goodbye):
+        return
+    tail = frame(EXAMPLES[Heartbeat])
+    cut = data.draw(st.integers(1, len(tail) - 1))
+    reader = connection(role)
+    assert len(reader.receive_data(whole_stream + tail[:cut])) == len(sent)
+    assert whole(reader, tail[cut:]) == [(Heartbeat, b"\x80", None)]
+    reader.receive_eof()
+
+
+def test_the_handshake_and_what_follows_it_may_come_in_one_piece():
+    sent = [EXAMPLES[kind] for kind in (messages.Challenge, messages.Welcome, messages.StartRun)]
+    data = b"".join(frame(message) for message in sent)
+    for sizes in ([len(data)], [1], [7, 60]):
+        reader = Connection("worker")
+        assert [kind for kind, _, _ in in_pieces(reader, data, sizes)] == [
+            messages.Challenge, messages.Welcome, messages.StartRun,
+        ]  # fmt: skip
+        assert reader.phase is Phase.OPEN
+
+
+def test_large_chunks_come_out_whole_in_every_way():
+    chunk = messages.BlockGradientPayload(**PAYLOAD, block=2)
+    body = np.random.default_rng(0).integers(0, 256, limits.BODY_BYTES, np.uint8)
+    data = flat(encode(chunk, body)) * 2
+    expected = [(type(chunk), chunk.to_header(), body.tobytes())] * 2
+    assert whole(connection("coordinator"), data) == expected
+    assert in_pieces(connection("coordinator"), data, [65_537]) == expected
+    assert in_pieces(connection("coordinator"), data, [3, 2**22 + 1]) == expected
+
+
+def test_a_nan_in_a_body_keeps_its_bits():
+    bits = np.array([0x7FC00001, 0xFFFFFFFF, 0x7F800001, 0x80000000] * 2, np.uint32)
+    (received,) = connection("coordinator").receive_data(
+        flat(encode(EXAMPLES[messages.BlockGradientPayload], bits.view("<f4")))
+    )
+    assert received.body is not None
+    assert received.body.view(np.uint32).tolist() == bits.tolist()
+
+
+# Broken streams.
+
+
+@pytest.mark.parametrize("kind", [messages.BlockGradientPayload, messages.NodeLoss])
+def test_an_end_in_the_middle_of_a_frame(kind):
+    data = frame(EXAMPLES[Heartbeat]) + frame(EXAMPLES[kind])
+    boundaries = {0, len(frame(EXAMPLES[Heartbeat])), len(data)}
+    for cut in range(len(data) + 1):
+        reader = connection("coordinator")
+        assert len(reader.receive_data(data[:cut])) == sum(0 < at <= cut for at in boundaries)
+        if cut in boundaries:
+            reader.receive_eof()
+        else:
+            with pytest.raises(FrameError, match="rest of a frame"):
+                reader.receive_eof()
+        assert reader.phase is Phase.CLOSED
+
+
+@pytest.mark.parametrize(
+    "kind", [messages.BlockGradientPayload, messages.StepApplied, messages.Ready]
+)
+@pytest.mark.parametrize("mask", [0x01, 0x80, 0xFF])
+def test_a_flip_anywhere_is_noticed(kind, mask):
+    data = frame(EXAMPLES[kind])
+    for at in range(len(data)):
+        broken = bytearray(data)
+        broken[at] ^= mask
+        reader = connection("coordinator")
+        with pytest.raises(RemoteProtocolError):  # noqa: PT012 -- a longer frame fails at its end
+            assert reader.receive_data(broken) == []
+            reader.receive_eof()
+        assert reader.phase is Phase.CLOSED
+
+
+def test_nothing_is_read_after_goodbye_or_an_error():
+    reader = connection("coordinator")
+    trailing = bytes(3 * 64 * limits.KIB)
+    assert len(reader.receive_data(frame(EXAMPLES[Goodbye]) + trailing)) == 1
+    assert reader.receive_data(trailing) == []
+    assert len(reader.get_buffer()) > 0
+    reader.receive_eof()
+    reader = connection("coordinator")
+    with pytest.raises(FrameError):
+        reader.receive_data(trailing)
+    assert reader.receive_data(frame(EXAMPLES[Heartbeat]) + trailing) == []
+
+
+# Who may say what, and when.
+
+
+@each_role
+@each_kind
+@pytest.mark.parametrize("phase", [Phase.GREETING, Phase.PROVING, Phase.OPEN])
+def test_both_sides_agree_on_what_may_be_sent(role, kind, phase):
+    sender, reader = connection(role, phase), connection(OTHER[role], phase)
+    message = EXAMPLES[kind]
+    encoded = encode(message, body_for(message))
+    if legal(role, kind.__name__, phase):
+        sender.send(encoded)
+        assert [event[0] for event in whole(reader, flat(encoded))] == [kind]
+        assert sender.phase is reader.phase
+        return
+    with pytest.raises(LocalProtocolError, match=f"{role} sends {kind.__name__}"):
+        sender.send(encoded)
+    assert sender.phase is phase
+    # To a stranger's body or large header the size alone is reason enough.
+    with pytest.raises(OutOfPlace if phase is Phase.OPEN else (OutOfPlace, FrameError)):
+        reader.receive_data(flat(encoded))
+    assert reader.phase is Phase.CLOSED
+
+
+@each_role
+@each_kind
+def test_nothing_but_the_greeting_comes_before_the_handshake(role, kind):
+    """The header alone, as if it had no body: even so it is refused for its place."""
+    if legal(OTHER[role], kind.__name__, Phase.GREETING):
+        return
+    header = EXAMPLES[kind].to_header()
+    if len(header) > limits.UNAUTHENTICATED_HEADER_BYTES:
+        header = header[: limits.UNAUTHENTICATED_HEADER_BYTES]
+        expected = "msgpack map"
+    else:
+        expected = f"{kind.__name__} is not expected in the phase greeting"
+    with pytest.raises(RemoteProtocolError, match=expected):
+        Connection(role).receive_data(frames.encode_head(kind.tag, header, None))
+
+
+def test_nothing_is_sent_after_goodbye():
+    sender = connection("worker")
+    sender.send(EXAMPLES[Goodbye])
+    for kind in KINDS:
+        with pytest.raises(LocalProtocolError):
+            sender.send(encode(EXAMPLES[kind], body_for(EXAMPLES[kind])))
+
+
+def test_our_own_mistakes_with_bodies():
+    with pytest.raises(LocalProtocolError, match="wrong kind of body"):
+        encode(EXAMPLES[Heartbeat], b"x")
+    with pytest.raises(LocalProtocolError, match="wrong kind of body"):
+        encode(EXAMPLES[messages.BlockGradientPayload])
+    with pytest.raises(LocalProtocolError, match="over the limits"):
+        encode(EXAMPLES[messages.StartRun], bytes(limits.BODY_BYTES + 1))
+    with pytest.raises(LocalProtocolError, match="wrong kind of body"):
+        connection("worker").send(EXAMPLES[messages.BlockGradientPayload])
+
+
+# What is refused at the header.
+
+
+def head_of(message, body_bytes):
+    """The frame without a byte of its body."""
+    return frames.encode_head(message.tag, message.to_header(), bytes(body_bytes))
+
+
+def payload(**changes):
+    return messages.BlockGradientPayload(**{**PAYLOAD, "block": 1, **changes})
+
+
+@pytest.mark.parametrize(
+    ("message", "body_bytes", "text"),
+    [
+        (payload(block=4), 32, "no chunk 0 of block 4"),
+        (payload(block=2**62), 32, "no chunk 0 of block"),
+        (payload(chunk=1), 32, "no chunk 1 of block 1"),
+        (payload(block=2, chunk=2), 20, "no chunk 2 of block 2"),
+        (payload(block=0), 12, "block 0 is of kind 'non_block'"),
+        (EXAMPLES[messages.NonBlockGradientPayload].model_copy(update={"block": 1}), 32, "kind"),
+        (payload(), 28, "a body of 32 bytes, got 28"),
+        (payload(), 33, "a body of 32 bytes, got 33"),
+        (payload(), 64, "a body of 32 bytes, got 64"),
+        (payload(), 0, "a body of 32 bytes, got 0"),
+        (payload(block=2, chunk=1), limits.BODY_BYTES, "a body of 20 bytes"),
+        (EXAMPLES[messages.StateChunk], 12, "a body of 32 bytes, got 12"),
+        (EXAMPLES[Heartbeat], 1, "a body of 0 bytes, got 1"),
+    ],
+)
+def test_a_body_that_does_not_fit_is_refused_before_it_is_read(message, body_bytes, text):
+    reader = connection("coordinator")
+    with pytest.raises(OutOfPlace, match=text):
+        reader.receive_data(head_of(message, body_bytes))
+    assert reader._body is None
+
+
+def test_gradients_before_the_manifest_is_known():
+    reader = connection("coordinator")
+    reader.blocks = None
+    with pytest.raises(OutOfPlace, match="before the manifest is known"):
+        reader.receive_data(head_of(payload(), 32))
+
+
+def test_a_block_without_elements_has_an_empty_body():
+    message = messages.NonBlockGradientPayload(**PAYLOAD, block=3)
+    (received,) = connection("coordinator").receive_data(
+        flat(encode(message, np.empty(0, np.float32)))
+    )
+    assert received.body is not None
+    assert received.body.nbytes == 0
+
+
+@pytest.mark.parametrize("phase", [Phase.GREETING, Phase.PROVING])
+@each_role
+def test_strangers_may_send_neither_bodies_nor_large_headers(role, phase):
+    reader = connection(role, phase)
+    with pytest.raises(FrameError, match="a body of <= 0 bytes, got 1"):
+        reader.receive_data(frames.encode_head(1, b"\x80", b"x")[: frames.PREFIX_BYTES])
+    reader = connection(role, phase)
+    size = limits.UNAUTHENTICATED_HEADER_BYTES + 1
+    with pytest.raises(FrameError, match=f"a header of <= 256 bytes, got {size}"):
+        reader.receive_data(frames.encode_head(1, bytes(size), None)[: frames.PREFIX_BYTES])
+
+
+# Bodies are not copied.
+
+
+def test_a_body_is_read_into_the_very_array_that_is_handed_over():
+    message = payload()
+    head, raw = encode(message, np.arange(8, dtype="<f4")).buffers
+    reader = connection("coordinator")
+    assert reader.receive_data(head) == []
+    place = np.frombuffer(reader.get_buffer(), np.uint8)
+    assert place.nbytes == 32
+    place[:] = np.frombuffer(raw, np.uint8)
+    (received,) = reader.buffer_updated(32)
+    assert received.body is not None
+    assert np.shares_memory(received.body, place)
+    assert received.body.view("<f4").tolist() == list(range(8))
+    # What comes next is read elsewhere: the receiver owns what it was given.
+    assert not np.shares_memory(np.frombuffer(reader.get_buffer(), np.uint8), place)
+
+
+def test_a_body_is_sent_from_the_very_array_that_was_given():
+    values = np.arange(8, dtype="<f4")
+    encoded = encode(payload(), values)
+    assert np.shares_memory(np.frombuffer(encoded.buffers[1], np.uint8), values)
+    assert encoded.nbytes == len(flat(encoded))
+    sent = connection("worker").send(encoded)
+    assert sent is encoded

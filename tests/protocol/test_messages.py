@@ -1,0 +1,180 @@
+"""Messages: decode(encode(m)) = m bit for bit, and a typed error for everything else."""
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from protocol import messages
+from protocol.errors import MessageError
+from protocol.messages import MESSAGES, decode_message
+from tests.message_samples import EXAMPLES, STRATEGIES
+
+KINDS = sorted(MESSAGES.values(), key=lambda kind: kind.tag)
+each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+each_field = pytest.mark.parametrize(
+    ("kind", "field"),
+    [(kind, field) for kind in KINDS for field in kind.model_fields],
+    ids=lambda part: part if isinstance(part, str) else part.__name__,
+)
+
+
+def fields_of(kind):
+    return msgpack.unpackb(EXAMPLES[kind].to_header())
+
+
+def refused(kind, fields):
+    with pytest.raises(MessageError) as caught:
+        decode_message(kind.tag, msgpack.packb(fields))
+    text = str(caught.value)
+    assert kind.__name__ in text
+    assert "\n" not in text
+    return text
+
+
+def test_tags_are_what_they_were():
+    """A tag is never given to another message: older peers would misread it."""
+    assert [(kind.tag, kind.__name__) for kind in KINDS] == list(
+        enumerate(
+            "Hello Challenge Proof Welcome StartRun Ready Unready StateRequest StateChunk StepPlan "
+            "BlockGradientPayload NonBlockGradientPayload AveragedBlockGradient "
+            "AveragedNonBlockGradient NodeLoss Commit StepApplied Assign Cancel EvalPlan "
+            "EvalResult Heartbeat Halt Continue Drain EndRun Goodbye".split(),
+            start=1,
+        )
+    )
+    assert set(STRATEGIES) == set(EXAMPLES) == set(KINDS)
+
+
+@given(st.sampled_from(KINDS).flatmap(lambda kind: STRATEGIES[kind]))
+def test_decoding_gives_back_what_was_encoded(message):
+    """NaN is unequal to itself, so the bits of the header are compared, not the values."""
+    header = message.to_header()
+    again = decode_message(message.tag, header)
+    assert type(again) is type(message)
+    assert again.to_header() == header
+
+
+@pytest.mark.parametrize("bits", [0x7FF8000000000001, 0xFFF8DEADBEEF0001, 0x7FF0000000000000])
+def test_the_bits_of_a_nan_are_kept(bits):
+    loss = bits.to_bytes(8, "big")
+    header = EXAMPLES[messages.NodeLoss].to_header()
+    plain = msgpack.packb(2.5)
+    assert header.count(plain) == 1
+    broken = header.replace(plain, b"\xcb" + loss)
+    assert decode_message(messages.NodeLoss.tag, broken).to_header() == broken
+
+
+@pytest.mark.parametrize("tag", [0, 28, 100, 255])
+def test_an_unknown_tag(tag):
+    with pytest.raises(MessageError, match=f"expected a known message, got tag {tag}"):
+        decode_message(tag, b"\x80")
+
+
+@each_kind
+def test_a_field_that_is_not_ours(kind):
+    assert "colour" in refused(kind, {**fields_of(kind), "colour": 3})
+
+
+@each_field
+def test_a_field_that_is_missing(kind, field):
+    fields = fields_of(kind)
+    del fields[field]
+    assert field in refused(kind, fields)
+
+
+@each_field
+def test_a_field_of_another_type(kind, field):
+    assert field in refused(kind, {**fields_of(kind), field: [[{}]]})
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        (messages.StepPlan, "step", "7"),
+        (messages.StepPlan, "step", 7.0),
+        (messages.StepPlan, "step", True),
+        (messages.StepPlan, "nodes", [["0", 4]]),
+        (messages.Hello, "name", b"bytes"),
+        (messages.Proof, "proof", "text"),
+        (messages.Goodbye, "retry", 1),
+        (messages.Goodbye, "retry", "yes"),
+        (messages.NodeLoss, "weight", "1.5"),
+    ],
+)
+def test_what_is_merely_like_the_type_is_not_taken(kind, field, value):
+    assert field in refused(kind, {**fields_of(kind), field: value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        (messages.StepPlan, "epoch", -1),
+        (messages.StepPlan, "step", 2**63),
+        (messages.StepPlan, "microbatches", 0),
+        (messages.StepPlan, "microbatches", 4097),
+        (messages.StepPlan, "nodes", [[0, 1]] * 65),
+        (messages.StepPlan, "nodes", [[0, 1, 2]]),
+        (messages.Hello, "instance", "0" * 31),
+        (messages.Hello, "instance", "G" * 32),
+        (messages.Hello, "name", "x" * 65),
+        (messages.Challenge, "nonce", bytes(31)),
+        (messages.Proof, "proof", bytes(65)),
+        (messages.StateChunk, "kind", "gradients"),
+        (messages.BlockGradientPayload, "weight", float("nan")),
+        (messages.BlockGradientPayload, "weight", -1.0),
+        (messages.NodeLoss, "elapsed_ms", float("inf")),
+        (messages.StepApplied, "state_digest", "0" * 63),
+        (messages.EvalResult, "sums", {str(n): 0.0 for n in range(25)}),
+        (messages.Goodbye, "exit_code", 126),
+        (messages.Halt, "reason", "x" * 401),
+    ],
+)
+def test_a_value_out_of_range(kind, field, value):
+    assert field in refused(kind, {**fields_of(kind), field: value})
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "epsilon", "root_correction"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.1, 1e300])
+def test_a_scalar_of_the_update_that_is_no_finite_float32(name, value):
+    fields = fields_of(messages.Commit)
+    assert name in refused(messages.Commit, {**fields, "scalars": {**fields["scalars"], name: value}})
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"\x81",
+        b"\x80\x80",
+        b"\x90",
+        b"\xc0",
+        b"\xc1",
+        b"\x81\x01\x02",
+        b"\x81\xa1\xff\x01",
+        b"\xdf\xff\xff\xff\xff",
+        b"\x91" * 1000,
+        b"\xd6\xff\x00\x00\x00\x00",
+        b"\xc7\x03\xff\x00\x00\x00",
+    ],
+)
+def test_bytes_that_are_no_map(header):
+    with pytest.raises(MessageError):
+        decode_message(messages.Heartbeat.tag, header)
+
+
+@given(st.sampled_from(KINDS), st.binary(max_size=100))
+def test_random_bytes_give_a_message_or_its_error(kind, header):
+    try:
+        message = decode_message(kind.tag, header)
+    except MessageError:
+        return
+    assert type(message) is kind
+
+
+def test_messages_cannot_be_changed():
+    with pytest.raises(ValidationError):
+        EXAMPLES[messages.Heartbeat].epoch = 3  # type: ignore[attr-defined]
+    with pytest.raises(ValidationError):
+        EXAMPLES[messages.StepPlan].step = 3  # type: ignore[attr-defined]

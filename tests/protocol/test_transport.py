@@ -1,0 +1,430 @@
+"""Channels over real loopback sockets: order, urgency, slow readers, and how connections end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator, Callable
+
+import numpy as np
+import pytest
+
+from protocol import frames, limits, messages
+from protocol.connection import Body, Connection, Phase, Received, encode
+from protocol.errors import (
+    FrameError,
+    LocalProtocolError,
+    OutOfPlace,
+    ProtocolError,
+    VersionMismatch,
+)
+from protocol.messages import Cancel, Goodbye, Halt, Heartbeat, Message
+from protocol.transport import Channel
+from tests.event_loop import on_uvloop
+from tests.message_samples import BLOCKS, EXAMPLES, PAYLOAD, flat, frame
+
+MIB = limits.MIB
+LARGE = messages.BlockGradientPayload(**PAYLOAD, block=2)
+VALUES = np.arange(limits.CHUNK_ELEMENTS, dtype="<f4")
+
+
+class Recorder:
+    """An owner that writes down what it hears."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.bodies: list[Body | None] = []
+        self.lost: list[tuple[str, ProtocolError | None]] = []
+        self.refuse = ""
+        self._changed = asyncio.Condition()
+
+    def on_message(self, channel: Channel, received: Received) -> None:
+        del channel
+        if self.refuse:
+            raise OutOfPlace(self.refuse)
+        self.messages.append(received.message)
+        self.bodies.append(received.body)
+        self._wake()
+
+    def on_lost(self, channel: Channel, reason: str, error: ProtocolError | None) -> None:
+        del channel
+        self.lost.append((reason, error))
+        self._wake()
+
+    def _wake(self) -> None:
+        async def wake() -> None:
+            async with self._changed:
+                self._changed.notify_all()
+
+        self._task = asyncio.get_running_loop().create_task(wake())
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(20), self._changed:
+            await self._changed.wait_for(condition)
+
+    async def until_lost(self) -> tuple[str, ProtocolError | None]:
+        await self.until(lambda: self.lost)
+        (lost,) = self.lost
+        return lost
+
+
+class Served:
+    """A listening coordinator side; every connection is open for members' messages."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.owner = Recorder()
+        self.channels: list[Channel] = []
+
+
+def open_channel(role: str, owner: Recorder) -> Channel:
+    connection = Connection(role)  # type: ignore[arg-type]
+    connection.phase, connection.blocks = Phase.OPEN, BLOCKS
+    return Channel(connection, owner, time.monotonic)
+
+
+@contextlib.asynccontextmanager
+async def serving() -> AsyncIterator[Served]:
+    loop = asyncio.get_running_loop()
+    served = Served(0)
+
+    def accept() -> Channel:
+        served.channels.append(open_channel("coordinator", served.owner))
+        return served.channels[-1]
+
+    server = await loop.create_server(accept, "127.0.0.1", 0)
+    served.port = server.sockets[0].getsockname()[1]
+    async with server:
+        yield served
+
+
+async def connected(port: int) -> tuple[Channel, Recorder]:
+    owner = Recorder()
+    _, channel = await asyncio.get_running_loop().create_connection(
+        lambda: open_channel("worker", owner), "127.0.0.1", port
+    )
+    return channel, owner
+
+
+async def raw(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", port)
+
+
+async def said(reader: asyncio.StreamReader) -> list[Message]:
+    """Everything the coordinator's side said until it closed."""
+    async with asyncio.timeout(20):
+        data = await reader.read()
+    peer = Connection("worker")
+    peer.phase, peer.blocks = Phase.OPEN, BLOCKS
+    return [received.message for received in peer.receive_data(data)]
+
+
+def paused(channel: Channel) -> asyncio.Transport:
+    """The peer stops reading."""
+    assert channel._transport is not None
+    channel._transport.pause_reading()
+    return channel._transport
+
+
+@on_uvloop
+async def test_urgent_messages_overtake_gradients_and_order_within_a_queue_holds():
+    async with serving() as served:
+        channel, _ = await connected(served.port)
+        channel.send(Heartbeat())
+        await served.owner.until(lambda: served.owner.messages)
+        reading = paused(served.channels[0])
+        for step in range(24):
+            channel.send(encode(LARGE.model_copy(update={"step": step}), VALUES))
+        channel.send(Heartbeat())
+        channel.send(Heartbeat())
+        channel.send(EXAMPLES[messages.NodeLoss])
+        reading.resume_reading()
+        await served.owner.until(lambda: len(served.owner.messages) == 28)
+        got = served.owner.messages[1:]
+        assert [m.step for m in got if isinstance(m, type(LARGE))] == list(range(24))
+        urgent = [at for at, message in enumerate(got) if isinstance(message, Heartbeat)]
+        assert urgent[1] == urgent[0] + 1
+        assert urgent[1] < 23
+        assert isinstance(got[-1], messages.NodeLoss)
+        channel.abort("done")
+        await served.owner.until_lost()
+
+
+@pytest.mark.parametrize("kind", [Halt, Cancel, Heartbeat], ids=lambda kind: kind.__name__)
+@on_uvloop
+async def test_what_is_urgent_from_a_coordinator(kind):
+    async with serving() as served:
+        channel, owner = await connected(served.port)
+        channel.send(Heartbeat())
+        await served.owner.until(lambda: served.owner.messages)
+        reading = paused(channel)
+        average = messages.AveragedBlockGradient(epoch=1, step=2, attempt=0, block=2, chunk=0)
+        for _ in range(16):
+            served.channels[0].send(encode(average, VALUES))
+        served.channels[0].send(EXAMPLES[kind])
+        reading.resume_reading()
+        await owner.until(lambda: len(owner.messages) == 17)
+        assert [type(message) for message in owner.messages].index(kind) < 16
+        channel.abort("done")
+        await served.owner.until_lost()
+
+
+@on_uvloop
+async def test_a_broadcast_is_one_buffer_for_all_and_stays_as_it_is():
+    async with serving() as served:
+        peers = [await connected(served.port) for _ in range(3)]
+        for channel, _ in peers:
+            channel.send(Heartbeat())
+        await served.owner.until(lambda: len(served.owner.messages) == 3)
+        values = VALUES.copy()
+        average = messages.AveragedBlockGradient(epoch=1, step=2, attempt=0, block=2, chunk=0)
+        encoded = encode(average, values)
+        assert np.shares_memory(np.frombuffer(encoded.buffers[1], np.uint8), values)
+        before = flat(encoded)
+        for channel in served.channels:
+            channel.send(encoded)
+            channel.send(encoded)
+        for _, owner in peers:
+            await owner.until(lambda owner=owner: len(owner.messages) == 2)
+            for body in owner.bodies:
+                assert body is not None
+                assert body.tobytes() == values.tobytes()
+        assert flat(encoded) == before
+        assert np.array_equal(values, VALUES)
+        for channel, _ in peers:
+            channel.abort("done")
+        await served.owner.until(lambda: len(served.owner.lost) == 3)
+
+
+@on_uvloop
+async def test_bytes_are_counted_on_both_sides():
+    async with serving() as served:
+        channel, _ = await connected(served.port)
+        channel.send(encode(LARGE, VALUES))
+        channel.send(Heartbeat())
+        await served.owner.until(lambda: len(served.owner.messages) == 2)
+        expected = len(flat(encode(LARGE, VALUES))) + len(frame(Heartbeat()))
+        assert channel.bytes_sent == served.channels[0].bytes_received == expected
+        channel.abort("done")
+        await served.owner.until_lost()
+
+
+@on_uvloop
+async def test_a_reader_that_is_too_slow_is_dropped(monkeypatch):
+    monkeypatch.setattr(limits, "SEND_QUEUE_BYTES", 8 * MIB)
+    monkeypatch.setattr(limits, "WRITE_HIGH_WATER_BYTES", MIB)
+    async with serving() as served:
+        channel, owner = await connected(served.port)
+        channel.send(Heartbeat())
+        await served.owner.until(lambda: served.owner.messages)
+        paused(channel)
+        average = messages.AveragedBlockGradient(epoch=1, step=2, attempt=0, block=2, chunk=0)
+        encoded, slow = encode(average, VALUES), served.channels[0]
+        for _ in range(64):
+            slow.send(encoded)
+        assert slow.closed
+        reason, error = await served.owner.until_lost()
+        assert reason.startswith("too slow")
+        assert error is None
+        assert not owner.messages
+        channel.abort("done")
+
+
+@on_uvloop
+async def test_goodbye_reaches_the_peer_and_says_why():
+    async with serving() as served:
+        channel, owner = await connected(served.port)
+        channel.send(Heartbeat())
+        await served.owner.until(lambda: served.owner.messages)
+        served.channels[0].goodbye("the house is closing", retry=True, exit_code=3)
+        served.channels[0].send(Heartbeat())
+        served.channels[0].goodbye("again", retry=False)
+        await owner.until_lost()
+        assert owner.messages == [Goodbye(reason="the house is closing", retry=True, exit_code=3)]
+        await served.owner.until_lost()
+
+
+@on_uvloop
+async def test_goodbye_drops_the_gradients_that_wait_and_still_arrives(monkeypatch):
+    monkeypatch.setattr(limits, "WRITE_HIGH_WATER_BYTES", MIB)
+    async with serving() as served:
+        channel, owner = await connected(served.port)
+        channel.send(Heartbeat())
+        await served.owner.until(lambda: served.owner.messages)
+        reading = paused(channel)
+        average = messages.AveragedBlockGradient(epoch=1, step=2, attempt=0, block=2, chunk=0)
+        for _ in range(32):
+            served.channels[0].send(encode(average, VALUES))
+        served.channels[0].goodbye("enough", retry=False)
+        reading.resume_reading()
+        await owner.until_lost()
+        assert isinstance(owner.messages[-1], Goodbye)
+        assert len(owner.messages) < 33
+        await served.owner.until_lost()
+
+
+@on_uvloop
+async def test_a_long_reason_is_cut_and_still_arrives():
+    """Counted in bytes it is longer than in characters."""
+    for reason in ("x" * 5000, "\N{SNOWMAN}" * 5000, "\N{GRINNING FACE}" * 5000):
+        async with serving() as served:
+            channel, owner = await connected(served.port)
+            channel.send(Heartbeat())
+            await served.owner.until(lambda served=served: served.owner.messages)
+            served.channels[0].goodbye(reason, retry=False)
+            await owner.until_lost()
+            (goodbye,) = owner.messages
+            assert isinstance(goodbye, Goodbye)
+            assert reason.startswith(goodbye.reason)
+            assert len(goodbye.reason) >= 200
+
+
+# How connections end.
+
+
+def reset(writer: asyncio.StreamWriter) -> None:
+    """Close as a killed process's kernel may: with RST."""
+    endpoint = writer.get_extra_info("socket")
+    endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
+@pytest.mark.parametrize(
+    ("sent", "close", "reason"),
+    [
+        (b"", asyncio.StreamWriter.close, "closed"),
+        (frame(Heartbeat()), asyncio.StreamWriter.close, "closed"),
+        (frame(Heartbeat())[:7], asyncio.StreamWriter.close, "rest of a frame"),
+        (frame(EXAMPLES[LARGE.__class__])[:-1], asyncio.StreamWriter.close, "rest of a frame"),
+        (b"", reset, "reset|closed"),
+    ],
+)
+@on_uvloop
+async def test_a_peer_that_vanishes_is_reported_once(sent, close, reason):
+    async with serving() as served:
+        reader, writer = await raw(served.port)
+        writer.write(frame(Heartbeat()) + sent)
+        await writer.drain()
+        await served.owner.until(lambda: served.owner.messages)
+        close(writer)
+        found, error = await served.owner.until_lost()
+        assert any(each in found for each in reason.split("|"))
+        assert isinstance(error, FrameError) == ("frame" in reason)
+        assert served.channels[0].closed
+        served.channels[0].send(Heartbeat())
+        served.channels[0].abort("late")
+        del reader
+        # Nothing more is to come: the loop has gone round with all that was in it.
+        await asyncio.sleep(0)
+        assert len(served.owner.lost) == 1
+
+
+@pytest.mark.parametrize(
+    ("broken", "kind", "text"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", FrameError, "starts? with b'GE'"),
+        (b"ss\x63" + bytes(15), VersionMismatch, "upgrade this side"),
+        (frame(Heartbeat())[:-1] + b"\x90", ProtocolError, "Heartbeat"),
+        (frame(EXAMPLES[messages.StepPlan]), OutOfPlace, "not expected"),
+        (frame(EXAMPLES[messages.StepApplied])[:-1] + b"x", ProtocolError, "StepApplied"),
+    ],
+)
+@on_uvloop
+async def test_who_breaks_the_protocol_is_told_why(broken, kind, text):
+    async with serving() as served:
+        reader, writer = await raw(served.port)
+        writer.write(frame(Heartbeat()) + broken + frame(Heartbeat()))
+        (goodbye,) = await said(reader)
+        assert isinstance(goodbye, Goodbye)
+        assert not goodbye.retry
+        found, error = await served.owner.until_lost()
+        assert isinstance(error, kind)
+        assert goodbye.reason == found == str(error)
+        assert goodbye.exit_code == error.exit_code
+        assert pytest.raises(AssertionError, match=text) if False else True
+        import re
+
+        assert re.search(text, found)
+        writer.close()
+
+
+@on_uvloop
+async def test_a_protocol_error_of_the_owner_ends_the_connection():
+    async with serving() as served:
+        served.owner.refuse = "expected step 3, got 5"
+        reader, writer = await raw(served.port)
+        writer.write(frame(Heartbeat()) * 2)
+        (goodbye,) = await said(reader)
+        assert isinstance(goodbye, Goodbye)
+        assert goodbye.reason == "expected step 3, got 5"
+        _, error = await served.owner.until_lost()
+        assert isinstance(error, OutOfPlace)
+        writer.close()
+
+
+@on_uvloop
+async def test_a_refusal_that_quotes_the_peer_is_cut_to_what_may_be_sent():
+    """The name of an unknown field is the peer's own text, in characters of three bytes."""
+    header = b"\x81\xda\x03\xf9" + ("\N{SNOWMAN}" * 339).encode() + b"\x00"
+    assert len(header) <= limits.HEADER_BYTES
+    async with serving() as served:
+        reader, writer = await raw(served.port)
+        writer.write(frames.encode_head(Heartbeat.tag, header, None))
+        (goodbye,) = await said(reader)
+        assert isinstance(goodbye, Goodbye)
+        assert "Heartbeat" in goodbye.reason
+        await served.owner.until_lost()
+        writer.close()
+
+
+@on_uvloop
+async def test_our_own_mistake_is_raised_where_it_is_made():
+    async with serving() as served:
+        channel, _ = await connected(served.port)
+        with pytest.raises(LocalProtocolError):
+            channel.send(EXAMPLES[messages.Welcome])
+        with pytest.raises(LocalProtocolError):
+            channel.send(LARGE)
+        assert not channel.closed
+        channel.send(Heartbeat())
+        await served.owner.until(lambda: served.owner.messages)
+        channel.abort("done")
+        await served.owner.until_lost()
+
+
+@on_uvloop
+async def test_a_channel_that_is_aborted_before_it_is_connected_closes_at_once():
+    owner = Recorder()
+    loop = asyncio.get_running_loop()
+
+    def refused() -> Channel:
+        channel = open_channel("coordinator", owner)
+        channel.abort("too many")
+        return channel
+
+    server = await loop.create_server(refused, "127.0.0.1", 0)
+    async with server, asyncio.timeout(5):
+        reader, writer = await raw(server.sockets[0].getsockname()[1])
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        assert (await owner.until_lost())[0] == "too many"
+        writer.close()
+
+
+@on_uvloop
+async def test_small_messages_do_not_wait_and_dead_links_are_noticed():
+    async with serving() as served:
+        channel, _ = await connected(served.port)
+        channel.send(Heartbeat())
+        await served.owner.until(lambda: served.owner.messages)
+        for end in (channel, served.channels[0]):
+            assert end._transport is not None
+            endpoint = end._transport.get_extra_info("socket")
+            assert endpoint.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert endpoint.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert end.peer.startswith("127.0.0.1:")
+        channel.abort("done")
+        await served.owner.until_lost()

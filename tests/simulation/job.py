@@ -1,0 +1,203 @@
+"""The job that simulated clusters train: scripted gradients, and what the undisturbed run makes.
+
+The reference is deliberately naive: a recursive sum over all microbatches, one after the other,
+with no worker, message or round in it. Gradients depend on the parameters, so that one computed
+with wrong weights shows; weights and losses are no whole numbers, so that the order of sums shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from coordinator.reduction import Array
+from protocol.digest import weights_digest
+from protocol.manifest import Block, Manifest, Metric, TensorSpec
+from protocol.replica import Replica
+from protocol.run_spec import BatchSpec, OptimizerSpec, RunSpec
+from protocol.samples import SampleOrder
+from protocol.update import (
+    StepScalars,
+    average_in_place,
+    global_norm,
+    square_sum,
+    step_scalars,
+)
+
+STEPS = 5
+PARTS = 5
+MOST_MICROBATCHES = 13
+COVERAGE = 3
+"""Number of the block whose gradient is 1 at the place of its microbatch: it counts them."""
+
+_BLOCKS = (
+    ("embedding", "non_block", (5,)),
+    ("layer.0", "block", (2, 4)),
+    ("layer.1", "block", (3,)),
+    ("coverage", "block", (MOST_MICROBATCHES,)),
+)
+_BATCHES = ((1, 13, 30), (1, 8, 40), (2, 11, 25), (1, 5, 12), (1, 2, 9), (3, 3, 7), (1, 12, 12))
+"""Samples per microbatch, per step, and in all: the last step of an epoch may be smaller."""
+_OPTIMIZERS = (
+    OptimizerSpec(name="adamw", lr=0.01, weight_decay=0.1, clip_norm=0.5, schedule="linear"),
+    OptimizerSpec(name="momentum", lr=0.05),
+)
+VARIANTS = len(_BATCHES) * len(_OPTIMIZERS)
+
+
+@dataclass(frozen=True)
+class Task:
+    """As much of a built task as a session looks at."""
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The undisturbed run after a step."""
+
+    replica: Replica
+    state_digest: str
+    loss: float
+    averages_digest: str
+    scalars: StepScalars | None
+
+
+class Job:
+    """One of a few run specs with its scripted numbers; `variant` below `VARIANTS`."""
+
+    def __init__(self, variant: int) -> None:
+        microbatch, samples, train_samples = _BATCHES[variant % len(_BATCHES)]
+        optimizer = _OPTIMIZERS[variant // len(_BATCHES)]
+        self.spec = RunSpec(
+            task="scripted",
+            steps=STEPS,
+            batch=BatchSpec(samples=samples, microbatch=microbatch),
+            optimizer=optimizer,
+            evaluate_every=2,
+        )
+        self.blocks = tuple(
+            Block.model_validate(
+                {"name": name, "kind": kind, "tensors": (TensorSpec(name=name, shape=shape),)}
+            )
+            for name, kind, shape in _BLOCKS
+        )
+        ratio = Metric(name="ratio", numerator={"hits": 1.0}, denominator={"all": 1.0})
+        self.manifest = Manifest(
+            blocks=self.blocks,
+            train_samples=train_samples,
+            evaluation_parts=PARTS,
+            metrics=(ratio,),
+        )
+        self.order = SampleOrder(self.spec.seed, train_samples, self.spec.batch)
+        self._taken: dict[tuple[bool, ...], Taken] = {}
+
+    def initial(self, flavour: int = 0) -> list[Array]:
+        """Parameters at step 0; another flavour has others."""
+        return [
+            _noise(flavour, 0, 0, index, block.elements).copy()
+            for index, block in enumerate(self.blocks)
+        ]
+
+    def gradient(self, parameters: list[Array], step: int, microbatch: int, block: int) -> Array:
+        """The gradient sum of one block over one microbatch."""
+        if block == COVERAGE:
+            values = np.zeros(MOST_MICROBATCHES, np.float32)
+            values[microbatch] = 1
+            return values
+        noise = _noise(1000 + step, microbatch, 0, block, self.blocks[block].elements)
+        return noise + parameters[block] * np.float32(0.125)
+
+    def weight(self, step: int, microbatch: int) -> float:
+        """Zero for some: a microbatch without tokens."""
+        return (step * 7 + microbatch * 5) % 6 / 3 if step + microbatch else 0.1
+
+    def loss(self, parameters: list[Array], step: int, microbatch: int) -> float:
+        """The loss sum of one microbatch."""
+        return float(parameters[0][0]) + (step * 3 + microbatch) / 7
+
+    def sums(self, parameters: list[Array], part: int) -> dict[str, float]:
+        """Evaluation sums of one held-out part."""
+        return {"hits": float(parameters[1][part]) / 3, "all": part + 1.0}
+
+    def figure(self, replica: Replica) -> float:
+        """What the evaluation of these weights gives."""
+        hits, everything = 0.0, 0.0
+        for part in range(PARTS):
+            sums = self.sums(replica.parameters, part)
+            hits += sums["hits"]
+            everything += sums["all"]
+        return hits / everything
+
+    def total_weight(self, step: int) -> float:
+        """The weight of a whole step, along the tree."""
+        return _along_tree(self.order.microbatch_count(step), lambda m: self.weight(step, m))
+
+    def undisturbed(self, skips: tuple[bool, ...], flavour: int = 0) -> Taken:
+        """The run without workers, after as many steps as there are skips; True skips a step."""
+        key = (*skips, bool(flavour))
+        if key not in self._taken:
+            self._taken[key] = self._take(skips, flavour)
+        return self._taken[key]
+
+    def _take(self, skips: tuple[bool, ...], flavour: int) -> Taken:
+        if not skips:
+            replica = Replica(self.blocks, self.spec.optimizer)
+            replica.load_parameters(self.initial(flavour))
+            return Taken(replica, replica.state_digest(), 0.0, "", None)
+        replica = self.undisturbed(skips[:-1], flavour).replica.copy()
+        if skips[-1]:
+            replica.skip()
+            return Taken(replica, replica.state_digest(), float("nan"), "0" * 64, None)
+        step, count = replica.step, self.order.microbatch_count(replica.step)
+        parameters, total = replica.parameters, self.total_weight(replica.step)
+        averages = []
+        for block in range(len(self.blocks)):
+            average = _along_tree(
+                count, lambda m, b=block: self.gradient(parameters, step, m, b)
+            )
+            average_in_place(average, total)
+            averages.append(average)
+        loss = _along_tree(count, lambda m: self.loss(parameters, step, m))
+        norm = global_norm([square_sum(average) for average in averages])
+        scalars = step_scalars(
+            self.spec.optimizer, replica.optimizer_step + 1, step, self.spec.steps, norm
+        )
+        digest = weights_digest({
+            tensor.name: average[part].reshape(tensor.shape)
+            for block, average in zip(self.blocks, averages, strict=True)
+            for tensor, part in block.slices()
+        })  # fmt: skip
+        replica.apply(averages, scalars)
+        mean = loss / total if total else 0.0
+        return Taken(replica, replica.state_digest(), mean, digest, scalars)
+
+
+@cache
+def job_of(variant: int) -> Job:
+    """The same object each time: the undisturbed run is computed once for many seeds."""
+    return Job(variant)
+
+
+@cache
+def _noise(a: int, b: int, c: int, d: int, elements: int) -> Array:
+    values = np.random.default_rng((a, b, c, d)).standard_normal(elements)
+    return values.astype(np.float32)
+
+
+def _along_tree(count: int, leaf: Callable[[int], Any]) -> Any:
+    """The recursive definition, and nothing else."""
+
+    def total(lo: int, hi: int) -> Any:
+        if hi - lo == 1:
+            return leaf(lo)
+        split = 1
+        while split * 2 < hi - lo:
+            split *= 2
+        return total(lo, lo + split) + total(lo + split, hi)
+
+    return total(0, count)
