@@ -23,7 +23,7 @@ _FIRST_WAITING_S: Final = 5.0
 
 _TOLD: Final = {
     "worker_connected": "worker {worker} connected, backend {backend}; {workers} connected",
-    "worker_ready": "worker {worker} ready on {device}",
+    "worker_ready": "worker {worker} ready on {device}, backend {backend}",
     "worker_disconnected": "worker {worker} left: {reason}; {workers} connected",
     "worker_unready": "worker {worker} cannot take part: {reason}",
     "worker_joined": "worker {worker} joined after step {step}",
@@ -47,7 +47,9 @@ class ProgressConsole:
         self._waiting_step = -1
         self._live: Live | None = None
         if console.is_terminal:
-            self._live = Live(console=console, get_renderable=self._screen, refresh_per_second=4)
+            self._live = Live(
+                console=console, get_renderable=self._screen, refresh_per_second=4, transient=True
+            )
 
     def start(self) -> None:
         if self._live is not None:
@@ -102,7 +104,7 @@ class ProgressConsole:
             return Text("")
         document = status_document(self._service, time.monotonic())
         table = Table(box=None, caption_justify="left", title_justify="left")
-        table.title = _progress(execution, time.monotonic())
+        table.title = _progress(execution, time.monotonic(), shares=False)
         waiting = document.get("waiting_for") or ""
         table.caption = f"waiting for {waiting}" if waiting else ""
         for column in ("worker", "device", "state", "share", "ms/microbatch"):
@@ -119,19 +121,19 @@ class ProgressConsole:
         return table
 
 
-def _progress(execution: Execution, now_s: float) -> str:
+def _progress(execution: Execution, now_s: float, *, shares: bool = True) -> str:
     run = execution.run
     if execution.started_s is None:
         return f"{run.run_id}: {run.phase.value}"
     elapsed_s = max(now_s - execution.started_s, 1e-9)
     loss = f"{run.losses[-1]:.6g}" if run.losses else "-"
     rate = run.step * run.spec.batch.samples / elapsed_s
+    line = f"step {run.step}/{run.spec.steps}  loss {loss}  {rate:.0f} samples/s"
     division = run.progress.division if run.progress is not None else None
-    shares = ", ".join(f"{name} {count}" for name, count in sorted((division or {}).items()))
-    return (
-        f"step {run.step}/{run.spec.steps}  loss {loss}  {rate:.0f} samples/s  "
-        f"microbatches: {shares}"
-    )
+    if not shares or not division:
+        return line
+    parts = ", ".join(f"{name} {count}" for name, count in sorted(division.items()))
+    return f"{line}  microbatches: {parts}"
 
 
 def print_outcome(execution: Execution, console: Console) -> None:

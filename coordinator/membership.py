@@ -12,6 +12,7 @@ from enum import Enum
 from statistics import median
 from typing import Final
 
+from coordinator.actions import Report
 from protocol.messages import Ready
 
 _MEASUREMENTS_KEPT: Final = 9
@@ -50,6 +51,11 @@ class Member:
         self.backend, self.device = message.backend, message.device
         self.state_digest = message.state_digest
         self.signature, self.signature_text = message.signature, message.signature_text
+
+    def ready_report(self) -> Report:
+        """That it is ready, and on what."""
+        fields = {"worker": self.name, "device": self.device, "backend": self.backend}
+        return Report("worker_ready", fields)
 
     def measured(self, ms_per_microbatch: float) -> None:
         """Take in a measured time."""

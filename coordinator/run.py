@@ -235,7 +235,7 @@ class Run:
             self.members.remove(member.name)
             return [Dismiss(member.name, refusal, ExitCode.MISMATCH)]
         member.now_ready(message)
-        actions.append(Report("worker_ready", {"worker": member.name, "device": message.device}))
+        actions.append(member.ready_report())
         if self.phase is not RunPhase.WAITING:
             member.state = MemberState.LOADING
             return [*actions, Seed(member.name)]

@@ -80,6 +80,7 @@ class SimulatedExecution:
         self._tail: list[tuple[Message, Any]] = []
         self._answered: dict[str, int] = {}
         self._view = 0
+        self._state_complete = False
 
     # Events.
 
@@ -121,6 +122,7 @@ class SimulatedExecution:
                 case Follow():
                     self._followers.add(action.worker)
                 case Seed():
+                    self._followers.discard(action.worker)
                     self._start_seed(action.worker)
                 case Adopt():
                     self._replica = Replica(action.manifest.blocks, self.run.spec.optimizer)
@@ -204,12 +206,15 @@ class SimulatedExecution:
         return [item for item in self._tail if _step_of(item[0]) >= step]
 
     def _state_chunk(self, message: StateChunk, body: Any) -> None:
-        if self._replica is None or message.run_id != self.run.run_id or self.run.step:
+        if message.run_id != self.run.run_id or self._state_complete:
+            return
+        if self._replica is None:
             raise OutOfPlace("StateChunk was not asked for")
         assert message.kind == "parameters"
         piece = self.job.blocks[message.block].chunk_slice(message.chunk)
         self._replica.parameters[message.block][piece] = body
         if message.last:
+            self._state_complete = True
             self.keeper.append(self._load)
 
     def _load(self) -> Completion:

@@ -276,6 +276,8 @@ class SimulatedWorker:
         if self.session is not None and self.session.name:
             self._do(self.session.drain())
         else:
+            if self.link is not None:
+                self.link.close_at_worker()
             self._die()
 
     def kill(self, rng: Random) -> None:
