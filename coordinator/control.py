@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from importlib import resources
 from typing import Any, Final, TypeVar
 
 from aiohttp import web
@@ -25,6 +26,10 @@ _LISTENER_EVENTS: Final = 256
 
 
 Model = TypeVar("Model", bound=BaseModel)
+
+_PAGE_POLICY: Final = (
+    "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+)
 
 
 class _Submission(BaseModel):
@@ -56,6 +61,7 @@ class ControlPort:
         """
         require_loopback(host, "--control")
         app = web.Application(client_max_size=limits.RUN_SPEC_BYTES, middlewares=[_errors_as_json])
+        app.router.add_get("/", self._dashboard)
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
         app.router.add_get("/status", self._status)
@@ -87,6 +93,15 @@ class ControlPort:
         for queue in list(self._readers):
             if not _offer(queue, line):
                 self._readers.discard(queue)
+
+    async def _dashboard(self, request: web.Request) -> web.Response:
+        del request
+        page = resources.files("coordinator").joinpath("dashboard.html").read_text("utf-8")
+        return web.Response(
+            text=page,
+            content_type="text/html",
+            headers={"Content-Security-Policy": _PAGE_POLICY},
+        )
 
     async def _healthz(self, request: web.Request) -> web.Response:
         del request

@@ -127,7 +127,7 @@ def _announce(options: Options, service: Service, control: ControlPort, console:
         write_json(options.address_file, {"data": data, "control": page})
     for line in (
         f"listening for workers: worker --coordinator {data}",
-        f"status: coordinator status --control {page}   (http://{page}/status)",
+        f"status: coordinator status --control {page}   (page: http://{page}/)",
     ):
         console.print(Text(line), soft_wrap=True)
 

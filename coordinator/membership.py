@@ -54,8 +54,10 @@ class Member:
 
     def ready_report(self) -> Report:
         """That it is ready, and on what."""
-        fields = {"worker": self.name, "device": self.device, "backend": self.backend}
-        return Report("worker_ready", fields)
+        return Report(
+            "worker_ready",
+            {"worker": self.name, "device": self.device, "backend": self.backend},
+        )
 
     def measured(self, ms_per_microbatch: float) -> None:
         """Take in a measured time."""
