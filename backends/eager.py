@@ -84,6 +84,7 @@ class EagerProgram:
         self._loss: Callable[[Any, Mapping[str, Any]], Any] = trainable.loss
         self._evaluate = trainable.evaluate
         self._seed = trainable.seed
+        self._bfloat16 = trainable.precision == "bfloat16"
         self._parameters = _trainable_parameters(self._module, self._blocks)
         self._order: BlockOrder | None = None
         self._abandoned = threading.Event()
@@ -192,7 +193,7 @@ class EagerProgram:
         self._module.train()
         numerics.seed_everything(seed)
         try:
-            loss = self._loss(self._module, self._on_device(batch))
+            loss = self._loss_of(self._on_device(batch))
             if loss.dim():
                 raise SamestepError(f"expected a loss that is one sum, got shape {loss.shape}")
             unused: frozenset[str] = frozenset()
@@ -226,8 +227,18 @@ class EagerProgram:
         self._abandoned = threading.Event()
         self._module.eval()
         numerics.seed_everything(self._seed)
-        with torch.no_grad():
+        with torch.no_grad(), self._computing():
             return evaluate(self._module, self._on_device(batch))
+
+    def _loss_of(self, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The loss's sum in float32; backward computes in the types that forward used."""
+        with self._computing():
+            loss: torch.Tensor = self._loss(self._module, arrays)
+        return loss.float() if loss.dtype == torch.bfloat16 else loss
+
+    def _computing(self) -> torch.autocast:
+        """bfloat16 where torch holds it safe, if asked for; reductions stay in float32."""
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._bfloat16)
 
     def _on_device(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The arrays as tensors with aligned storage of their own."""
@@ -239,7 +250,7 @@ class EagerProgram:
         before = {name: value.clone() for name, value in self._module.named_buffers()}
         self._module.train()
         numerics.seed_everything(self._seed)
-        loss = self._loss(self._module, arrays)
+        loss = self._loss_of(arrays)
         self._find_unused = bool(unused_parameters(loss, self._parameters))
         for name, value in self._module.named_buffers():
             if name not in before or not torch.equal(before[name], value):
@@ -257,9 +268,9 @@ class EagerProgram:
         samples = counts.pop() if len(counts) == 1 else 0
         if samples < 2:
             return
-        whole = float(self._loss(self._module, arrays))
+        whole = float(self._loss_of(arrays))
         parts = sum(
-            float(self._loss(self._module, {name: a[half] for name, a in arrays.items()}))
+            float(self._loss_of({name: a[half] for name, a in arrays.items()}))
             for half in (slice(0, samples // 2), slice(samples // 2, samples))
         )
         if abs(whole - parts) > _ADDS_UP_WITHIN * max(abs(whole), abs(parts)):

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.manifest import Block
+from protocol.run_spec import Precision
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +51,8 @@ class Trainable:
             over samples or tokens, a scalar tensor.
         evaluate: Takes the same; gives evaluation sums by name (counts are whole numbers).
         seed: The run's seed; `gradients` is given a seed of its own for each microbatch.
+        threads: CPU threads.
+        precision: What forward may compute in; parameters, gradients and sums are float32.
     """
 
     blocks: tuple[Block, ...]
@@ -58,6 +61,7 @@ class Trainable:
     evaluate: Callable[[Any, Mapping[str, Any]], Sums] | None = None
     seed: int = 0
     threads: int = 1
+    precision: Precision = "float32"
 
 
 @dataclass(frozen=True, slots=True)

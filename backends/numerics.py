@@ -37,6 +37,9 @@ def make_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
+    # Sums over bfloat16 products are float32, and attention's backward has one fixed order.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.enable_cudnn_sdp(False)  # type: ignore[no-untyped-call]
     torch.backends.cudnn.benchmark = False
 
 

@@ -74,7 +74,8 @@ class ScriptedProgram:
         expected = [len(pattern) for pattern in self._patterns]
         if sizes != expected:
             raise SamestepError(f"expected blocks of {expected} elements, got {sizes}")
-        self.parameters = [values.copy() for values in parameters]
+        for mine, given in zip(self.parameters, parameters, strict=True):
+            np.copyto(mine, given)
 
     def gradients(self, batch: Batch, seed: int) -> GradientStream:
         """Time runs from the first `next`; a slow receiver does not slow the device down."""

@@ -18,6 +18,7 @@ import uvloop
 from backends.interface import Batch, BlockGradient, Loss, Program, Trainable
 from backends.scripted import ScriptedBackend, ScriptedProgram
 from backends.stream import GradientStream
+from protocol.allocator import keep_freed_memory
 from protocol.authentication import LoopbackOnly
 from protocol.errors import ExitCode
 from protocol.run_spec import RunSpec
@@ -86,6 +87,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--quiet-ms", type=float, required=True)
     given = parser.parse_args()
+    keep_freed_memory()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(given.coordinator, given.name, given.quiet_ms, given.trace))
 

@@ -43,55 +43,59 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
+ExpectWorkers = Annotated[
+    int | None, typer.Option(min=1, help="Start a run once so many workers are ready.")
+]
+Bind = Annotated[
+    str, typer.Option(envvar="SAMESTEP_BIND", help="Address for workers; port 0: any free one.")
+]
+Out = Annotated[Path, typer.Option("--out", "-o", help="Where results go.")]
+RunFile = Annotated[
+    Path | None, typer.Option(metavar="RUN.yaml", help="Do this one run, then end.")
+]
+Task = Annotated[str | None, typer.Option(help="Do one run of this task; see also --set.")]
+Model = Annotated[
+    str | None, typer.Option(metavar="DIR|NAME", help="Short for --set model.source=...")
+]
+Data = Annotated[str | None, typer.Option(metavar="FILE", help="Short for --set data.train=...")]
+NumClasses = Annotated[int | None, typer.Option(min=2, help="Short for --set data.num_classes=...")]
+Steps = Annotated[int | None, typer.Option(min=1, help="Short for --set steps=...")]
+LocalWorkers = Annotated[
+    int, typer.Option(min=0, help="Also start so many workers on this machine.")
+]
+Backend = Annotated[str, typer.Option(help="Backend of the local workers.")]
+Gpus = Annotated[str, typer.Option(help="Devices of the local workers, such as 0,1.")]
+AddressFile = Annotated[
+    Path | None, typer.Option(help="Write the addresses in use to this file, as JSON.")
+]
+Trace = Annotated[Path | None, typer.Option(help="Write a Chrome trace of all steps to this file.")]
+LogJson = Annotated[bool, typer.Option("--log-json", help="Log as JSON lines on standard error.")]
+Version = Annotated[
+    bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+]
+
+
 @app.callback(invoke_without_command=True)
 def serve(
     context: typer.Context,
-    expect_workers: Annotated[
-        int | None, typer.Option(min=1, help="Start a run once so many workers are ready.")
-    ] = None,
-    bind: Annotated[
-        str, typer.Option(envvar="SAMESTEP_BIND", help="Address for workers; port 0: any free one.")
-    ] = DEFAULT_BIND,
-    control: Annotated[
-        str, typer.Option(envvar="SAMESTEP_CONTROL", help="Address of the control port.")
-    ] = DEFAULT_CONTROL,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="Where results go (runs/NAME with --run).")
-    ] = Path("runs"),
-    run: Annotated[
-        Path | None, typer.Option(metavar="RUN.yaml", help="Do this one run, then end.")
-    ] = None,
-    task: Annotated[
-        str | None, typer.Option(help="Do one run of this task; see also --set.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(metavar="DIR|NAME", help="Short for --set model.source=...")
-    ] = None,
-    data: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Short for --set data.train=...")
-    ] = None,
-    num_classes: Annotated[
-        int | None, typer.Option(min=2, help="Short for --set data.num_classes=...")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Short for --set steps=...")] = None,
+    expect_workers: ExpectWorkers = None,
+    bind: Bind = DEFAULT_BIND,
+    control: Control = DEFAULT_CONTROL,
+    out: Out = Path("runs"),
+    run: RunFile = None,
+    task: Task = None,
+    model: Model = None,
+    data: Data = None,
+    num_classes: NumClasses = None,
+    steps: Steps = None,
     overrides: Overrides = [],  # noqa: B006 -- typer copies it
-    local_workers: Annotated[
-        int, typer.Option(min=0, help="Also start so many workers on this machine.")
-    ] = 0,
-    backend: Annotated[str, typer.Option(help="Backend of the local workers.")] = "auto",
-    gpus: Annotated[str, typer.Option(help="Devices of the local workers, such as 0,1.")] = "",
-    address_file: Annotated[
-        Path | None, typer.Option(help="Write the addresses in use to this file, as JSON.")
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Write a Chrome trace of all steps to this file.")
-    ] = None,
-    log_json: Annotated[
-        bool, typer.Option("--log-json", help="Log as JSON lines on standard error.")
-    ] = False,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
-    ] = False,
+    local_workers: LocalWorkers = 0,
+    backend: Backend = "auto",
+    gpus: Gpus = "",
+    address_file: AddressFile = None,
+    trace: Trace = None,
+    log_json: LogJson = False,
+    version: Version = False,
 ) -> None:
     """Serve runs to workers, or do one run with --run."""
     del version

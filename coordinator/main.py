@@ -19,6 +19,7 @@ from coordinator.console import ProgressConsole, print_outcome
 from coordinator.control import ControlPort
 from coordinator.local_workers import LocalWorkers
 from coordinator.service import Service, Settings
+from protocol.allocator import keep_freed_memory
 from protocol.errors import ExitCode
 from protocol.run_spec import RunSpec
 
@@ -46,6 +47,7 @@ def main(options: Options) -> int:
     Raises:
         SamestepError: The process cannot start.
     """
+    keep_freed_memory()
     _set_up_logging(as_json=options.log_json)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(options))

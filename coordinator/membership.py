@@ -15,6 +15,8 @@ from typing import Final
 from coordinator.actions import Report
 from protocol.messages import Ready
 
+_IDLE_STEPS: Final = 16
+"""After so many steps without work a worker is given one microbatch: it may be quick again."""
 _MEASUREMENTS_KEPT: Final = 9
 """The speed is the median of so many: one slow node must not move work about."""
 
@@ -43,6 +45,8 @@ class Member:
     signature_text: str = ""
     microbatches: int = 0
     """Computed in this run."""
+    idle_steps: int = 0
+    """Steps in a row in which it was given nothing."""
     _measured_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASUREMENTS_KEPT))
 
     def now_ready(self, message: Ready) -> None:
@@ -62,6 +66,17 @@ class Member:
     def measured(self, ms_per_microbatch: float) -> None:
         """Take in a measured time."""
         self._measured_ms.append(ms_per_microbatch)
+
+    def planned(self, microbatches: int) -> None:
+        """Note its part of a step; what was measured before a long idle time counts no more."""
+        self.idle_steps = 0 if microbatches else self.idle_steps + 1
+        if self.overdue:
+            self._measured_ms.clear()
+
+    @property
+    def overdue(self) -> bool:
+        """Whether it has had nothing for so long that its speed is to be measured again."""
+        return self.idle_steps >= _IDLE_STEPS
 
     @property
     def ms_per_microbatch(self) -> float | None:

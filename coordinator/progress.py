@@ -80,8 +80,21 @@ class Progress:
         if not speeds:
             return []
         self.mixed = self.mixed or len(self._members.signatures) > 1
-        self.division = divide(microbatches, speeds, self.division)
+        self.division = self._divide(microbatches, speeds)
         return [self._plan(name, nodes) for name, nodes in nodes_for(self.division).items()]
+
+    def _divide(self, microbatches: int, speeds: dict[str, float | None]) -> Shares:
+        """By speed; a worker that has long had nothing gets one microbatch, to be measured."""
+        active = [member for member in self._members if member.name in speeds]
+        overdue = [member.name for member in active if member.overdue]
+        if len(overdue) >= min(len(active), microbatches):
+            overdue = []
+        rest = {name: ms for name, ms in speeds.items() if name not in overdue}
+        division = divide(microbatches - len(overdue), rest, self.division)
+        division |= dict.fromkeys(overdue, 1)
+        for member in active:
+            member.planned(division[member.name])
+        return division
 
     def take_up(self) -> list[Action]:
         """Give what is nobody's to the active workers, within the step."""

@@ -71,8 +71,8 @@ class ReplicaKeeper:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _digests(self) -> Applied:
-        replica = self._replica
-        return Applied(replica.step, replica.state_digest(), replica.weights_digest())
+        digests = self._replica.digests()
+        return Applied(self._replica.step, digests.state, digests.weights)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -7,10 +7,10 @@ since everything is summed along the tree; a payload that was there already chan
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+from blake3 import blake3
 
 from coordinator.reduction import Array, TreeSum, add_arrays, add_floats, is_finite
 from protocol.digest import weights_digest
@@ -18,7 +18,7 @@ from protocol.errors import OutOfPlace
 from protocol.manifest import Block
 from protocol.messages import GradientPayload, NodeLoss
 from protocol.tree import Node, cover, is_node, root
-from protocol.update import average_in_place, global_norm, square_sum
+from protocol.update import average, global_norm, square_sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Round:
     """Collects one attempt at a step.
 
     Attributes:
-        averages: One flat array per block; complete where `block_done` says so.
+        averages: One flat array per block; complete in the end.
         shares: Nodes by worker, for workers that have not left.
     """
 
@@ -88,7 +88,8 @@ class Round:
             for block in blocks
         ]
         self._open_chunks = [block.chunks for block in blocks]
-        self._square_sums: list[float | None] = [None] * len(blocks)
+        self._square_sums: dict[int, float] = {}
+        self._digests: dict[int, str] = {}
         self._weights: TreeSum[float] = TreeSum(microbatches, add_floats)
         self._losses: TreeSum[float] = TreeSum(microbatches, add_floats)
 
@@ -105,6 +106,7 @@ class Round:
             OutOfPlace: No such node, or not this worker's.
         """
         self._check_place(worker, message.node)
+        self._summarise()
         chunk = self._chunks[message.block][message.chunk]
         if chunk.done or chunk.sums.covers(message.node):
             return []
@@ -151,26 +153,16 @@ class Round:
     @property
     def gradient_norm(self) -> float:
         """Euclidean norm of all averages; the round is complete."""
-        sums = [each for each in self._square_sums if each is not None]
-        assert len(sums) == len(self._blocks)
-        return global_norm(sums)
+        assert self.complete
+        self._summarise()
+        return global_norm(self._square_sums[block] for block in range(len(self._blocks)))
 
     def averages_digest(self) -> str:
-        """Digest of the averaged gradients by tensor name; the round is complete."""
-        return weights_digest(
-            {
-                tensor.name: average[part].reshape(tensor.shape)
-                for block, average in zip(self._blocks, self.averages, strict=True)
-                for tensor, part in block.slices()
-            }
-        )
-
-    def averaged_so_far(self) -> Iterator[Averaged]:
-        """Every chunk that is complete: what a joiner has missed of this step."""
-        for index, block in enumerate(self._blocks):
-            for number, chunk in enumerate(self._chunks[index]):
-                if chunk.done:
-                    yield Averaged(index, number, self.averages[index][block.chunk_slice(number)])
+        """BLAKE3 over the hex digests of the blocks, in block order; the round is complete."""
+        assert self.complete
+        self._summarise()
+        digests = (self._digests[block] for block in range(len(self._blocks)))
+        return blake3("".join(digests).encode()).hexdigest()
 
     def unfinished(self, worker: str) -> tuple[Node, ...]:
         """The worker's microbatches of which anything is missing, as nodes."""
@@ -204,6 +196,21 @@ class Round:
                     missing.update(chunk.sums.missing(node))
         return missing
 
+    def _summarise(self) -> None:
+        """Norm and digest of the blocks that are complete.
+
+        Left to the next event, so that a block goes out to all before it is summarised.
+        """
+        for number, block in enumerate(self._blocks):
+            if self._open_chunks[number] or number in self._digests:
+                continue
+            average = self.averages[number]
+            named = {
+                tensor.name: average[part].reshape(tensor.shape) for tensor, part in block.slices()
+            }
+            self._square_sums[number] = square_sum(average)
+            self._digests[number] = weights_digest(named)
+
     def _check_place(self, worker: str, node: Node) -> None:
         if not is_node(node, self.microbatches):
             raise OutOfPlace(f"{node} is no node of a tree over {self.microbatches} microbatches")
@@ -215,14 +222,11 @@ class Round:
         weight = self._weights.total
         assert weight is not None, "a chunk is complete, so every node's weight has come"
         values = self.averages[block][self._blocks[block].chunk_slice(number)]
-        np.copyto(values, total)
         if math.isfinite(weight):
-            average_in_place(values, weight)
+            average(total, weight, out=values)
         # A small weight can make an average overflow where the sum did not.
         if not (math.isfinite(weight) and is_finite(values)):
             return NonFinite(None, self._blocks[block].name, root(self.microbatches))
         self._chunks[block][number] = _Chunk(TreeSum(self.microbatches, add_arrays), done=True)
         self._open_chunks[block] -= 1
-        if not self._open_chunks[block]:
-            self._square_sums[block] = square_sum(self.averages[block])
         return [Averaged(block, number, values)]

@@ -33,19 +33,20 @@ def weights_digest(named: Named) -> str:
     return _tensors(named).hex()
 
 
-def state_digest(step: int, optimizer_step: int, groups: Sequence[tuple[str, Named]]) -> str:
+def state_digest(step: int, optimizer_step: int, groups: Sequence[tuple[str, str]]) -> str:
     """Digest of everything that decides the next step; 64 hex digits.
 
     Args:
         step: Steps taken or skipped.
         optimizer_step: Updates taken.
-        groups: Tensors by kind, in a fixed order: parameters, then each moment.
+        groups: Kind and `weights_digest` of its tensors, in a fixed order: parameters, then each
+            moment.
     """
     hasher = blake3(_STATE_LABEL)
     hasher.update(struct.pack("<QQI", step, optimizer_step, len(groups)))
-    for kind, named in groups:
+    for kind, digest in groups:
         name = kind.encode()
-        hasher.update(struct.pack("<I", len(name)) + name + _tensors(named))
+        hasher.update(struct.pack("<I", len(name)) + name + bytes.fromhex(digest))
     return hasher.hexdigest()
 
 

@@ -9,6 +9,8 @@ SamestepError
 │   └── BackendUnavailable         a named backend cannot be used here, with the reason
 ├── NotAuthorised         exit 77  the other side does not accept who we are
 ├── Mismatch              exit 78  versions, manifests or configurations differ
+├── StorageFailed         exit 1   nothing can be written just now: full, read-only, gone
+├── StorageDamaged        exit 1   a file does not hold what was written to it
 └── ProtocolError
     ├── LocalProtocolError         we tried to send what the protocol forbids: our bug
     └── RemoteProtocolError        the peer sent what the protocol forbids: its connection ends
@@ -93,6 +95,45 @@ class Mismatch(SamestepError):
     """Versions, manifests or configurations of the two sides differ."""
 
     exit_code = ExitCode.MISMATCH
+
+
+class StorageFailed(SamestepError):
+    """Nothing can be written just now; what was written before is whole, and a retry may succeed.
+
+    Attributes:
+        doing: What was tried: "append to", "sync".
+        path: Of which file or directory.
+        reason: What the system says, and what would mend it.
+    """
+
+    def __init__(self, doing: str, path: str, reason: str) -> None:
+        super().__init__(doing, path, reason)
+        self.doing = doing
+        self.path = path
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"cannot {self.doing} {self.path!r}: {self.reason}"
+
+
+class StorageDamaged(SamestepError):
+    """A file does not hold what was written to it.
+
+    Attributes:
+        path: The file.
+        place: Where in it: "byte 4096", "line 17"; empty for the whole of it.
+        reason: What was expected, and what is there.
+    """
+
+    def __init__(self, path: str, place: str, reason: str) -> None:
+        super().__init__(path, place, reason)
+        self.path = path
+        self.place = place
+        self.reason = reason
+
+    def __str__(self) -> str:
+        where = f" at {self.place}" if self.place else ""
+        return f"{self.path!r} is damaged{where}: {self.reason}"
 
 
 class ProtocolError(SamestepError):

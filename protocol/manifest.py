@@ -74,24 +74,51 @@ class Block(_Frozen):
             at += tensor.elements
 
 
-class Metric(_Frozen):
-    """A figure made of evaluation sums: (sum of a_i * s_i) / (sum of b_i * s_i).
+class Ratio(_Frozen):
+    """Evaluation sums over evaluation sums: (sum of a_i * s_i) / (sum of b_i * s_i).
 
-    So accuracy is correct / samples, and F1 is 2 tp / (2 tp + fp + fn). `exponential` takes
-    e to that power (perplexity). Zero over zero is zero.
+    So accuracy is correct / samples, and F1 is 2 tp / (2 tp + fp + fn). Zero over zero is zero;
+    without any b_i it is the numerator, for plain counts.
     """
 
-    name: Name
-    numerator: dict[Name, float]
-    denominator: dict[Name, float]
-    exponential: bool = False
+    numerator: dict[Name, float] = {}
+    denominator: dict[Name, float] = {}
 
     def value(self, sums: dict[str, float]) -> float:
         """The figure for these sums; a sum that is missing counts as zero."""
         above = sum(factor * sums.get(name, 0.0) for name, factor in self.numerator.items())
+        if not self.denominator:
+            return above
         below = sum(factor * sums.get(name, 0.0) for name, factor in self.denominator.items())
-        ratio = above / below if below else 0.0
-        return math.exp(min(ratio, 700.0)) if self.exponential else ratio
+        return above / below if below else 0.0
+
+
+class Metric(Ratio):
+    """A figure made of evaluation sums.
+
+    `exponential` takes e to the ratio's power (perplexity). With `mean_of` the figure is the
+    mean of those ratios (macro F1), and there is no ratio of its own. `detail` marks figures for
+    files rather than for a line on the screen (confusion counts).
+    """
+
+    name: Name
+    exponential: bool = False
+    mean_of: tuple[Ratio, ...] = ()
+    detail: bool = False
+
+    @model_validator(mode="after")
+    def _one_rule(self) -> Metric:
+        if bool(self.numerator) == bool(self.mean_of):
+            raise ValueError("expected either a numerator or mean_of")
+        return self
+
+    def value(self, sums: dict[str, float]) -> float:
+        """The figure for these sums."""
+        if self.mean_of:
+            figure = math.fsum(ratio.value(sums) for ratio in self.mean_of) / len(self.mean_of)
+        else:
+            figure = super().value(sums)
+        return math.exp(min(figure, 700.0)) if self.exponential else figure
 
 
 class Export(_Frozen):
@@ -123,6 +150,8 @@ class Manifest(_Frozen):
     metrics: tuple[Metric, ...] = ()
     digests: dict[Name, str] = {}
     """BLAKE3 of what was read, by what it is: base_weights, tokenizer, data."""
+    notes: dict[Name, int] = {}
+    """Counts that a user should hear of: texts_truncated, duplicates_removed, tokens."""
     export: Export = Export()
 
     @model_validator(mode="after")

@@ -324,6 +324,11 @@ GradientPayload = BlockGradientPayload | NonBlockGradientPayload
 AveragedGradient = AveragedBlockGradient | AveragedNonBlockGradient
 
 
+def cut_text(text: str, limit_bytes: int = 400) -> str:
+    """As much of a text's start as has at most so many bytes in UTF-8: a header has a limit."""
+    return text.encode(errors="replace")[:limit_bytes].decode(errors="ignore")
+
+
 def decode_message(tag: int, header: bytes | bytearray | memoryview) -> Message:
     """The message of that tag.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,13 @@ class StatePart:
     kind: PartKind
     block: int
     values: Array
+
+
+class Digests(NamedTuple):
+    """Of the whole state, and of the parameters alone."""
+
+    state: str
+    weights: str
 
 
 class Replica:
@@ -98,8 +105,13 @@ class Replica:
 
     def state_digest(self) -> str:
         """Digest of parameters, moments and counters."""
-        groups = [(kind, self._named(kind)) for kind in self._state]
-        return state_digest(self.step, self.optimizer_step, groups)
+        return self.digests().state
+
+    def digests(self) -> Digests:
+        """Both digests, the parameters hashed once."""
+        groups = [(kind, weights_digest(self._named(kind))) for kind in self._state]
+        state = state_digest(self.step, self.optimizer_step, groups)
+        return Digests(state=state, weights=dict(groups)["parameters"])
 
     def parts(self) -> list[StatePart]:
         """Every array, in a fixed order: to send the state, or to fill it with another's."""

@@ -11,22 +11,67 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
 import yaml
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
 from protocol import limits
 from protocol.errors import MessageError, RunSpecError
 
-Task = Literal["regress", "digits", "classify", "scripted"]
+TASK_SECTIONS: Final = {
+    "regress": {"regress"},
+    "digits": {"digits"},
+    "classify": {"model", "lora", "data"},
+    "causal-lm": {"model", "lora", "data", "tokenizer"},
+    "scripted": {"scripted"},
+}
+"""The tasks that come along, and which of the sections below each of them reads."""
+
+_OWN_TASK: Final = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
+
+
+def _known_task(task: str) -> str:
+    if task in TASK_SECTIONS or re.fullmatch(_OWN_TASK, task):
+        return task
+    near = difflib.get_close_matches(task, TASK_SECTIONS, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(
+        f"expected one of {', '.join(TASK_SECTIONS)}, or package.module:Class of your own{hint}"
+    )
+
+
+def _sorted(value: Any) -> Any:
+    """Free-form documents by key, so that the order of keys changes no digest."""
+    if isinstance(value, dict):
+        return {key: _sorted(value[key]) for key in sorted(value)}
+    return [_sorted(inner) for inner in value] if isinstance(value, list) else value
+
+
+TaskName = Annotated[
+    str,
+    AfterValidator(_known_task),
+    WithJsonSchema({"anyOf": [{"enum": [*TASK_SECTIONS]}, {"pattern": f"^{_OWN_TASK}$"}]}),
+]
+Document = Annotated[dict[str, Any], AfterValidator(_sorted)]
+Precision = Literal["float32", "bfloat16"]
 Exactness = Literal["require", "prefer"]
 OptimizerName = Literal["sgd", "momentum", "adamw"]
 ScheduleName = Literal["constant", "linear", "cosine"]
 
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Weight = Annotated[float, Field(gt=0.0, le=1e6)]
+ClassWeights = Literal["balanced"] | Annotated[dict[str, Weight], AfterValidator(_sorted)]
 
 
 class _Section(BaseModel):
@@ -34,11 +79,40 @@ class _Section(BaseModel):
 
 
 class ModelSpec(_Section):
-    """Where the model comes from, and the type it computes in."""
+    """The model, loaded from `source` or started anew from `config`, and how it computes.
 
-    source: str = Field(description="a directory, `package:DISTRIBUTION`, or a hub name")
+    Weights, gradients and sums are float32 always; `precision: bfloat16` lets matrix products
+    and attention compute in bfloat16 (torch's autocast).
+    """
+
+    source: str | None = Field(None, description="a directory, `package:DISTRIBUTION`, a hub name")
+    config: Document | None = Field(
+        None, description="a Hugging Face configuration with its model_type, to train from scratch"
+    )
     dtype: Literal["float32"] = "float32"
+    precision: Precision = "float32"
     attention: Literal["eager", "sdpa"] = "eager"
+    gradient_checkpointing: bool = Field(
+        default=False, description="compute activations again in backward: less memory"
+    )
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> ModelSpec:
+        if (self.source is None) == (self.config is None):
+            raise ValueError("expected either a source (to load) or a config (to start anew)")
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
+            raise ValueError("expected a model_type in config, such as llama")
+        return self
+
+
+class TokenizerSpec(_Section):
+    """Of causal-lm: loaded from `source`, or a byte-level BPE trained on the training text.
+
+    Without this section it is the model's own; a model started from its config trains one.
+    """
+
+    source: str | None = Field(None, description="a directory, `package:DISTRIBUTION`, a hub name")
+    vocab_size: int = Field(2048, ge=257, le=1_000_000, description="of one that is trained")
 
 
 class LoraSpec(_Section):
@@ -47,18 +121,29 @@ class LoraSpec(_Section):
     r: Count = 8
     alpha: float = Field(16.0, gt=0)
     dropout: Fraction = 0.0
-    targets: tuple[str, ...] = Field(("query", "value"), min_length=1)
+    targets: tuple[str, ...] | None = Field(
+        None, min_length=1, description="names of layers; default: attention's queries and values"
+    )
 
 
 class DataSpec(_Section):
-    """Labelled text: JSONL, CSV or TSV, from a file or out of an installed package."""
+    """Text: labelled (JSONL, CSV, TSV) for classify, running text or JSONL for causal-lm."""
 
-    train: str = Field(description="a file, or `package:DISTRIBUTION`")
+    train: str = Field(
+        description="a file, `package:DISTRIBUTION`; for causal-lm also a directory or "
+        "`python-stdlib`, the top-level modules of Python itself"
+    )
     text: str = "text"
     label: str = "label"
+    pattern: str = Field("*.txt", min_length=1, description="which files of a directory, at depth")
     holdout: Fraction = 0.2
-    max_tokens: int = Field(64, ge=2, le=65_536)
+    max_tokens: int = Field(
+        64, ge=2, le=65_536, description="classify: longer texts are cut; causal-lm: sample length"
+    )
     num_classes: int | None = Field(None, ge=2, description="checked against the data when given")
+    class_weights: ClassWeights | None = Field(
+        None, description="classify: `balanced`, or a weight by label; those not named have 1"
+    )
 
 
 class RegressSpec(_Section):
@@ -124,18 +209,24 @@ class OptimizerSpec(_Section):
 
 
 class RunSpec(_Section):
-    """One training job."""
+    """One training job.
+
+    `task` is one of those that come along, or `package.module:Class` of the user's own, installed
+    on every worker; `options` are for the latter alone.
+    """
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
-    task: Task
+    task: TaskName
     seed: int = Field(0, ge=0, lt=2**63)
     exactness: Exactness = "prefer"
     model: ModelSpec | None = None
+    tokenizer: TokenizerSpec | None = None
     lora: LoraSpec | None = None
     data: DataSpec | None = None
     regress: RegressSpec = RegressSpec()
     digits: DigitsSpec = DigitsSpec()
     scripted: ScriptedSpec = ScriptedSpec()
+    options: Document = Field({}, description="whatever a task of your own wants to know")
     batch: BatchSpec = BatchSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
     steps: Count
@@ -143,12 +234,32 @@ class RunSpec(_Section):
     threads: int = Field(1, ge=1, le=256, description="CPU threads of each worker")
 
     @model_validator(mode="after")
-    def _has_what_the_task_needs(self) -> RunSpec:
-        if self.task == "classify":
-            for key in ("model", "data"):
-                if getattr(self, key) is None:
-                    raise ValueError(f"task classify needs the section {key!r}")
+    def _sections_fit_the_task(self) -> RunSpec:
+        if self.task not in TASK_SECTIONS:
+            return self
+        for section in sorted(set().union(*TASK_SECTIONS.values(), {"options"})):
+            fits = section in TASK_SECTIONS[self.task]
+            if not fits and getattr(self, section) != type(self).model_fields[section].default:
+                raise ValueError(f"task {self.task} has no use for the section {section!r}")
+        if self.task in {"classify", "causal-lm"}:
+            self._check_text_task()
         return self
+
+    def _check_text_task(self) -> None:
+        if self.model is None or self.data is None:
+            missing = "model" if self.model is None else "data"
+            raise ValueError(f"task {self.task} needs the section {missing!r}")
+        anew = self.model.config is not None
+        if anew and self.task == "classify":
+            raise ValueError("task classify needs model.source; it starts no model from a config")
+        if anew and self.lora is not None:
+            raise ValueError(
+                "lora needs model.source: a model started from its config is trained whole"
+            )
+        if self.task == "causal-lm":
+            for key in ("num_classes", "class_weights"):
+                if getattr(self.data, key) is not None:
+                    raise ValueError(f"data.{key} is for task classify; causal-lm has no classes")
 
     def to_bytes(self) -> bytes:
         """The canonical document that is sent to workers."""

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 from protocol import limits
-from protocol.connection import Connection, Encoded, Received, encode
+from protocol.connection import Connection, Encoded, Phase, Received, encode
 from protocol.errors import ProtocolError
-from protocol.messages import Cancel, Goodbye, Halt, Heartbeat, Message
+from protocol.messages import Cancel, Goodbye, Halt, Heartbeat, Message, cut_text
 
 _URGENT = (Halt, Cancel, Heartbeat, Goodbye)
 
@@ -60,8 +60,12 @@ class Channel(asyncio.BufferedProtocol):
         return self._closing
 
     def send(self, message: Message | Encoded) -> None:
-        """Queue a message; does nothing once the channel is closing."""
-        if self._closing:
+        """Queue a message; does nothing once the channel is closing.
+
+        It is closing too when the peer's Goodbye is read but not yet handled: messages that came
+        with it are handled first, and what they lead to may still be sent to everyone.
+        """
+        if self._closing or self.connection.phase is Phase.CLOSED:
             return
         encoded = self.connection.send(encode(message) if isinstance(message, Message) else message)
         urgent = isinstance(encoded.message, _URGENT)
@@ -76,7 +80,7 @@ class Channel(asyncio.BufferedProtocol):
         """Say why, then close once that is written."""
         if self._closing:
             return
-        message = Goodbye(reason=reason[:400], retry=retry, exit_code=exit_code)
+        message = Goodbye(reason=self._short(reason), retry=retry, exit_code=exit_code)
         with contextlib.suppress(ProtocolError):
             self.send(message)
         self._queue.clear()
@@ -86,11 +90,11 @@ class Channel(asyncio.BufferedProtocol):
             self._transport.close()
 
     def abort(self, reason: str, error: ProtocolError | None = None) -> None:
-        """Close at once."""
+        """Close at once; if the connection is not made yet, as soon as it is."""
         self._closing = True
         self._error = error or self._error
+        self._reason = self._reason or reason
         if self._transport is not None:
-            self._reason = reason
             self._transport.abort()
 
     # asyncio.BufferedProtocol
@@ -105,6 +109,9 @@ class Channel(asyncio.BufferedProtocol):
         endpoint = transport.get_extra_info("socket")
         if endpoint is not None:
             set_socket_options(endpoint)
+        if self._closing:
+            transport.abort()
+            return
         self._pump()
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -149,11 +156,14 @@ class Channel(asyncio.BufferedProtocol):
         transport = self._transport
         self._closing = True
         if transport is not None:
-            goodbye = encode(
-                Goodbye(reason=str(error)[:400], retry=False, exit_code=error.exit_code)
-            )
+            reason = self._short(str(error))
+            goodbye = encode(Goodbye(reason=reason, retry=False, exit_code=error.exit_code))
             transport.writelines(goodbye.buffers)
             transport.close()
+
+    def _short(self, reason: str) -> str:
+        """What fits a Goodbye; a peer in the handshake reads only small headers."""
+        return cut_text(reason, 400 if self.connection.phase is Phase.OPEN else 200)
 
     def _pump(self, *, force: bool = False) -> None:
         """Hand the transport what it may have now."""

@@ -267,7 +267,9 @@ def square_sum(array: Array) -> float:
     with np.errstate(all="ignore"):
         for lo in range(0, flat.size, SQUARE_SUM_CHUNK_ELEMENTS):
             part = flat[lo : lo + SQUARE_SUM_CHUNK_ELEMENTS]
-            squares = np.multiply(part, part, out=scratch[: part.size], dtype=np.float64)
+            squares = scratch[: part.size]
+            np.copyto(squares, part)
+            np.multiply(squares, squares, out=squares)
             total += float(np.add.reduce(squares))
     return total
 
@@ -287,8 +289,8 @@ def clip_factor(clip_norm: float | None, gradient_norm: float) -> float:
     return min(1.0, clip_norm / (gradient_norm + 1e-6))
 
 
-def average_in_place(sums: Array, total_weight: float) -> None:
-    """Turn gradient sums into averages, in place.
+def average(sums: Array, total_weight: float, out: Array) -> None:
+    """Turn gradient sums into averages, written to `out` (which may be `sums`).
 
     A multiplication by the reciprocal, taken in float64 and rounded to float32. A step without
     any weight (no sample, no token) has a gradient of zero.
@@ -296,10 +298,10 @@ def average_in_place(sums: Array, total_weight: float) -> None:
     assert math.isfinite(total_weight)
     assert total_weight >= 0
     if total_weight == 0:
-        sums.fill(0)
+        out.fill(0)
         return
     with np.errstate(all="ignore"):
-        np.multiply(sums, np.float32(1.0 / total_weight), out=sums)
+        np.multiply(sums, np.float32(1.0 / total_weight), out=out)
 
 
 def _rounded(value: float) -> float:

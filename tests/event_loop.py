@@ -14,6 +14,10 @@ from typing import Any
 import uvloop
 
 
+_PATIENCE_S = 60.0
+"""A signal, as pytest-timeout's, may be lost in a loop that waits."""
+
+
 def on_uvloop(story: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     """A synchronous test that runs `story`, with the same fixtures and parameters."""
 
@@ -24,7 +28,8 @@ def on_uvloop(story: Callable[..., Awaitable[None]]) -> Callable[..., None]:
         async def run() -> None:
             loop = asyncio.get_running_loop()
             loop.set_exception_handler(lambda _, context: swallowed.append(context))
-            await story(*args, **kwargs)
+            async with asyncio.timeout(_PATIENCE_S):
+                await story(*args, **kwargs)
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run())

@@ -8,19 +8,19 @@ has two columns, label first, as the SMS Spam Collection has; the columns asked 
 from __future__ import annotations
 
 import csv
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from protocol.errors import DataError
 from protocol.run_spec import DataSpec
 from worker import holdout, sources
+from worker.text_file import column, json_records, no_column, read_lines
 
 LABELS: Final = 1_000
-LABEL_CHARACTERS: Final = 100
+LABEL_CHARACTERS: Final = 90
 
 _HEADERLESS: Final = ("label", "text")
 
@@ -32,6 +32,7 @@ class LabelledText:
     texts: tuple[str, ...]
     labels: tuple[int, ...]
     names: tuple[str, ...]
+    duplicates: int = field(default=0, compare=False)
 
     def split(self, seed: int, fraction: float) -> tuple[list[int], list[int]]:
         """Numbers of the training and of the held-out samples, by keyed hash of the text."""
@@ -56,13 +57,16 @@ def read_labelled_text(spec: DataSpec) -> LabelledText:
     """
     path = sources.text_source(spec.train)
     seen: dict[str, str] = {}
+    rows = 0
     for row in _rows(path, spec):
         seen.setdefault(row.text, row.label)
+        rows += 1
     if not seen:
         raise DataError(f"expected samples in {str(path)!r}, found none")
     names = _label_names(set(seen.values()), spec, path)
     number = {name: index for index, name in enumerate(names)}
-    return LabelledText(tuple(seen), tuple(number[label] for label in seen.values()), names)
+    labels = tuple(number[label] for label in seen.values())
+    return LabelledText(tuple(seen), labels, names, rows - len(seen))
 
 
 def _label_names(found: set[str], spec: DataSpec, path: Path) -> tuple[str, ...]:
@@ -84,9 +88,9 @@ def _label_names(found: set[str], spec: DataSpec, path: Path) -> tuple[str, ...]
 
 
 def _rows(path: Path, spec: DataSpec) -> Iterator[_Row]:
-    lines = _lines(path)
     if path.suffix == ".jsonl":
-        return _json_rows(path, lines, spec)
+        return _json_rows(path, spec)
+    lines = read_lines(path)
     if path.suffix == ".tsv" or (
         path.suffix == ".csv" and lines and all("\t" in line for line in lines if line.strip())
     ):
@@ -97,33 +101,10 @@ def _rows(path: Path, spec: DataSpec) -> Iterator[_Row]:
     raise DataError(f"expected a file that ends with one of {known}, got {str(path)!r}")
 
 
-def _lines(path: Path) -> list[str]:
-    """The file's lines with their ends; only real line ends count, not U+2028 and its like."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            return list(file)
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{str(path)!r} is not UTF-8 at byte {error.start}; convert it to UTF-8"
-        ) from None
-    except OSError as error:
-        raise DataError(f"cannot read {str(path)!r}: {error.strerror}") from None
-
-
-def _json_rows(path: Path, lines: Sequence[str], spec: DataSpec) -> Iterator[_Row]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (json.JSONDecodeError, RecursionError):
-            raise DataError(f"{str(path)!r} line {number} is not JSON") from None
-        if not isinstance(record, dict):
-            raise DataError(f"{str(path)!r} line {number}: expected a JSON object")
-        for key in (spec.text, spec.label):
-            if key not in record:
-                raise _no_column(path, key, record)
-        yield _row(path, number, record[spec.text], record[spec.label])
+def _json_rows(path: Path, spec: DataSpec) -> Iterator[_Row]:
+    for number, record in json_records(path):
+        text, label = (column(path, number, record, key) for key in (spec.text, spec.label))
+        yield _row(path, number, text, label)
 
 
 def _table_rows(path: Path, table: Any, spec: DataSpec) -> Iterator[_Row]:
@@ -156,12 +137,7 @@ def _header(
         if labels[first[0]] > 1 and len(labels) <= LABELS:
             return _HEADERLESS, rows
     missing = spec.label if spec.text in first else spec.text
-    raise _no_column(path, missing, first)
-
-
-def _no_column(path: Path, key: str, there: Any) -> DataError:
-    known = ", ".join(repr(str(name)[:40]) for name in list(there)[:10])
-    return DataError(f"expected a column {key!r} in {str(path)!r}, found {known}")
+    raise no_column(path, missing, first)
 
 
 def _row(path: Path, number: int, text: Any, label: Any) -> _Row:

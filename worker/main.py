@@ -12,6 +12,7 @@ from pathlib import Path
 import uvloop
 
 from backends.interface import Backend
+from protocol.allocator import keep_freed_memory
 from protocol.authentication import LoopbackOnly
 from protocol.errors import ExitCode
 from protocol.run_spec import RunSpec
@@ -62,6 +63,7 @@ def main(options: Options) -> ExitCode:
     Raises:
         SamestepError: No coordinator answers, or it refused.
     """
+    keep_freed_memory()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(options))
 

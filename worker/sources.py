@@ -7,6 +7,7 @@ is imported or run.
 from __future__ import annotations
 
 import os
+import sysconfig
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -15,6 +16,10 @@ from protocol.errors import DataError
 
 PACKAGE: Final = "package:"
 TEXT_SUFFIXES: Final = (".jsonl", ".csv", ".tsv")
+CORPUS_SUFFIXES: Final = (".jsonl", ".txt")
+PYTHON_STDLIB: Final = "python-stdlib"
+"""The modules at the top of Python's own library: some 4.7 MB of text that is always there."""
+GGUF: Final = ".gguf"
 _WEIGHTS_SUFFIXES: Final = (".safetensors",)
 
 
@@ -37,22 +42,27 @@ def package_files(distribution: str) -> list[Path]:
 
 
 def model_source(source: str) -> str:
-    """The directory of a model with its tokenizer, or the hub name as it is.
+    """The directory of a model with its tokenizer, a GGUF file with both, or the hub name as is.
 
     Args:
-        source: A directory, `package:DISTRIBUTION`, or a hub name such as `org/name`.
+        source: A directory, a GGUF file, `package:DISTRIBUTION`, or a hub name such as `org/name`.
 
     Raises:
         DataError: There is no such directory, or no model in it.
     """
     if source.startswith(PACKAGE):
         return str(_model_in_package(source.removeprefix(PACKAGE)))
-    directory = Path(os.path.expanduser(source))  # noqa: PTH111  (leaves an unknown ~name as it is)
-    if directory.is_dir():
-        if not (directory / "config.json").is_file():
+    path = Path(os.path.expanduser(source))  # noqa: PTH111  (leaves an unknown ~name as it is)
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return str(path)
+        found = sorted(path.glob("*" + GGUF))
+        if len(found) != 1:
             raise DataError(f"expected a model in {source!r}, found no config.json there")
-        return str(directory)
-    if directory.exists() or directory.is_absolute() or source.startswith((".", "~")):
+        return str(found[0])
+    if path.is_file() and path.suffix == GGUF:
+        return str(path)
+    if path.exists() or path.is_absolute() or source.startswith((".", "~")):
         raise DataError(f"expected a model's directory at {source!r}, found none")
     return source
 
@@ -77,13 +87,46 @@ def text_source(source: str) -> Path:
     return path
 
 
+def corpus_files(source: str, pattern: str) -> list[Path]:
+    """The files of running text that a run spec names, in the order of their names.
+
+    Args:
+        source: A file, a directory, `package:DISTRIBUTION`, or `python-stdlib`.
+        pattern: Which files of a directory, at any depth.
+
+    Raises:
+        DataError: There are none.
+    """
+    if source == PYTHON_STDLIB:
+        return sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    if source.startswith(PACKAGE):
+        files = package_files(source.removeprefix(PACKAGE))
+        found = sorted(file for file in files if file.suffix in CORPUS_SUFFIXES)
+        # Its own metadata is in there too, as text.
+        found = [file for file in found if not file.parent.name.endswith(".dist-info")]
+    else:
+        path = Path(os.path.expanduser(source))  # noqa: PTH111  (as above)
+        if not path.is_dir():
+            return [text_source(source)]
+        found = [file for file in path.rglob(pattern) if file.is_file()]
+        found.sort(key=lambda file: file.relative_to(path).as_posix())
+    if not found:
+        wanted = ", ".join(CORPUS_SUFFIXES) if source.startswith(PACKAGE) else repr(pattern)
+        raise DataError(f"expected files like {wanted} (data.pattern) in {source!r}, found none")
+    return found
+
+
 def _model_in_package(distribution: str) -> Path:
     files = package_files(distribution)
     weighted = {file.parent for file in files if file.suffix in _WEIGHTS_SUFFIXES}
     configured = {file.parent for file in files if file.name == "config.json"}
     found = sorted(weighted & configured, key=lambda path: (len(path.parts), str(path)))
-    if not found:
+    if found:
+        return found[0]
+    quantized = [file for file in files if file.suffix == GGUF]
+    if len(quantized) != 1:
         raise DataError(
-            f"expected config.json beside .safetensors in {PACKAGE + distribution!r}, found none"
+            f"expected config.json beside .safetensors, or one {GGUF} file, in "
+            f"{PACKAGE + distribution!r}, found none"
         )
-    return found[0]
+    return quantized[0]

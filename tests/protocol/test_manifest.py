@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from protocol import limits
 from protocol.errors import MessageError
-from protocol.manifest import Block, Export, Manifest, Metric, TensorSpec
+from protocol.manifest import Block, Export, Manifest, Metric, Ratio, TensorSpec
 
 BLOCK = Block(
     name="layer.0",
@@ -85,6 +85,19 @@ def test_f1_is_made_of_sums():
     assert f1.value({"tp": 6, "fp": 2, "fn": 4}) == pytest.approx(12 / 18)
 
 
+def test_without_a_denominator_it_is_a_count():
+    assert Metric(name="hits", numerator={"tp": 1}, detail=True).value({"tp": 7}) == 7
+
+
+def test_the_mean_of_ratios():
+    half = Ratio(numerator={"a": 1}, denominator={"b": 1})
+    whole = Ratio(numerator={"b": 1}, denominator={"b": 1})
+    assert Metric(name="mean", mean_of=(half, whole)).value({"a": 1, "b": 2}) == 0.75
+    for rule in ({}, {"numerator": {"a": 1}, "mean_of": (half,)}):
+        with pytest.raises(ValidationError, match="either a numerator or mean_of"):
+            Metric.model_validate({"name": "mean"} | rule)
+
+
 def test_perplexity_does_not_overflow():
     metric = Metric(
         name="perplexity", numerator={"loss": 1}, denominator={"tokens": 1}, exponential=True
@@ -115,6 +128,7 @@ def test_reading_a_property_changes_neither_document_nor_equality():
         {"evaluation_parts": 3},
         {"digests": {"data": "00fe"}},
         {"metrics": []},
+        {"notes": {"texts_truncated": 1}},
         {"blocks": [flat_block(10).model_dump()]},
     ],
 )

@@ -37,10 +37,35 @@ def test_tags_are_what_they_were():
     """A tag is never given to another message: older peers would misread it."""
     assert [(kind.tag, kind.__name__) for kind in KINDS] == list(
         enumerate(
-            "Hello Challenge Proof Welcome StartRun Ready Unready StateRequest StateChunk StepPlan "
-            "BlockGradientPayload NonBlockGradientPayload AveragedBlockGradient "
-            "AveragedNonBlockGradient NodeLoss Commit StepApplied Assign Cancel EvalPlan "
-            "EvalResult Heartbeat Halt Continue Drain EndRun Goodbye".split(),
+            [
+                "Hello",
+                "Challenge",
+                "Proof",
+                "Welcome",
+                "StartRun",
+                "Ready",
+                "Unready",
+                "StateRequest",
+                "StateChunk",
+                "StepPlan",
+                "BlockGradientPayload",
+                "NonBlockGradientPayload",
+                "AveragedBlockGradient",
+                "AveragedNonBlockGradient",
+                "NodeLoss",
+                "Commit",
+                "StepApplied",
+                "Assign",
+                "Cancel",
+                "EvalPlan",
+                "EvalResult",
+                "Heartbeat",
+                "Halt",
+                "Continue",
+                "Drain",
+                "EndRun",
+                "Goodbye",
+            ],
             start=1,
         )
     )
@@ -139,7 +164,9 @@ def test_a_value_out_of_range(kind, field, value):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.1, 1e300])
 def test_a_scalar_of_the_update_that_is_no_finite_float32(name, value):
     fields = fields_of(messages.Commit)
-    assert name in refused(messages.Commit, {**fields, "scalars": {**fields["scalars"], name: value}})
+    assert name in refused(
+        messages.Commit, {**fields, "scalars": {**fields["scalars"], name: value}}
+    )
 
 
 @pytest.mark.parametrize(

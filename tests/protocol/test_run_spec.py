@@ -24,6 +24,11 @@ evaluate_every: 20
 threads: 1
 """
 REGRESS = {"task": "regress", "steps": 10}
+LLAMA = {
+    "task": "causal-lm",
+    "model": {"config": {"model_type": "llama", "hidden_size": 8}},
+    "data": {"train": "python-stdlib"},
+}
 
 
 @pytest.fixture
@@ -62,7 +67,15 @@ def test_defaults():
 
 
 def test_canonical_round_trip(written):
-    for spec in (load_run_spec(written(CLASSIFY)), parse_run_spec(REGRESS)):
+    lm = parse_run_spec(LLAMA | {"steps": 1, "tokenizer": {"vocab_size": 300}})
+    weighted = {"train": "d", "class_weights": {"b": 2, "a": 1.5}}
+    labelled = {"task": "classify", "steps": 1, "model": {"source": "m"}, "data": weighted}
+    for spec in (
+        load_run_spec(written(CLASSIFY)),
+        parse_run_spec(REGRESS),
+        lm,
+        parse_run_spec(labelled),
+    ):
         again = RunSpec.model_validate_json(spec.to_bytes())
         assert again == spec
         assert again.to_bytes() == spec.to_bytes()
@@ -73,6 +86,14 @@ def test_the_order_of_keys_does_not_count_and_values_do():
     spec = parse_run_spec(REGRESS)
     assert parse_run_spec(dict(reversed(REGRESS.items()))).digest() == spec.digest()
     assert parse_run_spec(REGRESS, ["optimizer.lr=0.0011"]).digest() != spec.digest()
+
+
+def test_the_order_of_keys_of_free_form_sections_does_not_count_either():
+    own = {"task": "a:B", "steps": 1}
+    one = parse_run_spec(own | {"options": {"x": {"b": 1, "a": [1, {"d": 2, "c": 3}]}, "w": 2}})
+    other = parse_run_spec(own | {"options": {"w": 2, "x": {"a": [1, {"c": 3, "d": 2}], "b": 1}}})
+    assert one.digest() == other.digest()
+    assert RunSpec.model_validate_json(one.to_bytes()) == one
 
 
 @pytest.mark.parametrize(
@@ -120,7 +141,23 @@ def test_an_unknown_key_far_from_all_is_named_alone():
         ({"batch": None}, "batch: "),
         ({"task": "classify"}, "task classify needs the section 'model'"),
         ({"task": "classify", "model": {"source": "m"}}, "needs the section 'data'"),
-        ({"task": "classify", "model": {}}, "the key 'model.source' is missing"),
+        ({"task": "classify", "model": {}}, "model: expected either a source"),
+        ({"task": "classify", "model": {"source": "m", "config": {}}}, "either a source"),
+        ({"task": "causal-lm"}, "task causal-lm needs the section 'model'"),
+        ({"task": "causal-lm", "model": {"config": {"a": 1}}}, "model: expected a model_type"),
+        (LLAMA | {"lora": {}}, "lora needs model.source"),
+        (LLAMA | {"task": "classify"}, "task classify needs model.source"),
+        (LLAMA | {"data": {"train": "d", "num_classes": 2}}, "data.num_classes is for task"),
+        (LLAMA | {"digits": {"hidden": [3]}}, "task causal-lm has no use for the section 'digits'"),
+        ({"lora": {}}, "task regress has no use for the section 'lora'"),
+        ({"options": {"a": 1}}, "task regress has no use for the section 'options'"),
+        ({"task": "causal_lm"}, "did you mean 'causal-lm'?"),
+        ({"task": "my_package:"}, "or package.module:Class of your own"),
+        ({"task": "a b:C"}, "or package.module:Class of your own"),
+        (
+            {"task": "classify", "data": {"train": "d", "class_weights": {"x": 0}}},
+            "data.class_weights",
+        ),
     ],
 )
 def test_a_wrong_value_is_named_with_its_place(document, expected):
@@ -137,7 +174,7 @@ def test_a_document_without_keys_is_refused(document):
 
 
 def test_lists_stand_for_tuples():
-    spec = parse_run_spec(REGRESS | {"digits": {"hidden": [3, 4]}})
+    spec = parse_run_spec({"task": "digits", "steps": 1, "digits": {"hidden": [3, 4]}})
     assert spec.digits.hidden == (3, 4)
 
 
@@ -151,6 +188,7 @@ def test_overrides():
     spec = parse_run_spec(
         REGRESS,
         [
+            "task=my_package.inner:MyTask",
             "optimizer.lr=1e-3",
             "steps=20",
             "optimizer.betas=[0.8, 0.9]",

@@ -24,7 +24,7 @@ from protocol.schedule import learning_rate
 from protocol.update import (
     StepScalars,
     apply_update,
-    average_in_place,
+    average,
     clip_factor,
     decays,
     global_norm,
@@ -492,11 +492,11 @@ def test_clip_factor():
 def test_an_average_is_one_product_with_the_rounded_reciprocal(weight):
     sums = np.array([1.0, -3.5, SMALLEST, 1e30], np.float32)
     expected = rounded(sums.astype(np.float64) * np.float64(np.float32(1.0 / weight)))
-    average_in_place(sums, weight)
+    average(sums, weight, out=sums)
     assert same_bits(sums, expected)
 
 
 def test_the_average_of_no_weight_is_zero():
     sums = np.array([1.0, math.nan], np.float32)
-    average_in_place(sums, 0)
+    average(sums, 0, out=sums)
     assert sums.tolist() == [0.0, 0.0]

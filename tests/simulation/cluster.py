@@ -41,18 +41,26 @@ class Told:
 
 
 class Cluster:
-    """One simulation; `run` it to its end."""
+    """One simulation; `run` it to its end.
 
-    def __init__(self, seed: int, *, calm: bool = False) -> None:
+    Args:
+        seed: Decides everything.
+        calm: Without disturbances.
+        often: A disturbance that is to come more often than others.
+    """
+
+    def __init__(self, seed: int, *, calm: bool = False, often: str = "") -> None:
         self._rng = Random(seed)
         rng = self._rng
-        self._calm = calm
+        self._often = often
         self._workers: list[SimulatedWorker] = []
+        self._dying: list[SimulatedWorker] = []
         self._links: list[Link] = []
         self._poison: set[Any] = set()
         self._excused: set[str] = set()
         self._disturbed: dict[str, int] = {}
         self._budget = 0 if calm else rng.choice((0, 2, 5, 10, 20))
+        self._hashing = rng.choice((0.5, 0.05))
         self._haste = rng.choice((0.002, 0.01, 0.05))
         self._unlike = not calm and rng.random() < 0.15
         count = 1 if calm else rng.choice((1, 1, 1, 2))
@@ -87,6 +95,8 @@ class Cluster:
         return Told(outcomes, digests, self._disturbed)
 
     def _tick(self, execution: SimulatedExecution) -> None:
+        if self._dying and self._rng.random() < 0.05:
+            self._dying.pop().kill(self._rng)
         choices = self._possible(execution)
         disturb = self._budget > 0 and (not choices or self._rng.random() < self._haste)
         if disturb:
@@ -111,7 +121,7 @@ class Cluster:
             if engine.has_work:
                 choices.append((pace, lambda w=worker: self._work(w)))  # type: ignore[misc]
             if engine.hashes:
-                choices.append((0.5, engine.finish_hash))
+                choices.append((self._hashing, engine.finish_hash))
             if engine.emitted:
                 choices.append((1.0, worker.take_result))
         choices += [
@@ -138,6 +148,8 @@ class Cluster:
         if worker.engine.flipped:
             worker.engine.flipped = False
             self._excused.add(f"worker-{worker.instance}")
+            if worker.flaws.dies_of_it:
+                self._dying.append(worker)
 
     def _start_worker(self, **flaws: Any) -> None:
         instance = len(self._workers)
@@ -169,6 +181,7 @@ class Cluster:
                 (2, "worker_drains", one.drain),
                 (2, "slower", lambda: setattr(one.flaws, "slowness", one.flaws.slowness * 10)),
                 (2, "flip", lambda: one.flaws.flips.add(step + 1)),
+                (2, "flip_and_die", lambda: _spoil(one.flaws, step + 1)),
                 (1, "nonfinite", lambda: one.flaws.nonfinite_once.add((step, rng.randint(-1, 3)))),
             ]
         if linked:
@@ -179,7 +192,8 @@ class Cluster:
                 (5, "cut", lambda: link.cut(rng)),
                 (2, "silent", lambda: self.service.silent(link)),
             ]
-        _, name, act = rng.choices(disturbances, [weight for weight, _, _ in disturbances])[0]
+        weights = [10 * weight if name == self._often else weight for weight, name, _ in disturbances]
+        _, name, act = rng.choices(disturbances, weights)[0]
         self._disturbed[name] = self._disturbed.get(name, 0) + 1
         act()
         self.service.settle()
@@ -218,6 +232,11 @@ class Cluster:
             assert run.phase is RunPhase.OVER or not run.reason
         else:
             assert run.reason, "a run that waits says why"
+
+
+def _spoil(flaws: Flaws, step: int) -> None:
+    flaws.flips.add(step)
+    flaws.dies_of_it = True
 
 
 def _described(run: Run) -> str:

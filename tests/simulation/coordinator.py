@@ -347,6 +347,7 @@ class SimulatedService:
         self.settle()
 
     def settle(self) -> None:
+        """Go on to the next run once one is over."""
         if self.current is not None and self.current.ended:
             self.finished.append(self.current)
             self.current = None

@@ -22,7 +22,7 @@ from protocol.run_spec import BatchSpec, OptimizerSpec, RunSpec
 from protocol.samples import SampleOrder
 from protocol.update import (
     StepScalars,
-    average_in_place,
+    average as scale_to_average,
     global_norm,
     square_sum,
     step_scalars,
@@ -160,7 +160,7 @@ class Job:
             average = _along_tree(
                 count, lambda m, b=block: self.gradient(parameters, step, m, b)
             )
-            average_in_place(average, total)
+            scale_to_average(average, total, out=average)
             averages.append(average)
         loss = _along_tree(count, lambda m: self.loss(parameters, step, m))
         norm = global_norm([square_sum(average) for average in averages])

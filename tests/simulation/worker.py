@@ -41,6 +41,8 @@ class Flaws:
     """(step, block) of which the next gradient is not finite."""
     flips: set[int] = field(default_factory=set)
     """Steps after which a bit of the replica flips."""
+    dies_of_it: bool = False
+    """Soon after a bit has flipped."""
 
 
 class ScriptedEngine:
@@ -184,7 +186,7 @@ class ScriptedEngine:
     def _flip(self, replica: Replica) -> None:
         if replica.step in self._flaws.flips:
             self._flaws.flips.discard(replica.step)
-            replica.parameters[1].view(np.uint32)[0] ^= 1
+            replica.parameters[1].view(np.uint32)[0] ^= 1 << 21
             self.flipped = True
 
     def _start_hash(self, replica: Replica) -> None:

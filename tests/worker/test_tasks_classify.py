@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
-from backends.interface import Array, Batch, BlockGradient
+from backends.interface import Array, Batch, BlockGradient, Loss
 from backends.registry import choose
 from protocol.errors import DataError
-from protocol.run_spec import DataSpec, LoraSpec, ModelSpec, RunSpec
+from protocol.run_spec import BatchSpec, DataSpec, LoraSpec, ModelSpec, RunSpec
 from worker.tasks.base import Task
 from worker.tasks.registry import build
 
@@ -29,14 +30,14 @@ def texts(tmp_path_factory) -> str:
     return str(path)
 
 
-def spec_of(texts: str, source: str = MINILM, lora: LoraSpec | None = None) -> RunSpec:
+def spec_of(texts: str, source: str = MINILM, lora: LoraSpec | None = None, **data: Any) -> RunSpec:
     return RunSpec(
         task="classify",
         seed=7,
         steps=1,
         model=ModelSpec(source=source),
         lora=lora,
-        data=DataSpec(train=texts),
+        data=DataSpec(train=texts, **data),
     )
 
 
@@ -89,7 +90,9 @@ def test_blocks_are_the_layers_and_the_head(task):
     assert manifest.blocks[-1].kind == "non_block"
     assert manifest.train_samples == 16
     assert set(manifest.digests) == {"base_weights", "tokenizer", "data"}
-    assert [metric.name for metric in manifest.metrics] == ["accuracy", "f1[spam]"]
+    shown = [metric.name for metric in manifest.metrics if not metric.detail]
+    assert shown == ["accuracy", "majority_class", "macro_f1", "f1[ham]", "f1[spam]"]
+    assert manifest.notes == {"duplicates_removed": 0, "texts_truncated": 0}
 
 
 def test_start_values_are_drawn_by_name(task):
@@ -145,9 +148,10 @@ def test_exported_adapter_gives_the_same_logits_in_peft(task, tmp_path):
 
     labels = batch.arrays["labels"]
     spam = names.index("spam")
-    assert sums["correct"] == (theirs.argmax(1) == labels).sum()
-    assert sums["tp"] + sums["fn"] == (labels == spam).sum()
-    assert sums["tp"] + sums["fp"] == (theirs.argmax(1) == spam).sum()
+    figures = {metric.name: metric.value(dict(sums)) for metric in task.manifest.metrics}
+    said = theirs.argmax(1)
+    assert figures["accuracy"] == pytest.approx((said == labels).mean())
+    assert figures["confusion[spam][ham]"] == ((labels == spam) & (said != spam)).sum()
     gradients = {item.block: item.values for item in items if isinstance(item, BlockGradient)}
     assert sorted(gradients) == list(range(7))
     assert all(np.isfinite(v).all() and v.any() for v in gradients.values())
@@ -189,6 +193,8 @@ def test_in_full_every_tensor_is_trained_and_the_export_loads_alone(tiny, texts,
         str(directory), attn_implementation="eager"
     )
     assert module.config.id2label == {0: "ham", 1: "spam"}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(directory))
+    assert len(tokenizer("free prize " * 99)["input_ids"]) > 64, "nothing of the cut is left in it"
     np.testing.assert_allclose(ours, logits_of(module, batch), rtol=1e-4, atol=1e-5)
 
 
@@ -217,3 +223,142 @@ def test_what_cannot_be_used_is_one_clear_line(tiny, texts, tmp_path):
     with pytest.raises(DataError, match="cannot load the model") as caught:
         build(spec_of(texts, source=str(tmp_path)))
     assert "\n" not in str(caught.value)
+
+
+def test_long_texts_are_cut_and_counted(tiny, texts):
+    task = build(spec_of(texts, source=tiny, max_tokens=12))
+    lengths = [task.batch([n]).arrays["attention_mask"].sum() for n in range(16)]
+    assert max(lengths) == 12
+    spec = spec_of(texts, source=tiny, max_tokens=12, holdout=0.0)
+    longer = sum(int(row.count("or so") >= 4) for row in Path(texts).read_text().splitlines())
+    assert build(spec).manifest.notes["texts_truncated"] == pytest.approx(longer, abs=1)
+
+
+def test_balanced_weights_give_every_class_the_same_say(tiny, texts):
+    plain = build(spec_of(texts, source=tiny))
+    task = build(spec_of(texts, source=tiny, class_weights="balanced"))
+    batch, bare = task.batch(range(16)), plain.batch(range(16))
+    labels, weights = batch.arrays["labels"], batch.arrays["weights"]
+    assert weights[labels == 0].sum() == pytest.approx(weights[labels == 1].sum())
+    assert batch.weight == pytest.approx(16)
+    assert batch.weight == weights.sum(dtype=np.float64)
+    assert bare.weight == 16
+    one = choose("cpu").backend.compile(task.trainable, batch)
+    other = choose("cpu").backend.compile(plain.trainable, bare)
+    losses = []
+    for row in range(16):
+        given, alone = task.batch([row]), plain.batch([row])
+        weighted, unweighted = (
+            list(one.gradients(given, 0))[-1],
+            list(other.gradients(alone, 0))[-1],
+        )
+        assert isinstance(weighted, Loss)
+        assert isinstance(unweighted, Loss)
+        losses.append((weighted.loss_sum, unweighted.loss_sum * given.weight))
+    one.close()
+    other.close()
+    np.testing.assert_allclose(*np.array(losses).T, rtol=1e-5)
+
+
+def test_weights_by_name_count_one_where_none_is_given(tiny, texts):
+    task = build(spec_of(texts, source=tiny, class_weights={"spam": 2.5}))
+    arrays = task.batch(range(16)).arrays
+    assert set(zip(arrays["labels"].tolist(), arrays["weights"].tolist(), strict=True)) == {
+        (0, 1.0),
+        (1, 2.5),
+    }
+    with pytest.raises(DataError, match="'eggs'; there are ham, spam"):
+        build(spec_of(texts, source=tiny, class_weights={"eggs": 2.0}))
+
+
+def test_fewer_samples_than_a_microbatch_are_refused(tiny, texts):
+    spec = spec_of(texts, source=tiny)
+    batch = BatchSpec(samples=48, microbatch=17)
+    with pytest.raises(DataError, match=r"at least 17 training samples.*got 16"):
+        build(spec.model_copy(update={"batch": batch}))
+
+
+def test_neighbouring_held_out_parts_are_of_all_lengths(tiny, tmp_path):
+    path = tmp_path / "texts.jsonl"
+    rows = [{"text": f"{n} " + "so " * (n % 48), "label": n % 2} for n in range(1000)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = build(spec_of(str(path), source=tiny, holdout=0.5))
+    parts = [task.evaluation_batch(n) for n in range(task.manifest.evaluation_parts)]
+    assert sum(batch.weight for batch in parts) == 500
+    widths = [batch.arrays["input_ids"].shape[1] for batch in parts]
+    assert len(widths) == 21
+    half = len(widths) // 2
+    assert sum(widths[:half]) == pytest.approx(sum(widths[-half:]), rel=0.25)
+    assert widths != sorted(widths)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32,
+         "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2},
+        {"model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 64},
+        {"model_type": "distilbert", "dim": 16, "hidden_dim": 32, "n_heads": 2, "n_layers": 2},
+    ],
+    ids=lambda config: str(config["model_type"]),
+)  # fmt: skip
+def test_other_families_with_targets_found_by_looking(config, tiny, texts, tmp_path):
+    """Decoders too: they look at the last token before the padding. The export is peft's."""
+    import peft
+    import transformers
+
+    sizes = {key: value for key, value in config.items() if key != "model_type"}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
+    made = transformers.AutoConfig.for_model(
+        config["model_type"], vocab_size=len(tokenizer), bos_token_id=2, eos_token_id=3, **sizes
+    )
+    source = tmp_path / "model"
+    transformers.AutoModel.from_config(made).save_pretrained(source)
+    tokenizer.save_pretrained(source)
+    task = build(spec_of(texts, source=str(source), lora=LoraSpec(r=2)))
+    names = [block.name for block in task.manifest.blocks]
+    assert names[:2] == ["layer.0", "layer.1"]
+    values = moved(task)
+    program = choose("cpu").backend.compile(task.trainable, task.batch([0, 1]))
+    program.load(values)
+    batch = task.evaluation_batch(0)
+    program.evaluate(batch)
+    ours = logits_of(task.trainable.module, batch)
+    program.close()
+    directory = export(task, values, tmp_path)
+    base = transformers.AutoModelForSequenceClassification.from_pretrained(source, num_labels=2)
+    base.config.pad_token_id = tokenizer.pad_token_id
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        theirs = peft.PeftModel.from_pretrained(base, str(directory))
+    assert not [w for w in caught if "fan_in" in str(w.message) or "missing" in str(w.message)]
+    np.testing.assert_allclose(ours, logits_of(theirs, batch), rtol=1e-4, atol=1e-5)
+
+
+def test_weights_mapped_from_a_file_give_the_bits_of_copies(tiny, texts, monkeypatch):
+    """Tensors in a mapped file lie at multiples of 8 bytes only, which can decide the bits."""
+    import torch
+
+    from worker.tasks import pretrained
+
+    real = pretrained._load
+
+    def copying(*arguments: Any) -> pretrained.Pretrained:
+        loaded = real(*arguments)
+        for parameter in loaded.model.parameters():
+            room = torch.zeros(parameter.numel() + 3)
+            room[3:] = parameter.detach().reshape(-1)
+            parameter.data = room[3:].view(parameter.shape)
+        return loaded
+
+    made = []
+    for change in (False, True):
+        if change:
+            monkeypatch.setattr(pretrained, "_load", copying)
+        task = build(spec_of(texts, lora=LoraSpec()))
+        program = choose("cpu").backend.compile(task.trainable, task.batch([0]))
+        program.load(task.initial_parameters())
+        items = [item for n in range(3) for item in program.gradients(task.batch([n]), n)]
+        program.close()
+        made.append([i.values.tobytes() for i in items if isinstance(i, BlockGradient)])
+    assert made[0] == made[1]

@@ -1,4 +1,84 @@
-"""What a task is: everything the worker needs of a training job, made from the run spec alone."""
+'''What a task is: everything the worker needs of a training job, made from the run spec alone.
+
+A task of your own is a class that takes the run spec. Install its module on every worker (the
+coordinator does without) and name it in the run spec, with whatever it wants to know:
+
+    task: "my_package:Curve"
+    options: {width: 16}
+    batch: {samples: 64, microbatch: 32}
+    optimizer: {lr: 1.0e-2}
+    steps: 150
+
+`my_package.py`, any torch module with a loss that is a sum over samples:
+
+    import math
+
+    import numpy as np
+    import torch
+
+    from backends import draws
+    from backends.interface import Batch, Trainable
+    from protocol.manifest import Manifest, Metric
+    from worker.blocks import cut_into_blocks
+    from worker.tasks.digest import digest_arrays
+
+
+    class Curve:
+        """Learns the sine."""
+
+        def __init__(self, spec):
+            width = spec.options.get("width", 16)
+            self.x = np.linspace(-3, 3, 256, dtype=np.float32)[:, None]
+            self.y = np.sin(self.x)
+            self.seed = spec.seed
+            module = torch.nn.Sequential(
+                torch.nn.Linear(1, width), torch.nn.Tanh(), torch.nn.Linear(width, 1)
+            )
+            self.manifest = Manifest(
+                blocks=cut_into_blocks(module),
+                train_samples=len(self.x),
+                evaluation_parts=1,
+                metrics=(Metric(name="mse", numerator={"error": 1}, denominator={"samples": 1}),),
+                digests={"data": digest_arrays({"x": self.x, "y": self.y})},
+            )
+            self.trainable = Trainable(
+                blocks=self.manifest.blocks,
+                module=module,
+                loss=self.loss,
+                evaluate=self.evaluate,
+                seed=spec.seed,
+                threads=spec.threads,
+            )
+
+        def initial_parameters(self):
+            # By our own draws: torch's depend on the instruction set.
+            return [
+                np.concatenate([
+                    draws.with_deviation(
+                        draws.key_of(self.seed, tensor.name),
+                        tensor.elements,
+                        1 / math.sqrt(tensor.shape[-1]),
+                    )
+                    for tensor in block.tensors
+                ])
+                for block in self.manifest.blocks
+            ]
+
+        def batch(self, samples):
+            rows = np.asarray(samples, np.int64)
+            return Batch({"x": self.x[rows], "y": self.y[rows]}, weight=float(len(rows)))
+
+        def evaluation_batch(self, part):
+            return self.batch(range(len(self.x)))
+
+        @staticmethod
+        def loss(module, arrays):
+            return ((module(arrays["x"]) - arrays["y"]) ** 2).sum()
+
+        @classmethod
+        def evaluate(cls, module, arrays):
+            return {"error": float(cls.loss(module, arrays)), "samples": len(arrays["x"])}
+'''
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text classification: a Hugging Face encoder on labelled text, with LoRA or in full."""
+"""Text classification: a Hugging Face encoder or decoder on labelled text, with LoRA or in full."""
 
 from __future__ import annotations
 
@@ -15,65 +15,76 @@ from torch import nn
 
 from backends.interface import Array, Batch, Sums, Trainable
 from protocol.errors import DataError
-from protocol.manifest import Block, Export, Manifest, Metric
-from protocol.run_spec import RunSpec
+from protocol.manifest import Block, Export, Manifest
+from protocol.run_spec import ClassWeights, RunSpec
+from protocol.samples import permutation
 from worker.blocks import cut_into_blocks
 from worker.labelled_text import LabelledText, read_labelled_text
 from worker.tasks import pretrained
+from worker.tasks.class_counts import PART_SAMPLES, class_metrics, confusion_sums
 from worker.tasks.digest import digest_arrays
+from worker.tasks.full_export import export_in_full
+from worker.tasks.lora import Lora, head_modules
+from worker.tasks.tokens import digest_tokens, encode_cut, load_tokenizer, tokenizer_files
 
-PART_SAMPLES: Final = 32
 PADDING_TOKENS: Final = 16
 """Texts are padded to a multiple of this: few shapes, little waste."""
-
-Tokens = NDArray[np.int64]
 
 
 class Classify:
     """Batches hold input_ids and attention_mask (samples, tokens), and labels (samples,), int64.
 
     A batch is padded on the right to a multiple of `PADDING_TOKENS` of its own longest text.
+    With class weights it holds weights (samples,), float32, too, and weighs as much as they do
+    together.
     """
 
     def __init__(self, spec: RunSpec) -> None:
         assert spec.model is not None
+        assert spec.model.source is not None
         assert spec.data is not None
         data = read_labelled_text(spec.data)
         train, held_out = data.split(spec.seed, spec.data.holdout)
-        loaded = pretrained.load(spec.model, data.names, spec.seed)
-        self._tokens = _tokenise(loaded, data.texts, spec.data.max_tokens)
+        tokenizer = load_tokenizer(spec.model.source)
+        self._padding = int(tokenizer.pad_token_id)
+        loaded = pretrained.load_classifier(spec.model, data.names, self._padding, spec.seed)
+        pretrained.check_length(loaded.config, spec.data.max_tokens)
+        self._tokens, cut = encode_cut(tokenizer, data.texts, spec.data.max_tokens)
         self._labels = np.array(data.labels, np.int64)
-        self._padding = int(loaded.tokenizer.pad_token_id)
         self._max_tokens = spec.data.max_tokens
-        self._train = np.array(train)
-        # Texts of like length together: less padding.
-        held_out.sort(key=lambda number: (len(self._tokens[number]), number))
-        self._held_out = np.array(held_out, np.int64)
+        self._train = np.array(train, np.int64)
+        self._weights = class_weights(spec.data.class_weights, self._labels[train], data.names)
+        self._parts = self._held_out_parts(held_out, spec.seed)
+        lora: Lora | None = None
         module = loaded.model
         if spec.lora is not None:
-            module = pretrained.add_lora(loaded, spec.lora, spec.seed)
+            lora = Lora(module, spec.lora, "SEQ_CLS", head_modules(module), spec.seed)
+            module = lora.module
         blocks = cut_into_blocks(module)
-        positive = _rarer(self._labels[self._train], len(data.names))
-        self._initial = _values(module, blocks)
+        files = {"labels.json": json.dumps(list(data.names), indent=2) + "\n"}
+        files |= tokenizer_files(tokenizer)
+        self._initial = pretrained.initial_values(module, blocks)
         self.manifest = Manifest(
             blocks=blocks,
             train_samples=len(train),
-            evaluation_parts=-(-len(held_out) // PART_SAMPLES),
-            metrics=_metrics(data.names, positive),
+            evaluation_parts=len(self._parts),
+            metrics=class_metrics(data.names, _commonest(self._labels[train])),
             digests={
                 "base_weights": loaded.weights_digest,
-                "tokenizer": _tokens_digest(self._tokens, self._padding),
+                "tokenizer": digest_tokens(self._tokens, self._padding),
                 "data": _data_digest(data),
             },
-            export=_export(spec, loaded, blocks, data.names),
+            notes={"duplicates_removed": data.duplicates, "texts_truncated": cut},
+            export=_export(spec.model.source, loaded, lora, blocks, files),
         )
         self.trainable = Trainable(
             blocks=blocks,
             module=module,
-            loss=_loss,
-            evaluate=partial(_evaluate, positive=positive),
+            loss=partial(_loss, options=loaded.forward_options),
+            evaluate=partial(_evaluate, options=loaded.forward_options, classes=len(data.names)),
             seed=spec.seed,
             threads=spec.threads,
+            precision=spec.model.precision,
         )
 
     def initial_parameters(self) -> list[Array]:
@@ -85,8 +96,16 @@ class Classify:
         return self._rows(self._train[np.asarray(samples, np.int64)])
 
     def evaluation_batch(self, part: int) -> Batch:
-        """`PART_SAMPLES` held-out samples; the last part may have fewer."""
-        return self._rows(self._held_out[part * PART_SAMPLES : (part + 1) * PART_SAMPLES])
+        """At most `PART_SAMPLES` held-out samples of like length."""
+        return self._rows(self._parts[part])
+
+    def _held_out_parts(self, held_out: list[int], seed: int) -> list[NDArray[np.int64]]:
+        """Texts of like length together: less padding. Workers are given neighbouring parts, so
+        short and long ones are mixed."""
+        ranked = sorted(held_out, key=lambda number: (len(self._tokens[number]), number))
+        rows = np.array(ranked, np.int64)
+        parts = [rows[at : at + PART_SAMPLES] for at in range(0, len(rows), PART_SAMPLES)]
+        return [parts[number] for number in permutation(seed, 0, len(parts))]
 
     def _rows(self, rows: NDArray[np.int64]) -> Batch:
         texts = [self._tokens[row] for row in rows]
@@ -97,82 +116,64 @@ class Classify:
         for index, text in enumerate(texts):
             ids[index, : len(text)] = text
             mask[index, : len(text)] = 1
-        arrays = {"input_ids": ids, "attention_mask": mask, "labels": self._labels[rows]}
-        return Batch(arrays, float(len(texts)))
+        labels = self._labels[rows]
+        arrays: dict[str, NDArray[Any]]
+        arrays = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        if self._weights is None:
+            return Batch(arrays, float(len(texts)))
+        arrays["weights"] = self._weights[labels]
+        return Batch(arrays, float(arrays["weights"].sum(dtype=np.float64)))
 
 
-def _tokenise(loaded: pretrained.Pretrained, texts: Sequence[str], max_tokens: int) -> list[Tokens]:
-    longest = getattr(loaded.config, "max_position_embeddings", None)
-    if longest is not None and max_tokens > longest:
+def class_weights(
+    asked: ClassWeights | None, labels: NDArray[np.int64], names: Sequence[str]
+) -> Array | None:
+    """The weight of each class, float32.
+
+    Args:
+        asked: `balanced`: samples / (classes * samples of the class), so that every class weighs
+            the same in all; or weights by name, 1 for those that are not named.
+        labels: Of the training samples.
+        names: Of the classes, in the order of their numbers.
+
+    Raises:
+        DataError: A name is no class, or a class has no training sample to balance.
+    """
+    if asked is None:
+        return None
+    if asked == "balanced":
+        counts = np.bincount(labels, minlength=len(names))
+        if not counts.all():
+            raise DataError(
+                f"cannot balance classes: no training sample of {names[int(counts.argmin())]!r}"
+            )
+        return (len(labels) / (len(names) * counts)).astype(np.float32)
+    unknown = sorted(asked.keys() - set(names))
+    if unknown:
         raise DataError(
-            f"expected data.max_tokens of at most {longest}, the model's positions, "
-            f"got {max_tokens}"
+            f"expected labels in data.class_weights, got {unknown[0]!r}; "
+            f"there are {', '.join(names[:10])}"
         )
-    encoded = loaded.tokenizer(list(texts), truncation=True, max_length=max_tokens)
-    tokens = [np.array(ids, np.int64) for ids in encoded["input_ids"]]
-    if not all(len(text) for text in tokens):
-        raise DataError("expected text in every sample; the tokenizer makes nothing of one")
-    return tokens
+    return np.array([asked.get(name, 1.0) for name in names], np.float32)
 
 
-def _rarer(labels: NDArray[np.int64], classes: int) -> int:
-    """The class with the fewest training samples; the later one of equals."""
+def _commonest(labels: NDArray[np.int64]) -> int:
+    """The class with the most training samples; the first one of equals."""
     counts = Counter(labels.tolist())
-    return min(range(classes), key=lambda number: (counts[number], -number))
-
-
-def _values(module: nn.Module, blocks: Sequence[Block]) -> list[Array]:
-    parameters = dict(module.named_parameters())
-    return [
-        np.concatenate([parameters[t.name].detach().numpy().reshape(-1) for t in block.tensors])
-        for block in blocks
-    ]
-
-
-def _metrics(names: Sequence[str], positive: int) -> tuple[Metric, ...]:
-    accuracy = Metric(name="accuracy", numerator={"correct": 1}, denominator={"samples": 1})
-    if len(names) != 2:
-        return (accuracy,)
-    f1 = Metric(
-        name=f"f1[{names[positive]}]",
-        numerator={"tp": 2},
-        denominator={"tp": 2, "fp": 1, "fn": 1},
-    )
-    return (accuracy, f1)
+    return min(counts, key=lambda number: (-counts[number], number))
 
 
 def _export(
-    spec: RunSpec, loaded: pretrained.Pretrained, blocks: Sequence[Block], names: Sequence[str]
+    source: str,
+    loaded: pretrained.Pretrained,
+    lora: Lora | None,
+    blocks: Sequence[Block],
+    files: dict[str, str],
 ) -> Export:
     """PEFT's layout for LoRA, Hugging Face's for a whole model; and the labels in order."""
-    assert spec.model is not None
-    labels = {"labels.json": _document(list(names))}
-    if spec.lora is None:
-        config = loaded.config.to_diff_dict()
-        config.pop("transformers_version", None)
-        config.pop("_name_or_path", None)
-        config["architectures"] = [type(loaded.model).__name__]
-        return Export(files={"config.json": _document(config), **labels})
-    heads = pretrained.head_modules(loaded.model)
-    config = pretrained.adapter_config(spec.lora, spec.model.source, heads)
-    tensors = (tensor.name for block in blocks for tensor in block.tensors)
-    return Export(
-        directory="adapter",
-        weights_file="adapter_model.safetensors",
-        names={name: pretrained.adapter_name(name) for name in tensors},
-        files={"adapter_config.json": _document(config), **labels},
-    )
-
-
-def _document(value: Any) -> str:
-    return json.dumps(value, indent=2, sort_keys=True, default=str) + "\n"
-
-
-def _tokens_digest(tokens: Sequence[Tokens], padding: int) -> str:
-    """Of what the tokenizer made of all texts: that is what decides, not how it is stored."""
-    lengths = np.array([len(text) for text in tokens], np.int64)
-    ids = np.concatenate(tokens)
-    return digest_arrays({"lengths": lengths, "ids": ids, "padding": np.array([padding])})
+    if lora is not None:
+        return lora.export(source, blocks, files)
+    return export_in_full(loaded, files)
 
 
 def _data_digest(data: LabelledText) -> str:
@@ -181,27 +182,28 @@ def _data_digest(data: LabelledText) -> str:
     return digest_arrays({"document": np.frombuffer(document, np.uint8)})
 
 
-def _logits(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
-    output = module(input_ids=arrays["input_ids"], attention_mask=arrays["attention_mask"])
-    logits: torch.Tensor = output.logits
+def _logits(
+    module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
+) -> torch.Tensor:
+    """(samples, classes), in float32 whatever forward computes in."""
+    output = module(
+        input_ids=arrays["input_ids"], attention_mask=arrays["attention_mask"], **options
+    )
+    logits: torch.Tensor = output.logits.float()
     return logits
 
 
-def _loss(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
-    """Cross-entropy, summed over samples."""
-    logits = _logits(module, arrays)
-    return nn.functional.cross_entropy(logits, arrays["labels"], reduction="sum")
+def _loss(module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> torch.Tensor:
+    """Cross-entropy, weighted if the batch says so, summed over samples."""
+    logits, labels = _logits(module, arrays, options), arrays["labels"]
+    if "weights" not in arrays:
+        return nn.functional.cross_entropy(logits, labels, reduction="sum")
+    losses = nn.functional.cross_entropy(logits, labels, reduction="none")
+    return (losses * arrays["weights"]).sum()
 
 
-def _evaluate(module: nn.Module, arrays: Mapping[str, Any], positive: int) -> Sums:
-    """Counts: samples, correct, and tp, fp, fn of the class `positive`."""
-    chosen = _logits(module, arrays).argmax(dim=1)
-    labels = arrays["labels"]
-    said, true = chosen == positive, labels == positive
-    return {
-        "samples": len(labels),
-        "correct": int((chosen == labels).sum()),
-        "tp": int((said & true).sum()),
-        "fp": int((said & ~true).sum()),
-        "fn": int((~said & true).sum()),
-    }
+def _evaluate(
+    module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any], classes: int
+) -> Sums:
+    chosen = _logits(module, arrays, options).argmax(dim=1)
+    return confusion_sums(arrays["labels"].tolist(), chosen.tolist(), classes)

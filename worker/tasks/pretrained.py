@@ -1,16 +1,18 @@
-"""Loads a Hugging Face classifier and its tokenizer so that every machine has the same bits.
+"""Loads Hugging Face models, or starts them from a configuration, with the same bits everywhere.
 
-What the checkpoint lacks (a new head) is drawn by `backends.draws`, since transformers draws it
-with torch's generator. Code that comes with a model is never run.
+What a checkpoint lacks (a new head) and the weights of a new model are drawn by `backends.draws`,
+since transformers draws them with torch's generator. Code that comes with a model is never run.
 """
 
 from __future__ import annotations
 
-import math
+import difflib
+import inspect
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -19,149 +21,230 @@ import transformers
 from transformers.utils import logging as transformers_logging
 
 from backends import draws
+from backends.interface import Array
 from protocol.errors import DataError
-from protocol.run_spec import LoraSpec, ModelSpec
+from protocol.manifest import Block
+from protocol.run_spec import ModelSpec
 from worker import sources
 from worker.tasks.digest import digest_arrays
 
 _DEVIATION: Final = 0.02
 """Of new weights, where the model's configuration names none (BERT's own)."""
+_ERRORS: Final = (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError)
+"""What transformers raises for a source or a configuration that it cannot use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pretrained:
-    """A classifier ready to train, with its configuration and tokenizer."""
+    """A model ready to train, in float32, and its configuration.
+
+    `forward_options` go along with every forward: a cache for generating is of no use here.
+    """
 
     model: torch.nn.Module
     config: Any
-    tokenizer: Any
     weights_digest: str
+    forward_options: Mapping[str, Any]
 
 
-def load(spec: ModelSpec, labels: Sequence[str], seed: int) -> Pretrained:
-    """Load model and tokenizer.
+def load_classifier(spec: ModelSpec, labels: Sequence[str], padding: int, seed: int) -> Pretrained:
+    """A model with a head for these labels; the head is drawn where the source has none.
+
+    Args:
+        spec: Names the source.
+        labels: In the order of their numbers.
+        padding: The tokenizer's padding token: decoders look for the last token before it.
+        seed: The run's.
 
     Raises:
         DataError: The source has no such model, or it cannot be loaded without running its code.
     """
-    _quiet()
-    source = sources.model_source(spec.source)
-    local = os.path.isdir(source)  # noqa: PTH112  (a hub name is no path)
-    common = {"local_files_only": local, "trust_remote_code": False}
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, use_fast=True, **common)
-        model, report = transformers.AutoModelForSequenceClassification.from_pretrained(
-            source,
-            dtype=getattr(torch, spec.dtype),
-            attn_implementation=spec.attention,
-            id2label=dict(enumerate(labels)),
-            label2id={label: number for number, label in enumerate(labels)},
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **common,
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        line = " ".join(str(error).split())[:300]
-        raise DataError(f"cannot load the model {spec.source!r}: {line}") from None
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    model.config.pad_token_id = tokenizer.pad_token_id
-    mismatched = (entry[0] for entry in report["mismatched_keys"])
-    _draw_missing(model, {*report["missing_keys"], *mismatched}, seed)
-    arrays = {name: value.numpy() for name, value in model.state_dict().items()}
-    return Pretrained(model, model.config, tokenizer, digest_arrays(arrays))
+    labelled = {
+        "id2label": dict(enumerate(labels)),
+        "label2id": {label: number for number, label in enumerate(labels)},
+        "ignore_mismatched_sizes": True,
+    }
+    loaded = _load(transformers.AutoModelForSequenceClassification, spec, seed, labelled)
+    loaded.config.pad_token_id = padding
+    return loaded
 
 
-def add_lora(pretrained: Pretrained, spec: LoraSpec, seed: int) -> torch.nn.Module:
-    """Freeze the model and put low-rank matrices beside its targets; the head is trained too.
+def load_causal_lm(spec: ModelSpec, seed: int) -> Pretrained:
+    """A decoder with its language-modelling head; errors as of `load_classifier`."""
+    return _load(transformers.AutoModelForCausalLM, spec, seed, {})
+
+
+def start_causal_lm(spec: ModelSpec, vocabulary: int, end: int, seed: int) -> Pretrained:
+    """A new decoder of `spec.config`, every weight drawn from the seed.
+
+    Args:
+        spec: Its config names model_type and sizes; vocab_size may be left out.
+        vocabulary: How many tokens there are.
+        end: The token that ends a text.
+        seed: The run's.
 
     Raises:
-        DataError: A target is not in the model.
+        DataError: transformers has no such model, or cannot make it with these sizes.
     """
-    import peft  # noqa: PLC0415  (full fine-tuning does without)
-
-    config = peft.LoraConfig(
-        task_type="SEQ_CLS",
-        r=spec.r,
-        lora_alpha=_whole(spec.alpha),  # type: ignore[arg-type]  # fractions work too
-        lora_dropout=spec.dropout,
-        target_modules=list(spec.targets),
-        modules_to_save=head_modules(pretrained.model),
-    )
+    assert spec.config is not None
+    quiet()
+    given = {"vocab_size": vocabulary, "bos_token_id": end, "eos_token_id": end} | spec.config
+    if given["vocab_size"] < vocabulary:
+        raise DataError(
+            f"expected model.config.vocab_size of at least {vocabulary}, the tokenizer's, "
+            f"got {given['vocab_size']}"
+        )
+    model_type = given.pop("model_type")
     try:
-        module: torch.nn.Module = peft.get_peft_model(pretrained.model, config)
-    except ValueError as error:
-        line = " ".join(str(error).split())[:300]
-        raise DataError(f"cannot add LoRA to {', '.join(spec.targets)}: {line}") from None
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if ".lora_A." in name:  # as kaiming_uniform_ with a = sqrt(5), peft's own rule
-                _fill(parameter, draws.symmetric(
-                    draws.key_of(seed, name), parameter.numel(), 1 / math.sqrt(parameter.shape[1])
-                ))  # fmt: skip
-            elif ".lora_B." in name:
-                parameter.zero_()
-    return module
+        _check_keys(given, transformers.AutoConfig.for_model(model_type), model_type)
+        config = transformers.AutoConfig.for_model(model_type, **given)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config,
+            attn_implementation=spec.attention,
+            dtype=getattr(torch, spec.dtype),
+            trust_remote_code=False,
+        )
+    except _ERRORS as error:
+        raise DataError(
+            f"cannot make a {model_type} from model.config: {one_line(error)}"
+        ) from None
+    _draw(model, {name for name, _ in model.named_parameters()}, seed)
+    return _ready(model, spec)
 
 
-def head_modules(model: torch.nn.Module) -> list[str]:
-    """Names of the parts around the encoder that have parameters: the classification head."""
-    encoder = getattr(model, "base_model_prefix", "")
+def check_length(config: Any, max_tokens: int) -> None:
+    """Refuse samples longer than the model has positions.
+
+    Raises:
+        DataError: They are.
+    """
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and max_tokens > longest:
+        raise DataError(
+            f"expected data.max_tokens of at most {longest}, the model's positions, "
+            f"got {max_tokens}"
+        )
+
+
+def initial_values(module: torch.nn.Module, blocks: Sequence[Block]) -> list[Array]:
+    """The blocks' tensors as they are in the module, copied: one flat array per block."""
+    parameters = dict(module.named_parameters())
     return [
-        name
-        for name, child in model.named_children()
-        if name != encoder and any(True for _ in child.parameters())
+        np.concatenate([parameters[t.name].detach().numpy().reshape(-1) for t in block.tensors])
+        for block in blocks
     ]
 
 
-def adapter_config(spec: LoraSpec, source: str, modules_to_save: Iterable[str]) -> dict[str, Any]:
-    """What `PeftModel.from_pretrained` reads, in the keys that every version of peft knows."""
-    return {
-        "base_model_name_or_path": source,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "lora_alpha": _whole(spec.alpha),
-        "lora_dropout": spec.dropout,
-        "modules_to_save": list(modules_to_save),
-        "peft_type": "LORA",
-        "r": spec.r,
-        "target_modules": list(spec.targets),
-        "task_type": "SEQ_CLS",
-    }
+def locate(source: str) -> tuple[str, dict[str, Any]]:
+    """What `from_pretrained` is given for a run spec's source: a place, and keywords.
+
+    Raises:
+        DataError: There is no such source.
+    """
+    found = sources.model_source(source)
+    keywords: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+    if found.endswith(sources.GGUF):
+        return str(Path(found).parent), keywords | {"gguf_file": Path(found).name}
+    keywords["local_files_only"] = os.path.isdir(found)  # noqa: PTH112  (a hub name is no path)
+    return found, keywords
 
 
-def adapter_name(name: str) -> str:
-    """A parameter's name in a peft module as the adapter's file has it."""
-    return name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
+def refusal(what: str, source: str, error: Exception) -> DataError:
+    """The error that something cannot be loaded, in one line."""
+    return DataError(f"cannot load the {what} {source!r}: {one_line(error)}")
 
 
-def _draw_missing(model: torch.nn.Module, missing: set[str], seed: int) -> None:
-    deviation = getattr(model.config, "initializer_range", None) or _DEVIATION
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name not in missing:
-                continue
-            if parameter.dim() > 1:
-                key = draws.key_of(seed, name)
-                _fill(parameter, draws.with_deviation(key, parameter.numel(), deviation))
-            else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+def one_line(error: Exception) -> str:
+    """Other libraries' errors run over several lines, some over pages."""
+    return " ".join(str(error).split())[:300]
 
 
-def _fill(parameter: torch.nn.Parameter, values: np.ndarray[Any, np.dtype[np.float32]]) -> None:
-    parameter.copy_(torch.from_numpy(values.reshape(tuple(parameter.shape))))
-
-
-def _whole(value: float) -> float:
-    return int(value) if value.is_integer() else value
-
-
-def _quiet() -> None:
+def quiet() -> None:
     """A worker's log is its own; and a fork after tokenising is none of the tokenizer's."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # What one of these libraries tells the other is nothing a user can act on.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _load(kind: Any, spec: ModelSpec, seed: int, extra: Mapping[str, Any]) -> Pretrained:
+    assert spec.source is not None
+    quiet()
+    place, keywords = locate(spec.source)
+    try:
+        model, report = kind.from_pretrained(
+            place,
+            dtype=getattr(torch, spec.dtype),
+            attn_implementation=spec.attention,
+            output_loading_info=True,
+            **extra,
+            **keywords,
+        )
+    except _ERRORS as error:
+        raise refusal("model", spec.source, error) from None
+    if "gguf_file" in keywords:
+        # Its weights are plain float32 now.
+        model.hf_quantizer, model.is_quantized = None, False
+        vars(model).pop("quantization_method", None)
+        vars(model.config).pop("quantization_config", None)
+    mismatched = (entry[0] for entry in report["mismatched_keys"])
+    _draw(model, {*report["missing_keys"], *mismatched}, seed)
+    return _ready(model, spec)
+
+
+def _ready(model: Any, spec: ModelSpec) -> Pretrained:
+    if getattr(model.config, "output_router_logits", False):
+        raise DataError(
+            "the model's configuration asks for a balancing loss of its experts "
+            "(output_router_logits), which does not add up over samples; set it to false"
+        )
+    if spec.gradient_checkpointing:
+        try:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        except ValueError as error:
+            raise DataError(
+                f"no gradient checkpointing for this model: {one_line(error)}"
+            ) from None
+    # Not buffers that are computed anew at each start: their last bits depend on the machine.
+    arrays = {name: value.numpy() for name, value in model.state_dict().items()}
+    cached = "use_cache" in inspect.signature(model.forward).parameters
+    options = {"use_cache": False} if cached else {}
+    return Pretrained(model, model.config, digest_arrays(arrays), options)
+
+
+def _check_keys(given: Mapping[str, Any], config: Any, model_type: str) -> None:
+    """Without this transformers would take a misspelt size for one of its own and keep the default."""
+    for key in given:
+        if not hasattr(config, key):
+            near = difflib.get_close_matches(key, vars(config), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise DataError(f"unknown key 'model.config.{key}' of {model_type}{hint}")
+
+
+def _draw(model: Any, names: Collection[str], seed: int) -> None:
+    """Draw these parameters: matrices by the configuration's deviation, about zero.
+
+    What transformers sets to one value keeps it: norms are ones, biases zeros.
+    """
+    deviation = getattr(model.config, "initializer_range", None) or _DEVIATION
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name not in names or _constant(parameter):
+                continue
+            if parameter.dim() > 1:
+                key = draws.key_of(seed, name)
+                fill(parameter, draws.with_deviation(key, parameter.numel(), deviation))
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+def _constant(parameter: torch.Tensor) -> bool:
+    """Whether it holds one plain value, as no random draw does; fresh memory might hold any."""
+    first = float(parameter.reshape(-1)[0]) if parameter.numel() else 0.0
+    return first in {0.0, 1.0} and bool((parameter == first).all())
+
+
+def fill(parameter: torch.Tensor, values: Array) -> None:
+    """Copy flat values in."""
+    parameter.copy_(torch.from_numpy(values.reshape(tuple(parameter.shape))))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 from protocol.errors import DataError
-from protocol.run_spec import RunSpec
+from protocol.run_spec import TASK_SECTIONS, RunSpec
 from worker.tasks.base import Task
 
 
@@ -11,12 +13,32 @@ def build(spec: RunSpec) -> Task:
     """Build the task: read its data and model, so this may take seconds.
 
     Raises:
-        DataError: Data, model source or an extra that the task needs is not there.
+        DataError: Data, model source or an extra that the task needs is not there, or there are
+            fewer samples than a microbatch has.
     """
+    # Progress bars are not for a log. Read when the libraries are imported.
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    task = _build_own(spec) if spec.task not in TASK_SECTIONS else _build_known(spec)
+    samples = task.manifest.train_samples
+    if samples < spec.batch.microbatch:
+        raise DataError(
+            f"expected at least {spec.batch.microbatch} training samples, a microbatch, "
+            f"got {samples}; give more data or lower batch.microbatch"
+        )
+    return task
+
+
+def _build_own(spec: RunSpec) -> Task:
+    from worker.tasks.own import build_own  # noqa: PLC0415
+
+    return build_own(spec)
+
+
+def _build_known(spec: RunSpec) -> Task:
     try:
         return _build(spec)
     except ModuleNotFoundError as error:
-        extra = {"classify": "hf", "digits": "digits"}.get(spec.task, "worker")
+        extra = {"classify": "hf", "causal-lm": "hf", "digits": "digits"}.get(spec.task, "worker")
         raise DataError(
             f"the task {spec.task!r} needs {error.name!r}; pip install 'samestep[{extra}]'"
         ) from None
@@ -35,6 +57,10 @@ def _build(spec: RunSpec) -> Task:
         from worker.tasks.digits import Digits  # noqa: PLC0415
 
         return Digits(spec)
+    if spec.task == "causal-lm":
+        from worker.tasks.causal_lm import CausalLM  # noqa: PLC0415
+
+        return CausalLM(spec)
     from worker.tasks.classify import Classify  # noqa: PLC0415
 
     return Classify(spec)

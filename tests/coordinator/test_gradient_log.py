@@ -1,0 +1,459 @@
+"""The gradient log: what was committed is read back bit for bit, whatever happened to the rest."""
+
+import errno
+import os
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator import gradient_log
+from coordinator.claim import Claim
+from coordinator.gradient_log import GradientLog, segment_files
+from coordinator.log_reader import committed_steps, scan_log
+from coordinator.log_records import ChunkPlace
+from protocol import limits
+from protocol.errors import Mismatch, RunFailed, StorageDamaged, StorageFailed
+from protocol.manifest import Block, Manifest, TensorSpec
+from tests.durable_run import (
+    BLOCKS,
+    MANIFEST,
+    RUN_ID,
+    append_step,
+    averages,
+    commit_of,
+    log_step,
+    small_disk,
+)
+
+
+def opened(directory, *, epoch=1, next_step=0, mode="full", guard=None):
+    return GradientLog(
+        directory, RUN_ID, MANIFEST, epoch=epoch, next_step=next_step, mode=mode, guard=guard
+    )
+
+
+def scan(directory, **how):
+    return scan_log(directory, RUN_ID, MANIFEST, **how)
+
+
+def contents(directory, step=0):
+    """(epoch, step, attempt) and the averages' bytes of each committed step."""
+    found = []
+    for record, arrays in committed_steps(scan(directory, thorough=True), BLOCKS, step):
+        place = (record.commit.epoch, record.commit.step, record.commit.attempt)
+        found.append((place, None if arrays is None else [a.tobytes() for a in arrays]))
+    return found
+
+
+def expected(*places):
+    return [
+        (place, [array.tobytes() for array in averages(place[1], place[2])]) for place in places
+    ]
+
+
+def written(directory, steps, **how):
+    log = opened(directory, **how)
+    for step in range(steps):
+        log_step(log, step)
+    log.close()
+    return segment_files(directory)[-1]
+
+
+def test_committed_steps_come_back_bit_for_bit(tmp_path):
+    log = opened(tmp_path)
+    for step in range(3):
+        append_step(log, step)
+        log.commit(commit_of(step, step + 1), step + 1, state_before=f"{step:064x}")
+    log.close()
+    assert contents(tmp_path) == expected((1, 0, 0), (1, 1, 0), (1, 2, 0))
+    records = [record for record, _ in committed_steps(scan(tmp_path), BLOCKS, 1)]
+    assert [record.commit for record in records] == [commit_of(1, 2), commit_of(2, 3)]
+    assert [(r.optimizer_step, r.state_before) for r in records] == [
+        (2, f"{1:064x}"),
+        (3, f"{2:064x}"),
+    ]
+
+
+def test_every_bit_pattern_survives(tmp_path):
+    log = opened(tmp_path)
+    odd = [np.zeros(block.elements, np.float32) for block in BLOCKS]
+    odd[0][:4] = np.array([0x7FC00001, 0xFF800000, 1, 0x80000000], np.uint32).view(np.float32)
+    for index, values in enumerate(odd):
+        log.append_chunk(ChunkPlace(1, 0, 0, index, 0), values)
+    log.commit(commit_of(0, 1), 1)
+    [(_, arrays)] = contents(tmp_path)
+    assert arrays == [values.tobytes() for values in odd]
+
+
+def test_a_block_of_many_chunks_is_put_together_whatever_their_order(tmp_path):
+    shape = (limits.CHUNK_ELEMENTS * 2 + 5,)
+    manifest = Manifest(
+        blocks=(Block(name="b", kind="block", tensors=(TensorSpec(name="b", shape=shape),)),),
+        train_samples=10,
+    )
+    block = manifest.blocks[0]
+    values = np.arange(block.elements, dtype=np.float32)
+    log = GradientLog(tmp_path, RUN_ID, manifest, epoch=1, next_step=0)
+    for chunk in (2, 0, 1):
+        log.append_chunk(ChunkPlace(1, 0, 0, 0, chunk), values[block.chunk_slice(chunk)])
+    log.commit(commit_of(0, 1), 1)
+    found = scan_log(tmp_path, RUN_ID, manifest, thorough=True)
+    [(_, arrays)] = committed_steps(found, manifest.blocks, 0)
+    assert arrays is not None
+    assert arrays[0].tobytes() == values.tobytes()
+
+
+def test_chunks_of_other_attempts_and_of_the_step_in_flight_do_not_count(tmp_path):
+    log = opened(tmp_path)
+    append_step(log, 0, attempt=0)
+    log_step(log, 0, attempt=1)
+    append_step(log, 1)
+    log.close()
+    assert contents(tmp_path) == expected((1, 0, 1))
+
+
+def test_a_skipped_step_has_no_averages(tmp_path):
+    log = opened(tmp_path)
+    log_step(log, 0)
+    log.commit(commit_of(1, 1, skip=True), 1)
+    log.commit(commit_of(2, 1, skip=True), 1)
+    log.close()
+    assert [arrays for _, arrays in contents(tmp_path)][1:] == [None, None]
+
+
+def test_a_step_is_not_committed_without_all_of_its_gradients(tmp_path):
+    log = opened(tmp_path)
+    log.append_chunk(ChunkPlace(1, 0, 0, 0, 0), averages(0)[0])
+    with pytest.raises(AssertionError):
+        log.commit(commit_of(0, 1), 1)
+
+
+def test_mode_checkpoint_keeps_commits_alone(tmp_path):
+    path = written(tmp_path, 3, mode="checkpoint")
+    assert [(place, arrays) for place, arrays in contents(tmp_path)] == [
+        ((1, step, 0), None) for step in range(3)
+    ]
+    assert path.stat().st_size < 3_000
+
+
+class Naive:
+    """What a log should hold, as a dictionary."""
+
+    def __init__(self):
+        self.committed = {}
+        self.epoch = 1
+        self.attempt = 0
+
+    @property
+    def next_step(self):
+        return len(self.committed)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(["step", "step", "step", "retry", "roll", "cut", "crash", "torn", "skip"]),
+        max_size=25,
+    ),
+    st.data(),
+)
+def test_any_history_reads_back_like_a_dictionary(tmp_path_factory, history, data):
+    directory = tmp_path_factory.mktemp("log")
+    log, naive, base = opened(directory), Naive(), 0
+    for event in history:
+        step = naive.next_step
+        place = {"epoch": naive.epoch, "attempt": naive.attempt}
+        match event:
+            case "step":
+                log_step(log, step, **place)
+                naive.committed[step] = (naive.epoch, step, naive.attempt)
+                naive.attempt = 0
+            case "skip":
+                log.commit(commit_of(step, step, skip=True, **place), step)
+                naive.committed[step] = None
+                naive.attempt = 0
+            case "retry":
+                append_step(log, step, **place)
+                naive.attempt += 1
+            case "roll":
+                log.roll()
+            case "cut":
+                base = data.draw(st.integers(base, step))
+                log.cut(base)
+            case "crash" | "torn":
+                log.close()
+                if event == "torn":
+                    with log.segment.open("ab") as file:
+                        file.write(data.draw(st.binary(max_size=60)))
+                assert [s.step for s in scan(directory, repair=True).following(base)] == list(
+                    range(base, step)
+                )
+                naive.epoch, naive.attempt = naive.epoch + 1, 0
+                log = opened(directory, epoch=naive.epoch, next_step=step)
+    log.close()
+    wanted = [naive.committed[step] for step in range(base, naive.next_step)]
+    found = contents(directory, base)
+    assert len(found) == len(wanted)
+    for place, got in zip(wanted, found, strict=True):
+        assert got[1] is None if place is None else [got] == expected(place)
+
+
+# Damage.
+
+
+def test_a_tail_torn_at_any_byte_of_the_last_step_is_cut(tmp_path):
+    path = written(tmp_path / "log", 3)
+    whole = path.read_bytes()
+    ends = [logged.end for logged in scan(tmp_path / "log").following(0)]
+    assert ends[-1] == len(whole)
+    for length in range(ends[-2], len(whole)):
+        path.write_bytes(whole[:length])
+        found = scan(tmp_path / "log", repair=True)
+        assert [s.step for s in found.following(0)] == [0, 1], length
+        assert bool(found.cuts) == (path.stat().st_size < length)
+        # Cut once, it is whole: the next start finds nothing to do, and the log goes on.
+        assert scan(tmp_path / "log", thorough=True).cuts == ()
+    log = opened(tmp_path / "log", epoch=2, next_step=2)
+    log_step(log, 2, epoch=2)
+    assert contents(tmp_path / "log") == expected((1, 0, 0), (1, 1, 0), (2, 2, 0))
+
+
+@pytest.mark.parametrize("filler", [b"\0", b"\xff", b"S"])
+def test_a_tail_of_blocks_that_were_never_written_is_cut(tmp_path, filler):
+    path = written(tmp_path, 2)
+    with path.open("ab") as file:
+        file.write(filler * 5000)
+    assert [str(cut) for cut in scan(tmp_path, repair=True).cuts] == [
+        f"{path.name}: 5000 bytes cut at byte {path.stat().st_size}: the last record is not whole"
+    ]
+    assert contents(tmp_path) == expected((1, 0, 0), (1, 1, 0))
+
+
+def test_a_flipped_bit_before_the_newest_step_is_refused_with_its_place(tmp_path):
+    path = written(tmp_path, 3)
+    whole = path.read_bytes()
+    newest = scan(tmp_path).following(0)[1].end
+    for at in range(newest):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        with pytest.raises(StorageDamaged, match=path.name) as raised:
+            scan(tmp_path, thorough=True)
+        place = int(raised.value.place.removeprefix("byte "))
+        assert place <= at < place + 600
+        # The quick look may pass over gradients; whoever reads them is told.
+        with pytest.raises(StorageDamaged):
+            list(committed_steps(scan(tmp_path), BLOCKS, 0))
+
+
+def test_a_flipped_bit_in_the_newest_step_takes_that_step_back(tmp_path):
+    """A sync that had not ended may leave the commit and not what it commits."""
+    path = written(tmp_path, 3)
+    whole = path.read_bytes()
+    for at in range(scan(tmp_path).following(0)[1].end, len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        for thorough in (False, True):
+            found = scan(tmp_path, thorough=thorough)
+            assert [s.step for s in found.following(0)] == [0, 1]
+            assert len(found.cuts) == 1
+
+
+def test_damage_is_refused_in_a_segment_that_others_follow(tmp_path):
+    log = opened(tmp_path)
+    log_step(log, 0)
+    log_step(log, 1)
+    first = log.segment
+    log.roll()
+    log_step(log, 2)
+    log.close()
+    os.truncate(first, first.stat().st_size - 1)
+    with pytest.raises(StorageDamaged, match=first.name):
+        scan(tmp_path)
+
+
+def test_a_log_of_another_run_or_manifest_is_refused(tmp_path):
+    written(tmp_path, 1)
+    with pytest.raises(Mismatch, match="made-up-1"):
+        scan_log(tmp_path, "other", MANIFEST)
+    with pytest.raises(Mismatch, match="manifest"):
+        scan_log(tmp_path, RUN_ID, MANIFEST.model_copy(update={"train_samples": 11}))
+
+
+def test_a_half_made_segment_is_cleared_away(tmp_path):
+    path = written(tmp_path, 1)
+    leftover = path.with_name("epoch-000002-step-0000000001.log.part")
+    leftover.write_bytes(b"half")
+    assert [s.step for s in scan(tmp_path, repair=True).following(0)] == [0]
+    assert not leftover.exists()
+
+
+# Who may write.
+
+
+def test_what_a_replaced_coordinator_still_writes_does_not_count(tmp_path):
+    stale = opened(tmp_path)
+    log_step(stale, 0)
+    fresh = opened(tmp_path, epoch=2, next_step=1)
+    log_step(stale, 1, attempt=7)
+    log_step(fresh, 1, epoch=2)
+    append_step(stale, 2)
+    assert contents(tmp_path) == expected((1, 0, 0), (2, 1, 0))
+
+
+def test_a_replaced_coordinator_learns_it_before_it_tells_anyone(tmp_path):
+    claim = Claim.take(tmp_path)
+    log = opened(tmp_path / "log", epoch=claim.epoch, guard=claim.check)
+    log_step(log, 0)
+    # The lock cannot be taken while it is held: another machine's view of the same directory.
+    (tmp_path / "lock").unlink()
+    Claim.take(tmp_path)
+    with pytest.raises(RunFailed, match="another coordinator"):
+        log_step(log, 1)
+    assert log.next_step == 1
+
+
+# Segments.
+
+
+def test_segments_before_a_checkpoint_can_go_and_the_rest_stays(tmp_path):
+    log = opened(tmp_path)
+    for step in range(6):
+        log_step(log, step)
+        if step % 2:
+            log.roll()
+    assert [path.name[-8:] for path in segment_files(tmp_path)] == [
+        "0000.log",
+        "0002.log",
+        "0004.log",
+        "0006.log",
+    ]
+    assert [path.name[-8:] for path in log.cut(5)] == ["0000.log", "0002.log"]
+    assert log.cut(5) == []
+    assert contents(tmp_path, 4) == expected((1, 4, 0), (1, 5, 0))
+    log_step(log, 6)
+    assert log.cut(1_000)
+    assert segment_files(tmp_path) == [log.segment]
+
+
+def test_rolling_in_the_middle_of_a_step_takes_its_chunks_along(tmp_path):
+    log = opened(tmp_path)
+    log_step(log, 0)
+    log.append_chunk(ChunkPlace(1, 1, 0, 0, 0), averages(1)[0])
+    log.roll()
+    log.cut(1)
+    log.append_chunk(ChunkPlace(1, 1, 0, 1, 0), averages(1)[1])
+    log.commit(commit_of(1, 2), 2)
+    assert contents(tmp_path, 1) == expected((1, 1, 0))
+
+
+# Disks that refuse.
+
+
+class Faults:
+    """The n-th call of one system call fails once, having done half of its work if it can."""
+
+    def __init__(self, monkeypatch, call, number, half=False):
+        self.left, self.half = number, half
+        self.real = getattr(os, call)
+        monkeypatch.setattr(os, call, self)
+
+    def __call__(self, fd, *arguments):
+        self.left -= 1
+        if self.left:
+            return self.real(fd, *arguments)
+        if self.half:
+            os.write(fd, bytes(arguments[0][-1])[: arguments[0][-1].nbytes // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("call", ["writev", "fdatasync", "fsync", "ftruncate"])
+@pytest.mark.parametrize("number", range(1, 9))
+def test_any_call_of_the_system_may_fail_and_be_made_again(tmp_path, monkeypatch, call, number):
+    log = opened(tmp_path)
+    faults = Faults(monkeypatch, call, number, half=call == "writev")
+
+    def insist(work):
+        try:
+            return work()
+        except StorageFailed as error:
+            assert "No space left" in str(error)
+            assert "make room" in str(error)
+            return work()
+
+    for step in range(3):
+        for block, values in enumerate(averages(step)):
+            place = ChunkPlace(1, step, 0, block, 0)
+            insist(lambda place=place, values=values: log.append_chunk(place, values))
+        insist(log.flush)
+        insist(lambda step=step: log.commit(commit_of(step, step + 1), step + 1))
+        insist(log.roll)
+    log.close()
+    monkeypatch.undo()
+    if call in {"writev", "fdatasync"}:
+        assert faults.left <= 0
+    assert contents(tmp_path) == expected((1, 0, 0), (1, 1, 0), (1, 2, 0))
+    assert scan(tmp_path, thorough=True).cuts == ()
+
+
+def test_a_full_disk_damages_nothing_and_the_log_goes_on_when_there_is_room(tmp_path):
+    with small_disk(tmp_path / "disk", 64) as disk:
+        ballast = disk / "ballast"
+        log = opened(disk / "log")
+        log_step(log, 0)
+        ballast.write_bytes(bytes(os.statvfs(disk).f_bavail * 4096))
+        step, refused = 1, 0
+        while step < 60:
+            try:
+                log_step(log, step)
+                step += 1
+            except StorageFailed:
+                refused += 1
+                assert contents(disk / "log") == expected(*((1, s, 0) for s in range(step)))
+                with pytest.raises(StorageFailed):
+                    log.roll()
+                ballast.unlink(missing_ok=True)
+                append_step(log, step, attempt=0)
+                log.commit(commit_of(step, step + 1), step + 1)
+                step += 1
+        log.close()
+        assert refused
+        assert contents(disk / "log") == expected(*((1, s, 0) for s in range(60)))
+
+
+def test_a_directory_that_vanishes_halts_and_goes_on_when_it_is_back(tmp_path):
+    log = opened(tmp_path / "log")
+    log_step(log, 0)
+    (tmp_path / "log").rename(tmp_path / "away")
+    append_step(log, 1)
+    with pytest.raises(StorageFailed, match="bring the directory back"):
+        log.commit(commit_of(1, 2), 2)
+    with pytest.raises(StorageFailed):
+        log.commit(commit_of(1, 2), 2)
+    # It may come back as a copy, with other inodes.
+    shutil.copytree(tmp_path / "away", tmp_path / "log")
+    log.commit(commit_of(1, 2), 2)
+    assert contents(tmp_path / "log") == expected((1, 0, 0), (1, 1, 0))
+
+
+def test_a_log_that_comes_back_shorter_than_what_was_synced_is_not_written(tmp_path):
+    log = opened(tmp_path / "log")
+    log_step(log, 0)
+    (tmp_path / "log").rename(tmp_path / "away")
+    with pytest.raises(StorageFailed):
+        log_step(log, 1)
+    shutil.copytree(tmp_path / "away", tmp_path / "log")
+    os.truncate(log.segment, 40)
+    with pytest.raises(StorageFailed, match="resume the run"):
+        log.commit(commit_of(1, 2), 2)
+
+
+def test_a_read_only_disk_is_told_with_its_remedy(tmp_path, monkeypatch):
+    log = opened(tmp_path)
+
+    def refuse(*_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(gradient_log, "write_all", refuse)
+    with pytest.raises(StorageFailed, match="mount it writable"):
+        log_step(log, 0)

@@ -1,0 +1,416 @@
+"""Bad input to a live service: a typed goodbye or a silent drop, and the run goes on unchanged.
+
+Every story ends with the same digest as the run that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import uvloop
+
+from protocol import PROTOCOL_VERSION, frames, limits, messages
+from protocol.connection import encode
+from protocol.errors import ExitCode
+from protocol.messages import BlockGradientPayload, Message, NodeLoss, StepApplied, StepPlan
+from tests.cluster import Cluster
+from tests.event_loop import on_uvloop
+from tests.hostile_worker import HostileWorker, payload, zeros
+from tests.live_service import PATIENCE_S, LiveService, live_service, scripted_spec, undisturbed
+from tests.message_samples import DIGEST, EXAMPLES, flat, frame
+from worker import actions as act
+from worker.client import Client
+
+SPEC = scripted_spec()
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> dict[str, Any]:
+    return uvloop.run(undisturbed(tmp_path_factory.mktemp("undisturbed"), SPEC))
+
+
+def alike(result: dict[str, Any], reference: dict[str, Any]) -> bool:
+    return all(result[key] == reference[key] for key in ("weights_digest", "losses", "eval"))
+
+
+async def with_one_good_worker(live: LiveService) -> str:
+    """A run that waits for its second worker; the good one has uploaded state 0."""
+    run_id = live.service.submit(SPEC)
+    live.worker("w0")
+    await live.wait_for("worker_ready", worker="w0")
+    return run_id
+
+
+# Strangers: nothing they do touches the run.
+
+
+async def says(live: LiveService, data: bytes) -> messages.Goodbye | None:
+    async with HostileWorker(live.port) as stranger:
+        stranger.send_bytes(data)
+        return await stranger.farewell()
+
+
+@pytest.mark.parametrize(
+    ("data", "reason", "code"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", "expected a samestep frame", 1),
+        (bytes(100), "expected a samestep frame", 1),
+        (b"\x16\x03\x01\x02\x00" + bytes(60), "expected a samestep frame", 1),
+        (frames.encode_head(1, bytes(257), None), "a header of <= 256 bytes, got 257", 1),
+        (frame(EXAMPLES[messages.StartRun]), "a body of <= 0 bytes", 1),
+        (frame(EXAMPLES[messages.Heartbeat]), "Heartbeat is not expected", 1),
+        (frame(EXAMPLES[messages.Proof]), "Proof is not expected", 1),
+        (frame(EXAMPLES[messages.StepApplied]), "StepApplied is not expected", 1),
+        (frames.encode_head(99, b"\x80", None), "got tag 99", 1),
+        (frames.encode_head(1, b"\x90", None), "Hello", 1),
+        (frame(EXAMPLES[messages.Hello])[:-1] + b"X", "checksum", 1),
+    ],
+    ids=[
+        "http", "zeros", "tls", "large header", "body", "heartbeat", "proof", "applied", "tag",
+        "no map", "checksum",
+    ],
+)  # fmt: skip
+@on_uvloop
+async def test_a_stranger_is_told_what_was_wrong(tmp_path, data, reason, code):
+    async with live_service(tmp_path, 1) as live:
+        goodbye = await says(live, data)
+        assert goodbye is not None
+        assert reason in goodbye.reason
+        assert goodbye.exit_code == code
+        assert not goodbye.retry
+        assert not live.service.sessions
+
+
+@pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
+@on_uvloop
+async def test_another_version_is_told_which_side_to_upgrade(tmp_path, version):
+    hello = bytearray(frame(EXAMPLES[messages.Hello]))
+    hello[2] = version
+    async with live_service(tmp_path, 1) as live:
+        goodbye = await says(live, bytes(hello))
+    assert goodbye is not None
+    assert goodbye.exit_code == ExitCode.MISMATCH
+    side = "this side" if version > PROTOCOL_VERSION else "the other side"
+    assert goodbye.reason.endswith(f"upgrade {side}")
+
+
+@on_uvloop
+async def test_a_proof_that_proves_nothing_is_not_authorised(tmp_path):
+    async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as stranger:
+        stranger.greet()
+        await stranger.until(messages.Challenge)
+        stranger.send(messages.Proof(proof=b"let me in"))
+        goodbye = await stranger.farewell()
+        assert goodbye is not None
+        assert goodbye.exit_code == ExitCode.NOT_AUTHORISED
+        assert not live.service.sessions
+
+
+@on_uvloop
+async def test_strangers_do_not_disturb_a_run(tmp_path, reference, monkeypatch):
+    """Silent, truncated, garbage and too many, all while a run goes on."""
+    monkeypatch.setattr(limits, "HANDSHAKE_TIMEOUT_MS", 200)
+    async with live_service(tmp_path, 2) as live:
+        run_id = await with_one_good_worker(live)
+        async with HostileWorker(live.port) as silent, HostileWorker(live.port) as half:
+            half.send_bytes(frame(EXAMPLES[messages.Hello])[:30])
+            async with HostileWorker(live.port) as cut:
+                cut.send_bytes(frame(EXAMPLES[messages.Hello])[:50])
+            assert await says(live, bytes(100)) is not None
+            live.worker("w1")
+            # Both are closed for their silence, without a word: they may be no samestep at all.
+            assert await silent.farewell() is None
+            assert await half.farewell() is None
+        result = await live.result(run_id)
+        assert alike(result, reference)
+        assert not live.every("worker_lost")
+        assert set(live.service.sessions) == {"w0", "w1"}
+        assert not live.service._joining
+
+
+@on_uvloop
+async def test_too_many_connections_in_the_handshake_are_closed_at_once(tmp_path):
+    async with live_service(tmp_path, 1) as live:
+        crowd = [HostileWorker(live.port) for _ in range(limits.UNAUTHENTICATED_CONNECTIONS)]
+        for each in crowd:
+            await each.__aenter__()
+        async with asyncio.timeout(limits.HANDSHAKE_TIMEOUT_MS / 1000 - 1):
+            async with HostileWorker(live.port) as one_more:
+                assert await one_more.farewell() is None
+        for each in crowd:
+            each.vanish()
+        async with asyncio.timeout(PATIENCE_S):
+            while live.service._joining:
+                await asyncio.sleep(0)
+        async with HostileWorker(live.port) as later:
+            await later.join()
+
+
+# Members that break the rules: they are named, closed, and their work is done by others.
+
+
+def node_of_another(plan: StepPlan) -> dict[str, int]:
+    lo, hi = plan.nodes[0]
+    return {"lo": hi, "hi": hi + hi - lo} if lo == 0 else {"lo": 0, "hi": hi - lo}
+
+
+def first_leaf(plan: StepPlan) -> dict[str, int]:
+    return {"lo": plan.nodes[0][0], "hi": plan.nodes[0][0] + 1}
+
+
+def loss(plan: StepPlan, **changes: Any) -> NodeLoss:
+    lo, hi = plan.nodes[0]
+    fields = {
+        "epoch": plan.epoch, "step": plan.step, "attempt": plan.attempt, "lo": lo, "hi": hi,
+        "loss_sum": 1.0, "weight": 4.0, "elapsed_ms": 1.0,
+    }  # fmt: skip
+    return NodeLoss(**{**fields, **changes})
+
+
+def with_field(message: Message, body: Any, **changes: Any) -> bytes:
+    """A frame whose fields our own models would not let us write."""
+    header = msgpack.packb({**message.model_dump(), **changes})
+    raw = body.tobytes()
+    return frames.encode_head(message.tag, header, raw) + raw
+
+
+BREACHES: dict[str, tuple[Any, str]] = {
+    "a later epoch": (lambda p: (payload(p, epoch=p.epoch + 1), zeros()), "expected (epoch"),
+    "an older epoch": (lambda p: (payload(p, epoch=p.epoch - 1), zeros()), "expected (epoch"),
+    "a future step": (lambda p: (payload(p, step=p.step + 1), zeros()), "expected (epoch"),
+    "a future attempt": (lambda p: (payload(p, attempt=1), zeros()), "expected (epoch"),
+    "another's node": (
+        lambda p: (payload(p, **node_of_another(p)), zeros()), "was not given to worker 'hostile'",
+    ),
+    "a part of its own node": (
+        lambda p: (payload(p, **first_leaf(p)), zeros()), "was not given to worker 'hostile'",
+    ),
+    "no node of the tree": (lambda p: (payload(p, lo=1, hi=3), zeros()), "[1,3) is no node"),
+    "an empty node": (lambda p: (payload(p, lo=2, hi=2), zeros()), "is no node"),
+    "a node out of range": (lambda p: (payload(p, lo=8, hi=2**62), zeros()), "is no node"),
+    "a block too many": (lambda p: (payload(p, block=3), zeros()), "no chunk 0 of block 3"),
+    "a chunk too many": (lambda p: (payload(p, chunk=1), zeros()), "no chunk 1 of block 2"),
+    "another kind": (
+        lambda p: (messages.NonBlockGradientPayload(**payload(p).model_dump()), zeros()), "kind",
+    ),
+    "too few elements": (lambda p: (payload(p), zeros(15)), "a body of 64 bytes, got 60"),
+    "too many elements": (lambda p: (payload(p), zeros(17)), "a body of 64 bytes, got 68"),
+    "float64": (lambda p: (payload(p), np.zeros(16)), "a body of 64 bytes, got 128"),
+    "float16": (lambda p: (payload(p), np.zeros(16, np.float16)), "64 bytes, got 32"),
+    "a weight below zero": (lambda p: with_field(payload(p), zeros(), weight=-1.0), "weight"),
+    "a weight of NaN": (
+        lambda p: with_field(payload(p), zeros(), weight=float("nan")), "weight",
+    ),
+    "a weight as text": (lambda p: with_field(payload(p), zeros(), weight="4"), "weight"),
+    "an extra field": (lambda p: with_field(payload(p), zeros(), shape=[16]), "shape"),
+    "a broken checksum": (
+        lambda p: flat(encode(payload(p), zeros()))[:-1] + b"\x01", "checksum",
+    ),
+    "a loss of another's node": (
+        lambda p: (loss(p, **node_of_another(p)), None), "was not given to worker 'hostile'",
+    ),
+    "a loss of a future step": (lambda p: (loss(p, step=9), None), "expected (epoch"),
+    "an answer to a step to come": (
+        lambda p: (StepApplied(epoch=p.epoch, step=7, state_digest=DIGEST), None), "at most 0",
+    ),
+    "an answer in another epoch": (
+        lambda p: (StepApplied(epoch=p.epoch + 1, step=0, state_digest=DIGEST), None), "epoch",
+    ),
+    "a second Hello": (lambda _: (EXAMPLES[messages.Hello], None), "Hello is not expected"),
+    "a coordinator's word": (lambda p: (p, None), "StepPlan is not expected"),
+    "garbage": (lambda _: b"\x00" * 64, "expected a samestep frame"),
+}
+
+
+@pytest.mark.parametrize("breach", BREACHES)
+@on_uvloop
+async def test_a_breach_ends_the_connection_and_not_the_run(tmp_path, reference, breach):
+    commit, reason = BREACHES[breach]
+    async with live_service(tmp_path, 2) as live:
+        run_id = await with_one_good_worker(live)
+        async with HostileWorker(live.port) as hostile:
+            plan = await hostile.plan()
+            made = commit(plan)
+            if isinstance(made, bytes):
+                hostile.send_bytes(made)
+            else:
+                hostile.send(*made)
+            goodbye = await hostile.farewell()
+        assert goodbye is not None
+        assert reason in goodbye.reason
+        assert goodbye.exit_code == ExitCode.FAILED
+        lost = await live.wait_for("worker_lost", worker="hostile")
+        assert reason in lost["reason"]
+        result = await live.result(run_id)
+        assert alike(result, reference)
+        assert set(live.service.sessions) == {"w0"}
+        assert not live.every("halted")
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"), [("run_id", "was not asked for"), ("body", "manifest")]
+)
+@on_uvloop
+async def test_a_ready_that_does_not_fit(tmp_path, reference, what, reason):
+    async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as hostile:
+        run_id = live.service.submit(SPEC)
+        await hostile.join()
+        built = await hostile.prepare()
+        ready = hostile.ready(built, **({"run_id": "another"} if what == "run_id" else {}))
+        hostile.send(ready, b"{}" if what == "body" else built.manifest)
+        goodbye = await hostile.farewell()
+        assert goodbye is not None
+        assert reason in goodbye.reason
+        live.worker("w0")
+        assert alike(await live.result(run_id), reference)
+
+
+@on_uvloop
+async def test_an_unlike_manifest_is_a_mismatch(tmp_path, reference):
+    async with live_service(tmp_path, 2) as live:
+        run_id = await with_one_good_worker(live)
+        async with HostileWorker(live.port) as hostile:
+            await hostile.join()
+            built = await hostile.prepare()
+            hostile.send(hostile.ready(built), built.manifest.replace(b":64", b":65"))
+            goodbye = await hostile.farewell()
+            assert goodbye is not None
+            assert goodbye.exit_code == ExitCode.MISMATCH
+        live.worker("w1")
+        assert alike(await live.result(run_id), reference)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("where", ["gradient", "loss"])
+@on_uvloop
+async def test_a_non_finite_value_halts_and_names_its_worker(tmp_path, reference, bad, where):
+    async with live_service(tmp_path, 2) as live:
+        run_id = await with_one_good_worker(live)
+        async with HostileWorker(live.port) as hostile:
+            plan = await hostile.plan()
+            if where == "gradient":
+                values = zeros()
+                values[5] = bad
+                hostile.send(payload(plan, block=1), values)
+            else:
+                hostile.send(loss(plan, loss_sum=bad))
+            halted = await live.wait_for("halted")
+            assert "worker 'hostile'" in halted["reason"]
+            assert "microbatches [" in halted["reason"]
+            assert "step 0" in halted["reason"]
+            assert ("block 'layer.1'" in halted["reason"]) == (where == "gradient")
+            assert (await hostile.until(messages.Halt)).reason == halted["reason"]
+        await live.wait_for("worker_lost", worker="hostile")
+        assert not live.every("committed")
+        assert live.service.current is not None
+        live.service.current.command(live.service.current.run.resume(skip_step=False))
+        assert alike(await live.result(run_id), reference)
+
+
+# What comes late or twice is dropped without a word.
+
+
+class Repeating(Client):
+    """Sends every gradient and every loss twice, and last step's once more."""
+
+    repeated = 0
+
+    def _transmit(self, action: act.Transmit) -> None:
+        super()._transmit(action)
+        if isinstance(action.message, BlockGradientPayload | NodeLoss):
+            super()._transmit(action)
+            self.repeated += 1
+            late = self.__dict__.setdefault("_late", [])
+            if late and late[0].message.step < action.message.step:
+                super()._transmit(late.pop(0))
+            late.append(action)
+
+
+@on_uvloop
+async def test_what_comes_twice_or_late_counts_once(tmp_path, reference):
+    async with live_service(tmp_path, 2) as live:
+        run_id = live.service.submit(SPEC)
+        live.worker("w0")
+        repeating = live.worker("w1", Repeating)
+        result = await live.result(run_id)
+        assert isinstance(repeating, Repeating)
+        assert repeating.repeated >= 12
+        assert alike(result, reference)
+        assert set(live.service.sessions) == {"w0", "w1"}
+        assert not live.every("worker_lost")
+
+
+@pytest.mark.xfail(strict=True, reason="a repeated NodeLoss is counted again in result.workers")
+@on_uvloop
+async def test_a_repeated_node_is_not_credited_twice(tmp_path, reference):
+    async with live_service(tmp_path, 2) as live:
+        run_id = live.service.submit(SPEC)
+        live.worker("w0")
+        live.worker("w1", Repeating)
+        result = await live.result(run_id)
+        assert sum(result["workers"].values()) == sum(reference["workers"].values())
+
+
+class Vanishing(Client):
+    """Delivers one block of a node, then is gone: others compute the node anew."""
+
+    delivered = 0
+
+    def _transmit(self, action: act.Transmit) -> None:
+        super()._transmit(action)
+        if isinstance(action.message, BlockGradientPayload):
+            self.delivered += 1
+            assert self._channel is not None
+            self._target = self._target.__class__("127.0.0.1", 1, "w1", "scripted", 0.0)
+            self._channel.goodbye("I am off", retry=False)
+
+
+@on_uvloop
+async def test_a_frame_that_overlaps_what_is_held_already_is_dropped(tmp_path, reference):
+    async with live_service(tmp_path, 2) as live:
+        run_id = live.service.submit(SPEC)
+        live.worker("w0")
+        vanishing = live.worker("w1", Vanishing)
+        lost = await live.wait_for("worker_lost", worker="w1")
+        assert lost["reason"] == "I am off"
+        result = await live.result(run_id)
+        assert isinstance(vanishing, Vanishing)
+        assert vanishing.delivered >= 1
+        assert live.every("reassigned")
+        assert alike(result, reference)
+
+
+# The daemons themselves.
+
+
+def test_real_daemons_go_on(tmp_path, reference):
+    """A coordinator and a worker as processes; everything above in short, one after the other."""
+    spec = tmp_path / "scripted.yaml"
+    spec.write_text(SPEC.model_dump_json())
+    with Cluster(tmp_path, "--expect-workers", "2", "--run", str(spec)) as cluster:
+        cluster.worker("w0", "--backend", "scripted:1")
+        cluster.wait_for("worker_ready", worker="w0")
+        port = int(cluster.address["data"].rpartition(":")[2])
+
+        async def disturb() -> None:
+            for data in (bytes(100), frame(EXAMPLES[messages.Hello])[:20]):
+                async with HostileWorker(port) as stranger:
+                    stranger.send_bytes(data)
+            async with HostileWorker(port) as hostile:
+                plan = await hostile.plan()
+                hostile.send(payload(plan, step=plan.step + 1), zeros())
+                goodbye = await hostile.farewell()
+                assert goodbye is not None
+                assert "expected (epoch, step, attempt)" in goodbye.reason
+
+        uvloop.run(disturb())
+        result = cluster.result()
+        lost = cluster.wait_for("worker_lost", worker="hostile")
+        assert "expected (epoch" in lost["reason"]
+    assert alike(result, reference)
+    assert Path(tmp_path / "out" / "result.json").exists()

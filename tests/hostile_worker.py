@@ -1,0 +1,189 @@
+"""A worker that does everything right until it is told to do something wrong.
+
+It speaks through `protocol.connection` only to read; what it writes is not checked by anyone. Its
+`Ready` is a real one: the product's own engine builds the task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from protocol import __version__
+from protocol.connection import Connection, Received, encode
+from protocol.manifest import Manifest
+from protocol.messages import (
+    BlockGradientPayload,
+    Challenge,
+    Goodbye,
+    Hello,
+    Message,
+    Proof,
+    Ready,
+    StartRun,
+    StateChunk,
+    StateRequest,
+    StepPlan,
+    Welcome,
+)
+from protocol.run_spec import RunSpec, parse_run_spec_bytes
+from tests.live_service import Scripted
+from worker.engine import Built, Engine
+
+PATIENCE_S = 30.0
+M = TypeVar("M", bound=Message)
+
+
+class HostileWorker:
+    """One connection; use it as an async context manager.
+
+    Attributes:
+        blocks: Known once it is ready.
+        run_id: Of the run it has built.
+    """
+
+    def __init__(self, port: int, name: str = "hostile") -> None:
+        self.name = name
+        self.run_id = ""
+        self.epoch = 0
+        self.parameters: list[Any] = []
+        self._port = port
+        self._connection = Connection("worker")
+        self._received: deque[Received] = deque()
+
+    async def __aenter__(self) -> Self:
+        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.vanish()
+
+    def vanish(self) -> None:
+        """Close without a word."""
+        self._writer.transport.abort()
+
+    def send(self, message: Message, body: Any = None) -> None:
+        """Write a frame, legal or not."""
+        for buffer in encode(message, body).buffers:
+            self._writer.write(bytes(buffer))
+
+    def send_bytes(self, data: bytes) -> None:
+        self._writer.write(data)
+
+    async def receive(self) -> Received | None:
+        """The next message, or None at the end of the connection."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not self._received:
+                with contextlib.suppress(ConnectionResetError):
+                    if data := await self._reader.read(65_536):
+                        self._received += self._connection.receive_data(data)
+                        continue
+                return None
+        return self._received.popleft()
+
+    async def until(self, kind: type[M]) -> M:
+        """The next message of a kind; state is uploaded on the way if it is asked for."""
+        while (received := await self.receive()) is not None:
+            message = received.message
+            if isinstance(message, kind):
+                return message
+            if isinstance(message, StateRequest):
+                self._upload()
+            assert not isinstance(message, Goodbye), message
+        raise AssertionError(f"the connection ended before {kind.__name__}")
+
+    async def farewell(self) -> Goodbye | None:
+        """What the coordinator said last before it closed; None if it said no goodbye."""
+        last = None
+        while (received := await self.receive()) is not None:
+            last = received.message
+        return last if isinstance(last, Goodbye) else None
+
+    # What a good worker does.
+
+    def greet(self, **changes: Any) -> None:
+        hello = {"release": __version__, "name": self.name, "instance": "f" * 32, "backend": "x"}
+        self.send(Hello(**{**hello, **changes}))
+
+    async def join(self, **changes: Any) -> Welcome:
+        """The whole handshake."""
+        self.greet(**changes)
+        await self.until(Challenge)
+        self.send(Proof(proof=b""))
+        welcome = await self.until(Welcome)
+        self.name, self.epoch = welcome.worker, welcome.epoch
+        return welcome
+
+    async def prepare(self) -> Built:
+        """Wait for a run and build its task."""
+        while (received := await self.receive()) is not None:
+            if isinstance(received.message, StartRun):
+                assert received.body is not None
+                self.run_id = received.message.run_id
+                return await self._build(parse_run_spec_bytes(received.body.tobytes()))
+        raise AssertionError("the connection ended before StartRun")
+
+    async def plan(self) -> StepPlan:
+        """Join, get ready, and wait for work."""
+        await self.join()
+        built = await self.prepare()
+        self.send(self.ready(built), built.manifest)
+        return await self.until(StepPlan)
+
+    def ready(self, built: Built, **changes: Any) -> Ready:
+        fields = {
+            "run_id": self.run_id, "backend": built.backend, "device": built.device,
+            "state_digest": built.state_digest, "signature": built.signature,
+            "signature_text": built.signature_text,
+        }  # fmt: skip
+        return Ready(**{**fields, **changes})
+
+    async def _build(self, spec: RunSpec) -> Built:
+        loop = asyncio.get_running_loop()
+        built: asyncio.Future[Any] = loop.create_future()
+        device = Engine(
+            Scripted(), lambda event: loop.call_soon_threadsafe(built.set_result, event)
+        )
+        device.build(self.run_id, spec)
+        event = await built
+        await loop.run_in_executor(None, device.close)
+        assert isinstance(event, Built)
+        self._connection.blocks = Manifest.from_bytes(event.manifest).blocks
+        self.parameters = event.task.initial_parameters()
+        return event
+
+    def _upload(self) -> None:
+        for block, values in enumerate(self.parameters):
+            last = block == len(self.parameters) - 1
+            self.send(self.state_chunk(block, last=last), values)
+
+    def state_chunk(self, block: int, **changes: Any) -> StateChunk:
+        fields = {
+            "run_id": self.run_id, "kind": "parameters", "block": block, "chunk": 0, "step": 0,
+            "optimizer_step": 0, "last": False,
+        }  # fmt: skip
+        return StateChunk(**{**fields, **changes})
+
+
+def payload(plan: StepPlan, **changes: Any) -> BlockGradientPayload:
+    """A payload that fits the plan, but for the changes."""
+    lo, hi = plan.nodes[0]
+    fields = {
+        "epoch": plan.epoch, "step": plan.step, "attempt": plan.attempt, "block": 2, "chunk": 0,
+        "lo": lo, "hi": hi, "weight": float(hi - lo),
+    }  # fmt: skip
+    return BlockGradientPayload(**{**fields, **changes})
+
+
+def zeros(elements: int = 16) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.zeros(elements, np.float32)

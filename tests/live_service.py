@@ -1,0 +1,129 @@
+"""A coordinator's service in the test's own loop, with real workers on real sockets around it.
+
+Nothing here waits for a time to pass: it waits for what the service reports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from backends.interface import Backend
+from backends.scripted import ScriptedBackend
+from coordinator.service import Service, Settings
+from protocol.authentication import LoopbackOnly
+from protocol.errors import ExitCode
+from protocol.run_spec import RunSpec, parse_run_spec
+from worker.client import Client, Target
+from worker.engine import Toolbox
+from worker.tasks.base import Task
+from worker.tasks.registry import build
+
+PATIENCE_S = 30.0
+
+
+def scripted_spec(**changes: object) -> RunSpec:
+    """A short run without a model: 8 microbatches a step, three blocks of 16 elements."""
+    return parse_run_spec(
+        {
+            "name": "scripted",
+            "task": "scripted",
+            "seed": 3,
+            "steps": 4,
+            "batch": {"samples": 8, "microbatch": 1},
+            "scripted": {"blocks": 3, "block_bytes": 64, "samples": 64},
+            **changes,
+        }
+    )
+
+
+class Scripted:
+    """The toolbox of a worker whose device is scripted."""
+
+    def __init__(self, microbatch_ms: float = 0.0) -> None:
+        self._backend = ScriptedBackend(microbatch_ms)
+
+    def backend(self) -> Backend:
+        return self._backend
+
+    def task(self, spec: RunSpec) -> Task:
+        return build(spec)
+
+
+class LiveService:
+    """One service, and the workers that a test gives it."""
+
+    def __init__(self, directory: Path, expect_workers: int) -> None:
+        settings = Settings(("127.0.0.1", 0), expect_workers, directory, once=False)
+        self.service = Service(settings)
+        self.service.listeners.append(self)
+        self.events: list[dict[str, Any]] = []
+        self.workers: dict[str, asyncio.Task[ExitCode]] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def port(self) -> int:
+        return self.service.address[1]
+
+    def reported(self, event: str, fields: Mapping[str, object]) -> None:
+        self.events.append({"event": event, **fields})
+        self._changed.set()
+
+    def worker(
+        self, name: str, kind: type[Client] = Client, toolbox: Toolbox | None = None
+    ) -> Client:
+        """The product's own worker, or one derived from it."""
+        target = Target("127.0.0.1", self.port, name, "scripted", 20.0)
+        client = kind(target, toolbox or Scripted(), LoopbackOnly(), lambda _: None)
+        self.workers[name] = asyncio.create_task(client.serve())
+        return client
+
+    def first(self, event: str, **fields: object) -> dict[str, Any] | None:
+        for each in self.events:
+            if each["event"] == event and fields.items() <= each.items():
+                return each
+        return None
+
+    def every(self, event: str) -> list[dict[str, Any]]:
+        return [each for each in self.events if each["event"] == event]
+
+    async def wait_for(self, event: str, **fields: object) -> dict[str, Any]:
+        """The first such event, from the beginning on."""
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while (found := self.first(event, **fields)) is None:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise AssertionError(f"no {event} {fields} in {self.events}") from None
+        return found
+
+    async def result(self, run_id: str) -> dict[str, Any]:
+        """Wait for a run to finish."""
+        ended = await self.wait_for("run_ended", run_id=run_id)
+        assert ended["outcome"] == "finished", ended
+        assert self.service.finished is not None
+        return dict(self.service.finished.result)
+
+
+@contextlib.asynccontextmanager
+async def live_service(directory: Path, expect_workers: int) -> AsyncIterator[LiveService]:
+    """A service from start to stop; at the end every worker has ended too."""
+    live = LiveService(directory, expect_workers)
+    await live.service.start()
+    try:
+        yield live
+    finally:
+        await live.service.stop()
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(*live.workers.values(), return_exceptions=True)
+
+
+async def undisturbed(directory: Path, spec: RunSpec) -> dict[str, Any]:
+    """The result of the run with one worker and nothing that goes wrong."""
+    async with live_service(directory, 1) as live:
+        live.worker("w0")
+        return await live.result(live.service.submit(spec))

@@ -1,0 +1,76 @@
+"""The tree of errors: exit codes, and that the picture in the module is the tree."""
+
+import re
+
+import pytest
+
+from protocol import errors
+from protocol.errors import (
+    BackendUnavailable,
+    ExitCode,
+    SamestepError,
+    VersionMismatch,
+    error_for,
+)
+
+
+def every_error():
+    found, open_ = [], [SamestepError]
+    while open_:
+        kind = open_.pop()
+        found.append(kind)
+        open_ += [each for each in kind.__subclasses__() if each.__module__ == errors.__name__]
+    return found
+
+
+def test_the_picture_is_the_tree():
+    """Depth in the picture is depth in the tree, and each stands below its parent."""
+    drawn, above = {}, {}
+    for line in (errors.__doc__ or "").splitlines():
+        found = re.match(r"((?:│   |    )*(?:[├└]── )?)([A-Z]\w+)(?:\s|$)", line)
+        if found and hasattr(errors, found[2]):
+            depth = len(found[1]) // 4
+            above[depth] = found[2]
+            drawn[found[2]] = above[depth - 1] if depth else "Exception"
+    assert drawn == {kind.__name__: kind.__bases__[0].__name__ for kind in every_error()}
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("SamestepError", 1),
+        ("UsageError", 2),
+        ("RunSpecError", 2),
+        ("DataError", 2),
+        ("RunFailed", 1),
+        ("Unreachable", 69),
+        ("BackendUnavailable", 69),
+        ("NotAuthorised", 77),
+        ("Mismatch", 78),
+        ("LocalProtocolError", 1),
+        ("FrameError", 1),
+        ("VersionMismatch", 78),
+        ("OutOfPlace", 1),
+    ],
+)
+def test_exit_codes(name, code):
+    assert getattr(errors, name).exit_code == code
+
+
+@pytest.mark.parametrize("code", list(ExitCode))
+def test_an_error_of_another_process_keeps_its_exit_code(code):
+    error = error_for(code, "what it said")
+    assert str(error) == "what it said"
+    assert error.exit_code == (code or ExitCode.FAILED)
+
+
+def test_an_exit_code_that_is_not_ours_is_a_failure():
+    assert error_for(42, "?").exit_code == ExitCode.FAILED
+
+
+def test_errors_with_attributes_build_their_text():
+    unavailable = BackendUnavailable("cuda", "no driver")
+    assert (unavailable.backend, unavailable.reason) == ("cuda", "no driver")
+    assert str(unavailable) == "backend 'cuda' is not usable here: no driver"
+    assert str(VersionMismatch(1, 2)) == "expected protocol version 1, got 2: upgrade this side"
+    assert str(VersionMismatch(2, 1)).endswith("upgrade the other side")

@@ -1,0 +1,98 @@
+"""A task class of the user's own: the example of the documentation runs, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import yaml
+
+from backends.interface import BlockGradient
+from backends.registry import choose
+from protocol.errors import DataError
+from protocol.replica import Replica
+from protocol.run_spec import RunSpec, parse_run_spec
+from protocol.samples import SampleOrder, microbatch_seed
+from protocol.update import step_scalars
+from worker.tasks import base
+from worker.tasks.base import Task
+from worker.tasks.registry import build
+
+
+def documented() -> tuple[RunSpec, str]:
+    """Run spec and module of the docstring: its two indented parts."""
+    assert base.__doc__ is not None
+    lines = base.__doc__.splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith("    import math"))
+    middle = next(n for n, line in enumerate(lines) if line.startswith("`my_package.py`"))
+    spec = [line for line in lines[:middle] if line.startswith("    ")]
+    document = yaml.safe_load(textwrap.dedent("\n".join(spec)))
+    return parse_run_spec(document), textwrap.dedent("\n".join(lines[start:]))
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Puts a module where Python finds it."""
+
+    def put(source: str) -> None:
+        (tmp_path / "my_package.py").write_text(source)
+        monkeypatch.syspath_prepend(str(tmp_path))
+
+    yield put
+    sys.modules.pop("my_package", None)
+
+
+def train(task: Task, spec: RunSpec) -> float:
+    """The whole run on one worker; gives the first metric after it."""
+    blocks = task.manifest.blocks
+    order = SampleOrder(spec.seed, task.manifest.train_samples, spec.batch)
+    program = choose("cpu").backend.compile(task.trainable, task.batch(order.microbatches(0)[0]))
+    replica = Replica(blocks, spec.optimizer)
+    replica.load_parameters(task.initial_parameters())
+    for step in range(spec.steps):
+        program.load(replica.parameters)
+        sums = [np.zeros(block.elements, np.float32) for block in blocks]
+        for leaf, samples in enumerate(order.microbatches(step)):
+            seed = microbatch_seed(spec.seed, step, leaf)
+            for item in program.gradients(task.batch(samples), seed):
+                if isinstance(item, BlockGradient):
+                    sums[item.block] += item.values / np.float32(spec.batch.samples)
+        replica.apply(sums, step_scalars(spec.optimizer, step + 1, step, spec.steps, 1.0))
+    program.load(replica.parameters)
+    figures = program.evaluate(task.evaluation_batch(0))
+    program.close()
+    return task.manifest.metrics[0].value(dict(figures))
+
+
+def test_the_documented_example_learns(install):
+    spec, source = documented()
+    install(source)
+    task = build(spec)
+    assert {t.shape[0] for b in task.manifest.blocks for t in b.tensors} == {16, 1}
+    assert train(task, spec) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("task", "source", "message"),
+    [
+        ("my_package:Curve", "", "to be a class with the methods initial_parameters"),
+        ("my_package:Curve", "def Curve(spec): ...", "to be a class"),
+        ("my_package:Popen", "from subprocess import Popen", "to be a class with the methods"),
+        ("my_package:Curve", "import nowhere_to_be_found", "No module named 'nowhere_to_be_found'"),
+        ("my_package.inner:Curve", "", "install its package here"),
+        ("nowhere_to_be_found:Curve", "", "install its package here"),
+        (
+            "my_package:Curve",
+            "class Curve:\n def __init__(self, spec): ...\n"
+            " batch = evaluation_batch = initial_parameters = __init__",
+            "expected a Manifest",
+        ),
+    ],
+)
+def test_what_is_no_task_is_refused_in_one_line(install, task, source, message):
+    install(source)
+    with pytest.raises(DataError, match=message) as caught:
+        build(RunSpec(task=task, steps=1))
+    assert "\n" not in str(caught.value)
