@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -40,8 +40,6 @@ from protocol.messages import (
     StateChunk,
 )
 from protocol.trace import Tracer, now_us
-
-Reporter = Callable[[str, Mapping[str, object]], None]
 
 
 class Watcher(Protocol):
@@ -86,7 +84,6 @@ class Execution:
         self._followers: set[str] = set()
         self._tail: deque[Encoded] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._failure: BaseException | None = None
 
     # Events.
 
@@ -267,6 +264,7 @@ class Execution:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._watcher.reported("internal_error", {"error": repr(error)})
+            self._do(self.run.give_up(f"internal error: {error!r}"))
             raise error
 
     def _trace_payload(self, worker: str, message: Message) -> None:
