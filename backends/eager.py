@@ -201,7 +201,7 @@ class EagerProgram:
                 unused = unused_parameters(loss, self._parameters)
             self._order = BlockOrder(self._blocks, self._device, partial(self._emit, put), unused)
             if loss.requires_grad:  # not so for a microbatch without tokens
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
             self._order.flush()
             return Loss(float(loss.detach()), batch.weight)
         finally:

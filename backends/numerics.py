@@ -39,7 +39,7 @@ def make_deterministic() -> None:
     torch.backends.cudnn.allow_tf32 = False
     # Sums over bfloat16 products are float32, and attention's backward has one fixed order.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.enable_cudnn_sdp(False)  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cudnn.benchmark = False
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from coordinator.actions import Action, Follow, Seed, Send
 from coordinator.membership import Member, Membership, MemberState
 from protocol.manifest import Manifest
-from protocol.messages import Ready, StateRequest
+from protocol.messages import Drain, Message, Ready, StateRequest, Unready
 from protocol.run_spec import Exactness
 
 
@@ -49,6 +49,12 @@ class Admission:
             return "the run requires exactness and this worker's initial weights are others"
         return ""
 
+    def state_loaded(self, digest: str) -> None:
+        """The replica has state 0, with this digest."""
+        self.state_known = True
+        # Whoever sent it may not start like the first: those who did may have left.
+        self._initial_digest = digest
+
     def request_state(self) -> list[Action]:
         """Ask one ready worker for state 0, unless one is asked already."""
         ready = self._members.names(MemberState.READY)
@@ -56,10 +62,6 @@ class Admission:
             return []
         alike = {member.name for member in self._members if self.starts_alike(member)}
         self._uploader = next((name for name in ready if name in alike), ready[0])
-        chosen = self._members.get(self._uploader)
-        assert chosen is not None
-        # If those who start like the first have left, its state is no longer the run's.
-        self._initial_digest = chosen.state_digest
         return [Send(self._uploader, StateRequest(run_id=self._run_id))]
 
     def lost(self, worker: str) -> list[Action]:
@@ -86,3 +88,10 @@ class Admission:
                 member.state = MemberState.LOADING
                 actions.append(Seed(name))
         return actions
+
+
+def is_stale(member: Member, message: Message, run_id: str) -> bool:
+    """Whether the worker sent it before it heard of this run, as all that comes before `Ready`."""
+    if isinstance(message, Ready | Unready):
+        return message.run_id != run_id
+    return member.state is MemberState.PREPARING and not isinstance(message, Drain)

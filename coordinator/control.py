@@ -93,6 +93,8 @@ class ControlPort:
         for queue in list(self._readers):
             if not _offer(queue, line):
                 self._readers.discard(queue)
+                queue.get_nowait()
+                _offer(queue, "")  # ends the stream once what waits is written
 
     async def _dashboard(self, request: web.Request) -> web.Response:
         del request
@@ -163,9 +165,9 @@ class ControlPort:
 
 
 async def _body(request: web.Request, model: type[Model]) -> Model:
-    text = await request.text()
+    document = await request.read()
     try:
-        return model.model_validate_json(text or "{}")
+        return model.model_validate_json(document or b"{}")
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

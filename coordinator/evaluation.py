@@ -20,6 +20,7 @@ class Evaluation:
         self.step = step
         self._parts = parts
         self._sums: dict[int, dict[str, float]] = {}
+        self._by: dict[int, str] = {}
         self._given: dict[str, set[int]] = {}
 
     def assign(self, workers: Sequence[str]) -> dict[str, tuple[int, int]]:
@@ -42,14 +43,26 @@ class Evaluation:
             for worker, (lo, hi) in self.assign(workers).items()
         ]
 
-    def result(self, message: EvalResult) -> None:
-        """Take one part's sums; the first answer counts, one of an older evaluation does not."""
-        if message.step == self.step and message.part < self._parts:
-            self._sums.setdefault(message.part, message.sums)
+    def result(self, worker: str, message: EvalResult) -> None:
+        """Take one part's sums; the first answer counts.
 
-    def lose(self, worker: str) -> None:
-        """The worker has left; its unanswered parts are nobody's."""
+        One of an older evaluation does not, nor one of a worker that was not asked: its weights
+        may have been odd.
+        """
+        fits = message.step == self.step and message.part < self._parts
+        if fits and worker in self._given:
+            self._sums.setdefault(message.part, message.sums)
+            self._by.setdefault(message.part, worker)
+
+    def lose(self, worker: str, *, proven: bool) -> None:
+        """The worker has left; its unanswered parts are nobody's.
+
+        Unless its weights are known to be the run's (`proven`), its answers do not count either.
+        """
         self._given.pop(worker, None)
+        if not proven:
+            for part in [part for part, by in self._by.items() if by == worker]:
+                del self._by[part], self._sums[part]
 
     def waiting_for(self) -> list[str]:
         """Workers that still owe parts."""

@@ -82,6 +82,7 @@ class Execution:
         self._tracer = tracer
         self._keeper: ReplicaKeeper | None = None
         self._followers: set[str] = set()
+        self._state_complete = False
         self._tail: deque[Encoded] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -131,6 +132,9 @@ class Execution:
                 case Follow():
                     self._followers.add(action.worker)
                 case Seed():
+                    # Until it has the state no commit may reach it: taken with a wrong state, one
+                    # would be answered with another odd digest.
+                    self._followers.discard(action.worker)
                     self._spawn(self._seed(action.worker))
                 case Adopt():
                     self._keeper = ReplicaKeeper(action.manifest, self.run.spec)
@@ -205,11 +209,14 @@ class Execution:
         self._followers.add(worker)
 
     def _state_chunk(self, message: StateChunk, raw: Body | None) -> None:
-        if self._keeper is None or message.run_id != self.run.run_id or self.run.step:
+        if message.run_id != self.run.run_id or self._state_complete:
+            return  # of an earlier run, or another sent it all just before it was lost
+        if self._keeper is None:
             raise OutOfPlace("StateChunk was not asked for")
         assert raw is not None
         self._keeper.fill(message, raw.view("<f4"))
         if message.last:
+            self._state_complete = True
             self._spawn(self._state_loaded())
 
     async def _state_loaded(self) -> None:

@@ -10,8 +10,7 @@ the steps since the last checkpoint again, and can compare their digests.
 
 A disk that refuses (full, read-only, gone) is a `StorageFailed`. Nothing before is damaged, and
 the call can be made again: what has been written since the last commit is kept in memory (by
-reference, the arrays must not change) and written anew, from the last synced place on. After a
-failed sync nothing less will do: the system may have dropped what it could not write.
+reference, the arrays must not change) and written anew (see `append_file`).
 
 One thread at a time; every call may block on the disk.
 """
@@ -20,15 +19,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
+from coordinator.append_file import AppendFile
 from coordinator.durable_file import (
     TEMPORARY_SUFFIX,
-    is_same_file,
     storing,
     sync_directory,
     write_all,
@@ -42,9 +40,7 @@ from coordinator.log_records import (
     chunk_payload,
     record_buffers,
 )
-from protocol.errors import StorageFailed
 from protocol.manifest import Manifest
-from protocol.messages import Commit
 
 LogMode = Literal["full", "checkpoint"]
 SEGMENT_SUFFIX: Final = ".log"
@@ -101,30 +97,27 @@ class GradientLog:
             for chunk in range(block.chunks)
         }
         self._pending: list[_Pending] = []
-        self._path, self._fd = directory, -1
-        self._synced = 0
-        self._end = 0
-        self._broken = False
         with storing("make", directory):
             directory.mkdir(parents=True, exist_ok=True)
             sync_directory(directory.parent)
-        self._begin_segment()
+        self._file = self._new_segment()
 
     @property
     def segment(self) -> Path:
         """The file that is written to."""
-        return self._path
+        return self._file.path
 
     @property
     def segment_bytes(self) -> int:
         """How long that file is."""
-        return self._end
+        return self._file.end
 
     def append_chunk(self, place: ChunkPlace, values: Array) -> None:
         """Append a chunk of averaged gradients, of the next step; not synced yet.
 
         Args:
-            place: Which chunk. One of a newer attempt makes those of older ones void.
+            place: Which chunk. One of a newer attempt makes those of older ones void; one that
+                is there already changes nothing.
             values: Flat float32, shape (n,), n at most `limits.CHUNK_ELEMENTS`. Must not change
                 until the step is committed.
 
@@ -133,11 +126,11 @@ class GradientLog:
         """
         assert place.step == self.next_step
         assert (place.block, place.chunk) in self._chunks
-        if self._mode == "checkpoint":
+        if self._mode == "checkpoint" or any(p.place == place for p in self._pending):
             return
         attempt = (place.epoch, place.attempt)
         self._pending = [p for p in self._pending if (p.place.epoch, p.place.attempt) == attempt]
-        with self._writing("append to"):
+        with self._file.use("append to"):
             self._write(RecordKind.CHUNK, chunk_payload(place, values))
         self._pending.append(_Pending(place, values))
 
@@ -147,22 +140,21 @@ class GradientLog:
         Raises:
             StorageFailed: As with `append_chunk`.
         """
-        with self._writing("sync"):
-            os.fdatasync(self._fd)
+        with self._file.use("sync"):
+            self._file.sync()
 
-    def commit(self, commit: Commit, optimizer_step: int, state_before: str | None = None) -> None:
+    def commit(self, record: CommitRecord) -> None:
         """Commit the next step, and return when it is durable.
 
         Args:
-            commit: The message that may go out then. Unless it skips the step (no scalars), every
-                chunk of its attempt was appended.
-            optimizer_step: Updates after this step.
-            state_before: Digest of the state that the step starts from, if it is known.
+            record: Its `commit` is the message that may go out then. Unless it skips the step (no
+                scalars), every chunk of its attempt was appended.
 
         Raises:
             StorageFailed: The step is not committed; the call can be made again.
             RunFailed: Another coordinator has taken over; this one may tell nobody.
         """
+        commit = record.commit
         assert commit.step == self.next_step
         if commit.scalars is not None and self._mode == "full":
             attempt = (commit.epoch, commit.attempt)
@@ -172,17 +164,13 @@ class GradientLog:
                 if (p.place.epoch, p.place.attempt) == attempt
             }
             assert mine == self._chunks, "a step is committed only with all of its gradients"
-        record = CommitRecord(
-            commit=commit, optimizer_step=optimizer_step, state_before=state_before
-        )
-        with self._writing("append to"):
+        with self._file.use("append to"):
             self._write(RecordKind.COMMIT, [memoryview(record.to_bytes())])
-        with self._writing("sync"):
-            os.fdatasync(self._fd)
-            self._check_place()
+        with self._file.use("sync"):
+            self._file.sync()
             if self._guard is not None:
                 self._guard()
-        self._synced = self._end
+        self._file.settle()
         self._pending.clear()
         self.next_step += 1
 
@@ -195,12 +183,11 @@ class GradientLog:
         Raises:
             StorageFailed: The log goes on in the old segment.
         """
-        old = self._fd
-        self._begin_segment()
-        os.close(old)
-        # Chunks of the step in progress go along; they are written with the next record.
-        self._broken = bool(self._pending)
-        return self._path
+        old, self._file = self._file, self._new_segment()
+        old.close()
+        # Chunks of the step in progress go along: they are written again before the next record.
+        self._file.broken = bool(self._pending)
+        return self._file.path
 
     def cut(self, step: int) -> list[Path]:
         """Remove the segments that a checkpoint after `step` steps has made needless.
@@ -226,9 +213,9 @@ class GradientLog:
 
     def close(self) -> None:
         """Close the file; the log is not used after that."""
-        os.close(self._fd)
+        self._file.close()
 
-    def _begin_segment(self) -> None:
+    def _new_segment(self) -> AppendFile:
         """Make a segment with its header, durable, under its name."""
         header = SegmentHeader(
             run_id=self._run_id,
@@ -250,52 +237,15 @@ class GradientLog:
             except OSError:
                 os.close(fd)
                 raise
-        self._path, self._fd = path, fd
-        self._synced = self._end = sum(buffer.nbytes for buffer in buffers)
+        end = sum(buffer.nbytes for buffer in buffers)
+        return AppendFile(path, fd, end, self._rewrite)
 
     def _write(self, kind: RecordKind, payload: list[memoryview]) -> None:
-        buffers = record_buffers(kind, payload, self._end)
-        write_all(self._fd, buffers)
-        self._end += sum(buffer.nbytes for buffer in buffers)
+        self._file.write(record_buffers(kind, payload, self._file.end))
 
-    @contextmanager
-    def _writing(self, doing: str) -> Iterator[None]:
-        """Mend the log first if the last write failed; remember it if this one does."""
-        try:
-            with storing(doing, self._path):
-                if self._broken:
-                    self._mend()
-                yield
-        except BaseException:
-            self._broken = True
-            raise
-
-    def _mend(self) -> None:
-        """After a failure: open the segment anew, cut it to what is synced, write the rest again.
-
-        Raises:
-            OSError: It is not mended yet.
-        """
-        if not is_same_file(self._fd, self._path):
-            fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-            os.close(self._fd)
-            self._fd = fd
-        size = os.fstat(self._fd).st_size
-        if size < self._synced:
-            raise StorageFailed(
-                "go on with", str(self._path),
-                f"it has {size} of the {self._synced} bytes that were synced; resume the run",
-            )  # fmt: skip
-        os.ftruncate(self._fd, self._synced)
-        os.lseek(self._fd, self._synced, os.SEEK_SET)
-        self._end = self._synced
+    def _rewrite(self) -> None:
         for pending in self._pending:
             self._write(RecordKind.CHUNK, chunk_payload(pending.place, pending.values))
-        self._broken = False
-
-    def _check_place(self) -> None:
-        if not is_same_file(self._fd, self._path):
-            raise FileNotFoundError(2, "the file was removed or its directory moved")
 
 
 def segment_name(epoch: int, base_step: int) -> str:

@@ -81,12 +81,15 @@ class SegmentHeader(_Packed):
 class CommitRecord(_Packed):
     """A step is committed: the record is durable before anyone is told.
 
-    `state_before` is the digest of the state that the step starts from, where it was known.
+    `optimizer_step` counts updates, this one included if it is one. `state_before`
+    is the digest of the state that the step starts from, where it was known. `counted` says whose
+    nodes [lo, hi) make up the sum, so that the journal can be brought up to date from the log.
     """
 
     commit: Commit
     optimizer_step: Number
     state_before: Digest | None = None
+    counted: dict[Small, tuple[tuple[Number, Number], ...]] | None = None
 
 
 class ChunkPlace(NamedTuple):

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from coordinator.actions import Action, ApplyStep, Broadcast, Report, Send
+from coordinator.actions import Action, ApplyStep, Broadcast, Dismiss, Report, Send
 from coordinator.agreement import Agreement
 from coordinator.membership import Member, Membership, MemberState
 from coordinator.planner import Shares, divide, nodes_for, spread
 from coordinator.reduction import Array
 from coordinator.round import Averaged, NonFinite, Round
-from protocol.errors import OutOfPlace
+from protocol.errors import ExitCode, OutOfPlace
 from protocol.manifest import Manifest
 from protocol.messages import (
     Assign,
@@ -77,11 +77,13 @@ class Progress:
         blocks = self._manifest.blocks
         self.round = Round(blocks, microbatches, self._epoch, self.step, self.attempt)
         speeds = self._members.speeds()
+        leaving = self.let_go()
         if not speeds:
-            return []
+            return leaving
         self.mixed = self.mixed or len(self._members.signatures) > 1
         self.division = self._divide(microbatches, speeds)
-        return [self._plan(name, nodes) for name, nodes in nodes_for(self.division).items()]
+        nodes = nodes_for(self.division)
+        return [*leaving, *(self._plan(name, mine) for name, mine in nodes.items())]
 
     def _divide(self, microbatches: int, speeds: dict[str, float | None]) -> Shares:
         """By speed; a worker that has long had nothing gets one microbatch, to be measured."""
@@ -96,10 +98,26 @@ class Progress:
             member.planned(division[member.name])
         return division
 
+    def lose(self, worker: str) -> bool:
+        """The worker has left.
+
+        Returns:
+            Whether its weights are known to be the run's. One that breaks may well have had
+            others, and left before its digest could tell.
+        """
+        proven = worker not in self.agreement.waiting_for
+        self.agreement.lose(worker)
+        if self.round is not None:
+            self.round.lose(worker, proven=proven)
+        return proven
+
     def take_up(self) -> list[Action]:
         """Give what is nobody's to the active workers, within the step."""
         if self.round is None:
             return []
+        if self.round.tainted:
+            self.attempt += 1
+            return [Report("restarted", self.place()), *self.begin()]
         speeds = self._members.speeds()
         orphans = self.round.unassigned()
         if not speeds or not orphans:
@@ -181,7 +199,13 @@ class Progress:
         self.step += 1
         self.attempt = 0
         self.agreement.expect(self.step, self._members.names(*_COMPUTING))
-        return [Broadcast(commit), apply, report]
+        return [Broadcast(commit), apply, report, *self.let_go()]
+
+    def let_go(self) -> list[Action]:
+        """Say goodbye to draining workers that have no unfinished nodes of this attempt."""
+        leaving = self._members.names(MemberState.DRAINING)
+        busy = self.round.unfinished if self.round is not None else lambda _: ()
+        return [Dismiss(name, "drained", ExitCode.OK) for name in leaving if not busy(name)]
 
     def _plan(self, worker: str, nodes: tuple[Node, ...]) -> Send:
         """Give nodes to a worker: its plan of this step, or more of it."""
@@ -203,4 +227,5 @@ class Progress:
         return Broadcast(message, chunk.values)
 
     def place(self) -> dict[str, int]:
+        """Epoch, step and attempt: where a message belongs."""
         return {"epoch": self._epoch, "step": self.step, "attempt": self.attempt}

@@ -71,6 +71,7 @@ class Round:
     Attributes:
         averages: One flat array per block; complete in the end.
         shares: Nodes by worker, for workers that have not left.
+        tainted: Whether something in it may stem from weights that nobody has compared.
     """
 
     def __init__(
@@ -81,7 +82,9 @@ class Round:
         self.step = step
         self.attempt = attempt
         self.shares: dict[str, Share] = {}
+        self.tainted = False
         self.averages = [np.empty(block.elements, np.float32) for block in blocks]
+        self._delivered: set[str] = set()
         self._blocks = blocks
         self._chunks = [
             [_Chunk(TreeSum(microbatches, add_arrays)) for _ in range(block.chunks)]
@@ -114,6 +117,7 @@ class Round:
             return NonFinite(worker, self._blocks[message.block].name, message.node)
         self._weights.put(message.node, message.weight)
         chunk.sums.put(message.node, values)
+        self._delivered.add(worker)
         total = chunk.sums.total
         if total is None:
             return []
@@ -184,9 +188,15 @@ class Round:
         missing = {leaf for leaf in self._missing(everything) if leaf not in taken}
         return cover(sorted(missing), self.microbatches)
 
-    def lose(self, worker: str) -> None:
-        """The worker has left; what it delivered is kept."""
+    def lose(self, worker: str, *, proven: bool) -> None:
+        """The worker has left; what it delivered is kept.
+
+        Args:
+            worker: Its name.
+            proven: Whether its weights are known to be the run's.
+        """
         self.shares.pop(worker, None)
+        self.tainted = self.tainted or (not proven and worker in self._delivered)
 
     def _missing(self, node: Node) -> set[int]:
         missing = set(self._losses.missing(node))

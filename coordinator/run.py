@@ -18,7 +18,7 @@ from coordinator.actions import (
     Seed,
     Send,
 )
-from coordinator.admission import Admission
+from coordinator.admission import Admission, is_stale
 from coordinator.evaluation import Evaluation
 from coordinator.membership import Member, Membership, MemberState
 from coordinator.phase import RunPhase
@@ -107,7 +107,7 @@ class Run:
             RemoteProtocolError: The message does not fit the present; its connection is to end.
         """
         member = self.members.get(worker)
-        if member is None or self.phase is RunPhase.OVER:
+        if member is None or self.phase is RunPhase.OVER or is_stale(member, message, self.run_id):
             return []
         match message:
             case BlockGradientPayload() | NonBlockGradientPayload():
@@ -119,16 +119,16 @@ class Run:
             case StepApplied():
                 return self._step_applied(worker, message)
             case EvalResult():
-                return self._eval_result(message)
-            case Ready():
+                return self._eval_result(worker, message)
+            case Ready() if member.state is MemberState.PREPARING:
                 assert isinstance(body, bytes)
                 return self._ready(member, message, body)
-            case Unready():
+            case Unready() if member.state is MemberState.PREPARING:
                 return self._unready(worker, message)
             case Drain():
                 return self._worker_drains(member)
             case _:
-                raise OutOfPlace(f"{type(message).__name__} does not belong to a run")
+                raise OutOfPlace(f"{type(message).__name__} is out of place here")
 
     def lost(self, worker: str, reason: str) -> list[Action]:
         """A worker's session is over; its unfinished nodes go to others within the step."""
@@ -142,12 +142,11 @@ class Run:
         if self._admission is not None:
             actions += self._admission.lost(worker)
         if self.progress is not None:
-            self.progress.agreement.lose(worker)
-            if self.progress.round is not None:
-                self.progress.round.lose(worker)
-        if self.evaluation is not None:
-            self.evaluation.lose(worker)
-        return actions + self._take_up() + self._advance()
+            proven = self.progress.lose(worker)
+            if self.evaluation is not None:
+                self.evaluation.lose(worker, proven=proven)
+        actions += self._take_up() + self._advance()
+        return actions + self.drain() if self._drain_asked else actions
 
     # Events from the shell.
 
@@ -155,7 +154,7 @@ class Run:
         """The first ready worker's state has come: it is state 0, with this digest."""
         assert self.progress is not None
         assert self._admission is not None
-        self._admission.state_known = True
+        self._admission.state_loaded(digest)
         self.progress.agreement.settle(0, digest)
         return self._start_if_enough()
 
@@ -185,8 +184,8 @@ class Run:
         self.reason = ""
         place = self.progress.place()
         report = Report("continued", {**place, "skip_step": skip_step})
-        actions: list[Action] = [Broadcast(Continue(**place)), report]
-        for name in sorted(self._odd):
+        actions = [Broadcast(Continue(**place)), report, *self.progress.let_go()]
+        for name in sorted(self._odd.difference(self.members.names(MemberState.DRAINING))):
             self.progress.agreement.lose(name)
             self.members.deactivate(name)
             actions.append(Seed(name))
@@ -202,6 +201,8 @@ class Run:
     def drain(self) -> list[Action]:
         """Stop after the present step."""
         self._drain_asked = True
+        if self.phase is RunPhase.OVER:
+            return []
         if self.phase is RunPhase.WAITING:
             return self._finish("drained", "drained before the start", ExitCode.OK)
         if self.phase is RunPhase.HALTED:
@@ -219,8 +220,6 @@ class Run:
     # Joining.
 
     def _ready(self, member: Member, message: Ready, document: bytes) -> list[Action]:
-        if message.run_id != self.run_id or member.state is not MemberState.PREPARING:
-            raise OutOfPlace(f"Ready for run {message.run_id!r} was not asked for")
         manifest = Manifest.from_bytes(document)
         actions: list[Action] = []
         if self._admission is None:
@@ -273,9 +272,7 @@ class Run:
 
     def _begin_step(self, progress: Progress) -> list[Action]:
         self.phase, self.reason = RunPhase.TRAINING, ""
-        leaving = self.members.names(MemberState.DRAINING)
-        dismissals = [Dismiss(name, "drained", ExitCode.OK) for name in leaving]
-        return [*dismissals, *progress.begin()]
+        return progress.begin()
 
     def _take_up(self) -> list[Action]:
         """Give what a lost worker leaves to others."""
@@ -299,7 +296,8 @@ class Run:
             return []
         assert self.progress is not None
         fault = self.progress.node_loss(member, message)
-        return self._halt_for(fault) if fault is not None else self._advance()
+        going = self.progress.let_go()
+        return going + (self._halt_for(fault) if fault is not None else self._advance())
 
     def _is_present(self, message: GradientPayload | NodeLoss) -> bool:
         present = self.progress is not None and self.progress.is_present(message)
@@ -368,9 +366,9 @@ class Run:
         assert self.evaluation is not None
         return self.evaluation.plan(self.epoch, self.members.names(MemberState.ACTIVE))
 
-    def _eval_result(self, message: EvalResult) -> list[Action]:
+    def _eval_result(self, worker: str, message: EvalResult) -> list[Action]:
         if self.evaluation is not None and self.phase is RunPhase.EVALUATING:
-            self.evaluation.result(message)
+            self.evaluation.result(worker, message)
         return self._advance()
 
     def _conclude(self, progress: Progress) -> list[Action]:

@@ -125,11 +125,11 @@ def waiting_for(run: Run, connected: list[str]) -> str:
         return "the initial state"
     if run.phase is RunPhase.HALTED:
         return f"an operator (continue, or continue --skip-step): {run.reason}"
-    if run.phase is RunPhase.EVALUATING and run.evaluation is not None:
-        owing = run.evaluation.waiting_for()
-        return f"{', '.join(owing)} to evaluate" if owing else ""
     if not run.members.names(MemberState.ACTIVE, MemberState.DRAINING):
         return "a worker: all have left"
+    evaluating = run.evaluation.waiting_for() if run.evaluation is not None else []
+    if evaluating:
+        return f"{', '.join(evaluating)} to evaluate"
     return _waiting_in_step(run.progress) if run.progress is not None else ""
 
 

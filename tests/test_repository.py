@@ -34,7 +34,12 @@ def test_a_sample_run_validates_and_says_what_it_is(path):
 
 
 def test_the_sample_runs_cover_every_task_a_user_has():
-    assert {load_run_spec(path).task for path in RUNS} == {"classify", "regress", "digits"}
+    assert {load_run_spec(path).task for path in RUNS} == {
+        "causal-lm",
+        "classify",
+        "digits",
+        "regress",
+    }
 
 
 @pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.stem)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from backends import draws
+from protocol.samples import permutation
 
 
 def split(keys: Sequence[str], seed: int, fraction: float) -> tuple[list[int], list[int]]:
@@ -21,3 +25,14 @@ def split(keys: Sequence[str], seed: int, fraction: float) -> tuple[list[int], l
     count = min(round(len(keys) * fraction), len(keys) - 1)
     ranked = sorted(range(len(keys)), key=lambda i: (draws.key_of(seed, "holdout", keys[i]), i))
     return sorted(ranked[count:]), sorted(ranked[:count])
+
+
+def measured(samples: int, limit: int | None, seed: int) -> NDArray[np.int64]:
+    """Which held-out samples are measured, rising: all, or `limit` of them drawn by the seed.
+
+    Args:
+        samples: How many are held out.
+        limit: At most so many, or None.
+        seed: The run's seed.
+    """
+    return np.sort(permutation(seed, 0, samples)[:limit])

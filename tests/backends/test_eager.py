@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -255,6 +256,55 @@ def test_two_threads_are_used_where_asked_for():
     program.close()
     torch.set_num_threads(before)
     assert set(seen) == {2}
+
+
+def test_bfloat16_computes_in_it_and_sums_in_float32():
+    torch.manual_seed(0)
+    module = Net()
+    seen: list[torch.dtype] = []
+    module.last.register_forward_hook(lambda _m, _i, output: seen.append(output.dtype))
+    state = copy.deepcopy(module.state_dict())
+    plain = by_block(program := compiled(trainable(module)), batch())
+    program.close()
+    assert set(seen) == {torch.float32}
+    seen.clear()
+    module.load_state_dict(state)
+    program = compiled(trainable(module, precision="bfloat16", evaluate=evaluate))
+    found = by_block(program, batch())
+    assert by_block(program, batch())[0].tobytes() == found[0].tobytes()
+    program.evaluate(batch())
+    loss = list(program.gradients(batch(), 0))[-1]
+    program.close()
+    assert set(seen) == {torch.bfloat16}
+    assert isinstance(loss, Loss)
+    assert loss.loss_sum != float(torch.tensor(loss.loss_sum).bfloat16())
+    for number, values in plain.items():
+        assert found[number].dtype == np.float32
+        np.testing.assert_allclose(found[number], values, rtol=0.1, atol=0.1)
+    assert any(found[number].tobytes() != plain[number].tobytes() for number in plain)
+
+
+def test_layers_left_out_by_chance_give_zeros_and_follow_the_seed():
+    """Layer drop: the example passes all layers, yet later microbatches leave some out."""
+
+    class Dropping(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.tanh(self.first(x))
+            if not self.training or torch.rand(()) < 0.5:
+                x = torch.tanh(self.middle(x))
+            y: torch.Tensor = self.last(x)
+            return y
+
+    torch.manual_seed(0)
+    program = compiled(trainable(Dropping()))
+    left_out = []
+    for seed in range(12):
+        first, again = (by_block(program, batch(), seed) for _ in range(2))
+        assert all(first[n].tobytes() == again[n].tobytes() for n in first)
+        assert first[0].any()
+        left_out.append(not first[1].any())
+    program.close()
+    assert {*left_out} == {False, True}
 
 
 WHOLE = trainable(Net()).blocks

@@ -145,7 +145,7 @@ async def test_too_many_connections_in_the_handshake_are_closed_at_once(tmp_path
         for each in crowd:
             each.vanish()
         async with asyncio.timeout(PATIENCE_S):
-            while live.service._joining:
+            while live.service._joining:  # noqa: ASYNC110 -- nobody is told of a stranger's end
                 await asyncio.sleep(0)
         async with HostileWorker(live.port) as later:
             await later.join()
@@ -185,10 +185,12 @@ BREACHES: dict[str, tuple[Any, str]] = {
     "a future step": (lambda p: (payload(p, step=p.step + 1), zeros()), "expected (epoch"),
     "a future attempt": (lambda p: (payload(p, attempt=1), zeros()), "expected (epoch"),
     "another's node": (
-        lambda p: (payload(p, **node_of_another(p)), zeros()), "was not given to worker 'hostile'",
+        lambda p: (payload(p, **node_of_another(p)), zeros()),
+        "was not given to worker 'hostile'",
     ),
     "a part of its own node": (
-        lambda p: (payload(p, **first_leaf(p)), zeros()), "was not given to worker 'hostile'",
+        lambda p: (payload(p, **first_leaf(p)), zeros()),
+        "was not given to worker 'hostile'",
     ),
     "no node of the tree": (lambda p: (payload(p, lo=1, hi=3), zeros()), "[1,3) is no node"),
     "an empty node": (lambda p: (payload(p, lo=2, hi=2), zeros()), "is no node"),
@@ -196,7 +198,8 @@ BREACHES: dict[str, tuple[Any, str]] = {
     "a block too many": (lambda p: (payload(p, block=3), zeros()), "no chunk 0 of block 3"),
     "a chunk too many": (lambda p: (payload(p, chunk=1), zeros()), "no chunk 1 of block 2"),
     "another kind": (
-        lambda p: (messages.NonBlockGradientPayload(**payload(p).model_dump()), zeros()), "kind",
+        lambda p: (messages.NonBlockGradientPayload(**payload(p).model_dump()), zeros()),
+        "kind",
     ),
     "too few elements": (lambda p: (payload(p), zeros(15)), "a body of 64 bytes, got 60"),
     "too many elements": (lambda p: (payload(p), zeros(17)), "a body of 64 bytes, got 68"),
@@ -204,22 +207,27 @@ BREACHES: dict[str, tuple[Any, str]] = {
     "float16": (lambda p: (payload(p), np.zeros(16, np.float16)), "64 bytes, got 32"),
     "a weight below zero": (lambda p: with_field(payload(p), zeros(), weight=-1.0), "weight"),
     "a weight of NaN": (
-        lambda p: with_field(payload(p), zeros(), weight=float("nan")), "weight",
+        lambda p: with_field(payload(p), zeros(), weight=float("nan")),
+        "weight",
     ),
     "a weight as text": (lambda p: with_field(payload(p), zeros(), weight="4"), "weight"),
     "an extra field": (lambda p: with_field(payload(p), zeros(), shape=[16]), "shape"),
     "a broken checksum": (
-        lambda p: flat(encode(payload(p), zeros()))[:-1] + b"\x01", "checksum",
+        lambda p: flat(encode(payload(p), zeros()))[:-1] + b"\x01",
+        "checksum",
     ),
     "a loss of another's node": (
-        lambda p: (loss(p, **node_of_another(p)), None), "was not given to worker 'hostile'",
+        lambda p: (loss(p, **node_of_another(p)), None),
+        "was not given to worker 'hostile'",
     ),
     "a loss of a future step": (lambda p: (loss(p, step=9), None), "expected (epoch"),
     "an answer to a step to come": (
-        lambda p: (StepApplied(epoch=p.epoch, step=7, state_digest=DIGEST), None), "at most 0",
+        lambda p: (StepApplied(epoch=p.epoch, step=7, state_digest=DIGEST), None),
+        "at most 0",
     ),
     "an answer in another epoch": (
-        lambda p: (StepApplied(epoch=p.epoch + 1, step=0, state_digest=DIGEST), None), "epoch",
+        lambda p: (StepApplied(epoch=p.epoch + 1, step=0, state_digest=DIGEST), None),
+        "epoch",
     ),
     "a second Hello": (lambda _: (EXAMPLES[messages.Hello], None), "Hello is not expected"),
     "a coordinator's word": (lambda p: (p, None), "StepPlan is not expected"),
@@ -331,17 +339,20 @@ class Repeating(Client):
             late.append(action)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
 @on_uvloop
-async def test_what_comes_twice_or_late_counts_once(tmp_path, reference):
-    async with live_service(tmp_path, 2) as live:
+async def test_what_comes_twice_or_late_counts_once(tmp_path, reference, workers):
+    """Of one worker every payload is a whole root: its second comes when the chunk is done."""
+    async with live_service(tmp_path, workers) as live:
         run_id = live.service.submit(SPEC)
-        live.worker("w0")
+        if workers == 2:
+            live.worker("w0")
         repeating = live.worker("w1", Repeating)
         result = await live.result(run_id)
         assert isinstance(repeating, Repeating)
         assert repeating.repeated >= 12
         assert alike(result, reference)
-        assert set(live.service.sessions) == {"w0", "w1"}
+        assert "w1" in live.service.sessions
         assert not live.every("worker_lost")
 
 
@@ -383,6 +394,105 @@ async def test_a_frame_that_overlaps_what_is_held_already_is_dropped(tmp_path, r
         assert vanishing.delivered >= 1
         assert live.every("reassigned")
         assert alike(result, reference)
+
+
+# Not yet refused as they should be; each mark goes with its fix.
+
+
+async def farewell_soon(hostile: HostileWorker) -> messages.Goodbye:
+    """A goodbye at once, not the end of a connection that was silent for long."""
+    async with asyncio.timeout(2):
+        goodbye = await hostile.farewell()
+    assert goodbye is not None
+    return goodbye
+
+
+@pytest.mark.xfail(strict=True, reason="any member may overwrite the replica during step 0")
+@on_uvloop
+async def test_state_from_a_worker_that_was_not_asked(tmp_path, reference):
+    async with live_service(tmp_path, 2) as live:
+        run_id = await with_one_good_worker(live)
+        async with HostileWorker(live.port) as hostile:
+            await hostile.plan()
+            hostile.send(hostile.state_chunk(0), zeros())
+            assert "was not asked for" in (await farewell_soon(hostile)).reason
+        assert alike(await live.result(run_id), reference)
+
+
+@pytest.mark.xfail(strict=True, reason="state 0 is not compared with the digest of its Ready")
+@on_uvloop
+async def test_a_state_that_is_not_the_one_announced(tmp_path, reference):
+    async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as hostile:
+        run_id = live.service.submit(SPEC)
+        await hostile.join()
+        built = await hostile.prepare()
+        hostile.send(hostile.ready(built), built.manifest)
+        await hostile.until(messages.StateRequest)
+        hostile.send(hostile.state_chunk(1, last=True), zeros())
+        await farewell_soon(hostile)
+        live.worker("w0")
+        assert alike(await live.result(run_id), reference)
+
+
+@pytest.mark.xfail(strict=True, reason="an answer counts whether or not one was owed")
+@on_uvloop
+async def test_an_answer_that_nobody_waits_for(tmp_path, reference):
+    async with live_service(tmp_path, 2) as live:
+        run_id = await with_one_good_worker(live)
+        async with HostileWorker(live.port) as hostile:
+            await hostile.join()
+            hostile.send(StepApplied(epoch=hostile.epoch, step=0, state_digest=DIGEST))
+            await farewell_soon(hostile)
+        live.worker("w1")
+        assert alike(await live.result(run_id), reference)
+        assert not live.every("halted")
+
+
+@pytest.mark.xfail(strict=True, reason="the run that an Unready names is not looked at")
+@on_uvloop
+async def test_an_unready_of_another_run(tmp_path, reference):
+    async with live_service(tmp_path, 2) as live:
+        run_id = await with_one_good_worker(live)
+        async with HostileWorker(live.port) as hostile:
+            await hostile.join()
+            live.worker("w1")
+            await live.wait_for("worker_connected", worker="w1")
+            hostile.send(messages.Unready(run_id="another", reason="late", exit_code=2))
+            assert alike(await live.result(run_id), reference)
+
+
+@pytest.mark.xfail(strict=True, reason="a manifest's size has no bound: MemoryError escapes")
+@on_uvloop
+async def test_a_manifest_of_petabytes(tmp_path, reference):
+    async with live_service(tmp_path, 1) as live:
+        run_id = live.service.submit(SPEC)
+        async with HostileWorker(live.port) as hostile:
+            await hostile.join()
+            built = await hostile.prepare()
+            huge = built.manifest.replace(b"[16]", b"[2147483648,1048576]")
+            hostile.send(hostile.ready(built), huge)
+            await farewell_soon(hostile)
+        live.worker("w0")
+        assert alike(await live.result(run_id), reference)
+
+
+@pytest.mark.xfail(strict=True, reason="the sum of weights overflows into an assertion")
+@on_uvloop
+async def test_weights_that_add_up_to_infinity(tmp_path):
+    """Three of six microbatches are two nodes; each weight alone is finite."""
+    async with live_service(tmp_path, 2) as live:
+        live.service.submit(scripted_spec(batch={"samples": 6, "microbatch": 1}))
+        live.worker("w0")
+        await live.wait_for("worker_ready", worker="w0")
+        async with HostileWorker(live.port) as hostile:
+            plan = await hostile.plan()
+            assert len(plan.nodes) == 2
+            for block in (2, 1, 0):
+                for lo, hi in plan.nodes:
+                    hostile.send(payload(plan, block=block, lo=lo, hi=hi, weight=1.7e308), zeros())
+            async with asyncio.timeout(2):
+                halted = await live.wait_for("halted")
+            assert "weight" in halted["reason"]
 
 
 # The daemons themselves.

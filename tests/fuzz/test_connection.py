@@ -71,7 +71,7 @@ def read(role: Role, phase: Phase, data: bytes, rng: random.Random) -> int:
     """Read it in random pieces; how many messages came out before the end or the error."""
     reader, count, at = Connection(role), 0, 0
     reader.phase, reader.blocks = phase, BLOCKS
-    try:
+    with contextlib.suppress(RemoteProtocolError):
         while at < len(data):
             buffer = reader.get_buffer()
             assert len(buffer) > 0
@@ -79,8 +79,7 @@ def read(role: Role, phase: Phase, data: bytes, rng: random.Random) -> int:
             buffer[:size] = data[at : at + size]
             count += len(reader.buffer_updated(size))
             at += size
-    except RemoteProtocolError as error:
-        assert "\n" not in str(error)
+    if at < len(data):
         assert reader.phase is Phase.CLOSED
         assert reader.receive_data(data) == []
     with contextlib.suppress(FrameError):

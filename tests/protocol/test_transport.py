@@ -65,6 +65,9 @@ class Recorder:
         async with asyncio.timeout(20), self._changed:
             await self._changed.wait_for(condition)
 
+    async def until_messages(self, count: int) -> None:
+        await self.until(lambda: len(self.messages) >= count)
+
     async def until_lost(self) -> tuple[str, ProtocolError | None]:
         await self.until(lambda: self.lost)
         (lost,) = self.lost
@@ -139,7 +142,7 @@ async def test_urgent_messages_overtake_gradients_and_order_within_a_queue_holds
     async with serving() as served:
         channel, _ = await connected(served.port)
         channel.send(Heartbeat())
-        await served.owner.until(lambda: served.owner.messages)
+        await served.owner.until_messages(1)
         reading = paused(served.channels[0])
         for step in range(24):
             channel.send(encode(LARGE.model_copy(update={"step": step}), VALUES))
@@ -147,7 +150,7 @@ async def test_urgent_messages_overtake_gradients_and_order_within_a_queue_holds
         channel.send(Heartbeat())
         channel.send(EXAMPLES[messages.NodeLoss])
         reading.resume_reading()
-        await served.owner.until(lambda: len(served.owner.messages) == 28)
+        await served.owner.until_messages(28)
         got = served.owner.messages[1:]
         assert [m.step for m in got if isinstance(m, type(LARGE))] == list(range(24))
         urgent = [at for at, message in enumerate(got) if isinstance(message, Heartbeat)]
@@ -164,14 +167,14 @@ async def test_what_is_urgent_from_a_coordinator(kind):
     async with serving() as served:
         channel, owner = await connected(served.port)
         channel.send(Heartbeat())
-        await served.owner.until(lambda: served.owner.messages)
+        await served.owner.until_messages(1)
         reading = paused(channel)
         average = messages.AveragedBlockGradient(epoch=1, step=2, attempt=0, block=2, chunk=0)
         for _ in range(16):
             served.channels[0].send(encode(average, VALUES))
         served.channels[0].send(EXAMPLES[kind])
         reading.resume_reading()
-        await owner.until(lambda: len(owner.messages) == 17)
+        await owner.until_messages(17)
         assert [type(message) for message in owner.messages].index(kind) < 16
         channel.abort("done")
         await served.owner.until_lost()
@@ -183,7 +186,7 @@ async def test_a_broadcast_is_one_buffer_for_all_and_stays_as_it_is():
         peers = [await connected(served.port) for _ in range(3)]
         for channel, _ in peers:
             channel.send(Heartbeat())
-        await served.owner.until(lambda: len(served.owner.messages) == 3)
+        await served.owner.until_messages(3)
         values = VALUES.copy()
         average = messages.AveragedBlockGradient(epoch=1, step=2, attempt=0, block=2, chunk=0)
         encoded = encode(average, values)
@@ -193,7 +196,7 @@ async def test_a_broadcast_is_one_buffer_for_all_and_stays_as_it_is():
             channel.send(encoded)
             channel.send(encoded)
         for _, owner in peers:
-            await owner.until(lambda owner=owner: len(owner.messages) == 2)
+            await owner.until_messages(2)
             for body in owner.bodies:
                 assert body is not None
                 assert body.tobytes() == values.tobytes()
@@ -210,7 +213,7 @@ async def test_bytes_are_counted_on_both_sides():
         channel, _ = await connected(served.port)
         channel.send(encode(LARGE, VALUES))
         channel.send(Heartbeat())
-        await served.owner.until(lambda: len(served.owner.messages) == 2)
+        await served.owner.until_messages(2)
         expected = len(flat(encode(LARGE, VALUES))) + len(frame(Heartbeat()))
         assert channel.bytes_sent == served.channels[0].bytes_received == expected
         channel.abort("done")
@@ -224,7 +227,7 @@ async def test_a_reader_that_is_too_slow_is_dropped(monkeypatch):
     async with serving() as served:
         channel, owner = await connected(served.port)
         channel.send(Heartbeat())
-        await served.owner.until(lambda: served.owner.messages)
+        await served.owner.until_messages(1)
         paused(channel)
         average = messages.AveragedBlockGradient(epoch=1, step=2, attempt=0, block=2, chunk=0)
         encoded, slow = encode(average, VALUES), served.channels[0]
@@ -243,7 +246,7 @@ async def test_goodbye_reaches_the_peer_and_says_why():
     async with serving() as served:
         channel, owner = await connected(served.port)
         channel.send(Heartbeat())
-        await served.owner.until(lambda: served.owner.messages)
+        await served.owner.until_messages(1)
         served.channels[0].goodbye("the house is closing", retry=True, exit_code=3)
         served.channels[0].send(Heartbeat())
         served.channels[0].goodbye("again", retry=False)
@@ -258,7 +261,7 @@ async def test_goodbye_drops_the_gradients_that_wait_and_still_arrives(monkeypat
     async with serving() as served:
         channel, owner = await connected(served.port)
         channel.send(Heartbeat())
-        await served.owner.until(lambda: served.owner.messages)
+        await served.owner.until_messages(1)
         reading = paused(channel)
         average = messages.AveragedBlockGradient(epoch=1, step=2, attempt=0, block=2, chunk=0)
         for _ in range(32):
@@ -278,7 +281,7 @@ async def test_a_long_reason_is_cut_and_still_arrives():
         async with serving() as served:
             channel, owner = await connected(served.port)
             channel.send(Heartbeat())
-            await served.owner.until(lambda served=served: served.owner.messages)
+            await served.owner.until_messages(1)
             served.channels[0].goodbye(reason, retry=False)
             await owner.until_lost()
             (goodbye,) = owner.messages
@@ -314,7 +317,7 @@ async def test_a_peer_that_vanishes_is_reported_once(sent, close, reason):
         reader, writer = await raw(served.port)
         writer.write(frame(Heartbeat()) + sent)
         await writer.drain()
-        await served.owner.until(lambda: served.owner.messages)
+        await served.owner.until_messages(1)
         close(writer)
         found, error = await served.owner.until_lost()
         assert any(each in found for each in reason.split("|"))
@@ -394,7 +397,7 @@ async def test_our_own_mistake_is_raised_where_it_is_made():
             channel.send(LARGE)
         assert not channel.closed
         channel.send(Heartbeat())
-        await served.owner.until(lambda: served.owner.messages)
+        await served.owner.until_messages(1)
         channel.abort("done")
         await served.owner.until_lost()
 
@@ -443,7 +446,7 @@ async def test_small_messages_do_not_wait_and_dead_links_are_noticed():
     async with serving() as served:
         channel, _ = await connected(served.port)
         channel.send(Heartbeat())
-        await served.owner.until(lambda: served.owner.messages)
+        await served.owner.until_messages(1)
         for end in (channel, served.channels[0]):
             assert end._transport is not None
             endpoint = end._transport.get_extra_info("socket")

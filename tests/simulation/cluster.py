@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from coordinator.actions import Outcome
 from coordinator.membership import MemberState
 from coordinator.phase import RunPhase
 from coordinator.run import Run
@@ -35,7 +36,7 @@ class Stuck(AssertionError):
 class Told:
     """What came of a simulation, for tests of the simulation itself."""
 
-    outcomes: list[str]
+    outcomes: list[Outcome]
     digests: list[str]
     disturbances: dict[str, int]
 
@@ -192,7 +193,9 @@ class Cluster:
                 (5, "cut", lambda: link.cut(rng)),
                 (2, "silent", lambda: self.service.silent(link)),
             ]
-        weights = [10 * weight if name == self._often else weight for weight, name, _ in disturbances]
+        weights = [
+            10 * weight if name == self._often else weight for weight, name, _ in disturbances
+        ]
         _, name, act = rng.choices(disturbances, weights)[0]
         self._disturbed[name] = self._disturbed.get(name, 0) + 1
         act()
@@ -214,9 +217,7 @@ class Cluster:
         run = execution.run
         if run.phase is RunPhase.HALTED:
             self._continue(execution)
-        elif run.phase is RunPhase.WAITING and len(run.members) < run.expect_workers:
-            self._start_worker()
-        elif not len(run.members):
+        elif not len(run.members) or _too_few(run):
             self._start_worker()
         else:
             raise Stuck(_described(run))
@@ -237,6 +238,10 @@ class Cluster:
 def _spoil(flaws: Flaws, step: int) -> None:
     flaws.flips.add(step)
     flaws.dies_of_it = True
+
+
+def _too_few(run: Run) -> bool:
+    return run.phase is RunPhase.WAITING and len(run.members) < run.expect_workers
 
 
 def _described(run: Run) -> str:

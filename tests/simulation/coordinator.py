@@ -197,8 +197,8 @@ class SimulatedExecution:
                 last=index == len(pieces) - 1,
             )  # fmt: skip
             link.send_to_worker(message, part.values[blocks[part.block].chunk_slice(chunk)])
-        for message, body in self.missed(snapshot.step):
-            link.send_to_worker(message, body)
+        for broadcast, body in self.missed(snapshot.step):
+            link.send_to_worker(broadcast, body)
         self._followers.add(link.name)
 
     def missed(self, step: int) -> list[tuple[Message, Any]]:
@@ -229,9 +229,7 @@ class SimulatedExecution:
         self._followers.discard(action.worker)
         link = self._sessions.get(action.worker)
         if link is not None:
-            goodbye = Goodbye(
-                reason=action.reason, retry=False, exit_code=int(action.exit_code)
-            )
+            goodbye = Goodbye(reason=action.reason, retry=False, exit_code=int(action.exit_code))
             link.close_at_coordinator(self._rng, goodbye)
 
     def _finish(self) -> None:
@@ -357,9 +355,7 @@ class SimulatedService:
         if self._waiting:
             run_id, job = self._waiting.pop(0)
             run = Run(run_id, job.spec, EPOCH, self._expect_workers)
-            self.current = SimulatedExecution(
-                run, job, self.sessions, self._excused, self._rng
-            )
+            self.current = SimulatedExecution(run, job, self.sessions, self._excused, self._rng)
             for name in list(self.sessions):
                 self.current.invite(name)
 

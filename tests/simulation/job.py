@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 
 from coordinator.reduction import Array
 from protocol.digest import weights_digest
@@ -22,10 +23,12 @@ from protocol.run_spec import BatchSpec, OptimizerSpec, RunSpec
 from protocol.samples import SampleOrder
 from protocol.update import (
     StepScalars,
-    average as scale_to_average,
     global_norm,
     square_sum,
     step_scalars,
+)
+from protocol.update import (
+    average as scale_to_average,
 )
 
 STEPS = 5
@@ -112,6 +115,11 @@ class Job:
         noise = _noise(1000 + step, microbatch, 0, block, self.blocks[block].elements)
         return noise + parameters[block] * np.float32(0.125)
 
+    def _gradient_of(
+        self, parameters: list[Array], step: int, block: int, microbatch: int
+    ) -> Array:
+        return self.gradient(parameters, step, microbatch, block)
+
     def weight(self, step: int, microbatch: int) -> float:
         """Zero for some: a microbatch without tokens."""
         return (step * 7 + microbatch * 5) % 6 / 3 if step + microbatch else 0.1
@@ -157,21 +165,21 @@ class Job:
         parameters, total = replica.parameters, self.total_weight(replica.step)
         averages = []
         for block in range(len(self.blocks)):
-            average = _along_tree(
-                count, lambda m, b=block: self.gradient(parameters, step, m, b)
-            )
+            average = _along_tree(count, partial(self._gradient_of, parameters, step, block))
             scale_to_average(average, total, out=average)
             averages.append(average)
         loss = _along_tree(count, lambda m: self.loss(parameters, step, m))
-        norm = global_norm([square_sum(average) for average in averages])
+        norm = global_norm([square_sum(array) for array in averages])
         scalars = step_scalars(
             self.spec.optimizer, replica.optimizer_step + 1, step, self.spec.steps, norm
         )
-        digest = weights_digest({
-            tensor.name: average[part].reshape(tensor.shape)
-            for block, average in zip(self.blocks, averages, strict=True)
-            for tensor, part in block.slices()
-        })  # fmt: skip
+        digests = [
+            weights_digest({
+                tensor.name: array[part].reshape(tensor.shape) for tensor, part in block.slices()
+            })
+            for block, array in zip(self.blocks, averages, strict=True)
+        ]  # fmt: skip
+        digest = blake3("".join(digests).encode()).hexdigest()
         replica.apply(averages, scalars)
         mean = loss / total if total else 0.0
         return Taken(replica, replica.state_digest(), mean, digest, scalars)

@@ -1,5 +1,7 @@
 """The simulation is itself tested: each fault planted here is caught within a few seeds."""
 
+from typing import Any
+
 import pytest
 
 from coordinator import run
@@ -87,6 +89,14 @@ def yes(*_arguments, **_options):
     return True
 
 
+def no(*_arguments):
+    return False
+
+
+def nobody(*_arguments):
+    return [], []
+
+
 def assumes_proven(self, worker, *, proven):
     """What a lost worker delivered counts, whatever its weights were."""
     del proven
@@ -98,7 +108,7 @@ def forgets_nothing(self, worker, *, proven):
     del self, worker, proven
 
 
-PLANTED = {
+PLANTED: dict[str, list[tuple[Any, str, Any]]] = {
     "a duplicate is counted": [
         (TreeSum, "put", counts_what_is_covered),
         (TreeSum, "covers", never_covered),
@@ -115,11 +125,9 @@ PLANTED = {
     "a joiner misses what was broadcast since": [(SimulatedExecution, "missed", nothing)],
     "a lost worker's parts are forgotten": [(Evaluation, "lose", forgets_nothing)],
     "a draining worker is forgotten": [(Progress, "let_go", nothing)],
-    "another run's message is taken for this one's": [
-        (run, "is_stale", lambda member, message, run_id: False)
-    ],
+    "another run's message is taken for this one's": [(run, "is_stale", no)],
     "an odd worker's last gradients count": [(Round, "lose", assumes_proven)],
-    "a replica that nobody compares": [(Agreement, "judge", lambda self, step: ([], []))],
+    "a replica that nobody compares": [(Agreement, "judge", nobody)],
 }
 OFTEN = {
     "a stale attempt is accepted": "operator_halts",

@@ -325,5 +325,3 @@ def _received(body: Any) -> Any:
     if isinstance(body, bytes):
         return np.frombuffer(body, np.uint8)
     return np.array(body, "<f4").view(np.uint8)
-
-

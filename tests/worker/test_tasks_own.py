@@ -85,8 +85,7 @@ def test_the_documented_example_learns(install):
         ("nowhere_to_be_found:Curve", "", "install its package here"),
         (
             "my_package:Curve",
-            "class Curve:\n def __init__(self, spec): ...\n"
-            " batch = evaluation_batch = initial_parameters = __init__",
+            "class Curve:\n batch = evaluation_batch = initial_parameters = __init__ = print",
             "expected a Manifest",
         ),
     ],

@@ -22,6 +22,7 @@ from backends.interface import Array, Batch, Sums, Trainable
 from protocol.errors import DataError
 from protocol.manifest import Manifest, Metric
 from protocol.run_spec import RunSpec, TokenizerSpec
+from worker import holdout
 from worker.blocks import cut_into_blocks
 from worker.tasks import pretrained
 from worker.tasks.digest import digest_arrays
@@ -37,8 +38,8 @@ from worker.tasks.tokens import (
 )
 from worker.text_corpus import read_text_corpus
 
-PART_TOKENS: Final = 4_096
-"""Held-out tokens in a part, if a sample is not longer."""
+PART_TOKENS: Final = 1_024
+"""Held-out tokens in a part, if a sample is not longer: their logits must fit in memory."""
 NOTHING: Final = -100
 """The label of what is not predicted: what pads the last sample."""
 
@@ -86,6 +87,9 @@ class CausalLM:
         length = spec.data.max_tokens
         self._train = Windows.cut(streams[0], length)
         self._held_out = Windows.cut(streams[-1] if held_out else streams[0][:0], length)
+        self._measured = holdout.measured(
+            len(self._held_out.inputs), spec.data.holdout_samples, spec.seed
+        )
         self._part_samples = max(1, PART_TOKENS // length)
         lora: Lora | None = None
         module = loaded.model
@@ -99,7 +103,7 @@ class CausalLM:
         self.manifest = Manifest(
             blocks=blocks,
             train_samples=len(self._train.inputs),
-            evaluation_parts=-(-len(self._held_out.inputs) // self._part_samples),
+            evaluation_parts=-(-len(self._measured) // self._part_samples),
             metrics=_METRICS,
             digests={
                 "base_weights": loaded.weights_digest,
@@ -133,9 +137,8 @@ class CausalLM:
 
     def evaluation_batch(self, part: int) -> Batch:
         """About `PART_TOKENS` held-out tokens."""
-        return self._held_out.batch(
-            slice(part * self._part_samples, (part + 1) * self._part_samples)
-        )
+        lo = part * self._part_samples
+        return self._held_out.batch(self._measured[lo : lo + self._part_samples])
 
 
 _METRICS: Final = (

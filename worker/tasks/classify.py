@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -18,6 +17,7 @@ from protocol.errors import DataError
 from protocol.manifest import Block, Export, Manifest
 from protocol.run_spec import ClassWeights, RunSpec
 from protocol.samples import permutation
+from worker import holdout
 from worker.blocks import cut_into_blocks
 from worker.labelled_text import LabelledText, read_labelled_text
 from worker.tasks import pretrained
@@ -54,7 +54,8 @@ class Classify:
         self._max_tokens = spec.data.max_tokens
         self._train = np.array(train, np.int64)
         self._weights = class_weights(spec.data.class_weights, self._labels[train], data.names)
-        self._parts = self._held_out_parts(held_out, spec.seed)
+        measured = holdout.measured(len(held_out), spec.data.holdout_samples, spec.seed)
+        self._parts = self._held_out_parts([held_out[n] for n in measured], spec.seed)
         lora: Lora | None = None
         module = loaded.model
         if spec.lora is not None:
@@ -159,8 +160,7 @@ def class_weights(
 
 def _commonest(labels: NDArray[np.int64]) -> int:
     """The class with the most training samples; the first one of equals."""
-    counts = Counter(labels.tolist())
-    return min(counts, key=lambda number: (-counts[number], number))
+    return int(np.bincount(labels).argmax())
 
 
 def _export(
@@ -199,7 +199,8 @@ def _loss(module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, An
     if "weights" not in arrays:
         return nn.functional.cross_entropy(logits, labels, reduction="sum")
     losses = nn.functional.cross_entropy(logits, labels, reduction="none")
-    return (losses * arrays["weights"]).sum()
+    weights: torch.Tensor = arrays["weights"]
+    return (losses * weights).sum()
 
 
 def _evaluate(

@@ -88,23 +88,26 @@ def start_causal_lm(spec: ModelSpec, vocabulary: int, end: int, seed: int) -> Pr
     """
     assert spec.config is not None
     quiet()
+    given: dict[str, Any]
     given = {"vocab_size": vocabulary, "bos_token_id": end, "eos_token_id": end} | spec.config
     if given["vocab_size"] < vocabulary:
         raise DataError(
             f"expected model.config.vocab_size of at least {vocabulary}, the tokenizer's, "
             f"got {given['vocab_size']}"
         )
-    model_type = given.pop("model_type")
+    model_type = str(given.pop("model_type"))
     try:
-        _check_keys(given, transformers.AutoConfig.for_model(model_type), model_type)
+        _check_keys(spec.config, transformers.AutoConfig.for_model(model_type), model_type)
         config = transformers.AutoConfig.for_model(model_type, **given)
-        model = transformers.AutoModelForCausalLM.from_config(
+        model = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config,
             attn_implementation=spec.attention,
             dtype=getattr(torch, spec.dtype),
             trust_remote_code=False,
         )
-    except _ERRORS as error:
+    except DataError:
+        raise
+    except Exception as error:  # noqa: BLE001  (sizes that do not fit raise errors of all kinds)
         raise DataError(
             f"cannot make a {model_type} from model.config: {one_line(error)}"
         ) from None
@@ -214,7 +217,7 @@ def _ready(model: Any, spec: ModelSpec) -> Pretrained:
 
 
 def _check_keys(given: Mapping[str, Any], config: Any, model_type: str) -> None:
-    """Without this transformers would take a misspelt size for one of its own and keep the default."""
+    """Else transformers takes a misspelt size for one it does not know, and keeps the default."""
     for key in given:
         if not hasattr(config, key):
             near = difflib.get_close_matches(key, vars(config), n=1)

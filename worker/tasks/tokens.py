@@ -66,7 +66,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    return transformers.PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=bpe, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
     )
 

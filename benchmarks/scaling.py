@@ -1,0 +1,137 @@
+"""Throughput of N workers, against N times that of one; every step has the same batch.
+
+Scripted devices sleep 50 ms for a microbatch, so that as many as one likes run on one machine;
+coordinator, workers and exchange are real. Then real CPU workers, one thread each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.cluster import Cluster, Interval, scripted
+from benchmarks.jobs import short
+from benchmarks.machine import print_heading, print_table
+from benchmarks.timeline import intervals_us, step_times
+
+TURNS = 2
+WARMING_STEPS = 3
+"""Speeds are measured and work moves."""
+CPU_WORKER = ("worker", "--quiet", "--backend", "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One job, and the numbers of workers that do it.
+
+    Attributes:
+        what: As the table says it, with whether devices are scripted or real.
+        command: Of each worker.
+        document: The run spec.
+        workers: Numbers of workers, the first is 1.
+        share: How many of `--rounds` steps are measured.
+    """
+
+    what: str
+    command: tuple[str, ...]
+    document: dict[str, Any]
+    workers: tuple[int, ...]
+    share: float = 1.0
+
+
+def scripted_case(
+    workers: tuple[int, ...] = (1, 2, 4), microbatches: int = 32, microbatch_ms: float = 50.0
+) -> Case:
+    """5.3 MB in six blocks, as LoRA of a small encoder; plain SGD."""
+    document = {
+        "name": "scaling",
+        "task": "scripted",
+        "scripted": {"blocks": 6, "block_bytes": 883_332},
+        "batch": {"samples": microbatches, "microbatch": 1},
+        "optimizer": {"name": "sgd", "lr": 1e-3},
+        "steps": 1,
+    }
+    command = tuple(scripted(microbatch_ms))
+    return Case(f"scripted, {microbatch_ms:g} ms", command, document, workers)
+
+
+def cases() -> tuple[Case, ...]:
+    """What the command measures."""
+    return (
+        scripted_case(),
+        Case("real CPU, sms-spam", CPU_WORKER, short("sms-spam", 1), (1, 2), 0.5),
+        Case("real CPU, digits", CPU_WORKER, short("digits", 1), (1, 2), 10.0),
+    )
+
+
+StepTimes = dict[int, list[float]]
+"""By number of workers, seconds from each step's update to the next one's."""
+
+
+def measure(case: Case, rounds: int, turns: int = TURNS) -> StepTimes:
+    """Every number of workers by turns, while the others are idle."""
+    steps = max(1, round(rounds * case.share)) + WARMING_STEPS + 1
+    document = {**case.document, "steps": steps}
+    runs: dict[int, list[Interval]] = {count: [] for count in case.workers}
+    with tempfile.TemporaryDirectory() as name:
+        clusters = {
+            count: Cluster([case.command] * count, Path(name) / str(count))
+            for count in case.workers
+        }
+        with ExitStack() as stack:
+            for cluster in clusters.values():
+                stack.enter_context(cluster)
+            for _ in range(turns):
+                for count, cluster in clusters.items():
+                    runs[count].append(cluster.run(document))
+        timelines = {count: cluster.timelines() for count, cluster in clusters.items()}
+    return {
+        count: [
+            us / 1e6
+            for run in runs[count]
+            for us in intervals_us(
+                step_times(timelines[count], run.start_us, run.end_us)[WARMING_STEPS:]
+            )
+        ]
+        for count in case.workers
+    }
+
+
+def rows(case: Case, measured: StepTimes) -> list[list[str]]:
+    """The lines of the table for one case: samples per second, and what part of N times one."""
+    samples = case.document["batch"]["samples"]
+    return [
+        [
+            f"{case.what}: {count} worker{'s' if count > 1 else ''}",
+            str(len(step_s)),
+            f"{samples / median(step_s):.1f}",
+            f"{samples / min(step_s):.1f}",
+            f"{median(measured[1]) / median(step_s) / count:.3f}",
+            f"{min(measured[1]) / min(step_s) / count:.3f}",
+        ]
+        for count, step_s in measured.items()
+    ]
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument(
+        "--rounds", type=int, default=8, help=f"steps in each of {TURNS} turns, more of short ones"
+    )
+    rounds = parser.parse_args().rounds
+    print_heading("Throughput of N workers, against N times that of one")
+    lines = [line for case in cases() for line in rows(case, measure(case, rounds))]
+    head = ["what", "steps", "median samples/s", "best", "of N x one", "of best"]
+    print_table(head, lines)
+    print(f"load {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores")
+
+
+if __name__ == "__main__":
+    main()

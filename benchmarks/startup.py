@@ -1,0 +1,85 @@
+"""A worker's way from its start to its first step, as the coordinator's log tells it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+_TIMEOUT_S: Final = 300.0
+_POLL_S: Final = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Startup:
+    """Seconds from the start of the worker's process.
+
+    Attributes:
+        connected_s: Its handshake is done.
+        ready_s: Its task is built, with model and data read.
+        started_s: Its state is known to be everyone's.
+        committed_s: The first step is committed.
+    """
+
+    connected_s: float
+    ready_s: float
+    started_s: float
+    committed_s: float
+
+
+def measure(document: dict[str, Any], backend: str, directory: Path) -> Startup:
+    """A coordinator that waits with this run, then one worker.
+
+    Raises:
+        RuntimeError: The coordinator ended early, or the run with an error.
+        subprocess.TimeoutExpired: It takes too long.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    spec, addresses, log = (directory / name for name in ("run.json", "addresses.json", "log"))
+    spec.write_text(json.dumps(document), encoding="utf-8")
+    with log.open("w", encoding="utf-8") as words:
+        coordinator = _spawn(
+            "coordinator", "--expect-workers", "1", "--run", str(spec), "--log-json",
+            "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
+            "--out", str(directory / "out"), "--address-file", str(addresses), stderr=words,
+        )  # fmt: skip
+    processes = [coordinator]
+    try:
+        while not addresses.exists():
+            if coordinator.poll() is not None:
+                raise RuntimeError(f"the coordinator ended: {log.read_text(encoding='utf-8')}")
+            time.sleep(_POLL_S)
+        address = json.loads(addresses.read_text(encoding="utf-8"))["data"]
+        start = datetime.now(UTC)
+        processes.append(
+            _spawn("worker", "--quiet", "--backend", backend, "--coordinator", address)
+        )
+        if any([process.wait(_TIMEOUT_S) for process in processes]):
+            raise RuntimeError(f"the run failed: {log.read_text(encoding='utf-8')}")
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return read(log.read_text(encoding="utf-8"), start)
+
+
+def read(log: str, start: datetime) -> Startup:
+    """The first time of each event in the coordinator's log, JSON lines."""
+    first: dict[str, float] = {}
+    for line in log.splitlines():
+        record = json.loads(line)
+        at = datetime.fromisoformat(record["timestamp"])
+        first.setdefault(record["event"], (at - start).total_seconds())
+    events = ("worker_connected", "worker_ready", "started", "committed")
+    return Startup(*(first[event] for event in events))
+
+
+def _spawn(module: str, *arguments: str, stderr: Any = None) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(  # noqa: S603 -- our own command
+        [sys.executable, "-m", module, *arguments], stdout=subprocess.DEVNULL, stderr=stderr
+    )

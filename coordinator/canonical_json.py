@@ -1,0 +1,27 @@
+r"""One encoding for each JSON value, so that hashes can be taken of it.
+
+Keys sorted by code point, no space between tokens, ASCII alone (all else as \u escapes, in lower
+case), numbers as Python writes them (the shortest text that reads back the same), no NaN and no
+infinity.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from blake3 import blake3
+
+
+def canonical_json(value: Any) -> bytes:
+    """The encoding of a value made of dicts, lists, strings, numbers, booleans and None.
+
+    Raises:
+        ValueError: A number is not finite.
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def json_digest(value: Any) -> str:
+    """BLAKE3 of the canonical encoding, 64 hex digits."""
+    return blake3(canonical_json(value)).hexdigest()

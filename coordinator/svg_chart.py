@@ -1,0 +1,133 @@
+"""Line charts as SVG text: nothing to load, nothing that runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import Final
+
+Point = tuple[float, float]
+
+WIDTH: Final = 760
+HEIGHT: Final = 240
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 12, 12, 42
+_MOST_POINTS: Final = 1_500
+_COLUMNS: Final = 500
+
+
+def line_chart(points: Sequence[Point], *, x_label: str, y_label: str, stairs: bool = False) -> str:
+    """A line through points, with axes from the smallest to the largest value.
+
+    Args:
+        points: In order of x. What is not finite makes a gap.
+        x_label: What x is, with its unit.
+        y_label: What y is, with its unit.
+        stairs: Values hold until the next point, and the axis of y shows zero.
+    """
+    title = escape(f"{y_label} by {x_label}")
+    finite = [point for point in points if math.isfinite(point[1])]
+    if not finite:
+        return f'<p class="empty">{title}: no values</p>'
+    xs, ys = [x for x, _ in finite], [y for _, y in finite]
+    x_axis = _Axis(min(xs), max(xs), _LEFT, WIDTH - _RIGHT)
+    low = min(0.0, *ys) if stairs else min(ys)
+    y_axis = _Axis(low, max(ys), HEIGHT - _BOTTOM, _TOP)
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">',
+        f"<title>{title}</title>",
+        *_grid(x_axis, y_axis),
+    ]
+    shown = points if stairs else _thinned(points)
+    for run in _runs(shown):
+        corners = _stairs(run) if stairs else run
+        path = " ".join(f"{x_axis.at(x):.1f},{y_axis.at(y):.1f}" for x, y in corners)
+        if len(corners) == 1:
+            x, y = corners[0]
+            parts.append(
+                f'<circle class="line" cx="{x_axis.at(x):.1f}" cy="{y_axis.at(y):.1f}" r="2"/>'
+            )
+        else:
+            parts.append(f'<polyline class="line" points="{path}"/>')
+    place = f'transform="translate(14 {HEIGHT / 2}) rotate(-90)"'
+    middle = (_LEFT + WIDTH - _RIGHT) / 2
+    parts += [
+        f'<text x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>',
+        f'<text {place} text-anchor="middle">{escape(y_label)}</text>',
+        "</svg>",
+    ]
+    return "\n".join(parts)
+
+
+class _Axis:
+    """Maps values to places on the drawing."""
+
+    def __init__(self, low: float, high: float, start: float, end: float) -> None:
+        size = max(abs(low), abs(high))
+        if high - low <= 1e-9 * size or low == high:
+            # Too close to tell apart, or one value alone.
+            margin = 0.5 if size < 1e6 else size * 1e-6
+            low, high = low - margin, high + margin
+        self.low, self.high = low, high
+        self._start, self._end = start, end
+
+    def at(self, value: float) -> float:
+        share = (value - self.low) / (self.high - self.low)
+        return self._start + share * (self._end - self._start)
+
+    def ticks(self) -> list[float]:
+        """Round values, four or so."""
+        raw = (self.high - self.low) / 4
+        magnitude = 10.0 ** math.floor(math.log10(raw))
+        step = next(m for m in (1, 2, 5, 10) if m * magnitude >= raw) * magnitude
+        first = math.ceil(self.low / step - 1e-9)
+        last = math.floor(self.high / step + 1e-9)
+        return [n * step for n in range(first, last + 1)]
+
+
+def _grid(x_axis: _Axis, y_axis: _Axis) -> list[str]:
+    parts = []
+    for tick in y_axis.ticks():
+        y = y_axis.at(tick)
+        parts += [
+            f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>',
+            f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:.4g}</text>',
+        ]
+    for tick in x_axis.ticks():
+        x = x_axis.at(tick)
+        parts.append(
+            f'<text x="{x:.1f}" y="{HEIGHT - _BOTTOM + 16}" text-anchor="middle">{tick:.6g}</text>'
+        )
+    return parts
+
+
+def _runs(points: Sequence[Point]) -> list[list[Point]]:
+    """The points, cut where a value is not finite."""
+    runs: list[list[Point]] = [[]]
+    for point in points:
+        if math.isfinite(point[1]):
+            runs[-1].append(point)
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def _stairs(points: Sequence[Point]) -> list[Point]:
+    corners = [points[0]]
+    for x, y in points[1:]:
+        corners += [(x, corners[-1][1]), (x, y)]
+    return corners
+
+
+def _thinned(points: Sequence[Point]) -> Sequence[Point]:
+    """Fewer points of the same outline: the lowest and the highest of each stretch."""
+    if len(points) <= _MOST_POINTS:
+        return points
+    size = -(-len(points) // _COLUMNS)
+    kept: list[Point] = []
+    for at in range(0, len(points), size):
+        stretch = [point for point in points[at : at + size] if math.isfinite(point[1])]
+        if stretch:
+            ends = {min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])}
+            kept += sorted(ends)
+    return kept

@@ -1,0 +1,345 @@
+"""The audit: a sound run is found sound, and each way of tampering with it is found and named."""
+
+import json
+import shutil
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.artifacts import write_model
+from coordinator.audit import audit
+from coordinator.checkpoint import checkpoint_path
+from coordinator.coverage import cover_samples
+from coordinator.gradient_log import segment_files
+from coordinator.history import read_history
+from coordinator.journal import Entry, Journal, read_journal
+from coordinator.journal_records import Committed, Ended, Planned, Record, Resumed
+from protocol.errors import UsageError
+from protocol.run_spec import BatchSpec
+from protocol.samples import SampleOrder
+from protocol.tree import root
+from tests.durable_run import MANIFEST, SPEC, WrittenRun, state_zero, written_run
+
+
+def bad(path):
+    return [finding for finding in audit(path).findings if not finding.ok]
+
+
+def only_bad(path):
+    """The checks that found something."""
+    return {finding.check for finding in bad(path)}
+
+
+def rewritten(path, change):
+    """The journal with other records, and all hashes made to fit: a forger with time."""
+    entries = list(read_journal(path / "journal.jsonl"))
+    (path / "journal.jsonl").unlink()
+    journal = Journal(path / "journal.jsonl")
+    for entry in entries:
+        for record in change(entry.record):
+            journal.append(record)
+    journal.sync()
+    result = json.loads((path / "result.json").read_text())
+    change_result(path, journal_head=journal.head if result["journal_head"] else None)
+
+
+def change_result(path, **values):
+    result = json.loads((path / "result.json").read_text())
+    (path / "result.json").write_text(json.dumps({**result, **values}))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return written_run(tmp_path_factory.mktemp("whole") / "run")
+
+
+@pytest.fixture
+def run(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "run")
+
+
+def test_a_sound_run_is_sound(run):
+    result = audit(run)
+    assert result.ok, result.lines()
+    text = "\n".join(result.lines())
+    for epoch in range(3):
+        assert f"epoch {epoch}: 10 of 10 samples covered exactly once" in text
+    assert "9 of 9 steps taken again from the log, every digest compared" in text
+    assert "result.json names the journal's last line" in text
+    assert result.lines()[-1].endswith("sound")
+
+
+def test_an_audit_changes_nothing(run):
+    def everything():
+        return {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+    before = everything()
+    audit(run)
+    assert everything() == before
+
+
+def test_skipped_steps_cover_their_samples(tmp_path):
+    path = written_run(tmp_path / "run", skip=(1, 5))
+    result = audit(path)
+    assert result.ok, result.lines()
+    text = "\n".join(result.lines())
+    assert "epoch 0: 10 of 10 samples covered exactly once, 4 of them in steps that" in text
+    assert "epoch 1: 10 of 10 samples covered exactly once, 2 of them in steps that" in text
+
+
+def test_without_gradients_the_states_of_checkpoints_are_all_that_is_proved(tmp_path):
+    path = written_run(tmp_path / "run", mode="checkpoint")
+    result = audit(path)
+    assert result.ok, result.lines()
+    assert "0 of 9 steps taken again" in "\n".join(result.lines())
+
+
+def test_a_gap_in_the_log_is_bridged_by_a_checkpoint(run):
+    segment_files(run / "log")[1].unlink()
+    result = audit(run)
+    assert result.ok, result.lines()
+    assert "6 of 9 steps taken again" in "\n".join(result.lines())
+
+
+def test_a_run_in_progress_is_audited_as_far_as_it_is(tmp_path):
+    run = WrittenRun(tmp_path / "run")
+    for _ in range(4):
+        run.step()
+    result = audit(tmp_path / "run")
+    assert result.ok, result.lines()
+    assert "the run has not ended" in "\n".join(result.lines())
+
+
+@pytest.mark.parametrize("mode", ["full", "checkpoint"])
+def test_a_run_with_crashes_is_sound(tmp_path, mode):
+    run = WrittenRun(tmp_path / "run", mode=mode)
+    while run.replica.step < SPEC.steps:
+        run.step()
+        if run.replica.step % 3 == 0:
+            run.checkpoint()
+        if run.epoch < 4 and run.replica.step % 2 == 0:
+            found = run.crash_and_resume()
+            if mode == "checkpoint" and found.redo:
+                run.step()
+    path = run.finish()
+    result = audit(path)
+    assert result.ok, result.lines()
+    assert "resumed 3 times" in "\n".join(result.lines())
+
+
+def test_a_commit_that_only_the_log_has_is_taken_over_after_a_crash(tmp_path):
+    run = WrittenRun(tmp_path / "run")
+    run.step()
+    run.step(journal=False)
+    assert audit(tmp_path / "run").ok
+    # Two cannot be a crash's.
+    run.step(journal=False)
+    assert "log has 2 commits that the journal has not" in str(bad(tmp_path / "run")[0])
+
+
+# Tampering.
+
+
+def test_a_flipped_byte_anywhere_in_the_journal_is_found_and_its_line_named(run):
+    path = run / "journal.jsonl"
+    content = path.read_bytes()
+    line = 1
+    for at, byte in enumerate(content):
+        if at % 61 == 0:
+            path.write_bytes(content[:at] + bytes([byte ^ 2]) + content[at + 1 :])
+            [finding] = [f for f in bad(run) if f.check == "journal"]
+            assert f"line {line} is bad" in finding.text
+        line += byte == 10
+
+
+def test_a_journal_with_its_end_cut_off_is_found(run):
+    path = run / "journal.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]))
+    assert "the end was cut off" in str([f for f in bad(run) if f.check == "head"])
+
+
+def test_a_journal_that_goes_on_after_its_end_is_found(run):
+    journal = Journal(run / "journal.jsonl")
+    journal.append(Resumed(epoch=9, step=9, optimizer_step=9))
+    journal.sync()
+    assert "goes on after" in str([f for f in bad(run) if f.check == "head"])
+
+
+def test_a_missing_result_is_found(run):
+    (run / "result.json").unlink()
+    assert only_bad(run) == {"head"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("steps", 8), ("weights_digest", "0" * 64), ("losses", [])]
+)
+def test_a_result_that_says_otherwise_is_found(run, field, value):
+    change_result(run, **{field: value})
+    assert only_bad(run) == {"result"}
+
+
+def test_a_model_that_is_not_the_trained_one_is_found(run):
+    write_model(run, MANIFEST, state_zero())
+    assert only_bad(run) == {"result"}
+    (run / "adapter" / "adapter_model.safetensors").write_bytes(b"odd")
+    assert only_bad(run) == {"result"}
+
+
+def test_another_run_spec_or_manifest_is_found(run):
+    document = json.loads((run / "run.json").read_text())
+    document["spec"]["seed"] = 4
+    (run / "run.json").write_text(json.dumps(document))
+    assert "inputs" in only_bad(run)
+    (run / "manifest.json").write_bytes(
+        MANIFEST.model_copy(update={"digests": {"data": "c" * 64}}).to_bytes()
+    )
+    assert "manifest.json is not the one" in str(bad(run))
+
+
+@pytest.mark.parametrize("name", ["optimizer.safetensors", "adapter/adapter_model.safetensors"])
+def test_a_damaged_checkpoint_is_found(run, name):
+    path = checkpoint_path(run / "checkpoints", 3) / name
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert only_bad(run) == {"checkpoints"}
+
+
+def test_damaged_gradients_are_found_with_file_and_place(run):
+    path = segment_files(run / "log")[1]
+    content = bytearray(path.read_bytes())
+    content[600] ^= 1
+    path.write_bytes(content)
+    [finding] = [f for f in bad(run) if f.check == "digests" and path.name in f.text]
+    assert "at byte" in finding.text
+
+
+def forge_loss(record):
+    if isinstance(record, Committed) and record.step == 4:
+        return [record.model_copy(update={"loss": 0.001})]
+    return [record]
+
+
+def forge_digest(record):
+    if isinstance(record, Committed) and record.step == 4:
+        return [record.model_copy(update={"state_before": "1" * 64})]
+    return [record]
+
+
+def forge_end(record):
+    if isinstance(record, Ended):
+        return [record.model_copy(update={"state_digest": "1" * 64})]
+    return [record]
+
+
+@pytest.mark.parametrize(
+    ("forge", "check"),
+    [(forge_loss, "digests"), (forge_digest, "digests"), (forge_end, "digests")],
+)
+def test_a_forged_record_with_hashes_made_to_fit_is_found(run, forge, check):
+    rewritten(run, forge)
+    assert check in only_bad(run)
+
+
+def without_plan(record):
+    return [] if isinstance(record, Planned) and record.step == 4 else [record]
+
+
+def plan_with_hole(record):
+    if isinstance(record, Planned) and record.step == 4:
+        return [record.model_copy(update={"nodes": {"a": ((0, 1),)}})]
+    return [record]
+
+
+def plan_off_the_tree(record):
+    if isinstance(record, Planned) and record.step == 4:
+        return [record.model_copy(update={"nodes": {"a": ((0, 3),)}})]
+    return [record]
+
+
+def counted_twice(record):
+    if isinstance(record, Committed) and record.step == 4:
+        nodes = {"a": ((0, 1), (1, 2)), "b": ((1, 2),)}
+        return [record.model_copy(update={"counted": nodes})]
+    return [record]
+
+
+def commit_left_out(record):
+    return [] if isinstance(record, Committed) and record.step == 8 else [record]
+
+
+def commit_twice(record):
+    return [record, record] if isinstance(record, Committed) and record.step == 4 else [record]
+
+
+@pytest.mark.parametrize(
+    ("forge", "text"),
+    [
+        (without_plan, "committed without a plan"),
+        (plan_with_hole, "microbatches [1] were given to nobody"),
+        (plan_off_the_tree, "is no node of a tree over 2"),
+        (counted_twice, "do not hold every microbatch once"),
+        (commit_left_out, "result.json says steps 9, the journal 8"),
+        (commit_twice, "expected the commit of step 5, got that of 4"),
+    ],
+)
+def test_a_history_that_does_not_cover_every_sample_once_is_found(run, forge, text):
+    rewritten(run, forge)
+    assert text in str(bad(run))
+
+
+def test_a_directory_without_a_run_is_told(tmp_path):
+    with pytest.raises(UsageError, match="found no run"):
+        audit(tmp_path)
+
+
+# Coverage against a naive count.
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_coverage_is_what_a_naive_count_says(data):
+    samples = data.draw(st.integers(1, 13))
+    batch = BatchSpec(samples=data.draw(st.integers(1, 6)), microbatch=1)
+    spec = SPEC.model_copy(update={"batch": batch, "seed": data.draw(st.integers(0, 99))})
+    order = SampleOrder(spec.seed, samples, batch)
+    entries: list[Record] = []
+    taken: list[bool] = []
+    epoch = 1
+    for _ in range(data.draw(st.integers(0, 14))):
+        step = len(taken)
+        event = data.draw(st.sampled_from(["step", "step", "step", "skip", "resume", "retry"]))
+        if event == "resume":
+            epoch += 1
+            back = data.draw(st.integers(0, step))
+            del taken[back:]
+            entries.append(Resumed(epoch=epoch, step=back, optimizer_step=0))
+            continue
+        count = order.microbatch_count(step)
+        plan = Planned(
+            epoch=epoch, step=step, attempt=0, view=1, microbatches=count,
+            nodes={"a": (tuple(root(count)),)},
+        )  # fmt: skip
+        entries.append(plan)
+        if event == "retry":
+            continue
+        entries.append(
+            Committed(
+                epoch=epoch, step=step, attempt=0, optimizer_step=0, loss=0.0,
+                skipped=event == "skip", averages_digest="0" * 64,
+            )
+        )  # fmt: skip
+        taken.append(event == "skip")
+    numbered = [Entry(n, "", record, "") for n, record in enumerate(entries, 1)]
+    coverage = cover_samples(read_history(numbered), spec, samples)
+    assert coverage.faults == ()
+    naive = []
+    for first in range(0, len(taken), order.steps_per_epoch):
+        steps = range(first, min(first + order.steps_per_epoch, len(taken)))
+        seen = [(step, s) for step in steps for part in order.microbatches(step) for s in part]
+        once = sum(1 for sample in range(samples) if [s for _, s in seen].count(sample) == 1)
+        naive.append((once, samples, sum(1 for step, _ in seen if taken[step])))
+    assert list(coverage.epochs) == naive
+    assert all(covered == samples for covered, _, _ in coverage.epochs[:-1])

@@ -1,0 +1,413 @@
+"""The control port over real HTTP: routes, refusals, and an operator's life cycle of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from coordinator.control import ControlPort
+from coordinator.control_client import request
+from coordinator.service import Service, Settings, require_loopback
+from protocol.errors import ExitCode, Unreachable, UsageError
+from tests.event_loop import on_uvloop
+from tests.live_service import LiveService, live_service, scripted_spec, undisturbed
+
+ROOT = Path(__file__).parents[2]
+GET = ("/", "/healthz", "/readyz", "/status", "/metrics", "/events")
+POST = ("/submit", "/halt", "/continue", "/drain")
+SPEC = {
+    "name": "scripted", "task": "scripted", "seed": 3, "steps": 4,
+    "batch": {"samples": 8, "microbatch": 1},
+    "scripted": {"blocks": 3, "block_bytes": 64, "samples": 64},
+}  # fmt: skip
+LONG = {**SPEC, "steps": 100_000}
+
+
+class Operator:
+    """Asks the control port."""
+
+    def __init__(self, live: LiveService, control: ControlPort, http: aiohttp.ClientSession):
+        self.live = live
+        self.control = control
+        self.http = http
+        self.address = f"127.0.0.1:{control.address[1]}"
+
+    async def ask(self, method: str, path: str, **more: Any) -> tuple[int, Any]:
+        """Status and document."""
+        async with self.http.request(method, f"http://{self.address}{path}", **more) as answer:
+            return answer.status, await answer.json(content_type=None)
+
+    async def post(self, path: str, document: object = None) -> tuple[int, Any]:
+        return await self.ask("POST", path, json=document if document is not None else {})
+
+    async def status(self) -> dict[str, Any]:
+        code, document = await self.ask("GET", "/status")
+        assert code == 200
+        assert isinstance(document, dict)
+        return document
+
+
+@contextlib.asynccontextmanager
+async def operating(directory: Path, expect_workers: int = 1) -> AsyncIterator[Operator]:
+    async with live_service(directory, expect_workers) as live:
+        control = ControlPort(live.service)
+        live.service.listeners.append(control)
+        await control.start("127.0.0.1", 0)
+        try:
+            async with aiohttp.ClientSession() as http:
+                yield Operator(live, control, http)
+        finally:
+            await control.stop()
+
+
+# Routes.
+
+
+@on_uvloop
+async def test_the_other_method_is_refused_and_unknown_paths_are_not_found(tmp_path):
+    async with operating(tmp_path) as operator:
+        for path in GET:
+            code, document = await operator.post(path)
+            assert (path, code) == (path, 405)
+            assert document["error"]
+        for path in POST:
+            code, document = await operator.ask("GET", path)
+            assert (path, code) == (path, 405)
+            assert document["error"]
+        for method in ("GET", "POST"):
+            assert (await operator.ask(method, "/nothing"))[0] == 404
+
+
+@on_uvloop
+async def test_health_readiness_and_the_page(tmp_path):
+    async with operating(tmp_path) as operator:
+        assert await operator.ask("GET", "/healthz") == (200, {"ok": True})
+        assert await operator.ask("GET", "/readyz") == (503, {"ready": False})
+        operator.live.worker("w0")
+        await operator.live.wait_for("worker_connected", worker="w0")
+        assert await operator.ask("GET", "/readyz") == (200, {"ready": True})
+        async with operator.http.get(f"http://{operator.address}/") as answer:
+            assert answer.status == 200
+            assert answer.content_type == "text/html"
+            assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+
+
+@on_uvloop
+async def test_commands_without_a_run_are_a_conflict(tmp_path):
+    async with operating(tmp_path) as operator:
+        for path in ("/halt", "/continue"):
+            code, document = await operator.post(path)
+            assert code == 409
+            assert "no run is" in document["error"]
+        status = await operator.status()
+        assert status["phase"] == "idle"
+        assert status["workers"] == []
+        # A run that waits for workers has nothing to halt or to continue.
+        assert (await operator.post("/submit", {"run": SPEC}))[0] == 200
+        for path in ("/halt", "/continue"):
+            assert (await operator.post(path))[0] == 409
+        assert "1 more worker" in (await operator.status())["waiting_for"]
+
+
+# What is not taken.
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b"", "'run'"),
+        (b"{", "JSON"),
+        (b"[]", "/submit"),
+        (b'"run"', "/submit"),
+        (b"\xff\xfe{}", "/submit"),
+        (b'{"run": 3}', "'run'"),
+        (b'{"run": {}, "colour": 3}', "'colour'"),
+        (b'{"run": {"task": "scripted"}}', "the key 'steps' is missing"),
+        (b'{"run": {"task": "scripted", "stepz": 3}}', "'stepz'; did you mean 'steps'?"),
+        (
+            b'{"run": {"task": "scripted", "steps": 3, "optimizer": {"lrr": 1}}}',
+            "'optimizer.lrr'; did you mean 'lr'?",
+        ),
+        (b'{"run": {"task": "scripted", "steps": "3"}}', "steps"),
+        (b'{"run": {"task": "scripted", "steps": NaN}}', "steps"),
+        (b'{"run": {"task": "scripted", "steps": 3}, "overrides": ["x"]}', "KEY=VALUE"),
+        (b'{"run": {"task": "scripted", "steps": 3}, "overrides": [3]}', "overrides"),
+        (b'{"run": ' * 1000, "JSON"),
+    ],
+)
+@on_uvloop
+async def test_a_submission_that_is_not_taken(tmp_path, body, text):
+    async with operating(tmp_path) as operator:
+        code, document = await operator.ask("POST", "/submit", data=body)
+        assert code == 400
+        assert text in document["error"]
+        assert "\n" not in document["error"]
+        assert document["exit_code"] == ExitCode.USAGE
+        assert (await operator.status())["phase"] == "idle"
+
+
+@on_uvloop
+async def test_a_body_that_is_too_large_or_in_an_unknown_charset(tmp_path):
+    async with operating(tmp_path) as operator:
+        assert (await operator.ask("POST", "/submit", data=bytes(300_000)))[0] == 413
+        strange = {"Content-Type": "application/json; charset=klingon"}
+        code, document = await operator.ask("POST", "/submit", data=b"{}", headers=strange)
+        assert code == 400
+        assert "'run'" in document["error"]
+
+
+@pytest.mark.parametrize("body", [b"{", b'{"skip_step": 3}', b'{"skip": true}', b"[]"])
+@on_uvloop
+async def test_a_continuation_that_is_not_taken(tmp_path, body):
+    async with operating(tmp_path) as operator:
+        code, document = await operator.ask("POST", "/continue", data=body)
+        assert code == 400
+        assert "/continue" in document["error"]
+
+
+@on_uvloop
+async def test_the_command_line_gets_the_same_errors(tmp_path):
+    async with operating(tmp_path) as operator:
+        wrong = {"run": {"task": "scripted", "steps": 3, "sead": 1}}
+        with pytest.raises(UsageError, match="did you mean 'seed'"):
+            await request(operator.address, "POST", "/submit", wrong)
+        assert (await request(operator.address, "GET", "/status"))["phase"] == "idle"
+        address = operator.address
+    with pytest.raises(Unreachable, match="--control HOST:PORT"):
+        await request(address, "GET", "/status")
+
+
+# The life cycle.
+
+
+@on_uvloop
+async def test_submit_halt_continue_skip_and_finish(tmp_path):
+    async with operating(tmp_path) as operator:
+        live = operator.live
+        code, document = await operator.post("/submit", {"run": LONG, "overrides": ["seed=4"]})
+        assert code == 200
+        run_id = document["run_id"]
+        assert run_id.startswith("scripted-")
+        live.worker("w0")
+        await live.wait_for("committed", step=2)
+
+        assert await operator.post("/halt") == (200, {"phase": "halted"})
+        halted = await operator.status()
+        assert halted["reason"] == "halted by the operator"
+        assert "operator" in halted["waiting_for"]
+        assert halted["run_id"] == run_id
+        assert (await operator.post("/halt"))[0] == 409
+
+        assert await operator.post("/continue") == (200, {"phase": "training"})
+        step = halted["step"]
+        await live.wait_for("committed", step=step, skipped=False)
+        assert (await operator.post("/halt"))[0] == 200
+        step = (await operator.status())["step"]
+        assert (await operator.post("/continue", {"skip_step": True}))[0] == 200
+        await live.wait_for("committed", step=step, skipped=True)
+
+        assert await operator.post("/drain") == (200, {"draining": True})
+        ended = await live.wait_for("run_ended", run_id=run_id)
+        assert ended["outcome"] == "drained"
+        await asyncio.wait_for(live.service.over.wait(), 10)
+        final = await operator.status()
+        assert final["phase"] == "drained"
+        assert final["result"]["steps"] == final["step"] > step
+
+
+@on_uvloop
+async def test_a_halt_does_not_change_a_bit(tmp_path):
+    reference = await undisturbed(tmp_path / "undisturbed", scripted_spec(steps=40))
+    async with operating(tmp_path) as operator:
+        live = operator.live
+        _, document = await operator.post("/submit", {"run": {**SPEC, "steps": 40}})
+        live.worker("w0")
+        for step in (1, 3, 7):
+            await live.wait_for("committed", step=step)
+            if (await operator.post("/halt"))[0] == 200:
+                assert (await operator.post("/continue"))[0] == 200
+        result = await live.result(document["run_id"])
+        assert live.every("halted")
+    assert result["weights_digest"] == reference["weights_digest"]
+    assert result["losses"] == reference["losses"]
+
+
+@on_uvloop
+async def test_runs_are_taken_one_after_the_other_and_status_names_those_that_wait(tmp_path):
+    async with operating(tmp_path) as operator:
+        ids = [(await operator.post("/submit", {"run": SPEC}))[1]["run_id"] for _ in range(3)]
+        assert len(set(ids)) == 3
+        assert (await operator.status())["queued_runs"] == ids[1:]
+        operator.live.worker("w0")
+        digests = {(await operator.live.result(run_id))["weights_digest"] for run_id in ids}
+        assert len(digests) == 1
+        started = [each["run_id"] for each in operator.live.every("run_accepted")]
+        assert started == ids
+        for run_id in ids:
+            result = json.loads((tmp_path / run_id / "result.json").read_text())
+            assert result["run_id"] == run_id
+        status = await operator.status()
+        assert status["phase"] == "finished"
+        assert status["workers"][0]["name"] == "w0"
+
+
+@on_uvloop
+async def test_status_answers_what_an_operator_asks(tmp_path):
+    async with operating(tmp_path) as operator:
+        await operator.post("/submit", {"run": LONG})
+        operator.live.worker("w0")
+        await operator.live.wait_for("committed", step=3)
+        status = await operator.status()
+        assert status["phase"] == "training"
+        assert (status["steps"], status["view"], status["exact"]) == (100_000, 1, True)
+        assert status["step"] >= 4
+        assert isinstance(status["loss"], float)
+        assert len(status["weights_digest"]) == 64
+        (worker,) = status["workers"]
+        assert worker["state"] == "active"
+        assert worker["backend"] == "scripted"
+        assert worker["microbatches"] >= 32
+        assert worker["bytes_received"] > worker["bytes_sent"] / 100 > 0
+        await operator.post("/halt")
+
+
+# Figures and events.
+
+
+@on_uvloop
+async def test_metrics_are_what_prometheus_reads(tmp_path):
+    async with operating(tmp_path) as operator:
+
+        async def figures() -> dict[str, float]:
+            async with operator.http.get(f"http://{operator.address}/metrics") as answer:
+                assert answer.status == 200
+                assert answer.content_type == "text/plain"
+                page = await answer.text()
+            return {
+                sample.name + "".join(sample.labels.values()): sample.value
+                for family in text_string_to_metric_families(page)
+                for sample in family.samples
+            }
+
+        assert (await figures())["samestep_workers"] == 0
+        await operator.post("/submit", {"run": LONG})
+        operator.live.worker("w0")
+        await operator.live.wait_for("committed", step=2)
+        await operator.post("/halt")
+        found, status = await figures(), await operator.status()
+        assert found["samestep_workers"] == 1
+        assert found["samestep_step"] == status["step"]
+        assert found["samestep_view"] == 1
+        assert found["samestep_loss"] == pytest.approx(status["loss"])
+        assert found["samestep_microbatchesw0"] == status["workers"][0]["microbatches"]
+        assert found["samestep_ms_per_microbatchw0"] >= 0
+
+
+@on_uvloop
+async def test_the_event_stream_tells_everything_in_order(tmp_path):
+    async with operating(tmp_path) as operator:
+        told: list[dict[str, Any]] = []
+        async with operator.http.get(f"http://{operator.address}/events") as stream:
+            assert stream.content_type == "text/event-stream"
+            _, document = await operator.post("/submit", {"run": SPEC})
+            operator.live.worker("w0")
+            async with asyncio.timeout(20):
+                async for line in stream.content:
+                    if line.startswith(b"data: "):
+                        told.append(json.loads(line.removeprefix(b"data: ")))
+                        if told[-1]["event"] == "run_ended":
+                            break
+                    else:
+                        assert line == b"\n"
+        assert [each["event"] for each in told] == [
+            each["event"] for each in operator.live.events[: len(told)]
+        ]
+        assert [each["step"] for each in told if each["event"] == "committed"] == [0, 1, 2, 3]
+        ended = told[-1]
+        assert (ended["run_id"], ended["outcome"]) == (document["run_id"], "finished")
+
+
+@on_uvloop
+async def test_an_event_stream_ends_with_the_port(tmp_path):
+    async with (
+        operating(tmp_path) as operator,
+        operator.http.get(f"http://{operator.address}/events") as stream,
+    ):
+        stopping = asyncio.create_task(operator.control.stop())
+        async with asyncio.timeout(10):
+            assert await stream.content.read() == b""
+            await stopping
+
+
+@on_uvloop
+async def test_a_reader_that_does_not_read_is_dropped(tmp_path):
+    async with (
+        operating(tmp_path) as operator,
+        operator.http.get(f"http://{operator.address}/events") as stream,
+    ):
+        for number in range(300):
+            operator.control.reported("tick", {"number": number})
+        assert not operator.control._readers
+        async with asyncio.timeout(10):
+            told = (await stream.content.read()).count(b"data: ")
+        assert told < 300
+
+
+# Where it listens.
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "::1"])
+def test_loopback_is_accepted(host):
+    require_loopback(host, "--control")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "example.org", "", "127.1"])
+@on_uvloop
+async def test_other_machines_are_not_served(tmp_path, host):
+    service = Service(Settings((host, 0), 1, tmp_path, once=False))
+    with pytest.raises(UsageError, match="--bind: expected a loopback address") as caught:
+        await service.start()
+    assert caught.value.exit_code == ExitCode.USAGE
+    with pytest.raises(UsageError, match="--control: expected a loopback address"):
+        await ControlPort(service).start(host, 0)
+
+
+@on_uvloop
+async def test_a_port_in_use_is_said_in_one_line(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        service = Service(Settings(("127.0.0.1", port), 1, tmp_path, once=False))
+        with pytest.raises(UsageError, match=f"--bind 127.0.0.1:{port} is in use"):
+            await service.start()
+        control = ControlPort(service)
+        with pytest.raises(UsageError, match=f"--control 127.0.0.1:{port} is in use"):
+            await control.start("127.0.0.1", port)
+        await control.stop()
+
+
+@pytest.mark.parametrize("option", ["--bind", "--control"])
+def test_the_command_says_so_too(tmp_path, option):
+    other = {"--bind": "--control", "--control": "--bind"}[option]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = subprocess.run(
+            [
+                sys.executable, "-m", "coordinator", "--expect-workers", "1", "--out",
+                str(tmp_path), option, f"127.0.0.1:{port}", other, "127.0.0.1:0",
+            ],
+            cwd=ROOT, capture_output=True, text=True, timeout=30, check=False,
+        )  # fmt: skip
+    assert ended.returncode == ExitCode.USAGE
+    (line,) = ended.stderr.strip().splitlines()
+    assert line.startswith(f"coordinator: {option} 127.0.0.1:{port} is in use")

@@ -1,0 +1,108 @@
+"""Writing that survives: the order of syncs and renames, short writes, errors with a remedy."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.checkpoint import write_checkpoint
+from coordinator.durable_file import remove_temporaries, replace_file, storing, write_all
+from protocol.errors import StorageFailed
+from tests.durable_run import MANIFEST, RUN_ID, state_zero
+
+
+@pytest.fixture
+def order(monkeypatch):
+    """Sees that nothing is renamed before it and all below it is synced; lists the renames whose
+    directory was not synced afterwards."""
+    synced: set[str] = set()
+    unsettled: list[str] = []
+    real_sync, real_rename, real_replace = os.fsync, os.rename, os.replace
+
+    def sync(fd):
+        real_sync(fd)
+        path = str(Path(f"/proc/self/fd/{fd}").readlink())
+        synced.add(path)
+        unsettled[:] = [name for name in unsettled if str(Path(name).parent) != path]
+
+    def moved(source, target, real):
+        inside = [path for path in Path(source).rglob("*") if path.is_file()]
+        renamed = [str(path) for path in inside] or [str(source)]
+        assert set(renamed) <= synced, set(renamed) - synced
+        real(source, target)
+        unsettled.append(str(target))
+        for path in inside:
+            synced.add(str(Path(target) / path.relative_to(source)))
+        synced.add(str(target))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "rename", lambda a, b: moved(a, b, real_rename))
+    monkeypatch.setattr(os, "replace", lambda a, b: moved(a, b, real_replace))
+    return unsettled
+
+
+def test_a_file_is_synced_before_it_has_its_name_and_its_directory_after(tmp_path, order):
+    replace_file(tmp_path / "a", b"1")
+    replace_file(tmp_path / "a", b"22")
+    assert (tmp_path / "a").read_bytes() == b"22"
+    assert order == []
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_all_of_a_checkpoint_is_synced_before_it_has_its_name(tmp_path, order):
+    write_checkpoint(tmp_path / "c", MANIFEST, state_zero(), run_id=RUN_ID, epoch=1, losses=[])
+    assert [name for name in order if ".part" not in name] == []
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_failure_leaves_the_old_content_alone(tmp_path, monkeypatch, call):
+    path = tmp_path / "a"
+    replace_file(path, b"old")
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(StorageFailed, match="make room") as raised:
+        replace_file(path, b"new")
+    assert (raised.value.doing, raised.value.path) == ("write", str(path))
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("a", b"old")]
+
+
+@given(st.lists(st.binary(max_size=9), max_size=6), st.lists(st.integers(1, 5), max_size=40))
+def test_short_writes_are_gone_on_with(parts, sizes):
+    written = bytearray()
+
+    def writev(_fd, buffers):
+        joined = b"".join(bytes(buffer) for buffer in buffers)
+        taken = joined[: sizes.pop() if sizes else len(joined)]
+        written.extend(taken)
+        return len(taken)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "writev", writev)
+        write_all(0, [memoryview(part) for part in parts])
+    assert bytes(written) == b"".join(parts)
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.EROFS, "mount it writable"), (errno.ENOENT, "bring the directory back"),
+     (errno.EIO, "look after the disk"), (errno.EMFILE, "Too many open files")],
+)  # fmt: skip
+def test_what_the_system_says_comes_with_what_to_do(tmp_path, number, remedy):
+    with pytest.raises(StorageFailed, match=remedy), storing("sync", tmp_path):
+        raise OSError(number, os.strerror(number))
+
+
+def test_temporaries_are_cleared_and_nothing_else(tmp_path):
+    (tmp_path / "a.part").write_text("half")
+    (tmp_path / "b.part").mkdir()
+    (tmp_path / "b.part" / "c").write_text("half")
+    (tmp_path / "whole").write_text("whole")
+    remove_temporaries(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
+    remove_temporaries(tmp_path / "none")

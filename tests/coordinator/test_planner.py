@@ -1,0 +1,105 @@
+"""The planner against all divisions there are, for small cases."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.planner import balance, divide, makespan_ms, nodes_for, shares, spread
+from protocol.tree import Node, cover, is_node
+
+speeds = st.dictionaries(
+    st.sampled_from(["a", "b", "c", "d"]), st.integers(1, 50).map(float), min_size=1
+)
+
+
+def divisions(microbatches, names):
+    """Every way to divide so many microbatches among these."""
+    if len(names) == 1:
+        yield {names[0]: microbatches}
+        return
+    for count in range(microbatches + 1):
+        for rest in divisions(microbatches - count, names[1:]):
+            yield {names[0]: count, **rest}
+
+
+@given(st.integers(1, 8), speeds)
+def test_no_division_is_done_earlier(microbatches, ms):
+    division = shares(microbatches, ms)
+    assert division.keys() == ms.keys()
+    assert sum(division.values()) == microbatches
+    best = min(makespan_ms(other, ms) for other in divisions(microbatches, sorted(ms)))
+    assert makespan_ms(division, ms) == best
+
+
+def test_unknown_speeds_count_as_the_median():
+    division = divide(12, {"a": 10.0, "b": None, "c": 10.0, "d": 40.0})
+    assert division["b"] == division["a"] == division["c"] > division["d"]
+
+
+def test_without_any_speed_all_get_the_same():
+    assert divide(9, {"a": None, "b": None, "c": None}) == {"a": 3, "b": 3, "c": 3}
+
+
+def test_a_speed_of_zero_is_no_division_by_zero():
+    assert sum(divide(5, {"a": 0.0, "b": 1.0}).values()) == 5
+
+
+@given(st.integers(1, 30), speeds, st.data())
+def test_a_division_is_kept_while_it_is_good_enough(microbatches, ms, data):
+    previous = data.draw(
+        st.sampled_from(list(itertools.islice(divisions(microbatches, sorted(ms)), 200)))
+    )
+    division = divide(microbatches, ms, previous)
+    best = shares(microbatches, ms)
+    if makespan_ms(best, ms) < 0.9 * makespan_ms(previous, ms):
+        assert division == best
+    else:
+        assert division == previous
+
+
+def test_noise_moves_nothing_about():
+    first = divide(24, {"a": 10.0, "b": 10.0, "c": 10.0})
+    assert divide(24, {"a": 10.4, "b": 9.7, "c": 10.1}, first) == first
+    assert divide(24, {"a": 10.0, "b": 10.0, "c": 30.0}, first) != first
+
+
+@pytest.mark.parametrize("previous", [{"a": 4}, {"a": 2, "b": 3}, {"a": 4, "c": 0}])
+def test_a_division_of_others_or_of_another_step_is_not_kept(previous):
+    division = divide(4, {"a": 1.0, "b": 1.0}, previous)
+    assert division == {"a": 2, "b": 2}
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any))
+def test_the_nodes_of_all_cover_every_microbatch_once(counts):
+    division = {f"w{index}": count for index, count in enumerate(counts)}
+    microbatches = sum(counts)
+    planned = nodes_for(division)
+    assert planned.keys() == division.keys()
+    leaves = [leaf for nodes in planned.values() for node in nodes for leaf in range(*node)]
+    assert sorted(leaves) == list(range(microbatches))
+    for name, nodes in planned.items():
+        assert sum(node.leaves for node in nodes) == division[name]
+        assert all(is_node(node, microbatches) for node in nodes)
+
+
+def test_equal_shares_of_a_power_of_two_are_one_node_each():
+    assert all(len(nodes) == 1 for nodes in nodes_for(dict.fromkeys("abcd", 8)).values())
+    assert nodes_for({"small": 1, "large": 8})["large"] == (Node(0, 8),)
+
+
+@given(st.integers(1, 64), speeds, st.data())
+def test_what_is_spread_is_what_was_lost(microbatches, ms, data):
+    lost = sorted(data.draw(st.sets(st.integers(0, microbatches - 1), min_size=1)))
+    planned = spread(cover(lost, microbatches), microbatches, ms)
+    assert planned.keys() <= ms.keys()
+    leaves = [leaf for nodes in planned.values() for node in nodes for leaf in range(*node)]
+    assert sorted(leaves) == lost
+    assert all(nodes for nodes in planned.values())
+
+
+def test_balance_is_one_when_all_are_done_together():
+    assert balance({"a": 4, "b": 2}, {"a": 1.0, "b": 2.0}) == 1.0
+    assert balance({"a": 4, "b": 0}, {"a": 1.0, "b": None}) == 0.5
+    assert balance({"a": 0}, {"a": 1.0}) == 1.0

@@ -1,0 +1,202 @@
+"""The steps of a run, without its life: plans, what is present, commits."""
+
+import math
+
+import numpy as np
+import pytest
+
+from coordinator.actions import ApplyStep, Broadcast, Dismiss, Report, Send
+from coordinator.membership import Membership, MemberState
+from coordinator.progress import Progress
+from protocol.errors import OutOfPlace
+from protocol.manifest import Block, Manifest, TensorSpec
+from protocol.messages import (
+    Assign,
+    AveragedNonBlockGradient,
+    Commit,
+    NodeLoss,
+    NonBlockGradientPayload,
+    StepApplied,
+    StepPlan,
+)
+from protocol.run_spec import BatchSpec, OptimizerSpec, RunSpec
+
+MANIFEST = Manifest(
+    blocks=(Block(name="b", kind="non_block", tensors=(TensorSpec(name="w", shape=(2,)),)),),
+    train_samples=300,
+)
+
+
+def started(*names, samples=4):
+    members = Membership()
+    for name in names:
+        members.activate(members.add(name))
+    spec = RunSpec(
+        task="scripted", steps=3, batch=BatchSpec(samples=samples, microbatch=1),
+        optimizer=OptimizerSpec(name="sgd", lr=1.0),
+    )  # fmt: skip
+    return Progress(spec, 5, MANIFEST, members), members
+
+
+def payload(lo, hi, **where):
+    place = {"epoch": 5, "step": 0, "attempt": 0, **where}
+    return NonBlockGradientPayload(**place, block=0, chunk=0, lo=lo, hi=hi, weight=hi - lo)
+
+
+def loss(lo, hi, **where):
+    place = {"epoch": 5, "step": 0, "attempt": 0, **where}
+    return NodeLoss(**place, lo=lo, hi=hi, loss_sum=1.0, weight=hi - lo, elapsed_ms=6.0 * (hi - lo))
+
+
+def plans(actions):
+    return {a.worker: a.message for a in actions if isinstance(a, Send)}
+
+
+def test_every_active_worker_has_a_plan():
+    progress, members = started("ann", "bob")
+    members.add("preparing")
+    sent = plans(progress.begin())
+    assert {name: type(message) for name, message in sent.items()} == {
+        "ann": StepPlan,
+        "bob": StepPlan,
+    }
+    assert progress.division == {"ann": 2, "bob": 2}
+    assert {m.view for m in sent.values()} == {2}
+
+
+def test_a_worker_without_a_share_still_hears_of_the_step():
+    progress, members = started("ann", "bob")
+    ann, bob = members.get("ann"), members.get("bob")
+    assert ann is not None
+    assert bob is not None
+    ann.measured(1.0)
+    bob.measured(1000.0)
+    assert plans(progress.begin())["bob"].nodes == ()
+
+
+def test_without_workers_the_round_waits():
+    progress, members = started()
+    assert progress.begin() == []
+    assert progress.round is not None
+    members.activate(members.add("ann"))
+    (plan, report) = progress.take_up()
+    assert plan.message.nodes == ((0, 4),)
+    assert isinstance(report, Report)
+    assert progress.take_up() == []
+
+
+def test_many_scattered_nodes_go_in_several_messages():
+    """What a lost worker leaves may be single microbatches: 64 nodes fit a message."""
+    progress, members = started("ann", samples=300)
+    progress.begin()
+    assert progress.round is not None
+    progress.round.shares.clear()
+    for leaf in range(0, 300, 2):
+        progress.round.assign("gone", (type(progress.round.unassigned()[0])(leaf, leaf + 1),))
+    actions = progress.take_up()
+    kinds = [type(a.message) for a in actions if isinstance(a, Send)]
+    assert kinds == [StepPlan, Assign, Assign]
+    del members
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [({}, True), ({"attempt": 0, "step": 0}, True)],
+)
+def test_the_present_attempt_is_present(where, expected):
+    progress, _ = started("ann")
+    progress.begin()
+    assert progress.is_present(payload(0, 4, **where)) is expected
+
+
+def test_older_attempts_are_late_and_newer_ones_out_of_place():
+    progress, _ = started("ann")
+    progress.attempt = 1
+    progress.begin()
+    assert not progress.is_present(payload(0, 4))
+    for where in ({"attempt": 2}, {"step": 1}, {"epoch": 4, "attempt": 1}, {"epoch": 6}):
+        with pytest.raises(OutOfPlace, match="expected"):
+            progress.is_present(payload(0, 4, **where))
+    progress.round = None
+    assert not progress.is_present(payload(0, 4, attempt=1))
+
+
+def test_a_step_from_plan_to_commit():
+    progress, members = started("ann")
+    progress.begin()
+    (said,) = progress.payload("ann", payload(0, 4), np.full(2, 8, np.float32))
+    assert isinstance(said, Broadcast)
+    assert isinstance(said.message, AveragedNonBlockGradient)
+    assert said.body is not None
+    assert said.body.tolist() == [2, 2]
+    ann = members.get("ann")
+    assert ann is not None
+    assert progress.node_loss(ann, loss(0, 4)) is None
+    assert (ann.microbatches, ann.ms_per_microbatch) == (4, 6.0)
+    commit, apply, report = progress.commit(skip=False)
+    assert isinstance(commit, Broadcast)
+    assert isinstance(commit.message, Commit)
+    assert commit.message.loss == 0.25
+    assert isinstance(apply, ApplyStep)
+    assert apply.scalars == commit.message.scalars is not None
+    assert isinstance(report, Report)
+    assert (progress.step, progress.optimizer_step, progress.losses) == (1, 1, [0.25])
+    assert progress.agreement.waiting_for == ["ann"]
+
+
+def test_a_skipped_step_updates_nothing():
+    progress, _ = started("ann")
+    progress.begin()
+    commit, apply, _ = progress.commit(skip=True)
+    assert commit.message.scalars is None
+    assert apply.scalars is None
+    assert (progress.step, progress.optimizer_step) == (1, 0)
+    assert math.isnan(progress.losses[0])
+
+
+def test_an_answer_to_a_step_that_was_never_committed_is_out_of_place():
+    progress, _ = started("ann")
+    for epoch, step in ((5, 1), (4, 0)):
+        with pytest.raises(OutOfPlace, match="expected epoch 5 and at most 0 steps"):
+            progress.applied("ann", StepApplied(epoch=epoch, step=step, state_digest="0" * 64))
+
+
+def test_a_draining_worker_goes_when_its_nodes_are_there():
+    progress, members = started("ann", "bob")
+    progress.begin()
+    ann = members.get("ann")
+    assert ann is not None
+    ann.state = MemberState.DRAINING
+    assert progress.let_go() == []
+    progress.payload("ann", payload(0, 2), np.ones(2, np.float32))
+    progress.node_loss(ann, loss(0, 2))
+    (going,) = progress.let_go()
+    assert isinstance(going, Dismiss)
+    assert going.worker == "ann"
+
+
+def test_what_an_unproven_worker_delivered_starts_the_step_anew():
+    progress, members = started("ann", "bob")
+    progress.begin()
+    progress.commit(skip=True)
+    progress.begin()
+    progress.payload("bob", payload(2, 4, step=1), np.ones(2, np.float32))
+    members.remove("bob")
+    assert not progress.lose("bob")
+    report, plan = progress.take_up()
+    assert report == Report("restarted", {"epoch": 5, "step": 1, "attempt": 1})
+    assert plan.message.nodes == ((0, 4),)
+    members.remove("ann")
+    assert not progress.lose("ann")
+    assert progress.take_up() == []
+
+
+def test_unlike_signatures_make_the_run_mixed():
+    progress, members = started("ann", "bob")
+    progress.begin()
+    assert not progress.mixed
+    bob = members.get("bob")
+    assert bob is not None
+    bob.signature = "another"
+    progress.begin()
+    assert progress.mixed

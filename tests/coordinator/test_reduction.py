@@ -1,0 +1,124 @@
+"""Sums along the tree, against a recursive sum of the leaves, whatever arrives in which order."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.reduction import TreeSum, add_arrays, add_floats, is_finite
+from protocol.tree import Node, children, cover, root
+
+
+def naive(leaves, lo, hi):
+    if hi - lo == 1:
+        return leaves[lo]
+    split = 1
+    while split * 2 < hi - lo:
+        split *= 2
+    left, right = naive(leaves, lo, lo + split), naive(leaves, lo + split, hi)
+    return left + right
+
+
+def all_nodes(node):
+    below = [] if node.leaves == 1 else [n for c in children(node) for n in all_nodes(c)]
+    return [node, *below]
+
+
+def cut(draw, node):
+    """Disjoint nodes that make up `node`."""
+    if node.leaves == 1 or draw(st.booleans()):
+        return [node]
+    left, right = children(node)
+    return cut(draw, left) + cut(draw, right)
+
+
+@st.composite
+def arrivals(draw):
+    """Microbatches, and nodes that cover them all, duplicates and overlaps among them."""
+    microbatches = draw(st.integers(1, 20))
+    needed = cut(draw, root(microbatches))
+    extra = draw(st.lists(st.sampled_from(all_nodes(root(microbatches))), max_size=12))
+    return microbatches, draw(st.permutations(needed + extra))
+
+
+def noise(microbatches):
+    rng = np.random.default_rng(microbatches)
+    scales = np.float32(10) ** rng.integers(-6, 7, (microbatches, 1)).astype(np.float32)
+    return rng.standard_normal((microbatches, 3)).astype(np.float32) * scales
+
+
+@given(arrivals())
+def test_any_order_duplicates_and_overlaps_give_the_bits_of_the_recursive_sum(case):
+    microbatches, nodes = case
+    leaves = noise(microbatches)
+    sums = TreeSum(microbatches, add_arrays)
+    for node in nodes:
+        sums.put(node, naive(leaves, *node).copy())
+    total = sums.total
+    assert total is not None
+    assert total.tobytes() == naive(leaves, 0, microbatches).tobytes()
+    assert sums.held == (root(microbatches),)
+
+
+@given(arrivals())
+def test_every_leaf_counts_exactly_once(case):
+    microbatches, nodes = case
+    sums: TreeSum[list[int]] = TreeSum(microbatches, lambda left, right: left + right)
+    come: set[int] = set()
+    for node in nodes:
+        before = come.issuperset(range(*node))
+        assert sums.covers(node) is any(held.covers(node) for held in sums.held)
+        taken = sums.put(node, list(range(*node)))
+        come |= set(range(*node))
+        assert taken or before
+        assert sorted(leaf for value in sums._held.values() for leaf in value) == sorted(come)
+        assert set(sums.missing(root(microbatches))) == set(range(microbatches)) - come
+    assert sums.total == list(range(microbatches))
+
+
+@given(st.integers(1, 40), st.data())
+def test_what_is_held_is_merged_as_far_as_can_be(microbatches, data):
+    leaves = data.draw(st.permutations(range(microbatches)))
+    come = data.draw(st.integers(0, microbatches))
+    sums = TreeSum(microbatches, add_floats)
+    for leaf in leaves[:come]:
+        assert sums.put(Node(leaf, leaf + 1), 1.0)
+    assert sums.held == cover(sorted(leaves[:come]), microbatches)
+
+
+def test_a_descendant_after_its_ancestor_is_dropped():
+    sums = TreeSum(4, add_floats)
+    assert sums.put(Node(0, 2), 3.0)
+    assert not sums.put(Node(0, 1), 100.0)
+    assert not sums.put(Node(0, 2), 100.0)
+    assert sums.put(Node(2, 4), 4.0)
+    assert sums.total == 7.0
+
+
+def test_an_ancestor_takes_the_place_of_what_is_below_it():
+    sums = TreeSum(4, add_floats)
+    assert sums.put(Node(1, 2), 100.0)
+    assert sums.put(Node(2, 3), 5.0)
+    assert sums.put(Node(0, 2), 3.0)
+    assert sums.held == (Node(0, 2), Node(2, 3))
+    assert sums.total is None
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@given(place=st.integers(0, 9))
+def test_one_bad_element_is_found(bad, place):
+    values = np.ones(10, np.float32)
+    assert is_finite(values)
+    values[place] = bad
+    assert not is_finite(values)
+
+
+def test_large_finite_values_are_finite_and_opposite_infinities_are_not():
+    assert is_finite(np.full(8, 3e38, np.float32))
+    assert not is_finite(np.array([np.inf, -np.inf], np.float32))
+    assert is_finite(np.empty(0, np.float32))
+
+
+def test_overflow_warns_nobody_and_shows():
+    large = np.full(2, 3e38, np.float32)
+    assert not is_finite(add_arrays(large, large.copy()))

@@ -1,0 +1,81 @@
+"""The coordinator's replica: filled once, changed in the order of the calls."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from coordinator.replica_keeper import ReplicaKeeper
+from protocol import limits
+from protocol.errors import OutOfPlace
+from protocol.manifest import Block, Manifest, TensorSpec
+from protocol.messages import StateChunk
+from protocol.replica import Replica
+from protocol.run_spec import OptimizerSpec, RunSpec
+from protocol.update import step_scalars
+
+BLOCK = Block(name="b", kind="block", tensors=(TensorSpec(name="w", shape=(6,)),))
+MANIFEST = Manifest(blocks=(BLOCK,), train_samples=1)
+SPEC = RunSpec(task="scripted", steps=9, optimizer=OptimizerSpec(name="momentum", lr=0.1))
+SCALARS = step_scalars(SPEC.optimizer, 1, 0, 9, 1.0)
+
+
+@pytest.fixture
+def keeper(monkeypatch):
+    monkeypatch.setattr(limits, "CHUNK_ELEMENTS", 4)
+    made = ReplicaKeeper(MANIFEST, SPEC)
+    yield made
+    made.close()
+
+
+def chunk(number, **change):
+    place = {"kind": "parameters", "step": 0, "optimizer_step": 0, **change}
+    return StateChunk(run_id="r", block=0, chunk=number, last=number == 1, **place)
+
+
+def naive(steps):
+    replica = Replica(MANIFEST.blocks, SPEC.optimizer)
+    replica.load_parameters([np.arange(6, dtype=np.float32)])
+    for taken in steps:
+        replica.apply([np.ones(6, np.float32)], SCALARS) if taken else replica.skip()
+    return replica
+
+
+def fill(keeper):
+    keeper.fill(chunk(0), np.arange(4, dtype=np.float32))
+    keeper.fill(chunk(1), np.arange(4, 6, dtype=np.float32))
+
+
+async def test_chunks_fill_state_0(keeper):
+    fill(keeper)
+    applied = await keeper.digests()
+    assert (applied.step, applied.state_digest) == (0, naive([]).state_digest())
+
+
+@pytest.mark.parametrize(
+    "change", [{"kind": "first_moment"}, {"step": 1}, {"step": 1, "optimizer_step": 1}]
+)
+async def test_only_the_parameters_of_step_0_are_taken(keeper, change):
+    with pytest.raises(OutOfPlace, match="step 0"):
+        keeper.fill(chunk(0, **change), np.zeros(4, np.float32))
+
+
+async def test_steps_and_snapshots_keep_the_order_of_the_calls(keeper):
+    fill(keeper)
+    ones = [np.ones(6, np.float32)]
+    first, snapshot, skipped, last = await asyncio.gather(
+        keeper.apply(ones, SCALARS), keeper.snapshot(), keeper.apply(ones, None),
+        keeper.apply(ones, SCALARS),
+    )  # fmt: skip
+    assert first.state_digest == snapshot.state_digest() == naive([True]).state_digest()
+    assert (skipped.step, last.step) == (2, 3)
+    assert last.state_digest == naive([True, False, True]).state_digest()
+    assert last.weights_digest == naive([True, False, True]).weights_digest()
+    assert ones[0].tolist() == [1.0] * 6
+
+
+async def test_a_snapshot_shares_nothing_with_the_replica(keeper):
+    fill(keeper)
+    snapshot = await keeper.snapshot()
+    snapshot.parameters[0][:] = 0
+    assert (await keeper.digests()).state_digest == naive([]).state_digest()

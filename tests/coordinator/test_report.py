@@ -1,0 +1,152 @@
+"""The report: one page that tells the run's story, loads nothing, and trusts no text."""
+
+import html
+import math
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree as ET
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.audit import audit
+from coordinator.journal_records import RECORDS, Commanded, Fault, Halted, kind_of
+from coordinator.report import report
+from coordinator.svg_chart import HEIGHT, WIDTH, line_chart
+from protocol.errors import UsageError
+from tests.durable_run import RUN_ID, SPEC, WrittenRun, written_run
+
+EVIL = "<script>alert(1)</script>\"'&</svg>"
+
+
+class Page(HTMLParser):
+    """Collects tags and text, and sees that every tag is closed in order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.words: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag != "meta":
+            self._open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    @property
+    def text(self):
+        return " ".join(self.words)
+
+
+def eventful(path):
+    run = WrittenRun(path, skip=(4,))
+    run.step()
+    run.step()
+    run.view("lost", "a", worker="b")
+    run.journal.append(
+        Fault(epoch=1, step=2, what="straggler", worker="a", reason=EVIL, response="nodes moved")
+    )
+    run.step()
+    run.checkpoint()
+    run.crash_and_resume()
+    run.journal.append(Halted(epoch=2, step=3, attempt=0, reason="NaN in block 'head'", worker="a"))
+    run.journal.append(Commanded(epoch=2, step=3, command="continue", source="control port"))
+    run.view("joined", "a", "b", worker="b")
+    while run.replica.step < SPEC.steps:
+        run.step()
+    return run.finish()
+
+
+def test_the_page_tells_the_story(tmp_path):
+    path = eventful(tmp_path / "run")
+    page = Page(report(path, audit(path)))
+    for part in (
+        RUN_ID, "finished: all done", "straggler", "nodes moved", "NaN in block 'head'",
+        "continue control port", "coordinator of epoch 2", "lost", "joined", "accuracy", "0.75",
+        "a" * 64, "b" * 64, "optimizer.lr", "samestep", "Sound.", "covered exactly once",
+    ):  # fmt: skip
+        assert part in page.text, part
+    for kind in RECORDS:
+        assert kind_of(kind) in page.text
+        assert kind.serves in page.text
+    assert page.tags.count("svg") == 2
+
+
+def test_the_page_loads_and_runs_nothing(tmp_path):
+    text = report(eventful(tmp_path / "run"))
+    page = Page(text)
+    assert not {"script", "link", "img", "iframe", "object", "a"} & set(page.tags)
+    assert not [name for name, _ in page.attributes if name in {"src", "href"} or name[:2] == "on"]
+    assert "http://" not in text.replace("http-equiv", "")
+    assert "https://" not in text
+    assert "url(" not in text
+    assert "default-src 'none'" in html.unescape(text)
+
+
+def test_text_from_outside_stays_text(tmp_path):
+    page = Page(report(eventful(tmp_path / "run")))
+    assert EVIL in "".join(page.words)
+
+
+def test_a_bad_line_is_told_and_what_comes_before_it_shown(tmp_path):
+    path = written_run(tmp_path / "run")
+    content = (path / "journal.jsonl").read_bytes()
+    lines = content.splitlines(keepends=True)
+    lines[9] = lines[9].replace(b'"epoch":1', b'"epoch":2')
+    (path / "journal.jsonl").write_bytes(b"".join(lines))
+    page = Page(report(path, audit(path)))
+    assert "line 10 of the journal is bad" in page.text
+    assert "Not sound." in page.text
+
+
+def test_a_run_that_has_only_begun_has_a_page(tmp_path):
+    WrittenRun(tmp_path / "run").journal.sync()
+    page = Page(report(tmp_path / "run"))
+    assert "not ended" in page.text
+    assert "no values" in page.text
+
+
+def test_a_directory_without_a_run_is_told(tmp_path):
+    with pytest.raises(UsageError, match="found no run"):
+        report(tmp_path)
+
+
+values = st.floats(-1e30, 1e30) | st.sampled_from([math.nan, math.inf, 0.0, 1e-300])
+
+
+@given(st.lists(values, max_size=40), st.booleans())
+def test_any_chart_is_svg_within_its_frame(ys, stairs):
+    points = [(float(x), y) for x, y in enumerate(ys)]
+    text = line_chart(points, x_label="a & b", y_label="<y>", stairs=stairs)
+    if not any(map(math.isfinite, ys)):
+        assert "no values" in text
+        return
+    drawing = ET.fromstring(text)
+    for line in drawing.iter("polyline"):
+        for pair in line.attrib["points"].split():
+            x, y = map(float, pair.split(","))
+            assert 0 <= x <= WIDTH
+            assert 0 <= y <= HEIGHT
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_peaks():
+    points = [(float(x), 0.0 if x != 31_337 else 9.0) for x in range(100_000)]
+    text = line_chart(points, x_label="step", y_label="loss")
+    assert len(text) < 60_000
+    assert len(re.findall(r",12\.0\b", text)) == 1

@@ -1,0 +1,84 @@
+"""What the transcripts do not show of `Run`: settings, and that it never minds what comes after.
+
+The scenarios themselves are in `tests/transcripts`, the disturbances in `tests/simulation`.
+"""
+
+import pytest
+
+from coordinator.actions import Finish, Send
+from coordinator.phase import RunPhase
+from coordinator.run import Run
+from protocol.errors import OutOfPlace
+from protocol.messages import Heartbeat, StartRun
+from protocol.run_spec import RunSpec
+from tests.transcripts.transcript import Stage
+
+SPEC = RunSpec(task="scripted", steps=2)
+
+AFTER = [
+    ("applied", ["ann", "1"], {}),
+    ("node", ["ann", "0-4"], {"step": "1"}),
+    ("replica", ["2"], {}),
+    ("result", ["ann", "0"], {}),
+    ("lost", ["ann"], {}),
+    ("drains", ["ann"], {}),
+    ("drain", [], {}),
+    ("halt", [], {}),
+    ("continue", [], {}),
+    ("give-up", [], {}),
+    ("invite", ["bob"], {}),
+]
+
+
+def training():
+    stage = Stage(workers="1")
+    for word in ("invite", "ready"):
+        stage.command(word, ["ann"], {})
+    stage.command("loaded", [], {})
+    return stage
+
+
+def test_an_invitation_carries_the_run_spec():
+    (action,) = Run("run", SPEC, 4, 1).invite("ann")
+    assert action == Send("ann", StartRun(run_id="run", epoch=4), SPEC.to_bytes())
+
+
+def test_before_the_first_worker_there_is_nothing_to_tell():
+    run = Run("run", SPEC, 4, 1)
+    assert (run.step, run.losses, run.phase) == (0, [], RunPhase.WAITING)
+    assert run.halt("x") == run.resume(skip_step=False) == []
+
+
+@pytest.mark.parametrize(("word", "plain", "options"), AFTER)
+def test_a_run_that_is_over_does_nothing_more(word, plain, options):
+    stage = training()
+    assert any("finish failed" in line for line in stage.command("give-up", [], {}))
+    assert stage.command(word, plain, options) == []
+    assert stage.run.phase is RunPhase.OVER
+
+
+@pytest.mark.parametrize("word", ["halt", "drain"])
+def test_an_operator_s_word_is_taken_once(word):
+    stage = training()
+    stage.command(word, [], {})
+    assert not any("report" in line for line in stage.command(word, [], {}))
+
+
+def test_a_message_that_is_none_of_a_run_s_is_out_of_place():
+    stage = training()
+    with pytest.raises(OutOfPlace, match="Heartbeat"):
+        stage.run.receive("ann", Heartbeat(), None)
+    assert stage.run.receive("nobody", Heartbeat(), None) == []
+
+
+def test_a_drain_before_the_start_ends_at_once():
+    run = Run("run", SPEC, 4, 2)
+    run.invite("ann")
+    (finish,) = run.drain()
+    assert finish == Finish("drained", "drained before the start", 0)
+
+
+def test_a_drain_of_a_halted_run_fails_with_the_reason():
+    stage = training()
+    stage.command("halt", [], {})
+    assert stage.command("drain", [], {})[0] == "finish failed, 1: halted: halted by the operator"

@@ -1,0 +1,231 @@
+"""The coordinator's side of one connection: handshake, time-out, names, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from coordinator.session import Session
+from protocol import limits, messages
+from protocol.authentication import LoopbackOnly
+from protocol.connection import Received
+from protocol.errors import ExitCode, OutOfPlace
+from protocol.messages import Challenge, Message, Welcome
+from tests.event_loop import on_uvloop
+from tests.hostile_worker import HostileWorker
+from tests.live_service import live_service
+from tests.message_samples import EXAMPLES
+
+WELCOME = EXAMPLES[Welcome]
+
+
+class Wire:
+    """Stands for the channel: writes down what the session does with it."""
+
+    peer = "127.0.0.1:1"
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.goodbyes: list[tuple[str, int]] = []
+        self.aborted = asyncio.Event()
+        self.reason = ""
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def goodbye(self, reason: str, *, retry: bool, exit_code: int = 0) -> None:
+        assert not retry
+        self.goodbyes.append((reason, exit_code))
+
+    def abort(self, reason: str) -> None:
+        self.reason = reason
+        self.aborted.set()
+
+
+class House:
+    """Stands for the service."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, Any]] = []
+
+    def admit(self, session: Session) -> Welcome:
+        assert session.hello is not None
+        self.heard.append(("admit", session.hello.name))
+        assert isinstance(WELCOME, Welcome)
+        return WELCOME
+
+    def joined(self, session: Session) -> None:
+        assert session.hello is not None
+        self.heard.append(("joined", session.name))
+
+    def receive(self, session: Session, message: Message, received: Received) -> None:
+        assert session.name
+        assert received.message is message
+        self.heard.append(("receive", type(message).__name__))
+
+    def left(self, session: Session, reason: str) -> None:
+        assert session.channel is not None
+        self.heard.append(("left", reason))
+
+
+def begun() -> tuple[Session, House, Any]:
+    house, wire = House(), Wire()
+    session = Session(house, LoopbackOnly())
+    session.start(wire)  # type: ignore[arg-type]
+    return session, house, wire
+
+
+def hear(session: Session, kind: type[Message], **changes: Any) -> None:
+    message = EXAMPLES[kind].model_copy(update=changes)
+    session.on_message(session.channel, Received(message, None))
+
+
+@on_uvloop
+async def test_hello_challenge_proof_welcome_and_then_a_member():
+    session, house, wire = begun()
+    hear(session, messages.Hello)
+    assert [type(message) for message in wire.sent] == [Challenge]
+    assert house.heard == []
+    hear(session, messages.Proof)
+    assert wire.sent[1:] == [WELCOME]
+    # The owner may send as soon as it hears of the member: the welcome has gone before.
+    assert house.heard == [("admit", "w"), ("joined", "w")]
+    hear(session, messages.Heartbeat)
+    hear(session, messages.NodeLoss)
+    assert house.heard[2:] == [("receive", "NodeLoss")]
+    session.on_lost(session.channel, "gone", None)
+    assert house.heard[3:] == [("left", "gone")]
+
+
+@on_uvloop
+async def test_a_wrong_proof_is_not_admitted():
+    session, house, wire = begun()
+    hear(session, messages.Hello)
+    hear(session, messages.Proof, proof=b"guess")
+    assert house.heard == []
+    ((reason, code),) = wire.goodbyes
+    assert "expected an empty proof" in reason
+    assert code == ExitCode.NOT_AUTHORISED
+    assert session.name == ""
+    session.on_lost(session.channel, "closed", None)
+
+
+@on_uvloop
+async def test_work_before_the_welcome_is_out_of_place():
+    session, house, _ = begun()
+    with pytest.raises(OutOfPlace, match="NodeLoss before the handshake"):
+        hear(session, messages.NodeLoss)
+    assert house.heard == []
+    session.on_lost(session.channel, "closed", None)
+
+
+@on_uvloop
+async def test_the_handshake_has_its_time(monkeypatch):
+    monkeypatch.setattr(limits, "HANDSHAKE_TIMEOUT_MS", 30)
+    slow, _, wire = begun()
+    hear(slow, messages.Hello)
+    async with asyncio.timeout(5):
+        await wire.aborted.wait()
+    assert wire.reason == "no member after 0.03 s of handshake"
+    slow.on_lost(slow.channel, wire.reason, None)
+
+
+@on_uvloop
+async def test_the_clock_stops_for_members_and_for_the_lost(monkeypatch):
+    monkeypatch.setattr(limits, "HANDSHAKE_TIMEOUT_MS", 30)
+    member, _, member_wire = begun()
+    hear(member, messages.Hello)
+    hear(member, messages.Proof)
+    lost, _, lost_wire = begun()
+    lost.on_lost(lost.channel, "closed", None)
+    _, _, late_wire = begun()
+    async with asyncio.timeout(5):
+        await late_wire.aborted.wait()
+    assert not member_wire.aborted.is_set()
+    assert not lost_wire.aborted.is_set()
+    member.on_lost(member.channel, "closed", None)
+
+
+@pytest.mark.parametrize(("said", "told"), [("the card is on fire", None), ("", "goodbye")])
+@on_uvloop
+async def test_what_a_worker_said_last_is_the_reason(said, told):
+    session, house, wire = begun()
+    hear(session, messages.Goodbye, reason=said)
+    assert wire.aborted.is_set()
+    session.on_lost(session.channel, "the peer closed the connection", None)
+    assert house.heard == [("left", told or said)]
+
+
+# Through the service: who is known by which name.
+
+
+@on_uvloop
+async def test_names_are_made_unique_and_stay_short(tmp_path):
+    async with live_service(tmp_path, 1) as live:
+        for wanted in ("w", "x" * 64, ""):
+            async with (
+                HostileWorker(live.port) as first,
+                HostileWorker(live.port) as second,
+                HostileWorker(live.port) as third,
+            ):
+                names = [
+                    (await each.join(name=wanted, instance=str(number) * 32)).worker
+                    for number, each in enumerate((first, second, third))
+                ]
+                assert names[0] == (wanted or "worker")
+                assert len(set(names)) == 3
+                assert all(len(name) <= 64 for name in names)
+                assert set(names) <= set(live.service.sessions)
+
+
+@on_uvloop
+async def test_a_worker_that_came_back_takes_the_place_of_its_old_connection(tmp_path):
+    async with (
+        live_service(tmp_path, 1) as live,
+        HostileWorker(live.port) as before,
+        HostileWorker(live.port) as after,
+    ):
+        assert (await before.join(name="w")).worker == "w"
+        assert (await after.join(name="w")).worker == "w"
+        assert await before.farewell() is None
+        left = await live.wait_for("worker_disconnected", worker="w")
+        assert left["reason"] == "the worker has connected again"
+        assert list(live.service.sessions) == ["w"]
+
+
+@on_uvloop
+async def test_a_welcome_says_the_epoch_and_the_rhythm(tmp_path):
+    for epoch in (1, 2):
+        async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as worker:
+            welcome = await worker.join()
+            assert welcome.epoch == epoch
+            assert welcome.heartbeat_interval_ms == limits.HEARTBEAT_INTERVAL_MS
+            assert welcome.liveness_timeout_ms == limits.LIVENESS_TIMEOUT_MS
+
+
+@on_uvloop
+async def test_a_silent_member_is_lost_and_a_living_one_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "HEARTBEAT_INTERVAL_MS", 20)
+    monkeypatch.setattr(limits, "LIVENESS_TIMEOUT_MS", 200)
+    async with live_service(tmp_path, 1) as live:
+        live.worker("living")
+        async with HostileWorker(live.port, "silent") as silent:
+            await silent.join()
+            lost = await live.wait_for("worker_disconnected", worker="silent")
+            assert lost["reason"].startswith("silent for")
+        assert list(live.service.sessions) == ["living"]
+
+
+@on_uvloop
+async def test_members_hear_goodbye_when_the_service_ends(tmp_path):
+    async with live_service(tmp_path, 1) as live:
+        worker = HostileWorker(live.port)
+        async with worker:
+            await worker.join()
+            await live.service.stop()
+            goodbye = await worker.farewell()
+            assert goodbye is not None
+            assert goodbye.exit_code == ExitCode.OK
+            assert not goodbye.retry

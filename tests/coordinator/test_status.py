@@ -1,0 +1,160 @@
+"""The status document on real objects: in each phase it says what is waited for, and why."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from coordinator.actions import Finish
+from coordinator.execution import Execution
+from coordinator.replica_keeper import Applied
+from coordinator.service import Service, Settings
+from coordinator.status import status_document, waiting_for
+from coordinator.status_text import status_lines
+from protocol.messages import Hello
+from tests.transcripts.transcript import Stage
+
+NOW_S = 100.0
+
+
+class Watcher:
+    def reported(self, event, fields):
+        del event, fields
+
+    def ended(self, execution):
+        del execution
+
+
+def staged(*commands, **options):
+    """A stage after these commands, as `word argument ... key=value`."""
+    stage = Stage(**options)
+    for line in commands:
+        word, *rest = line.split()
+        plain = [part for part in rest if "=" not in part]
+        stage.command(word, plain, dict(part.split("=") for part in rest if "=" in part))
+    return stage.run
+
+
+TWO_TRAIN = ("invite ann", "invite bob", "ready ann", "ready bob", "loaded")
+COMMITTED = (*TWO_TRAIN, "node ann 0-2", "node bob 2-4")
+
+
+@pytest.mark.parametrize(
+    ("commands", "options", "connected", "expected"),
+    [
+        ((), {"workers": "3"}, ["ann"], "2 more workers: 1 of 3 are here"),
+        (("invite ann", "invite bob", "ready ann"), {}, ["ann", "bob"], "bob to build the task"),
+        (TWO_TRAIN[:-1], {}, ["ann", "bob"], "the initial state"),
+        (TWO_TRAIN, {}, ["ann", "bob"], "gradients of ann, bob"),
+        ((*TWO_TRAIN, "node ann 0-2"), {}, ["ann", "bob"], "gradients of bob"),
+        ((*TWO_TRAIN, "halt"), {}, ["ann"], ("an operator (continue, or continue --skip-step): "
+            "halted by the operator")),
+        ((*TWO_TRAIN, "lost ann", "lost bob"), {}, [], "a worker: all have left"),
+        (COMMITTED, {"steps": "1"}, ["ann"], "ann, bob to apply the step"),
+        ((*COMMITTED, "applied ann 1", "applied bob 1"), {"steps": "1"}, ["ann"],
+            "ann, bob to apply the step"),
+        ((*COMMITTED, "lost ann", "lost bob"), {"steps": "1"}, [], "a worker: all have left"),
+        (COMMITTED, {"steps": "1", "parts": "4"}, ["ann"], "ann, bob to evaluate"),
+        ((*COMMITTED, "result ann 0", "result ann 1"), {"steps": "1", "parts": "4"}, ["ann"],
+            "bob to evaluate"),
+        ((*COMMITTED, "lost ann", "lost bob"), {"steps": "1", "parts": "4"}, [],
+            "a worker: all have left"),
+        ((*COMMITTED, "result ann 0", "result bob 1"), {"steps": "1", "parts": "2"}, ["ann"],
+            "ann, bob to apply the step"),
+    ],
+)  # fmt: skip
+def test_it_says_what_is_waited_for(commands, options, connected, expected):
+    run = staged(*commands, **{"workers": "2", **options})
+    assert waiting_for(run, connected) == expected
+
+
+def test_while_the_replica_alone_is_late_it_is_named():
+    run = staged(*COMMITTED, workers="2", steps="1")
+    assert run.progress is not None
+    run.progress.agreement._owed.clear()
+    assert waiting_for(run, ["ann"]) == "the coordinator's replica to apply the step"
+
+
+async def service_with(run, *names):
+    service = Service(Settings(("127.0.0.1", 9000), run.expect_workers if run else 1, Path(), True))
+    if run is not None:
+        service.current = Execution(run, service.sessions, Path(), Watcher())
+    for name in names:
+        hello = Hello(release="0", name=name, instance="0" * 32, backend="cpu")
+        channel = SimpleNamespace(
+            peer="host:1", bytes_received=5, bytes_sent=7, last_received_s=NOW_S - 2
+        )
+        service.sessions[name] = SimpleNamespace(hello=hello, channel=channel)  # type: ignore[assignment]
+    return service
+
+
+async def test_an_idle_service_says_so():
+    document = status_document(await service_with(None), NOW_S)
+    assert (document["phase"], document["reason"]) == ("idle", "no run was submitted")
+    assert "phase    idle (no run was submitted)" in list(status_lines(document))
+    json.dumps(document, allow_nan=False)
+
+
+async def test_a_run_in_training_on_one_screen():
+    run = staged(*COMMITTED, "applied ann 1", "applied bob 1", "replica 1", workers="2")
+    service = await service_with(run, "ann", "bob", "idle")
+    assert service.current is not None
+    service.current.applied = Applied(1, "s" * 64, "w" * 64)
+    document = json.loads(json.dumps(status_document(service, NOW_S), allow_nan=False))
+    expected = {
+        "phase": "training", "step": 1, "steps": 2, "loss": 0.5, "weights_digest": "w" * 64,
+        "exact": True, "view": 2, "waiting_for": "gradients of ann, bob", "balance": 1.0,
+    }  # fmt: skip
+    assert {key: document[key] for key in expected} == expected
+    ann, bob, idle = document["workers"]
+    assert (ann["state"], ann["microbatches_of_step"], ann["microbatches"]) == ("active", 2, 2)
+    assert (bob["device"], bob["ms_per_microbatch"], bob["last_seen_s"]) == ("a device", 10.0, 2.0)
+    assert (idle["state"], idle["device"]) == ("idle", "")
+    lines = list(status_lines(document))
+    assert len(lines) <= 24
+    assert "waiting  for gradients of ann, bob" in lines
+    assert (
+        "  bob: active on a device, 2 microbatches of this step, 10 ms/microbatch, seen 2 s ago"
+        in lines
+    )
+
+
+async def test_a_halt_is_told_with_its_reason():
+    run = staged(*TWO_TRAIN, "payload bob 2-4 value=nan", workers="2")
+    document = status_document(await service_with(run, "ann", "bob"), NOW_S)
+    assert document["phase"] == "halted"
+    assert "from worker 'bob'" in document["reason"]
+    assert document["waiting_for"].startswith("an operator")
+
+
+async def test_a_skipped_step_has_no_loss_in_json():
+    run = staged(*TWO_TRAIN, "halt", "continue skip=yes", workers="2")
+    assert math.isnan(run.losses[-1])
+    document = status_document(await service_with(run), NOW_S)
+    assert document["loss"] is None
+    json.dumps(document, allow_nan=False)
+
+
+async def test_what_is_over_shows_its_outcome():
+    run = staged(*TWO_TRAIN, "give-up", workers="2")
+    service = await service_with(run)
+    service.finished, service.current = service.current, None
+    assert service.finished is not None
+    service.finished.outcome = Finish("failed", "nobody is left", 1)
+    document = status_document(service, NOW_S)
+    assert (document["phase"], document["reason"]) == ("failed", "nobody is left")
+    assert "waiting_for" not in document
+    assert next(iter(status_lines(document))) == "phase    failed (nobody is left)"
+
+
+async def test_unlike_workers_show_as_mixed():
+    run = staged(
+        "invite ann", "invite bob", "ready ann", "ready bob signature=gpu", "loaded", workers="2"
+    )
+    document = status_document(await service_with(run, "ann", "bob"), NOW_S)
+    assert document["exact"] is False
+    assert "numbers  mixed (exactness: prefer)" in list(status_lines(document))
+    signatures = {worker["signature"] for worker in document["workers"]}
+    assert len(signatures) == 2

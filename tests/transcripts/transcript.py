@@ -1,0 +1,228 @@
+"""Reads and runs a transcript: commands to one `Run`, and the actions that must come of each.
+
+A command stands on a line after `> `; what it leads to follows, indented by two spaces, one
+action a line, in order; the phase in brackets when it changes. `#` begins a remark. The job has
+4 microbatches of one sample and two blocks of one chunk each.
+
+    run [workers=1] [steps=2] [evaluate_every=0] [parts=0] [exactness=prefer]
+    invite NAME               a worker is connected and free
+    ready NAME [state=S] [signature=S] [run=ID] [data=D]
+    unready NAME [run=ID]
+    loaded [state=S]          state 0 has come
+    node NAME LO-HI [nan=embedding|layer|loss] [step=S] [attempt=A]   its payloads and its loss
+    payload NAME LO-HI [block=layer] [value=1]   one payload
+    applied NAME STEP [state=S]   a worker has taken so many steps, and is in this state
+    replica STEP [state=S]        so has the coordinator's own replica
+    result NAME PART              a held-out part is evaluated
+    lost NAME, drains NAME, drain, halt, continue [skip=yes], give-up
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+
+from coordinator import actions as act
+from coordinator.run import Run
+from protocol import messages as msg
+from protocol.errors import RemoteProtocolError
+from protocol.manifest import Block, Manifest, Metric, TensorSpec
+from protocol.run_spec import BatchSpec, OptimizerSpec, RunSpec
+
+EPOCH = 1
+RUN_ID = "run-1"
+BLOCKS = {"embedding": 0, "layer": 1}
+Actions = list[act.Action]
+
+
+def play(path: Path) -> str:
+    """The transcript with what its commands lead to now."""
+    return "".join(f"{line}\n" for line in _played(path.read_text().splitlines()))
+
+
+def _played(lines: list[str]) -> Iterator[str]:
+    stage: Stage | None = None
+    for line in lines:
+        if line.startswith("> "):
+            yield line
+            word, *rest = line.removeprefix("> ").split("#")[0].split()
+            plain = [part for part in rest if "=" not in part]
+            options = dict(part.split("=") for part in rest if "=" in part)
+            if word == "run":
+                stage = Stage(**options)
+            else:
+                assert stage is not None
+                yield from (f"  {told}" for told in stage.command(word, plain, options))
+        elif not line.startswith("  "):
+            yield line
+
+
+def digest(name: str) -> str:
+    """The state of this name."""
+    return blake3(name.encode()).hexdigest()
+
+
+class Stage:
+    """One run, and the commands by name."""
+
+    def __init__(
+        self,
+        workers: str = "1",
+        steps: str = "2",
+        evaluate_every: str = "0",
+        parts: str = "0",
+        exactness: str = "prefer",
+    ) -> None:
+        spec = RunSpec(
+            task="scripted",
+            steps=int(steps),
+            batch=BatchSpec(samples=4, microbatch=1),
+            optimizer=OptimizerSpec(name="sgd", lr=1.0),
+            evaluate_every=int(evaluate_every),
+            exactness=exactness,
+        )
+        self.run = Run(RUN_ID, spec, EPOCH, int(workers))
+        self._parts = int(parts)
+        run = self.run
+        self._commands: dict[str, Callable[..., Actions]] = {
+            "invite": run.invite,
+            "ready": self._ready,
+            "unready": self._unready,
+            "loaded": lambda state="0": run.replica_loaded(digest(state)),
+            "node": self._node,
+            "payload": self._payload,
+            "applied": self._applied,
+            "replica": lambda step, state="": run.replica_applied(int(step), digest(state or step)),
+            "result": self._result,
+            "lost": lambda name: run.lost(name, "the connection is over"),
+            "drains": lambda name: run.receive(name, msg.Drain(), None),
+            "drain": run.drain,
+            "halt": lambda: run.halt("halted by the operator"),
+            "continue": lambda skip="": run.resume(skip_step=bool(skip)),
+            "give-up": lambda: run.give_up("nobody is left"),
+        }
+
+    def command(self, word: str, plain: list[str], options: dict[str, str]) -> list[str]:
+        """Do it; the actions as text, or the error."""
+        before = self.run.phase
+        try:
+            actions = self._commands[word](*plain, **options)
+        except RemoteProtocolError as error:
+            return [f"{type(error).__name__}: {error}"]
+        told = [_text(action) for action in actions]
+        if self.run.phase is not before:
+            reason = f": {self.run.reason}" if self.run.reason else ""
+            told.append(f"[{self.run.phase.value}{reason}]")
+        return told
+
+    def _ready(
+        self, name: str, state: str = "0", signature: str = "s", run: str = RUN_ID, data: str = "d"
+    ) -> Actions:
+        message = msg.Ready(
+            run_id=run, backend="scripted", device="a device", state_digest=digest(state),
+            signature=digest(signature), signature_text=f"device {signature}",
+        )  # fmt: skip
+        manifest = Manifest(
+            blocks=tuple(
+                Block(
+                    name=block,
+                    kind="block" if block == "layer" else "non_block",
+                    tensors=(TensorSpec(name=f"{block}.weight", shape=(2,)),),
+                )
+                for block in BLOCKS
+            ),
+            train_samples=8,
+            evaluation_parts=self._parts,
+            metrics=(Metric(name="mean", numerator={"sum": 1}, denominator={"count": 1}),),
+            digests={"data": digest(data)},
+        )
+        return self.run.receive(name, message, manifest.to_bytes())
+
+    def _unready(self, name: str, run: str = RUN_ID) -> Actions:
+        message = msg.Unready(run_id=run, reason="no such data", exit_code=2)
+        return self.run.receive(name, message, None)
+
+    def _node(self, name: str, node: str, nan: str = "", **where: str) -> Actions:
+        actions: Actions = []
+        for block in reversed(BLOCKS):
+            value = "nan" if nan == block else "1"
+            actions += self._payload(name, node, block=block, value=value, **where)
+        lo, hi = _ends(node)
+        message = msg.NodeLoss(
+            **self._where(**where), lo=lo, hi=hi, weight=hi - lo, elapsed_ms=(hi - lo) * 10,
+            loss_sum=float("inf") if nan == "loss" else (hi - lo) * 0.5,
+        )  # fmt: skip
+        return actions + self.run.receive(name, message, None)
+
+    def _payload(
+        self, name: str, node: str, block: str = "layer", value: str = "1", **where: str
+    ) -> Actions:
+        lo, hi = _ends(node)
+        kind = msg.BlockGradientPayload if block == "layer" else msg.NonBlockGradientPayload
+        message = kind(
+            **self._where(**where), block=BLOCKS[block], chunk=0, lo=lo, hi=hi, weight=hi - lo
+        )
+        values = np.full(2, float(value) * (hi - lo), np.float32)
+        return self.run.receive(name, message, values)
+
+    def _applied(self, name: str, step: str, state: str = "") -> Actions:
+        message = msg.StepApplied(epoch=EPOCH, step=int(step), state_digest=digest(state or step))
+        return self.run.receive(name, message, None)
+
+    def _result(self, name: str, part: str) -> Actions:
+        sums = {"sum": float(part), "count": 1.0}
+        message = msg.EvalResult(epoch=EPOCH, step=self.run.step, part=int(part), sums=sums)
+        return self.run.receive(name, message, None)
+
+    def _where(self, step: str = "", attempt: str = "") -> dict[str, int]:
+        progress = self.run.progress
+        now = progress.attempt if progress is not None else 0
+        return {
+            "epoch": EPOCH,
+            "step": int(step or self.run.step),
+            "attempt": int(attempt or now),
+        }
+
+
+def _ends(node: str) -> tuple[int, int]:
+    lo, _, hi = node.partition("-")
+    return int(lo), int(hi)
+
+
+def _text(action: act.Action) -> str:
+    match action:
+        case act.Send(worker, message):
+            return f"{worker} <- {_message(message)}"
+        case act.Broadcast(message, body):
+            values = "" if body is None else f" {body.tolist()}"
+            return f"all <- {_message(message)}{values}"
+        case act.Follow(worker) | act.Seed(worker):
+            return f"{type(action).__name__.lower()} {worker}"
+        case act.ApplyStep(step, averages, scalars):
+            if scalars is None:
+                return f"replica: skip step {step}"
+            return f"replica: apply step {step}, {[a.tolist() for a in averages]}"
+        case act.Dismiss(worker, reason, exit_code):
+            return f"dismiss {worker}, {int(exit_code)}: {reason}"
+        case act.Report(event, fields):
+            return f"report {event} {fields}"
+        case act.Finish(outcome, reason, exit_code):
+            return f"finish {outcome}, {int(exit_code)}: {reason}"
+        case act.Adopt():
+            return "adopt the manifest"
+
+
+def _message(message: msg.Message) -> str:
+    fields = message.model_dump(exclude={"epoch", "view", "averages_digest", "run_id", "scalars"})
+    place = ""
+    if "attempt" in fields:
+        place = f" {fields.pop('step')}.{fields.pop('attempt')}"
+    if isinstance(message, msg.Commit) and message.scalars is None:
+        fields["skip"] = True
+    if "nodes" in fields:
+        fields["nodes"] = "+".join(f"{lo}-{hi}" for lo, hi in fields["nodes"]) or "none"
+    rest = "".join(f" {name}={value}" for name, value in fields.items())
+    return f"{type(message).__name__}{place}{rest}"

@@ -1,0 +1,85 @@
+"""The `worker` command as a person meets it, in a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from protocol import __version__
+
+ROOT = Path(__file__).parents[2]
+TELL_IMPORTS = """
+import atexit, sys
+heavy = {"torch", "transformers"}
+atexit.register(lambda: print("IMPORTED", *heavy & set(sys.modules)))
+from worker.cli import main
+main()
+"""
+
+
+def worker(*arguments, program=("-m", "worker"), **environment):
+    done = subprocess.run(
+        [sys.executable, *program, *arguments], cwd=ROOT, capture_output=True, text=True,
+        timeout=60, check=False, env={**os.environ, **environment},
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("argument", ["--help", "--version", "devices --help"])
+def test_a_question_imports_neither_torch_nor_transformers(argument):
+    code, out, _ = worker(*argument.split(), program=("-c", TELL_IMPORTS))
+    assert code == 0
+    assert out.splitlines()[-1] == "IMPORTED"
+
+
+def test_the_version_is_the_package_s():
+    assert worker("--version")[:2] == (0, f"samestep worker {__version__}\n")
+
+
+def test_help_names_every_option():
+    _, out, _ = worker("--help")
+    for word in ("--coordinator", "--backend", "--gpus", "--name", "--retry-for", "devices"):
+        assert word in out
+
+
+def test_devices_says_of_each_whether_it_is_usable():
+    code, out, _ = worker("devices")
+    assert code == 0
+    lines = out.splitlines()
+    assert any(line.startswith("cpu 0: ") and line.endswith("usable") for line in lines)
+    assert all(": usable" in line or ": not usable: " in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--gpus", "0,x"], "--gpus"),
+        (["--gpus", "1,1"], "--gpus"),
+        (["--coordinator", "nowhere"], "--coordinator"),
+        (["--coordinator", "host:notaport"], "--coordinator"),
+        (["--backend", "abacus"], "abacus"),
+        (["--no-such-option"], "--no-such-option"),
+        (["--retry-for", "-1"], "retry-for"),
+    ],
+)
+def test_what_can_not_be_used_is_one_line_and_exit_2(arguments, named):
+    code, _, err = worker(*arguments)
+    assert code == 2
+    assert named in err
+    assert "Traceback" not in err
+
+
+def test_without_a_coordinator_it_gives_up_with_69():
+    code, out, err = worker("--coordinator", "127.0.0.1:9", "--retry-for", "0")
+    assert code == 69
+    assert "127.0.0.1:9" in out + err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_the_address_may_come_from_torchrun_s_variables():
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9", "SAMESTEP_COORDINATOR": ""}
+    code, _, err = worker("--retry-for", "0", **environment)
+    assert code == 69
+    assert "127.0.0.1:9" in err

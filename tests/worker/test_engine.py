@@ -1,0 +1,280 @@
+"""The engine's real thread, with a device that computes nothing."""
+
+import queue
+import threading
+
+import numpy as np
+import pytest
+
+from backends.interface import BlockGradient, Loss
+from backends.scripted import ScriptedBackend, ScriptedProgram
+from protocol.errors import DataError
+from protocol.replica import Replica
+from protocol.run_spec import BatchSpec, OptimizerSpec, RunSpec, ScriptedSpec
+from protocol.samples import SampleOrder
+from protocol.tree import Node
+from protocol.update import step_scalars
+from worker import engine
+from worker.engine import Engine, Place
+from worker.tasks.scripted import Scripted
+
+PATIENCE_S = 20.0
+SPEC = RunSpec(
+    task="scripted", steps=4, batch=BatchSpec(samples=8, microbatch=2),
+    optimizer=OptimizerSpec(name="momentum", lr=0.1),
+    scripted=ScriptedSpec(blocks=2, block_bytes=64, samples=8),
+)  # fmt: skip
+SCALARS = step_scalars(SPEC.optimizer, 1, 0, 4, 1.0)
+ONES = [np.ones(16, np.float32), np.ones(16, np.float32)]
+
+
+class GatedProgram(ScriptedProgram):
+    """Stops before each block of a microbatch while the gate is closed."""
+
+    def __init__(self, trainable, gate, reached):
+        super().__init__(trainable, 0.0)
+        self._gate, self._reached = gate, reached
+
+    def gradients(self, batch, seed):
+        stream = super().gradients(batch, seed)
+        program = self
+
+        class Gated:
+            def __iter__(self):
+                for item in stream:
+                    program._reached.set()
+                    assert program._gate.wait(PATIENCE_S)
+                    yield item
+
+            def close(self):
+                stream.close()
+
+        return Gated()
+
+
+class Backend(ScriptedBackend):
+    def __init__(self, gate, reached):
+        super().__init__()
+        self._gate, self._reached = gate, reached
+
+    def compile(self, trainable, example):
+        del example
+        return GatedProgram(trainable, self._gate, self._reached)
+
+
+class Toolbox:
+    """Counts the tasks that are built; `failure` is raised instead."""
+
+    def __init__(self):
+        self.gate, self.reached = threading.Event(), threading.Event()
+        self.gate.set()
+        self.built = 0
+        self.failure: Exception | None = None
+        self._backend = Backend(self.gate, self.reached)
+
+    def backend(self):
+        return self._backend
+
+    def task(self, spec):
+        if self.failure is not None:
+            raise self.failure
+        self.built += 1
+        return Scripted(spec)
+
+
+class Device:
+    """An engine and what it says."""
+
+    def __init__(self):
+        self.toolbox = Toolbox()
+        self.events: queue.Queue[engine.Event] = queue.Queue()
+        self.engine = Engine(self.toolbox, self.events.put)
+
+    def next(self):
+        return self.events.get(timeout=PATIENCE_S)
+
+    def until(self, kind):
+        before = []
+        while not isinstance(event := self.next(), kind):
+            before.append(event)
+        return event, before
+
+    def build(self, spec=SPEC, run_id="run"):
+        self.engine.build(run_id, spec)
+        return self.until(engine.Built)[0]
+
+
+@pytest.fixture
+def device():
+    made = Device()
+    yield made
+    made.toolbox.gate.set()
+    made.engine.close()
+    assert not made.engine._thread.is_alive()
+
+
+def naive_replica():
+    task = Scripted(SPEC)
+    replica = Replica(task.manifest.blocks, SPEC.optimizer)
+    replica.load_parameters(task.initial_parameters())
+    return replica
+
+
+def test_a_built_task_starts_at_state_0(device):
+    built = device.build()
+    assert built.run_id == "run"
+    assert built.state_digest == naive_replica().state_digest()
+    assert built.manifest == Scripted(SPEC).manifest.to_bytes()
+
+
+def test_a_node_gives_its_blocks_in_reverse_order_then_its_loss(device):
+    device.build()
+    device.engine.compute(Place(0, 0), 4, Node(0, 4))
+    done, sums = device.until(engine.NodeDone)
+    assert [each.block for each in sums] == [1, 0]
+    assert {each.weight for each in sums} == {8.0} == {done.loss.weight}
+    assert done.elapsed_ms > 0
+
+
+def test_node_sums_follow_the_tree(device):
+    device.build()
+    parts = {}
+    for node in (Node(0, 4), Node(0, 2), Node(2, 4), Node(2, 3), Node(3, 4)):
+        device.engine.compute(Place(1, 0), 4, node)
+        parts[node] = {each.block: each.values for each in device.until(engine.NodeDone)[1]}
+    for block in (0, 1):
+        total = parts[Node(0, 2)][block] + parts[Node(2, 4)][block]
+        assert total.tobytes() == parts[Node(0, 4)][block].tobytes()
+        pair = parts[Node(2, 3)][block] + parts[Node(3, 4)][block]
+        assert pair.tobytes() == parts[Node(2, 4)][block].tobytes()
+
+
+def test_a_cancel_abandons_the_node_in_work_and_those_that_wait(device):
+    device.build()
+    device.toolbox.reached.clear()
+    device.toolbox.gate.clear()
+    device.engine.compute(Place(0, 0), 4, Node(0, 2))
+    device.engine.compute(Place(0, 0), 4, Node(2, 4))
+    device.engine.evaluate(0, 1)
+    assert device.toolbox.reached.wait(PATIENCE_S)
+    device.engine.cancel()
+    device.engine.compute(Place(0, 1), 4, Node(0, 1))
+    device.toolbox.gate.set()
+    done, before = device.until(engine.NodeDone)
+    assert (done.place, done.node) == (Place(0, 1), Node(0, 1))
+    assert all(each.place == Place(0, 1) for each in before)
+
+
+def test_steps_give_the_digest_of_the_exact_update(device):
+    device.build()
+    replica = naive_replica()
+    device.engine.apply(ONES, SCALARS)
+    device.engine.apply([], None)
+    device.engine.apply(ONES, SCALARS)
+    for taken in (True, False, True):
+        replica.apply(ONES, SCALARS) if taken else replica.skip()
+        assert device.until(engine.Applied)[0] == engine.Applied(
+            replica.step, replica.state_digest()
+        )
+
+
+def test_what_is_applied_is_not_cancelled(device):
+    device.build()
+    device.engine.apply(ONES, SCALARS)
+    device.engine.cancel()
+    assert device.until(engine.Applied)[0].step == 1
+
+
+def test_a_state_is_copied_and_restored(device):
+    device.build()
+    device.engine.apply(ONES, SCALARS)
+    device.engine.copy_state()
+    applied = device.until(engine.Applied)[0]
+    copied, _ = device.until(engine.StateCopied)
+    assert (copied.step, copied.optimizer_step) == (1, 1)
+    device.build(run_id="again")
+    for part in copied.parts:
+        device.engine.load_chunk(part.kind, part.block, 0, part.values)
+    device.engine.restore(1, 1)
+    assert device.until(engine.Applied)[0] == applied
+
+
+def test_a_copy_is_not_changed_by_later_steps(device):
+    device.build()
+    device.engine.copy_state()
+    device.engine.apply(ONES, SCALARS)
+    copied, _ = device.until(engine.StateCopied)
+    device.until(engine.Applied)
+    initial = Scripted(SPEC).initial_parameters()
+    assert [p.values.tolist() for p in copied.parts if p.kind == "parameters"] == [
+        values.tolist() for values in initial
+    ]
+
+
+def test_an_equal_spec_takes_the_task_that_is_there_at_state_0(device):
+    first = device.build()
+    device.engine.apply(ONES, SCALARS)
+    device.until(engine.Applied)
+    second = device.build(run_id="second")
+    assert device.toolbox.built == 1
+    assert second.state_digest == first.state_digest
+    assert second.run_id == "second"
+    device.build(SPEC.model_copy(update={"seed": 5}))
+    assert device.toolbox.built == 2
+
+
+def test_parts_are_evaluated(device):
+    device.build()
+    device.engine.evaluate(0, 3)
+    assert device.until(engine.Evaluated)[0] == engine.Evaluated(0, 3, {"samples": 1.0, "parts": 1})
+
+
+def test_a_task_that_can_not_be_built_is_told_and_the_next_may_be(device):
+    device.toolbox.failure = DataError("no such file")
+    device.engine.build("run", SPEC)
+    failed = device.next()
+    assert isinstance(failed, engine.BuildFailed)
+    assert str(failed.error) == "no such file"
+    device.toolbox.failure = None
+    device.build()
+
+
+@pytest.mark.parametrize("microbatches", [3, 5])
+def test_a_plan_for_another_task_is_told(device, microbatches):
+    device.build()
+    device.engine.compute(Place(0, 0), microbatches, Node(0, 1))
+    failed, _ = device.until(engine.DeviceFailed)
+    assert f"plans {microbatches} microbatches, this task has 4" in str(failed.error)
+
+
+def test_any_failure_of_the_device_surfaces(device, monkeypatch):
+    device.build()
+
+    def broken(*_arguments):
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr(GatedProgram, "gradients", broken)
+    device.engine.compute(Place(0, 0), 4, Node(0, 1))
+    failed, _ = device.until(engine.DeviceFailed)
+    assert "out of memory" in str(failed.error)
+
+
+def test_a_failing_digest_surfaces(device, monkeypatch):
+    device.build()
+
+    def broken(_replica):
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr(Replica, "state_digest", broken)
+    device.engine.apply(ONES, SCALARS)
+    device.engine.apply(ONES, SCALARS)
+    failed, _ = device.until(engine.DeviceFailed)
+    assert "out of memory" in str(failed.error)
+
+
+def test_the_scripted_job_has_the_microbatches_of_its_spec():
+    assert SampleOrder(SPEC.seed, 8, SPEC.batch).microbatch_count(0) == 4
+    stream = ScriptedProgram(Scripted(SPEC).trainable, 0.0).gradients(
+        Scripted(SPEC).batch([1, 2]), 3
+    )
+    assert [type(item) for item in stream] == [BlockGradient, BlockGradient, Loss]

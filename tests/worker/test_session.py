@@ -1,0 +1,377 @@
+"""A worker's side of a connection, message by message."""
+
+import numpy as np
+import pytest
+
+from backends.interface import Loss
+from protocol import messages as msg
+from protocol.errors import DataError, MessageError, OutOfPlace
+from protocol.manifest import Block, Manifest, TensorSpec
+from protocol.replica import StatePart
+from protocol.run_spec import OptimizerSpec, RunSpec
+from protocol.tree import Node
+from protocol.update import step_scalars
+from tests.simulation.job import Task
+from worker import actions as act
+from worker import engine
+from worker.engine import Place
+from worker.session import Session
+
+EPOCH = 7
+SPEC = RunSpec(task="scripted", steps=3, optimizer=OptimizerSpec(name="sgd", lr=0.1))
+MANIFEST = Manifest(
+    blocks=(
+        Block(name="embedding", kind="non_block", tensors=(TensorSpec(name="e", shape=(2,)),)),
+        Block(name="layer", kind="block", tensors=(TensorSpec(name="w", shape=(3,)),)),
+    ),
+    train_samples=8,
+)
+DIGEST = "0" * 64
+WHERE = {"epoch": EPOCH, "step": 0, "attempt": 0}
+SCALARS = step_scalars(SPEC.optimizer, 1, 0, 3, 1.0)
+
+
+def body(values):
+    return np.array(values, "<f4").view(np.uint8)
+
+
+def start_run(run_id="run", epoch=EPOCH):
+    return msg.StartRun(run_id=run_id, epoch=epoch), np.frombuffer(SPEC.to_bytes(), np.uint8)
+
+
+def built(run_id="run"):
+    return engine.Built(
+        run_id=run_id, manifest=MANIFEST.to_bytes(), state_digest=DIGEST, signature=DIGEST,
+        signature_text="text", backend="cpu", device="a processor",
+        task=Task(MANIFEST),  # type: ignore[arg-type] # the session looks at the manifest alone
+    )  # fmt: skip
+
+
+def welcomed(lowest_epoch=0):
+    session = Session(lowest_epoch)
+    session.welcome(
+        msg.Welcome(worker="ann", epoch=EPOCH, heartbeat_interval_ms=1000, liveness_timeout_ms=8000)
+    )
+    return session
+
+
+def ready():
+    session = welcomed()
+    session.receive(*start_run())
+    session.result(built())
+    return session
+
+
+def plan(*nodes, **change):
+    return msg.StepPlan(**{**WHERE, **change}, view=1, microbatches=4, nodes=nodes)
+
+
+def working():
+    session = ready()
+    session.receive(plan((0, 2)), None)
+    return session
+
+
+def give_averages(session, **change):
+    for kind, block, values in (
+        (msg.AveragedBlockGradient, 1, [1, 2, 3]), (msg.AveragedNonBlockGradient, 0, [4, 5]),
+    ):  # fmt: skip
+        message = kind(**{**WHERE, **change}, block=block, chunk=0)
+        assert session.receive(message, body(values)) == []
+
+
+def commit(**change):
+    scalars = change.pop("scalars", SCALARS)
+    return msg.Commit(**{**WHERE, **change}, scalars=scalars, loss=0.5, averages_digest=DIGEST)
+
+
+def sent(actions):
+    return [action.message for action in actions if isinstance(action, act.Transmit)]
+
+
+def kinds(actions):
+    return [type(action).__name__ for action in actions if not isinstance(action, act.Tell)]
+
+
+# Handshake and start.
+
+
+def test_a_coordinator_of_an_earlier_epoch_is_refused():
+    with pytest.raises(OutOfPlace, match="epoch 8 or later, got 7"):
+        welcomed(lowest_epoch=8)
+    assert welcomed(lowest_epoch=7).epoch == EPOCH
+
+
+def test_a_run_is_built_and_answered_with_the_manifest():
+    session = welcomed()
+    actions = session.receive(*start_run())
+    assert kinds(actions) == ["CancelWork", "Build"]
+    assert act.Build("run", SPEC) in actions
+    actions = session.result(built())
+    assert kinds(actions) == ["Expect", "Transmit"]
+    (transmit,) = [action for action in actions if isinstance(action, act.Transmit)]
+    assert isinstance(transmit.message, msg.Ready)
+    assert transmit.message.run_id == "run"
+    assert transmit.body == MANIFEST.to_bytes()
+
+
+def test_a_spec_that_is_none_ends_the_connection():
+    with pytest.raises(MessageError):
+        welcomed().receive(msg.StartRun(run_id="r", epoch=EPOCH), np.frombuffer(b"{}", np.uint8))
+
+
+def test_a_task_that_can_not_be_built_is_told_with_its_exit_code():
+    session = welcomed()
+    session.receive(*start_run())
+    (message,) = sent(session.result(engine.BuildFailed("run", DataError("no such file"))))
+    assert message == msg.Unready(run_id="run", reason="no such file", exit_code=2)
+
+
+def test_results_of_another_run_or_connection_are_nobody_s():
+    session = welcomed()
+    late = [
+        built("old"), engine.BuildFailed("old", DataError("x")), engine.Applied(3, DIGEST),
+        engine.Evaluated(3, 0, {}), engine.StateCopied([], 0, 0),
+        engine.NodeDone(Place(0, 0), Node(0, 1), Loss(1, 1), 1.0),
+    ]  # fmt: skip
+    for event in late:
+        assert session.result(event) == []
+    session.receive(*start_run())
+    for event in late:
+        assert session.result(event) == []
+
+
+def test_a_task_that_two_connections_asked_for_is_answered_once():
+    session = ready()
+    assert session.result(built()) == []
+
+
+def test_a_new_run_forgets_the_one_before():
+    session = working()
+    give_averages(session)
+    session.receive(*start_run("next"))
+    assert session.result(engine.NodeDone(Place(0, 0), Node(0, 2), Loss(1, 1), 1.0)) == []
+    assert session.receive(msg.Assign(**WHERE, view=1, nodes=((2, 4),)), None) == []
+    session.result(built("next"))
+    with pytest.raises(OutOfPlace, match="before all of its averaged blocks"):
+        session.receive(commit(), None)
+
+
+# Messages that do not fit.
+
+
+@pytest.mark.parametrize(
+    ("message", "values"),
+    [
+        (plan((0, 2), epoch=6), None),
+        (msg.Assign(**{**WHERE, "epoch": 8}, view=1, nodes=()), None),
+        (commit(epoch=6), None),
+        (msg.AveragedBlockGradient(**{**WHERE, "epoch": 6}, block=1, chunk=0), body([1, 2, 3])),
+        (msg.EvalPlan(epoch=6, step=0, lo=0, hi=1), None),
+    ],
+)
+def test_another_epoch_is_out_of_place(message, values):
+    with pytest.raises(OutOfPlace, match="expected epoch 7"):
+        working().receive(message, values)
+
+
+def test_a_start_in_another_epoch_is_out_of_place():
+    with pytest.raises(OutOfPlace, match="expected epoch 7"):
+        welcomed().receive(*start_run(epoch=8))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        msg.StateRequest(run_id="other"),
+        msg.Hello(release="0", name="x", instance="0" * 32, backend="cpu"),
+        msg.NodeLoss(**WHERE, lo=0, hi=1, loss_sum=1, weight=1, elapsed_ms=1),
+        plan((0, 1), step=1),
+        plan((0, 3)),
+        plan((3, 2)),
+        commit(step=2),
+        commit(),
+        msg.EvalPlan(epoch=EPOCH, step=1, lo=0, hi=1),
+    ],
+)
+def test_what_does_not_fit_ends_the_connection(message):
+    with pytest.raises(OutOfPlace):
+        ready().receive(message, None)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [plan((0, 1)), msg.StateRequest(run_id="run"), msg.EvalPlan(epoch=7, step=0, lo=0, hi=1)],
+)
+def test_work_before_the_task_is_built_is_out_of_place(message):
+    session = welcomed()
+    session.receive(*start_run())
+    with pytest.raises(OutOfPlace):
+        session.receive(message, None)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        msg.Heartbeat(), msg.Continue(**WHERE), msg.Cancel(**WHERE, nodes=((0, 1),)),
+        msg.Assign(**{**WHERE, "attempt": 1}, view=1, nodes=((2, 4),)),
+    ],
+)  # fmt: skip
+def test_what_asks_for_nothing_does_nothing(message):
+    assert working().receive(message, None) == []
+
+
+# Steps.
+
+
+def test_a_plan_abandons_older_work_and_starts_its_nodes():
+    actions = working().receive(plan((0, 1), (2, 4), attempt=1), None)
+    assert actions == [
+        act.CancelWork(),
+        act.Compute(Place(0, 1), 4, Node(0, 1)),
+        act.Compute(Place(0, 1), 4, Node(2, 4)),
+    ]
+
+
+def test_more_nodes_are_taken_once_and_abandon_nothing():
+    session = working()
+    assign = msg.Assign(**WHERE, view=2, nodes=((0, 2), (2, 3)))
+    assert session.receive(assign, None) == [act.Compute(Place(0, 0), 4, Node(2, 3))]
+    assert session.receive(assign, None) == []
+
+
+def test_sums_and_losses_are_sent_for_the_present_nodes_alone():
+    session = working()
+    place, node = Place(0, 0), Node(0, 2)
+    (payload,) = session.result(engine.BlockSum(place, node, 1, np.ones(3, "f4"), 2.0))
+    assert isinstance(payload, act.Transmit)
+    assert isinstance(payload.message, msg.BlockGradientPayload)
+    assert (payload.message.node, payload.message.weight) == (node, 2.0)
+    (other,) = sent(session.result(engine.BlockSum(place, node, 0, np.ones(2, "f4"), 2.0)))
+    assert isinstance(other, msg.NonBlockGradientPayload)
+    (loss,) = sent(session.result(engine.NodeDone(place, node, Loss(3.0, 2.0), 5.0)))
+    assert isinstance(loss, msg.NodeLoss)
+    assert (loss.loss_sum, loss.elapsed_ms) == (3.0, 5.0)
+    for stale in (Place(0, 1), Place(1, 0)):
+        assert session.result(engine.NodeDone(stale, node, Loss(1, 1), 1.0)) == []
+    assert session.result(engine.NodeDone(place, Node(2, 4), Loss(1, 1), 1.0)) == []
+
+
+def test_a_commit_cancels_then_applies_the_averages():
+    session = working()
+    give_averages(session)
+    cancel, apply = session.receive(commit(), None)
+    assert isinstance(cancel, act.CancelWork)
+    assert isinstance(apply, act.Apply)
+    assert [values.tolist() for values in apply.averages] == [[4, 5], [1, 2, 3]]
+    assert apply.scalars == SCALARS
+    assert session.step == 1
+    assert session.result(engine.NodeDone(Place(0, 0), Node(0, 2), Loss(1, 1), 1.0)) == []
+    assert session.receive(commit(), None) == []
+    (applied,) = sent(session.result(engine.Applied(1, DIGEST)))
+    assert applied == msg.StepApplied(epoch=EPOCH, step=1, state_digest=DIGEST)
+
+
+def test_a_commit_takes_the_averages_of_its_own_attempt():
+    session = working()
+    give_averages(session)
+    with pytest.raises(OutOfPlace, match="before all of its averaged blocks"):
+        session.receive(commit(attempt=1), None)
+
+
+def test_a_skipped_step_needs_no_averages():
+    assert working().receive(commit(scalars=None), None) == [act.CancelWork(), act.Apply([], None)]
+
+
+def test_averages_of_the_past_are_dropped_and_of_the_future_kept():
+    session = working()
+    session.receive(commit(scalars=None), None)
+    give_averages(session)
+    assert session._averages == {}
+    give_averages(session, step=1)
+    assert [type(a) for a in session.receive(commit(step=1), None)] == [act.CancelWork, act.Apply]
+
+
+# State.
+
+
+def chunk(**change):
+    fields = {"kind": "parameters", "block": 0, "step": 2, "optimizer_step": 1, "last": False}
+    return msg.StateChunk(**{"run_id": "run", "chunk": 0, **fields, **change})
+
+
+def test_a_state_is_loaded_and_the_steps_go_on_from_it():
+    session = ready()
+    (load,) = session.receive(chunk(), body([1, 2]))
+    assert isinstance(load, act.LoadChunk)
+    assert load.values.tolist() == [1, 2]
+    actions = session.receive(chunk(block=1, last=True), body([1, 2, 3]))
+    assert actions[1:] == [act.Restore(2, 1)]
+    assert session.step == 2
+    assert kinds(session.receive(plan((0, 4), step=2), None)) == ["CancelWork", "Compute"]
+
+
+@pytest.mark.parametrize("wrong", [chunk(run_id="other"), chunk(optimizer_step=3)])
+def test_a_state_that_does_not_fit_is_out_of_place(wrong):
+    with pytest.raises(OutOfPlace):
+        ready().receive(wrong, body([1, 2]))
+
+
+def test_state_0_is_sent_as_parameters_alone():
+    session = ready()
+    assert session.receive(msg.StateRequest(run_id="run"), None) == [act.CopyState()]
+    parts = [
+        StatePart("parameters", 0, np.zeros(2, "f4")), StatePart("parameters", 1, np.ones(3, "f4")),
+        StatePart("first_moment", 0, np.zeros(2, "f4")),
+    ]  # fmt: skip
+    messages = sent(session.result(engine.StateCopied(parts, 0, 0)))
+    assert [(m.kind, m.block, m.last) for m in messages] == [
+        ("parameters", 0, False), ("parameters", 1, True),
+    ]  # fmt: skip
+    assert session.result(engine.StateCopied(parts, 1, 1)) == []
+
+
+# Evaluation, halts and the end.
+
+
+def test_held_out_parts_are_evaluated_and_answered():
+    session = ready()
+    actions = session.receive(msg.EvalPlan(epoch=EPOCH, step=0, lo=2, hi=4), None)
+    assert actions == [act.Evaluate(0, 2), act.Evaluate(0, 3)]
+    (result,) = sent(session.result(engine.Evaluated(0, 2, {"correct": 3.0})))
+    assert result == msg.EvalResult(epoch=EPOCH, step=0, part=2, sums={"correct": 3.0})
+
+
+def test_a_halt_abandons_everything():
+    session = working()
+    assert kinds(session.receive(msg.Halt(**WHERE, reason="a NaN"), None)) == ["CancelWork"]
+    assert session.result(engine.NodeDone(Place(0, 0), Node(0, 2), Loss(1, 1), 1.0)) == []
+
+
+def test_after_a_run_the_worker_waits_for_the_next():
+    session = working()
+    actions = session.receive(msg.EndRun(run_id="run", reason="done"), None)
+    assert kinds(actions) == ["CancelWork"]
+    assert session.result(engine.Applied(1, DIGEST)) == []
+    with pytest.raises(OutOfPlace):
+        session.receive(plan((0, 1)), None)
+    assert kinds(session.receive(*start_run("next"))) == ["CancelWork", "Build"]
+
+
+def test_a_goodbye_ends_it():
+    goodbye = msg.Goodbye(reason="done", retry=False, exit_code=0)
+    assert working().receive(goodbye, None) == [act.CancelWork(), act.Leave("done", False, 0)]
+
+
+def test_a_drain_is_said_once():
+    session = working()
+    assert sent(session.drain()) == [msg.Drain()]
+    assert session.drain() == []
+
+
+def test_a_broken_device_is_told_and_ends_the_worker():
+    actions = working().result(engine.DeviceFailed(RuntimeError("out of memory")))
+    (goodbye,) = sent(actions)
+    assert isinstance(goodbye, msg.Goodbye)
+    assert "out of memory" in goodbye.reason
+    assert actions[-1] == act.Leave("the device failed: out of memory", False, 1)
