@@ -106,7 +106,7 @@ class BareLoop:
     def _update(self, optimizer: torch.optim.Optimizer, step: int, weight: float) -> None:
         """Scaled once, clipped, one fused pass over all tensors."""
         parameters = list(self._parameters.values())
-        torch._foreach_mul_([p.grad for p in parameters], 1.0 / weight)  # noqa: SLF001
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], 1.0 / weight)
         if self._spec.optimizer.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, self._spec.optimizer.clip_norm)
         for group in optimizer.param_groups:

@@ -98,7 +98,9 @@ def measure(document: dict[str, Any], turns: int = TURNS, backend: str = "cpu") 
                 cpu_s.append(cluster.worker_cpu_s() - since_s)
                 bare.append(loop.run())
         timeline = cluster.timelines()[0]
-        losses = [json.loads(path.read_text())["losses"] for path in directory.glob("*/result.json")]
+        losses = [
+            json.loads(path.read_text())["losses"] for path in directory.glob("*/result.json")
+        ]
     ours = [step_times(timeline, run.start_us, run.end_us) for run in intervals]
     per_step = 1e3 / document["steps"]
     return Measured(

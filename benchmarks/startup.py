@@ -59,7 +59,8 @@ def measure(document: dict[str, Any], backend: str, directory: Path) -> Startup:
         processes.append(
             _spawn("worker", "--quiet", "--backend", backend, "--coordinator", address)
         )
-        if any([process.wait(_TIMEOUT_S) for process in processes]):
+        codes = [process.wait(_TIMEOUT_S) for process in processes]
+        if any(codes):
             raise RuntimeError(f"the run failed: {log.read_text(encoding='utf-8')}")
     finally:
         for process in processes:

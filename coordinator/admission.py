@@ -5,8 +5,9 @@ Pure.
 
 from __future__ import annotations
 
-from coordinator.actions import Action, Follow, Seed, Send
+from coordinator.actions import Action, Dismiss, Follow, Seed, Send
 from coordinator.membership import Member, Membership, MemberState
+from protocol.errors import ExitCode
 from protocol.manifest import Manifest
 from protocol.messages import Drain, Message, Ready, StateRequest, Unready
 from protocol.run_spec import Exactness
@@ -32,6 +33,7 @@ class Admission:
         self._signature = first.signature
         self._initial_digest = first.state_digest
         self._uploader: str | None = None
+        self._asked: set[str] = set()
 
     def refusal(self, manifest: Manifest, ready: Ready) -> str:
         """Why a worker can't take part; empty if it can."""
@@ -49,11 +51,24 @@ class Admission:
             return "the run requires exactness and this worker's initial weights are others"
         return ""
 
-    def state_loaded(self, digest: str) -> None:
-        """The replica has state 0, with this digest."""
+    def was_asked(self, worker: str) -> bool:
+        """Whether the worker was ever to send state 0."""
+        return worker in self._asked
+
+    def state_loaded(self, digest: str) -> list[Action]:
+        """The replica has state 0, with this digest.
+
+        Returns:
+            Nothing if it is accepted; else the sender is dismissed, and another will be asked.
+        """
+        sender = self._members.get(self._uploader) if self._uploader is not None else None
+        if sender is not None and sender.state_digest != digest:
+            reason = "the state it sent is not the one whose digest it announced"
+            return [Dismiss(sender.name, reason, ExitCode.MISMATCH)]
         self.state_known = True
         # Whoever sent it may not start like the first: those who did may have left.
         self._initial_digest = digest
+        return []
 
     def request_state(self) -> list[Action]:
         """Ask one ready worker for state 0, unless one is asked already."""
@@ -62,6 +77,7 @@ class Admission:
             return []
         alike = {member.name for member in self._members if self.starts_alike(member)}
         self._uploader = next((name for name in ready if name in alike), ready[0])
+        self._asked.add(self._uploader)
         return [Send(self._uploader, StateRequest(run_id=self._run_id))]
 
     def lost(self, worker: str) -> list[Action]:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.execution import Execution
+from coordinator.run import Run
 from coordinator.service import Service
 from coordinator.status import status_document, waiting_for
 
@@ -29,6 +30,7 @@ _TOLD: Final = {
     "worker_joined": "worker {worker} joined after step {step}",
     "started": "training starts",
     "reassigned": "step {step}: a lost worker's microbatches {nodes} go to others",
+    "restarted": "step {step} is started anew: a worker left before its state was compared",
     "halted": "HALTED at step {step}: {reason}",
     "continued": "continued at step {step}",
     "internal_error": "internal error: {error}",
@@ -65,9 +67,11 @@ class ProgressConsole:
         if event in _TOLD:
             self._console.print(Text(_TOLD[event].format(**fields)), soft_wrap=True)
         elif event == "evaluated":
-            figures = {k: v for k, v in fields.items() if k not in ("run_id", "step")}
+            execution = self._service.current
+            assert execution is not None
+            figures = _headline(execution.run)
             text = ", ".join(f"{name} {_figure(value)}" for name, value in figures.items())
-            self._console.print(Text(f"step {fields['step']}: held-out {text}"))
+            self._console.print(Text(f"step {fields['step']}: held-out {text}"), soft_wrap=True)
         elif event == "committed" and self._live is None:
             self._progress_line()
 
@@ -151,13 +155,28 @@ def print_outcome(execution: Execution, console: Console) -> None:
         return
     lines = [
         f"{outcome.outcome}: {pace} ({exact if execution.result.get('exact') else mixed})",
-        *(f"held-out {name}: {_figure(value)}" for name, value in run.metrics.items()),
+        *(f"held-out {name}: {_figure(value)}" for name, value in _headline(run).items()),
+        *(f"{name.replace('_', ' ')}: {count}" for name, count in _notes(run).items()),
         f"weights digest: {execution.result.get('weights_digest', '-')}",
     ]
     if execution.model_directory is not None:
         lines.append(f"{execution.model_directory.name}: {execution.model_directory}")
+        if run.spec.task == "classify":
+            lines.append(f'try it: worker classify {execution.model_directory} "some text"')
     for line in lines:
         console.print(Text(line), soft_wrap=True)
+
+
+def _headline(run: Run) -> dict[str, float]:
+    """The figures of the newest evaluation that belong on a screen; the rest is in the files."""
+    metrics = run.manifest.metrics if run.manifest is not None else ()
+    return {m.name: run.metrics[m.name] for m in metrics if m.name in run.metrics and not m.detail}
+
+
+def _notes(run: Run) -> dict[str, int]:
+    """What the task counted while reading its data, as far as there is any of it."""
+    notes = run.manifest.notes if run.manifest is not None else {}
+    return {name: count for name, count in notes.items() if count}
 
 
 def _figure(value: object) -> str:

@@ -38,6 +38,7 @@ from protocol.messages import (
     Message,
     Ready,
     StateChunk,
+    cut_text,
 )
 from protocol.trace import Tracer, now_us
 
@@ -96,7 +97,7 @@ class Execution:
         """A member's message."""
         message, raw = received
         if isinstance(message, StateChunk):
-            self._state_chunk(message, raw)
+            self._state_chunk(session.name, message, raw)
             return
         body: Array | bytes | None = None
         if raw is not None:
@@ -208,11 +209,14 @@ class Execution:
                 session.channel.send(encoded)
         self._followers.add(worker)
 
-    def _state_chunk(self, message: StateChunk, raw: Body | None) -> None:
-        if message.run_id != self.run.run_id or self._state_complete:
-            return  # of an earlier run, or another sent it all just before it was lost
-        if self._keeper is None:
+    def _state_chunk(self, worker: str, message: StateChunk, raw: Body | None) -> None:
+        if message.run_id != self.run.run_id:
+            return
+        admission = self.run.admission
+        if self._keeper is None or admission is None or not admission.was_asked(worker):
             raise OutOfPlace("StateChunk was not asked for")
+        if self._state_complete:
+            return  # another sent it all just before it was lost
         assert raw is not None
         self._keeper.fill(message, raw.view("<f4"))
         if message.last:
@@ -223,6 +227,8 @@ class Execution:
         assert self._keeper is not None
         self.applied = await self._keeper.digests()
         self._do(self.run.replica_loaded(self.applied.state_digest))
+        assert self.run.admission is not None
+        self._state_complete = self.run.admission.state_known
 
     async def _finish(self, action: Finish) -> None:
         """Write what the run leaves behind, then let the workers go."""
@@ -230,10 +236,11 @@ class Execution:
         ended_s = time.monotonic()
         try:
             await self._write(action, ended_s)
-        except OSError as error:
-            reason = f"cannot write the result to {str(self.directory)!r}: {error.strerror}"
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the run has to end
+            told = error.strerror if isinstance(error, OSError) else repr(error)
+            reason = f"cannot write the result to {str(self.directory)!r}: {told}"
             self.outcome = Finish("failed", reason, ExitCode.FAILED)
-        message = EndRun(run_id=self.run.run_id, reason=self.outcome.reason[:400])
+        message = EndRun(run_id=self.run.run_id, reason=cut_text(self.outcome.reason))
         for member in self.run.members:
             self._send(Send(member.name, message))
         if self._keeper is not None:

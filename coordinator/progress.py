@@ -157,11 +157,11 @@ class Progress:
     def node_loss(self, member: Member, message: NodeLoss) -> NonFinite | None:
         """Take a node's loss, and how long the node took."""
         assert self.round is not None
-        fault = self.round.node_loss(member.name, message)
-        if fault is None:
+        outcome = self.round.node_loss(member.name, message)
+        if outcome is True:
             member.measured(message.elapsed_ms / message.node.leaves)
             member.microbatches += message.node.leaves
-        return fault
+        return outcome if isinstance(outcome, NonFinite) else None
 
     def applied(self, worker: str, message: StepApplied) -> None:
         """Take a worker's answer to a commit.

@@ -123,15 +123,18 @@ class Round:
             return []
         return self._complete(message.block, message.chunk, total)
 
-    def node_loss(self, worker: str, message: NodeLoss) -> NonFinite | None:
+    def node_loss(self, worker: str, message: NodeLoss) -> NonFinite | bool:
         """Take a node's loss sum; it also says that the node is done.
+
+        Returns:
+            Whether it was not there yet.
 
         Raises:
             OutOfPlace: No such node, or not this worker's.
         """
         self._check_place(worker, message.node)
         if self._losses.covers(message.node):
-            return None
+            return False
         if not math.isfinite(message.loss_sum):
             return NonFinite(worker, None, message.node)
         self._weights.put(message.node, message.weight)
@@ -139,7 +142,7 @@ class Round:
         total = self._losses.total
         if total is not None and not math.isfinite(total):
             return NonFinite(None, None, root(self.microbatches))
-        return None
+        return True
 
     @property
     def complete(self) -> bool:

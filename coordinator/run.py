@@ -41,6 +41,7 @@ from protocol.messages import (
     StartRun,
     StepApplied,
     Unready,
+    cut_text,
 )
 from protocol.run_spec import RunSpec
 
@@ -70,7 +71,7 @@ class Run:
         self.progress: Progress | None = None
         self.evaluation: Evaluation | None = None
         self.metrics: dict[str, float] = {}
-        self._admission: Admission | None = None
+        self.admission: Admission | None = None
         self._odd: set[str] = set()
         self._skip_asked = False
         self._drain_asked = False
@@ -139,8 +140,8 @@ class Run:
         actions: list[Action] = [
             Report("worker_lost", {"worker": worker, "reason": reason, "view": self.members.view})
         ]
-        if self._admission is not None:
-            actions += self._admission.lost(worker)
+        if self.admission is not None:
+            actions += self.admission.lost(worker)
         if self.progress is not None:
             proven = self.progress.lose(worker)
             if self.evaluation is not None:
@@ -153,8 +154,9 @@ class Run:
     def replica_loaded(self, digest: str) -> list[Action]:
         """The first ready worker's state has come: it is state 0, with this digest."""
         assert self.progress is not None
-        assert self._admission is not None
-        self._admission.state_loaded(digest)
+        assert self.admission is not None
+        if refused := self.admission.state_loaded(digest):
+            return refused
         self.progress.agreement.settle(0, digest)
         return self._start_if_enough()
 
@@ -173,7 +175,7 @@ class Run:
         self.phase, self.reason = RunPhase.HALTED, reason
         place = self.progress.place()
         report = Report("halted", {**place, "reason": reason})
-        actions: list[Action] = [Broadcast(Halt(**place, reason=reason[:400])), report]
+        actions: list[Action] = [Broadcast(Halt(**place, reason=cut_text(reason))), report]
         return actions + self.drain() if self._drain_asked else actions
 
     def resume(self, *, skip_step: bool) -> list[Action]:
@@ -222,14 +224,14 @@ class Run:
     def _ready(self, member: Member, message: Ready, document: bytes) -> list[Action]:
         manifest = Manifest.from_bytes(document)
         actions: list[Action] = []
-        if self._admission is None:
+        if self.admission is None:
             self.manifest = manifest
             self.progress = Progress(self.spec, self.epoch, manifest, self.members)
-            self._admission = Admission(
+            self.admission = Admission(
                 self.run_id, self.spec.exactness, self.members, manifest, message
             )
             actions.append(Adopt(manifest))
-        refusal = self._admission.refusal(manifest, message)
+        refusal = self.admission.refusal(manifest, message)
         if refusal:
             self.members.remove(member.name)
             return [Dismiss(member.name, refusal, ExitCode.MISMATCH)]
@@ -238,7 +240,7 @@ class Run:
         if self.phase is not RunPhase.WAITING:
             member.state = MemberState.LOADING
             return [*actions, Seed(member.name)]
-        return actions + self._admission.request_state() + self._start_if_enough()
+        return actions + self.admission.request_state() + self._start_if_enough()
 
     def _unready(self, worker: str, message: Unready) -> list[Action]:
         self.members.remove(worker)
@@ -250,7 +252,7 @@ class Run:
 
     def _start_if_enough(self) -> list[Action]:
         ready = self.members.names(MemberState.READY)
-        admission, progress = self._admission, self.progress
+        admission, progress = self.admission, self.progress
         if self.phase is not RunPhase.WAITING or len(ready) < self.expect_workers:
             return []
         if admission is None or progress is None or not admission.state_known:

@@ -23,8 +23,8 @@ from coordinator.session import Session
 from protocol import limits
 from protocol.authentication import LoopbackOnly
 from protocol.connection import Connection, Received
-from protocol.errors import UsageError
-from protocol.messages import Heartbeat, Message, Welcome
+from protocol.errors import ExitCode, UsageError
+from protocol.messages import Drain, Heartbeat, Message, Welcome
 from protocol.run_spec import RunSpec
 from protocol.trace import Tracer
 from protocol.transport import Channel
@@ -105,6 +105,8 @@ class Service:
     async def stop(self) -> None:
         """Say goodbye to everyone and close."""
         self.listeners.clear()
+        for session in list(self._joining):
+            session.channel.abort("the coordinator ends")
         for session in list(self.sessions.values()):
             session.channel.goodbye("the coordinator ends", retry=False, exit_code=0)
         if self._server is not None:
@@ -120,6 +122,8 @@ class Service:
         Returns:
             The run's id.
         """
+        if self._draining:
+            raise UsageError("the coordinator is draining and takes no more runs")
         run_id = f"{spec.name}-{uuid.uuid4().hex[:8]}"
         target = directory or self.settings.directory / run_id
         # Refuse what can't be run now, not when its turn comes.
@@ -184,9 +188,10 @@ class Service:
 
     def receive(self, session: Session, message: Message, received: Received) -> None:
         """A member's message; see `SessionOwner`."""
-        del message
-        if self.current is not None:
+        if self.current is not None and session.name in self.current.run.members:
             self.current.receive(session, received)
+        elif isinstance(message, Drain):
+            session.channel.goodbye("drained", retry=False, exit_code=ExitCode.OK)
 
     def left(self, session: Session, reason: str) -> None:
         """A connection is over; see `SessionOwner`."""

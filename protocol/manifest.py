@@ -145,8 +145,8 @@ class Manifest(_Frozen):
     """See the module's text. Blocks are in forward order; gradients arrive in reverse order."""
 
     blocks: tuple[Block, ...] = Field(min_length=1, max_length=limits.BLOCKS)
-    train_samples: int = Field(ge=1)
-    evaluation_parts: int = Field(ge=0, default=0)
+    train_samples: int = Field(ge=1, le=limits.SAMPLES)
+    evaluation_parts: int = Field(ge=0, le=limits.EVALUATION_PARTS, default=0)
     metrics: tuple[Metric, ...] = ()
     digests: dict[Name, str] = {}
     """BLAKE3 of what was read, by what it is: base_weights, tokenizer, data."""
@@ -161,6 +161,10 @@ class Manifest(_Frozen):
             raise ValueError("expected every tensor once, got a name twice")
         if len(names) > limits.TENSORS:
             raise ValueError(f"expected at most {limits.TENSORS} tensors, got {len(names)}")
+        if self.elements > limits.TRAINABLE_ELEMENTS:
+            raise ValueError(
+                f"expected at most {limits.TRAINABLE_ELEMENTS} elements, got {self.elements}"
+            )
         return self
 
     @property

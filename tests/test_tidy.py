@@ -48,7 +48,9 @@ UNITS = {
     "ELEMENTS",
     "MICROBATCHES",
     "MS",
+    "PARTS",
     "S",
+    "SAMPLES",
     "TENSORS",
     "WORKERS",
 }

@@ -73,7 +73,7 @@ def serve(
 
     parse_name(backend)
     host, port = _address(coordinator)
-    target = Target(host, port, (name or _host_name())[:48], backend, retry_for)
+    target = Target(host, port, name or _host_name(), backend, retry_for)
     raise typer.Exit(main(Options(target, indices[0], trace, quiet)))
 
 

@@ -21,6 +21,7 @@ from protocol.messages import (
     Message,
     StateChunk,
     Welcome,
+    cut_text,
 )
 from protocol.trace import Tracer
 from protocol.transport import Channel
@@ -133,9 +134,9 @@ class Client:
         channel.send(
             Hello(
                 release=__version__,
-                name=self._target.name,
+                name=cut_text(self._target.name, 48),
                 instance=self._instance,
-                backend=self._target.backend[:64],
+                backend=cut_text(self._target.backend, 32),
             )
         )
         beating = self._loop.create_task(self._heartbeat(channel))
@@ -164,9 +165,12 @@ class Client:
             stalled = time.monotonic() - last_s > 3 * interval_s
             last_s = time.monotonic()
             silent_s = last_s - channel.last_received_s
-            if self._session is None or not self._session.name or stalled:
+            if self._session is None or stalled:
                 continue
-            if silent_s * 1000 > limits.LIVENESS_TIMEOUT_MS:
+            if not self._session.name:
+                if silent_s * 1000 > limits.HANDSHAKE_TIMEOUT_MS:
+                    channel.abort(f"no answer to the handshake for {silent_s:.0f} s")
+            elif silent_s * 1000 > limits.LIVENESS_TIMEOUT_MS:
                 channel.abort(f"the coordinator was silent for {silent_s:.0f} s")
             else:
                 channel.send(Heartbeat())

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from backends.interface import Array, Backend, Batch, Loss, Program, Sums
 from protocol.errors import DataError, SamestepError
+from protocol.messages import cut_text
 from protocol.replica import PartKind, Replica, StatePart
 from protocol.run_spec import RunSpec
 from protocol.samples import SampleOrder, microbatch_seed
@@ -225,9 +226,9 @@ class Engine:
                 manifest=job.task.manifest.to_bytes(),
                 state_digest=job.replica.state_digest(),
                 signature=signature_digest(traits, job.probe_digest),
-                signature_text=f"probe {job.probe_digest[:12]}, {text}"[:400],
-                backend=backend.info.backend[:64],
-                device=backend.info.name[:64],
+                signature_text=cut_text(f"probe {job.probe_digest[:12]}, {text}"),
+                backend=cut_text(backend.info.backend, 64),
+                device=cut_text(backend.info.name, 64),
                 task=job.task,
             )
         )
@@ -309,7 +310,10 @@ class Engine:
         """Hash while the next step computes; the next change of the replica waits for it."""
 
         def work() -> None:
-            self._emit(Applied(replica.step, replica.state_digest()))
+            try:
+                self._emit(Applied(replica.step, replica.state_digest()))
+            except Exception as error:  # noqa: BLE001 -- as in _work
+                self._emit(DeviceFailed(error))
 
         self._digest = self._digests.submit(work)
 

@@ -37,6 +37,7 @@ from protocol.messages import (
     StepPlan,
     Unready,
     Welcome,
+    cut_text,
 )
 from protocol.run_spec import parse_run_spec_bytes
 from protocol.tree import Node, is_node
@@ -173,7 +174,7 @@ class Session:
                 return self._upload(event)
             case engine.DeviceFailed():
                 reason = f"the device failed: {event.error}"
-                goodbye = Goodbye(reason=reason[:400], retry=False, exit_code=ExitCode.FAILED)
+                goodbye = Goodbye(reason=cut_text(reason), retry=False, exit_code=ExitCode.FAILED)
                 return [Transmit(goodbye), Leave(reason, retry=False, exit_code=ExitCode.FAILED)]
 
     def drain(self) -> list[Action]:
@@ -224,9 +225,9 @@ class Session:
         reason, exit_code = str(event.error), event.error.exit_code
         if isinstance(event.error, BackendUnavailable):
             # This machine's matter, not the run's: leave, and let the run wait for another.
-            goodbye = Goodbye(reason=reason[:400], retry=False, exit_code=exit_code)
+            goodbye = Goodbye(reason=cut_text(reason), retry=False, exit_code=exit_code)
             return [Transmit(goodbye), Leave(reason, retry=False, exit_code=exit_code)]
-        unready = Unready(run_id=self.run_id, reason=reason[:400], exit_code=exit_code)
+        unready = Unready(run_id=self.run_id, reason=cut_text(reason), exit_code=exit_code)
         return [Transmit(unready), Tell(f"cannot take part in {self.run_id}: {reason}")]
 
     def _upload(self, event: engine.StateCopied) -> list[Action]:

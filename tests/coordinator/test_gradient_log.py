@@ -298,8 +298,9 @@ def test_what_a_replaced_coordinator_still_writes_does_not_count(tmp_path):
     log_step(stale, 0)
     fresh = opened(tmp_path, epoch=2, next_step=1)
     log_step(stale, 1, attempt=7)
+    log_step(stale, 2)
     log_step(fresh, 1, epoch=2)
-    append_step(stale, 2)
+    append_step(stale, 3)
     assert contents(tmp_path) == expected((1, 0, 0), (2, 1, 0))
 
 
@@ -421,6 +422,22 @@ def test_any_call_of_the_system_may_fail_and_be_made_again(tmp_path, monkeypatch
     assert "No space left on device; make room, then go on" in told[0]
     assert contents(tmp_path) == expected((1, 0, 0), (1, 1, 0), (1, 2, 0))
     assert scan(tmp_path, thorough=True).cuts == ()
+
+
+def test_a_commit_whose_sync_failed_is_gone_once_another_attempt_begins(tmp_path, monkeypatch):
+    log = opened(tmp_path)
+    append_step(log, 0)
+    with monkeypatch.context() as patch:
+        Faults(patch, "fdatasync", 1, half=False)
+        with pytest.raises(StorageFailed):
+            log.commit(record_of(0, 1))
+    # Should the process die here, the step counts: all of it is there, and nobody was told.
+    assert contents(tmp_path) == expected((1, 0, 0))
+    log.append_chunk(ChunkPlace(1, 0, 1, 0, 0), averages(0, 1)[0])
+    assert contents(tmp_path) == []
+    log.append_chunk(ChunkPlace(1, 0, 1, 1, 0), averages(0, 1)[1])
+    log.commit(record_of(0, 1, attempt=1))
+    assert contents(tmp_path) == expected((1, 0, 1))
 
 
 def test_a_full_disk_damages_nothing_and_the_log_goes_on_when_there_is_room(tmp_path):

@@ -169,6 +169,18 @@ def test_a_flipped_byte_anywhere_is_found_and_its_line_named(tmp_path):
         line += byte == 10
 
 
+@pytest.mark.parametrize(
+    ("old", "new"), [(b"\\u00e9", b"\\u00E9"), (b'":', b'": '), (b'"epoch":2', b'"epoch":2.0')]
+)
+def test_a_line_that_says_the_same_in_other_bytes_is_found(tmp_path, old, new):
+    path = tmp_path / "j"
+    lines = write(path, in_batches()).splitlines(keepends=True)
+    assert old in lines[-1]
+    lines[-1] = lines[-1].replace(old, new)
+    path.write_bytes(b"".join(lines))
+    assert verify_journal(path).bad_line == len(lines)
+
+
 @pytest.mark.parametrize("line", range(1, len(EXAMPLES)))
 def test_a_line_that_was_changed_with_its_hash_shows_in_the_next(tmp_path, line):
     path = tmp_path / "j"

@@ -1,0 +1,120 @@
+"""The bare loop and ours do the same; what a step's time went into. Never how long it took."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from benchmarks import overhead, scaling, startup
+from benchmarks.jobs import short
+from benchmarks.step_time import StepTime, step_times
+from benchmarks.timeline import Timeline
+from protocol.run_spec import parse_run_spec
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.full
+def test_the_bare_loop_takes_the_same_steps_as_a_worker():
+    document = short("digits", 3 + overhead.WARMING_STEPS)
+    measured = overhead.measure(document, turns=2)
+    assert [step.step for step in measured.ours] == [2, 3, 4] * 2
+    assert [step.step for step in measured.bare] == [2, 3, 4] * 2
+    for step in (*measured.ours, *measured.bare):
+        assert 0 < step.compute_ms < step.total_ms
+        assert 0 < step.update_ms < step.total_ms
+    assert all(ms > 0 for ms in (*measured.ours_cpu_ms, *measured.bare_cpu_ms))
+    assert measured.loss_difference < 1e-4
+    assert [line[:2] for line in overhead.rows(measured)] == [
+        ["bare loop", "6"],
+        ["one worker", "6"],
+    ]
+
+
+@pytest.mark.full
+def test_a_workers_way_to_its_first_step_is_timed(tmp_path):
+    times = startup.measure(short("digits", 1), "cpu", tmp_path)
+    assert 0 < times.connected_s < times.ready_s <= times.started_s < times.committed_s
+
+
+@pytest.mark.full
+def test_scaling_measures_every_number_of_workers():
+    case = scaling.scripted_case(workers=(1, 2), microbatches=4, microbatch_ms=5.0)
+    measured = scaling.measure(case, rounds=2, turns=2)
+    assert {count: len(each) for count, each in measured.items()} == {1: 4, 2: 4}
+    assert all(seconds > 0 for each in measured.values() for seconds in each)
+
+
+def test_efficiency_is_throughput_over_n_times_one():
+    case = scaling.scripted_case(workers=(1, 2), microbatches=8)
+    first, second = scaling.rows(case, {1: [2.0, 1.6, 4.0], 2: [1.0, 1.25, 1.6]})
+    assert first == ["scripted, 50 ms: 1 worker", "3", "4.0", "5.0", "1.000", "1.000"]
+    assert second == ["scripted, 50 ms: 2 workers", "3", "6.4", "8.0", "0.800", "0.800"]
+
+
+def test_ratios_are_ours_to_bare():
+    def taken(*times_ms):
+        return [StepTime(step, ms, ms / 2, 1.0) for step, ms in times_ms]
+
+    measured = overhead.Measured(
+        ours=taken((2, 110.0), (3, 210.0), (2, 120.0), (3, 330.0)),
+        bare=taken((2, 100.0), (3, 200.0), (2, 100.0), (3, 100.0)),
+        ours_cpu_ms=[105.0],
+        bare_cpu_ms=[100.0],
+        loss_difference=0.0,
+    )
+    assert measured.ratio == pytest.approx(165 / 100)
+    assert measured.paired_ratio == pytest.approx((1.1 + 1.2) / 2)
+    assert measured.best_ratio == pytest.approx((110 + 210) / (100 + 100))
+    assert measured.cpu_ratio == pytest.approx(1.05)
+
+
+def test_a_steps_time_is_split_into_computing_update_and_rest():
+    def span(name, at_us, lasts_us, step):
+        return {"name": name, "ts": at_us, "dur": lasts_us, "args": {"step": step}}
+
+    timeline = Timeline((
+        span("node [0, 2)", 0.0, 500.0, 0),  # an earlier run's
+        span("node [0, 2)", 1000.0, 3000.0, 0),
+        span("apply step", 5000.0, 100.0, 1),
+        span("node [0, 1)", 6000.0, 1000.0, 1),
+        {"name": "receive block 0", "ts": 7500.0, "args": {"step": 1}},
+        span("node [1, 2)", 7000.0, 1500.0, 1),
+        span("apply step", 9000.0, 200.0, 2),
+    ))  # fmt: skip
+    (step,) = step_times(timeline, 900.0, 10_000.0)
+    assert step == StepTime(1, total_ms=4.0, compute_ms=2.5, update_ms=0.1)
+    assert step.rest_ms == pytest.approx(1.4)
+
+
+def test_moments_of_a_start_are_read_from_the_coordinators_log():
+    log = "\n".join(
+        f'{{"event": "{event}", "timestamp": "2026-01-02T03:04:{second:09.6f}Z"}}'
+        for event, second in [
+            ("run_accepted", 4.0), ("worker_connected", 5.5), ("worker_ready", 9.0),
+            ("started", 9.25), ("committed", 10.5), ("committed", 11.0),
+        ]
+    )  # fmt: skip
+    start = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    assert startup.read(log, start) == startup.Startup(0.5, 4.0, 4.25, 5.5)
+
+
+@pytest.mark.parametrize("name", ["sms-spam", "digits"])
+def test_short_jobs_are_valid_and_end_without_much_evaluation(name):
+    spec = parse_run_spec(short(name, 3))
+    assert spec.steps == 3
+    assert spec.evaluate_every == 0
+    assert spec.data is None or spec.data.holdout_samples == 1
+
+
+@pytest.mark.parametrize("name", ["overhead", "scaling"])
+def test_each_benchmark_says_what_it_is(name):
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", "--help"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "--rounds" in done.stdout
