@@ -7,27 +7,22 @@ are there and all later blocks are gone; so the order never depends on the graph
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from protocol.errors import SamestepError
-from protocol.manifest import Block
+from protocol.manifest import Block, TensorSpec
 
 Emit = Callable[[int, torch.Tensor], None]
 """Takes a block's number and its gradient: flat float32 on the device, the receiver's own."""
 
 
-@dataclass(slots=True)
-class _Open:
-    """What a microbatch has of a block so far."""
-
-    flat: torch.Tensor
-    missing: set[str] = field(default_factory=set)
-
-
 class BlockOrder:
-    """One microbatch's blocks, from first gradient to last block out."""
+    """One microbatch's blocks, from first gradient to last block out.
+
+    A tensor's own work is little, since it comes between two matrix products: a gradient is kept
+    as it is, and a block is put together in one go.
+    """
 
     def __init__(
         self, blocks: Sequence[Block], device: torch.device, emit: Emit, unused: frozenset[str]
@@ -36,57 +31,46 @@ class BlockOrder:
         self._device = device
         self._emit = emit
         self._unused = unused
-        self._open: dict[int, _Open] = {}
+        self._gradients: list[dict[str, torch.Tensor]] = [{} for _ in blocks]
+        self._missing = [len(block.tensors) for block in blocks]
+        if unused:
+            self._missing = [sum(t.name not in unused for t in block.tensors) for block in blocks]
         self._next = len(blocks) - 1
         self._give()
 
-    def add(self, number: int, place: slice, name: str, gradient: torch.Tensor) -> None:
-        """The final gradient of one tensor, any layout; `place` in the block's flat array."""
-        block = self._open.get(number) or self._start(number)
-        if number > self._next or name not in block.missing:
+    def add(self, number: int, name: str, gradient: torch.Tensor) -> None:
+        """The final gradient of one tensor of a block, any layout; it is kept, not copied."""
+        held = self._gradients[number]
+        if number > self._next or name in held:
             raise SamestepError(
                 f"{name!r} got its gradient twice in one backward; expected once "
                 "(re-entrant checkpointing? use the non-reentrant form)"
             )
-        block.flat[place].view(gradient.shape).copy_(
-            gradient.to_dense() if gradient.is_sparse else gradient
-        )
-        block.missing.discard(name)
-        self._give()
+        held[name] = gradient
+        self._missing[number] -= name not in self._unused
+        if number == self._next:
+            self._give()
 
     def flush(self) -> None:
         """Backward is over: what has no gradient counts as zeros."""
         while self._next >= 0:
-            block = self._open.get(self._next) or self._start(self._next)
-            self._finish(block)
-
-    def _start(self, number: int) -> _Open:
-        block = self._blocks[number]
-        flat = torch.empty(block.elements, dtype=torch.float32, device=self._device)
-        names = {tensor.name for tensor in block.tensors}
-        self._open[number] = _Open(flat, names)
-        return self._open[number]
+            self._finish()
 
     def _give(self) -> None:
         """Give away every block that is due and complete."""
-        while self._next >= 0:
-            block = self._open.get(self._next)
-            if block is None:
-                names = {tensor.name for tensor in self._blocks[self._next].tensors}
-                if not names <= self._unused:
-                    return
-                block = self._start(self._next)
-            if not block.missing <= self._unused:
-                return
-            self._finish(block)
+        while self._next >= 0 and not self._missing[self._next]:
+            self._finish()
 
-    def _finish(self, block: _Open) -> None:
-        for tensor, place in self._blocks[self._next].slices():
-            if tensor.name in block.missing:
-                block.flat[place].zero_()
-        del self._open[self._next]
+    def _finish(self) -> None:
         number, self._next = self._next, self._next - 1
-        self._emit(number, block.flat)
+        held, self._gradients[number] = self._gradients[number], {}
+        self._emit(number, torch.cat([self._piece(held, t) for t in self._blocks[number].tensors]))
+
+    def _piece(self, held: Mapping[str, torch.Tensor], tensor: TensorSpec) -> torch.Tensor:
+        gradient = held.get(tensor.name)
+        if gradient is None:
+            return torch.zeros(tensor.elements, dtype=torch.float32, device=self._device)
+        return (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
 
 
 def unused_parameters(

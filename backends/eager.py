@@ -149,8 +149,8 @@ class EagerProgram:
     def _hook(self) -> list[torch.utils.hooks.RemovableHandle]:
         hooks = []
         for number, block in enumerate(self._blocks):
-            for tensor, place in block.slices():
-                hook = partial(self._gradient_ready, number, place, tensor.name)
+            for tensor in block.tensors:
+                hook = partial(self._gradient_ready, number, tensor.name)
                 register = self._parameters[tensor.name].register_post_accumulate_grad_hook
                 hooks.append(register(hook))  # type: ignore[no-untyped-call]
         owned = {id(parameter) for parameter in self._parameters.values()}
@@ -162,13 +162,11 @@ class EagerProgram:
 
     # What follows runs in the device thread, hooks on CUDA in autograd's.
 
-    def _gradient_ready(
-        self, number: int, place: slice, name: str, parameter: torch.Tensor
-    ) -> None:
+    def _gradient_ready(self, number: int, name: str, parameter: torch.Tensor) -> None:
         self._stop_if_abandoned()
         assert parameter.grad is not None
         if self._order is not None:
-            self._order.add(number, place, name, parameter.grad)
+            self._order.add(number, name, parameter.grad)
         parameter.grad = None
 
     def _forward_reached(self, module: torch.nn.Module, inputs: Any) -> None:

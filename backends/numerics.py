@@ -58,7 +58,10 @@ def use_threads(threads: int) -> None:
 
 def seed_everything(seed: int) -> None:
     """Seed every generator that a model's forward may draw from."""
-    torch.manual_seed(seed)
+    # torch.manual_seed looks at every kind of device there may be, at each microbatch.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002  (the global generator is what models draw from)
     random.seed(seed)
 

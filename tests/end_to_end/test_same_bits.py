@@ -49,35 +49,51 @@ def test_any_number_of_workers(tmp_path, reference_directory, run, arguments, wo
     assert all(together["workers"].values())
 
 
-CLASSIFY = ("--set", "steps=3", "--set", "evaluate_every=0", "--set", "data.holdout=0.02")
+SHORT = ("--set", "steps=5", "--set", "evaluate_every=0")
+MAIN_JOBS = {
+    # Dropout on: it too is the same on every worker.
+    "sms-spam.yaml": (*SHORT, "--set", "lora.dropout=0.1", "--set", "data.holdout=0.02"),
+    "small-llama.yaml": (
+        *SHORT, "--set", "model.config.attention_dropout=0.1", "--set", "data.holdout_samples=24"
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_the_main_job(tmp_path, reference_directory, workers):
-    """MiniLM with LoRA on real SMS; dropout too is the same on every worker."""
-    dropout = ("--set", "lora.dropout=0.1")
-    alone = undisturbed(reference_directory / "sms-spam.yaml", "sms-spam.yaml", *CLASSIFY, *dropout)
-    together = train(tmp_path, workers, "sms-spam.yaml", *CLASSIFY, *dropout)
+@pytest.mark.parametrize(
+    "workers", [2, 3, *(pytest.param(n, marks=pytest.mark.full) for n in (4, 8))]
+)
+@pytest.mark.parametrize("run", MAIN_JOBS)
+def test_the_main_jobs(tmp_path, reference_directory, run, workers):
+    """MiniLM with LoRA on real SMS, and a small Llama from scratch."""
+    alone = undisturbed(reference_directory / run, run, *MAIN_JOBS[run])
+    together = train(tmp_path, workers, run, *MAIN_JOBS[run])
     assert together["exact"]
     assert together["weights_digest"] == alone["weights_digest"]
     assert together["losses"] == alone["losses"]
     assert together["eval"] == alone["eval"]
 
 
-def test_the_main_job_with_a_worker_killed(tmp_path, reference_directory):
-    dropout = ("--set", "lora.dropout=0.1")
-    alone = undisturbed(reference_directory / "sms-spam.yaml", "sms-spam.yaml", *CLASSIFY, *dropout)
+@pytest.mark.parametrize("run", MAIN_JOBS)
+def test_the_main_jobs_with_a_worker_killed_and_another_joining(tmp_path, reference_directory, run):
+    alone = undisturbed(reference_directory / run, run, *MAIN_JOBS[run])
     with Cluster(
-        tmp_path, "--expect-workers", "2", "--run", str(RUNS / "sms-spam.yaml"),
-        *CLASSIFY, *dropout,
-    ) as cluster:  # fmt: skip
-        for number in range(2):
-            cluster.worker(f"w{number}", "--backend", "cpu")
+        tmp_path, "--expect-workers", "2", "--run", str(RUNS / run), *MAIN_JOBS[run]
+    ) as cluster:
+        first = cluster.worker("w0", "--backend", "cpu")
+        cluster.worker("w1", "--backend", "cpu")
         cluster.wait_for("committed", step=0)
         cluster.workers["w1"].kill()
+        cluster.wait_for("worker_lost", worker="w1")
+        # The newcomer needs seconds to import; the run waits for it, or would be over before.
+        first.send_signal(signal.SIGSTOP)
+        cluster.worker("w2", "--backend", "cpu")
+        cluster.wait_for("worker_ready", worker="w2")
+        first.send_signal(signal.SIGCONT)
+        cluster.wait_for("worker_joined", worker="w2")
         disturbed = cluster.result()
         assert cluster.every("reassigned") or cluster.every("restarted"), cluster.events()
     assert disturbed["weights_digest"] == alone["weights_digest"]
+    assert disturbed["losses"] == alone["losses"]
 
 
 def test_regress_reaches_the_noise_free_solution(reference_directory):
