@@ -55,6 +55,10 @@ class Admission:
         """Whether the worker was ever to send state 0."""
         return worker in self._asked
 
+    def awaits(self, worker: str) -> bool:
+        """Whether state 0 is to come from this worker."""
+        return self._uploader == worker and not self.state_known
+
     def state_loaded(self, digest: str) -> list[Action]:
         """The replica has state 0, with this digest.
 

@@ -139,7 +139,7 @@ def submit(run: Path, overrides: Overrides = [], control: Control = DEFAULT_CONT
     """Give a run spec to a serving coordinator."""
     try:
         document = yaml.safe_load(run.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError, yaml.YAMLError) as error:
         line = " ".join(str(error).split())
         raise RunSpecError(f"cannot read the run spec {str(run)!r}: {line}") from None
     if not isinstance(document, dict):

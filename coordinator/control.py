@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from importlib import resources
@@ -89,7 +90,9 @@ class ControlPort:
 
     def reported(self, event: str, fields: Mapping[str, object]) -> None:
         """Pass a report on to every reader; see `service.Listener`."""
-        line = json.dumps({"event": event, **fields}, default=str)
+        line = json.dumps(
+            {"event": event, **{k: _finite(v) for k, v in fields.items()}}, default=str
+        )
         for queue in list(self._readers):
             if not _offer(queue, line):
                 self._readers.discard(queue)
@@ -174,6 +177,11 @@ async def _body(request: web.Request, model: type[Model]) -> Model:
         raise UsageError(f"{request.path}: {first['msg']} at {where or 'the document'!r}") from None
 
 
+def _finite(value: object) -> object:
+    """JSON has no NaN: a skipped step has no loss."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _conflict(reason: str) -> web.Response:
     return web.json_response({"error": reason}, status=409)
 
@@ -190,6 +198,9 @@ def _offer(queue: asyncio.Queue[str], line: str) -> bool:
 async def _errors_as_json(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
+    origin = request.headers.get("Origin")
+    if origin is not None and origin != f"http://{request.host}":
+        return web.json_response({"error": f"expected no other site, got {origin}"}, status=403)
     try:
         return await handler(request)
     except SamestepError as error:
@@ -197,3 +208,5 @@ async def _errors_as_json(
         return web.json_response(document, status=400)
     except web.HTTPException as error:
         return web.json_response({"error": error.reason}, status=error.status)
+    except Exception as error:  # noqa: BLE001 -- told as what it is, not as a broken connection
+        return web.json_response({"error": f"internal error: {error!r}"}, status=500)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -29,7 +29,7 @@ from coordinator.replica_keeper import Applied, ReplicaKeeper
 from coordinator.run import Run
 from coordinator.session import Session
 from protocol.connection import Body, Encoded, Received, encode
-from protocol.errors import ExitCode, OutOfPlace
+from protocol.errors import ExitCode, OutOfPlace, RemoteProtocolError
 from protocol.messages import (
     AveragedBlockGradient,
     AveragedNonBlockGradient,
@@ -91,7 +91,7 @@ class Execution:
 
     def invite(self, session: Session) -> None:
         """A free worker: take it into the run."""
-        self._do(self.run.invite(session.name))
+        self._handle(lambda: self.run.invite(session.name))
 
     def receive(self, session: Session, received: Received) -> None:
         """A member's message."""
@@ -104,18 +104,31 @@ class Execution:
             body = raw.tobytes() if message.body == "document" else raw.view("<f4")
         if self._tracer is not None and message.body == "float32":
             self._trace_payload(session.name, message)
-        self._do(self.run.receive(session.name, message, body))
+        self._handle(lambda: self.run.receive(session.name, message, body))
         if isinstance(message, Ready) and self.run.manifest is not None:
             session.channel.connection.blocks = self.run.manifest.blocks
 
     def lost(self, session: Session, reason: str) -> None:
         """A member's connection is over."""
         self._followers.discard(session.name)
-        self._do(self.run.lost(session.name, reason))
+        self._handle(lambda: self.run.lost(session.name, reason))
 
     def command(self, actions: Sequence[Action]) -> None:
         """Do what an operator's word led to."""
-        self._do(actions)
+        self._handle(lambda: actions)
+
+    def _handle(self, event: Callable[[], Sequence[Action]]) -> None:
+        """Do what an event leads to; an error of our own ends the run as failed, not as hung."""
+        try:
+            self._do(event())
+        except RemoteProtocolError:
+            raise
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the run has to end
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._watcher.reported("internal_error", {"error": repr(error)})
+        self._do(self.run.give_up(f"internal error: {error!r}"))
 
     # Actions.
 
@@ -221,13 +234,17 @@ class Execution:
         self._keeper.fill(message, raw.view("<f4"))
         if message.last:
             self._state_complete = True
-            self._spawn(self._state_loaded())
+            self._spawn(self._state_loaded(worker))
 
-    async def _state_loaded(self) -> None:
+    async def _state_loaded(self, sender: str) -> None:
         assert self._keeper is not None
-        self.applied = await self._keeper.digests()
-        self._do(self.run.replica_loaded(self.applied.state_digest))
+        applied = await self._keeper.digests()
         assert self.run.admission is not None
+        if not self.run.admission.awaits(sender):
+            self._state_complete = False  # it has left meanwhile; another sends it anew
+            return
+        self.applied = applied
+        self._do(self.run.replica_loaded(self.applied.state_digest))
         self._state_complete = self.run.admission.state_known
 
     async def _finish(self, action: Finish) -> None:
@@ -241,11 +258,15 @@ class Execution:
             reason = f"cannot write the result to {str(self.directory)!r}: {told}"
             self.outcome = Finish("failed", reason, ExitCode.FAILED)
         message = EndRun(run_id=self.run.run_id, reason=cut_text(self.outcome.reason))
-        for member in self.run.members:
-            self._send(Send(member.name, message))
-        if self._keeper is not None:
-            self._keeper.close()
-        self._watcher.ended(self)
+        try:
+            for member in self.run.members:
+                self._send(Send(member.name, message))
+        finally:
+            self._tail.clear()
+            if self._keeper is not None:
+                self._keeper.close()
+            self._keeper = None
+            self._watcher.ended(self)
 
     async def _write(self, action: Finish, ended_s: float) -> None:
         trained = self.run.manifest is not None and self._keeper is not None
@@ -255,7 +276,9 @@ class Execution:
         assert self.run.manifest is not None
         replica = await self._keeper.snapshot()
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.model_directory = write_model(self.directory, self.run.manifest, replica)
+        self.model_directory = await asyncio.to_thread(
+            write_model, self.directory, self.run.manifest, replica
+        )
         self.result = {
             "run_id": self.run.run_id,
             "outcome": action.outcome,
@@ -267,7 +290,7 @@ class Execution:
             "workers": {m.name: m.microbatches for m in self.run.members},
             "wall_s": round(ended_s - (self.started_s or ended_s), 3),
         }
-        write_json(self.directory / "result.json", self.result)
+        await asyncio.to_thread(write_json, self.directory / "result.json", self.result)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -277,9 +300,7 @@ class Execution:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._watcher.reported("internal_error", {"error": repr(error)})
-            self._do(self.run.give_up(f"internal error: {error!r}"))
-            raise error
+            self._fail(error)
 
     def _trace_payload(self, worker: str, message: Message) -> None:
         assert self._tracer is not None

@@ -20,7 +20,7 @@ from coordinator.control import ControlPort
 from coordinator.local_workers import LocalWorkers
 from coordinator.service import Service, Settings
 from protocol.allocator import keep_freed_memory
-from protocol.errors import ExitCode
+from protocol.errors import ExitCode, UsageError
 from protocol.run_spec import RunSpec
 
 
@@ -64,7 +64,7 @@ async def _serve(options: Options) -> int:
         )
     )
     control = ControlPort(service)
-    console = Console(highlight=False)
+    console = _Console(highlight=False)
     progress = ProgressConsole(service, console)
     service.listeners += [control, progress]
     await service.start()
@@ -86,6 +86,13 @@ async def _serve(options: Options) -> int:
         await local.stop()
         await control.stop()
     return _conclude(service, console)
+
+
+class _Console(Console):
+    """When nobody reads any more it falls silent; rich's own would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
 
 
 async def _tick(progress: ProgressConsole) -> None:
@@ -110,9 +117,11 @@ async def _until_over(service: Service, local: LocalWorkers | None) -> None:
 
 
 def _conclude(service: Service, console: Console) -> int:
+    if service.current is not None:
+        return ExitCode.FAILED
     execution = service.finished
     if execution is None or execution.outcome is None:
-        return ExitCode.FAILED if service.current is not None else ExitCode.OK
+        return ExitCode.OK
     outcome = execution.outcome
     if outcome.outcome == "failed":
         print(f"coordinator: {outcome.reason}", file=sys.stderr)
@@ -126,7 +135,12 @@ def _announce(options: Options, service: Service, control: ControlPort, console:
     data = f"{service.address[0]}:{service.address[1]}"
     page = f"{control.address[0]}:{control.address[1]}"
     if options.address_file is not None:
-        write_json(options.address_file, {"data": data, "control": page})
+        try:
+            write_json(options.address_file, {"data": data, "control": page})
+        except OSError as error:
+            raise UsageError(
+                f"--address-file {str(options.address_file)!r} cannot be written: {error.strerror}"
+            ) from None
     for line in (
         f"listening for workers: worker --coordinator {data}",
         f"status: coordinator status --control {page}   (page: http://{page}/)",

@@ -60,6 +60,7 @@ class Progress:
         self.round: Round | None = None
         self.agreement = Agreement()
         self.mixed = False
+        self._signatures: set[str] = set()
         self._spec = spec
         self._epoch = epoch
         self._manifest = manifest
@@ -80,7 +81,7 @@ class Progress:
         leaving = self.let_go()
         if not speeds:
             return leaving
-        self.mixed = self.mixed or len(self._members.signatures) > 1
+        self._note_signatures()
         self.division = self._divide(microbatches, speeds)
         nodes = nodes_for(self.division)
         return [*leaving, *(self._plan(name, mine) for name, mine in nodes.items())]
@@ -111,6 +112,11 @@ class Progress:
             self.round.lose(worker, proven=proven)
         return proven
 
+    def _note_signatures(self) -> None:
+        """Also of those that have left since: what they computed stays."""
+        self._signatures |= self._members.signatures
+        self.mixed = self.mixed or len(self._signatures) > 1
+
     def take_up(self) -> list[Action]:
         """Give what is nobody's to the active workers, within the step."""
         if self.round is None:
@@ -122,7 +128,7 @@ class Progress:
         orphans = self.round.unassigned()
         if not speeds or not orphans:
             return []
-        self.mixed = self.mixed or len(self._members.signatures) > 1
+        self._note_signatures()
         actions: list[Action] = []
         for name, nodes in spread(orphans, self.round.microbatches, speeds).items():
             parts = [nodes[at : at + _MAX_NODES] for at in range(0, len(nodes), _MAX_NODES)]

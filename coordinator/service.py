@@ -23,7 +23,7 @@ from coordinator.session import Session
 from protocol import limits
 from protocol.authentication import LoopbackOnly
 from protocol.connection import Connection, Received
-from protocol.errors import ExitCode, UsageError
+from protocol.errors import ExitCode, OutOfPlace, UsageError
 from protocol.messages import Drain, Heartbeat, Message, Welcome
 from protocol.run_spec import RunSpec
 from protocol.trace import Tracer
@@ -83,7 +83,7 @@ class Service:
         self._ticking: asyncio.Task[None] | None = None
         self._epoch = 0
         self._draining = False
-        self._tracer = Tracer(settings.trace, "coordinator") if settings.trace else None
+        self._tracer = Tracer.to_file(settings.trace, "coordinator") if settings.trace else None
 
     async def start(self) -> None:
         """Listen for workers.
@@ -126,8 +126,6 @@ class Service:
             raise UsageError("the coordinator is draining and takes no more runs")
         run_id = f"{spec.name}-{uuid.uuid4().hex[:8]}"
         target = directory or self.settings.directory / run_id
-        # Refuse what can't be run now, not when its turn comes.
-        Run(run_id, spec, self._epoch, self.settings.expect_workers)
         self.waiting.append((run_id, spec, target))
         self._start_next()
         return run_id
@@ -151,6 +149,8 @@ class Service:
     def admit(self, session: Session) -> Welcome:
         """Name the worker; see `SessionOwner`."""
         assert session.hello is not None
+        if len(self.sessions) >= limits.WORKERS:
+            raise OutOfPlace(f"expected at most {limits.WORKERS} workers, this is one more")
         wanted = session.hello.name or "worker"
         for other in list(self.sessions.values()):
             assert other.hello is not None
@@ -234,8 +234,12 @@ class Service:
     def reported(self, event: str, fields: Mapping[str, object]) -> None:
         """Log once and tell the listeners; see `execution.Watcher`."""
         log.info(event, **fields)
-        for listener in self.listeners:
-            listener.reported(event, fields)
+        for listener in list(self.listeners):
+            try:
+                listener.reported(event, fields)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 -- a run outlives its audience
+                self.listeners.remove(listener)
+                log.warning("listener_lost", error=repr(error))
 
     def ended(self, execution: Execution) -> None:
         """A run is over; see `execution.Watcher`."""

@@ -15,7 +15,7 @@ def status_lines(document: dict[str, Any]) -> Iterator[str]:
         yield f"run      {document['run_id']}: {document['task']}"
         yield f"step     {document['step']} of {document['steps']}, loss {loss}"
         yield f"digest   {document['weights_digest']}"
-        exact = "exact" if document["exact"] else "mixed"
+        exact = {True: "exact", False: "mixed", None: "not known yet"}[document["exact"]]
         yield f"numbers  {exact} (exactness: {document['exactness']})"
     if document.get("waiting_for"):
         yield f"waiting  for {document['waiting_for']}"

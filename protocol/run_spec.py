@@ -219,7 +219,7 @@ class RunSpec(_Section):
     on every worker; `options` are for the latter alone.
     """
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,53}$")
     task: TaskName
     seed: int = Field(0, ge=0, lt=2**63)
     exactness: Exactness = "prefer"
@@ -299,7 +299,7 @@ def load_run_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
         raise RunSpecError(f"expected at most {limits.RUN_SPEC_BYTES} bytes in {str(path)!r}")
     try:
         document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         line = " ".join(str(error).split())
         raise RunSpecError(f"{str(path)!r} is not YAML: {line}") from None
     return parse_run_spec(document, overrides, origin=str(path))

@@ -32,7 +32,7 @@ def apply_override(document: dict[str, Any], override: str) -> None:
         at = inner
     try:
         at[last] = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise RunSpecError(f"--set {override!r}: expected a YAML value") from None
 
 

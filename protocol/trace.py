@@ -6,12 +6,15 @@ array format, complete "X" and instant "i" events, microseconds).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from protocol.errors import UsageError
 
 
 class Tracer:
@@ -22,6 +25,18 @@ class Tracer:
         self._lock = threading.Lock()
         self._file.write("[\n")
         self._write({"name": "process_name", "ph": "M", "args": {"name": process}})
+
+    @classmethod
+    def to_file(cls, path: Path, process: str) -> Tracer:
+        """Start a trace that a user asked for.
+
+        Raises:
+            UsageError: The file cannot be written.
+        """
+        try:
+            return cls(path, process)
+        except OSError as error:
+            raise UsageError(f"--trace {str(path)!r} cannot be written: {error.strerror}") from None
 
     def instant(self, name: str, track: str, **details: object) -> None:
         """Something happened now."""
@@ -43,7 +58,7 @@ class Tracer:
         )
 
     def close(self) -> None:
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):
             if not self._file.closed:
                 self._file.write("{}]\n")
                 self._file.close()
@@ -61,7 +76,8 @@ class Tracer:
 
     def _write(self, event: dict[str, object]) -> None:
         line = json.dumps({"pid": 0, **event})
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):
+            # A full disk ends the trace, not the run.
             if not self._file.closed:
                 self._file.write(line + ",\n")
 

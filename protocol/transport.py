@@ -18,7 +18,7 @@ from typing import Protocol, cast
 from protocol import limits
 from protocol.connection import Connection, Encoded, Phase, Received, encode
 from protocol.errors import ProtocolError
-from protocol.messages import Cancel, Goodbye, Halt, Heartbeat, Message, cut_text
+from protocol.messages import Cancel, Goodbye, Halt, Heartbeat, Message, StateChunk, cut_text
 
 _URGENT = (Halt, Cancel, Heartbeat, Goodbye)
 
@@ -70,7 +70,8 @@ class Channel(asyncio.BufferedProtocol):
         encoded = self.connection.send(encode(message) if isinstance(message, Message) else message)
         urgent = isinstance(encoded.message, _URGENT)
         (self._urgent if urgent else self._queue).append(encoded)
-        self._queued_bytes += encoded.nbytes
+        # A state is sent out of one snapshot that is there anyway, whoever reads it slowly.
+        self._queued_bytes += 0 if isinstance(encoded.message, StateChunk) else encoded.nbytes
         if self._queued_bytes > limits.SEND_QUEUE_BYTES:
             self.abort(f"too slow: {self._queued_bytes} bytes wait to be read")
         else:
@@ -175,7 +176,7 @@ class Channel(asyncio.BufferedProtocol):
             if not queue:
                 return
             encoded = queue.popleft()
-            self._queued_bytes -= encoded.nbytes
+            self._queued_bytes -= 0 if isinstance(encoded.message, StateChunk) else encoded.nbytes
             self.bytes_sent += encoded.nbytes
             transport.writelines(encoded.buffers)
 

@@ -12,7 +12,14 @@ from typing import Final
 from protocol import __version__, limits
 from protocol.authentication import Authenticator
 from protocol.connection import Connection, Received, encode
-from protocol.errors import ExitCode, OutOfPlace, ProtocolError, Unreachable, error_for
+from protocol.errors import (
+    ExitCode,
+    NotAuthorised,
+    OutOfPlace,
+    ProtocolError,
+    Unreachable,
+    error_for,
+)
 from protocol.messages import (
     Challenge,
     Goodbye,
@@ -68,6 +75,7 @@ class Client:
         self._lost: asyncio.Future[str] = self._loop.create_future()
         self._leaving: act.Leave | None = None
         self._stop = asyncio.Event()
+        self._draining = False
 
     async def serve(self) -> ExitCode:
         """Connect, again and again; gives the exit code.
@@ -83,6 +91,7 @@ class Client:
 
     def drain(self) -> None:
         """Finish what there is and leave; at once if there is no connection."""
+        self._draining = True
         if self._session is not None and self._session.name:
             self._do(self._session.drain())
         else:
@@ -99,6 +108,8 @@ class Client:
                     self._tell(f"goodbye: {leaving.reason}")
                     return ExitCode(leaving.exit_code)
                 raise error_for(leaving.exit_code, leaving.reason)
+            if self._draining:
+                return ExitCode.OK
             if self._session is not None and self._session.name:
                 attempt, since_s = 1, time.monotonic()
             self._session = None
@@ -185,7 +196,7 @@ class Client:
             return
         match message:
             case Challenge():
-                channel.send(self._authenticator.prove(message))
+                self._prove(channel, message)
             case Welcome():
                 self._do(session.welcome(message))
                 self._epoch = session.epoch
@@ -196,6 +207,12 @@ class Client:
                     raise OutOfPlace(f"{type(message).__name__} before the handshake")
                 self._trace("receive", message)
                 self._do(session.receive(message, body))
+
+    def _prove(self, channel: Channel, challenge: Challenge) -> None:
+        try:
+            channel.send(self._authenticator.prove(challenge))
+        except NotAuthorised as error:
+            self._leave(act.Leave(str(error), retry=False, exit_code=error.exit_code))
 
     def on_lost(self, channel: Channel, reason: str, error: ProtocolError | None) -> None:
         """The connection is over."""
@@ -212,8 +229,12 @@ class Client:
         self._loop.call_soon_threadsafe(self._result, event)
 
     def _result(self, event: engine.Event) -> None:
-        if self._session is not None and self._channel is not None:
+        if self._session is None or self._channel is None:
+            return
+        try:
             self._do(self._session.result(event))
+        except Exception as error:  # noqa: BLE001 -- the coordinator must hear of it, or it waits
+            self._do(self._session.result(engine.DeviceFailed(error)))
 
     def _do(self, actions: Sequence[act.Action]) -> None:
         for action in actions:

@@ -213,6 +213,9 @@ class Engine:
         except SamestepError as error:
             self._emit(BuildFailed(run_id, error))
             return
+        except Exception as error:  # noqa: BLE001 -- a bad run must not end the worker
+            self._emit(BuildFailed(run_id, DataError(f"the task cannot be built: {error!r}")))
+            return
         self._settle_digest()
         job.replica = Replica(job.task.manifest.blocks, spec.optimizer)
         job.replica.load_parameters(job.initial)

@@ -73,7 +73,7 @@ async def _serve(options: Options) -> ExitCode:
         if not options.quiet:
             print(f"worker: {text}", flush=True)
 
-    tracer = Tracer(options.trace, options.target.name) if options.trace else None
+    tracer = Tracer.to_file(options.trace, options.target.name) if options.trace else None
     toolbox = LocalDevice(options.target.backend, options.device_index, tell)
     client = Client(options.target, toolbox, LoopbackOnly(), tell, tracer)
     _end_on_signals(client)

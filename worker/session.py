@@ -116,6 +116,7 @@ class Session:
             case Assign():
                 return self._assign(message)
             case Cancel():
+                self._nodes.difference_update(Node(lo, hi) for lo, hi in message.nodes)
                 return []
             case AveragedBlockGradient() | AveragedNonBlockGradient():
                 assert body is not None

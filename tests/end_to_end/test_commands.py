@@ -207,6 +207,58 @@ def test_worker_registers_before_it_imports_torch(tmp_path):
         assert "torch" not in Path(f"/proc/{worker.pid}/maps").read_text()
 
 
+def test_a_run_outlives_its_audience(tmp_path):
+    """Whoever reads the console goes away after two lines: `coordinator ... | head -2`."""
+    spec = tmp_path / "run.yaml"
+    spec.write_text("task: scripted\nsteps: 5\nbatch: {samples: 4, microbatch: 1}\n")
+    process = start(
+        "coordinator", *LOOPBACK, "-o", str(tmp_path / "out"), "--run", str(spec),
+        "--local-workers", "2", "--backend", "scripted:20",
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(60) == 0, process.stderr.read()
+    process.stderr.close()
+    assert '"steps": 5' in (tmp_path / "out/result.json").read_text()
+
+
+@pytest.mark.parametrize("option", ["--address-file", "--trace"])
+def test_a_file_that_cannot_be_written(tmp_path, option):
+    path = str(tmp_path / "no/such/file")
+    ended = coordinator(tmp_path, "--expect-workers", "1", option, path)
+    assert ended.returncode == 2
+    assert option in one_line(ended)
+
+
+def test_the_longest_name_of_a_run(tmp_path):
+    spec = tmp_path / "run.yaml"
+    spec.write_text("task: scripted\nsteps: 2\nbatch: {samples: 4, microbatch: 1}\n")
+    arguments = ("--run", str(spec), "--set", f"name={'n' * 54}")
+    with Cluster(tmp_path, "--expect-workers", "1", *arguments) as cluster:
+        cluster.worker("w0", "--backend", "scripted")
+        assert len(cluster.result()["run_id"]) == 63
+    ended = coordinator(tmp_path, "--expect-workers", "1", *arguments, "--set", f"name={'n' * 55}")
+    assert ended.returncode == 2
+    assert "name" in one_line(ended)
+
+
+def test_a_task_that_breaks_ends_its_run_and_not_the_worker(tmp_path):
+    spec = tmp_path / "run.yaml"
+    spec.write_text("task: tests.broken_task:Broken\nsteps: 2\n")
+    with Cluster(tmp_path, "--expect-workers", "1") as cluster:
+        worker = cluster.worker("w0", "--backend", "cpu")
+        control = ("--control", cluster.address["control"])
+        broken = run("coordinator", "submit", str(spec), *control).stdout.strip()
+        ended = cluster.wait_for("run_ended", run_id=broken)
+        assert ended["outcome"] == "failed"
+        assert "no luck today" in ended["reason"]
+        good = run("coordinator", "submit", str(RUNS / "regress.yaml"), *control).stdout.strip()
+        assert cluster.wait_for("run_ended", run_id=good)["outcome"] == "finished"
+        assert worker.poll() is None
+
+
 def test_gpus_starts_one_process_for_each(tmp_path):
     spec = tmp_path / "run.yaml"
     spec.write_text("task: scripted\nsteps: 3\nbatch: {samples: 4, microbatch: 1}\n")

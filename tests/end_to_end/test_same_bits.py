@@ -172,6 +172,20 @@ def test_unlike_instruction_sets_keep_equal_replicas(tmp_path):
     assert result["exact"] is False
 
 
+def test_a_run_is_mixed_also_when_the_unlike_came_one_after_the_other(tmp_path):
+    with Cluster(
+        tmp_path, "--expect-workers", "1", "--run", str(RUNS / "digits.yaml"), *DIGITS
+    ) as cluster:
+        first = cluster.worker(
+            "w0", "--backend", "cpu", environment={"ATEN_CPU_CAPABILITY": "avx2"}
+        )
+        cluster.wait_for("committed", step=5)
+        first.kill()
+        cluster.wait_for("worker_lost", worker="w0")
+        cluster.worker("w1", "--backend", "cpu", environment={"ATEN_CPU_CAPABILITY": "default"})
+        assert cluster.result()["exact"] is False
+
+
 def test_required_exactness_refuses_the_unlike_worker(tmp_path):
     with Cluster(
         tmp_path, "--expect-workers", "1", "--run", str(RUNS / "regress.yaml"),

@@ -1,0 +1,16 @@
+"""A user's own task with a fault in it: it has all that a task must have, but cannot be made."""
+
+from __future__ import annotations
+
+from protocol.run_spec import RunSpec
+
+
+class Broken:
+    def __init__(self, spec: RunSpec) -> None:
+        raise KeyError(f"no luck today with {spec.name}")
+
+    def initial_parameters(self) -> None: ...
+
+    def batch(self, samples: object) -> None: ...
+
+    def evaluation_batch(self, part: int) -> None: ...
