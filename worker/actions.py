@@ -24,10 +24,11 @@ class Transmit:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Build a run's task."""
+    """Build a run's task; `keep` the state that the replica has of this very run."""
 
     run_id: str
     spec: RunSpec
+    keep: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,14 @@ class Compute:
 @dataclass(frozen=True, slots=True)
 class CancelWork:
     """Abandon every node and evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class CancelNode:
+    """Abandon this node: another worker has computed it."""
+
+    place: Place
+    node: Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +116,6 @@ class Leave:
 
 
 Action = (
-    Transmit | Build | Expect | Compute | CancelWork | Apply | LoadChunk | Restore | Evaluate
-    | CopyState | Tell | Leave
+    Transmit | Build | Expect | Compute | CancelWork | CancelNode | Apply | LoadChunk | Restore
+    | Evaluate | CopyState | Tell | Leave
 )  # fmt: skip

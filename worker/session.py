@@ -46,6 +46,7 @@ from worker.actions import (
     Action,
     Apply,
     Build,
+    CancelNode,
     CancelWork,
     Compute,
     CopyState,
@@ -68,11 +69,15 @@ class Session:
         name: The name the coordinator gave.
         epoch: The coordinator's epoch.
         step: Steps this replica has taken, or is about to have taken.
+
+    Args:
+        epochs: The newest epoch seen of each run, kept from one connection to the next.
     """
 
-    def __init__(self, lowest_epoch: int = 0) -> None:
+    def __init__(self, epochs: dict[str, int] | None = None) -> None:
         self.name = ""
-        self.epoch = lowest_epoch
+        self.epoch = 0
+        self._epochs = {} if epochs is None else epochs
         self.step = 0
         self.run_id = ""
         self._place: Place | None = None
@@ -85,11 +90,6 @@ class Session:
 
     def welcome(self, message: Welcome) -> list[Action]:
         """The handshake is done."""
-        if message.epoch < self.epoch:
-            raise OutOfPlace(
-                f"expected a coordinator of epoch {self.epoch} or later, got {message.epoch}: "
-                "an older coordinator must not write here"
-            )
         self.name, self.epoch = message.worker, message.epoch
         return [Tell(f"joined as {self.name!r}; waiting for a run")]
 
@@ -116,8 +116,7 @@ class Session:
             case Assign():
                 return self._assign(message)
             case Cancel():
-                self._nodes.difference_update(Node(lo, hi) for lo, hi in message.nodes)
-                return []
+                return self._cancel(message)
             case AveragedBlockGradient() | AveragedNonBlockGradient():
                 assert body is not None
                 self._averaged(message, body.view("<f4"))
@@ -188,7 +187,13 @@ class Session:
     # A run's start.
 
     def _start_run(self, message: StartRun, body: Body) -> list[Action]:
-        self._check_epoch(message.epoch)
+        newest = self._epochs.get(message.run_id, 0)
+        if message.epoch < newest:
+            raise OutOfPlace(
+                f"expected a coordinator of epoch {newest} or later for run {message.run_id}, got "
+                f"{message.epoch}: an older coordinator must not go on with it"
+            )
+        self.epoch = self._epochs[message.run_id] = message.epoch
         spec = parse_run_spec_bytes(body.tobytes())
         self.run_id, self._built, self.step = message.run_id, False, 0
         self._place = None
@@ -197,7 +202,7 @@ class Session:
         return [
             CancelWork(),
             Tell(f"run {message.run_id}: building the task {spec.task!r}"),
-            Build(message.run_id, spec),
+            Build(message.run_id, spec, keep=message.step > 0),
         ]
 
     def _task_built(self, event: engine.Built) -> list[Action]:
@@ -205,11 +210,13 @@ class Session:
             # The second comes where a connection was lost while its task was being built.
             return []
         manifest: Manifest = event.task.manifest
-        self._blocks, self._built = manifest.blocks, True
+        self._blocks, self._built, self.step = manifest.blocks, True, event.step
         ready = Ready(
             run_id=self.run_id,
             backend=event.backend,
             device=event.device,
+            initial_digest=event.initial_digest,
+            step=event.step,
             state_digest=event.state_digest,
             signature=event.signature,
             signature_text=event.signature_text,
@@ -279,6 +286,15 @@ class Session:
         if Place(message.step, message.attempt) != self._place:
             return []
         return self._take(message.nodes)
+
+    def _cancel(self, message: Cancel) -> list[Action]:
+        self._check_epoch(message.epoch)
+        place = Place(message.step, message.attempt)
+        if place != self._place:
+            return []
+        nodes = {Node(lo, hi) for lo, hi in message.nodes} & self._nodes
+        self._nodes -= nodes
+        return [CancelNode(place, node) for node in sorted(nodes)]
 
     def _take(self, nodes: tuple[tuple[int, int], ...]) -> list[Action]:
         assert self._place is not None
