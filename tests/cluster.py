@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import signal
@@ -76,14 +77,12 @@ class Cluster:
         self.workers[name] = process
         return process
 
-    def wait_for(self, event: str, **fields: object) -> dict[str, Any]:
-        """The first event of this kind with these fields, from the beginning on."""
+    def wait_for(self, event: str, nth: int = 1, **fields: object) -> dict[str, Any]:
+        """The first (or nth) event of this kind with these fields, from the beginning on."""
 
         def found() -> dict[str, Any] | None:
-            for each in self._events:
-                if each["event"] == event and fields.items() <= each.items():
-                    return each
-            return None
+            fitting = (e for e in self.every(event) if fields.items() <= e.items())
+            return next(itertools.islice(fitting, nth - 1, None), None)
 
         with self._changed:
             self._changed.wait_for(lambda: found() or self._ended(), PATIENCE_S)

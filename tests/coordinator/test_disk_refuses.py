@@ -79,6 +79,7 @@ async def test_a_full_disk(tmp_path, reference, free_kib):
                 assert "No space left" in ended["reason"]
                 assert not live.every("committed")
                 return
+            assert live.service.finished is not None
             result = dict(live.service.finished.result)
         assert halts
         assert result["weights_digest"] == reference["weights_digest"]

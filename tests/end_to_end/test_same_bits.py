@@ -138,7 +138,7 @@ def test_a_worker_joins_in_the_middle(tmp_path, reference_directory):
 
 
 def test_others_go_on_without_a_stopped_worker_and_it_comes_back(tmp_path, reference_directory):
-    longer = ("--set", "steps=1000", "--set", "evaluate_every=0")
+    longer = ("--set", "steps=300", "--set", "evaluate_every=0")
     alone = undisturbed(reference_directory / "longer", "digits.yaml", *longer)
     with Cluster(
         tmp_path, "--expect-workers", "2", "--run", str(RUNS / "digits.yaml"), *longer

@@ -1,0 +1,91 @@
+"""Real links that are cut without a word: half-open connections are noticed, nothing is lost."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.cluster import RUNS, Cluster
+from tests.network_hosts import Network, network
+
+JOB = ("--run", str(RUNS / "digits.yaml"), "--set", "steps=400", "--set", "evaluate_every=0")
+NOTICED_WITHIN_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("reference")
+    with Cluster(directory, "--expect-workers", "1", *JOB) as cluster:
+        cluster.worker("w0", "--backend", "cpu")
+        return cluster.result()
+
+
+class Split:
+    """A coordinator and workers on hosts of their own."""
+
+    def __init__(self, hosts: Network, cluster: Cluster, workers: int) -> None:
+        self.hosts = hosts
+        self.cluster = cluster
+        for number in range(workers):
+            name = f"w{number}"
+            cluster.workers[name] = hosts.start(
+                name, "worker", "--coordinator", cluster.address["data"], "--name", name,
+                "--backend", "cpu",
+            )  # fmt: skip
+
+
+def split_run(tmp_path, workers, story):
+    """Let the story happen to a run on as many hosts; its result."""
+    with network("c", *(f"w{number}" for number in range(workers))) as hosts:
+        at = f"{hosts.address('c')}:0"
+
+        def on_coordinator() -> dict[str, Any]:
+            arguments = ("--expect-workers", str(workers), "--bind", at, "--control", at, *JOB)
+            with Cluster(tmp_path, *arguments) as cluster:
+                story(Split(hosts, cluster, workers))
+                return cluster.result()
+
+        return hosts.run_on("c", on_coordinator)
+
+
+def test_a_worker_that_is_cut_off_is_noticed_and_comes_back(tmp_path, reference):
+    def story(split):
+        cluster = split.cluster
+        cluster.wait_for("committed", step=20)
+        split.hosts.cut("w1")
+        cut_s = time.monotonic()
+        # The others do not wait for anyone to notice.
+        late = cluster.wait_for("straggler", worker="w1")
+        cluster.wait_for("committed", step=late["step"] + 3)
+        lost = cluster.wait_for("worker_disconnected", worker="w1")
+        assert "silent for" in lost["reason"]
+        assert time.monotonic() - cut_s < NOTICED_WITHIN_S
+        cluster.ask("POST", "/halt", {})
+        split.hosts.mend("w1")
+        cluster.wait_for("worker_ready", worker="w1", nth=2)
+        cluster.ask("POST", "/continue", {})
+
+    result = split_run(tmp_path, 2, story)
+    assert result["weights_digest"] == reference["weights_digest"]
+    assert result["losses"] == reference["losses"]
+
+
+def test_a_coordinator_that_is_cut_off_commits_nothing_and_all_come_back(tmp_path, reference):
+    def story(split):
+        cluster = split.cluster
+        cluster.wait_for("committed", step=20)
+        split.hosts.cut("c")
+        for name in ("w0", "w1"):
+            cluster.wait_for("worker_disconnected", worker=name)
+        step = cluster.ask("GET", "/status")["step"]
+        assert cluster.ask("GET", "/status")["waiting_for"] == "a worker: all have left"
+        split.hosts.mend("c")
+        cluster.wait_for("worker_joined")
+        first = min(each["step"] for each in cluster.every("worker_joined"))
+        assert first == step, "nothing was committed without workers"
+
+    result = split_run(tmp_path, 2, story)
+    assert result["weights_digest"] == reference["weights_digest"]
+    assert result["losses"] == reference["losses"]

@@ -1,0 +1,114 @@
+"""Hosts on one machine: network namespaces on a bridge, whose links a test can cut and mend.
+
+Their addresses are loopback addresses (127.8.0.x), routed over real links: what may listen on
+loopback alone can be reached from another host here, and from nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from tests.cluster import ROOT
+
+T = TypeVar("T")
+_NEW_NETWORK = 0x40000000
+"""CLONE_NEWNET of sched.h."""
+
+
+class Network:
+    """Hosts by name; make one with `network`."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._prefix = f"samestep-{os.getpid()}"
+        self._numbers = {name: number for number, name in enumerate(names, start=1)}
+
+    def address(self, host: str) -> str:
+        """The host's own."""
+        return f"127.8.0.{self._numbers[host]}"
+
+    def cut(self, host: str) -> None:
+        """From now on nothing passes its link, either way; nobody is told."""
+        _ip("-n", self._name("hub"), "link", "set", f"port{self._numbers[host]}", "nomaster")
+
+    def mend(self, host: str) -> None:
+        """Its link is as before."""
+        port = f"port{self._numbers[host]}"
+        _ip("-n", self._name("hub"), "link", "set", port, "master", "bridge")
+
+    def start(self, host: str, module: str, *arguments: str) -> subprocess.Popen[str]:
+        """One of the two commands as a process on that host."""
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self._name(host), sys.executable, "-m", module, *arguments],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run_on(self, host: str, work: Callable[[], T]) -> T:
+        """Do it in a thread of that host; so are the threads and processes that it starts."""
+
+        def enter() -> None:
+            with Path(f"/run/netns/{self._name(host)}").open() as namespace:
+                if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _NEW_NETWORK):
+                    raise OSError(ctypes.get_errno(), "setns")
+
+        with ThreadPoolExecutor(1, initializer=enter) as thread:
+            return thread.submit(work).result()
+
+    def _name(self, host: str) -> str:
+        return f"{self._prefix}-{host}"
+
+    def _set_up(self) -> None:
+        _ip("netns", "add", self._name("hub"))
+        _ip("-n", self._name("hub"), "link", "add", "bridge", "type", "bridge")
+        _ip("-n", self._name("hub"), "link", "set", "bridge", "up")
+        for host, number in self._numbers.items():
+            name, port = self._name(host), f"port{number}"
+            _ip("netns", "add", name)
+            link = ("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
+            _ip("-n", self._name("hub"), *link)
+            self.mend(host)
+            _ip("-n", self._name("hub"), "link", "set", port, "up")
+            for scope in ("all", "eth0"):
+                setting = f"net.ipv4.conf.{scope}.route_localnet=1"
+                _ip("netns", "exec", name, "sysctl", "-qw", setting)
+            _ip("-n", name, "link", "set", "eth0", "up")
+            _ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
+
+    def _tear_down(self) -> None:
+        for host in ("hub", *self._numbers):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _ip("netns", "del", self._name(host))
+
+
+@contextlib.contextmanager
+def network(*names: str) -> Iterator[Network]:
+    """So many hosts on one bridge; skips the test where none can be made."""
+    made = Network(names)
+    try:
+        try:
+            made._set_up()
+        except FileNotFoundError:
+            pytest.skip("no network namespaces here: the command ip is missing (iproute2)")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
+        yield made
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            made._tear_down()
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
