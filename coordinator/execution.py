@@ -24,6 +24,8 @@ from coordinator.actions import (
     Send,
 )
 from coordinator.artifacts import write_json, write_model
+from coordinator.blob_index import BlobIndex
+from coordinator.blob_server import BlobServer
 from coordinator.reduction import Array
 from coordinator.replica_keeper import Applied, ReplicaKeeper
 from coordinator.run import Run
@@ -33,6 +35,7 @@ from protocol.errors import ExitCode, OutOfPlace, RemoteProtocolError
 from protocol.messages import (
     AveragedBlockGradient,
     AveragedNonBlockGradient,
+    BlobRequest,
     Commit,
     EndRun,
     Message,
@@ -70,8 +73,11 @@ class Execution:
         directory: Path,
         watcher: Watcher,
         tracer: Tracer | None = None,
+        *,
+        blobs: BlobIndex | None = None,
     ) -> None:
         self.run = run
+        self._blobs = BlobServer(run.run_id, blobs) if blobs is not None else None
         self.directory = directory
         self.applied: Applied | None = None
         self.outcome: Finish | None = None
@@ -98,6 +104,9 @@ class Execution:
         message, raw = received
         if isinstance(message, StateChunk):
             self._state_chunk(session.name, message, raw)
+            return
+        if isinstance(message, BlobRequest):
+            self._blob_request(session, message)
             return
         body: Array | bytes | None = None
         if raw is not None:
@@ -235,6 +244,14 @@ class Execution:
         if message.last:
             self._state_complete = True
             self._spawn(self._state_loaded(worker))
+
+    def _blob_request(self, session: Session, message: BlobRequest) -> None:
+        if message.run_id != self.run.run_id:
+            return
+        if self._blobs is None:
+            raise OutOfPlace("BlobRequest in a run that names no blobs")
+        if work := self._blobs.request(session.channel, message):
+            self._spawn(work)
 
     async def _state_loaded(self, sender: str) -> None:
         assert self._keeper is not None

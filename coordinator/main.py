@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from coordinator.artifacts import write_json
+from coordinator.blob_index import find_blobs
 from coordinator.console import ProgressConsole, print_outcome
 from coordinator.control import ControlPort
 from coordinator.local_workers import LocalWorkers
@@ -75,7 +76,7 @@ async def _serve(options: Options) -> int:
     ticking = asyncio.create_task(_tick(progress))
     try:
         if options.spec is not None:
-            service.submit(options.spec, options.out)
+            service.submit(options.spec, options.out, await find_blobs(options.spec))
         progress.start()
         await local.start(options.local_workers)
         await _until_over(service, local if options.local_workers else None)

@@ -72,6 +72,7 @@ class Run:
         self.evaluation: Evaluation | None = None
         self.metrics: dict[str, float] = {}
         self.admission: Admission | None = None
+        self.blobs: str | None = None
         self._odd: set[str] = set()
         self._skip_asked = False
         self._drain_asked = False
@@ -93,7 +94,7 @@ class Run:
         if self.phase is RunPhase.OVER:
             return []
         self.members.add(worker)
-        message = StartRun(run_id=self.run_id, epoch=self.epoch)
+        message = StartRun(run_id=self.run_id, epoch=self.epoch, blobs=self.blobs)
         return [Send(worker, message, self.spec.to_bytes())]
 
     def receive(self, worker: str, message: Message, body: Array | bytes | None) -> list[Action]:
@@ -137,9 +138,8 @@ class Run:
         if member is None or self.phase is RunPhase.OVER:
             return []
         self._odd.discard(worker)
-        actions: list[Action] = [
-            Report("worker_lost", {"worker": worker, "reason": reason, "view": self.members.view})
-        ]
+        report = {"worker": worker, "reason": reason, "view": self.members.view}
+        actions: list[Action] = [Report("worker_lost", report)]
         if self.admission is not None:
             actions += self.admission.lost(worker)
         if self.progress is not None:

@@ -17,6 +17,7 @@ from typing import Protocol
 import structlog
 
 from coordinator.artifacts import write_file
+from coordinator.blob_index import BlobIndex
 from coordinator.execution import Execution
 from coordinator.run import Run
 from coordinator.session import Session
@@ -73,7 +74,7 @@ class Service:
         self.known: set[str] = set()
         self.current: Execution | None = None
         self.finished: Execution | None = None
-        self.waiting: deque[tuple[str, RunSpec, Path]] = deque()
+        self.waiting: deque[tuple[str, RunSpec, Path, BlobIndex | None]] = deque()
         self.over = asyncio.Event()
         self.address = settings.bind
         self.started_s = time.monotonic()
@@ -116,8 +117,15 @@ class Service:
         if self._tracer is not None:
             self._tracer.close()
 
-    def submit(self, spec: RunSpec, directory: Path | None = None) -> str:
+    def submit(
+        self, spec: RunSpec, directory: Path | None = None, blobs: BlobIndex | None = None
+    ) -> str:
         """Queue a run; it starts when those before it are over.
+
+        Args:
+            spec: The run.
+            directory: Where its result goes.
+            blobs: The files that it names, here; without them each worker uses its own.
 
         Returns:
             The run's id.
@@ -126,7 +134,7 @@ class Service:
             raise UsageError("the coordinator is draining and takes no more runs")
         run_id = f"{spec.name}-{uuid.uuid4().hex[:8]}"
         target = directory or self.settings.directory / run_id
-        self.waiting.append((run_id, spec, target))
+        self.waiting.append((run_id, spec, target, blobs))
         self._start_next()
         return run_id
 
@@ -224,9 +232,10 @@ class Service:
     def _start_next(self) -> None:
         if self.current is not None or not self.waiting:
             return
-        run_id, spec, directory = self.waiting.popleft()
+        run_id, spec, directory, blobs = self.waiting.popleft()
         run = Run(run_id, spec, self._epoch, self.settings.expect_workers)
-        self.current = Execution(run, self.sessions, directory, self, self._tracer)
+        run.blobs = blobs.digest if blobs is not None else None
+        self.current = Execution(run, self.sessions, directory, self, self._tracer, blobs=blobs)
         self.reported("run_accepted", {"run_id": run_id, "task": spec.task, "steps": spec.steps})
         for session in list(self.sessions.values()):
             self.current.invite(session)

@@ -35,4 +35,13 @@ SAMPLES: Final = 2**40
 EVALUATION_PARTS: Final = 2**24
 NAME_CHARACTERS: Final = 200
 RUN_SPEC_BYTES: Final = 256 * KIB
+
+# Files that a run reads, sent to workers as blobs.
+FILES_PER_RUN: Final = 16_384
+BLOB_BYTES: Final = 2**44
+"""16 TiB: more is no file of a real model or data set."""
+BLOB_NAME_BYTES: Final = 1_024
+BLOB_NAME_PART_BYTES: Final = 255
+UNANSWERED_BLOB_CHUNKS: Final = 4
+"""A worker asks for so many chunks at once, so a slow one holds no more memory than that."""
 WORKERS: Final = 256

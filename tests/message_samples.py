@@ -70,6 +70,8 @@ EXAMPLES: dict[type[Message], Message] = {
         messages.Drain(),
         messages.EndRun(run_id="r", reason="over"),
         messages.Goodbye(reason="bye", retry=False, exit_code=0),
+        messages.BlobRequest(run_id="r", digest=DIGEST, offset=4),
+        messages.BlobChunk(run_id="r", digest=DIGEST, offset=4),
     )
 }  # fmt: skip
 
@@ -80,6 +82,8 @@ def body_for(message: Message) -> Any:
         return None
     if message.body == "document":
         return b'{"a": 1}'
+    if message.body == "bytes":
+        return b"\x00\xffof a file"
     block, chunk = message.block, message.chunk  # type: ignore[attr-defined]
     piece = BLOCKS[block].chunk_slice(chunk)
     return np.arange(piece.stop - piece.start, dtype="<f4")
@@ -127,7 +131,7 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
         "heartbeat_interval_ms": st.integers(10, 60_000),
         "liveness_timeout_ms": st.integers(100, 600_000),
     },
-    messages.StartRun: {"run_id": _small, "epoch": _number},
+    messages.StartRun: {"run_id": _small, "epoch": _number, "blobs": st.none() | _digest},
     messages.Ready: {
         "run_id": _small, "backend": _small, "device": _small, "state_digest": _digest,
         "signature": _digest, "signature_text": _text,
@@ -171,6 +175,8 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
     messages.Goodbye: {
         "reason": _text, "retry": st.booleans(), "exit_code": st.integers(0, 125)
     },
+    messages.BlobRequest: {"run_id": _small, "digest": _digest, "offset": _number},
+    messages.BlobChunk: {"run_id": _small, "digest": _digest, "offset": _number},
 }  # fmt: skip
 
 STRATEGIES = {kind: st.builds(kind, **fields) for kind, fields in _FIELDS.items()}

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from protocol import __version__, limits
@@ -34,6 +35,8 @@ from protocol.trace import Tracer
 from protocol.transport import Channel
 from worker import actions as act
 from worker import engine
+from worker.fetching import FileEvent
+from worker.obtaining import Obtainer
 from worker.session import Session
 
 _FIRST_PAUSE_S: Final = 0.5
@@ -61,6 +64,8 @@ class Client:
         authenticator: Authenticator,
         tell: Callable[[str], None],
         tracer: Tracer | None = None,
+        *,
+        cache: Path | None = None,
     ) -> None:
         self._target = target
         self._authenticator = authenticator
@@ -69,6 +74,7 @@ class Client:
         self._instance = uuid.uuid4().hex
         self._loop = asyncio.get_running_loop()
         self._engine = engine.Engine(toolbox, self._emit, tracer)
+        self._files = Obtainer(self._obtained, cache)
         self._session: Session | None = None
         self._channel: Channel | None = None
         self._epoch = 0
@@ -88,6 +94,7 @@ class Client:
             return await self._serve()
         finally:
             self._engine.close()
+            self._files.close()
 
     def drain(self) -> None:
         """Finish what there is and leave; at once if there is no connection."""
@@ -159,6 +166,7 @@ class Client:
             channel.goodbye("the worker ends", retry=False)
             return "stopped"
         self._engine.cancel()
+        self._files.forget()
         self._channel = None
         return self._lost.result()
 
@@ -236,6 +244,10 @@ class Client:
         except Exception as error:  # noqa: BLE001 -- the coordinator must hear of it, or it waits
             self._do(self._session.result(engine.DeviceFailed(error)))
 
+    def _obtained(self, event: FileEvent) -> None:
+        if self._session is not None and self._channel is not None:
+            self._do(self._session.obtained(event))
+
     def _do(self, actions: Sequence[act.Action]) -> None:
         for action in actions:
             self._do_one(action)
@@ -246,7 +258,7 @@ class Client:
             case act.Transmit():
                 self._transmit(action)
             case act.Build():
-                device.build(action.run_id, action.spec)
+                device.build(action.run_id, action.spec, action.inputs)
             case act.Expect():
                 assert self._channel is not None
                 self._channel.connection.blocks = action.blocks
@@ -264,6 +276,10 @@ class Client:
                 device.evaluate(action.step, action.part)
             case act.CopyState():
                 device.copy_state()
+            case act.Locate() | act.OpenPart() | act.StoreChunk() | act.Assemble():
+                self._files.do(action)
+            case act.DropFiles():
+                self._files.forget()
             case act.Tell():
                 self._tell(action.text)
             case act.Leave():

@@ -127,9 +127,10 @@ class Toolbox(Protocol):
 
 @dataclass(slots=True)
 class _Job:
-    """A built task: kept between runs of the same spec, for it takes seconds to build."""
+    """A built task: kept between runs of the same spec and files, for building takes seconds."""
 
     spec: RunSpec
+    inputs: str
     task: Task
     program: Program
     replica: Replica
@@ -155,9 +156,9 @@ class Engine:
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
 
-    def build(self, run_id: str, spec: RunSpec) -> None:
+    def build(self, run_id: str, spec: RunSpec, inputs: str = "") -> None:
         """Build the task, or take the one that is there; gives Built or BuildFailed."""
-        self._jobs.put(lambda: self._build(run_id, spec))
+        self._jobs.put(lambda: self._build(run_id, spec, inputs))
 
     def compute(self, place: Place, microbatches: int, node: Node) -> None:
         """Compute a node unless cancelled before; gives its BlockSums, then NodeDone."""
@@ -207,9 +208,9 @@ class Engine:
         if self._job is not None:
             self._job.program.close()
 
-    def _build(self, run_id: str, spec: RunSpec) -> None:
+    def _build(self, run_id: str, spec: RunSpec, inputs: str) -> None:
         try:
-            job = self._job_for(spec)
+            job = self._job_for(spec, inputs)
         except SamestepError as error:
             self._emit(BuildFailed(run_id, error))
             return
@@ -236,8 +237,8 @@ class Engine:
             )
         )
 
-    def _job_for(self, spec: RunSpec) -> _Job:
-        if self._job is not None and self._job.spec == spec:
+    def _job_for(self, spec: RunSpec, inputs: str) -> _Job:
+        if self._job is not None and (self._job.spec, self._job.inputs) == (spec, inputs):
             return self._job
         if self._job is not None:
             self._job.program.close()
@@ -249,7 +250,7 @@ class Engine:
         replica, initial = Replica(task.manifest.blocks, spec.optimizer), task.initial_parameters()
         program.load(initial)
         probe = probe_digest(program, example)
-        self._job = _Job(spec, task, program, replica, order, initial, probe)
+        self._job = _Job(spec, inputs, task, program, replica, order, initial, probe)
         return self._job
 
     def _compute(self, generation: int, place: Place, microbatches: int, node: Node) -> None:

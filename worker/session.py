@@ -15,6 +15,7 @@ from protocol.messages import (
     AveragedBlockGradient,
     AveragedGradient,
     AveragedNonBlockGradient,
+    BlobChunk,
     BlockGradientPayload,
     Cancel,
     Commit,
@@ -49,6 +50,7 @@ from worker.actions import (
     CancelWork,
     Compute,
     CopyState,
+    DropFiles,
     Evaluate,
     Expect,
     Leave,
@@ -59,6 +61,7 @@ from worker.actions import (
 )
 from worker.averages import Averages
 from worker.engine import Place
+from worker.fetching import Fetching, FileEvent
 
 
 class Session:
@@ -82,6 +85,7 @@ class Session:
         self._nodes: set[Node] = set()
         self._built = False
         self._draining = False
+        self._fetching: Fetching | None = None
 
     def welcome(self, message: Welcome) -> list[Action]:
         """The handshake is done."""
@@ -105,6 +109,9 @@ class Session:
             case StartRun():
                 assert body is not None
                 return self._start_run(message, body)
+            case BlobChunk():
+                assert body is not None
+                return self._blob_chunk(message, body)
             case StateRequest():
                 self._check_built(message)
                 return [CopyState()]
@@ -132,7 +139,12 @@ class Session:
             case EndRun():
                 self.run_id, self._built, self._place = "", False, None
                 self._nodes.clear()
-                return [CancelWork(), Tell(f"run {message.run_id} is over: {message.reason}")]
+                self._fetching = None
+                return [
+                    CancelWork(),
+                    DropFiles(),
+                    Tell(f"run {message.run_id} is over: {message.reason}"),
+                ]
             case Goodbye():
                 return [CancelWork(), Leave(message.reason, message.retry, message.exit_code)]
             case _:
@@ -194,11 +206,26 @@ class Session:
         self._place = None
         self._averages.clear()
         self._nodes.clear()
+        self._fetching = None
+        if message.blobs is not None:
+            self._fetching = Fetching(message.run_id, spec, message.blobs)
+            return [CancelWork(), DropFiles(), *self._fetching.start()]
         return [
             CancelWork(),
             Tell(f"run {message.run_id}: building the task {spec.task!r}"),
             Build(message.run_id, spec),
         ]
+
+    def _blob_chunk(self, message: BlobChunk, body: Body) -> list[Action]:
+        if message.run_id != self.run_id:
+            return []  # of the run before, whose end crossed the request for it
+        if self._fetching is None:
+            raise OutOfPlace("BlobChunk was not asked for")
+        return self._fetching.chunk(message, body)
+
+    def obtained(self, event: FileEvent) -> list[Action]:
+        """What came of a file action."""
+        return self._fetching.event(event) if self._fetching is not None else []
 
     def _task_built(self, event: engine.Built) -> list[Action]:
         if event.run_id != self.run_id or self._built:
@@ -224,6 +251,8 @@ class Session:
         if event.run_id != self.run_id:
             return []
         reason, exit_code = str(event.error), event.error.exit_code
+        if self._fetching is not None:
+            reason = self._fetching.in_the_users_words(reason)
         if isinstance(event.error, BackendUnavailable):
             # This machine's matter, not the run's: leave, and let the run wait for another.
             goodbye = Goodbye(reason=cut_text(reason), retry=False, exit_code=exit_code)
