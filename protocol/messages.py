@@ -101,7 +101,7 @@ class StartRun(Message):
     body = "document"
     run_id: Small
     epoch: Number
-    blobs: Digest | None = None
+    blobs: Digest | None
 
 
 class Ready(Message):

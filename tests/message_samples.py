@@ -44,7 +44,7 @@ EXAMPLES: dict[type[Message], Message] = {
         messages.Welcome(
             worker="w", epoch=1, heartbeat_interval_ms=1000, liveness_timeout_ms=8000
         ),
-        messages.StartRun(run_id="r", epoch=1),
+        messages.StartRun(run_id="r", epoch=1, blobs=None),
         messages.Ready(
             run_id="r", backend="cpu", device="d", state_digest=DIGEST, signature=DIGEST,
             signature_text="t",

@@ -139,12 +139,8 @@ class Session:
             case EndRun():
                 self.run_id, self._built, self._place = "", False, None
                 self._nodes.clear()
-                self._fetching = None
-                return [
-                    CancelWork(),
-                    DropFiles(),
-                    Tell(f"run {message.run_id} is over: {message.reason}"),
-                ]
+                told = Tell(f"run {message.run_id} is over: {message.reason}")
+                return [CancelWork(), *self._drop_files(), told]
             case Goodbye():
                 return [CancelWork(), Leave(message.reason, message.retry, message.exit_code)]
             case _:
@@ -206,12 +202,13 @@ class Session:
         self._place = None
         self._averages.clear()
         self._nodes.clear()
-        self._fetching = None
+        dropped = self._drop_files()
         if message.blobs is not None:
             self._fetching = Fetching(message.run_id, spec, message.blobs)
-            return [CancelWork(), DropFiles(), *self._fetching.start()]
+            return [CancelWork(), *dropped, *self._fetching.start()]
         return [
             CancelWork(),
+            *dropped,
             Tell(f"run {message.run_id}: building the task {spec.task!r}"),
             Build(message.run_id, spec),
         ]
@@ -222,6 +219,10 @@ class Session:
         if self._fetching is None:
             raise OutOfPlace("BlobChunk was not asked for")
         return self._fetching.chunk(message, body)
+
+    def _drop_files(self) -> list[Action]:
+        fetching, self._fetching = self._fetching, None
+        return [DropFiles()] if fetching is not None else []
 
     def obtained(self, event: FileEvent) -> list[Action]:
         """What came of a file action."""

@@ -35,7 +35,7 @@ def elsewhere(tmp_path) -> dict[str, str]:
     """The environment of a worker whose home is empty."""
     home = tmp_path / "home"
     home.mkdir()
-    kept = {k: "" for k in ("SAMESTEP_CACHE", "CACHE_DIRECTORY", "XDG_CACHE_HOME", "HF_HOME")}
+    kept = dict.fromkeys(("SAMESTEP_CACHE", "CACHE_DIRECTORY", "XDG_CACHE_HOME", "HF_HOME"), "")
     return {**kept, "HOME": str(home)}
 
 
@@ -58,6 +58,7 @@ def test_a_worker_with_nothing_computes_the_same_bits(tmp_path, machine, elsewhe
         away = cluster.worker("w0", "--backend", "cpu", environment=elsewhere, cwd=empty)
         result = cluster.result()
         assert cluster.wait_for_exit(away) == 0
+        assert away.stdout is not None
         told = away.stdout.read()
     assert result["weights_digest"] == expected["weights_digest"]
     assert result["losses"] == expected["losses"]
