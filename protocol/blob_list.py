@@ -7,6 +7,7 @@ a document is made and where it is read.
 
 from __future__ import annotations
 
+import unicodedata
 from typing import Annotated, Literal
 
 from blake3 import blake3
@@ -28,7 +29,7 @@ def name_fault(name: str) -> str:
         return "it is not UTF-8"
     if not name or len(encoded) > limits.BLOB_NAME_BYTES:
         return f"it has not 1 to {limits.BLOB_NAME_BYTES} bytes"
-    if any(character in name for character in "\\\0") or not name.isprintable():
+    if "\\" in name or not all(map(_is_plain, name)):
         return "it has a backslash or a character that cannot be printed"
     parts = name.split("/")
     if any(part in ("", ".", "..") for part in parts):
@@ -36,6 +37,10 @@ def name_fault(name: str) -> str:
     if any(len(part.encode()) > limits.BLOB_NAME_PART_BYTES for part in parts):
         return f"a part of it has more than {limits.BLOB_NAME_PART_BYTES} bytes"
     return ""
+
+
+def _is_plain(character: str) -> bool:
+    return character.isprintable() or unicodedata.category(character) == "Zs"
 
 
 def _plain(name: str) -> str:

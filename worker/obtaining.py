@@ -55,6 +55,7 @@ class Obtainer:
         self._generation = 0
         # From here on in the thread alone.
         self._digests = FileDigests()
+        self._failed = -1
         self._cache: BlobCache | None = None
         self._part: Part | None = None
         self._watched: tuple[str, int, float] = ("", 0, 0.0)
@@ -93,15 +94,17 @@ class Obtainer:
     # In the thread.
 
     def _work(self, generation: int, action: FileAction) -> None:
-        if generation != self._generation:
+        # Chunks that have come are written even so: another attempt goes on behind them.
+        late = generation != self._generation and not isinstance(action, StoreChunk)
+        if late or generation == self._failed:
             return
         event: FileEvent | None
         try:
             event = self._perform(action)
-        except SamestepError as error:
-            event = FilesFailed(error)
         except Exception as error:  # noqa: BLE001 -- the coordinator must hear of it, or it waits
-            event = FilesFailed(DataError(f"the run's files cannot be had: {error!r}"))
+            self._failed = generation
+            reason = f"the run's files cannot be had: {error!r}"
+            event = FilesFailed(error if isinstance(error, SamestepError) else DataError(reason))
         self._loop.call_soon_threadsafe(self._deliver, generation, action, event)
 
     def _perform(self, action: FileAction) -> FileEvent | None:
