@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Final
@@ -41,7 +42,7 @@ class FileDigests:
             status = path.stat()
             if status.st_size != size:
                 return False
-            key = (size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
+            key = _identity(status)
             with self._lock:
                 known, found = self._known.get(path, ((), ""))
             if known != key:
@@ -51,3 +52,18 @@ class FileDigests:
         except OSError:
             return False
         return found == digest
+
+    def remember(self, path: Path, digest: str) -> None:
+        """A file has just been written, and its digest computed on the way."""
+        try:
+            key = _identity(path.stat())
+        except OSError:
+            return
+        with self._lock:
+            self._known[path] = (key, digest)
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    """What changes when a file is edited, replaced or set back by a copy."""
+    times = (status.st_mtime_ns, status.st_ctime_ns)
+    return (status.st_size, *times, status.st_ino, status.st_dev)

@@ -54,8 +54,9 @@ class Part:
         resumed: Whether some of them were there before.
     """
 
-    def __init__(self, fd: int, path: Path, target: Path, size: int) -> None:
+    def __init__(self, fd: int, path: Path, target: Path, size: int, digests: FileDigests) -> None:
         self._fd = fd
+        self._digests = digests
         self._path = path
         self._target = target
         self._size = size
@@ -89,6 +90,7 @@ class Part:
             if right:
                 os.fchmod(self._fd, _WHOLE_MODE)
                 self._path.replace(self._target)
+                self._digests.remember(self._target, self._target.name)
             else:
                 self._path.unlink()
         self.close()
@@ -181,7 +183,7 @@ class BlobCache:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 if _lock(fd) and _is_named(fd, path):
-                    return Part(fd, path, self._path(digest), size)
+                    return Part(fd, path, self._path(digest), size, self._digests)
             except BaseException:
                 os.close(fd)
                 raise

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from protocol.sources import model_source, text_source
-from tests.cluster import RUNS, Cluster
+from tests.cluster import PATIENCE_S, ROOT, RUNS, Cluster
 
 SPAM = "sms-spam.yaml"
 
@@ -69,3 +72,67 @@ def test_a_worker_with_nothing_computes_the_same_bits(tmp_path, machine, elsewhe
     kept = blobs(elsewhere)
     assert {path.suffix for path in kept} == {""}
     assert sum(path.stat().st_size for path in kept) > 80_000_000
+
+
+def corpus(machine: Path) -> None:
+    """A small language model on a directory of texts, some in a directory below."""
+    (machine / "texts/more.d").mkdir(parents=True)
+    for number, name in enumerate(("b.txt", "a.txt", "more.d/z.txt", "more.d-x.txt")):
+        words = " ".join(str(number * k % 97) for k in range(3_000))
+        (machine / "texts" / name).write_text(words)
+    document = yaml.safe_load((RUNS / "small-llama.yaml").read_text())
+    document["data"] |= {"train": "texts", "pattern": "*.txt", "holdout": 0.0, "max_tokens": 32}
+    document |= {"steps": 2, "evaluate_every": 0, "batch": {"samples": 4, "microbatch": 1}}
+    document["tokenizer"] = {"vocab_size": 300}
+    document["model"]["config"] = {
+        "model_type": "llama", "hidden_size": 16, "intermediate_size": 32,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64,
+    }  # fmt: skip
+    (machine / "run.yaml").write_text(yaml.safe_dump(document))
+
+
+def test_a_worker_with_the_files_and_one_without_agree(tmp_path, machine, elsewhere):
+    corpus(machine)
+    arguments = ("--run", "run.yaml")
+    with Cluster(tmp_path / "a", "--expect-workers", "1", *arguments, cwd=machine) as cluster:
+        cluster.worker("w0", "--backend", "cpu", environment=elsewhere, cwd=machine)
+        expected = cluster.result()
+    with Cluster(tmp_path / "b", "--expect-workers", "2", *arguments, cwd=machine) as cluster:
+        cluster.worker("w0", "--backend", "cpu", environment=elsewhere, cwd=machine)
+        cluster.worker("w1", "--backend", "cpu", environment=elsewhere, cwd=tmp_path)
+        result = cluster.result()
+        assert len(cluster.every("worker_ready")) == 2, cluster.events()
+    assert result["weights_digest"] == expected["weights_digest"]
+    assert len(blobs(elsewhere)) == 4
+
+
+def started_alone(machine: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "coordinator", "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
+         "--expect-workers", "1", "--run", "run.yaml", *arguments],
+        cwd=machine, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=PATIENCE_S,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("missing", "line"),
+    [
+        ("spam.csv", "coordinator: expected a data file at 'spam.csv', found none\n"),
+        ("models/minilm", "coordinator: expected a model's directory at './models/minilm', found none\n"),
+    ],
+)  # fmt: skip
+def test_a_missing_file_is_one_line_before_any_worker_is_asked(machine, missing, line):
+    (machine / missing).unlink()
+    done = started_alone(machine, "--set", "model.source=./models/minilm")
+    assert (done.returncode, done.stderr) == (2, line)
+
+
+def test_submitting_a_run_whose_file_is_missing_is_refused(tmp_path, machine):
+    with Cluster(tmp_path / "a", "--expect-workers", "1", cwd=machine) as cluster:
+        document = yaml.safe_load((machine / "run.yaml").read_text())
+        assert "run_id" in cluster.ask("POST", "/submit", {"run": document})
+        document["data"]["train"] = "nowhere.csv"
+        assert cluster.ask("POST", "/submit", {"run": document}) == {
+            "error": "expected a data file at 'nowhere.csv', found none", "exit_code": 2,
+        }  # fmt: skip

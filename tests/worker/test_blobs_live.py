@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.blob_index import BlobIndex, index_blobs
+from coordinator.blob_index import Blob, BlobIndex, index_blobs
 from protocol import limits
+from protocol.blob_list import document_digest
 from protocol.connection import Received
-from protocol.file_digest import file_digest
+from protocol.file_digest import FileDigests, file_digest
 from protocol.messages import BlobChunk, BlobRequest
 from protocol.transport import Channel
 from tests import reading_task
@@ -21,6 +22,8 @@ from tests.durable_run import small_disk
 from tests.event_loop import on_uvloop
 from tests.live_service import LiveService, live_service, scripted_spec
 from worker import actions as act
+from worker import obtaining
+from worker.blob_cache import BlobCache
 from worker.client import Client
 
 SPEC = scripted_spec(task=reading_task.NAME, data={"train": "input.bin"})
@@ -275,6 +278,46 @@ async def test_an_error_in_the_data_names_what_the_run_spec_names(tmp_path, plac
         live.worker("w0", cache=place.cache)
         ended = await live.wait_for("run_ended", run_id=live.service.submit(SPEC, blobs=index))
         assert ended["reason"] == "worker 'w0': 'input.bin' line 1: expected something good"
+
+
+@on_uvloop
+async def test_a_part_that_another_worker_holds_and_does_not_write_is_not_waited_for(
+    tmp_path, place, monkeypatch
+):
+    monkeypatch.setattr(obtaining, "_BUSY_PATIENCE_S", 0.6)
+    index = place.index(content())
+    digest = file_digest(place.file)[1]
+    stalled = BlobCache(place.cache, FileDigests()).open_part(digest, LARGE)
+    assert stalled is not None
+    async with live_service(tmp_path / "out", 1) as live:
+        live.worker("w0", cache=place.cache)
+        run_id = live.service.submit(SPEC, blobs=index)
+        assert await read_by_workers(live, run_id) == digest
+    assert place.cached() == [digest, digest + ".part"]
+    stalled.append(np.frombuffer(content(), np.uint8))
+    assert stalled.finish()
+    assert place.cached() == [digest]
+
+
+@pytest.mark.parametrize("name", ["../../evil", "/evil", "a/../../../evil", "..\\\\evil"])
+@on_uvloop
+async def test_a_coordinator_that_names_a_place_outside_is_left(tmp_path, place, name):
+    honest = place.index(b"evil content")
+    document = honest.listing.to_bytes().replace(b'"input.bin"', f'"{name}"'.encode())
+    assert document != honest.listing.to_bytes()
+    digest = document_digest(document)
+    hostile = BlobIndex(
+        digest, honest.listing, {**honest.blobs, digest: Blob(len(document), document)}
+    )
+    before = sorted(tmp_path.rglob("*"))
+    async with live_service(place.file.parent / "out", 1) as live:
+        worker = recorded(live, place)
+        live.service.submit(SPEC, blobs=hostile)
+        lost = await live.wait_for("worker_lost", worker="w0")
+        assert "a file's name is refused" in lost["reason"]
+        assert worker.offsets == [0]
+    here = [path for path in tmp_path.rglob("*") if "out" not in path.parts]
+    assert sorted(here) == before
 
 
 @on_uvloop
