@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import structlog
 
@@ -24,10 +24,17 @@ from protocol.transport import Channel
 log = structlog.get_logger("coordinator")
 
 _UNREAD_BYTES: Final = (
-    limits.UNANSWERED_BLOB_CHUNKS * (limits.BODY_BYTES + limits.HEADER_BYTES)
+    limits.UNANSWERED_BLOB_BYTES
+    + limits.UNANSWERED_BLOB_CHUNKS * limits.HEADER_BYTES
     + limits.RUN_SPEC_BYTES
 )
 """What may wait for a worker that keeps to its share, its StartRun and heartbeats included."""
+
+
+class _Wanted(NamedTuple):
+    message: BlobRequest
+    blob: Blob
+    nbytes: int
 
 
 class BlobServer:
@@ -36,7 +43,7 @@ class BlobServer:
     def __init__(self, run_id: str, index: BlobIndex) -> None:
         self._run_id = run_id
         self._index = index
-        self._waiting: dict[Channel, deque[BlobRequest]] = {}
+        self._waiting: dict[Channel, deque[_Wanted]] = {}
 
     def request(self, channel: Channel, message: BlobRequest) -> Coroutine[None, None, None] | None:
         """A worker asks for a chunk; gives the work to be spawned, if none is under way for it.
@@ -51,37 +58,33 @@ class BlobServer:
             raise OutOfPlace(
                 f"BlobRequest: expected an offset in {blob.size} bytes, got {message.offset}"
             )
-        waiting = self._waiting.get(channel)
-        unread = len(waiting or ()) * limits.BODY_BYTES + channel.queued_bytes
-        if unread + limits.BODY_BYTES > _UNREAD_BYTES:
-            raise OutOfPlace(
-                f"BlobRequest: more than {limits.UNANSWERED_BLOB_CHUNKS} chunks asked for at once"
-            )
-        if waiting is not None:
-            waiting.append(message)
+        wanted = _Wanted(message, blob, min(limits.BODY_BYTES, blob.size - message.offset))
+        waiting = self._waiting.get(channel, deque())
+        unread = channel.queued_bytes + sum(each.nbytes for each in waiting)
+        if len(waiting) >= limits.UNANSWERED_BLOB_CHUNKS or unread + wanted.nbytes > _UNREAD_BYTES:
+            raise OutOfPlace("BlobRequest: too many chunks asked for at once")
+        waiting.append(wanted)
+        if channel in self._waiting:
             return None
-        self._waiting[channel] = deque((message,))
+        self._waiting[channel] = waiting
         return self._serve(channel)
 
     async def _serve(self, channel: Channel) -> None:
         waiting = self._waiting[channel]
         try:
             while waiting and not channel.closed:
-                message = waiting[0]
-                blob = self._index.blobs[message.digest]
-                channel.send(await asyncio.to_thread(self._chunk, message, blob))
+                channel.send(await asyncio.to_thread(self._chunk, *waiting[0]))
                 waiting.popleft()
         finally:
             del self._waiting[channel]
 
-    def _chunk(self, message: BlobRequest, blob: Blob) -> Encoded:
-        wanted = min(limits.BODY_BYTES, blob.size - message.offset)
+    def _chunk(self, message: BlobRequest, blob: Blob, nbytes: int) -> Encoded:
         body = b""
         try:
-            body = _read(blob, message.offset, wanted)
+            body = _read(blob, message.offset, nbytes)
         except OSError as error:
             log.warning("blob_unreadable", path=str(blob.content), reason=error.strerror)
-        if len(body) < wanted:
+        if len(body) < nbytes:
             log.warning("blob_changed", path=str(blob.content), digest=message.digest)
         chunk = BlobChunk(run_id=self._run_id, digest=message.digest, offset=message.offset)
         return encode(chunk, body)

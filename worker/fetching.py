@@ -95,6 +95,10 @@ class _Asked(NamedTuple):
     file: BlobFile
     offset: int
 
+    @property
+    def nbytes(self) -> int:
+        return min(limits.BODY_BYTES, self.file.size - self.offset)
+
 
 class Fetching:
     """One run's files on one connection."""
@@ -105,7 +109,7 @@ class Fetching:
         self._list_digest = list_digest
         self._listing: BlobList | None = None
         self._asked: deque[_Asked] = deque()
-        self._unwritten = 0
+        self._unwritten: deque[_Asked] = deque()
         self._small: deque[BlobFile] = deque()
         self._large: deque[BlobFile] = deque()
         self._open: BlobFile | None = None
@@ -133,12 +137,13 @@ class Fetching:
             return self._list_came(message, body)
         if not self._asked:
             raise OutOfPlace("BlobChunk was not asked for")
-        file, offset = self._asked.popleft()
+        asked = self._asked.popleft()
+        file, offset = asked
         if (message.digest, message.offset) != (file.digest, offset):
             raise OutOfPlace("BlobChunk: expected the chunks in the order they were asked for")
-        if len(body) != min(limits.BODY_BYTES, file.size - offset):
+        if len(body) != asked.nbytes:
             return self._fail(self._changed(file))
-        self._unwritten += 1
+        self._unwritten.append(asked)
         self._come += len(body)
         return [StoreChunk(file, offset, body), *self._progress(), *self._more()]
 
@@ -157,7 +162,7 @@ class Fetching:
                 self._come += self._missing[event.digest].size
                 return self._have(event.digest)
             case ChunkStored():
-                self._unwritten -= 1
+                self._unwritten.popleft()
                 if event.complete:
                     return self._have(event.digest)
             case BlobDamaged():
@@ -210,20 +215,28 @@ class Fetching:
         if self._open is None and self._large:
             self._open, self._next = self._large.popleft(), -1  # until it is known how much is here
             actions.append(OpenPart(self._open))
-        while len(self._asked) + self._unwritten < limits.UNANSWERED_BLOB_CHUNKS:
-            if self._open is not None and 0 <= self._next < self._open.size:
-                asked = _Asked(self._open, self._next)
-                self._next = min(self._next + limits.BODY_BYTES, self._open.size)
-            elif self._small:
-                asked = _Asked(self._small.popleft(), 0)
+        while (asked := self._next_chunk()) is not None and self._has_room(asked):
+            if asked.file is self._open:
+                self._next += asked.nbytes
             else:
-                break
+                self._small.popleft()
             self._asked.append(asked)
             request = BlobRequest(
                 run_id=self._run_id, digest=asked.file.digest, offset=asked.offset
             )
             actions.append(Transmit(request))
         return actions
+
+    def _next_chunk(self) -> _Asked | None:
+        if self._open is not None and 0 <= self._next < self._open.size:
+            return _Asked(self._open, self._next)
+        return _Asked(self._small[0], 0) if self._small else None
+
+    def _has_room(self, another: _Asked) -> bool:
+        under_way = (*self._asked, *self._unwritten)
+        count = len(under_way) + 1
+        nbytes = sum(each.nbytes for each in under_way) + another.nbytes
+        return count <= limits.UNANSWERED_BLOB_CHUNKS and nbytes <= limits.UNANSWERED_BLOB_BYTES
 
     def _have(self, digest: str) -> list[Action]:
         del self._missing[digest]
@@ -233,7 +246,7 @@ class Fetching:
 
     def _damaged(self, event: BlobDamaged) -> list[Action]:
         file = self._missing[event.digest]
-        self._unwritten -= 1
+        self._unwritten.popleft()
         if not event.resumed:
             return self._fail(self._changed(file))
         self._open = None

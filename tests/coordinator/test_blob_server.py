@@ -116,7 +116,7 @@ async def test_a_worker_that_asks_and_does_not_read_is_refused(tmp_path, index):
         for _ in range(200):
             ask(worker, file_of(index), 0)
         lost = await live.wait_for("worker_lost", worker=worker.name)
-        assert "chunks asked for at once" in lost["reason"]
+        assert "too many chunks asked for at once" in lost["reason"]
 
 
 @on_uvloop

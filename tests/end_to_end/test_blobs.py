@@ -116,15 +116,14 @@ def started_alone(machine: Path, *arguments: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.parametrize(
-    ("missing", "line"),
-    [
-        ("spam.csv", "coordinator: expected a data file at 'spam.csv', found none\n"),
-        ("models/minilm", "coordinator: expected a model's directory at './models/minilm', found none\n"),
-    ],
-)  # fmt: skip
-def test_a_missing_file_is_one_line_before_any_worker_is_asked(machine, missing, line):
+    ("missing", "what"),
+    [("spam.csv", "a data file at 'spam.csv'"), ("models/minilm", "a model's directory at '{}'")],
+)
+def test_a_missing_file_is_one_line_before_any_worker_is_asked(machine, missing, what):
     (machine / missing).unlink()
-    done = started_alone(machine, "--set", "model.source=./models/minilm")
+    source = "./models/minilm"
+    done = started_alone(machine, "--set", f"model.source={source}")
+    line = f"coordinator: expected {what.format(source)}, found none\n"
     assert (done.returncode, done.stderr) == (2, line)
 
 
