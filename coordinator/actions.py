@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from coordinator.log_records import CommitRecord
 from coordinator.reduction import Array
+from coordinator.terms import Terms
 from protocol.errors import ExitCode
 from protocol.manifest import Manifest
 from protocol.messages import Message
@@ -41,16 +43,56 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """The worker has the run's state: it hears broadcasts from now on."""
+    """The worker has the run's state after so many steps, the newest: send it what was broadcast
+    since; it hears broadcasts from now on."""
+
+    worker: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seed:
+    """Send the worker the replica's state and what was broadcast since; then it follows.
+
+    Until it has the state no broadcast may reach it.
+    """
 
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
-class Seed:
-    """Send the worker the replica's state and what was broadcast since; then it follows."""
+class Replay:
+    """Send the worker what it has missed since `step`, from the log; then it follows.
+
+    Where the log does not have it, or its state then was not this one (if it is not known to be
+    right), it is seeded instead.
+    """
 
     worker: str
+    step: int
+    state_digest: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """Make the commit durable; `Run.durable` follows, or `Run.storage_failed`."""
+
+    record: CommitRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Remember:
+    """Keep for a restart what workers were accepted by (see `terms.Terms`)."""
+
+    terms: Terms
+
+
+@dataclass(frozen=True, slots=True)
+class MakeCheckpoint:
+    """Save the state after `step` steps, all of which were committed by actions before this one;
+    `Run.checkpointed` follows, or `Run.storage_failed`."""
+
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,4 +130,7 @@ class Finish:
     exit_code: int
 
 
-Action = Send | Broadcast | Adopt | Follow | Seed | ApplyStep | Dismiss | Report | Finish
+Action = (
+    Send | Broadcast | Adopt | Follow | Seed | Replay | Persist | Remember | MakeCheckpoint
+    | ApplyStep | Dismiss | Report | Finish
+)  # fmt: skip

@@ -5,8 +5,10 @@ Pure.
 
 from __future__ import annotations
 
-from coordinator.actions import Action, Dismiss, Follow, Seed, Send
+from coordinator.actions import Action, Dismiss, Follow, Replay, Seed, Send
+from coordinator.agreement import Agreement
 from coordinator.membership import Member, Membership, MemberState
+from coordinator.terms import Terms
 from protocol.errors import ExitCode
 from protocol.manifest import Manifest
 from protocol.messages import Drain, Message, Ready, StateRequest, Unready
@@ -21,19 +23,40 @@ class Admission:
     """
 
     def __init__(
-        self, run_id: str, exactness: Exactness, members: Membership, manifest: Manifest,
-        first: Ready,
-    ) -> None:  # fmt: skip
+        self, run_id: str, exactness: Exactness, members: Membership, manifest: Manifest
+    ) -> None:
         self.state_known = False
         self._run_id = run_id
         self._exactness = exactness
         self._members = members
         self._manifest = manifest
         self._manifest_digest = manifest.digest()
-        self._signature = first.signature
-        self._initial_digest = first.state_digest
+        self._signature: str | None = None
+        self._initial_digest = ""
         self._uploader: str | None = None
         self._asked: set[str] = set()
+
+    def settle(self, first: Ready) -> None:
+        """The first ready worker settles signature and initial state."""
+        if self._signature is None:
+            self._signature = first.signature
+            self._initial_digest = self._initial_digest or first.initial_digest
+
+    def resume(self, terms: Terms | None) -> None:
+        """The state is known, and so is what was settled before a restart."""
+        self.state_known = True
+        if terms is not None:
+            self._signature, self._initial_digest = terms.signature, terms.initial_digest
+
+    def terms(self, signatures: set[str], *, mixed: bool) -> Terms:
+        """What a restart needs to know, with the signatures of all that have computed."""
+        assert self._signature is not None
+        return Terms(
+            signature=self._signature,
+            initial_digest=self._initial_digest,
+            signatures=tuple(sorted(signatures)),
+            mixed=mixed,
+        )
 
     def refusal(self, manifest: Manifest, ready: Ready) -> str:
         """Why a worker can't take part; empty if it can."""
@@ -47,7 +70,8 @@ class Admission:
                 "the run requires exactness and this worker's numeric signature is another: "
                 f"{ready.signature_text}"
             )
-        if self._exactness == "require" and ready.state_digest != self._initial_digest:
+        known = self._initial_digest
+        if self._exactness == "require" and known and ready.initial_digest != known:
             return "the run requires exactness and this worker's initial weights are others"
         return ""
 
@@ -66,7 +90,7 @@ class Admission:
             Nothing if it is accepted; else the sender is dismissed, and another will be asked.
         """
         sender = self._members.get(self._uploader) if self._uploader is not None else None
-        if sender is not None and sender.state_digest != digest:
+        if sender is not None and sender.initial_digest != digest:
             reason = "the state it sent is not the one whose digest it announced"
             return [Dismiss(sender.name, reason, ExitCode.MISMATCH)]
         self.state_known = True
@@ -93,7 +117,7 @@ class Admission:
 
     def starts_alike(self, member: Member) -> bool:
         """Whether the worker's own initial state is the run's."""
-        return member.state_digest == self._initial_digest
+        return member.initial_digest == self._initial_digest
 
     def admit_ready(self) -> list[Action]:
         """Let every ready worker in: at once, or once it has loaded state 0."""
@@ -103,11 +127,34 @@ class Admission:
             assert member is not None
             if self.starts_alike(member):
                 self._members.activate(member)
-                actions.append(Follow(name))
+                actions.append(Follow(name, 0))
             else:
                 member.state = MemberState.LOADING
                 actions.append(Seed(name))
         return actions
+
+    def take_in(self, member: Member, step: int, agreement: Agreement) -> list[Action]:
+        """A worker is ready while the run goes on: see what its state lacks.
+
+        Args:
+            member: The worker; active afterwards if its state is that after `step` steps.
+            step: Steps committed.
+            agreement: Knows the digests of the newest states.
+        """
+        known = agreement.digest(member.step)
+        trusted = agreement.catching_up and known is None
+        if member.step == step and (member.state_digest == known or trusted):
+            # What is taken on trust is compared once the coordinator's replica is there.
+            if trusted:
+                agreement.owe(member.name)
+                agreement.answer(member.name, step, member.state_digest)
+            self._members.activate(member)
+            return [Follow(member.name, step)]
+        member.state = MemberState.LOADING
+        if 0 < member.step < step and known in (None, member.state_digest):
+            to_compare = member.state_digest if known is None else None
+            return [Replay(member.name, member.step, to_compare)]
+        return [Seed(member.name)]
 
 
 def is_stale(member: Member, message: Message, run_id: str) -> bool:

@@ -2,6 +2,9 @@
 
 Pure. The coordinator's own replica arbitrates: a worker whose digest differs from its is the odd
 one. The next commit waits until everyone who was active at the last one has answered alike.
+
+After a restart the replica takes logged steps again while workers go on. Until it has caught up,
+the workers' answers have to be equal among themselves, for a few steps at most; then it judges.
 """
 
 from __future__ import annotations
@@ -9,40 +12,74 @@ from __future__ import annotations
 from typing import Final
 
 _STEPS_KEPT: Final = 4
+_STEPS_AHEAD: Final = 3
+"""Of a replica that catches up; answers to as many steps must be kept for it to judge."""
 
 
 class Agreement:
-    """Answers by step, and who is still owed for the newest one."""
+    """Answers by step, and who is still owed for the newest one.
 
-    def __init__(self) -> None:
+    Args:
+        step: Steps committed so far.
+        catching_up: Whether the replica has yet to take some of them.
+    """
+
+    def __init__(self, step: int = 0, *, catching_up: bool = False) -> None:
         self._settled: dict[int, str] = {}
         self._answers: dict[int, dict[str, str]] = {}
         self._owed: set[str] = set()
-        self._replica_owed: int | None = None
+        self._newest = step
+        self._replica_owed = catching_up
+        self._behind_since: int | None = step if catching_up else None
+
+    @property
+    def catching_up(self) -> bool:
+        """Whether the replica still takes steps that were committed before a restart."""
+        return self._behind_since is not None
 
     @property
     def reached(self) -> bool:
-        """Whether nobody's answer to the newest commit is missing."""
-        return not self._owed and self._replica_owed is None
+        """Whether the next step may be committed."""
+        if self._behind_since is None:
+            return not self._owed and not self._replica_owed
+        answers = self._answers.get(self._newest, {})
+        digests = {answers.get(worker) for worker in self._owed}
+        ahead = self._newest - self._behind_since
+        return None not in digests and len(digests) <= 1 and ahead < _STEPS_AHEAD
 
     @property
     def waiting_for(self) -> list[str]:
-        """Workers whose answer is missing."""
+        """Workers whose answer is missing, or not yet judged."""
         return sorted(self._owed)
+
+    @property
+    def silent(self) -> list[str]:
+        """Workers that have not answered to the newest step at all."""
+        return sorted(self._owed.difference(self._answers.get(self._newest, {})))
+
+    def digest(self, step: int) -> str | None:
+        """The replica's own digest after so many steps, if it is known still."""
+        return self._settled.get(step)
 
     def expect(self, step: int, workers: list[str]) -> None:
         """A commit went out: these and the replica will have taken `step` steps."""
+        self._newest = step
         self._owed = set(workers)
-        self._replica_owed = step
+        self._replica_owed = True
         for old in [s for s in (*self._settled, *self._answers) if s <= step - _STEPS_KEPT]:
             self._settled.pop(old, None)
             self._answers.pop(old, None)
 
+    def owe(self, worker: str) -> None:
+        """The next commit waits for this worker too."""
+        self._owed.add(worker)
+
     def settle(self, step: int, digest: str) -> None:
         """The replica's own answer."""
         self._settled[step] = digest
-        if self._replica_owed == step:
-            self._replica_owed = None
+        if step == self._newest:
+            self._replica_owed = False
+            self._behind_since = None
 
     def answer(self, worker: str, step: int, digest: str) -> None:
         """A worker's answer."""
@@ -65,5 +102,6 @@ class Agreement:
         answers = self._answers.pop(step, {})
         agreed = sorted(name for name, digest in answers.items() if digest == settled)
         odd = sorted(name for name, digest in answers.items() if digest != settled)
-        self._owed.difference_update(agreed)
+        if step == self._newest:
+            self._owed.difference_update(agreed)
         return agreed, odd

@@ -6,24 +6,14 @@ Everything is written under a temporary name, synced and renamed: a reader never
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save
 
+from coordinator.durable_file import replace_file
 from protocol.manifest import Manifest
 from protocol.replica import Replica
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write, sync and rename into place."""
-    temporary = path.with_name(path.name + ".part")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def write_model(directory: Path, manifest: Manifest, replica: Replica) -> Path:
@@ -44,13 +34,13 @@ def write_model(directory: Path, manifest: Manifest, replica: Replica) -> Path:
         export.names.get(name, name): np.ascontiguousarray(values)
         for name, values in replica.tensors().items()
     }
-    write_file(target / export.weights_file, save(tensors, metadata={"format": "pt"}))
+    replace_file(target / export.weights_file, save(tensors, metadata={"format": "pt"}))
     for name, text in export.files.items():
-        write_file(target / name, text.encode())
+        replace_file(target / name, text.encode())
     return target
 
 
 def write_json(path: Path, document: dict[str, object]) -> None:
     """Save a JSON document, two spaces deep; non-finite numbers are not JSON and not accepted."""
     text = json.dumps(document, indent=2, allow_nan=False)
-    write_file(path, (text + "\n").encode())
+    replace_file(path, (text + "\n").encode())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -38,20 +37,23 @@ class _Wanted(NamedTuple):
 
 
 class BlobServer:
-    """Serves the blobs of one run, and nothing else."""
+    """Serves the blobs of one run, and nothing else; a run may have none."""
 
-    def __init__(self, run_id: str, index: BlobIndex) -> None:
+    def __init__(self, run_id: str, index: BlobIndex | None) -> None:
         self._run_id = run_id
-        self._index = index
+        self._blobs = index.blobs if index is not None else {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[Channel, deque[_Wanted]] = {}
 
-    def request(self, channel: Channel, message: BlobRequest) -> Coroutine[None, None, None] | None:
-        """A worker asks for a chunk; gives the work to be spawned, if none is under way for it.
+    def request(self, channel: Channel, message: BlobRequest) -> None:
+        """A worker asks for a chunk: send it, after those that it has asked for before.
 
         Raises:
             OutOfPlace: It is no chunk of the run's blobs, or too many are on their way.
         """
-        blob = self._index.blobs.get(message.digest)
+        if message.run_id != self._run_id:
+            return  # of the run before: its end crossed the request
+        blob = self._blobs.get(message.digest)
         if blob is None:
             raise OutOfPlace(f"BlobRequest: {message.digest[:12]} is no blob of this run")
         if message.offset > max(blob.size - 1, 0):
@@ -64,10 +66,11 @@ class BlobServer:
         if len(waiting) >= limits.UNANSWERED_BLOB_CHUNKS or unread + wanted.nbytes > _UNREAD_BYTES:
             raise OutOfPlace("BlobRequest: too many chunks asked for at once")
         waiting.append(wanted)
-        if channel in self._waiting:
-            return None
-        self._waiting[channel] = waiting
-        return self._serve(channel)
+        if channel not in self._waiting:
+            self._waiting[channel] = waiting
+            task = asyncio.get_running_loop().create_task(self._serve(channel))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, channel: Channel) -> None:
         waiting = self._waiting[channel]

@@ -85,6 +85,20 @@ class Claim:
                 "coordinator may start there; this one ends"
             )
 
+    def raise_to(self, epoch: int) -> None:
+        """Make this epoch at least as great as one that was found below this directory.
+
+        Raises:
+            UsageError: It cannot be written.
+        """
+        if epoch <= self.epoch:
+            return
+        try:
+            replace_file(self.directory / EPOCH_FILE, json.dumps({"epoch": epoch}).encode())
+        except StorageFailed as error:
+            raise _unusable(self.directory, error) from None
+        self.epoch = epoch
+
     def release(self) -> None:
         """Let others have the directory."""
         os.close(self._lock)

@@ -51,7 +51,16 @@ ExpectWorkers = Annotated[
 Bind = Annotated[
     str, typer.Option(envvar="SAMESTEP_BIND", help="Address for workers; port 0: any free one.")
 ]
-Out = Annotated[Path, typer.Option("--out", "-o", help="Where results go.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", "-o", metavar="DIR", help="Where the run is kept; default: a new one in runs/."
+    ),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with the run in --out, or with those below it.")
+]
+RunPath = Annotated[Path, typer.Argument(metavar="DIR", help="A run's directory.")]
 RunFile = Annotated[
     Path | None, typer.Option(metavar="RUN.yaml", help="Do this one run, then end.")
 ]
@@ -83,7 +92,8 @@ def serve(
     expect_workers: ExpectWorkers = None,
     bind: Bind = DEFAULT_BIND,
     control: Control = DEFAULT_CONTROL,
-    out: Out = Path("runs"),
+    out: Out = None,
+    resume: Resume = False,
     run: RunFile = None,
     task: Task = None,
     model: Model = None,
@@ -109,8 +119,9 @@ def serve(
     options = Options(
         bind=parse_address(bind, "--bind"),
         control=parse_address(control, "--control"),
-        expect_workers=_expected(expect_workers, local_workers),
+        expect_workers=_expected(expect_workers, local_workers, resume=resume),
         out=out,
+        resume=resume,
         spec=run_spec_from(run, ShortForms(task, model, data, num_classes, steps), overrides),
         local_workers=local_workers,
         local_backend=backend,
@@ -122,8 +133,8 @@ def serve(
     raise typer.Exit(main(options))
 
 
-def _expected(expect_workers: int | None, local_workers: int) -> int:
-    """The flag, else torchrun's WORLD_SIZE, else the local workers."""
+def _expected(expect_workers: int | None, local_workers: int, *, resume: bool) -> int:
+    """The flag, else torchrun's WORLD_SIZE, else the local workers, else one if one is enough."""
     if expect_workers is not None:
         return expect_workers
     world = os.environ.get("WORLD_SIZE", "")
@@ -131,8 +142,8 @@ def _expected(expect_workers: int | None, local_workers: int) -> int:
         if not world.isdecimal() or int(world) < 1:
             raise UsageError(f"WORLD_SIZE: expected a whole number above 0, got {world!r}")
         return int(world)
-    if local_workers:
-        return local_workers
+    if local_workers or resume:
+        return max(local_workers, 1)
     raise UsageError("--expect-workers is missing: how many workers are to take part?")
 
 
@@ -189,6 +200,40 @@ def drain(control: Control = DEFAULT_CONTROL) -> None:
     """Finish the step in progress, save, and end."""
     _ask(control, "POST", "/drain", {})
     typer.echo("draining")
+
+
+@app.command()
+def checkpoint(control: Control = DEFAULT_CONTROL) -> None:
+    """Save the present state of the run."""
+    typer.echo(f"saving the state after step {_ask(control, 'POST', '/checkpoint', {})['step']}")
+
+
+@app.command()
+def audit(directory: RunPath) -> None:
+    """Prove from a run's files that its samples counted once, and that every digest fits."""
+    from coordinator.audit import audit as audit_run
+
+    result = audit_run(directory)
+    for line in result.lines():
+        typer.echo(line)
+    raise typer.Exit(ExitCode.OK if result.ok else ExitCode.FAILED)
+
+
+@app.command()
+def report(
+    directory: RunPath,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Default: DIR/report.html.")
+    ] = None,
+) -> None:
+    """Write one HTML page: what was trained, by whom, what went wrong, and what proves it."""
+    from coordinator.audit import audit as audit_run
+    from coordinator.durable_file import replace_file
+    from coordinator.report import report as report_on
+
+    target = output or directory / "report.html"
+    replace_file(target, report_on(directory, audit_run(directory)).encode())
+    typer.echo(str(target))
 
 
 @app.command()

@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from importlib import resources
 from typing import Any, Final, TypeVar
 
@@ -72,6 +73,7 @@ class ControlPort:
         app.router.add_post("/submit", self._submit)
         app.router.add_post("/halt", self._halt)
         app.router.add_post("/continue", self._continue)
+        app.router.add_post("/checkpoint", self._checkpoint)
         app.router.add_post("/drain", self._drain)
         self._runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=1.0)
         await self._runner.setup()
@@ -152,7 +154,7 @@ class ControlPort:
         phases = (RunPhase.TRAINING, RunPhase.EVALUATING)
         if current is None or current.run.phase not in phases:
             return _conflict("no run is in progress")
-        current.command(current.run.halt("halted by the operator"))
+        current.command("halt", lambda: current.run.halt("halted by the operator"))
         return web.json_response({"phase": current.run.phase.value})
 
     async def _continue(self, request: web.Request) -> web.Response:
@@ -160,8 +162,19 @@ class ControlPort:
         current = self._service.current
         if current is None or current.run.phase is not RunPhase.HALTED:
             return _conflict("no run is halted")
-        current.command(current.run.resume(skip_step=continuation.skip_step))
+        skip = continuation.skip_step
+        event = partial(current.run.resume, skip_step=skip)
+        current.command("skip_step" if skip else "continue", event)
         return web.json_response({"phase": current.run.phase.value})
+
+    async def _checkpoint(self, request: web.Request) -> web.Response:
+        """Save the present state; answers once it is asked for, `/events` tells when it is done."""
+        del request
+        current = self._service.current
+        if current is None or not current.run.has_state:
+            return _conflict("no run has a state to save")
+        current.command("checkpoint", current.run.save)
+        return web.json_response({"step": current.run.step})
 
     async def _drain(self, request: web.Request) -> web.Response:
         del request

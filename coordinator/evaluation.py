@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from coordinator.actions import Action, Send
+from coordinator.leases import Leases
 from protocol.manifest import Metric
 from protocol.messages import EvalPlan, EvalResult
 
@@ -22,6 +23,9 @@ class Evaluation:
         self._sums: dict[int, dict[str, float]] = {}
         self._by: dict[int, str] = {}
         self._given: dict[str, set[int]] = {}
+        self._known: set[str] = set()
+        self._leases = Leases()
+        self._longest_gap_ms: float | None = None
 
     def assign(self, workers: Sequence[str]) -> dict[str, tuple[int, int]]:
         """Divide what is nobody's into one range [lo, hi) for each worker."""
@@ -34,6 +38,8 @@ class Evaluation:
             if mine:
                 ranges[worker] = (mine[0], mine[-1] + 1)
                 self._given.setdefault(worker, set()).update(mine)
+                self._known.add(worker)
+                self._leases.sign(worker)
         return ranges
 
     def plan(self, epoch: int, workers: Sequence[str]) -> list[Action]:
@@ -50,7 +56,9 @@ class Evaluation:
         may have been odd.
         """
         fits = message.step == self.step and message.part < self._parts
-        if fits and worker in self._given:
+        if fits and worker in self._known:
+            gap_ms = self._leases.sign(worker)
+            self._longest_gap_ms = max(self._longest_gap_ms or 0.0, gap_ms)
             self._sums.setdefault(message.part, message.sums)
             self._by.setdefault(message.part, worker)
 
@@ -60,9 +68,27 @@ class Evaluation:
         Unless its weights are known to be the run's (`proven`), its answers do not count either.
         """
         self._given.pop(worker, None)
+        self._known.discard(worker)
         if not proven:
             for part in [part for part, by in self._by.items() if by == worker]:
                 del self._by[part], self._sums[part]
+
+    def tick(self, now_ms: float) -> None:
+        """Time goes on."""
+        self._leases.tick(now_ms)
+
+    def release_late(self) -> list[str]:
+        """Workers that take far longer than a part has ever taken, if others are idle.
+
+        Their unanswered parts are nobody's after that, though their answers still count.
+        """
+        waiting = self.waiting_for()
+        late = [w for w in waiting if self._leases.is_over(w, self._longest_gap_ms)]
+        if not self._known.difference(waiting):
+            return []
+        for worker in late:
+            del self._given[worker]
+        return late
 
     def waiting_for(self) -> list[str]:
         """Workers that still owe parts."""

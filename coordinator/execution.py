@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
-
-import numpy as np
+from typing import Literal, Protocol
 
 from coordinator.actions import (
     Action,
@@ -19,24 +16,38 @@ from coordinator.actions import (
     Dismiss,
     Finish,
     Follow,
+    MakeCheckpoint,
+    Persist,
+    Remember,
+    Replay,
     Report,
     Seed,
     Send,
 )
-from coordinator.artifacts import write_json, write_model
-from coordinator.blob_index import BlobIndex
-from coordinator.blob_server import BlobServer
+from coordinator.chronicle import Chronicle
+from coordinator.followers import Followers
+from coordinator.journal_records import Checkpointed, Commanded, Fault
+from coordinator.listener import Listener
+from coordinator.log_records import ChunkPlace
+from coordinator.recovery import Recovery
 from coordinator.reduction import Array
 from coordinator.replica_keeper import Applied, ReplicaKeeper
+from coordinator.result import write_result
 from coordinator.run import Run
+from coordinator.run_storage import RunStorage
 from coordinator.session import Session
-from protocol.connection import Body, Encoded, Received, encode
-from protocol.errors import ExitCode, OutOfPlace, RemoteProtocolError
+from coordinator.state_transfer import send_missed, send_state
+from protocol.connection import Body, Received, encode
+from protocol.errors import (
+    ExitCode,
+    OutOfPlace,
+    RemoteProtocolError,
+    RunFailed,
+    SamestepError,
+    StorageFailed,
+)
 from protocol.messages import (
-    AveragedBlockGradient,
-    AveragedNonBlockGradient,
-    BlobRequest,
-    Commit,
+    AveragedGradient,
     EndRun,
     Message,
     Ready,
@@ -45,12 +56,11 @@ from protocol.messages import (
 )
 from protocol.trace import Tracer, now_us
 
+Command = Literal["submit", "halt", "continue", "skip_step", "checkpoint", "drain"]
 
-class Watcher(Protocol):
+
+class Watcher(Listener, Protocol):
     """Who hears what a run reports, and its end."""
-
-    def reported(self, event: str, fields: Mapping[str, object]) -> None:
-        """Something worth telling."""
 
     def ended(self, execution: Execution) -> None:
         """The run is over and its files are written."""
@@ -70,15 +80,12 @@ class Execution:
         self,
         run: Run,
         sessions: Mapping[str, Session],
-        directory: Path,
+        storage: RunStorage,
         watcher: Watcher,
         tracer: Tracer | None = None,
-        *,
-        blobs: BlobIndex | None = None,
     ) -> None:
         self.run = run
-        self._blobs = BlobServer(run.run_id, blobs) if blobs is not None else None
-        self.directory = directory
+        self.directory = storage.directory.path
         self.applied: Applied | None = None
         self.outcome: Finish | None = None
         self.result: dict[str, object] = {}
@@ -88,12 +95,31 @@ class Execution:
         self._watcher = watcher
         self._tracer = tracer
         self._keeper: ReplicaKeeper | None = None
-        self._followers: set[str] = set()
+        self._storage = storage
+        self._chronicle = Chronicle(run)
+        self._followers = Followers(sessions, run.step)
         self._state_complete = False
-        self._tail: deque[Encoded] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
 
     # Events.
+
+    def take_up_again(self, recovery: Recovery) -> None:
+        """After a restart: workers go on, while the replica takes the logged steps again."""
+        assert recovery.manifest is not None
+        self.started_s = time.monotonic()
+        self._keeper = ReplicaKeeper(recovery.manifest, self.run.spec)
+        self._storage.settle(recovery.manifest, recovery.step)
+        self._spawn(self._catch_up(self._keeper, recovery))
+        self._handle(self.run.take_up_again)
+
+    async def _catch_up(self, keeper: ReplicaKeeper, recovery: Recovery) -> None:
+        self.applied = await keeper.catch_up(recovery)
+        digest = self.applied.state_digest
+        self._do(self.run.replica_applied(self.applied.step, digest))
+
+    def tick(self) -> None:
+        """Time goes on."""
+        self._handle(lambda: self.run.tick(time.monotonic() * 1000))
 
     def invite(self, session: Session) -> None:
         """A free worker: take it into the run."""
@@ -104,9 +130,6 @@ class Execution:
         message, raw = received
         if isinstance(message, StateChunk):
             self._state_chunk(session.name, message, raw)
-            return
-        if isinstance(message, BlobRequest):
-            self._blob_request(session, message)
             return
         body: Array | bytes | None = None
         if raw is not None:
@@ -122,9 +145,22 @@ class Execution:
         self._followers.discard(session.name)
         self._handle(lambda: self.run.lost(session.name, reason))
 
-    def command(self, actions: Sequence[Action]) -> None:
-        """Do what an operator's word led to."""
-        self._handle(lambda: actions)
+    def command(self, command: Command, event: Callable[[], Sequence[Action]]) -> None:
+        """Do what an operator's word leads to."""
+        record = Commanded(epoch=self.run.epoch, step=self.run.step, command=command)
+        self._storage.record([record])
+        self._handle(event)
+
+    def give_up(self, reason: str) -> None:
+        """Nothing more can come: end as failed."""
+        self._handle(lambda: self.run.give_up(reason))
+
+    def storage_failed(self, error: SamestepError) -> None:
+        """The disk refused something that nobody waited for, or is another's now."""
+        if isinstance(error, StorageFailed):
+            self._handle(lambda: self.run.storage_failed(str(error)))
+        else:
+            self.give_up(str(error))
 
     def _handle(self, event: Callable[[], Sequence[Action]]) -> None:
         """Do what an event leads to; an error of our own ends the run as failed, not as hung."""
@@ -136,12 +172,17 @@ class Execution:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        self._watcher.reported("internal_error", {"error": repr(error)})
-        self._do(self.run.give_up(f"internal error: {error!r}"))
+        if isinstance(error, StorageFailed | RunFailed):
+            self.storage_failed(error)
+            return
+        told = str(error) if isinstance(error, SamestepError) else f"internal error: {error!r}"
+        self._watcher.reported("internal_error", {"error": told})
+        self._do(self.run.give_up(told))
 
     # Actions.
 
     def _do(self, actions: Sequence[Action]) -> None:
+        self._storage.record(self._chronicle.records(actions))
         for action in actions:
             match action:
                 case Send():
@@ -153,14 +194,23 @@ class Execution:
                 case ApplyStep():
                     self._spawn(self._apply(action))
                 case Follow():
-                    self._followers.add(action.worker)
+                    self._follow(action.worker, action.step)
                 case Seed():
                     # Until it has the state no commit may reach it: taken with a wrong state, one
                     # would be answered with another odd digest.
                     self._followers.discard(action.worker)
                     self._spawn(self._seed(action.worker))
+                case Replay():
+                    self._spawn(self._replay(action))
+                case Persist():
+                    self._spawn(self._persist(action))
+                case Remember():
+                    self._storage.remember(action.terms)
+                case MakeCheckpoint():
+                    self._spawn(self._save(action.step))
                 case Adopt():
                     self._keeper = ReplicaKeeper(action.manifest, self.run.spec)
+                    self._storage.settle(action.manifest, 0)
                 case Dismiss():
                     self._dismiss(action)
                 case Finish():
@@ -172,19 +222,30 @@ class Execution:
             session.channel.send(encode(action.message, action.body))
 
     def _broadcast(self, action: Broadcast) -> None:
-        encoded = encode(action.message, action.body)
-        for name in sorted(self._followers):
-            session = self._sessions.get(name)
-            if session is not None:
-                session.channel.send(encoded)
-        if isinstance(action.message, AveragedBlockGradient | AveragedNonBlockGradient | Commit):
-            self._tail.append(encoded)
+        message, values = action.message, action.body
+        self._followers.broadcast(message, values)
+        if isinstance(message, AveragedGradient):
+            assert values is not None
+            place = ChunkPlace(
+                message.epoch, message.step, message.attempt, message.block, message.chunk
+            )
+            self._storage.append(place, values)
         if self._tracer is not None:
-            self._tracer.instant(f"send {type(action.message).__name__}", "coordinator")
+            self._tracer.instant(f"send {type(message).__name__}", "coordinator")
+
+    async def _persist(self, action: Persist) -> None:
+        start = now_us()
+        await self._storage.commit(action.record)
+        step = action.record.commit.step
+        if self._tracer is not None:
+            self._tracer.span("sync the log", "log", start, step=step)
+        self._do(self.run.durable(step))
 
     def _report(self, action: Report) -> None:
         if action.event == "started":
             self.started_s = time.monotonic()
+        if action.event == "evaluated":
+            self._storage.keep_metrics(self.run.step, self.run.metrics)
         fields = {"run_id": self.run.run_id, **action.fields}
         self._watcher.reported(action.event, fields)
 
@@ -201,35 +262,64 @@ class Execution:
         if self._tracer is not None:
             self._tracer.span("apply step", "replica", start, step=action.step)
         self.applied = applied
-        while self._tail and _step_of(self._tail[0]) < applied.step:
-            self._tail.popleft()
+        self._followers.forget_before(applied.step)
         self._do(self.run.replica_applied(applied.step, applied.state_digest))
+
+    async def _save(self, step: int) -> None:
+        """Write a checkpoint; the log begins a new segment where it belongs."""
+        assert self._keeper is not None
+        losses = self.run.losses[:step]
+        replica = await self._keeper.snapshot()
+        assert replica.step == step
+        if step:
+            await self._storage.roll()
+        made = await self._storage.save(replica, losses)
+        info = made.info
+        record = Checkpointed(
+            epoch=self.run.epoch, step=step, optimizer_step=info.optimizer_step,
+            weights_digest=info.weights_digest, state_digest=info.state_digest,
+            directory=made.path.name,
+        )  # fmt: skip
+        self._storage.record([record])
+        self._watcher.reported("checkpoint", {"run_id": self.run.run_id, "step": step})
+        self._do(self.run.checkpointed(step))
+
+    def _follow(self, worker: str, step: int) -> None:
+        session = self._sessions.get(worker)
+        if session is not None:
+            self._followers.join(session, step)
 
     async def _seed(self, worker: str) -> None:
         """Send a joiner the state and what was broadcast since; no running worker is disturbed."""
         assert self._keeper is not None
+        assert self.run.manifest is not None
         session = self._sessions.get(worker)
         snapshot = await self._keeper.snapshot()
         if session is None or session.channel.closed or self.outcome is not None:
             return
+        send_state(session.channel, self.run.run_id, self.run.manifest, snapshot)
+        self._followers.join(session, snapshot.step)
+
+    async def _replay(self, action: Replay) -> None:
+        """Send a worker that was away what it has missed; where the log lacks it, everything."""
         assert self.run.manifest is not None
-        pieces = [
-            (part, chunk)
-            for part in snapshot.parts()
-            for chunk in range(self.run.manifest.blocks[part.block].chunks)
-        ]
-        for index, (part, chunk) in enumerate(pieces):
-            piece = self.run.manifest.blocks[part.block].chunk_slice(chunk)
-            message = StateChunk(
-                run_id=self.run.run_id, kind=part.kind, block=part.block, chunk=chunk,
-                step=snapshot.step, optimizer_step=snapshot.optimizer_step,
-                last=index == len(pieces) - 1,
+        session = self._sessions.get(action.worker)
+        if session is None:
+            return
+        try:
+            reached = await send_missed(
+                session.channel, self._storage, self.run.manifest, action,
+                epoch=self.run.epoch, followers=self._followers,
             )  # fmt: skip
-            session.channel.send(encode(message, part.values[piece]))
-        for encoded in self._tail:
-            if _step_of(encoded) >= snapshot.step:
-                session.channel.send(encoded)
-        self._followers.add(worker)
+        except SamestepError as error:
+            reached, reason = None, str(error)
+            self._watcher.reported("log_unreadable", {"error": reason})
+        if session.channel.closed or self.outcome is not None:
+            return
+        if reached is None:
+            await self._seed(action.worker)
+        else:
+            self._followers.join(session, reached)
 
     def _state_chunk(self, worker: str, message: StateChunk, raw: Body | None) -> None:
         if message.run_id != self.run.run_id:
@@ -244,14 +334,6 @@ class Execution:
         if message.last:
             self._state_complete = True
             self._spawn(self._state_loaded(worker))
-
-    def _blob_request(self, session: Session, message: BlobRequest) -> None:
-        if message.run_id != self.run.run_id:
-            return
-        if self._blobs is None:
-            raise OutOfPlace("BlobRequest in a run that names no blobs")
-        if work := self._blobs.request(session.channel, message):
-            self._spawn(work)
 
     async def _state_loaded(self, sender: str) -> None:
         assert self._keeper is not None
@@ -274,40 +356,31 @@ class Execution:
             told = error.strerror if isinstance(error, OSError) else repr(error)
             reason = f"cannot write the result to {str(self.directory)!r}: {told}"
             self.outcome = Finish("failed", reason, ExitCode.FAILED)
+        if self.outcome.outcome == "failed":
+            fault = Fault(
+                epoch=self.run.epoch, step=self.run.step, what="failed",
+                reason=self.outcome.reason[:2000], response="the run can be resumed",
+            )  # fmt: skip
+            self._storage.record([fault])
         message = EndRun(run_id=self.run.run_id, reason=cut_text(self.outcome.reason))
         try:
             for member in self.run.members:
                 self._send(Send(member.name, message))
         finally:
-            self._tail.clear()
+            self._followers.clear()
             if self._keeper is not None:
                 self._keeper.close()
-            self._keeper = None
+            await self._storage.close()
             self._watcher.ended(self)
 
     async def _write(self, action: Finish, ended_s: float) -> None:
-        trained = self.run.manifest is not None and self._keeper is not None
-        if not trained or self.applied is None or action.outcome == "failed":
+        if self._keeper is None or self.applied is None or action.outcome == "failed":
             return
-        assert self._keeper is not None
-        assert self.run.manifest is not None
         replica = await self._keeper.snapshot()
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.model_directory = await asyncio.to_thread(
-            write_model, self.directory, self.run.manifest, replica
+        wall_s = ended_s - (self.started_s or ended_s)
+        self.model_directory, self.result = await write_result(
+            self.run, self._storage, replica, action, wall_s
         )
-        self.result = {
-            "run_id": self.run.run_id,
-            "outcome": action.outcome,
-            "steps": self.run.step,
-            "weights_digest": replica.weights_digest(),
-            "losses": [loss if np.isfinite(loss) else None for loss in self.run.losses],
-            "eval": {name: v if np.isfinite(v) else None for name, v in self.run.metrics.items()},
-            "exact": self.run.progress is not None and not self.run.progress.mixed,
-            "workers": {m.name: m.microbatches for m in self.run.members},
-            "wall_s": round(ended_s - (self.started_s or ended_s), 3),
-        }
-        await asyncio.to_thread(write_json, self.directory / "result.json", self.result)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -323,9 +396,3 @@ class Execution:
         assert self._tracer is not None
         fields = message.model_dump()
         self._tracer.instant(f"receive block {fields['block']}", worker, **fields)
-
-
-def _step_of(encoded: Encoded) -> int:
-    step = getattr(encoded.message, "step", None)
-    assert isinstance(step, int)
-    return step

@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 from coordinator.append_file import AppendFile
 from coordinator.durable_file import (
@@ -41,8 +41,8 @@ from coordinator.log_records import (
     record_buffers,
 )
 from protocol.manifest import Manifest
+from protocol.run_spec import LogMode
 
-LogMode = Literal["full", "checkpoint"]
 SEGMENT_SUFFIX: Final = ".log"
 
 _NAME: Final = re.compile(r"epoch-(\d{6,})-step-(\d{10,})\.log")

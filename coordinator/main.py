@@ -14,15 +14,19 @@ import uvloop
 from rich.console import Console
 from rich.text import Text
 
+from coordinator.accepted_run import unfinished_runs
 from coordinator.artifacts import write_json
-from coordinator.blob_index import find_blobs
+from coordinator.blob_index import index_blobs
 from coordinator.console import ProgressConsole, print_outcome
 from coordinator.control import ControlPort
 from coordinator.local_workers import LocalWorkers
+from coordinator.run_directory import RunDirectory
 from coordinator.service import Service, Settings
 from protocol.allocator import keep_freed_memory
-from protocol.errors import ExitCode, UsageError
+from protocol.errors import ExitCode, StorageFailed, UsageError
 from protocol.run_spec import RunSpec
+
+DEFAULT_OUT = Path("runs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +36,9 @@ class Options:
     bind: tuple[str, int]
     control: tuple[str, int]
     expect_workers: int
-    out: Path
+    out: Path | None
     spec: RunSpec | None
+    resume: bool
     local_workers: int
     local_backend: str
     local_devices: tuple[int, ...]
@@ -55,12 +60,16 @@ def main(options: Options) -> int:
 
 
 async def _serve(options: Options) -> int:
+    directory = options.out or DEFAULT_OUT
+    if options.out is None and options.spec is not None and not options.resume:
+        directory = new_directory(options.spec.name)
+    alone = options.resume and RunDirectory(directory).run_file.exists()
     service = Service(
         Settings(
             bind=options.bind,
             expect_workers=options.expect_workers,
-            directory=options.out,
-            once=options.spec is not None,
+            directory=directory,
+            once=options.spec is not None or alone,
             trace=options.trace,
         )
     )
@@ -68,6 +77,8 @@ async def _serve(options: Options) -> int:
     console = _Console(highlight=False)
     progress = ProgressConsole(service, console)
     service.listeners += [control, progress]
+    if not _queue(options, service, console):
+        return ExitCode.OK
     await service.start()
     await control.start(*options.control)
     _announce(options, service, control, console)
@@ -75,8 +86,6 @@ async def _serve(options: Options) -> int:
     _end_on_signals(service)
     ticking = asyncio.create_task(_tick(progress))
     try:
-        if options.spec is not None:
-            service.submit(options.spec, options.out, await find_blobs(options.spec))
         progress.start()
         await local.start(options.local_workers)
         await _until_over(service, local if options.local_workers else None)
@@ -87,6 +96,36 @@ async def _serve(options: Options) -> int:
         await local.stop()
         await control.stop()
     return _conclude(service, console)
+
+
+def new_directory(name: str) -> Path:
+    """Where a run of this name is kept if the user does not say: the first number that is free."""
+    number = 1
+    while (path := DEFAULT_OUT / f"{name}-{number}").exists():
+        number += 1
+    return path
+
+
+def _queue(options: Options, service: Service, console: Console) -> bool:
+    """Queue what the command line asks for; False if that has finished already."""
+    directory = service.settings.directory
+    if not options.resume:
+        if options.spec is not None:
+            service.submit(options.spec, directory, index_blobs(options.spec))
+        return True
+    if RunDirectory(directory).run_file.exists():
+        if service.take_up(directory, options.spec) is not None:
+            return True
+        console.print(Text(f"the run in {str(directory)!r} has finished; nothing is to be done"))
+        return False
+    if options.spec is not None:
+        service.submit(options.spec, directory, index_blobs(options.spec))
+        return True
+    for found in unfinished_runs(directory):
+        service.take_up(found)
+    if not service.waiting and service.current is None:
+        console.print(Text(f"no unfinished run in {str(directory)!r}; waiting for new ones"))
+    return True
 
 
 class _Console(Console):
@@ -138,10 +177,8 @@ def _announce(options: Options, service: Service, control: ControlPort, console:
     if options.address_file is not None:
         try:
             write_json(options.address_file, {"data": data, "control": page})
-        except OSError as error:
-            raise UsageError(
-                f"--address-file {str(options.address_file)!r} cannot be written: {error.strerror}"
-            ) from None
+        except StorageFailed as error:
+            raise UsageError(f"--address-file: {error}") from None
     for line in (
         f"listening for workers: worker --coordinator {data}",
         f"status: coordinator status --control {page}   (page: http://{page}/)",

@@ -40,6 +40,9 @@ class Member:
     state: MemberState = MemberState.PREPARING
     backend: str = ""
     device: str = ""
+    initial_digest: str = ""
+    step: int = 0
+    """Of the state that it had when it became ready."""
     state_digest: str = ""
     signature: str = ""
     signature_text: str = ""
@@ -47,13 +50,19 @@ class Member:
     """Computed in this run."""
     idle_steps: int = 0
     """Steps in a row in which it was given nothing."""
+    late: bool = False
+    """Whether it was silent for longer than its measured speed explains, and is so still."""
     _measured_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASUREMENTS_KEPT))
+    _answers_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASUREMENTS_KEPT))
+    _gaps_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASUREMENTS_KEPT))
+    _longest_gap_ms: float = 0.0
 
     def now_ready(self, message: Ready) -> None:
         """Its task is built."""
         self.state = MemberState.READY
         self.backend, self.device = message.backend, message.device
-        self.state_digest = message.state_digest
+        self.initial_digest = message.initial_digest
+        self.step, self.state_digest = message.step, message.state_digest
         self.signature, self.signature_text = message.signature, message.signature_text
 
     def ready_report(self) -> Report:
@@ -67,8 +76,32 @@ class Member:
         """Take in a measured time."""
         self._measured_ms.append(ms_per_microbatch)
 
+    def answered(self, ms: float) -> None:
+        """Take in how long it took to apply a step and say so."""
+        self._answers_ms.append(ms)
+
+    def gave_sign(self, gap_ms: float) -> None:
+        """Take in how long nothing was heard of it in a step."""
+        self._longest_gap_ms = max(self._longest_gap_ms, gap_ms)
+
+    def expected_work_ms(self, microbatches: int) -> float | None:
+        """How long it may be silent while it computes a node of so many microbatches."""
+        speed = self.ms_per_microbatch
+        if speed is None:
+            return None
+        gap_ms = median(self._gaps_ms) if self._gaps_ms else 0.0
+        return max(speed * microbatches, gap_ms)
+
+    @property
+    def expected_answer_ms(self) -> float | None:
+        """How long it takes to apply a step."""
+        return median(self._answers_ms) if self._answers_ms else None
+
     def planned(self, microbatches: int) -> None:
         """Note its part of a step; what was measured before a long idle time counts no more."""
+        if self._longest_gap_ms:
+            self._gaps_ms.append(self._longest_gap_ms)
+            self._longest_gap_ms = 0.0
         self.idle_steps = 0 if microbatches else self.idle_steps + 1
         if self.overdue:
             self._measured_ms.clear()
@@ -90,6 +123,7 @@ class Membership:
     def __init__(self) -> None:
         self.view = 0
         self._members: dict[str, Member] = {}
+        self._departed: dict[str, int] = {}
 
     def __iter__(self) -> Iterator[Member]:
         return iter(sorted(self._members.values(), key=lambda member: member.name))
@@ -111,6 +145,8 @@ class Membership:
     def remove(self, name: str) -> Member | None:
         """A worker has left; the view changes if it was active."""
         member = self._members.pop(name, None)
+        if member is not None:
+            self._departed[name] = self._departed.get(name, 0) + member.microbatches
         if member is not None and member.state in (MemberState.ACTIVE, MemberState.DRAINING):
             self.view += 1
         return member
@@ -136,6 +172,13 @@ class Membership:
             for member in self
             if member.state is MemberState.ACTIVE
         }
+
+    def microbatches(self) -> dict[str, int]:
+        """How many each has computed in this run, those that have left included."""
+        counts = dict(self._departed)
+        for member in self:
+            counts[member.name] = counts.get(member.name, 0) + member.microbatches
+        return dict(sorted(counts.items()))
 
     @property
     def signatures(self) -> set[str]:

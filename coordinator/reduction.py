@@ -5,12 +5,15 @@ Pure: arrays in, arrays out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
+from protocol.digest import weights_digest
+from protocol.manifest import Block
 from protocol.tree import Node, parent, root, sibling
 
 Array = NDArray[np.float32]
@@ -31,6 +34,18 @@ def add_floats(left: float, right: float) -> float:
 def is_finite(values: Array) -> bool:
     """Whether no element is NaN or infinite."""
     return bool(np.isfinite(values).all())
+
+
+def block_digest(block: Block, average: Array) -> str:
+    """Digest of one block's averaged gradients, flat float32, by tensor name."""
+    return weights_digest(
+        {tensor.name: average[part].reshape(tensor.shape) for tensor, part in block.slices()}
+    )
+
+
+def averages_digest(block_digests: Iterable[str]) -> str:
+    """BLAKE3 over the hex digests of all blocks in order: what a commit carries."""
+    return blake3("".join(block_digests).encode()).hexdigest()
 
 
 class TreeSum(Generic[T]):

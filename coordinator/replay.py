@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from coordinator.log_records import Array, CommitRecord
-from protocol.digest import weights_digest
-from protocol.manifest import Block
 from protocol.replica import Replica
 
 
@@ -20,14 +18,3 @@ def take(replica: Replica, record: CommitRecord, averages: Sequence[Array] | Non
         assert averages is not None
         replica.apply(averages, commit.scalars)
     assert replica.optimizer_step == record.optimizer_step
-
-
-def averages_digest(averages: Sequence[Array], blocks: tuple[Block, ...]) -> str:
-    """Digest of averaged gradients by tensor name, as commits carry it."""
-    return weights_digest(
-        {
-            tensor.name: average[part].reshape(tensor.shape)
-            for block, average in zip(blocks, averages, strict=True)
-            for tensor, part in block.slices()
-        }
-    )

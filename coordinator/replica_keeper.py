@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from coordinator.recovery import Recovery
 from coordinator.reduction import Array
 from protocol.errors import OutOfPlace
 from protocol.manifest import Manifest
@@ -47,6 +48,20 @@ class ReplicaKeeper:
         piece = self._blocks[message.block].chunk_slice(message.chunk)
         np.copyto(self._replica.parameters[message.block][piece], values)
 
+    async def catch_up(self, recovery: Recovery) -> Applied:
+        """Take the state that a recovery leads to; other calls wait for it.
+
+        Raises:
+            StorageDamaged: The files do not lead to the state they led to.
+            StorageFailed: They cannot be read.
+        """
+
+        def work() -> Applied:
+            self._replica = recovery.replica()
+            return self._digests()
+
+        return await self._in_thread(work)
+
     async def digests(self) -> Applied:
         """Where the replica is now."""
         return await self._in_thread(self._digests)
@@ -65,7 +80,10 @@ class ReplicaKeeper:
 
     async def snapshot(self) -> Replica:
         """A copy, as of all steps applied by calls before this one."""
-        return await self._in_thread(self._replica.copy)
+        return await self._in_thread(self._copy)
+
+    def _copy(self) -> Replica:
+        return self._replica.copy()
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
-
-from pydantic import BaseModel, ConfigDict, Field
 
 from coordinator.checkpoint import (
     checkpoint_path,
@@ -19,20 +16,7 @@ from coordinator.checkpoint import (
 from coordinator.durable_file import remove_temporaries
 from protocol.errors import Mismatch, StorageDamaged, StorageFailed
 from protocol.manifest import Manifest
-
-
-class Retention(BaseModel):
-    """How many checkpoints are kept.
-
-    The best is that with the highest (or lowest, as `better` says) figure of `metric`; without a
-    metric none is.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    keep_last: Annotated[int, Field(ge=1)] = 2
-    metric: str | None = None
-    better: Literal["higher", "lower"] = "higher"
+from protocol.run_spec import CheckpointSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +29,7 @@ class Pruned:
     """The newest checkpoint that is whole; the log is needed from there on."""
 
 
-def best_step(root: Path, retention: Retention, steps: Iterable[int]) -> int | None:
+def best_step(root: Path, retention: CheckpointSpec, steps: Iterable[int]) -> int | None:
     """The checkpoint with the best figure, the earliest of equals; None without any figure."""
     if retention.metric is None:
         return None
@@ -58,7 +42,7 @@ def best_step(root: Path, retention: Retention, steps: Iterable[int]) -> int | N
     return max(figures, key=lambda step: (figures[step], -step), default=None)
 
 
-def prune(root: Path, run_id: str, manifest: Manifest, retention: Retention) -> Pruned:
+def prune(root: Path, run_id: str, manifest: Manifest, retention: CheckpointSpec) -> Pruned:
     """Remove the checkpoints that the retention does not keep.
 
     The newest one that is whole (every file compared with its hash) is always kept. If none is,

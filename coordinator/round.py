@@ -7,13 +7,20 @@ since everything is summed along the tree; a payload that was there already chan
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
-from blake3 import blake3
 
-from coordinator.reduction import Array, TreeSum, add_arrays, add_floats, is_finite
-from protocol.digest import weights_digest
+from coordinator.reduction import (
+    Array,
+    TreeSum,
+    add_arrays,
+    add_floats,
+    averages_digest,
+    block_digest,
+    is_finite,
+)
 from protocol.errors import OutOfPlace
 from protocol.manifest import Block
 from protocol.messages import GradientPayload, NodeLoss
@@ -38,6 +45,15 @@ class NonFinite:
     block: str | None
     node: Node
 
+    def place(self) -> dict[str, object]:
+        """Worker, block and microbatches [lo, hi), as far as they are one's."""
+        place: dict[str, object] = {"microbatches": (self.node.lo, self.node.hi)}
+        if self.worker is not None:
+            place["worker"] = self.worker
+        if self.block is not None:
+            place["block"] = self.block
+        return place
+
     def __str__(self) -> str:
         what = "loss" if self.block is None else f"gradient in block {self.block!r}"
         whose = (
@@ -56,9 +72,10 @@ class _Chunk:
 
 @dataclass(slots=True)
 class Share:
-    """What one worker was given in this round."""
+    """What one worker was given in this round, and what of it is still to come from it."""
 
     nodes: list[Node] = field(default_factory=list)
+    pending: list[Node] = field(default_factory=list)
 
     @property
     def microbatches(self) -> int:
@@ -71,6 +88,7 @@ class Round:
     Attributes:
         averages: One flat array per block; complete in the end.
         shares: Nodes by worker, for workers that have not left.
+        begun: Whether nodes were given to anyone.
         tainted: Whether something in it may stem from weights that nobody has compared.
     """
 
@@ -84,6 +102,7 @@ class Round:
         self.shares: dict[str, Share] = {}
         self.tainted = False
         self.averages = [np.empty(block.elements, np.float32) for block in blocks]
+        self.begun = False
         self._delivered: set[str] = set()
         self._blocks = blocks
         self._chunks = [
@@ -98,7 +117,10 @@ class Round:
 
     def assign(self, worker: str, nodes: tuple[Node, ...]) -> None:
         """These nodes are now the worker's to compute."""
-        self.shares.setdefault(worker, Share()).nodes.extend(nodes)
+        self.begun = True
+        share = self.shares.setdefault(worker, Share())
+        share.nodes.extend(nodes)
+        share.pending.extend(nodes)
 
     def payload(
         self, worker: str, message: GradientPayload, values: Array
@@ -132,7 +154,9 @@ class Round:
         Raises:
             OutOfPlace: No such node, or not this worker's.
         """
-        self._check_place(worker, message.node)
+        share = self._check_place(worker, message.node)
+        if message.node in share.pending:
+            share.pending.remove(message.node)
         if self._losses.covers(message.node):
             return False
         if not math.isfinite(message.loss_sum):
@@ -168,23 +192,23 @@ class Round:
         """BLAKE3 over the hex digests of the blocks, in block order; the round is complete."""
         assert self.complete
         self._summarise()
-        digests = (self._digests[block] for block in range(len(self._blocks)))
-        return blake3("".join(digests).encode()).hexdigest()
+        return averages_digest(self._digests[block] for block in range(len(self._blocks)))
 
     def unfinished(self, worker: str) -> tuple[Node, ...]:
         """The worker's microbatches of which anything is missing, as nodes."""
         share = self.shares.get(worker)
         if share is None:
             return ()
-        missing = {leaf for node in share.nodes for leaf in self._missing(node)}
+        missing = {leaf for node in share.pending for leaf in self._missing(node)}
         return cover(sorted(missing), self.microbatches)
 
-    def unassigned(self) -> tuple[Node, ...]:
-        """Microbatches that are missing and nobody's."""
+    def unassigned(self, ignoring: Collection[str] = ()) -> tuple[Node, ...]:
+        """Microbatches that are missing and nobody's, or only of those to be ignored."""
         taken = {
             leaf
-            for share in self.shares.values()
-            for node in share.nodes
+            for worker, share in self.shares.items()
+            if worker not in ignoring
+            for node in share.pending
             for leaf in range(node.lo, node.hi)
         }
         everything = root(self.microbatches)
@@ -200,6 +224,26 @@ class Round:
         """
         self.shares.pop(worker, None)
         self.tainted = self.tainted or (not proven and worker in self._delivered)
+
+    def release(self, worker: str, *, proven: bool) -> None:
+        """The worker is late and what it owes is nobody's; it may be delivered all the same."""
+        share = self.shares.get(worker)
+        if share is not None:
+            share.pending.clear()
+        self.tainted = self.tainted or (not proven and worker in self._delivered)
+
+    def surplus(self) -> dict[str, tuple[Node, ...]]:
+        """Pending nodes that are there already, since others have computed them too.
+
+        They are not pending any more after that.
+        """
+        surplus: dict[str, tuple[Node, ...]] = {}
+        for worker, share in self.shares.items():
+            there = tuple(node for node in share.pending if not self._missing(node))
+            if there:
+                surplus[worker] = there
+                share.pending = [node for node in share.pending if node not in there]
+        return surplus
 
     def _missing(self, node: Node) -> set[int]:
         missing = set(self._losses.missing(node))
@@ -218,18 +262,16 @@ class Round:
             if self._open_chunks[number] or number in self._digests:
                 continue
             average = self.averages[number]
-            named = {
-                tensor.name: average[part].reshape(tensor.shape) for tensor, part in block.slices()
-            }
             self._square_sums[number] = square_sum(average)
-            self._digests[number] = weights_digest(named)
+            self._digests[number] = block_digest(block, average)
 
-    def _check_place(self, worker: str, node: Node) -> None:
+    def _check_place(self, worker: str, node: Node) -> Share:
         if not is_node(node, self.microbatches):
             raise OutOfPlace(f"{node} is no node of a tree over {self.microbatches} microbatches")
         share = self.shares.get(worker)
         if share is None or node not in share.nodes:
             raise OutOfPlace(f"node {node} was not given to worker {worker!r} in this step")
+        return share
 
     def _complete(self, block: int, number: int, total: Array) -> list[Averaged] | NonFinite:
         weight = self._weights.total

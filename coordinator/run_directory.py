@@ -3,6 +3,7 @@
     lock, epoch.json          whose it is (`claim`)
     run.json                  the run's id and its spec
     manifest.json             what the workers agreed on
+    terms.json                what workers were accepted by (`terms`)
     journal.jsonl             what happened (`journal`)
     log/                      averaged gradients since the last checkpoint (`gradient_log`)
     checkpoints/              whole states (`checkpoint`)
@@ -19,7 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.durable_file import remove_temporaries, replace_file, storing
+from pydantic import ValidationError
+
+from coordinator.durable_file import remove_temporaries, replace_file, storing, sync_directory
+from coordinator.terms import Terms
 from protocol.errors import MessageError, Mismatch, StorageDamaged, UsageError
 from protocol.manifest import Manifest
 from protocol.run_spec import RunSpec, parse_run_spec_bytes
@@ -53,6 +57,14 @@ class RunDirectory:
     @property
     def manifest_file(self) -> Path:
         return self.path / "manifest.json"
+
+    @property
+    def files_file(self) -> Path:
+        return self.path / "files.json"
+
+    @property
+    def terms_file(self) -> Path:
+        return self.path / "terms.json"
 
     @property
     def journal(self) -> Path:
@@ -102,6 +114,38 @@ class RunDirectory:
             )
         if known is None:
             replace_file(self.manifest_file, manifest.to_bytes())
+
+    def write_terms(self, terms: Terms) -> None:
+        """Keep what workers were accepted by.
+
+        Raises:
+            StorageFailed: The disk refuses.
+        """
+        replace_file(self.terms_file, terms.model_dump_json().encode())
+
+    def read_terms(self) -> Terms | None:
+        """What workers were accepted by, if any has computed.
+
+        Raises:
+            StorageDamaged: The file holds none.
+            StorageFailed: It cannot be read.
+        """
+        content = _read(self.terms_file)
+        try:
+            return Terms.model_validate_json(content) if content is not None else None
+        except ValidationError as error:
+            raise StorageDamaged(str(self.terms_file), "", str(error)) from None
+
+    def reopen(self) -> None:
+        """The run goes on: it has no result any more.
+
+        Raises:
+            StorageFailed: The disk refuses.
+        """
+        with storing("remove", self.result_file):
+            if self.result_file.exists():
+                self.result_file.unlink()
+                sync_directory(self.path)
 
     def read_run(self) -> StoredRun | None:
         """The run that is there, if any.

@@ -5,27 +5,29 @@ from __future__ import annotations
 import asyncio
 import errno
 import ipaddress
-import json
 import time
 import uuid
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import structlog
 
-from coordinator.artifacts import write_file
+from coordinator.accepted_run import AcceptedRun, begin_run, find_run
 from coordinator.blob_index import BlobIndex
+from coordinator.blob_server import BlobServer
+from coordinator.claim import Claim
 from coordinator.execution import Execution
+from coordinator.listener import Listener
 from coordinator.run import Run
+from coordinator.run_storage import RunStorage
 from coordinator.session import Session
 from protocol import limits
 from protocol.authentication import LoopbackOnly
 from protocol.connection import Connection, Received
-from protocol.errors import ExitCode, OutOfPlace, UsageError
-from protocol.messages import Drain, Heartbeat, Message, Welcome
+from protocol.errors import ExitCode, OutOfPlace, SamestepError, UsageError
+from protocol.messages import BlobRequest, Drain, Heartbeat, Message, Welcome
 from protocol.run_spec import RunSpec
 from protocol.trace import Tracer
 from protocol.transport import Channel
@@ -40,7 +42,7 @@ class Settings:
     Attributes:
         bind: Host and port for workers; port 0 takes a free one.
         expect_workers: How many must be ready before a run starts.
-        directory: Where runs leave their results.
+        directory: Where runs are kept: each in a directory below, or the one run right there.
         once: End after the first run.
     """
 
@@ -49,13 +51,6 @@ class Settings:
     directory: Path
     once: bool
     trace: Path | None = None
-
-
-class Listener(Protocol):
-    """Who hears what happens: the console, the event stream."""
-
-    def reported(self, event: str, fields: Mapping[str, object]) -> None:
-        """Something worth telling."""
 
 
 class Service:
@@ -74,15 +69,17 @@ class Service:
         self.known: set[str] = set()
         self.current: Execution | None = None
         self.finished: Execution | None = None
-        self.waiting: deque[tuple[str, RunSpec, Path, BlobIndex | None]] = deque()
+        self.waiting: deque[AcceptedRun] = deque()
         self.over = asyncio.Event()
         self.address = settings.bind
         self.started_s = time.monotonic()
         self.listeners: list[Listener] = []
         self._joining: set[Session] = set()
         self._server: asyncio.Server | None = None
-        self._ticking: asyncio.Task[None] | None = None
-        self._epoch = 0
+        self._ticking: list[asyncio.Task[None]] = []
+        self._claim: Claim | None = None
+        self._running: AcceptedRun | None = None
+        self._blobs = BlobServer("", None)
         self._draining = False
         self._tracer = Tracer.to_file(settings.trace, "coordinator") if settings.trace else None
 
@@ -90,18 +87,19 @@ class Service:
         """Listen for workers.
 
         Raises:
-            UsageError: The address is taken or not this machine's, or is open to others.
+            UsageError: The directory is another coordinator's, or cannot be used; the address is
+                taken or not this machine's, or is open to others.
         """
         host, port = self.settings.bind
         require_loopback(host, "--bind")
-        self._epoch = _raise_epoch(self.settings.directory)
+        self.claim()
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(self._connection, host, port)
         except OSError as error:
             raise UsageError(bind_failure("--bind", host, port, error)) from None
         self.address = self._server.sockets[0].getsockname()[:2]
-        self._ticking = loop.create_task(self._tick())
+        self._ticking = [loop.create_task(self._beat()), loop.create_task(self._tick())]
 
     async def stop(self) -> None:
         """Say goodbye to everyone and close."""
@@ -112,10 +110,27 @@ class Service:
             session.channel.goodbye("the coordinator ends", retry=False, exit_code=0)
         if self._server is not None:
             self._server.close()
-        if self._ticking is not None:
-            self._ticking.cancel()
+        for task in self._ticking:
+            task.cancel()
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
         if self._tracer is not None:
             self._tracer.close()
+
+    def claim(self, directory: Path | None = None) -> Claim:
+        """Hold a directory; the service's own is held only once.
+
+        Raises:
+            UsageError: It is another coordinator's, or cannot be used.
+        """
+        if self._claim is None:
+            self._claim = Claim.take(self.settings.directory)
+        if directory is None or directory.resolve() == self.settings.directory.resolve():
+            return self._claim
+        claim = Claim.take(directory, above=self._claim.epoch - 1)
+        self._claim.raise_to(claim.epoch)
+        return claim
 
     def submit(
         self, spec: RunSpec, directory: Path | None = None, blobs: BlobIndex | None = None
@@ -124,33 +139,75 @@ class Service:
 
         Args:
             spec: The run.
-            directory: Where its result goes.
+            directory: Where it is kept.
             blobs: The files that it names, here; without them each worker uses its own.
 
         Returns:
             The run's id.
+
+        Raises:
+            UsageError: The directory cannot be used, or holds a run already.
+            StorageFailed: The disk refuses.
         """
         if self._draining:
             raise UsageError("the coordinator is draining and takes no more runs")
         run_id = f"{spec.name}-{uuid.uuid4().hex[:8]}"
-        target = directory or self.settings.directory / run_id
-        self.waiting.append((run_id, spec, target, blobs))
-        self._start_next()
+        claim = self.claim(directory or self.settings.directory / run_id)
+        try:
+            accepted = begin_run(run_id, spec, claim, blobs)
+        except SamestepError:
+            self._release(claim)
+            raise
+        self._queue(accepted)
         return run_id
+
+    def take_up(self, directory: Path, spec: RunSpec | None = None) -> str | None:
+        """Queue the run that a directory holds, to go on with it.
+
+        Args:
+            directory: Its directory.
+            spec: What the run has to be; None for whatever it is.
+
+        Returns:
+            The run's id; None if there is none, or it has finished.
+
+        Raises:
+            SamestepError: It cannot go on; the reason says why.
+        """
+        claim = self.claim(directory)
+        try:
+            accepted = find_run(claim, spec)
+        except SamestepError:
+            self._release(claim)
+            raise
+        if accepted is None:
+            self._release(claim)
+            return None
+        self._queue(accepted)
+        return accepted.stored.run_id
+
+    def _queue(self, accepted: AcceptedRun) -> None:
+        self.waiting.append(accepted)
+        self._start_next()
+
+    def _release(self, claim: Claim) -> None:
+        if claim is not self._claim:
+            claim.release()
 
     def drain(self) -> None:
         """Finish the present step, then end."""
         self._draining = True
-        self.waiting.clear()
+        while self.waiting:
+            self._release(self.waiting.pop().claim)
         if self.current is None:
             self.over.set()
         else:
-            self.current.command(self.current.run.drain())
+            self.current.command("drain", self.current.run.drain)
 
     def give_up(self, reason: str) -> None:
         """End the run in progress as failed, unless it is over."""
         if self.current is not None:
-            self.current.command(self.current.run.give_up(reason))
+            self.current.give_up(reason)
 
     # Sessions.
 
@@ -166,13 +223,14 @@ class Service:
                 # The same process came back before its old connection was seen to be dead.
                 other.channel.abort("the worker has connected again")
                 self._forget(other, "the worker has connected again")
+        assert self._claim is not None
         name, number = wanted, 1
         while name in self.sessions:
             number += 1
             name = f"{wanted[:60]}-{number}"
         return Welcome(
             worker=name,
-            epoch=self._epoch,
+            epoch=self._claim.epoch,
             heartbeat_interval_ms=limits.HEARTBEAT_INTERVAL_MS,
             liveness_timeout_ms=limits.LIVENESS_TIMEOUT_MS,
         )
@@ -196,7 +254,9 @@ class Service:
 
     def receive(self, session: Session, message: Message, received: Received) -> None:
         """A member's message; see `SessionOwner`."""
-        if self.current is not None and session.name in self.current.run.members:
+        if isinstance(message, BlobRequest):
+            self._blobs.request(session.channel, message)
+        elif self.current is not None and session.name in self.current.run.members:
             self.current.receive(session, received)
         elif isinstance(message, Drain):
             session.channel.goodbye("drained", retry=False, exit_code=ExitCode.OK)
@@ -232,13 +292,34 @@ class Service:
     def _start_next(self) -> None:
         if self.current is not None or not self.waiting:
             return
-        run_id, spec, directory, blobs = self.waiting.popleft()
-        run = Run(run_id, spec, self._epoch, self.settings.expect_workers)
-        run.blobs = blobs.digest if blobs is not None else None
-        self.current = Execution(run, self.sessions, directory, self, self._tracer, blobs=blobs)
-        self.reported("run_accepted", {"run_id": run_id, "task": spec.task, "steps": spec.steps})
+        accepted = self.waiting.popleft()
+        stored, epoch = accepted.stored, accepted.claim.epoch
+        self._running = accepted
+        run = Run(
+            stored.run_id, stored.spec, epoch, self.settings.expect_workers, accepted.resumption
+        )
+        self._blobs = BlobServer(stored.run_id, accepted.blobs)
+        run.blobs = accepted.blobs.digest if accepted.blobs is not None else None
+        storage = RunStorage(
+            accepted.directory, stored.run_id, stored.spec, epoch=epoch,
+            guard=accepted.claim.check, failed=self._storage_failed,
+        )  # fmt: skip
+        storage.begin_journal(accepted.first_lines)
+        self.current = Execution(run, self.sessions, storage, self, self._tracer)
+        told = {"run_id": stored.run_id, "task": stored.spec.task, "steps": stored.spec.steps}
+        if accepted.resumption is None:
+            self.reported("run_accepted", told)
+        else:
+            assert accepted.recovery is not None
+            notes = list(accepted.recovery.notes)
+            self.reported("run_resumed", {**told, "step": run.step, "notes": notes})
+            self.current.take_up_again(accepted.recovery)
         for session in list(self.sessions.values()):
             self.current.invite(session)
+
+    def _storage_failed(self, error: SamestepError) -> None:
+        if self.current is not None:
+            self.current.storage_failed(error)
 
     def reported(self, event: str, fields: Mapping[str, object]) -> None:
         """Log once and tell the listeners; see `execution.Watcher`."""
@@ -254,6 +335,8 @@ class Service:
         """A run is over; see `execution.Watcher`."""
         assert execution.outcome is not None
         self.finished, self.current = execution, None
+        assert self._running is not None
+        self._release(self._running.claim)
         outcome = execution.outcome
         fields = {"run_id": execution.run.run_id, "outcome": outcome.outcome}
         self.reported("run_ended", {**fields, "reason": outcome.reason})
@@ -263,6 +346,13 @@ class Service:
             self._start_next()
 
     async def _tick(self) -> None:
+        """Let the run look at its leases."""
+        while True:
+            await asyncio.sleep(limits.TICK_MS / 1000)
+            if self.current is not None:
+                self.current.tick()
+
+    async def _beat(self) -> None:
         """Send heartbeats, and count silent workers as lost."""
         interval_s = limits.HEARTBEAT_INTERVAL_MS / 1000
         last_s = time.monotonic()
@@ -303,15 +393,3 @@ def bind_failure(option: str, host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return f"{option} {host}:{port} is in use; stop what uses it or choose another port"
     return f"{option} {host}:{port} cannot be bound: {error.strerror or error}"
-
-
-def _raise_epoch(directory: Path) -> int:
-    """The coordinator's epoch: one more than at its last start in this directory."""
-    path = directory / "epoch.json"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        last = json.loads(path.read_text())["epoch"] if path.exists() else 0
-        write_file(path, json.dumps({"epoch": last + 1}).encode())
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"--out {str(directory)!r} cannot be used: {error}") from None
-    return int(last) + 1

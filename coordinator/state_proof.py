@@ -8,7 +8,8 @@ from coordinator.checkpoint import Checkpoint, load_replica
 from coordinator.history import History
 from coordinator.log_reader import LoggedStep, LogScan, read_averages, scan_log
 from coordinator.log_records import Array
-from coordinator.replay import averages_digest, take
+from coordinator.reduction import averages_digest, block_digest
+from coordinator.replay import take
 from coordinator.run_directory import RunDirectory, StoredRun
 from protocol.errors import SamestepError
 from protocol.manifest import Manifest
@@ -108,7 +109,8 @@ class StateProof:
         commit, spec = logged.record.commit, self._run.spec
         if averages is None or commit.scalars is None:
             return
-        if averages_digest(averages, self._manifest.blocks) != commit.averages_digest:
+        blocks = zip(self._manifest.blocks, averages, strict=True)
+        if averages_digest(block_digest(*block) for block in blocks) != commit.averages_digest:
             yield "the averaged gradients have not the digest in the commit"
         norm = global_norm([square_sum(average) for average in averages])
         updates = logged.record.optimizer_step

@@ -32,7 +32,7 @@ def status_document(service: Service, now_s: float) -> dict[str, Any]:
         "reason": "no run was submitted",
         "expect_workers": service.settings.expect_workers,
         "address": f"{service.address[0]}:{service.address[1]}",
-        "queued_runs": [run_id for run_id, *_ in service.waiting],
+        "queued_runs": [accepted.stored.run_id for accepted in service.waiting],
         "step": 0,
         "steps": 0,
         "loss": None,

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -22,6 +22,12 @@ from protocol.errors import MessageError
 
 Name = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARACTERS)]
 BlockKind = Literal["block", "non_block"]
+
+RESERVED: Final = frozenset(
+    {"checkpoints", "epoch.json", "journal.jsonl", "lock", "log", "manifest.json", "result.json"}
+    | {"run.json", "terms.json"}
+)
+"""What else lies in a run's directory."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
@@ -132,6 +138,12 @@ class Export(_Frozen):
     weights_file: str = "model.safetensors"
     names: dict[Name, Name] = {}
     files: dict[str, str] = {}
+
+    @model_validator(mode="after")
+    def _own_directory(self) -> Export:
+        if self.directory in RESERVED:
+            raise ValueError(f"{self.directory!r} is a name that a run keeps for itself")
+        return self
 
     @model_validator(mode="after")
     def _plain_names(self) -> Export:

@@ -91,7 +91,7 @@ class Welcome(Message):
 
 
 class StartRun(Message):
-    """Coordinator: build this run's task. Body: the run spec.
+    """Coordinator: build this run's task, of which `step` steps are committed. Body: the spec.
 
     `blobs` is the digest of the list of files that the task reads (`protocol.blob_list`): to be
     asked for like any blob. Without it the worker has all it needs.
@@ -101,17 +101,24 @@ class StartRun(Message):
     body = "document"
     run_id: Small
     epoch: Number
+    step: Number
     blobs: Digest | None
 
 
 class Ready(Message):
-    """Worker: the task is built on this device. Body: the manifest."""
+    """Worker: the task is built on this device. Body: the manifest.
+
+    `initial_digest` is of the state that the task starts from here; `state_digest` of the state
+    that this replica has, after `step` steps: another one if it was in this run before.
+    """
 
     tag = 6
     body = "document"
     run_id: Small
     backend: Small
     device: Small
+    initial_digest: Digest
+    step: Number
     state_digest: Digest
     signature: Digest
     signature_text: Text

@@ -68,6 +68,7 @@ Precision = Literal["float32", "bfloat16"]
 Exactness = Literal["require", "prefer"]
 OptimizerName = Literal["sgd", "momentum", "adamw"]
 ScheduleName = Literal["constant", "linear", "cosine"]
+LogMode = Literal["full", "checkpoint"]
 
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -215,6 +216,22 @@ class OptimizerSpec(_Section):
     warmup_steps: int = Field(0, ge=0)
 
 
+class CheckpointSpec(_Section):
+    """When the whole state is saved, and what of it is kept.
+
+    The newest checkpoint that is whole is always kept, and the best one if `metric` says which.
+    """
+
+    every: int = Field(50, ge=0, description="steps; 0: at the start and the end only")
+    keep_last: Count = Field(2, description="how many of the newest are kept")
+    metric: str | None = Field(None, description="a held-out figure; the best is kept too")
+    better: Literal["higher", "lower"] = Field("higher", description="which figure is the best")
+    keep_log: bool = Field(
+        default=False,
+        description="keep the gradients of every step, so that an audit can replay them all",
+    )
+
+
 class RunSpec(_Section):
     """One training job.
 
@@ -238,6 +255,14 @@ class RunSpec(_Section):
     optimizer: OptimizerSpec = OptimizerSpec()
     steps: Count
     evaluate_every: int = Field(0, ge=0, description="steps; 0: at the end only")
+    log: LogMode = Field(
+        "full",
+        description="full: averaged gradients are kept since the last checkpoint, and a restart "
+        "loses no committed step; checkpoint: they are not, which costs less for large states, "
+        "and a restart does the steps since the last checkpoint again (with the same bits in an "
+        "exact run)",
+    )
+    checkpoint: CheckpointSpec = CheckpointSpec()
     threads: int = Field(1, ge=1, le=256, description="CPU threads of each worker")
 
     @model_validator(mode="after")

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from blake3 import blake3
 
 from coordinator.artifacts import write_model
 from coordinator.checkpoint import write_checkpoint
-from coordinator.gradient_log import GradientLog, LogMode
+from coordinator.gradient_log import GradientLog
 from coordinator.journal import Journal
 from coordinator.journal_records import (
     Checkpointed,
@@ -37,7 +38,7 @@ from protocol.digest import weights_digest
 from protocol.manifest import Block, Export, Manifest, Metric, TensorSpec
 from protocol.messages import Commit
 from protocol.replica import Replica
-from protocol.run_spec import BatchSpec, OptimizerSpec, RunSpec
+from protocol.run_spec import BatchSpec, LogMode, OptimizerSpec, RunSpec
 from protocol.update import global_norm, square_sum, step_scalars
 
 RUN_ID = "made-up-1"
@@ -81,13 +82,13 @@ def averages(step: int, attempt: int = 0) -> list[Array]:
 
 
 def averages_digest(values: list[Array]) -> str:
-    return weights_digest(
-        {
-            tensor.name: array[part].reshape(tensor.shape)
-            for block, array in zip(BLOCKS, values, strict=True)
-            for tensor, part in block.slices()
-        }
-    )
+    digests = [
+        weights_digest(
+            {tensor.name: array[part].reshape(tensor.shape) for tensor, part in block.slices()}
+        )
+        for block, array in zip(BLOCKS, values, strict=True)
+    ]
+    return blake3("".join(digests).encode()).hexdigest()
 
 
 def commit_of(

@@ -143,6 +143,7 @@ class HostileWorker:
     def ready(self, built: Built, **changes: Any) -> Ready:
         fields = {
             "run_id": self.run_id, "backend": built.backend, "device": built.device,
+            "initial_digest": built.initial_digest, "step": built.step,
             "state_digest": built.state_digest, "signature": built.signature,
             "signature_text": built.signature_text,
         }  # fmt: skip

@@ -44,9 +44,10 @@ EXAMPLES: dict[type[Message], Message] = {
         messages.Welcome(
             worker="w", epoch=1, heartbeat_interval_ms=1000, liveness_timeout_ms=8000
         ),
-        messages.StartRun(run_id="r", epoch=1, blobs=None),
+        messages.StartRun(run_id="r", epoch=1, step=0, blobs=None),
         messages.Ready(
-            run_id="r", backend="cpu", device="d", state_digest=DIGEST, signature=DIGEST,
+            run_id="r", backend="cpu", device="d", initial_digest=DIGEST, step=2,
+            state_digest=DIGEST, signature=DIGEST,
             signature_text="t",
         ),
         messages.Unready(run_id="r", reason="no data", exit_code=2),
@@ -131,10 +132,12 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
         "heartbeat_interval_ms": st.integers(10, 60_000),
         "liveness_timeout_ms": st.integers(100, 600_000),
     },
-    messages.StartRun: {"run_id": _small, "epoch": _number, "blobs": st.none() | _digest},
+    messages.StartRun: {
+        "run_id": _small, "epoch": _number, "step": _number, "blobs": st.none() | _digest,
+    },
     messages.Ready: {
-        "run_id": _small, "backend": _small, "device": _small, "state_digest": _digest,
-        "signature": _digest, "signature_text": _text,
+        "run_id": _small, "backend": _small, "device": _small, "initial_digest": _digest,
+        "step": _number, "state_digest": _digest, "signature": _digest, "signature_text": _text,
     },
     messages.Unready: {"run_id": _small, "reason": _text, "exit_code": st.integers(1, 125)},
     messages.StateRequest: {"run_id": _small},

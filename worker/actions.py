@@ -26,11 +26,15 @@ class Transmit:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Build a run's task; `inputs` is the digest of the list of files that it reads."""
+    """Build a run's task; `keep` the state that the replica has of this very run.
+
+    `inputs` is the digest of the list of files that the task reads, if there is one.
+    """
 
     run_id: str
     spec: RunSpec
-    inputs: str = ""
+    keep: bool
+    inputs: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,14 @@ class Compute:
 @dataclass(frozen=True, slots=True)
 class CancelWork:
     """Abandon every node and evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class CancelNode:
+    """Abandon this node: another worker has computed it."""
+
+    place: Place
+    node: Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +162,6 @@ class DropFiles:
 
 FileAction = Locate | OpenPart | StoreChunk | Assemble | DropFiles
 Action = (
-    Transmit | Build | Expect | Compute | CancelWork | Apply | LoadChunk | Restore | Evaluate
-    | CopyState | Tell | Leave | FileAction
+    Transmit | Build | Expect | Compute | CancelWork | CancelNode | Apply | LoadChunk | Restore
+    | Evaluate | CopyState | Tell | Leave | FileAction
 )  # fmt: skip

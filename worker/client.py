@@ -39,8 +39,11 @@ from worker.fetching import FileEvent
 from worker.obtaining import Obtainer
 from worker.session import Session
 
-_FIRST_PAUSE_S: Final = 0.5
-_LONGEST_PAUSE_S: Final = 5.0
+_SHORT_PAUSE_S: Final = 0.25
+"""Between attempts at first: a coordinator that restarts is back within a second or two."""
+_LONG_PAUSE_S: Final = 5.0
+_SHORT_PAUSES_FOR_S: Final = 60.0
+_TELL_EVERY_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ class Client:
         self._files = Obtainer(self._obtained, cache)
         self._session: Session | None = None
         self._channel: Channel | None = None
-        self._epoch = 0
+        self._epochs: dict[str, int] = {}
         self._lost: asyncio.Future[str] = self._loop.create_future()
         self._leaving: act.Leave | None = None
         self._stop = asyncio.Event()
@@ -105,9 +108,8 @@ class Client:
             self._stop.set()
 
     async def _serve(self) -> ExitCode:
-        attempt, since_s = 0, time.monotonic()
+        since_s, told_s = time.monotonic(), -_TELL_EVERY_S
         while not self._stop.is_set():
-            attempt += 1
             reason = await self._attempt()
             leaving = self._leaving
             if leaving is not None and not leaving.retry:
@@ -117,21 +119,24 @@ class Client:
                 raise error_for(leaving.exit_code, leaving.reason)
             if self._draining:
                 return ExitCode.OK
+            now_s = time.monotonic()
             if self._session is not None and self._session.name:
-                attempt, since_s = 1, time.monotonic()
+                since_s, told_s = now_s, -_TELL_EVERY_S
             self._session = None
-            pause_s = min(_FIRST_PAUSE_S * 2 ** (attempt - 1), _LONGEST_PAUSE_S)
-            left_s = self._target.retry_for_s - (time.monotonic() - since_s)
+            left_s = self._target.retry_for_s - (now_s - since_s)
             if left_s <= 0:
                 raise Unreachable(
                     f"no coordinator at {self._target.host}:{self._target.port} "
                     f"for {self._target.retry_for_s:g} s: {reason}"
                 )
-            self._tell(
-                f"{self._target.host}:{self._target.port}: {reason}; trying again in "
-                f"{pause_s:g} s (attempt {attempt}, giving up in {left_s:.0f} s)"
-            )
-            await self._pause(min(pause_s, left_s))
+            if now_s - told_s >= _TELL_EVERY_S:
+                told_s = now_s
+                self._tell(
+                    f"{self._target.host}:{self._target.port}: {reason}; trying again, giving up "
+                    f"in {left_s:.0f} s"
+                )
+            soon = now_s - since_s < _SHORT_PAUSES_FOR_S
+            await self._pause(min(_SHORT_PAUSE_S if soon else _LONG_PAUSE_S, left_s))
         return ExitCode.OK
 
     async def _attempt(self) -> str:
@@ -148,7 +153,7 @@ class Client:
         except OSError as error:
             return error.strerror or str(error)
         self._channel = channel
-        self._session = Session(self._epoch)
+        self._session = Session(self._epochs)
         channel.send(
             Hello(
                 release=__version__,
@@ -207,7 +212,6 @@ class Client:
                 self._prove(channel, message)
             case Welcome():
                 self._do(session.welcome(message))
-                self._epoch = session.epoch
             case Goodbye():
                 self._do(session.receive(message, body))
             case _:
@@ -246,7 +250,7 @@ class Client:
 
     def _obtained(self, event: FileEvent) -> None:
         if self._session is not None and self._channel is not None:
-            self._do(self._session.obtained(event))
+            self._do(self._session.files.event(event))
 
     def _do(self, actions: Sequence[act.Action]) -> None:
         for action in actions:
@@ -258,7 +262,7 @@ class Client:
             case act.Transmit():
                 self._transmit(action)
             case act.Build():
-                device.build(action.run_id, action.spec, action.inputs)
+                device.build(action.run_id, action.spec, keep=action.keep, inputs=action.inputs)
             case act.Expect():
                 assert self._channel is not None
                 self._channel.connection.blocks = action.blocks
@@ -266,6 +270,8 @@ class Client:
                 device.compute(action.place, action.microbatches, action.node)
             case act.CancelWork():
                 device.cancel()
+            case act.CancelNode():
+                device.cancel_node(action.place, action.node)
             case act.Apply():
                 device.apply(action.averages, action.scalars)
             case act.LoadChunk():

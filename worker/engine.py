@@ -42,6 +42,8 @@ class Built:
 
     run_id: str
     manifest: bytes
+    initial_digest: str
+    step: int
     state_digest: str
     signature: str
     signature_text: str
@@ -127,16 +129,20 @@ class Toolbox(Protocol):
 
 @dataclass(slots=True)
 class _Job:
-    """A built task: kept between runs of the same spec and files, for building takes seconds."""
+    """A built task: kept between runs of the same spec, for it takes seconds to build."""
 
     spec: RunSpec
-    inputs: str
+    inputs: str | None
     task: Task
     program: Program
     replica: Replica
     order: SampleOrder
     initial: list[Array]
+    initial_digest: str
     probe_digest: str
+    run_id: str = ""
+    whole: bool = True
+    """Whether the replica is in one state: not while another's is being loaded."""
 
 
 class Engine:
@@ -151,14 +157,20 @@ class Engine:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._job: _Job | None = None
         self._generation = 0
+        self._cancelled: set[tuple[Place, Node]] = set()
         self._digests = ThreadPoolExecutor(1, "digest")
         self._digest: Future[None] | None = None
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
 
-    def build(self, run_id: str, spec: RunSpec, inputs: str = "") -> None:
-        """Build the task, or take the one that is there; gives Built or BuildFailed."""
-        self._jobs.put(lambda: self._build(run_id, spec, inputs))
+    def build(
+        self, run_id: str, spec: RunSpec, *, keep: bool = False, inputs: str | None = None
+    ) -> None:
+        """Build the task, or take the one that is there; gives Built or BuildFailed.
+
+        The replica starts anew, unless it is to keep the state that it has of this run.
+        """
+        self._jobs.put(lambda: self._build(run_id, spec, inputs, keep=keep))
 
     def compute(self, place: Place, microbatches: int, node: Node) -> None:
         """Compute a node unless cancelled before; gives its BlockSums, then NodeDone."""
@@ -168,6 +180,11 @@ class Engine:
     def cancel(self) -> None:
         """Abandon the node in work and those that wait."""
         self._generation += 1
+        self._cancelled = set()
+
+    def cancel_node(self, place: Place, node: Node) -> None:
+        """Abandon this node, and no other."""
+        self._cancelled = {*self._cancelled, (place, node)}
 
     def apply(self, averages: list[Array], scalars: StepScalars | None) -> None:
         """Take the step, or skip it without scalars; gives Applied."""
@@ -208,7 +225,7 @@ class Engine:
         if self._job is not None:
             self._job.program.close()
 
-    def _build(self, run_id: str, spec: RunSpec, inputs: str) -> None:
+    def _build(self, run_id: str, spec: RunSpec, inputs: str | None, *, keep: bool) -> None:
         try:
             job = self._job_for(spec, inputs)
         except SamestepError as error:
@@ -218,9 +235,11 @@ class Engine:
             self._emit(BuildFailed(run_id, DataError(f"the task cannot be built: {error!r}")))
             return
         self._settle_digest()
-        job.replica = Replica(job.task.manifest.blocks, spec.optimizer)
-        job.replica.load_parameters(job.initial)
-        job.program.load(job.replica.parameters)
+        if not (keep and job.run_id == run_id and job.whole):
+            job.replica = Replica(job.task.manifest.blocks, spec.optimizer)
+            job.replica.load_parameters(job.initial)
+            job.program.load(job.replica.parameters)
+            job.run_id, job.whole = run_id, True
         backend = self._toolbox.backend()
         traits = backend.signature(spec.threads)
         text = ", ".join(f"{key} {value}" for key, value in sorted(traits.items()))
@@ -228,6 +247,8 @@ class Engine:
             Built(
                 run_id=run_id,
                 manifest=job.task.manifest.to_bytes(),
+                initial_digest=job.initial_digest,
+                step=job.replica.step,
                 state_digest=job.replica.state_digest(),
                 signature=signature_digest(traits, job.probe_digest),
                 signature_text=cut_text(f"probe {job.probe_digest[:12]}, {text}"),
@@ -237,7 +258,7 @@ class Engine:
             )
         )
 
-    def _job_for(self, spec: RunSpec, inputs: str) -> _Job:
+    def _job_for(self, spec: RunSpec, inputs: str | None) -> _Job:
         if self._job is not None and (self._job.spec, self._job.inputs) == (spec, inputs):
             return self._job
         if self._job is not None:
@@ -250,11 +271,13 @@ class Engine:
         replica, initial = Replica(task.manifest.blocks, spec.optimizer), task.initial_parameters()
         program.load(initial)
         probe = probe_digest(program, example)
-        self._job = _Job(spec, inputs, task, program, replica, order, initial, probe)
+        replica.load_parameters(initial)
+        start = replica.state_digest()
+        self._job = _Job(spec, inputs, task, program, replica, order, initial, start, probe)
         return self._job
 
     def _compute(self, generation: int, place: Place, microbatches: int, node: Node) -> None:
-        if generation != self._generation:
+        if self._is_cancelled(generation, place, node):
             return
         job = self._built()
         start_s, start_us = time.perf_counter(), now_us()
@@ -272,7 +295,7 @@ class Engine:
             stream = job.program.gradients(batch, seed)
             since_us = now_us()
             for item in stream:
-                if generation != self._generation:
+                if self._is_cancelled(generation, place, node):
                     stream.close()
                     return
                 if isinstance(item, Loss):
@@ -292,6 +315,9 @@ class Engine:
             self._tracer.span(f"node {node}", "nodes", start_us, step=place.step)
         self._emit(NodeDone(place, node, loss, (time.perf_counter() - start_s) * 1e3))
 
+    def _is_cancelled(self, generation: int, place: Place, node: Node) -> bool:
+        return generation != self._generation or (place, node) in self._cancelled
+
     def _apply(self, averages: list[Array], scalars: StepScalars | None) -> None:
         job, start_us = self._built(), now_us()
         self._settle_digest()
@@ -307,6 +333,7 @@ class Engine:
     def _restore(self, step: int, optimizer_step: int) -> None:
         job = self._built()
         job.replica.restore(step, optimizer_step)
+        job.whole = True
         job.program.load(job.replica.parameters)
         self._report_digest(job.replica)
 
@@ -329,6 +356,7 @@ class Engine:
     def _load_chunk(self, kind: PartKind, block: int, chunk: int, values: Array) -> None:
         job = self._built()
         self._settle_digest()
+        job.whole = False
         piece = job.task.manifest.blocks[block].chunk_slice(chunk)
         for part in job.replica.parts():
             if part.kind == kind and part.block == block:

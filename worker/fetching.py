@@ -16,7 +16,7 @@ from protocol import limits
 from protocol.blob_list import BlobFile, BlobList, document_digest
 from protocol.connection import Body
 from protocol.errors import DataError, MessageError, OutOfPlace, SamestepError
-from protocol.messages import BlobChunk, BlobRequest, Unready, cut_text
+from protocol.messages import BlobChunk, BlobRequest, StartRun, Unready, cut_text
 from protocol.run_files import source_of
 from protocol.run_spec import RunSpec
 from worker.actions import (
@@ -100,10 +100,56 @@ class _Asked(NamedTuple):
         return min(limits.BODY_BYTES, self.file.size - self.offset)
 
 
+class RunFiles:
+    """The files of the run that a session is in."""
+
+    def __init__(self) -> None:
+        self._run_id = ""
+        self._fetching: Fetching | None = None
+
+    def begin(self, message: StartRun, spec: RunSpec) -> list[Action]:
+        """A run begins, or goes on after `step` steps: have its files, then build its task."""
+        dropped = self.drop()
+        self._run_id = message.run_id
+        keep = message.step > 0
+        if message.blobs is None:
+            told = Tell(f"run {message.run_id}: building the task {spec.task!r}")
+            return [*dropped, told, Build(message.run_id, spec, keep=keep)]
+        self._fetching = Fetching(message.run_id, spec, message.blobs, keep=keep)
+        return [*dropped, *self._fetching.start()]
+
+    def drop(self) -> list[Action]:
+        """The run is over."""
+        self._run_id = ""
+        fetching, self._fetching = self._fetching, None
+        return [DropFiles()] if fetching is not None else []
+
+    def chunk(self, message: BlobChunk, body: Body) -> list[Action]:
+        """A chunk from the coordinator.
+
+        Raises:
+            RemoteProtocolError: It was not asked for, or is not what was.
+        """
+        if message.run_id != self._run_id:
+            return []  # of the run before: its end crossed the request
+        if self._fetching is None:
+            raise OutOfPlace("BlobChunk was not asked for")
+        return self._fetching.chunk(message, body)
+
+    def event(self, event: FileEvent) -> list[Action]:
+        """What came of a file action."""
+        return self._fetching.event(event) if self._fetching is not None else []
+
+    def in_the_users_words(self, text: str) -> str:
+        """A text about the places where files are, with what the run spec calls them."""
+        return self._fetching.in_the_users_words(text) if self._fetching is not None else text
+
+
 class Fetching:
     """One run's files on one connection."""
 
-    def __init__(self, run_id: str, spec: RunSpec, list_digest: str) -> None:
+    def __init__(self, run_id: str, spec: RunSpec, list_digest: str, *, keep: bool = False) -> None:
+        self._keep = keep
         self._run_id = run_id
         self._spec = spec
         self._list_digest = list_digest
@@ -171,7 +217,8 @@ class Fetching:
                 self._places = event.places
                 self._over = True
                 task = f"run {self._run_id}: building the task {self._spec.task!r}"
-                return [Tell(task), Build(self._run_id, event.spec, self._list_digest)]
+                build = Build(self._run_id, event.spec, keep=self._keep, inputs=self._list_digest)
+                return [Tell(task), build]
             case FilesFailed():
                 return self._fail(event.error)
         return self._more()

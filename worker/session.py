@@ -46,11 +46,10 @@ from worker import engine
 from worker.actions import (
     Action,
     Apply,
-    Build,
+    CancelNode,
     CancelWork,
     Compute,
     CopyState,
-    DropFiles,
     Evaluate,
     Expect,
     Leave,
@@ -61,7 +60,7 @@ from worker.actions import (
 )
 from worker.averages import Averages
 from worker.engine import Place
-from worker.fetching import Fetching, FileEvent
+from worker.fetching import RunFiles
 
 
 class Session:
@@ -71,11 +70,16 @@ class Session:
         name: The name the coordinator gave.
         epoch: The coordinator's epoch.
         step: Steps this replica has taken, or is about to have taken.
+        files: Of the run.
+
+    Args:
+        epochs: The newest epoch seen of each run, kept from one connection to the next.
     """
 
-    def __init__(self, lowest_epoch: int = 0) -> None:
+    def __init__(self, epochs: dict[str, int] | None = None) -> None:
         self.name = ""
-        self.epoch = lowest_epoch
+        self.epoch = 0
+        self._epochs = {} if epochs is None else epochs
         self.step = 0
         self.run_id = ""
         self._place: Place | None = None
@@ -85,15 +89,10 @@ class Session:
         self._nodes: set[Node] = set()
         self._built = False
         self._draining = False
-        self._fetching: Fetching | None = None
+        self.files = RunFiles()
 
     def welcome(self, message: Welcome) -> list[Action]:
         """The handshake is done."""
-        if message.epoch < self.epoch:
-            raise OutOfPlace(
-                f"expected a coordinator of epoch {self.epoch} or later, got {message.epoch}: "
-                "an older coordinator must not write here"
-            )
         self.name, self.epoch = message.worker, message.epoch
         return [Tell(f"joined as {self.name!r}; waiting for a run")]
 
@@ -111,7 +110,7 @@ class Session:
                 return self._start_run(message, body)
             case BlobChunk():
                 assert body is not None
-                return self._blob_chunk(message, body)
+                return self.files.chunk(message, body)
             case StateRequest():
                 self._check_built(message)
                 return [CopyState()]
@@ -123,8 +122,7 @@ class Session:
             case Assign():
                 return self._assign(message)
             case Cancel():
-                self._nodes.difference_update(Node(lo, hi) for lo, hi in message.nodes)
-                return []
+                return self._cancel(message)
             case AveragedBlockGradient() | AveragedNonBlockGradient():
                 assert body is not None
                 self._averaged(message, body.view("<f4"))
@@ -140,7 +138,7 @@ class Session:
                 self.run_id, self._built, self._place = "", False, None
                 self._nodes.clear()
                 told = Tell(f"run {message.run_id} is over: {message.reason}")
-                return [CancelWork(), *self._drop_files(), told]
+                return [CancelWork(), *self.files.drop(), told]
             case Goodbye():
                 return [CancelWork(), Leave(message.reason, message.retry, message.exit_code)]
             case _:
@@ -196,48 +194,32 @@ class Session:
     # A run's start.
 
     def _start_run(self, message: StartRun, body: Body) -> list[Action]:
-        self._check_epoch(message.epoch)
+        newest = self._epochs.get(message.run_id, 0)
+        if message.epoch < newest:
+            raise OutOfPlace(
+                f"expected a coordinator of epoch {newest} or later for run {message.run_id}, got "
+                f"{message.epoch}: an older coordinator must not go on with it"
+            )
+        self.epoch = self._epochs[message.run_id] = message.epoch
         spec = parse_run_spec_bytes(body.tobytes())
         self.run_id, self._built, self.step = message.run_id, False, 0
         self._place = None
         self._averages.clear()
         self._nodes.clear()
-        dropped = self._drop_files()
-        if message.blobs is not None:
-            self._fetching = Fetching(message.run_id, spec, message.blobs)
-            return [CancelWork(), *dropped, *self._fetching.start()]
-        return [
-            CancelWork(),
-            *dropped,
-            Tell(f"run {message.run_id}: building the task {spec.task!r}"),
-            Build(message.run_id, spec),
-        ]
-
-    def _blob_chunk(self, message: BlobChunk, body: Body) -> list[Action]:
-        if message.run_id != self.run_id:
-            return []  # of the run before, whose end crossed the request for it
-        if self._fetching is None:
-            raise OutOfPlace("BlobChunk was not asked for")
-        return self._fetching.chunk(message, body)
-
-    def _drop_files(self) -> list[Action]:
-        fetching, self._fetching = self._fetching, None
-        return [DropFiles()] if fetching is not None else []
-
-    def obtained(self, event: FileEvent) -> list[Action]:
-        """What came of a file action."""
-        return self._fetching.event(event) if self._fetching is not None else []
+        return [CancelWork(), *self.files.begin(message, spec)]
 
     def _task_built(self, event: engine.Built) -> list[Action]:
         if event.run_id != self.run_id or self._built:
             # The second comes where a connection was lost while its task was being built.
             return []
         manifest: Manifest = event.task.manifest
-        self._blocks, self._built = manifest.blocks, True
+        self._blocks, self._built, self.step = manifest.blocks, True, event.step
         ready = Ready(
             run_id=self.run_id,
             backend=event.backend,
             device=event.device,
+            initial_digest=event.initial_digest,
+            step=event.step,
             state_digest=event.state_digest,
             signature=event.signature,
             signature_text=event.signature_text,
@@ -251,9 +233,8 @@ class Session:
     def _build_failed(self, event: engine.BuildFailed) -> list[Action]:
         if event.run_id != self.run_id:
             return []
-        reason, exit_code = str(event.error), event.error.exit_code
-        if self._fetching is not None:
-            reason = self._fetching.in_the_users_words(reason)
+        reason = self.files.in_the_users_words(str(event.error))
+        exit_code = event.error.exit_code
         if isinstance(event.error, BackendUnavailable):
             # This machine's matter, not the run's: leave, and let the run wait for another.
             goodbye = Goodbye(reason=cut_text(reason), retry=False, exit_code=exit_code)
@@ -309,6 +290,15 @@ class Session:
         if Place(message.step, message.attempt) != self._place:
             return []
         return self._take(message.nodes)
+
+    def _cancel(self, message: Cancel) -> list[Action]:
+        self._check_epoch(message.epoch)
+        place = Place(message.step, message.attempt)
+        if place != self._place:
+            return []
+        nodes = {Node(lo, hi) for lo, hi in message.nodes} & self._nodes
+        self._nodes -= nodes
+        return [CancelNode(place, node) for node in sorted(nodes)]
 
     def _take(self, nodes: tuple[tuple[int, int], ...]) -> list[Action]:
         assert self._place is not None

@@ -17,7 +17,8 @@ MANIFEST = Manifest(
 
 def ready(state="0", signature="1", run_id="run"):
     return Ready(
-        run_id=run_id, backend="cpu", device="a processor", state_digest=state * 64,
+        run_id=run_id, backend="cpu", device="a processor", initial_digest=state * 64,
+        step=0, state_digest=state * 64,
         signature=signature * 64, signature_text="two threads",
     )  # fmt: skip
 
@@ -26,7 +27,9 @@ def admission(exactness="require", **members):
     membership = Membership()
     for name, state in members.items():
         membership.add(name).now_ready(ready(state))
-    return Admission("run", exactness, membership, MANIFEST, ready()), membership
+    admission = Admission("run", exactness, membership, MANIFEST)
+    admission.settle(ready())
+    return admission, membership
 
 
 @pytest.mark.parametrize("exactness", ["require", "prefer"])
@@ -82,7 +85,7 @@ def test_whoever_starts_in_the_loaded_state_follows_at_once_and_others_load_it()
     admitting, members = admission("prefer", ann="2", bob="0")
     members.add("preparing")
     admitting.state_loaded("2" * 64)
-    assert admitting.admit_ready() == [Follow("ann"), Seed("bob")]
+    assert admitting.admit_ready() == [Follow("ann", 0), Seed("bob")]
     assert members.names(MemberState.ACTIVE) == ["ann"]
     assert members.names(MemberState.LOADING) == ["bob"]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from coordinator.artifacts import write_file, write_json, write_model
+from coordinator.artifacts import write_json, write_model
 from protocol.manifest import Block, Export, Manifest, TensorSpec
 from protocol.replica import Replica
 from protocol.run_spec import OptimizerSpec
@@ -42,19 +42,6 @@ def test_a_second_result_takes_the_place_of_the_first(tmp_path):
         replica.load_parameters([np.full(6, value, "f4"), np.full(4, value, "f4")])
         write_model(tmp_path, MANIFEST, replica)
     assert load_file(tmp_path / "adapter" / "weights.safetensors")["b"].tolist() == [2.0] * 4
-
-
-def test_a_failed_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
-    path = tmp_path / "result.json"
-    write_file(path, b"old")
-
-    def full(_descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        write_file(path, b"new")
-    assert path.read_bytes() == b"old"
 
 
 def test_numbers_that_are_not_json_are_refused(tmp_path):

@@ -97,7 +97,7 @@ async def test_a_run_without_blobs_serves_none(tmp_path):
         ask(worker, "0" * 64, 0)
         goodbye = await worker.farewell()
         assert goodbye is not None
-        assert "names no blobs" in goodbye.reason
+        assert "is no blob of this run" in goodbye.reason
 
 
 @on_uvloop

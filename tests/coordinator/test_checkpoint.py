@@ -19,10 +19,10 @@ from coordinator.checkpoint import (
     write_checkpoint,
     write_metrics,
 )
-from coordinator.retention import Retention, prune
+from coordinator.retention import prune
 from protocol.errors import Mismatch, StorageDamaged, StorageFailed
 from protocol.replica import Replica
-from protocol.run_spec import OptimizerSpec
+from protocol.run_spec import CheckpointSpec, OptimizerSpec
 from tests.durable_run import (
     BLOCKS,
     MANIFEST,
@@ -219,7 +219,7 @@ def test_a_full_disk_leaves_nothing_behind_and_all_as_it_was(tmp_path):
 
 
 def steps_after_pruning(root, **retention):
-    pruned = prune(root, RUN_ID, MANIFEST, Retention(**retention))
+    pruned = prune(root, RUN_ID, MANIFEST, CheckpointSpec(**retention))
     assert list(pruned.kept) == checkpoint_steps(root)
     return pruned
 

@@ -6,7 +6,8 @@ from coordinator.membership import Membership, MemberState
 from protocol.messages import Ready
 
 READY = Ready(
-    run_id="r", backend="cpu", device="a processor", state_digest="0" * 64, signature="1" * 64,
+    run_id="r", backend="cpu", device="a processor", initial_digest="0" * 64,
+    step=0, state_digest="0" * 64, signature="1" * 64,
     signature_text="text",
 )  # fmt: skip
 

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from coordinator.actions import ApplyStep, Broadcast, Dismiss, Report, Send
+from coordinator.actions import ApplyStep, Broadcast, Dismiss, Persist, Report, Send
+from coordinator.log_records import CommitRecord
 from coordinator.membership import Membership, MemberState
 from coordinator.progress import Progress
 from protocol.errors import OutOfPlace
@@ -79,9 +80,8 @@ def test_without_workers_the_round_waits():
     assert progress.begin() == []
     assert progress.round is not None
     members.activate(members.add("ann"))
-    (plan, report) = progress.take_up()
+    (plan,) = progress.take_up()
     assert plan.message.nodes == ((0, 4),)
-    assert isinstance(report, Report)
     assert progress.take_up() == []
 
 
@@ -133,7 +133,10 @@ def test_a_step_from_plan_to_commit():
     assert ann is not None
     assert progress.node_loss(ann, loss(0, 4)) is None
     assert (ann.microbatches, ann.ms_per_microbatch) == (4, 6.0)
-    commit, apply, report = progress.commit(skip=False)
+    (persist,) = progress.persist(skip=False)
+    assert progress.persisting
+    commit, apply, report = progress.commit()
+    assert persist == Persist(CommitRecord(commit=commit.message, optimizer_step=1))
     assert isinstance(commit, Broadcast)
     assert isinstance(commit.message, Commit)
     assert commit.message.loss == 0.25
@@ -147,7 +150,8 @@ def test_a_step_from_plan_to_commit():
 def test_a_skipped_step_updates_nothing():
     progress, _ = started("ann")
     progress.begin()
-    commit, apply, _ = progress.commit(skip=True)
+    progress.persist(skip=True)
+    commit, apply, _ = progress.commit()
     assert commit.message.scalars is None
     assert apply.scalars is None
     assert (progress.step, progress.optimizer_step) == (1, 0)
@@ -178,7 +182,8 @@ def test_a_draining_worker_goes_when_its_nodes_are_there():
 def test_what_an_unproven_worker_delivered_starts_the_step_anew():
     progress, members = started("ann", "bob")
     progress.begin()
-    progress.commit(skip=True)
+    progress.persist(skip=True)
+    progress.commit()
     progress.begin()
     progress.payload("bob", payload(2, 4, step=1), np.ones(2, np.float32))
     members.remove("bob")

@@ -312,7 +312,8 @@ async def test_a_non_finite_value_halts_and_names_its_worker(tmp_path, reference
         await live.wait_for("worker_lost", worker="hostile")
         assert not live.every("committed")
         assert live.service.current is not None
-        live.service.current.command(live.service.current.run.resume(skip_step=False))
+        run = live.service.current.run
+        live.service.current.command("continue", lambda: run.resume(skip_step=False))
         assert alike(await live.result(run_id), reference)
 
 

@@ -10,6 +10,8 @@ import pytest
 from coordinator.actions import Finish
 from coordinator.execution import Execution
 from coordinator.replica_keeper import Applied
+from coordinator.run_directory import RunDirectory
+from coordinator.run_storage import RunStorage
 from coordinator.service import Service, Settings
 from coordinator.status import status_document, waiting_for
 from coordinator.status_text import status_lines
@@ -77,10 +79,17 @@ def test_while_the_replica_alone_is_late_it_is_named():
     assert waiting_for(run, ["ann"]) == "the coordinator's replica to apply the step"
 
 
+def storage(run):
+    """Never used: nothing is asked of its disk."""
+    return RunStorage(
+        RunDirectory(Path()), run.run_id, run.spec, epoch=1, guard=lambda: None, failed=print
+    )
+
+
 async def service_with(run, *names):
     service = Service(Settings(("127.0.0.1", 9000), run.expect_workers if run else 1, Path(), True))
     if run is not None:
-        service.current = Execution(run, service.sessions, Path(), Watcher())
+        service.current = Execution(run, service.sessions, storage(run), Watcher())
     for name in names:
         hello = Hello(release="0", name=name, instance="0" * 32, backend="cpu")
         channel = SimpleNamespace(

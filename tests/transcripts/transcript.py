@@ -4,9 +4,10 @@ A command stands on a line after `> `; what it leads to follows, indented by two
 action a line, in order; the phase in brackets when it changes. `#` begins a remark. The job has
 4 microbatches of one sample and two blocks of one chunk each.
 
-    run [workers=1] [steps=2] [evaluate_every=0] [parts=0] [exactness=prefer]
+    run [workers=1] [steps=2] [evaluate_every=0] [parts=0] [exactness=prefer] [every=0] [disk=slow]
+    restart STEP [saved=0] [skipped=N] [signature=S]   a new coordinator, instead of `run`
     invite NAME               a worker is connected and free
-    ready NAME [state=S] [signature=S] [run=ID] [data=D]
+    ready NAME [initial=S] [signature=S] [run=ID] [data=D] [step=N] [state=S]
     unready NAME [run=ID]
     loaded [state=S]          state 0 has come
     node NAME LO-HI [nan=embedding|layer|loss] [step=S] [attempt=A]   its payloads and its loss
@@ -14,7 +15,9 @@ action a line, in order; the phase in brackets when it changes. `#` begins a rem
     applied NAME STEP [state=S]   a worker has taken so many steps, and is in this state
     replica STEP [state=S]        so has the coordinator's own replica
     result NAME PART              a held-out part is evaluated
-    lost NAME, drains NAME, drain, halt, continue [skip=yes], give-up
+    lost NAME, drains NAME, drain, halt, continue [skip=yes], give-up, save
+    tick MS                       the time
+    durable STEP, saved STEP, full    what the disk answers; at once unless it is slow
 """
 
 from __future__ import annotations
@@ -26,11 +29,14 @@ import numpy as np
 from blake3 import blake3
 
 from coordinator import actions as act
+from coordinator.phase import RunPhase
+from coordinator.resumption import Resumption
 from coordinator.run import Run
+from coordinator.terms import Terms
 from protocol import messages as msg
 from protocol.errors import RemoteProtocolError
 from protocol.manifest import Block, Manifest, Metric, TensorSpec
-from protocol.run_spec import BatchSpec, OptimizerSpec, RunSpec
+from protocol.run_spec import BatchSpec, CheckpointSpec, OptimizerSpec, RunSpec
 
 EPOCH = 1
 RUN_ID = "run-1"
@@ -53,6 +59,9 @@ def _played(lines: list[str]) -> Iterator[str]:
             options = dict(part.split("=") for part in rest if "=" in part)
             if word == "run":
                 stage = Stage(**options)
+            elif word == "restart":
+                stage = Stage(restart=plain[0], **options)
+                yield from (f"  {told}" for told in stage.told(stage.run.take_up_again()))
             else:
                 assert stage is not None
                 yield from (f"  {told}" for told in stage.command(word, plain, options))
@@ -70,11 +79,18 @@ class Stage:
 
     def __init__(
         self,
+        *,
         workers: str = "1",
         steps: str = "2",
         evaluate_every: str = "0",
         parts: str = "0",
         exactness: str = "prefer",
+        every: str = "0",
+        disk: str = "quick",
+        restart: str = "",
+        saved: str = "0",
+        skipped: str = "",
+        signature: str = "s",
     ) -> None:
         spec = RunSpec(
             task="scripted",
@@ -83,9 +99,25 @@ class Stage:
             optimizer=OptimizerSpec(name="sgd", lr=1.0),
             evaluate_every=int(evaluate_every),
             exactness=exactness,
+            checkpoint=CheckpointSpec(every=int(every)),
         )
-        self.run = Run(RUN_ID, spec, EPOCH, int(workers))
         self._parts = int(parts)
+        self._disk_is_slow = disk == "slow"
+        resumption = None
+        if restart:
+            resumption = Resumption(
+                manifest=self._manifest("d"),
+                step=int(restart),
+                optimizer_step=int(restart),
+                losses=(0.5,) * int(restart),
+                saved=int(saved),
+                redone={int(skipped): None} if skipped else {},
+                terms=Terms(
+                    signature=digest(signature), initial_digest=digest("0"),
+                    signatures=(digest(signature),),
+                ),
+            )  # fmt: skip
+        self.run = Run(RUN_ID, spec, EPOCH, int(workers), resumption)
         run = self.run
         self._commands: dict[str, Callable[..., Actions]] = {
             "invite": run.invite,
@@ -103,6 +135,11 @@ class Stage:
             "halt": lambda: run.halt("halted by the operator"),
             "continue": lambda skip="": run.resume(skip_step=bool(skip)),
             "give-up": lambda: run.give_up("nobody is left"),
+            "save": run.save,
+            "tick": lambda ms: run.tick(float(ms)),
+            "durable": lambda step: run.durable(int(step)),
+            "saved": lambda step: run.checkpointed(int(step)),
+            "full": lambda: run.storage_failed("the disk is full"),
         }
 
     def command(self, word: str, plain: list[str], options: dict[str, str]) -> list[str]:
@@ -112,20 +149,32 @@ class Stage:
             actions = self._commands[word](*plain, **options)
         except RemoteProtocolError as error:
             return [f"{type(error).__name__}: {error}"]
-        told = [_text(action) for action in actions]
+        return self.told(actions, before)
+
+    def told(self, actions: Actions, before: RunPhase = RunPhase.WAITING) -> list[str]:
+        """The actions as text, with what a quick disk answers to them."""
+        told: list[str] = []
+        todo = list(actions)
+        while todo:
+            told.append(_text(action := todo.pop(0)))
+            if not self._disk_is_slow:
+                todo += self._answer(action)
         if self.run.phase is not before:
             reason = f": {self.run.reason}" if self.run.reason else ""
             told.append(f"[{self.run.phase.value}{reason}]")
         return told
 
-    def _ready(
-        self, name: str, state: str = "0", signature: str = "s", run: str = RUN_ID, data: str = "d"
-    ) -> Actions:
-        message = msg.Ready(
-            run_id=run, backend="scripted", device="a device", state_digest=digest(state),
-            signature=digest(signature), signature_text=f"device {signature}",
-        )  # fmt: skip
-        manifest = Manifest(
+    def _answer(self, action: act.Action) -> Actions:
+        match action:
+            case act.Persist(record):
+                return self.run.durable(record.commit.step)
+            case act.MakeCheckpoint(step):
+                return self.run.checkpointed(step)
+            case _:
+                return []
+
+    def _manifest(self, data: str) -> Manifest:
+        return Manifest(
             blocks=tuple(
                 Block(
                     name=block,
@@ -139,6 +188,25 @@ class Stage:
             metrics=(Metric(name="mean", numerator={"sum": 1}, denominator={"count": 1}),),
             digests={"data": digest(data)},
         )
+
+    def _ready(
+        self,
+        name: str,
+        *,
+        initial: str = "0",
+        signature: str = "s",
+        run: str = RUN_ID,
+        data: str = "d",
+        step: str = "0",
+        state: str = "",
+    ) -> Actions:
+        message = msg.Ready(
+            run_id=run, backend="scripted", device="a device", initial_digest=digest(initial),
+            step=int(step), state_digest=digest(state or initial),
+            signature_text=f"device {signature}",
+            signature=digest(signature),
+        )  # fmt: skip
+        manifest = self._manifest(data)
         return self.run.receive(name, message, manifest.to_bytes())
 
     def _unready(self, name: str, run: str = RUN_ID) -> Actions:
@@ -199,8 +267,18 @@ def _text(action: act.Action) -> str:
         case act.Broadcast(message, body):
             values = "" if body is None else f" {body.tolist()}"
             return f"all <- {_message(message)}{values}"
-        case act.Follow(worker) | act.Seed(worker):
-            return f"{type(action).__name__.lower()} {worker}"
+        case act.Replay(worker, step):
+            return f"replay {worker} from step {step}"
+        case act.Persist(record):
+            return f"persist the commit of step {record.commit.step}"
+        case act.MakeCheckpoint(step):
+            return f"save the state after {step} steps"
+        case act.Remember():
+            return "remember the terms"
+        case act.Follow(worker, step):
+            return f"follow {worker} from step {step}"
+        case act.Seed(worker):
+            return f"seed {worker}"
         case act.ApplyStep(step, averages, scalars):
             if scalars is None:
                 return f"replica: skip step {step}"

@@ -164,7 +164,7 @@ def test_nothing_is_fetched_where_nothing_is_missing():
     placed = SPEC.model_copy(update={"name": "placed"})
     actions = fetching.event(fet.Assembled(placed, {"/view/data": "texts"}))
     assert told(actions) == ["run run: building the task 'causal-lm'"]
-    assert actions[-1] == act.Build("run", placed, action.list_digest)
+    assert actions[-1] == act.Build("run", placed, keep=False, inputs=action.list_digest)
     assert fetching.in_the_users_words("cannot read '/view/data/a'") == "cannot read 'texts/a'"
 
 

@@ -1,0 +1,269 @@
+"""What one run keeps on disk while it goes on, away from the event loop.
+
+Three threads, for their syncs are independent: the gradient log, which commits wait for; the
+journal, which nothing waits for but the end; checkpoints, which take long. Each does its jobs one
+after the other. What the disk refuses in a job that nobody waits for comes back through `failed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeVar
+
+from coordinator.checkpoint import Checkpoint, write_checkpoint, write_metrics
+from coordinator.gradient_log import GradientLog
+from coordinator.history import History, read_history
+from coordinator.journal import Journal, verify_journal
+from coordinator.journal_records import Record
+from coordinator.log_reader import LoggedStep, read_averages, scan_log
+from coordinator.log_records import Array, ChunkPlace, CommitRecord
+from coordinator.retention import prune
+from coordinator.run_directory import RunDirectory
+from coordinator.terms import Terms
+from protocol.errors import SamestepError, StorageFailed
+from protocol.manifest import Manifest
+from protocol.replica import Replica
+from protocol.run_spec import RunSpec
+
+T = TypeVar("T")
+_THREADS: Final = ("log", "journal", "checkpoint")
+
+
+class RunStorage:
+    """Log, journal and checkpoints of one run.
+
+    Args:
+        directory: The run's, begun, and held by this process.
+        run_id: The run's.
+        spec: Settles the log's mode and which checkpoints are kept.
+        epoch: The coordinator's.
+        guard: Raises if the directory is not this coordinator's any more.
+        failed: Called in the event loop with what the disk refused.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        run_id: str,
+        spec: RunSpec,
+        *,
+        epoch: int,
+        guard: Callable[[], None],
+        failed: Callable[[SamestepError], None],
+    ) -> None:
+        self.directory = directory
+        self._run_id = run_id
+        self._spec = spec
+        self._epoch = epoch
+        self._guard = guard
+        self._failed = failed
+        self._loop = asyncio.get_running_loop()
+        self._threads = {name: ThreadPoolExecutor(1, name) for name in _THREADS}
+        self._manifest: Manifest | None = None
+        self._next_step = 0
+        self._log: GradientLog | None = None
+        self._lost: dict[tuple[int, int], StorageFailed] = {}
+        self._journal: Journal | None = None
+        self._unsynced = False
+
+    # The gradient log.
+
+    def settle(self, manifest: Manifest, next_step: int) -> None:
+        """The manifest is known: keep it, and begin the log after so many steps."""
+        self._manifest, self._next_step = manifest, next_step
+        self._spawn("log", self._opened)
+
+    def append(self, place: ChunkPlace, values: Array) -> None:
+        """Append a chunk of averages, which must not change until the step is committed."""
+
+        def work() -> None:
+            try:
+                self._opened().append_chunk(place, values)
+            except StorageFailed as error:
+                self._lost = {(place.step, place.attempt): error}
+                raise
+
+        self._spawn("log", work)
+
+    async def commit(self, record: CommitRecord) -> None:
+        """Return when the step is durable.
+
+        Raises:
+            StorageFailed: It is not.
+            RunFailed: The directory has another coordinator now.
+        """
+
+        def work() -> None:
+            lost = self._lost.get((record.commit.step, record.commit.attempt))
+            if lost is not None:
+                raise lost
+            self._opened().commit(record)
+            self._lost = {}
+
+        await self._do("log", work)
+
+    def remember(self, terms: Terms) -> None:
+        """Keep what workers were accepted by, before the next commit."""
+        self._spawn("log", lambda: self.directory.write_terms(terms))
+
+    async def logged(self, step: int) -> list[LoggedStep]:
+        """The committed steps from this one on, as far as the log has them in a row.
+
+        Raises:
+            SamestepError: The log cannot be read.
+        """
+        assert self._manifest is not None
+        manifest, directory = self._manifest, self.directory.log
+        scan = await self._do("log", lambda: scan_log(directory, self._run_id, manifest))
+        return scan.following(step)
+
+    async def averages(self, logged: LoggedStep) -> list[Array] | None:
+        """What a logged step averaged; None if that is not kept, or the step was skipped.
+
+        Raises:
+            SamestepError: The log cannot be read, or is cut meanwhile.
+        """
+        assert self._manifest is not None
+        blocks = self._manifest.blocks
+        return await self._loop.run_in_executor(None, lambda: read_averages(logged, blocks))
+
+    def _opened(self) -> GradientLog:
+        """The log; where the disk refused to begin it, it is begun now."""
+        assert self._manifest is not None
+        if self._log is None:
+            self.directory.settle(self._manifest)
+            self._log = GradientLog(
+                self.directory.log, self._run_id, self._manifest, epoch=self._epoch,
+                next_step=self._next_step, mode=self._spec.log, guard=self._guard,
+            )  # fmt: skip
+        return self._log
+
+    # Checkpoints.
+
+    async def roll(self) -> None:
+        """Begin a new segment of the log, after all commits so far.
+
+        Raises:
+            StorageFailed: The disk refuses.
+        """
+        await self._do("log", lambda: self._opened().roll())
+
+    async def save(self, replica: Replica, losses: Sequence[float]) -> Checkpoint:
+        """Write a checkpoint; then remove what it has made needless.
+
+        Args:
+            replica: The state; nobody changes it meanwhile.
+            losses: Mean loss of each step so far.
+
+        Raises:
+            StorageFailed: The disk refuses.
+            RunFailed: The directory has another coordinator now.
+        """
+        assert self._manifest is not None
+        manifest, root = self._manifest, self.directory.checkpoints
+
+        def work() -> tuple[Checkpoint, int | None]:
+            self._guard()
+            checkpoint = write_checkpoint(
+                root, manifest, replica, run_id=self._run_id, epoch=self._epoch, losses=losses
+            )
+            return checkpoint, prune(root, self._run_id, manifest, self._spec.checkpoint).good
+
+        checkpoint, good = await self._do("checkpoint", work)
+        await self._do("journal", self._sync_journal)  # before the log's commits go
+        if good is not None and not self._spec.checkpoint.keep_log:
+            await self._do("log", lambda: self._opened().cut(good))
+        return checkpoint
+
+    def keep_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Keep the figures of an evaluation with the checkpoint of that state, if there is one."""
+        root = self.directory.checkpoints
+        self._spawn("checkpoint", lambda: write_metrics(root, step, metrics))
+
+    # The journal.
+
+    def record(self, records: Sequence[Record]) -> None:
+        """Add lines to the journal; they are synced soon, many at once."""
+        if not records:
+            return
+
+        def work() -> None:
+            journal = self._opened_journal()
+            for record in records:
+                journal.append(record)
+
+        self._spawn("journal", work)
+        if not self._unsynced:
+            self._unsynced = True
+            self._spawn("journal", self._sync_journal)
+
+    def begin_journal(self, lines: Callable[[History], Sequence[Record]]) -> None:
+        """Bring the journal up to date before anything else is added.
+
+        Args:
+            lines: Gives the lines to add, for what it has.
+        """
+
+        def work() -> None:
+            journal = self._opened_journal()
+            history = read_history(verify_journal(self.directory.journal).entries)
+            for record in lines(history):
+                journal.append(record)
+            journal.sync()
+
+        self._spawn("journal", work)
+
+    async def end_journal(self, record: Record) -> str:
+        """Add the last line.
+
+        Returns:
+            The journal's head.
+
+        Raises:
+            StorageFailed: The disk refuses.
+        """
+
+        def work() -> str:
+            journal = self._opened_journal()
+            head = journal.append(record)
+            journal.sync()
+            return head
+
+        return await self._do("journal", work)
+
+    def _opened_journal(self) -> Journal:
+        if self._journal is None:
+            self._journal = Journal(self.directory.journal, guard=self._guard)
+        return self._journal
+
+    def _sync_journal(self) -> None:
+        self._unsynced = False
+        self._opened_journal().sync()
+
+    # Threads.
+
+    async def close(self) -> None:
+        """Do what was asked for, then close the files."""
+
+        def work() -> None:
+            for thread in self._threads.values():
+                thread.shutdown()
+            for file in (self._log, self._journal):
+                if file is not None:
+                    file.close()
+
+        await asyncio.to_thread(work)
+
+    async def _do(self, thread: str, work: Callable[[], T]) -> T:
+        return await self._loop.run_in_executor(self._threads[thread], work)
+
+    def _spawn(self, thread: str, work: Callable[[], object]) -> None:
+        def guarded() -> None:
+            try:
+                work()
+            except SamestepError as error:
+                self._loop.call_soon_threadsafe(self._failed, error)
+
+        self._threads[thread].submit(guarded)
