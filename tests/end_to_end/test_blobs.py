@@ -135,3 +135,24 @@ def test_submitting_a_run_whose_file_is_missing_is_refused(tmp_path, machine):
         assert cluster.ask("POST", "/submit", {"run": document}) == {
             "error": "expected a data file at 'nowhere.csv', found none", "exit_code": 2,
         }  # fmt: skip
+
+
+def test_a_coordinator_that_comes_back_elsewhere_still_has_the_files(tmp_path, machine, elsewhere):
+    corpus(machine)
+    arguments = ("--expect-workers", "1", "--run", "run.yaml", "--set", "steps=60")
+    with Cluster(tmp_path / "a", *arguments, cwd=machine) as cluster:
+        cluster.worker("w0", "--backend", "cpu", environment=elsewhere, cwd=tmp_path)
+        expected = cluster.result()
+    with Cluster(tmp_path / "b", *arguments, cwd=machine) as cluster:
+        cluster.worker("w0", "--backend", "cpu", environment=elsewhere, cwd=tmp_path)
+        cluster.wait_for("committed", step=2)
+        cluster.coordinator.kill()
+    (tmp_path / "other").mkdir()
+    nothing = {**elsewhere, "HOME": str(tmp_path / "other")}
+    resumed = ("--expect-workers", "1", "--resume")
+    with Cluster(tmp_path / "b", *resumed, cwd=tmp_path) as cluster:
+        cluster.worker("w1", "--backend", "cpu", environment=nothing, cwd=tmp_path)
+        result = cluster.result()
+    assert result["weights_digest"] == expected["weights_digest"]
+    assert result["losses"] == expected["losses"]
+    assert len(blobs(nothing)) == 4
