@@ -32,7 +32,7 @@ from worker.fetching import (
     Located,
     PartOpened,
 )
-from worker.run_view import assemble, placed_spec
+from worker.input_directory import assemble, placed_spec
 
 _BUSY_PAUSE_S: Final = 0.25
 _BUSY_PATIENCE_S: Final = 10.0
@@ -59,7 +59,7 @@ class Obtainer:
         self._cache: BlobCache | None = None
         self._part: Part | None = None
         self._watched: tuple[str, int, float] = ("", 0, 0.0)
-        self._views: tempfile.TemporaryDirectory[str] | None = None
+        self._inputs: tempfile.TemporaryDirectory[str] | None = None
 
     def do(self, action: FileAction) -> None:
         """Do it after those before it."""
@@ -76,7 +76,7 @@ class Obtainer:
     def close(self) -> None:
         """End the thread and remove the links."""
         self.forget()
-        self._thread.submit(self._remove_views)
+        self._thread.submit(self._remove_inputs)
         self._thread.shutdown(wait=True)
 
     def _deliver(self, generation: int, action: FileAction, event: FileEvent | None) -> None:
@@ -198,10 +198,10 @@ class Obtainer:
                         f"the {source.role} file {file.name!r} has changed or vanished on this "
                         "machine while the run was being prepared; start it again"
                     )
-        if self._views is None:
+        if self._inputs is None:
             with storing("make a directory in", Path(tempfile.gettempdir())):
-                self._views = tempfile.TemporaryDirectory(prefix="samestep-")
-        directory = Path(self._views.name) / action.list_digest[:16]
+                self._inputs = tempfile.TemporaryDirectory(prefix="samestep-")
+        directory = Path(self._inputs.name) / action.list_digest[:16]
         assemble(directory, action.listing, found)
         return Assembled(*placed_spec(action.spec, action.listing, directory))
 
@@ -210,9 +210,9 @@ class Obtainer:
             self._part.close()
             self._part = None
 
-    def _remove_views(self) -> None:
-        if self._views is not None:
-            self._views.cleanup()
+    def _remove_inputs(self) -> None:
+        if self._inputs is not None:
+            self._inputs.cleanup()
 
 
 def _local_files(spec: RunSpec, role: Role) -> dict[str, Path]:

@@ -321,7 +321,7 @@ async def test_a_coordinator_that_names_a_place_outside_is_left(tmp_path, place,
 
 
 @on_uvloop
-async def test_the_views_go_with_the_worker(tmp_path, place, monkeypatch):
+async def test_the_links_go_with_the_worker(tmp_path, place, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     os.mkdir(tmp_path / "temporary")  # noqa: PTH102
     index = place.index(content(100))

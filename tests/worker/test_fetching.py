@@ -162,10 +162,10 @@ def test_nothing_is_fetched_where_nothing_is_missing():
     (action,) = fetching.event(fet.Located(()))
     assert isinstance(action, act.Assemble)
     placed = SPEC.model_copy(update={"name": "placed"})
-    actions = fetching.event(fet.Assembled(placed, {"/view/data": "texts"}))
+    actions = fetching.event(fet.Assembled(placed, {"/inputs/data": "texts"}))
     assert told(actions) == ["run run: building the task 'causal-lm'"]
     assert actions[-1] == act.Build("run", placed, keep=False, inputs=action.list_digest)
-    assert fetching.in_the_users_words("cannot read '/view/data/a'") == "cannot read 'texts/a'"
+    assert fetching.in_the_users_words("cannot read '/inputs/data/a'") == "cannot read 'texts/a'"
 
 
 def test_a_person_is_told_what_is_fetched_and_how_far_it_is():

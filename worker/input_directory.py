@@ -23,7 +23,7 @@ def assemble(directory: Path, listing: BlobList, found: Found) -> None:
     """Make the links; those that are there and right stay untouched, for a task may read them.
 
     Args:
-        directory: The view's own; others beside it are of earlier runs, and are removed.
+        directory: Of this run's inputs; others beside it are of earlier runs, and are removed.
         listing: What is to be there.
         found: Where each file is.
 
@@ -43,7 +43,7 @@ def assemble(directory: Path, listing: BlobList, found: Found) -> None:
 def placed_spec(
     spec: RunSpec, listing: BlobList, directory: Path
 ) -> tuple[RunSpec, dict[str, str]]:
-    """The run spec with the view's places instead of sources, and the sources by place.
+    """The run spec with these places instead of sources, and the sources by place.
 
     What is trained and written does not depend on the places: an adapter's base keeps its name.
     """
