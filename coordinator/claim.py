@@ -152,4 +152,4 @@ def _lock(directory: Path) -> int:
 
 
 def _unusable(directory: Path, error: Exception) -> UsageError:
-    return UsageError(f"the directory {str(directory)!r} cannot be used: {error}")
+    return UsageError(f"the run directory {str(directory)!r} (--out) cannot be used: {error}")

@@ -29,7 +29,12 @@ _TOLD: Final = {
     "worker_unready": "worker {worker} cannot take part: {reason}",
     "worker_joined": "worker {worker} joined after step {step}",
     "started": "training starts",
+    "run_resumed": "run {run_id} goes on after step {step} of {steps}",
     "reassigned": "step {step}: a lost worker's microbatches {nodes} go to others",
+    "straggler": "step {step}: {owing} of {worker} overdue; others go on without",
+    "speculated": "step {step}: idle workers take microbatches {nodes} as well",
+    "redone_otherwise": "step {step} was done again with other bits than before the restart",
+    "log_unreadable": "the log cannot be read: {error}",
     "restarted": "step {step} is started anew: a worker left before its state was compared",
     "halted": "HALTED at step {step}: {reason}",
     "continued": "continued at step {step}",
@@ -66,6 +71,9 @@ class ProgressConsole:
         """Tell one report; see `service.Listener`."""
         if event in _TOLD:
             self._console.print(Text(_TOLD[event].format(**fields)), soft_wrap=True)
+            notes = fields.get("notes")
+            for note in notes if isinstance(notes, list) else ():
+                self._console.print(Text(f"  {note}"), soft_wrap=True)
         elif event == "evaluated":
             execution = self._service.current
             assert execution is not None
@@ -159,6 +167,8 @@ def print_outcome(execution: Execution, console: Console) -> None:
         *(f"{name.replace('_', ' ')}: {count}" for name, count in _notes(run).items()),
         f"weights digest: {execution.result.get('weights_digest', '-')}",
     ]
+    if outcome.outcome == "drained":
+        lines.append(f"go on with it: coordinator --resume --out {execution.directory}")
     if execution.model_directory is not None:
         lines.append(f"{execution.model_directory.name}: {execution.model_directory}")
         if run.spec.task == "classify":

@@ -145,7 +145,7 @@ class Membership:
     def remove(self, name: str) -> Member | None:
         """A worker has left; the view changes if it was active."""
         member = self._members.pop(name, None)
-        if member is not None:
+        if member is not None and member.microbatches:
             self._departed[name] = self._departed.get(name, 0) + member.microbatches
         if member is not None and member.state in (MemberState.ACTIVE, MemberState.DRAINING):
             self.view += 1

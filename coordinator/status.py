@@ -65,6 +65,9 @@ def _run_part(execution: Execution) -> dict[str, Any]:
         "exact": not run.progress.mixed if run.progress is not None else None,
         "exactness": run.spec.exactness,
         "view": run.members.view,
+        "directory": str(execution.directory),
+        "checkpoint": run.saves.saved,
+        "catching_up": run.progress.agreement.catching_up if run.progress is not None else False,
         "eval": {name: value for name, value in run.metrics.items() if math.isfinite(value)},
         "balance": _balance(run),
         "result": execution.result or None,
@@ -101,6 +104,7 @@ def _worker_part(service: Service, name: str, now_s: float) -> dict[str, Any]:
         speed = member.ms_per_microbatch
         part |= {
             "state": member.state.value,
+            "late": member.late,
             "backend": member.backend or hello.backend,
             "device": member.device,
             "signature": member.signature[:12],

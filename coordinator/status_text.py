@@ -17,6 +17,7 @@ def status_lines(document: dict[str, Any]) -> Iterator[str]:
         yield f"digest   {document['weights_digest']}"
         exact = {True: "exact", False: "mixed", None: "not known yet"}[document["exact"]]
         yield f"numbers  {exact} (exactness: {document['exactness']})"
+        yield f"kept in  {document['directory']}, checkpoint after step {document['checkpoint']}"
     if document.get("waiting_for"):
         yield f"waiting  for {document['waiting_for']}"
     workers, expected = document["workers"], document["expect_workers"]
@@ -26,7 +27,8 @@ def status_lines(document: dict[str, Any]) -> Iterator[str]:
         pace = f", {speed:g} ms/microbatch" if speed is not None else ""
         share = worker.get("microbatches_of_step")
         part = f", {share} microbatches of this step" if share is not None else ""
+        state = f"{worker['state']}, LATE" if worker.get("late") else worker["state"]
         yield (
-            f"  {worker['name']}: {worker['state']} on {worker['device']}{part}{pace}, "
+            f"  {worker['name']}: {state} on {worker['device']}{part}{pace}, "
             f"seen {worker['last_seen_s']:g} s ago"
         )

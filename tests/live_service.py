@@ -62,7 +62,7 @@ class LiveService:
         self.service.listeners.append(self)
         self.events: list[dict[str, Any]] = []
         self.workers: dict[str, asyncio.Task[ExitCode]] = {}
-        self._changed = asyncio.Event()
+        self.changed = asyncio.Event()
 
     @property
     def port(self) -> int:
@@ -70,7 +70,7 @@ class LiveService:
 
     def reported(self, event: str, fields: Mapping[str, object]) -> None:
         self.events.append({"event": event, **fields})
-        self._changed.set()
+        self.changed.set()
 
     def worker(
         self,
@@ -99,8 +99,8 @@ class LiveService:
         try:
             async with asyncio.timeout(PATIENCE_S):
                 while (found := self.first(event, **fields)) is None:
-                    self._changed.clear()
-                    await self._changed.wait()
+                    self.changed.clear()
+                    await self.changed.wait()
         except TimeoutError:
             raise AssertionError(f"no {event} {fields} in {self.events}") from None
         return found

@@ -1,0 +1,172 @@
+"""A disk that is full, read-only or gone: the run halts with the reason and goes on when mended."""
+
+import asyncio
+import contextlib
+import errno
+import os
+
+import pytest
+
+from coordinator.audit import audit
+from coordinator.phase import RunPhase
+from protocol.errors import StorageFailed, UsageError
+from tests.durable_run import small_disk
+from tests.live_service import PATIENCE_S, live_service, scripted_spec, undisturbed
+
+SPEC = scripted_spec(
+    steps=6,
+    scripted={"blocks": 3, "block_bytes": 8192, "samples": 64},
+    checkpoint={"every": 2, "keep_last": 1},
+)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    return asyncio.run(undisturbed(tmp_path_factory.mktemp("reference"), SPEC))
+
+
+def directory_of(live, run_id):
+    return live.service.settings.directory / run_id
+
+
+async def halt_or_end(live, halts):
+    """Wait for one more halt, or for the end; whether it halted."""
+    async with asyncio.timeout(PATIENCE_S):
+        while len(live.every("halted")) <= halts and not live.every("run_ended"):
+            live.changed.clear()
+            await live.changed.wait()
+    return len(live.every("halted")) > halts
+
+
+def go_on(live):
+    run = live.service.current.run
+    live.service.current.command("continue", lambda: run.resume(skip_step=False))
+
+
+def fill(disk, free_bytes):
+    """Leave so much room, or a little less."""
+    with (disk / "filler").open("wb", buffering=0) as filler:
+        with contextlib.suppress(OSError):
+            while True:
+                filler.write(bytes(1 << 16))
+        with contextlib.suppress(OSError):
+            while True:
+                filler.write(bytes(4096))
+        filler.truncate(max(0, filler.tell() - free_bytes))
+
+
+@pytest.mark.parametrize("free_kib", [8, 24, 40, 56, 72, 88, 104, 120, 136, 152, 168])
+async def test_a_full_disk(tmp_path, reference, free_kib):
+    """More and more room: it is another write each time that finds none."""
+    with small_disk(tmp_path / "disk", 4096) as disk:
+        async with live_service(disk / "runs", 1) as live:
+            run_id = live.service.submit(SPEC)
+            fill(disk, free_kib * 1024)
+            live.worker("w0")
+            halts = 0
+            while await halt_or_end(live, halts):
+                halts += 1
+                assert halts <= 20
+                reason = live.every("halted")[-1]["reason"]
+                assert "No space left" in reason
+                assert "make room, then go on" in reason
+                assert str(directory_of(live, run_id)) in reason
+                fill(disk, 1 << 20)
+                go_on(live)
+            ended = live.every("run_ended")[-1]
+            if ended["outcome"] == "failed":
+                # There was no room even for the manifest or the first state: nothing was lost.
+                assert "No space left" in ended["reason"]
+                assert not live.every("committed")
+                return
+            result = dict(live.service.finished.result)
+        assert halts
+        assert result["weights_digest"] == reference["weights_digest"]
+        assert result["losses"] == reference["losses"]
+        assert audit(directory_of(live, run_id)).ok
+
+
+async def test_a_full_disk_at_submission(tmp_path):
+    with small_disk(tmp_path / "disk", 4096) as disk:
+        async with live_service(disk / "runs", 1) as live:
+            fill(disk, 0)
+            with pytest.raises((StorageFailed, UsageError), match="No space left"):
+                live.service.submit(SPEC)
+            (disk / "filler").unlink()
+            live.worker("w0")
+            assert (await live.result(live.service.submit(SPEC)))["steps"] == 6
+
+
+async def interrupted(live, run_id, hinder, mend, expected):
+    """Hinder the run after its second step, mend it, and let it finish."""
+    live.worker("w0")
+    await live.wait_for("committed", step=1)
+    hinder()
+    assert await halt_or_end(live, 0)
+    reason = live.every("halted")[-1]["reason"]
+    assert expected in reason, reason
+    assert live.service.current.run.phase is RunPhase.HALTED
+    # Not mended yet: it halts again, as often as one tries.
+    go_on(live)
+    assert await halt_or_end(live, 1)
+    mend()
+    halts = len(live.every("halted"))
+    go_on(live)
+    while await halt_or_end(live, halts):
+        halts = len(live.every("halted"))
+        go_on(live)
+    return await live.result(run_id)
+
+
+LONG = scripted_spec(
+    steps=400,
+    scripted={"blocks": 3, "block_bytes": 8192, "samples": 64},
+    checkpoint={"every": 50, "keep_last": 1},
+)
+
+
+@pytest.fixture(scope="module")
+def long_reference(tmp_path_factory):
+    return asyncio.run(undisturbed(tmp_path_factory.mktemp("reference"), LONG))
+
+
+async def test_a_disk_that_turns_read_only(tmp_path, long_reference, monkeypatch):
+    """A kernel turns a disk read-only after an error; nobody can ask it to while files are open,
+    so here the writes themselves say what it would say."""
+
+    def refuse(*_arguments):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    def hinder():
+        for name in ("writev", "fdatasync", "fsync"):
+            monkeypatch.setattr(os, name, refuse)
+
+    async with live_service(tmp_path / "runs", 1) as live:
+        run_id = live.service.submit(LONG)
+        result = await interrupted(live, run_id, hinder, monkeypatch.undo, "mount it writable")
+    assert result["weights_digest"] == long_reference["weights_digest"]
+    assert audit(directory_of(live, run_id)).ok
+
+
+async def test_a_directory_that_vanishes_and_comes_back(tmp_path, long_reference):
+    runs, away = tmp_path / "runs", tmp_path / "away"
+    async with live_service(runs, 1) as live:
+        run_id = live.service.submit(LONG)
+        result = await interrupted(
+            live, run_id, lambda: runs.rename(away), lambda: away.rename(runs),
+            "bring the directory back",
+        )  # fmt: skip
+    assert result["weights_digest"] == long_reference["weights_digest"]
+    assert audit(directory_of(live, run_id)).ok
+
+
+async def test_a_coordinator_that_has_lost_its_directory_ends_and_commits_nothing_more(tmp_path):
+    """Another one has raised the epoch: what the old one commits counts for nobody."""
+    async with live_service(tmp_path / "runs", 1) as live:
+        run_id = live.service.submit(LONG)
+        live.worker("w0")
+        await live.wait_for("committed", step=1)
+        (directory_of(live, run_id) / "epoch.json").write_text('{"epoch": 99}')
+        ended = await live.wait_for("run_ended")
+        assert ended["outcome"] == "failed"
+        assert "has another coordinator now, of epoch 99" in ended["reason"]
