@@ -31,6 +31,7 @@ PURE = (
     "coordinator/planner.py",
     "coordinator/round.py",
     "coordinator/run.py",
+    "worker/fetching.py",
     "worker/session.py",
 )
 IMPURE = {"asyncio", "os", "random", "secrets", "socket", "structlog", "threading", "time"}
