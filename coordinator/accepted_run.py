@@ -8,9 +8,11 @@ from importlib import metadata
 from pathlib import Path
 
 from coordinator.after_restart import lines_after_restart, resumption_of
+from coordinator.blob_index import BlobIndex
 from coordinator.claim import Claim
 from coordinator.history import History
 from coordinator.journal_records import Record, RunBegins
+from coordinator.kept_index import keep_index, kept_index
 from coordinator.recovery import Recovery, recover
 from coordinator.resumption import Resumption
 from coordinator.run_directory import RunDirectory, StoredRun
@@ -29,6 +31,7 @@ class AcceptedRun:
         claim: Holds the directory.
         recovery: What an earlier coordinator has left of it; None for a new run.
         resumption: Where it goes on from; None if it begins.
+        blobs: The files that it names, for workers to ask for.
     """
 
     stored: StoredRun
@@ -36,6 +39,7 @@ class AcceptedRun:
     claim: Claim
     recovery: Recovery | None = None
     resumption: Resumption | None = None
+    blobs: BlobIndex | None = None
 
     def first_lines(self, history: History) -> list[Record]:
         """What the journal has to say before anything happens."""
@@ -47,7 +51,9 @@ class AcceptedRun:
         return lines
 
 
-def begin_run(run_id: str, spec: RunSpec, claim: Claim) -> AcceptedRun:
+def begin_run(
+    run_id: str, spec: RunSpec, claim: Claim, blobs: BlobIndex | None = None
+) -> AcceptedRun:
     """Begin a new run in a directory that is held.
 
     Raises:
@@ -56,7 +62,10 @@ def begin_run(run_id: str, spec: RunSpec, claim: Claim) -> AcceptedRun:
     """
     directory = RunDirectory(claim.directory)
     directory.begin(run_id, spec)
-    return AcceptedRun(StoredRun(run_id, spec, spec.model_dump(mode="json")), directory, claim)
+    if blobs is not None:
+        keep_index(directory.files_file, blobs)
+    stored = StoredRun(run_id, spec, spec.model_dump(mode="json"))
+    return AcceptedRun(stored, directory, claim, blobs=blobs)
 
 
 def find_run(claim: Claim, spec: RunSpec | None = None) -> AcceptedRun | None:
@@ -89,7 +98,8 @@ def find_run(claim: Claim, spec: RunSpec | None = None) -> AcceptedRun | None:
     assert recovery is not None
     resumption = resumption_of(recovery, directory.read_terms())
     directory.reopen()
-    return AcceptedRun(stored, directory, claim, recovery, resumption)
+    blobs = kept_index(directory.files_file, stored.spec)
+    return AcceptedRun(stored, directory, claim, recovery, resumption, blobs)
 
 
 def is_unfinished(path: Path) -> bool:

@@ -19,6 +19,8 @@ from protocol.errors import ExitCode, RunSpecError, SamestepError, UsageError
 
 DEFAULT_BIND = "127.0.0.1:9000"
 DEFAULT_CONTROL = "127.0.0.1:9001"
+_HASHING_TIMEOUT_S = 600.0
+"""A run is accepted once all files that it names are read."""
 
 app = typer.Typer(
     add_completion=False,
@@ -155,7 +157,8 @@ def submit(run: Path, overrides: Overrides = [], control: Control = DEFAULT_CONT
         raise RunSpecError(f"cannot read the run spec {str(run)!r}: {line}") from None
     if not isinstance(document, dict):
         raise RunSpecError(f"expected keys and values in {str(run)!r}")
-    answer = _ask(control, "POST", "/submit", {"run": document, "overrides": overrides})
+    submission = {"run": document, "overrides": overrides}
+    answer = _ask(control, "POST", "/submit", submission, timeout_s=_HASHING_TIMEOUT_S)
     typer.echo(answer["run_id"])
 
 
@@ -241,11 +244,13 @@ def schema() -> None:
     typer.echo(json.dumps(run_spec_schema(), indent=2))
 
 
-def _ask(control: str, method: str, path: str, document: Any = None) -> dict[str, Any]:
+def _ask(
+    control: str, method: str, path: str, document: Any = None, timeout_s: float = 10.0
+) -> dict[str, Any]:
     from coordinator.control_client import request
 
     parse_address(control, "--control")
-    return _run(request(control, method, path, document))
+    return _run(request(control, method, path, document, timeout_s))
 
 
 def _run(work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:

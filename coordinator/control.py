@@ -15,6 +15,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from coordinator.blob_index import find_blobs
 from coordinator.metrics import ServiceMetrics
 from coordinator.phase import RunPhase
 from coordinator.service import Service, bind_failure, require_loopback
@@ -144,7 +145,8 @@ class ControlPort:
     async def _submit(self, request: web.Request) -> web.Response:
         submission = await _body(request, _Submission)
         spec = parse_run_spec(submission.run, submission.overrides)
-        return web.json_response({"run_id": self._service.submit(spec)})
+        run_id = self._service.submit(spec, blobs=await find_blobs(spec))
+        return web.json_response({"run_id": run_id})
 
     async def _halt(self, request: web.Request) -> web.Response:
         del request

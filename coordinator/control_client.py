@@ -10,7 +10,11 @@ from protocol.errors import Unreachable, error_for
 
 
 async def request(
-    control: str, method: str, path: str, document: dict[str, Any] | None = None
+    control: str,
+    method: str,
+    path: str,
+    document: dict[str, Any] | None = None,
+    timeout_s: float = 10.0,
 ) -> dict[str, Any]:
     """One request; the answer's document.
 
@@ -19,6 +23,7 @@ async def request(
         method: GET or POST.
         path: The route.
         document: Sent as JSON.
+        timeout_s: How long an answer may take.
 
     Raises:
         Unreachable: Nothing answers there, or not a coordinator.
@@ -27,7 +32,7 @@ async def request(
     url = f"http://{control}{path}"
     try:
         async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session,
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as session,
             session.request(method, url, json=document) as response,
         ):
             answer = await response.json()

@@ -49,6 +49,7 @@ class Course:
         metrics: Figures of the newest evaluation.
         admission: Who may take part, once the manifest is settled.
         saves: The checkpoints.
+        blobs: Digest of the list of files that workers may ask for, if there are any.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Course:
         self.metrics: dict[str, float] = {}
         self.admission: Admission | None = None
         self.saves = Saves(spec.checkpoint)
+        self.blobs: str | None = None
         self._odd: set[str] = set()
         self._skip_asked = False
         self._drain_asked = False

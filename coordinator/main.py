@@ -16,6 +16,7 @@ from rich.text import Text
 
 from coordinator.accepted_run import unfinished_runs
 from coordinator.artifacts import write_json
+from coordinator.blob_index import index_blobs
 from coordinator.console import ProgressConsole, print_outcome
 from coordinator.control import ControlPort
 from coordinator.local_workers import LocalWorkers
@@ -110,7 +111,7 @@ def _queue(options: Options, service: Service, console: Console) -> bool:
     directory = service.settings.directory
     if not options.resume:
         if options.spec is not None:
-            service.submit(options.spec, directory)
+            service.submit(options.spec, directory, index_blobs(options.spec))
         return True
     if RunDirectory(directory).run_file.exists():
         if service.take_up(directory, options.spec) is not None:
@@ -118,7 +119,7 @@ def _queue(options: Options, service: Service, console: Console) -> bool:
         console.print(Text(f"the run in {str(directory)!r} has finished; nothing is to be done"))
         return False
     if options.spec is not None:
-        service.submit(options.spec, directory)
+        service.submit(options.spec, directory, index_blobs(options.spec))
         return True
     for found in unfinished_runs(directory):
         service.take_up(found)

@@ -50,7 +50,7 @@ class Run(Course):
         if self.phase is RunPhase.OVER:
             return []
         self.members.add(worker)
-        message = StartRun(run_id=self.run_id, epoch=self.epoch, step=self.step)
+        message = StartRun(run_id=self.run_id, epoch=self.epoch, step=self.step, blobs=self.blobs)
         return [Send(worker, message, self.spec.to_bytes())]
 
     def receive(self, worker: str, message: Message, body: Array | bytes | None) -> list[Action]:

@@ -59,6 +59,10 @@ class RunDirectory:
         return self.path / "manifest.json"
 
     @property
+    def files_file(self) -> Path:
+        return self.path / "files.json"
+
+    @property
     def terms_file(self) -> Path:
         return self.path / "terms.json"
 

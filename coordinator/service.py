@@ -15,6 +15,8 @@ from pathlib import Path
 import structlog
 
 from coordinator.accepted_run import AcceptedRun, begin_run, find_run
+from coordinator.blob_index import BlobIndex
+from coordinator.blob_server import BlobServer
 from coordinator.claim import Claim
 from coordinator.execution import Execution
 from coordinator.listener import Listener
@@ -25,7 +27,7 @@ from protocol import limits
 from protocol.authentication import LoopbackOnly
 from protocol.connection import Connection, Received
 from protocol.errors import ExitCode, OutOfPlace, SamestepError, UsageError
-from protocol.messages import Drain, Heartbeat, Message, Welcome
+from protocol.messages import BlobRequest, Drain, Heartbeat, Message, Welcome
 from protocol.run_spec import RunSpec
 from protocol.trace import Tracer
 from protocol.transport import Channel
@@ -77,6 +79,7 @@ class Service:
         self._ticking: list[asyncio.Task[None]] = []
         self._claim: Claim | None = None
         self._running: AcceptedRun | None = None
+        self._blobs = BlobServer("", None)
         self._draining = False
         self._tracer = Tracer.to_file(settings.trace, "coordinator") if settings.trace else None
 
@@ -129,8 +132,15 @@ class Service:
         self._claim.raise_to(claim.epoch)
         return claim
 
-    def submit(self, spec: RunSpec, directory: Path | None = None) -> str:
+    def submit(
+        self, spec: RunSpec, directory: Path | None = None, blobs: BlobIndex | None = None
+    ) -> str:
         """Queue a run; it starts when those before it are over.
+
+        Args:
+            spec: The run.
+            directory: Where it is kept.
+            blobs: The files that it names, here; without them each worker uses its own.
 
         Returns:
             The run's id.
@@ -144,7 +154,7 @@ class Service:
         run_id = f"{spec.name}-{uuid.uuid4().hex[:8]}"
         claim = self.claim(directory or self.settings.directory / run_id)
         try:
-            accepted = begin_run(run_id, spec, claim)
+            accepted = begin_run(run_id, spec, claim, blobs)
         except SamestepError:
             self._release(claim)
             raise
@@ -244,7 +254,9 @@ class Service:
 
     def receive(self, session: Session, message: Message, received: Received) -> None:
         """A member's message; see `SessionOwner`."""
-        if self.current is not None and session.name in self.current.run.members:
+        if isinstance(message, BlobRequest):
+            self._blobs.request(session.channel, message)
+        elif self.current is not None and session.name in self.current.run.members:
             self.current.receive(session, received)
         elif isinstance(message, Drain):
             session.channel.goodbye("drained", retry=False, exit_code=ExitCode.OK)
@@ -286,6 +298,8 @@ class Service:
         run = Run(
             stored.run_id, stored.spec, epoch, self.settings.expect_workers, accepted.resumption
         )
+        self._blobs = BlobServer(stored.run_id, accepted.blobs)
+        run.blobs = accepted.blobs.digest if accepted.blobs is not None else None
         storage = RunStorage(
             accepted.directory, stored.run_id, stored.spec, epoch=epoch,
             guard=accepted.claim.check, failed=self._storage_failed,

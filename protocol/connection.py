@@ -21,6 +21,8 @@ from protocol.messages import (
     Assign,
     AveragedBlockGradient,
     AveragedNonBlockGradient,
+    BlobChunk,
+    BlobRequest,
     BlockGradientPayload,
     Cancel,
     Challenge,
@@ -67,7 +69,7 @@ FROM_WORKER: Final[dict[Phase, frozenset[type[Message]]]] = {
     Phase.PROVING: frozenset({Proof, Goodbye}),
     Phase.OPEN: frozenset({
         Ready, Unready, StateChunk, BlockGradientPayload, NonBlockGradientPayload, NodeLoss,
-        StepApplied, EvalResult, Heartbeat, Drain, Goodbye,
+        StepApplied, EvalResult, Heartbeat, Drain, Goodbye, BlobRequest,
     }),
     Phase.CLOSED: frozenset(),
 }  # fmt: skip
@@ -78,7 +80,7 @@ FROM_COORDINATOR: Final[dict[Phase, frozenset[type[Message]]]] = {
     Phase.OPEN: frozenset({
         StartRun, StateRequest, StateChunk, StepPlan, AveragedBlockGradient,
         AveragedNonBlockGradient, Commit, Assign, Cancel, EvalPlan, Heartbeat, Halt, Continue,
-        EndRun, Goodbye,
+        EndRun, Goodbye, BlobChunk,
     }),
     Phase.CLOSED: frozenset(),
 }  # fmt: skip
@@ -286,7 +288,7 @@ class Connection:
         """The body size that the message must have; None where only the limit counts."""
         if message.body == "none":
             return 0
-        if message.body == "document":
+        if message.body in ("document", "bytes"):
             return None
         block, chunk = _place(message)
         if self.blocks is None:

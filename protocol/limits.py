@@ -37,4 +37,15 @@ SAMPLES: Final = 2**40
 EVALUATION_PARTS: Final = 2**24
 NAME_CHARACTERS: Final = 200
 RUN_SPEC_BYTES: Final = 256 * KIB
+
+# Files that a run reads, sent to workers as blobs.
+FILES_PER_RUN: Final = 16_384
+BLOB_BYTES: Final = 2**44
+"""16 TiB: more is no file of a real model or data set."""
+BLOB_NAME_BYTES: Final = 1_024
+BLOB_NAME_PART_BYTES: Final = 255
+UNANSWERED_BLOB_BYTES: Final = 4 * BODY_BYTES
+"""What a worker asks for at once, so a slow one makes nobody hold more memory than that."""
+UNANSWERED_BLOB_CHUNKS: Final = 64
+"""How many chunks that may be: small files need not wait for one another on a long link."""
 WORKERS: Final = 256

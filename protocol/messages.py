@@ -1,9 +1,9 @@
 """Every message, as one tagged union of frozen models.
 
 A message is the header of a frame. Some carry a body beside it: raw float32 for gradients and
-state, a JSON document for the run spec and the manifest. `epoch` is the coordinator's epoch, a
-worker refuses a lower one than it has seen; `step` counts from 0; `attempt` tells a step that
-was started anew from its first try.
+state, a JSON document for the run spec and the manifest, a file's bytes for a blob. `epoch` is the
+coordinator's epoch, a worker refuses a lower one than it has seen; `step` counts from 0; `attempt`
+tells a step that was started anew from its first try.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Text = Annotated[str, Field(max_length=400)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Number = Annotated[int, Field(ge=0, lt=2**63)]
 NodeList = Annotated[tuple[tuple[Number, Number], ...], Field(max_length=64)]
-BodyRule = Literal["none", "float32", "document"]
+BodyRule = Literal["none", "float32", "document", "bytes"]
 StateKind = Literal["parameters", "first_moment", "second_moment"]
 
 
@@ -91,13 +91,18 @@ class Welcome(Message):
 
 
 class StartRun(Message):
-    """Coordinator: build this run's task, of which `step` steps are committed. Body: the spec."""
+    """Coordinator: build this run's task, of which `step` steps are committed. Body: the spec.
+
+    `blobs` is the digest of the list of files that the task reads (`protocol.blob_list`): to be
+    asked for like any blob. Without it the worker has all it needs.
+    """
 
     tag = 5
     body = "document"
     run_id: Small
     epoch: Number
     step: Number
+    blobs: Digest | None
 
 
 class Ready(Message):
@@ -147,6 +152,29 @@ class StateChunk(Message):
     step: Number
     optimizer_step: Number
     last: bool
+
+
+class BlobRequest(Message):
+    """Worker: send the chunk of this blob that starts at `offset`."""
+
+    tag = 28
+    run_id: Small
+    digest: Digest
+    offset: Number
+
+
+class BlobChunk(Message):
+    """Coordinator: the chunk asked for, as long as a body may be or up to the blob's end.
+
+    Chunks come in the order in which they were asked for. A shorter one says that the file is no
+    longer what it was when the run was submitted.
+    """
+
+    tag = 29
+    body = "bytes"
+    run_id: Small
+    digest: Digest
+    offset: Number
 
 
 # Work.
@@ -323,7 +351,7 @@ MESSAGES: dict[int, type[Message]] = {
         Hello, Challenge, Proof, Welcome, StartRun, Ready, Unready, StateRequest, StateChunk,
         StepPlan, BlockGradientPayload, NonBlockGradientPayload, AveragedBlockGradient,
         AveragedNonBlockGradient, NodeLoss, Commit, StepApplied, Assign, Cancel, EvalPlan,
-        EvalResult, Heartbeat, Halt, Continue, Drain, EndRun, Goodbye,
+        EvalResult, Heartbeat, Halt, Continue, Drain, EndRun, Goodbye, BlobRequest, BlobChunk,
     )
 }  # fmt: skip
 

@@ -88,6 +88,9 @@ class ModelSpec(_Section):
     """
 
     source: str | None = Field(None, description="a directory, `package:DISTRIBUTION`, a hub name")
+    name: str | None = Field(
+        None, max_length=400, description="what an adapter says is its base; default: the source"
+    )
     config: Document | None = Field(
         None, description="a Hugging Face configuration with its model_type, to train from scratch"
     )

@@ -59,6 +59,11 @@ class Channel(asyncio.BufferedProtocol):
     def closed(self) -> bool:
         return self._closing
 
+    @property
+    def queued_bytes(self) -> int:
+        """What waits for the peer to read, less what the transport has taken already."""
+        return self._queued_bytes
+
     def send(self, message: Message | Encoded) -> None:
         """Queue a message; does nothing once the channel is closing.
 

@@ -30,7 +30,7 @@ class Cluster:
     Use it as a context manager: at the end whatever still runs is killed.
     """
 
-    def __init__(self, directory: Path, *arguments: str) -> None:
+    def __init__(self, directory: Path, *arguments: str, cwd: Path = ROOT) -> None:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         self._address_file = directory / "address.json"
@@ -40,6 +40,7 @@ class Cluster:
         self.coordinator = start(
             "coordinator", "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
             "--address-file", str(self._address_file), "--out", str(directory / "out"), *arguments,
+            cwd=cwd,
         )  # fmt: skip
         self.address = self._read_address()
         self._reader = threading.Thread(target=self._read_events, daemon=True)
@@ -67,12 +68,16 @@ class Cluster:
                 stream.close()
 
     def worker(
-        self, name: str, *arguments: str, environment: Mapping[str, str] | None = None
+        self,
+        name: str,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        cwd: Path = ROOT,
     ) -> subprocess.Popen[str]:
         """Start a worker."""
         process = start(
             "worker", "--coordinator", self.address["data"], "--name", name, *arguments,
-            environment=environment,
+            environment=environment, cwd=cwd,
         )  # fmt: skip
         self.workers[name] = process
         return process
@@ -160,13 +165,21 @@ class Cluster:
 
 
 def start(
-    module: str, *arguments: str, environment: Mapping[str, str] | None = None
+    module: str,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
 ) -> subprocess.Popen[str]:
     """One of the two commands as a process."""
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})},
+        cwd=cwd,
+        env={
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": str(ROOT),
+            **(environment or {}),
+        },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

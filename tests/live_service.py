@@ -73,11 +73,15 @@ class LiveService:
         self.changed.set()
 
     def worker(
-        self, name: str, kind: type[Client] = Client, toolbox: Toolbox | None = None
+        self,
+        name: str,
+        kind: type[Client] = Client,
+        toolbox: Toolbox | None = None,
+        cache: Path | None = None,
     ) -> Client:
         """The product's own worker, or one derived from it."""
         target = Target("127.0.0.1", self.port, name, "scripted", 2.0)
-        client = kind(target, toolbox or Scripted(), LoopbackOnly(), lambda _: None)
+        client = kind(target, toolbox or Scripted(), LoopbackOnly(), lambda _: None, cache=cache)
         self.workers[name] = asyncio.create_task(client.serve())
         return client
 

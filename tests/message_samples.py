@@ -44,7 +44,7 @@ EXAMPLES: dict[type[Message], Message] = {
         messages.Welcome(
             worker="w", epoch=1, heartbeat_interval_ms=1000, liveness_timeout_ms=8000
         ),
-        messages.StartRun(run_id="r", epoch=1, step=0),
+        messages.StartRun(run_id="r", epoch=1, step=0, blobs=None),
         messages.Ready(
             run_id="r", backend="cpu", device="d", initial_digest=DIGEST, step=2,
             state_digest=DIGEST, signature=DIGEST,
@@ -71,6 +71,8 @@ EXAMPLES: dict[type[Message], Message] = {
         messages.Drain(),
         messages.EndRun(run_id="r", reason="over"),
         messages.Goodbye(reason="bye", retry=False, exit_code=0),
+        messages.BlobRequest(run_id="r", digest=DIGEST, offset=4),
+        messages.BlobChunk(run_id="r", digest=DIGEST, offset=4),
     )
 }  # fmt: skip
 
@@ -81,6 +83,8 @@ def body_for(message: Message) -> Any:
         return None
     if message.body == "document":
         return b'{"a": 1}'
+    if message.body == "bytes":
+        return b"\x00\xffof a file"
     block, chunk = message.block, message.chunk  # type: ignore[attr-defined]
     piece = BLOCKS[block].chunk_slice(chunk)
     return np.arange(piece.stop - piece.start, dtype="<f4")
@@ -128,7 +132,9 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
         "heartbeat_interval_ms": st.integers(10, 60_000),
         "liveness_timeout_ms": st.integers(100, 600_000),
     },
-    messages.StartRun: {"run_id": _small, "epoch": _number, "step": _number},
+    messages.StartRun: {
+        "run_id": _small, "epoch": _number, "step": _number, "blobs": st.none() | _digest,
+    },
     messages.Ready: {
         "run_id": _small, "backend": _small, "device": _small, "initial_digest": _digest,
         "step": _number, "state_digest": _digest, "signature": _digest, "signature_text": _text,
@@ -172,6 +178,8 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
     messages.Goodbye: {
         "reason": _text, "retry": st.booleans(), "exit_code": st.integers(0, 125)
     },
+    messages.BlobRequest: {"run_id": _small, "digest": _digest, "offset": _number},
+    messages.BlobChunk: {"run_id": _small, "digest": _digest, "offset": _number},
 }  # fmt: skip
 
 STRATEGIES = {kind: st.builds(kind, **fields) for kind, fields in _FIELDS.items()}

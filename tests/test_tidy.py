@@ -31,6 +31,7 @@ PURE = (
     "coordinator/planner.py",
     "coordinator/round.py",
     "coordinator/run.py",
+    "worker/fetching.py",
     "worker/session.py",
 )
 IMPURE = {"asyncio", "os", "random", "secrets", "socket", "structlog", "threading", "time"}
@@ -44,8 +45,10 @@ UNITS = {
     "BLOCKS",
     "BYTES",
     "CHARACTERS",
+    "CHUNKS",
     "CONNECTIONS",
     "ELEMENTS",
+    "FILES",
     "MICROBATCHES",
     "MS",
     "PARTS",

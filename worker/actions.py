@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from backends.interface import Array
+from protocol.blob_list import BlobFile, BlobList
+from protocol.connection import Body
 from protocol.manifest import Block
 from protocol.messages import Message
 from protocol.replica import PartKind
@@ -24,11 +26,15 @@ class Transmit:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Build a run's task; `keep` the state that the replica has of this very run."""
+    """Build a run's task; `keep` the state that the replica has of this very run.
+
+    `inputs` is the digest of the list of files that the task reads, if there is one.
+    """
 
     run_id: str
     spec: RunSpec
     keep: bool
+    inputs: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +121,47 @@ class Leave:
     exit_code: int
 
 
+@dataclass(frozen=True, slots=True)
+class Locate:
+    """Find the listed files on this machine."""
+
+    list_digest: str
+    spec: RunSpec
+    listing: BlobList
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPart:
+    """Take a large file's part, to be written."""
+
+    file: BlobFile
+
+
+@dataclass(frozen=True, slots=True)
+class StoreChunk:
+    """Write a chunk of a file into the cache."""
+
+    file: BlobFile
+    offset: int
+    values: Body
+
+
+@dataclass(frozen=True, slots=True)
+class Assemble:
+    """All files are there: put them where the task reads them."""
+
+    list_digest: str
+    spec: RunSpec
+    listing: BlobList
+
+
+@dataclass(frozen=True, slots=True)
+class DropFiles:
+    """Leave the files; what came of earlier actions is nobody's."""
+
+
+FileAction = Locate | OpenPart | StoreChunk | Assemble | DropFiles
 Action = (
     Transmit | Build | Expect | Compute | CancelWork | CancelNode | Apply | LoadChunk | Restore
-    | Evaluate | CopyState | Tell | Leave
+    | Evaluate | CopyState | Tell | Leave | FileAction
 )  # fmt: skip

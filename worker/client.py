@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from protocol import __version__, limits
@@ -34,6 +35,8 @@ from protocol.trace import Tracer
 from protocol.transport import Channel
 from worker import actions as act
 from worker import engine
+from worker.fetching import FileEvent
+from worker.obtaining import Obtainer
 from worker.session import Session
 
 _SHORT_PAUSE_S: Final = 0.25
@@ -64,6 +67,8 @@ class Client:
         authenticator: Authenticator,
         tell: Callable[[str], None],
         tracer: Tracer | None = None,
+        *,
+        cache: Path | None = None,
     ) -> None:
         self._target = target
         self._authenticator = authenticator
@@ -72,6 +77,7 @@ class Client:
         self._instance = uuid.uuid4().hex
         self._loop = asyncio.get_running_loop()
         self._engine = engine.Engine(toolbox, self._emit, tracer)
+        self._files = Obtainer(self._obtained, cache)
         self._session: Session | None = None
         self._channel: Channel | None = None
         self._epochs: dict[str, int] = {}
@@ -91,6 +97,7 @@ class Client:
             return await self._serve()
         finally:
             self._engine.close()
+            self._files.close()
 
     def drain(self) -> None:
         """Finish what there is and leave; at once if there is no connection."""
@@ -164,6 +171,7 @@ class Client:
             channel.goodbye("the worker ends", retry=False)
             return "stopped"
         self._engine.cancel()
+        self._files.forget()
         self._channel = None
         return self._lost.result()
 
@@ -240,6 +248,10 @@ class Client:
         except Exception as error:  # noqa: BLE001 -- the coordinator must hear of it, or it waits
             self._do(self._session.result(engine.DeviceFailed(error)))
 
+    def _obtained(self, event: FileEvent) -> None:
+        if self._session is not None and self._channel is not None:
+            self._do(self._session.files.event(event))
+
     def _do(self, actions: Sequence[act.Action]) -> None:
         for action in actions:
             self._do_one(action)
@@ -250,7 +262,7 @@ class Client:
             case act.Transmit():
                 self._transmit(action)
             case act.Build():
-                device.build(action.run_id, action.spec, keep=action.keep)
+                device.build(action.run_id, action.spec, keep=action.keep, inputs=action.inputs)
             case act.Expect():
                 assert self._channel is not None
                 self._channel.connection.blocks = action.blocks
@@ -270,6 +282,10 @@ class Client:
                 device.evaluate(action.step, action.part)
             case act.CopyState():
                 device.copy_state()
+            case act.Locate() | act.OpenPart() | act.StoreChunk() | act.Assemble():
+                self._files.do(action)
+            case act.DropFiles():
+                self._files.forget()
             case act.Tell():
                 self._tell(action.text)
             case act.Leave():

@@ -132,6 +132,7 @@ class _Job:
     """A built task: kept between runs of the same spec, for it takes seconds to build."""
 
     spec: RunSpec
+    inputs: str | None
     task: Task
     program: Program
     replica: Replica
@@ -162,12 +163,14 @@ class Engine:
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
 
-    def build(self, run_id: str, spec: RunSpec, *, keep: bool = False) -> None:
+    def build(
+        self, run_id: str, spec: RunSpec, *, keep: bool = False, inputs: str | None = None
+    ) -> None:
         """Build the task, or take the one that is there; gives Built or BuildFailed.
 
         The replica starts anew, unless it is to keep the state that it has of this run.
         """
-        self._jobs.put(lambda: self._build(run_id, spec, keep=keep))
+        self._jobs.put(lambda: self._build(run_id, spec, inputs, keep=keep))
 
     def compute(self, place: Place, microbatches: int, node: Node) -> None:
         """Compute a node unless cancelled before; gives its BlockSums, then NodeDone."""
@@ -222,9 +225,9 @@ class Engine:
         if self._job is not None:
             self._job.program.close()
 
-    def _build(self, run_id: str, spec: RunSpec, *, keep: bool) -> None:
+    def _build(self, run_id: str, spec: RunSpec, inputs: str | None, *, keep: bool) -> None:
         try:
-            job = self._job_for(spec)
+            job = self._job_for(spec, inputs)
         except SamestepError as error:
             self._emit(BuildFailed(run_id, error))
             return
@@ -255,8 +258,8 @@ class Engine:
             )
         )
 
-    def _job_for(self, spec: RunSpec) -> _Job:
-        if self._job is not None and self._job.spec == spec:
+    def _job_for(self, spec: RunSpec, inputs: str | None) -> _Job:
+        if self._job is not None and (self._job.spec, self._job.inputs) == (spec, inputs):
             return self._job
         if self._job is not None:
             self._job.program.close()
@@ -270,7 +273,7 @@ class Engine:
         probe = probe_digest(program, example)
         replica.load_parameters(initial)
         start = replica.state_digest()
-        self._job = _Job(spec, task, program, replica, order, initial, start, probe)
+        self._job = _Job(spec, inputs, task, program, replica, order, initial, start, probe)
         return self._job
 
     def _compute(self, generation: int, place: Place, microbatches: int, node: Node) -> None:

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from protocol import sources
 from protocol.errors import DataError
 from protocol.run_spec import DataSpec
-from worker import holdout, sources
+from worker import holdout
 from worker.text_file import column, json_records, no_column, read_lines
 
 LABELS: Final = 1_000

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from protocol import sources
 from protocol.errors import DataError
-from worker import sources
 
 
 @dataclass(frozen=True, slots=True)

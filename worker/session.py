@@ -15,6 +15,7 @@ from protocol.messages import (
     AveragedBlockGradient,
     AveragedGradient,
     AveragedNonBlockGradient,
+    BlobChunk,
     BlockGradientPayload,
     Cancel,
     Commit,
@@ -45,7 +46,6 @@ from worker import engine
 from worker.actions import (
     Action,
     Apply,
-    Build,
     CancelNode,
     CancelWork,
     Compute,
@@ -60,6 +60,7 @@ from worker.actions import (
 )
 from worker.averages import Averages
 from worker.engine import Place
+from worker.fetching import RunFiles
 
 
 class Session:
@@ -69,6 +70,7 @@ class Session:
         name: The name the coordinator gave.
         epoch: The coordinator's epoch.
         step: Steps this replica has taken, or is about to have taken.
+        files: Of the run.
 
     Args:
         epochs: The newest epoch seen of each run, kept from one connection to the next.
@@ -87,6 +89,7 @@ class Session:
         self._nodes: set[Node] = set()
         self._built = False
         self._draining = False
+        self.files = RunFiles()
 
     def welcome(self, message: Welcome) -> list[Action]:
         """The handshake is done."""
@@ -105,6 +108,9 @@ class Session:
             case StartRun():
                 assert body is not None
                 return self._start_run(message, body)
+            case BlobChunk():
+                assert body is not None
+                return self.files.chunk(message, body)
             case StateRequest():
                 self._check_built(message)
                 return [CopyState()]
@@ -131,7 +137,8 @@ class Session:
             case EndRun():
                 self.run_id, self._built, self._place = "", False, None
                 self._nodes.clear()
-                return [CancelWork(), Tell(f"run {message.run_id} is over: {message.reason}")]
+                told = Tell(f"run {message.run_id} is over: {message.reason}")
+                return [CancelWork(), *self.files.drop(), told]
             case Goodbye():
                 return [CancelWork(), Leave(message.reason, message.retry, message.exit_code)]
             case _:
@@ -199,11 +206,7 @@ class Session:
         self._place = None
         self._averages.clear()
         self._nodes.clear()
-        return [
-            CancelWork(),
-            Tell(f"run {message.run_id}: building the task {spec.task!r}"),
-            Build(message.run_id, spec, keep=message.step > 0),
-        ]
+        return [CancelWork(), *self.files.begin(message, spec)]
 
     def _task_built(self, event: engine.Built) -> list[Action]:
         if event.run_id != self.run_id or self._built:
@@ -230,7 +233,8 @@ class Session:
     def _build_failed(self, event: engine.BuildFailed) -> list[Action]:
         if event.run_id != self.run_id:
             return []
-        reason, exit_code = str(event.error), event.error.exit_code
+        reason = self.files.in_the_users_words(str(event.error))
+        exit_code = event.error.exit_code
         if isinstance(event.error, BackendUnavailable):
             # This machine's matter, not the run's: leave, and let the run wait for another.
             goodbye = Goodbye(reason=cut_text(reason), retry=False, exit_code=exit_code)

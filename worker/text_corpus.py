@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from protocol import sources
 from protocol.errors import DataError
 from protocol.run_spec import DataSpec
-from worker import holdout, sources
+from worker import holdout
 from worker.text_file import column, json_records, read_text
 
 LONE_FILE_CHARACTERS: Final = 4_096

@@ -40,7 +40,8 @@ def training():
 
 def test_an_invitation_carries_the_run_spec():
     (action,) = Run("run", SPEC, 4, 1).invite("ann")
-    assert action == Send("ann", StartRun(run_id="run", epoch=4, step=0), SPEC.to_bytes())
+    message = StartRun(run_id="run", epoch=4, step=0, blobs=None)
+    assert action == Send("ann", message, SPEC.to_bytes())
 
 
 def test_before_the_first_worker_there_is_nothing_to_tell():

@@ -294,7 +294,8 @@ def _text(action: act.Action) -> str:
 
 
 def _message(message: msg.Message) -> str:
-    fields = message.model_dump(exclude={"epoch", "view", "averages_digest", "run_id", "scalars"})
+    left_out = {"epoch", "view", "averages_digest", "run_id", "scalars", "blobs"}
+    fields = message.model_dump(exclude=left_out)
     place = ""
     if "attempt" in fields:
         place = f" {fields.pop('step')}.{fields.pop('attempt')}"

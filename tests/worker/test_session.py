@@ -35,10 +35,9 @@ def body(values):
     return np.array(values, "<f4").view(np.uint8)
 
 
-def start_run(run_id="run", epoch=EPOCH, step=0):
-    return msg.StartRun(run_id=run_id, epoch=epoch, step=step), np.frombuffer(
-        SPEC.to_bytes(), np.uint8
-    )
+def start_run(run_id="run", epoch=EPOCH, step=0, blobs=None):
+    message = msg.StartRun(run_id=run_id, epoch=epoch, step=step, blobs=blobs)
+    return message, np.frombuffer(SPEC.to_bytes(), np.uint8)
 
 
 def built(run_id="run", step=0):
@@ -133,9 +132,7 @@ def test_a_run_is_built_and_answered_with_the_manifest():
 
 def test_a_spec_that_is_none_ends_the_connection():
     with pytest.raises(MessageError):
-        welcomed().receive(
-            msg.StartRun(run_id="r", epoch=EPOCH, step=0), np.frombuffer(b"{}", np.uint8)
-        )
+        welcomed().receive(start_run()[0], np.frombuffer(b"{}", np.uint8))
 
 
 def test_a_task_that_can_not_be_built_is_told_with_its_exit_code():

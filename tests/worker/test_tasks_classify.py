@@ -124,7 +124,7 @@ def test_exported_adapter_gives_the_same_logits_in_peft(task, tmp_path):
     import peft
     import transformers
 
-    from worker.sources import model_source
+    from protocol.sources import model_source
 
     values = moved(task)
     program = choose("cpu").backend.compile(task.trainable, task.batch([0, 1]))
@@ -163,7 +163,7 @@ def tiny(tmp_path_factory) -> str:
     import torch
     import transformers
 
-    from worker.sources import model_source
+    from protocol.sources import model_source
 
     directory = str(tmp_path_factory.mktemp("tiny"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_source(MINILM))

@@ -56,7 +56,7 @@ def causal_lm(tmp_path) -> RunSpec:
 def classify(tmp_path) -> RunSpec:
     import transformers
 
-    from worker.sources import model_source
+    from protocol.sources import model_source
 
     rows = [{"text": f"number {n} of many", "label": str(n % 3)} for n in range(100)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -99,7 +99,7 @@ class CausalLM:
         blocks = cut_into_blocks(module)
         self._initial = pretrained.initial_values(module, blocks)
         files = tokenizer_files(tokenizer)
-        source = spec.model.source or ""
+        base = spec.model.name or spec.model.source or ""
         self.manifest = Manifest(
             blocks=blocks,
             train_samples=len(self._train.inputs),
@@ -115,7 +115,7 @@ class CausalLM:
                 "duplicates_removed": corpus.duplicates,
                 "train_tokens": len(streams[0]),
             },
-            export=lora.export(source, blocks, files) if lora else export_in_full(loaded, files),
+            export=lora.export(base, blocks, files) if lora else export_in_full(loaded, files),
         )
         self.trainable = Trainable(
             blocks=blocks,

@@ -76,7 +76,7 @@ class Classify:
                 "data": _data_digest(data),
             },
             notes={"duplicates_removed": data.duplicates, "texts_truncated": cut},
-            export=_export(spec.model.source, loaded, lora, blocks, files),
+            export=_export(spec.model.name or spec.model.source, loaded, lora, blocks, files),
         )
         self.trainable = Trainable(
             blocks=blocks,

@@ -18,10 +18,11 @@ from torch import nn
 
 from backends import draws
 from backends.interface import Array, Batch, Sums, Trainable
+from protocol import sources
 from protocol.errors import DataError
 from protocol.manifest import Manifest, Metric
 from protocol.run_spec import DigitsSpec, RunSpec
-from worker import holdout, sources
+from worker import holdout
 from worker.blocks import cut_into_blocks
 from worker.tasks.digest import digest_arrays
 

@@ -22,10 +22,10 @@ from transformers.utils import logging as transformers_logging
 
 from backends import draws
 from backends.interface import Array
+from protocol import sources
 from protocol.errors import DataError
 from protocol.manifest import Block
 from protocol.run_spec import ModelSpec
-from worker import sources
 from worker.tasks.digest import digest_arrays
 
 _DEVIATION: Final = 0.02

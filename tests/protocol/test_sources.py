@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from protocol import sources
 from protocol.errors import DataError
-from worker import sources
 
 
 @pytest.fixture

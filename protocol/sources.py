@@ -101,13 +101,16 @@ def corpus_files(source: str, pattern: str) -> list[Path]:
         return sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     if source.startswith(PACKAGE):
         files = package_files(source.removeprefix(PACKAGE))
-        found = sorted(file for file in files if file.suffix in CORPUS_SUFFIXES)
+        found = [file for file in files if file.suffix in CORPUS_SUFFIXES]
         # Its own metadata is in there too, as text.
         found = [file for file in found if not file.parent.name.endswith(".dist-info")]
+        found.sort(key=Path.as_posix)
     else:
         path = Path(os.path.expanduser(source))  # noqa: PTH111  (as above)
         if not path.is_dir():
             return [text_source(source)]
+        if ".." in Path(pattern).parts or Path(pattern).is_absolute():
+            raise DataError(f"expected data.pattern to stay inside {source!r}, got {pattern!r}")
         found = [file for file in path.rglob(pattern) if file.is_file()]
         found.sort(key=lambda file: file.relative_to(path).as_posix())
     if not found:

@@ -1,0 +1,169 @@
+"""What a hostile worker may not ask for; what a good one gets while others train."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.blob_index import BlobIndex, index_blobs
+from protocol import limits
+from protocol.messages import BlobChunk, BlobRequest, Goodbye, StartRun
+from tests import reading_task
+from tests.event_loop import on_uvloop
+from tests.hostile_worker import HostileWorker
+from tests.live_service import LiveService, live_service, scripted_spec
+
+SIZE = 2 * limits.BODY_BYTES + 5
+CONTENT = bytes(range(256)) * (SIZE // 256) + bytes(SIZE % 256)
+
+
+@pytest.fixture
+def index(tmp_path) -> BlobIndex:
+    path = tmp_path / "input.bin"
+    path.write_bytes(CONTENT)
+    return index_of(path)
+
+
+def index_of(path) -> BlobIndex:
+    index = index_blobs(scripted_spec(task=reading_task.NAME, data={"train": str(path)}))
+    assert index is not None
+    return index
+
+
+def file_of(index: BlobIndex) -> str:
+    return index.listing.sources[0].files[0].digest
+
+
+async def invited(live: LiveService, worker: HostileWorker, index: BlobIndex | None) -> str:
+    path = "" if index is None else str(index.blobs[file_of(index)].content)
+    spec = scripted_spec(task=reading_task.NAME, data={"train": path})
+    run_id = live.service.submit(spec, blobs=index)
+    await worker.join()
+    start = await worker.until(StartRun)
+    assert start.blobs == (index.digest if index is not None else None)
+    worker.run_id = run_id
+    return run_id
+
+
+def ask(worker: HostileWorker, digest: str, offset: int, run_id: str = "") -> None:
+    worker.send(BlobRequest(run_id=run_id or worker.run_id, digest=digest, offset=offset))
+
+
+async def chunk(worker: HostileWorker) -> tuple[int, bytes]:
+    while (received := await worker.receive()) is not None:
+        if isinstance(received.message, BlobChunk):
+            assert received.body is not None
+            return received.message.offset, received.body.tobytes()
+        assert not isinstance(received.message, Goodbye), received.message
+    raise AssertionError("the connection ended")
+
+
+@on_uvloop
+async def test_chunks_come_in_order_and_from_any_offset(tmp_path, index):
+    async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as worker:
+        await invited(live, worker, index)
+        for offset in (0, limits.BODY_BYTES, SIZE - 1, 7):
+            ask(worker, file_of(index), offset)
+        for offset in (0, limits.BODY_BYTES, SIZE - 1, 7):
+            assert await chunk(worker) == (offset, CONTENT[offset:][: limits.BODY_BYTES])
+        ask(worker, index.digest, 0)
+        assert await chunk(worker) == (0, index.listing.to_bytes())
+        assert live.first("worker_lost") is None
+
+
+@pytest.mark.parametrize(
+    ("digest", "offset", "reason"),
+    [
+        ("0" * 64, 0, "000000000000 is no blob of this run"),
+        ("", SIZE, f"an offset in {SIZE} bytes, got {SIZE}"),
+        ("", 2**63 - 1, "an offset in"),
+    ],
+)
+@on_uvloop
+async def test_what_is_not_listed_ends_that_connection(tmp_path, index, digest, offset, reason):
+    async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as worker:
+        await invited(live, worker, index)
+        ask(worker, digest or file_of(index), offset)
+        goodbye = await worker.farewell()
+        assert goodbye is not None
+        assert reason in goodbye.reason
+        await live.wait_for("worker_lost", worker=worker.name)
+        assert live.service.current is not None
+
+
+@on_uvloop
+async def test_a_run_without_blobs_serves_none(tmp_path):
+    async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as worker:
+        await invited(live, worker, None)
+        ask(worker, "0" * 64, 0)
+        goodbye = await worker.farewell()
+        assert goodbye is not None
+        assert "is no blob of this run" in goodbye.reason
+
+
+@on_uvloop
+async def test_a_request_of_an_earlier_run_is_dropped(tmp_path, index):
+    async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as worker:
+        await invited(live, worker, index)
+        ask(worker, file_of(index), 0, run_id="earlier")
+        ask(worker, file_of(index), 3)
+        assert (await chunk(worker))[0] == 3
+
+
+@on_uvloop
+async def test_a_worker_that_asks_and_does_not_read_is_refused(tmp_path, index):
+    async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as worker:
+        await invited(live, worker, index)
+        for _ in range(200):
+            ask(worker, file_of(index), 0)
+        lost = await live.wait_for("worker_lost", worker=worker.name)
+        assert "too many chunks asked for at once" in lost["reason"]
+
+
+@on_uvloop
+async def test_an_empty_file_is_an_empty_chunk(tmp_path):
+    (tmp_path / "empty").touch()
+    index = index_of(tmp_path / "empty")
+    async with live_service(tmp_path / "out", 1) as live, HostileWorker(live.port) as worker:
+        await invited(live, worker, index)
+        ask(worker, file_of(index), 0)
+        assert await chunk(worker) == (0, b"")
+
+
+@on_uvloop
+async def test_a_worker_that_leaves_while_it_is_served_harms_nobody(tmp_path, index):
+    async with live_service(tmp_path, 2) as live:
+        async with HostileWorker(live.port) as worker:
+            await invited(live, worker, index)
+            for _ in range(limits.UNANSWERED_BLOB_CHUNKS):
+                ask(worker, file_of(index), 0)
+            await worker.receive()
+        await live.wait_for("worker_lost", worker=worker.name)
+        for name in ("w0", "w1"):
+            live.worker(name, cache=tmp_path / "cache")
+        run_id = next(e["run_id"] for e in live.events if e["event"] == "run_accepted")
+        await live.result(run_id)
+        assert not live.every("internal_error")
+
+
+@on_uvloop
+async def test_steps_go_on_while_a_joiner_is_served(tmp_path, index):
+    """The joiner asks for one chunk after the other; commits come in between."""
+    spec = scripted_spec(
+        task=reading_task.NAME, steps=300,
+        data={"train": str(index.blobs[file_of(index)].content)},
+    )  # fmt: skip
+    async with live_service(tmp_path, 1) as live:
+        live.worker("w0", cache=tmp_path / "cache")
+        run_id = live.service.submit(spec, blobs=index)
+        await live.wait_for("started")
+        async with HostileWorker(live.port) as joiner:
+            joiner.run_id = run_id
+            await joiner.join()
+            before, served = len(live.every("committed")), 0
+            while live.first("run_ended") is None and served < 30:
+                ask(joiner, file_of(index), 0)
+                await chunk(joiner)
+                served += 1
+            assert served
+            assert len(live.every("committed")) > before
+        await live.result(run_id)

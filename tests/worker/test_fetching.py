@@ -1,0 +1,258 @@
+"""What is fetched and in which order, against a coordinator and a disk that answer at random."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import numpy as np
+import pytest
+from blake3 import blake3
+
+from protocol import limits
+from protocol import messages as msg
+from protocol.blob_list import BlobFile, BlobList, BlobSource
+from protocol.errors import MessageError, OutOfPlace, StorageFailed
+from protocol.run_spec import parse_run_spec
+from worker import actions as act
+from worker import fetching as fet
+from worker.fetching import Fetching
+
+SPEC = parse_run_spec({
+    "task": "causal-lm", "steps": 1, "model": {"source": "org/m"}, "data": {"train": "texts"},
+})  # fmt: skip
+CHUNK = limits.BODY_BYTES
+
+
+def file(name: str, size: int) -> BlobFile:
+    return BlobFile(name=name, size=size, digest=blake3(f"{name} {size}".encode()).hexdigest())
+
+
+def listing_of(*files: BlobFile) -> BlobList:
+    return BlobList(sources=(BlobSource(role="data", form="directory", files=files),))
+
+
+def body(count: int) -> np.ndarray:
+    return np.broadcast_to(np.zeros(1, np.uint8), (count,))
+
+
+def begun(listing: BlobList) -> Fetching:
+    document = listing.to_bytes()
+    digest = blake3(document).hexdigest()
+    fetching = Fetching("run", SPEC, digest)
+    (asked,) = fetching.start()
+    assert asked == act.Transmit(msg.BlobRequest(run_id="run", digest=digest, offset=0))
+    chunk = msg.BlobChunk(run_id="run", digest=digest, offset=0)
+    assert fetching.chunk(chunk, np.frombuffer(document, np.uint8)) == [
+        act.Locate(digest, SPEC, listing)
+    ]
+    return fetching
+
+
+def told(actions: list[act.Action]) -> list[str]:
+    return [action.text for action in actions if isinstance(action, act.Tell)]
+
+
+def requests(actions: list[act.Action]) -> list[tuple[str, int]]:
+    sent = (action.message for action in actions if isinstance(action, act.Transmit))
+    return [(one.digest, one.offset) for one in sent if isinstance(one, msg.BlobRequest)]
+
+
+def answer(digest: str, offset: int) -> msg.BlobChunk:
+    return msg.BlobChunk(run_id="run", digest=digest, offset=offset)
+
+
+class World:
+    """A coordinator that answers in order, and a disk; either may be slow.
+
+    Attributes:
+        stored: Bytes written of each file.
+        finished: What came after the last file.
+    """
+
+    def __init__(self, files: list[BlobFile], rng: random.Random) -> None:
+        self.size = {each.digest: each.size for each in files}
+        self.stored = {each.digest: 0 for each in files}
+        self.before = {
+            each.digest: rng.randrange(each.size) if each.size > CHUNK and rng.random() < 0.5 else 0
+            for each in files
+        }
+        self.spoilt = {d for d, have in self.before.items() if have and rng.random() < 0.5}
+        self.network: deque[tuple[str, int]] = deque()
+        self.disk: deque[fet.FileEvent] = deque()
+        self.finished: list[act.Action] = []
+        self._opened = ""
+        self._unwritten: deque[int] = deque()
+        self._rng = rng
+
+    def do(self, actions: list[act.Action]) -> None:
+        for action in actions:
+            match action:
+                case act.Transmit():
+                    assert isinstance(action.message, msg.BlobRequest)
+                    self.network.append((action.message.digest, action.message.offset))
+                case act.OpenPart():
+                    self._open(action.file)
+                case act.StoreChunk():
+                    self._store(action)
+                case act.Assemble():
+                    self.finished.append(action)
+                case act.Tell():
+                    pass
+                case _:
+                    raise AssertionError(action)
+        nbytes = [min(CHUNK, self.size[digest] - offset) for digest, offset in self.network]
+        nbytes += self._unwritten
+        assert len(nbytes) <= limits.UNANSWERED_BLOB_CHUNKS
+        assert sum(nbytes) <= limits.UNANSWERED_BLOB_BYTES
+
+    def _open(self, opened: BlobFile) -> None:
+        if self._rng.random() < 0.2:
+            self.stored[opened.digest] = opened.size
+            self.disk.append(fet.BlobPresent(opened.digest))
+            return
+        self.stored[opened.digest] = self.before[opened.digest]
+        self._opened = opened.digest
+        self.disk.append(fet.PartOpened(opened.digest, self.stored[opened.digest]))
+
+    def _store(self, action: act.StoreChunk) -> None:
+        digest = action.file.digest
+        assert action.file.size <= CHUNK or digest == self._opened
+        assert self.stored[digest] == action.offset
+        self.stored[digest] += len(action.values)
+        self._unwritten.append(len(action.values))
+        complete = self.stored[digest] == action.file.size
+        if complete and digest in self.spoilt:
+            self.spoilt.discard(digest)
+            self.before[digest] = 0
+            self.disk.append(fet.BlobDamaged(digest, resumed=True))
+        else:
+            self.disk.append(fet.ChunkStored(digest, complete))
+
+    def turn(self, fetching: Fetching) -> None:
+        if self.network and (not self.disk or self._rng.random() < 0.5):
+            digest, offset = self.network.popleft()
+            values = body(min(CHUNK, self.size[digest] - offset))
+            self.do(fetching.chunk(answer(digest, offset), values))
+        else:
+            event = self.disk.popleft()
+            if isinstance(event, fet.ChunkStored | fet.BlobDamaged):
+                self._unwritten.popleft()
+            self.do(fetching.event(event))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_every_file_comes_whole_whatever_is_slow(seed):
+    rng = random.Random(seed)
+    sizes = [rng.choice([0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 7 * CHUNK + 5])
+             for _ in range(rng.choice([1, 2, 8, 150]))]  # fmt: skip
+    files = [file(f"{number}.txt", size) for number, size in enumerate(sizes)]
+    fetching, world = begun(listing_of(*files)), World(files, rng)
+    world.do(fetching.event(fet.Located(tuple(files))))
+    while not world.finished:
+        world.turn(fetching)
+    assert world.stored == world.size
+    assert not world.network
+    assert not world.disk
+
+
+def test_nothing_is_fetched_where_nothing_is_missing():
+    listing = listing_of(file("a", 1))
+    fetching = begun(listing)
+    (action,) = fetching.event(fet.Located(()))
+    assert isinstance(action, act.Assemble)
+    placed = SPEC.model_copy(update={"name": "placed"})
+    actions = fetching.event(fet.Assembled(placed, {"/inputs/data": "texts"}))
+    assert told(actions) == ["run run: building the task 'causal-lm'"]
+    assert actions[-1] == act.Build("run", placed, keep=False, inputs=action.list_digest)
+    assert fetching.in_the_users_words("cannot read '/inputs/data/a'") == "cannot read 'texts/a'"
+
+
+def test_a_person_is_told_what_is_fetched_and_how_far_it_is():
+    large = file("large", 10 * CHUNK)
+    fetching = begun(listing_of(large))
+    actions = fetching.event(fet.Located((large,)))
+    assert told(actions) == ["run run: fetching 42 MB of data from the coordinator"]
+    pending = requests(fetching.event(fet.PartOpened(large.digest, 0)))
+    lines = []
+    while pending:
+        actions = fetching.chunk(answer(*pending.pop(0)), body(CHUNK))
+        lines += told(actions)
+        pending += requests(actions)
+        stored = next(a for a in actions if isinstance(a, act.StoreChunk))
+        complete = stored.offset + CHUNK == large.size
+        pending += requests(fetching.event(fet.ChunkStored(large.digest, complete)))
+    assert lines == [
+        "fetched 13 MB of 42 MB", "fetched 21 MB of 42 MB", "fetched 34 MB of 42 MB",
+        "fetched 42 MB of 42 MB",
+    ]  # fmt: skip
+
+
+def fetching_one(size: int = 10) -> tuple[Fetching, BlobFile]:
+    one = file("a.txt", size)
+    fetching = begun(listing_of(one))
+    assert requests(fetching.event(fet.Located((one,)))) == [(one.digest, 0)]
+    return fetching, one
+
+
+def unready(actions: list[act.Action]) -> msg.Unready:
+    assert act.DropFiles() in actions
+    (found,) = [a.message for a in actions if isinstance(a, act.Transmit)]
+    assert isinstance(found, msg.Unready)
+    return found
+
+
+@pytest.mark.parametrize("count", [9, 11, 0])
+def test_a_chunk_of_another_length_is_a_file_that_has_changed(count):
+    fetching, one = fetching_one()
+    answered = unready(fetching.chunk(answer(one.digest, 0), body(count)))
+    assert answered.exit_code == 2
+    assert answered.reason == (
+        "the data file 'a.txt' of 'texts' has changed at the coordinator since the run was "
+        "submitted; submit the run again"
+    )
+    # What is on its way still is nobody's.
+    assert fetching.chunk(answer(one.digest, 0), body(10)) == []
+    assert fetching.event(fet.ChunkStored(one.digest, complete=True)) == []
+
+
+def test_another_digest_is_a_file_that_has_changed():
+    fetching, one = fetching_one()
+    fetching.chunk(answer(one.digest, 0), body(10))
+    answered = unready(fetching.event(fet.BlobDamaged(one.digest, resumed=False)))
+    assert "has changed at the coordinator" in answered.reason
+
+
+def test_a_disk_that_refuses_is_told_in_one_line():
+    fetching, one = fetching_one()
+    fetching.chunk(answer(one.digest, 0), body(10))
+    full = StorageFailed("write", "/cache", "no space left")
+    answered = unready(fetching.event(fet.FilesFailed(full)))
+    assert (answered.reason, answered.exit_code) == ("cannot write '/cache': no space left", 1)
+
+
+def test_chunks_that_were_not_asked_for_end_the_connection():
+    fetching, one = fetching_one()
+    for digest, offset in ((one.digest, 1), ("f" * 64, 0)):
+        with pytest.raises(OutOfPlace, match="in the order"):
+            fetching_one()[0].chunk(answer(digest, offset), body(10))
+    fetching.chunk(answer(one.digest, 0), body(10))
+    with pytest.raises(OutOfPlace, match="not asked for"):
+        fetching.chunk(answer(one.digest, 0), body(10))
+
+
+def list_answered(document: bytes, digest: str | None = None) -> None:
+    named = digest or blake3(document).hexdigest()
+    fetching = Fetching("run", SPEC, named)
+    fetching.chunk(answer(named, 0), np.frombuffer(document, np.uint8))
+
+
+def test_a_list_that_is_not_the_one_that_was_named_ends_the_connection():
+    good = listing_of(file("a", 1)).to_bytes()
+    list_answered(good)
+    with pytest.raises(MessageError, match="got another"):
+        list_answered(good, "0" * 64)
+    with pytest.raises(MessageError, match="a file's name is refused"):
+        list_answered(good.replace(b'"a"', b'"../../a"'))
+    with pytest.raises(MessageError, match="a tokenizer that the run has not"):
+        list_answered(good.replace(b'"data"', b'"tokenizer"'))

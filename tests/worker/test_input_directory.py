@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import pytest
+
+from protocol.blob_list import BlobFile, BlobList, BlobSource
+from protocol.errors import StorageFailed
+from protocol.run_files import source_files
+from protocol.run_spec import parse_run_spec
+from worker.input_directory import assemble, placed_spec
+
+DIGEST = "0" * 64
+SPEC = parse_run_spec({
+    "task": "causal-lm", "steps": 1, "model": {"source": "models/m"},
+    "data": {"train": "package:texts", "pattern": "*.md"}, "tokenizer": {"source": "t.gguf"},
+})  # fmt: skip
+
+
+def source(role, form, *names):
+    files = tuple(BlobFile(name=name, size=1, digest=DIGEST) for name in names)
+    return BlobSource(role=role, form=form, files=files)
+
+
+LISTING = BlobList(
+    sources=(
+        source("data", "directory", "b/x.jsonl", "a.txt"),
+        source("model", "directory", "config.json", "model.safetensors"),
+        source("tokenizer", "file", "t.gguf"),
+    )
+)
+
+
+def found(tmp_path):
+    places = {}
+    for each in LISTING.sources:
+        for number, file in enumerate(each.files):
+            path = tmp_path / f"{each.role}{number}"
+            path.write_text(file.name)
+            places[each.role, file.name] = path
+    return places
+
+
+def test_a_task_sees_the_listed_files_and_no_others(tmp_path):
+    inputs = tmp_path / "inputs/one"
+    assemble(inputs, LISTING, found(tmp_path))
+    seen = sorted(p.relative_to(inputs).as_posix() for p in inputs.rglob("*") if p.is_file())
+    assert seen == [
+        "data/a.txt", "data/b/x.jsonl", "model/config.json", "model/model.safetensors",
+        "tokenizer/t.gguf",
+    ]  # fmt: skip
+    assert (inputs / "data/b/x.jsonl").read_text() == "b/x.jsonl"
+
+
+def test_the_same_task_is_made_of_the_links_as_of_the_sources(tmp_path):
+    """Same names, same order: so a worker that fetched reads what one with the files reads."""
+    inputs = tmp_path / "inputs/one"
+    assemble(inputs, LISTING, found(tmp_path))
+    placed, words = placed_spec(SPEC, LISTING, inputs)
+    for each in LISTING.sources:
+        here = source_files(placed, each.role)
+        assert here is not None
+        assert here.form == each.form
+        assert {name for name, _ in here.files} == {file.name for file in each.files}
+    assert placed.model is not None
+    assert placed.model.name == "models/m"
+    assert words == {
+        str(inputs / "data"): "package:texts", str(inputs / "model"): "models/m",
+        str(inputs / "tokenizer/t.gguf"): "t.gguf",
+    }  # fmt: skip
+    same = {"data", "model", "tokenizer"}
+    assert placed.model_dump(exclude=same) == SPEC.model_dump(exclude=same)
+
+
+def test_a_name_that_was_given_to_the_model_stays(tmp_path):
+    assert SPEC.model is not None
+    named = SPEC.model_copy(update={"model": SPEC.model.model_copy(update={"name": "org/m"})})
+    placed, _ = placed_spec(named, LISTING, tmp_path)
+    assert placed.model is not None
+    assert placed.model.name == "org/m"
+
+
+def test_links_that_are_right_stay_and_others_are_turned(tmp_path):
+    inputs, places = tmp_path / "inputs/one", found(tmp_path)
+    assemble(inputs, LISTING, places)
+    kept = (inputs / "data/a.txt").lstat().st_ino
+    moved = tmp_path / "moved"
+    moved.write_text("elsewhere")
+    assemble(inputs, LISTING, {**places, ("model", "config.json"): moved})
+    assert (inputs / "data/a.txt").lstat().st_ino == kept
+    assert (inputs / "model/config.json").read_text() == "elsewhere"
+
+
+def test_inputs_of_earlier_runs_go(tmp_path):
+    assemble(tmp_path / "inputs/one", LISTING, found(tmp_path))
+    assemble(tmp_path / "inputs/two", LISTING, found(tmp_path))
+    assert [path.name for path in (tmp_path / "inputs").iterdir()] == ["two"]
+    assert (tmp_path / "model0").read_text() == "config.json"
+
+
+def test_a_disk_that_refuses_is_one_line(tmp_path):
+    (tmp_path / "inputs").touch()
+    with pytest.raises(StorageFailed, match="link the run's files"):
+        assemble(tmp_path / "inputs/one", LISTING, found(tmp_path))
