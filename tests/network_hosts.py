@@ -84,6 +84,9 @@ class Network:
             for scope in ("all", "eth0"):
                 setting = f"net.ipv4.conf.{scope}.route_localnet=1"
                 _ip("netns", "exec", name, "sysctl", "-qw", setting)
+            # What a host sends to itself goes through lo, which must not claim all of 127/8.
+            _ip("-n", name, "link", "set", "lo", "up")
+            _ip("-n", name, "addr", "del", "127.0.0.1/8", "dev", "lo")
             _ip("-n", name, "link", "set", "eth0", "up")
             _ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
 

@@ -10,7 +10,7 @@ import pytest
 from tests.cluster import RUNS, Cluster
 from tests.network_hosts import Network, network
 
-JOB = ("--run", str(RUNS / "digits.yaml"), "--set", "steps=400", "--set", "evaluate_every=0")
+JOB = ("--run", str(RUNS / "digits.yaml"), "--set", "steps=150", "--set", "evaluate_every=0")
 NOTICED_WITHIN_S = 10.0
 
 
@@ -60,7 +60,7 @@ def test_a_worker_that_is_cut_off_is_noticed_and_comes_back(tmp_path, reference)
         late = cluster.wait_for("straggler", worker="w1")
         cluster.wait_for("committed", step=late["step"] + 3)
         lost = cluster.wait_for("worker_disconnected", worker="w1")
-        assert "silent for" in lost["reason"]
+        assert "silent for" in lost["reason"] or "timed out" in lost["reason"]
         assert time.monotonic() - cut_s < NOTICED_WITHIN_S
         cluster.ask("POST", "/halt", {})
         split.hosts.mend("w1")
