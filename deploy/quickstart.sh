@@ -10,4 +10,4 @@ venv=$(realpath "${SAMESTEP_VENV:-.venv}")
 export PATH="$venv/bin:$PATH" VIRTUAL_ENV="$venv" # as if it were activated
 
 exec coordinator --expect-workers 3 --local-workers 3 \
-    --run deploy/runs/sms-spam.yaml --out runs/sms-spam "$@"
+    --run deploy/runs/sms-spam.yaml "$@"

@@ -81,8 +81,7 @@ def test_makes_the_environment_and_runs_the_main_job(place: Place):
     done = place.run("--set", "steps=20")
     assert done.returncode == 0, done.stderr
     assert done.stdout == (
-        "ran --expect-workers 3 --local-workers 3 --run deploy/runs/sms-spam.yaml "
-        "--out runs/sms-spam --set steps=20\n"
+        "ran --expect-workers 3 --local-workers 3 --run deploy/runs/sms-spam.yaml --set steps=20\n"
     )
     assert place.did() == [
         "pip -r requirements/assets.txt",
