@@ -111,7 +111,9 @@ class Cluster:
             clock.step()
             if not clock.foreground:
                 self._idle()
-            elif self._budget and rng.random() < haste:
+                continue
+            self._idle_since_ms = None
+            if self._budget and rng.random() < haste:
                 self._budget -= 1
                 self._disturb()
         ledgers = self._ledgers.values()
@@ -196,6 +198,8 @@ class Cluster:
             return
         poisoned = any(step == run.step for step, _, _ in self._world.poison)
         skip = self.rng.random() < (0.7 if poisoned else 0.15)
+        # What was committed as taken and is done again is not to be left out now.
+        skip = skip and run.step >= len(execution.ledger.skips)
         execution.do(run.resume(skip_step=skip))
 
     def _idle(self) -> None:
@@ -211,11 +215,9 @@ class Cluster:
         if not len(run.members) or _too_few(run):
             if not any(w.alive and w.link is None for w in self._workers):
                 self._start_worker()
-        if self._idle_since_ms is None or now_ms < self._idle_since_ms:
+        if self._idle_since_ms is None:
             self._idle_since_ms = now_ms
-            self._idle_mark = self.clock._number
-        raise_after = self._idle_since_ms + _IDLE_MS
-        if now_ms > raise_after:
+        if now_ms > self._idle_since_ms + _IDLE_MS:
             raise Stuck(_described(run))
 
     # What goes wrong.
@@ -239,7 +241,7 @@ class Cluster:
         if len(alive) < _MOST_WORKERS:
             choices.append((6, "join", self._start_worker))
             choices.append((1, "cannot_build", partial(self._start_worker, cannot_build=True)))
-        choices += [(20, "disk", self._disk_fails)]
+        choices += [(5, "disk", self._disk_fails)]
         if alive:
             choices += self._on_worker(rng.choice(alive))
         linked = [worker.link for worker in alive if worker.link is not None]
@@ -287,7 +289,7 @@ class Cluster:
         if not any(worker.engine.spoilt for worker in alive):
             found += [
                 (4, "kill_coordinator", lambda: self._kill_coordinator(coordinator)),
-                (3, "power_loss", lambda: self._power_loss(coordinator)),
+                (3, "power_loss", self._power_loss),
             ]
             if len(self._coordinators) < 2 or not self._coordinators[-2].alive:
                 found.append((3, "split", lambda: self._split(coordinator, alive)))
@@ -344,10 +346,12 @@ class Cluster:
         coordinator.kill()
         self._restart_soon()
 
-    def _power_loss(self, coordinator: SimulatedCoordinator) -> None:
-        coordinator.vanish()
-        for link in coordinator.links:
-            self._notice(link, float("inf"))
+    def _power_loss(self) -> None:
+        for one in self._coordinators:
+            if one.alive:
+                one.vanish()
+                for link in one.links:
+                    self._notice(link, float("inf"))
         for ledger in self._ledgers.values():
             ledger.directory.crash(self.rng)
         self._restart_soon()

@@ -57,6 +57,7 @@ from tests.simulation.link import LOST, Link
 from tests.simulation.worker import SimulatedWorker
 
 Then = Callable[[Any], None]
+Failed = Callable[[SamestepError], None]
 
 _KEPT: Final = (AveragedBlockGradient, AveragedNonBlockGradient, Commit)
 
@@ -64,20 +65,19 @@ _KEPT: Final = (AveragedBlockGradient, AveragedNonBlockGradient, Commit)
 class Thread:
     """Does its jobs one after the other; what comes of them reaches the event loop in order."""
 
-    def __init__(
-        self, clock: Clock, rng: Random, process: Process, failed: Callable[[SamestepError], None]
-    ) -> None:
+    def __init__(self, clock: Clock, rng: Random, process: Process) -> None:
         self._clock = clock
         self._rng = rng
         self._process = process
-        self._failed = failed
-        self._jobs: deque[tuple[float, Callable[[], Any], Then | None]] = deque()
+        self._jobs: deque[tuple[float, Callable[[], Any], Then | None, Failed]] = deque()
         self._results: deque[Callable[[], None]] = deque()
         self._busy = False
 
-    def do(self, up_to_ms: float, work: Callable[[], Any], then: Then | None = None) -> None:
+    def do(
+        self, up_to_ms: float, work: Callable[[], Any], then: Then | None, failed: Failed
+    ) -> None:
         """Work for so long at most, then let the event loop go on with what came of it."""
-        self._jobs.append((up_to_ms * self._rng.random(), work, then))
+        self._jobs.append((up_to_ms * self._rng.random(), work, then, failed))
         if not self._busy:
             self._begin()
 
@@ -88,11 +88,11 @@ class Thread:
 
     def _work(self) -> None:
         while self._jobs:
-            _, work, then = self._jobs.popleft()
+            _, work, then, failed = self._jobs.popleft()
             try:
                 result = work()
             except SamestepError as error:
-                self._post(lambda error=error: self._failed(error))  # type: ignore[misc]
+                self._post(lambda failed=failed, error=error: failed(error))  # type: ignore[misc]
             else:
                 if then is not None:
                     self._post(lambda then=then, result=result: then(result))  # type: ignore[misc]
@@ -131,7 +131,7 @@ class SimulatedExecution:
         self._directory = ledger.directory
         self._sessions = coordinator.sessions
         self._threads = {
-            name: Thread(coordinator.clock, coordinator.rng, coordinator, self._storage_failed)
+            name: Thread(coordinator.clock, coordinator.rng, coordinator)
             for name in ("log", "checkpoint", "keeper")
         }
         self._replica: Replica | None = None
@@ -142,7 +142,7 @@ class SimulatedExecution:
         self._answered: dict[str, int] = {}
         self._view = 0
         self._state_complete = False
-        self._next_step = self.run.step
+        self._found = found
         self._log: Log | None = None
         self._lost: dict[tuple[int, int], SamestepError] = {}
         self._speculated = False
@@ -165,9 +165,14 @@ class SimulatedExecution:
         self.do(self.run.take_up_again())
 
     def _in(
-        self, thread: str, up_to_ms: float, work: Callable[[], Any], then: Then | None = None
+        self,
+        thread: str,
+        up_to_ms: float,
+        work: Callable[[], Any],
+        then: Then | None = None,
+        failed: Failed | None = None,
     ) -> None:
-        self._threads[thread].do(up_to_ms, work, then)
+        self._threads[thread].do(up_to_ms, work, then, failed or self._storage_failed)
 
     # Events.
 
@@ -270,7 +275,7 @@ class SimulatedExecution:
     def _opened(self) -> Log:
         if self._log is None:
             self._log = self._directory.open_log(
-                self.job.manifest, self.run.epoch, self._next_step, self.run.spec.log
+                self.job.manifest, self.run.epoch, self._found, self.run.spec.log
             )
         return self._log
 
@@ -285,7 +290,13 @@ class SimulatedExecution:
             self._lost = {}
             self.ledger.synced(record)
 
-        self._in("log", self.pace, work, lambda _: self.do(self.run.durable(step)))
+        def failed(error: SamestepError) -> None:
+            if isinstance(error, StorageFailed):
+                self.do(self.run.storage_failed(str(error), lost_commit=True))
+            else:
+                self._storage_failed(error)
+
+        self._in("log", self.pace, work, lambda _: self.do(self.run.durable(step)), failed)
 
     def _report(self, action: Report) -> None:
         self.ledger.counts[action.event] += 1
@@ -330,7 +341,11 @@ class SimulatedExecution:
                 write(replica)
 
         def write(replica: Replica) -> None:
-            work = lambda: self._directory.save(self.run.epoch, replica, losses)  # noqa: E731
+            def work() -> int:
+                good = self._directory.save(self.run.epoch, replica, losses)
+                self.ledger.saved(replica)
+                return good
+
             self._in("checkpoint", 4 * self.pace, work, written)
 
         def written(good: int) -> None:
@@ -471,8 +486,7 @@ class SimulatedExecution:
         if held:
             known = self.run.has_state
             self.ledger.ended(self.outcome, self._replica if known else None, self.run.losses)
-        else:
-            assert self.outcome.outcome == "failed", "a side cut off ends the run"
+        # Else the journal's guard makes it fail.
         message = EndRun(run_id=self.run.run_id, reason=self.outcome.reason[:400])
         for member in self.run.members:
             self._send(member.name, message)

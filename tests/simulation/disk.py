@@ -62,6 +62,8 @@ class Found:
     replica: Callable[[], Replica]
     committed: tuple[bool, ...]
     """For each step that is known to be committed, whether it was skipped."""
+    redo: tuple[CommitRecord, ...]
+    """Those of which the averages are not kept."""
 
 
 @dataclass
@@ -71,6 +73,7 @@ class Segment:
     epoch: int
     base: int
     mode: LogMode
+    redo: tuple[CommitRecord, ...] = ()
     records: list[Any] = field(default_factory=list)
     synced: int = 0
 
@@ -108,11 +111,11 @@ class MemoryDirectory:
         if self.full:
             raise StorageFailed("write", "DIR", "no space left on device")
 
-    def open_log(self, manifest: Manifest, epoch: int, next_step: int, mode: LogMode) -> Log:
+    def open_log(self, manifest: Manifest, epoch: int, found: Found | None, mode: LogMode) -> Log:
         """Keep the manifest and begin the log."""
         self.refuse_if_full()
         self.manifest = manifest
-        return MemoryLog(self, epoch, next_step, mode)
+        return MemoryLog(self, epoch, found, mode)
 
     def write_terms(self, terms: Terms) -> None:
         self.refuse_if_full()
@@ -129,12 +132,8 @@ class MemoryDirectory:
 
     def logged(self, step: int, log: Log) -> list[tuple[CommitRecord, Averages]]:
         """The committed steps from this one on, in a row."""
-        del log
         steps = self._scan()
-        return [
-            (s.record, a if s.record.commit.scalars is not None else None)
-            for s, a in _row(steps, step)
-        ]
+        return [(s.record, a) for s, a in _row(steps, step) if s.step < log.next_step]
 
     def crash(self, rng: Random) -> None:
         """What was not synced may be there or not, whole or torn."""
@@ -158,7 +157,9 @@ class MemoryDirectory:
         logged, redo = _split([step for step, _ in row])
         recovery = SimpleNamespace(
             manifest=self.manifest,
-            checkpoint=replica and SimpleNamespace(info=replica),
+            checkpoint=replica and SimpleNamespace(
+                info=SimpleNamespace(step=newest, state_digest=replica.state_digest())
+            ),
             logged=logged,
             redo=redo,
             notes=(),
@@ -178,7 +179,7 @@ class MemoryDirectory:
 
         skips = [math.isnan(loss) for loss in recovery.losses]
         skips += [record.commit.scalars is None for record in redo]
-        return Found(resumption, catch_up, tuple(skips))
+        return Found(resumption, catch_up, tuple(skips), tuple(redo))
 
     def _scan(self, *, repair: bool = False) -> dict[int, tuple[LoggedStep, Averages]]:
         """As `log_reader.scan_log`: a segment replaces what older ones hold from its base on."""
@@ -186,9 +187,12 @@ class MemoryDirectory:
         for segment in self.segments:
             for step in [step for step in steps if step >= segment.base]:
                 del steps[step]
+            for record in segment.redo:
+                steps[record.commit.step] = (LoggedStep(NOWHERE, record, (), False, 0), None)
             end = _walk(segment, steps, self.manifest)
             if repair:
-                del segment.records[end:]
+                # One that goes on writing there leaves a hole.
+                segment.records[end:] = [Torn(None)] if end < len(segment.records) else []
                 segment.synced = end
         return steps
 
@@ -255,9 +259,10 @@ class MemoryLog:
     """`coordinator.gradient_log.GradientLog` without files."""
 
     def __init__(
-        self, directory: MemoryDirectory, epoch: int, next_step: int, mode: LogMode
+        self, directory: MemoryDirectory, epoch: int, found: Found | None, mode: LogMode
     ) -> None:
-        self.next_step = next_step
+        self.next_step = found.resumption.step if found is not None else 0
+        self._redo = found.redo if found is not None else ()
         self._directory = directory
         self._epoch = epoch
         self._mode = mode
@@ -285,6 +290,7 @@ class MemoryLog:
         self._write(record)
         self._sync()
         self._directory.check(self._epoch)
+        self._settled = len(self._segment.records)
         self._pending.clear()
         self.next_step += 1
 
@@ -299,7 +305,9 @@ class MemoryLog:
 
     def _new_segment(self) -> Segment:
         self._directory.refuse_if_full()
-        segment = Segment(self._epoch, self.next_step, self._mode)
+        redo = tuple(record for record in self._redo if record.commit.step >= self.next_step)
+        segment = Segment(self._epoch, self.next_step, self._mode, redo)
+        self._settled = 0
         key = (segment.epoch, segment.base)
         others = [s for s in self._directory.segments if (s.epoch, s.base) != key]
         self._directory.segments = sorted([*others, segment], key=lambda s: (s.epoch, s.base))
@@ -307,7 +315,8 @@ class MemoryLog:
 
     def _write(self, record: Any) -> None:
         if self._broken:
-            del self._segment.records[self._segment.synced :]
+            self._directory.check(self._epoch)
+            del self._segment.records[self._settled :]
             self._segment.records += self._pending
             self._broken = False
         if self._directory.full:

@@ -16,8 +16,9 @@ action a line, in order; the phase in brackets when it changes. `#` begins a rem
     replica STEP [state=S]        so has the coordinator's own replica
     result NAME PART              a held-out part is evaluated
     lost NAME, drains NAME, drain, halt, continue [skip=yes], give-up, save
-    tick MS                       the time
-    durable STEP, saved STEP, full    what the disk answers; at once unless it is slow
+    tick MS                       the time goes on until then
+    durable STEP, saved STEP  what the disk answers; at once unless it is slow
+    full [commit=lost]        or it refuses; maybe it was the commit that did not get there
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from coordinator.resumption import Resumption
 from coordinator.run import Run
 from coordinator.terms import Terms
 from protocol import messages as msg
+from protocol import limits
 from protocol.errors import RemoteProtocolError
 from protocol.manifest import Block, Manifest, Metric, TensorSpec
 from protocol.run_spec import BatchSpec, CheckpointSpec, OptimizerSpec, RunSpec
@@ -104,6 +106,7 @@ class Stage:
         self._parts = int(parts)
         self._disk_is_slow = disk == "slow"
         resumption = None
+        self._now_ms = 0
         if restart:
             resumption = Resumption(
                 manifest=self._manifest("d"),
@@ -136,7 +139,7 @@ class Stage:
             "continue": lambda skip="": run.resume(skip_step=bool(skip)),
             "give-up": lambda: run.give_up("nobody is left"),
             "save": run.save,
-            "tick": lambda ms: run.tick(float(ms)),
+            "tick": self._tick,
             "durable": lambda step: run.durable(int(step)),
             "saved": lambda step: run.checkpointed(int(step)),
             "full": lambda: run.storage_failed("the disk is full"),
@@ -178,6 +181,13 @@ class Stage:
             blocks=tuple(
                 Block(
                     name=block,
+    def _tick(self, until_ms: str) -> Actions:
+        actions: Actions = []
+        while self._now_ms < int(until_ms):
+            self._now_ms += limits.TICK_MS
+            actions += self.run.tick(float(self._now_ms))
+        return actions
+
                     kind="block" if block == "layer" else "non_block",
                     tensors=(TensorSpec(name=f"{block}.weight", shape=(2,)),),
                 )
