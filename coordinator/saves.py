@@ -39,7 +39,7 @@ class Saves:
 
     def failed(self) -> None:
         """The disk refused. What was asked for is asked for again (`again`)."""
-        self._owed, self._asked = self._asked is not None, None
+        self._owed, self._asked = self._owed or self._asked is not None, None
 
     def again(self, step: int) -> list[Action]:
         """After a halt: what the disk refused, of the present state."""
