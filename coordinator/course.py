@@ -186,9 +186,18 @@ class Course:
             return self._finish("drained", "drained before the start", ExitCode.OK)
         if self.phase is RunPhase.HALTED:
             return self._finish("failed", f"halted: {self.reason}", ExitCode.FAILED)
-        if not self.members.names(MemberState.ACTIVE, MemberState.DRAINING):
-            return self._finish("drained", f"drained after {self.step} steps", ExitCode.OK)
-        return []
+        return [] if self._computing else self._stop()
+
+    @property
+    def _computing(self) -> list[str]:
+        return self.members.names(MemberState.ACTIVE, MemberState.DRAINING)
+
+    def _stop(self) -> list[Action]:
+        """Nobody is left to end the step in progress: end after those that are committed."""
+        assert self.progress is not None
+        self.phase, self.evaluation = RunPhase.TRAINING, None
+        self.progress.leave_out()
+        return self._advance()
 
     def give_up(self, reason: str) -> list[Action]:
         """Nothing more can come: end as failed."""
@@ -240,6 +249,8 @@ class Course:
         if self.manifest.evaluation_parts and due:
             return self._begin_evaluation()
         if progress.all_committed or self._drain_asked:
+            return []
+        if self._drain_asked and not self._computing:
             return []
         return self._begin_step(progress)
 

@@ -315,6 +315,11 @@ class Progress:
             return []
         return [Report("redone_otherwise", {"step": self.step, "before": known, "now": digest})]
 
+    def leave_out(self) -> None:
+        """The run is to end before this step, unless its commit is on its way to the disk."""
+        if not self.persisting:
+            self.round = None
+
     def abandon_commit(self) -> None:
         """It did not get to the disk: the step is still in progress."""
         self._committing = None
