@@ -140,10 +140,16 @@ class Course:
         self.saves.done(step)
         return [] if self.phase is RunPhase.OVER else self._advance()
 
-    def storage_failed(self, reason: str) -> list[Action]:
-        """The disk refuses. Nothing is damaged; the step in progress is done again after that."""
+    def storage_failed(self, reason: str, *, lost_commit: bool = False) -> list[Action]:
+        """The disk refuses. Nothing is damaged.
+
+        Args:
+            reason: What the disk says.
+            lost_commit: Whether it was the commit that did not get there: the step is done again.
+                Else one that is on its way may get there all the same.
+        """
         self.saves.failed()
-        if self.progress is not None:
+        if self.progress is not None and lost_commit:
             self.progress.abandon_commit()
         if self.phase is RunPhase.WAITING:
             return self.give_up(reason)

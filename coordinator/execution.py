@@ -234,9 +234,12 @@ class Execution:
             self._tracer.instant(f"send {type(message).__name__}", "coordinator")
 
     async def _persist(self, action: Persist) -> None:
-        start = now_us()
-        await self._storage.commit(action.record)
-        step = action.record.commit.step
+        start, step = now_us(), action.record.commit.step
+        try:
+            await self._storage.commit(action.record)
+        except StorageFailed as error:
+            self._do(self.run.storage_failed(str(error), lost_commit=True))
+            return
         if self._tracer is not None:
             self._tracer.span("sync the log", "log", start, step=step)
         self._do(self.run.durable(step))

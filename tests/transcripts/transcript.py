@@ -142,7 +142,9 @@ class Stage:
             "tick": self._tick,
             "durable": lambda step: run.durable(int(step)),
             "saved": lambda step: run.checkpointed(int(step)),
-            "full": lambda: run.storage_failed("the disk is full"),
+            "full": lambda commit="": run.storage_failed(
+                "the disk is full", lost_commit=bool(commit)
+            ),
         }
 
     def command(self, word: str, plain: list[str], options: dict[str, str]) -> list[str]:
