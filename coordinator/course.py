@@ -84,7 +84,7 @@ class Course:
         manifest, terms = resumption.manifest, resumption.terms
         self._settle(manifest, resumption)
         assert self.admission is not None
-        self.admission.resume(terms)
+        self.admission.resume(terms, resumption.state_digest)
         self.saves = Saves(self.spec.checkpoint, resumption.saved)
         self._remembered = set(terms.signatures) if terms is not None else set()
 
@@ -250,13 +250,13 @@ class Course:
 
     def _after_commit(self, progress: Progress) -> list[Action]:
         assert self.manifest is not None
+        if self._drain_asked and not self._computing:
+            return []
         every = self.spec.evaluate_every
         due = progress.all_committed or (progress.step and every and progress.step % every == 0)
         if self.manifest.evaluation_parts and due:
             return self._begin_evaluation()
         if progress.all_committed or self._drain_asked:
-            return []
-        if self._drain_asked and not self._computing:
             return []
         return self._begin_step(progress)
 

@@ -95,7 +95,7 @@ class Progress:
     def _resume(self, resumption: Resumption) -> None:
         self.step, self.optimizer_step = resumption.step, resumption.optimizer_step
         self.losses = list(resumption.losses)
-        self.agreement = Agreement(self.step, catching_up=True)
+        self.agreement = Agreement(self.step, catching_up=True, known=resumption.state_digest)
         self._redone = resumption.redone
         if resumption.terms is not None:
             self.signatures = set(resumption.terms.signatures)

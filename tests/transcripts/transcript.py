@@ -5,7 +5,8 @@ action a line, in order; the phase in brackets when it changes. `#` begins a rem
 4 microbatches of one sample and two blocks of one chunk each.
 
     run [workers=1] [steps=2] [evaluate_every=0] [parts=0] [exactness=prefer] [every=0] [disk=slow]
-    restart STEP [saved=0] [skipped=N] [signature=S]   a new coordinator, instead of `run`
+    restart STEP [saved=0] [skipped=N] [signature=S] [state=S] [steps=2] [disk=slow] ...
+                              a new coordinator, instead of `run`; `state` if it is known at once
     invite NAME               a worker is connected and free
     ready NAME [initial=S] [signature=S] [run=ID] [data=D] [step=N] [state=S]
     unready NAME [run=ID]
@@ -34,8 +35,8 @@ from coordinator.phase import RunPhase
 from coordinator.resumption import Resumption
 from coordinator.run import Run
 from coordinator.terms import Terms
-from protocol import messages as msg
 from protocol import limits
+from protocol import messages as msg
 from protocol.errors import RemoteProtocolError
 from protocol.manifest import Block, Manifest, Metric, TensorSpec
 from protocol.run_spec import BatchSpec, CheckpointSpec, OptimizerSpec, RunSpec
@@ -93,6 +94,7 @@ class Stage:
         saved: str = "0",
         skipped: str = "",
         signature: str = "s",
+        state: str = "",
     ) -> None:
         spec = RunSpec(
             task="scripted",
@@ -104,15 +106,16 @@ class Stage:
             checkpoint=CheckpointSpec(every=int(every)),
         )
         self._parts = int(parts)
+        self._now_ms = 0
         self._disk_is_slow = disk == "slow"
         resumption = None
-        self._now_ms = 0
         if restart:
             resumption = Resumption(
                 manifest=self._manifest("d"),
                 step=int(restart),
                 optimizer_step=int(restart),
                 losses=(0.5,) * int(restart),
+                state_digest=digest(state) if state else None,
                 saved=int(saved),
                 redone={int(skipped): None} if skipped else {},
                 terms=Terms(
@@ -178,11 +181,6 @@ class Stage:
             case _:
                 return []
 
-    def _manifest(self, data: str) -> Manifest:
-        return Manifest(
-            blocks=tuple(
-                Block(
-                    name=block,
     def _tick(self, until_ms: str) -> Actions:
         actions: Actions = []
         while self._now_ms < int(until_ms):
@@ -190,6 +188,11 @@ class Stage:
             actions += self.run.tick(float(self._now_ms))
         return actions
 
+    def _manifest(self, data: str) -> Manifest:
+        return Manifest(
+            blocks=tuple(
+                Block(
+                    name=block,
                     kind="block" if block == "layer" else "non_block",
                     tensors=(TensorSpec(name=f"{block}.weight", shape=(2,)),),
                 )
