@@ -157,7 +157,8 @@ class Cluster:
 
     def _start_worker(self, **flaws: Any) -> None:
         instance = len(self._workers)
-        given = Flaws(microbatch_ms=self.rng.choice((2.0, 10.0, 10.0, 40.0, 100.0)), **flaws)
+        pace_ms = self.rng.choice((2.0, 10.0, 10.0, 40.0, 100.0))
+        given = Flaws(microbatch_ms=pace_ms, pace_ms=pace_ms, **flaws)
         if self._unlike:
             given.flavour = self.rng.randint(0, 1)
         worker = SimulatedWorker(instance, self._world, given)
@@ -264,7 +265,7 @@ class Cluster:
         found: list[tuple[int, str, Callable[[], None]]] = [
             (5, "kill", one.kill),
             (2, "worker_drains", one.drain),
-            (3, "slower", lambda: setattr(flaws, "microbatch_ms", flaws.microbatch_ms * 20)),
+            (3, "slower", lambda: setattr(flaws, "microbatch_ms", 20.0 * flaws.pace_ms)),
             (4, "stall", lambda: self._stall_worker(one)),
             (1, "nonfinite", lambda: flaws.nonfinite_once.add((step, rng.randint(-1, 3)))),
             (2, "flip", lambda: flaws.flips.add(step + 1)),

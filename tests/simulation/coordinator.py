@@ -141,7 +141,7 @@ class SimulatedExecution:
         self._tail: list[tuple[Message, Any]] = []
         self._answered: dict[str, int] = {}
         self._view = 0
-        self._state_complete = False
+        self._state_from = ""
         self._found = found
         self._log: Log | None = None
         self._lost: dict[tuple[int, int], SamestepError] = {}
@@ -268,7 +268,7 @@ class SimulatedExecution:
     def _append(self, place: ChunkPlace, values: Any) -> None:
         try:
             self._opened().append_chunk(place, values)
-        except StorageFailed as error:
+        except SamestepError as error:
             self._lost = {(place.step, place.attempt): error}
             raise
 
@@ -373,13 +373,19 @@ class SimulatedExecution:
         """What was broadcast since so many steps."""
         return [item for item in self._tail if _step_of(item[0]) >= step]
 
-    def _seed(self, link: Link | None) -> None:
+    def _seed(self, link: Link | None, *, replayed: bool = False) -> None:
+        def send(snapshot: Replica) -> None:
+            assert link is not None
+            if link.closed or self.outcome is not None:
+                return
+            self._send_state(link, snapshot)
+            if replayed:
+                self.do(self.run.replayed(link.name))
+
         if link is not None:
-            self._in("keeper", self.pace, self._copy, lambda copy: self._send_state(link, copy))
+            self._in("keeper", self.pace, self._copy, send)
 
     def _send_state(self, link: Link, snapshot: Replica) -> None:
-        if link.closed or self.outcome is not None:
-            return
         blocks = self.job.blocks
         pieces = [(p, c) for p in snapshot.parts() for c in range(blocks[p.block].chunks)]
         for index, (part, chunk) in enumerate(pieces):
@@ -404,10 +410,10 @@ class SimulatedExecution:
         if not row and step >= self._since:
             if not (link.closed or self.outcome is not None):
                 self._join(link.name, link, step)
+                self.do(self.run.replayed(link.name))
         elif link.closed:
             pass
         elif row:
-            self._in("keeper", 0, lambda: None)
             self._wait(lambda: self._send_logged(action, link, step, row))
         else:
 
@@ -448,30 +454,31 @@ class SimulatedExecution:
 
     def _give_up_replay(self, link: Link) -> None:
         if not (link.closed or self.outcome is not None):
-            self._seed(link)
+            self._seed(link, replayed=True)
 
     def _state_chunk(self, name: str, message: StateChunk, body: Any) -> None:
-        if message.run_id != self.run.run_id or self._state_complete:
+        if message.run_id != self.run.run_id:
             return
         admission = self.run.admission
         if self._replica is None or admission is None or not admission.was_asked(name):
             raise OutOfPlace("StateChunk was not asked for")
+        if not admission.awaits(name) or self._state_from == name:
+            return
         assert message.kind == "parameters"
         piece = self.job.blocks[message.block].chunk_slice(message.chunk)
         self._replica.parameters[message.block][piece] = body
         if message.last:
-            self._state_complete = True
+            self._state_from = name
             self._in("keeper", self.pace, lambda: None, lambda _: self._state_loaded(name))
 
     def _state_loaded(self, sender: str) -> None:
         assert self._replica is not None
         assert self.run.admission is not None
-        if not self.run.admission.awaits(sender):
-            self._state_complete = False
-            return
-        digest = self.ledger.begins_with(self._replica)
-        self.do(self.run.replica_loaded(digest))
-        self._state_complete = self.run.admission.state_known
+        if self._state_from == sender:
+            self._state_from = ""
+        if self.run.admission.awaits(sender):
+            digest = self.ledger.begins_with(self._replica)
+            self.do(self.run.replica_loaded(digest))
 
     def _dismiss(self, action: Dismiss) -> None:
         self._followers.discard(action.worker)

@@ -42,7 +42,9 @@ _HOST_MS: Final = 1.0
 class Flaws:
     """What is wrong with a worker."""
 
-    microbatch_ms: float = 10.0
+    microbatch_ms: float
+    pace_ms: float
+    """What that is if nothing slows it down."""
     cannot_build: bool = False
     flavour: int = 0
     nonfinite_once: set[tuple[int, int]] = field(default_factory=set)
