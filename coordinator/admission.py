@@ -159,6 +159,7 @@ class Admission:
             return [Follow(member.name, step)]
         member.state = MemberState.LOADING
         if 0 < member.step < step and known in (None, member.state_digest):
+            member.replaying = True
             to_compare = member.state_digest if known is None else None
             return [Replay(member.name, member.step, to_compare)]
         return [Seed(member.name)]

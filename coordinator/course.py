@@ -273,14 +273,26 @@ class Course:
                 f"the state of worker {names} after {step} steps differs from the coordinator's"
             )
         for name in agreed:
-            member = self.members.get(name)
-            behind = self.step - step
-            if member is not None and member.state is MemberState.LOADING and behind <= _BEHIND:
-                if behind:
-                    progress.agreement.owe(name)
-                self.members.activate(member)
-                actions += self._joined(member)
+            actions += self._is_right(self.members.get(name), step)
         return actions + self._advance()
+
+    def _is_right(self, member: Member | None, step: int) -> list[Action]:
+        """A worker's state after so many steps is the run's, or is taken for it: it takes part, if
+        it had to load it and hears broadcasts."""
+        if member is None or member.state is not MemberState.LOADING:
+            return []
+        if member.replaying:
+            member.right_at = step
+            return []
+        assert self.progress is not None
+        agreement, behind = self.progress.agreement, self.step - step
+        trusted = agreement.digest(step) is None
+        if behind > (0 if trusted else _BEHIND):
+            return []
+        if behind or trusted:
+            agreement.owe(member.name)
+        self.members.activate(member)
+        return self._joined(member)
 
     def _joined(self, member: Member) -> list[Action]:
         told = {"worker": member.name, "step": self.step, "view": self.members.view}

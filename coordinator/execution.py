@@ -323,6 +323,8 @@ class Execution:
             await self._seed(action.worker)
         else:
             self._followers.join(session, reached)
+        if not session.channel.closed:
+            self._do(self.run.replayed(action.worker))
 
     def _state_chunk(self, worker: str, message: StateChunk, raw: Body | None) -> None:
         if message.run_id != self.run.run_id:

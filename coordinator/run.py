@@ -119,6 +119,16 @@ class Run(Course):
 
     # An operator's word.
 
+    def replayed(self, worker: str) -> list[Action]:
+        """A worker was sent what it had missed, and hears broadcasts from now on."""
+        member = self.members.get(worker)
+        if member is None or not member.replaying or self.phase is RunPhase.OVER:
+            return []
+        member.replaying = False
+        if member.right_at is None:
+            return []
+        return self._is_right(member, member.right_at) + self._advance()
+
     def resume(self, *, skip_step: bool) -> list[Action]:
         """End a halt: another attempt at the same step, or the next one."""
         if self.progress is None or self.phase is not RunPhase.HALTED:
@@ -231,12 +241,10 @@ class Run(Course):
         progress, member = self.progress, self.members.get(worker)
         assert member is not None
         progress.applied(worker, message)
-        joining = member.state is MemberState.LOADING and message.step == self.step
-        if joining and progress.agreement.catching_up:
+        agreement = progress.agreement
+        if agreement.catching_up and agreement.digest(message.step) is None:
             # On trust: compared with the others now, with the replica once that is there.
-            progress.agreement.owe(worker)
-            self.members.activate(member)
-            return self._joined(member) + self._advance()
+            return self._is_right(member, message.step) + self._advance()
         return self._judge(progress, message.step)
 
     def _eval_result(self, worker: str, message: EvalResult) -> list[Action]:

@@ -15,6 +15,7 @@ action a line, in order; the phase in brackets when it changes. `#` begins a rem
     payload NAME LO-HI [block=layer] [value=1]   one payload
     applied NAME STEP [state=S]   a worker has taken so many steps, and is in this state
     replica STEP [state=S]        so has the coordinator's own replica
+    replayed NAME                 it was sent the steps that it had missed
     result NAME PART              a held-out part is evaluated
     lost NAME, drains NAME, drain, halt, continue [skip=yes], give-up, save
     tick MS                       the time goes on until then
@@ -138,6 +139,7 @@ class Stage:
             "lost": lambda name: run.lost(name, "the connection is over"),
             "drains": lambda name: run.receive(name, msg.Drain(), None),
             "drain": run.drain,
+            "replayed": run.replayed,
             "halt": lambda: run.halt("halted by the operator"),
             "continue": lambda skip="": run.resume(skip_step=bool(skip)),
             "give-up": lambda: run.give_up("nobody is left"),
