@@ -98,7 +98,7 @@ class Execution:
         self._storage = storage
         self._chronicle = Chronicle(run)
         self._followers = Followers(sessions, run.step)
-        self._state_complete = False
+        self._state_from = ""
         self._tasks: set[asyncio.Task[None]] = set()
 
     # Events.
@@ -332,24 +332,23 @@ class Execution:
         admission = self.run.admission
         if self._keeper is None or admission is None or not admission.was_asked(worker):
             raise OutOfPlace("StateChunk was not asked for")
-        if self._state_complete:
-            return  # another sent it all just before it was lost
+        if not admission.awaits(worker) or self._state_from == worker:
+            return  # another sends it, or this one has
         assert raw is not None
         self._keeper.fill(message, raw.view("<f4"))
         if message.last:
-            self._state_complete = True
+            self._state_from = worker
             self._spawn(self._state_loaded(worker))
 
     async def _state_loaded(self, sender: str) -> None:
         assert self._keeper is not None
         applied = await self._keeper.digests()
         assert self.run.admission is not None
-        if not self.run.admission.awaits(sender):
-            self._state_complete = False  # it has left meanwhile; another sends it anew
-            return
-        self.applied = applied
-        self._do(self.run.replica_loaded(self.applied.state_digest))
-        self._state_complete = self.run.admission.state_known
+        if self._state_from == sender:
+            self._state_from = ""
+        if self.run.admission.awaits(sender):  # else it has left, and another sends it anew
+            self.applied = applied
+            self._do(self.run.replica_loaded(self.applied.state_digest))
 
     async def _finish(self, action: Finish) -> None:
         """Write what the run leaves behind, then let the workers go."""
