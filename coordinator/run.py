@@ -110,14 +110,14 @@ class Run(Course):
 
     def replica_loaded(self, digest: str) -> list[Action]:
         """The first ready worker's state has come: it is state 0, with this digest."""
+        if self.phase is RunPhase.OVER:
+            return []
         assert self.progress is not None
         assert self.admission is not None
         if refused := self.admission.state_loaded(digest):
             return refused
         self.progress.agreement.settle(0, digest)
         return self.saves.save(0) + self._start_if_enough()
-
-    # An operator's word.
 
     def replayed(self, worker: str) -> list[Action]:
         """A worker was sent what it had missed, and hears broadcasts from now on."""
@@ -128,6 +128,8 @@ class Run(Course):
         if member.right_at is None:
             return []
         return self._is_right(member, member.right_at) + self._advance()
+
+    # An operator's word.
 
     def resume(self, *, skip_step: bool) -> list[Action]:
         """End a halt: another attempt at the same step, or the next one."""
