@@ -116,8 +116,13 @@ class RunStorage:
         """
         assert self._manifest is not None
         manifest, directory = self._manifest, self.directory.log
-        scan = await self._do("log", lambda: scan_log(directory, self._run_id, manifest))
-        return scan.following(step)
+
+        def work() -> list[LoggedStep]:
+            row = scan_log(directory, self._run_id, manifest).following(step)
+            # A commit whose sync failed can be read all the same, and is none.
+            return [logged for logged in row if logged.step < self._opened().next_step]
+
+        return await self._do("log", work)
 
     async def averages(self, logged: LoggedStep) -> list[Array] | None:
         """What a logged step averaged; None if that is not kept, or the step was skipped.
