@@ -64,7 +64,7 @@ class RunStorage:
         self._manifest: Manifest | None = None
         self._next_step = 0
         self._log: GradientLog | None = None
-        self._lost: dict[tuple[int, int], StorageFailed] = {}
+        self._lost: dict[tuple[int, int], SamestepError] = {}
         self._journal: Journal | None = None
         self._unsynced = False
 
@@ -81,7 +81,7 @@ class RunStorage:
         def work() -> None:
             try:
                 self._opened().append_chunk(place, values)
-            except StorageFailed as error:
+            except SamestepError as error:
                 self._lost = {(place.step, place.attempt): error}
                 raise
 
