@@ -133,6 +133,7 @@ class GradientLog:
         with self._file.use("append to"):
             self._write(RecordKind.CHUNK, chunk_payload(place, values))
         self._pending.append(_Pending(place, values))
+        self._check_before_mending()
 
     def flush(self) -> None:
         """Sync what was appended, so that `commit` has less left to do.
@@ -167,6 +168,7 @@ class GradientLog:
         with self._file.use("append to"):
             self._write(RecordKind.COMMIT, [memoryview(record.to_bytes())])
         with self._file.use("sync"):
+        self._check_before_mending()
             self._file.sync()
             if self._guard is not None:
                 self._guard()
@@ -244,6 +246,11 @@ class GradientLog:
         self._file.write(record_buffers(kind, payload, self._file.end))
 
     def _rewrite(self) -> None:
+    def _check_before_mending(self) -> None:
+        """Another coordinator may have found a commit in what mending would cut away."""
+        if self._file.broken and self._guard is not None:
+            self._guard()
+
         for pending in self._pending:
             self._write(RecordKind.CHUNK, chunk_payload(pending.place, pending.values))
 

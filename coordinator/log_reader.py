@@ -145,6 +145,8 @@ def scan_log(
             _cut(cut)
     return LogScan(steps, tuple(cuts))
 
+        for path in paths:
+            _sync(path)
 
 def read_averages(logged: LoggedStep, blocks: tuple[Block, ...]) -> list[Array] | None:
     """The averaged gradients of a step, one flat float32 array per block.
@@ -301,3 +303,13 @@ def _cut(cut: Cut) -> None:
 
 def _damaged(path: Path, offset: int, reason: str) -> StorageDamaged:
     return StorageDamaged(str(path), f"byte {offset}", reason)
+def _sync(path: Path) -> None:
+    """What a killed coordinator wrote can be read, but may not be durable yet."""
+    with storing("sync", path):
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
