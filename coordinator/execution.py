@@ -108,7 +108,7 @@ class Execution:
         assert recovery.manifest is not None
         self.started_s = time.monotonic()
         self._keeper = ReplicaKeeper(recovery.manifest, self.run.spec)
-        self._storage.settle(recovery.manifest, recovery.step)
+        self._storage.settle(recovery.manifest, recovery.step, recovery.redo)
         self._spawn(self._catch_up(self._keeper, recovery))
         self._handle(self.run.take_up_again)
 

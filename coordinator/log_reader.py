@@ -136,6 +136,8 @@ def scan_log(
         # A segment replaces what was there from its base on.
         for step in [step for step in steps if step >= segment.header.base_step]:
             del steps[step]
+        for record in segment.header.redo:
+            steps[record.commit.step] = LoggedStep(segment.path, record, (), False, 0)
         steps.update({logged.step: logged for logged in segment.steps})
         if segment.torn:
             dropped = segment.size - segment.end
@@ -143,10 +145,10 @@ def scan_log(
     if repair:
         for cut in cuts:
             _cut(cut)
-    return LogScan(steps, tuple(cuts))
-
         for path in paths:
             _sync(path)
+    return LogScan(steps, tuple(cuts))
+
 
 def read_averages(logged: LoggedStep, blocks: tuple[Block, ...]) -> list[Array] | None:
     """The averaged gradients of a step, one flat float32 array per block.
@@ -301,8 +303,6 @@ def _cut(cut: Cut) -> None:
             os.close(fd)
 
 
-def _damaged(path: Path, offset: int, reason: str) -> StorageDamaged:
-    return StorageDamaged(str(path), f"byte {offset}", reason)
 def _sync(path: Path) -> None:
     """What a killed coordinator wrote can be read, but may not be durable yet."""
     with storing("sync", path):
@@ -313,3 +313,5 @@ def _sync(path: Path) -> None:
             os.close(fd)
 
 
+def _damaged(path: Path, offset: int, reason: str) -> StorageDamaged:
+    return StorageDamaged(str(path), f"byte {offset}", reason)

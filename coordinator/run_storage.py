@@ -63,6 +63,7 @@ class RunStorage:
         self._threads = {name: ThreadPoolExecutor(1, name) for name in _THREADS}
         self._manifest: Manifest | None = None
         self._next_step = 0
+        self._redo: Sequence[CommitRecord] = ()
         self._log: GradientLog | None = None
         self._lost: dict[tuple[int, int], SamestepError] = {}
         self._journal: Journal | None = None
@@ -70,9 +71,17 @@ class RunStorage:
 
     # The gradient log.
 
-    def settle(self, manifest: Manifest, next_step: int) -> None:
-        """The manifest is known: keep it, and begin the log after so many steps."""
-        self._manifest, self._next_step = manifest, next_step
+    def settle(
+        self, manifest: Manifest, next_step: int, redo: Sequence[CommitRecord] = ()
+    ) -> None:
+        """The manifest is known: keep it, and begin the log after so many steps.
+
+        Args:
+            manifest: The run's.
+            next_step: Steps committed that can be had back.
+            redo: The commits after them.
+        """
+        self._manifest, self._next_step, self._redo = manifest, next_step, redo
         self._spawn("log", self._opened)
 
     def append(self, place: ChunkPlace, values: Array) -> None:
@@ -141,7 +150,7 @@ class RunStorage:
             self.directory.settle(self._manifest)
             self._log = GradientLog(
                 self.directory.log, self._run_id, self._manifest, epoch=self._epoch,
-                next_step=self._next_step, mode=self._spec.log, guard=self._guard,
+                next_step=self._next_step, mode=self._spec.log, redo=self._redo, guard=self._guard,
             )  # fmt: skip
         return self._log
 
