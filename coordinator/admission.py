@@ -42,10 +42,17 @@ class Admission:
             self._signature = first.signature
             self._initial_digest = self._initial_digest or first.initial_digest
 
-    def resume(self, terms: Terms | None) -> None:
-        """The state is known, and so is what was settled before a restart."""
+    def resume(self, terms: Terms | None, state_digest: str | None) -> None:
+        """The state is known, and so is what was settled before a restart.
+
+        Args:
+            terms: None if no step was committed: the state is the initial one.
+            state_digest: Of the state, if it is known already.
+        """
         self.state_known = True
-        if terms is not None:
+        if terms is None:
+            self._initial_digest = state_digest or ""
+        else:
             self._signature, self._initial_digest = terms.signature, terms.initial_digest
 
     def terms(self, signatures: set[str], *, mixed: bool) -> Terms:
@@ -152,6 +159,7 @@ class Admission:
             return [Follow(member.name, step)]
         member.state = MemberState.LOADING
         if 0 < member.step < step and known in (None, member.state_digest):
+            member.replaying = True
             to_compare = member.state_digest if known is None else None
             return [Replay(member.name, member.step, to_compare)]
         return [Seed(member.name)]

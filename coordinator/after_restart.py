@@ -27,6 +27,7 @@ def resumption_of(recovery: Recovery, terms: Terms | None) -> Resumption | None:
             reason = "; ".join(("no checkpoint is whole", *recovery.notes))
             raise StorageDamaged("checkpoints", "", reason)
         return None
+    info = recovery.checkpoint.info
     redone = {
         record.commit.step: None if record.commit.scalars is None else record.commit.averages_digest
         for record in recovery.redo
@@ -36,7 +37,8 @@ def resumption_of(recovery: Recovery, terms: Terms | None) -> Resumption | None:
         step=recovery.step,
         optimizer_step=recovery.optimizer_step,
         losses=recovery.losses,
-        saved=recovery.checkpoint.info.step,
+        state_digest=info.state_digest if info.step == recovery.step else None,
+        saved=info.step,
         redone=redone,
         terms=terms,
     )

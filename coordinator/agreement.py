@@ -22,10 +22,13 @@ class Agreement:
     Args:
         step: Steps committed so far.
         catching_up: Whether the replica has yet to take some of them.
+        known: Digest of the state after those steps, if it is known all the same.
     """
 
-    def __init__(self, step: int = 0, *, catching_up: bool = False) -> None:
-        self._settled: dict[int, str] = {}
+    def __init__(
+        self, step: int = 0, *, catching_up: bool = False, known: str | None = None
+    ) -> None:
+        self._settled: dict[int, str] = {} if known is None else {step: known}
         self._answers: dict[int, dict[str, str]] = {}
         self._owed: set[str] = set()
         self._newest = step

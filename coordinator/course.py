@@ -86,7 +86,7 @@ class Course:
         manifest, terms = resumption.manifest, resumption.terms
         self._settle(manifest, resumption)
         assert self.admission is not None
-        self.admission.resume(terms)
+        self.admission.resume(terms, resumption.state_digest)
         self.saves = Saves(self.spec.checkpoint, resumption.saved)
         self._remembered = set(terms.signatures) if terms is not None else set()
 
@@ -142,10 +142,16 @@ class Course:
         self.saves.done(step)
         return [] if self.phase is RunPhase.OVER else self._advance()
 
-    def storage_failed(self, reason: str) -> list[Action]:
-        """The disk refuses. Nothing is damaged; the step in progress is done again after that."""
+    def storage_failed(self, reason: str, *, lost_commit: bool = False) -> list[Action]:
+        """The disk refuses. Nothing is damaged.
+
+        Args:
+            reason: What the disk says.
+            lost_commit: Whether it was the commit that did not get there: the step is done again.
+                Else one that is on its way may get there all the same.
+        """
         self.saves.failed()
-        if self.progress is not None:
+        if self.progress is not None and lost_commit:
             self.progress.abandon_commit()
         if self.phase is RunPhase.WAITING:
             return self.give_up(reason)
@@ -188,9 +194,18 @@ class Course:
             return self._finish("drained", "drained before the start", ExitCode.OK)
         if self.phase is RunPhase.HALTED:
             return self._finish("failed", f"halted: {self.reason}", ExitCode.FAILED)
-        if not self.members.names(MemberState.ACTIVE, MemberState.DRAINING):
-            return self._finish("drained", f"drained after {self.step} steps", ExitCode.OK)
-        return []
+        return [] if self._computing else self._stop()
+
+    @property
+    def _computing(self) -> list[str]:
+        return self.members.names(MemberState.ACTIVE, MemberState.DRAINING)
+
+    def _stop(self) -> list[Action]:
+        """Nobody is left to end the step in progress: end after those that are committed."""
+        assert self.progress is not None
+        self.phase, self.evaluation = RunPhase.TRAINING, None
+        self.progress.leave_out()
+        return self._advance()
 
     def give_up(self, reason: str) -> list[Action]:
         """Nothing more can come: end as failed."""
@@ -237,6 +252,8 @@ class Course:
 
     def _after_commit(self, progress: Progress) -> list[Action]:
         assert self.manifest is not None
+        if self._drain_asked and not self._computing:
+            return []
         every = self.spec.evaluate_every
         due = progress.all_committed or (progress.step and every and progress.step % every == 0)
         if self.manifest.evaluation_parts and due:
@@ -258,14 +275,26 @@ class Course:
                 f"the state of worker {names} after {step} steps differs from the coordinator's"
             )
         for name in agreed:
-            member = self.members.get(name)
-            behind = self.step - step
-            if member is not None and member.state is MemberState.LOADING and behind <= _BEHIND:
-                if behind:
-                    progress.agreement.owe(name)
-                self.members.activate(member)
-                actions += self._joined(member)
+            actions += self._is_right(self.members.get(name), step)
         return actions + self._advance()
+
+    def _is_right(self, member: Member | None, step: int) -> list[Action]:
+        """A worker's state after so many steps is the run's, or is taken for it: it takes part, if
+        it had to load it and hears broadcasts."""
+        if member is None or member.state is not MemberState.LOADING:
+            return []
+        if member.replaying:
+            member.right_at = step
+            return []
+        assert self.progress is not None
+        agreement, behind = self.progress.agreement, self.step - step
+        trusted = agreement.digest(step) is None
+        if behind > (0 if trusted else _BEHIND):
+            return []
+        if behind or trusted:
+            agreement.owe(member.name)
+        self.members.activate(member)
+        return self._joined(member)
 
     def _joined(self, member: Member) -> list[Action]:
         told = {"worker": member.name, "step": self.step, "view": self.members.view}

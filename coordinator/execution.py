@@ -98,7 +98,7 @@ class Execution:
         self._storage = storage
         self._chronicle = Chronicle(run)
         self._followers = Followers(sessions, run.step)
-        self._state_complete = False
+        self._state_from = ""
         self._tasks: set[asyncio.Task[None]] = set()
 
     # Events.
@@ -108,7 +108,7 @@ class Execution:
         assert recovery.manifest is not None
         self.started_s = time.monotonic()
         self._keeper = ReplicaKeeper(recovery.manifest, self.run.spec)
-        self._storage.settle(recovery.manifest, recovery.step)
+        self._storage.settle(recovery.manifest, recovery.step, recovery.redo)
         self._spawn(self._catch_up(self._keeper, recovery))
         self._handle(self.run.take_up_again)
 
@@ -234,9 +234,12 @@ class Execution:
             self._tracer.instant(f"send {type(message).__name__}", "coordinator")
 
     async def _persist(self, action: Persist) -> None:
-        start = now_us()
-        await self._storage.commit(action.record)
-        step = action.record.commit.step
+        start, step = now_us(), action.record.commit.step
+        try:
+            await self._storage.commit(action.record)
+        except StorageFailed as error:
+            self._do(self.run.storage_failed(str(error), lost_commit=True))
+            return
         if self._tracer is not None:
             self._tracer.span("sync the log", "log", start, step=step)
         self._do(self.run.durable(step))
@@ -320,6 +323,8 @@ class Execution:
             await self._seed(action.worker)
         else:
             self._followers.join(session, reached)
+        if not session.channel.closed:
+            self._do(self.run.replayed(action.worker))
 
     def _state_chunk(self, worker: str, message: StateChunk, raw: Body | None) -> None:
         if message.run_id != self.run.run_id:
@@ -327,24 +332,23 @@ class Execution:
         admission = self.run.admission
         if self._keeper is None or admission is None or not admission.was_asked(worker):
             raise OutOfPlace("StateChunk was not asked for")
-        if self._state_complete:
-            return  # another sent it all just before it was lost
+        if not admission.awaits(worker) or self._state_from == worker:
+            return  # another sends it, or this one has
         assert raw is not None
         self._keeper.fill(message, raw.view("<f4"))
         if message.last:
-            self._state_complete = True
+            self._state_from = worker
             self._spawn(self._state_loaded(worker))
 
     async def _state_loaded(self, sender: str) -> None:
         assert self._keeper is not None
         applied = await self._keeper.digests()
         assert self.run.admission is not None
-        if not self.run.admission.awaits(sender):
-            self._state_complete = False  # it has left meanwhile; another sends it anew
-            return
-        self.applied = applied
-        self._do(self.run.replica_loaded(self.applied.state_digest))
-        self._state_complete = self.run.admission.state_known
+        if self._state_from == sender:
+            self._state_from = ""
+        if self.run.admission.awaits(sender):  # else it has left, and another sends it anew
+            self.applied = applied
+            self._do(self.run.replica_loaded(self.applied.state_digest))
 
     async def _finish(self, action: Finish) -> None:
         """Write what the run leaves behind, then let the workers go."""

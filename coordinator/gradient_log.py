@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -66,6 +66,7 @@ class GradientLog:
         epoch: The coordinator's, above that of all segments there.
         next_step: Steps committed so far. What older segments hold from there on is replaced.
         mode: See the module's text.
+        redo: Commits of the steps from there on that are to be done again; they stay known.
         guard: Called after each sync, before `commit` returns; raises if the directory is not
             this coordinator's any more (`Claim.check`).
 
@@ -82,12 +83,14 @@ class GradientLog:
         epoch: int,
         next_step: int,
         mode: LogMode = "full",
+        redo: Sequence[CommitRecord] = (),
         guard: Callable[[], None] | None = None,
     ) -> None:
         self.next_step = next_step
         self._directory = directory
         self._epoch = epoch
         self._mode = mode
+        self._redo = tuple(redo)
         self._guard = guard
         self._run_id = run_id
         self._manifest_digest = manifest.digest()
@@ -130,6 +133,7 @@ class GradientLog:
             return
         attempt = (place.epoch, place.attempt)
         self._pending = [p for p in self._pending if (p.place.epoch, p.place.attempt) == attempt]
+        self._check_before_mending()
         with self._file.use("append to"):
             self._write(RecordKind.CHUNK, chunk_payload(place, values))
         self._pending.append(_Pending(place, values))
@@ -164,6 +168,7 @@ class GradientLog:
                 if (p.place.epoch, p.place.attempt) == attempt
             }
             assert mine == self._chunks, "a step is committed only with all of its gradients"
+        self._check_before_mending()
         with self._file.use("append to"):
             self._write(RecordKind.COMMIT, [memoryview(record.to_bytes())])
         with self._file.use("sync"):
@@ -223,6 +228,7 @@ class GradientLog:
             epoch=self._epoch,
             base_step=self.next_step,
             mode=self._mode,
+            redo=tuple(record for record in self._redo if record.commit.step >= self.next_step),
         )
         path = self._directory / segment_name(self._epoch, self.next_step)
         temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
@@ -239,6 +245,11 @@ class GradientLog:
                 raise
         end = sum(buffer.nbytes for buffer in buffers)
         return AppendFile(path, fd, end, self._rewrite)
+
+    def _check_before_mending(self) -> None:
+        """Another coordinator may have found a commit in what mending would cut away."""
+        if self._file.broken and self._guard is not None:
+            self._guard()
 
     def _write(self, kind: RecordKind, payload: list[memoryview]) -> None:
         self._file.write(record_buffers(kind, payload, self._file.end))

@@ -136,6 +136,8 @@ def scan_log(
         # A segment replaces what was there from its base on.
         for step in [step for step in steps if step >= segment.header.base_step]:
             del steps[step]
+        for record in segment.header.redo:
+            steps[record.commit.step] = LoggedStep(segment.path, record, (), False, 0)
         steps.update({logged.step: logged for logged in segment.steps})
         if segment.torn:
             dropped = segment.size - segment.end
@@ -143,6 +145,8 @@ def scan_log(
     if repair:
         for cut in cuts:
             _cut(cut)
+        for path in paths:
+            _sync(path)
     return LogScan(steps, tuple(cuts))
 
 
@@ -294,6 +298,16 @@ def _cut(cut: Cut) -> None:
         fd = os.open(cut.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             os.ftruncate(fd, cut.offset)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _sync(path: Path) -> None:
+    """What a killed coordinator wrote can be read, but may not be durable yet."""
+    with storing("sync", path):
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
             os.fsync(fd)
         finally:
             os.close(fd)

@@ -63,21 +63,6 @@ class _Packed(BaseModel):
 T = TypeVar("T", bound=_Packed)
 
 
-class SegmentHeader(_Packed):
-    """The first record of a segment.
-
-    `base_step` is how many steps were committed before it. A segment replaces what earlier ones
-    hold from that step on.
-    """
-
-    format: Annotated[int, Field(ge=1)] = FORMAT
-    run_id: Small
-    manifest_digest: Digest
-    epoch: Number
-    base_step: Number
-    mode: Annotated[str, Field(pattern="^(full|checkpoint)$")]
-
-
 class CommitRecord(_Packed):
     """A step is committed: the record is durable before anyone is told.
 
@@ -90,6 +75,23 @@ class CommitRecord(_Packed):
     optimizer_step: Number
     state_before: Digest | None = None
     counted: dict[Small, tuple[tuple[Number, Number], ...]] | None = None
+
+
+class SegmentHeader(_Packed):
+    """The first record of a segment.
+
+    `base_step` is how many steps were committed before it. A segment replaces what earlier ones
+    hold from that step on; `redo` are the commits among those that count all the same until the
+    steps are done again: their averages were not kept.
+    """
+
+    format: Annotated[int, Field(ge=1)] = FORMAT
+    run_id: Small
+    manifest_digest: Digest
+    epoch: Number
+    base_step: Number
+    mode: Annotated[str, Field(pattern="^(full|checkpoint)$")]
+    redo: tuple[CommitRecord, ...] = ()
 
 
 class ChunkPlace(NamedTuple):

@@ -50,6 +50,10 @@ class Member:
     """Computed in this run."""
     idle_steps: int = 0
     """Steps in a row in which it was given nothing."""
+    replaying: bool = False
+    """Whether it is being sent steps that it has missed, and does not hear broadcasts yet."""
+    right_at: int | None = None
+    """After how many steps its state was found to be the run's, meanwhile."""
     late: bool = False
     """Whether it was silent for longer than its measured speed explains, and is so still."""
     _measured_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASUREMENTS_KEPT))

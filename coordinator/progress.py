@@ -95,7 +95,7 @@ class Progress:
     def _resume(self, resumption: Resumption) -> None:
         self.step, self.optimizer_step = resumption.step, resumption.optimizer_step
         self.losses = list(resumption.losses)
-        self.agreement = Agreement(self.step, catching_up=True)
+        self.agreement = Agreement(self.step, catching_up=True, known=resumption.state_digest)
         self._redone = resumption.redone
         if resumption.terms is not None:
             self.signatures = set(resumption.terms.signatures)
@@ -168,7 +168,7 @@ class Progress:
 
     def take_up(self) -> list[Action]:
         """Give what is nobody's to the active workers, within the step."""
-        if self.round is None or self.was_skipped:
+        if self.round is None or self.was_skipped or self.persisting:
             return []
         if self.round.tainted:
             self.attempt += 1
@@ -242,7 +242,8 @@ class Progress:
         ]
 
     def is_present(self, message: GradientPayload | NodeLoss) -> bool:
-        """Whether it belongs to the attempt in progress; late ones are dropped.
+        """Whether it belongs to the attempt in progress; late ones are dropped, as are those that
+        come when the step is skipped already.
 
         Raises:
             OutOfPlace: It belongs to no attempt that there has been.
@@ -253,7 +254,7 @@ class Progress:
             raise OutOfPlace(
                 f"{type(message).__name__}: expected (epoch, step, attempt) {ours}, got {theirs}"
             )
-        return theirs == ours and self.round is not None
+        return theirs == ours and self.round is not None and not self.persisting
 
     def payload(
         self, worker: str, message: GradientPayload, values: Array
@@ -313,6 +314,11 @@ class Progress:
         if known is None or known == digest:
             return []
         return [Report("redone_otherwise", {"step": self.step, "before": known, "now": digest})]
+
+    def leave_out(self) -> None:
+        """The run is to end before this step, unless its commit is on its way to the disk."""
+        if not self.persisting:
+            self.round = None
 
     def abandon_commit(self) -> None:
         """It did not get to the disk: the step is still in progress."""

@@ -18,6 +18,7 @@ class Resumption:
         step: Steps committed; the run goes on with this one.
         optimizer_step: Updates among them.
         losses: Mean loss of each; NaN for a skipped one.
+        state_digest: Of that state, where it is known before it is had back.
         saved: Steps of the newest whole checkpoint.
         redone: Steps that were committed before and are done again, with the digest of their
             averages; None for one that was skipped, and is to be skipped again.
@@ -28,6 +29,7 @@ class Resumption:
     step: int
     optimizer_step: int
     losses: tuple[float, ...]
+    state_digest: str | None
     saved: int
     redone: Mapping[int, str | None]
     terms: Terms | None

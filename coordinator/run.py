@@ -110,12 +110,24 @@ class Run(Course):
 
     def replica_loaded(self, digest: str) -> list[Action]:
         """The first ready worker's state has come: it is state 0, with this digest."""
+        if self.phase is RunPhase.OVER:
+            return []
         assert self.progress is not None
         assert self.admission is not None
         if refused := self.admission.state_loaded(digest):
             return refused
         self.progress.agreement.settle(0, digest)
         return self.saves.save(0) + self._start_if_enough()
+
+    def replayed(self, worker: str) -> list[Action]:
+        """A worker was sent what it had missed, and hears broadcasts from now on."""
+        member = self.members.get(worker)
+        if member is None or not member.replaying or self.phase is RunPhase.OVER:
+            return []
+        member.replaying = False
+        if member.right_at is None:
+            return []
+        return self._is_right(member, member.right_at) + self._advance()
 
     # An operator's word.
 
@@ -231,12 +243,10 @@ class Run(Course):
         progress, member = self.progress, self.members.get(worker)
         assert member is not None
         progress.applied(worker, message)
-        joining = member.state is MemberState.LOADING and message.step == self.step
-        if joining and progress.agreement.catching_up:
+        agreement = progress.agreement
+        if agreement.catching_up and agreement.digest(message.step) is None:
             # On trust: compared with the others now, with the replica once that is there.
-            progress.agreement.owe(worker)
-            self.members.activate(member)
-            return self._joined(member) + self._advance()
+            return self._is_right(member, message.step) + self._advance()
         return self._judge(progress, message.step)
 
     def _eval_result(self, worker: str, message: EvalResult) -> list[Action]:

@@ -63,16 +63,25 @@ class RunStorage:
         self._threads = {name: ThreadPoolExecutor(1, name) for name in _THREADS}
         self._manifest: Manifest | None = None
         self._next_step = 0
+        self._redo: Sequence[CommitRecord] = ()
         self._log: GradientLog | None = None
-        self._lost: dict[tuple[int, int], StorageFailed] = {}
+        self._lost: dict[tuple[int, int], SamestepError] = {}
         self._journal: Journal | None = None
         self._unsynced = False
 
     # The gradient log.
 
-    def settle(self, manifest: Manifest, next_step: int) -> None:
-        """The manifest is known: keep it, and begin the log after so many steps."""
-        self._manifest, self._next_step = manifest, next_step
+    def settle(
+        self, manifest: Manifest, next_step: int, redo: Sequence[CommitRecord] = ()
+    ) -> None:
+        """The manifest is known: keep it, and begin the log after so many steps.
+
+        Args:
+            manifest: The run's.
+            next_step: Steps committed that can be had back.
+            redo: The commits after them.
+        """
+        self._manifest, self._next_step, self._redo = manifest, next_step, redo
         self._spawn("log", self._opened)
 
     def append(self, place: ChunkPlace, values: Array) -> None:
@@ -81,7 +90,7 @@ class RunStorage:
         def work() -> None:
             try:
                 self._opened().append_chunk(place, values)
-            except StorageFailed as error:
+            except SamestepError as error:
                 self._lost = {(place.step, place.attempt): error}
                 raise
 
@@ -116,8 +125,13 @@ class RunStorage:
         """
         assert self._manifest is not None
         manifest, directory = self._manifest, self.directory.log
-        scan = await self._do("log", lambda: scan_log(directory, self._run_id, manifest))
-        return scan.following(step)
+
+        def work() -> list[LoggedStep]:
+            row = scan_log(directory, self._run_id, manifest).following(step)
+            # A commit whose sync failed can be read all the same, and is none.
+            return [logged for logged in row if logged.step < self._opened().next_step]
+
+        return await self._do("log", work)
 
     async def averages(self, logged: LoggedStep) -> list[Array] | None:
         """What a logged step averaged; None if that is not kept, or the step was skipped.
@@ -136,7 +150,7 @@ class RunStorage:
             self.directory.settle(self._manifest)
             self._log = GradientLog(
                 self.directory.log, self._run_id, self._manifest, epoch=self._epoch,
-                next_step=self._next_step, mode=self._spec.log, guard=self._guard,
+                next_step=self._next_step, mode=self._spec.log, redo=self._redo, guard=self._guard,
             )  # fmt: skip
         return self._log
 

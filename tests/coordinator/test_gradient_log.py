@@ -31,10 +31,11 @@ from tests.durable_run import (
 )
 
 
-def opened(directory, *, epoch=1, next_step=0, mode="full", guard=None):
+def opened(directory, *, epoch=1, next_step=0, mode="full", redo=(), guard=None):
     return GradientLog(
-        directory, RUN_ID, MANIFEST, epoch=epoch, next_step=next_step, mode=mode, guard=guard
-    )
+        directory, RUN_ID, MANIFEST, epoch=epoch, next_step=next_step, mode=mode, redo=redo,
+        guard=guard,
+    )  # fmt: skip
 
 
 def scan(directory, **how):
@@ -139,6 +140,52 @@ def test_mode_checkpoint_keeps_commits_alone(tmp_path):
         ((1, step, 0), None) for step in range(3)
     ]
     assert path.stat().st_size < 3_000
+
+
+def test_commits_that_are_done_again_stay_known_over_restarts_and_checkpoints(tmp_path):
+    written(tmp_path, 4, mode="checkpoint")
+    for epoch in (2, 3):
+        redo = [step.record for step in scan(tmp_path, repair=True).following(0)]
+        assert [record.commit.step for record in redo] == [0, 1, 2, 3]
+        log = opened(tmp_path, epoch=epoch, mode="checkpoint", redo=redo)
+    log_step(log, 0, epoch=3)
+    log_step(log, 1, epoch=3)
+    log.roll()
+    log.cut(2)
+    log.close()
+    assert [place for place, _ in contents(tmp_path, 2)] == [(1, 2, 0), (1, 3, 0)]
+
+
+def test_what_a_killed_coordinator_wrote_is_synced_before_it_counts(tmp_path, monkeypatch):
+    path = written(tmp_path, 2)
+    synced = []
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), sync(fd)))
+    scan(tmp_path)
+    assert synced == []
+    scan(tmp_path, repair=True)
+    assert path.stat().st_ino in synced
+
+
+def test_one_that_has_lost_the_directory_does_not_mend_its_segment(tmp_path, monkeypatch):
+    claim = Claim.take(tmp_path)
+    log = opened(tmp_path / "log", epoch=claim.epoch, guard=claim.check)
+    append_step(log, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", _refuses)
+        with pytest.raises(StorageFailed):
+            log.commit(record_of(0, 1))
+    # The commit can be read, so who takes over goes on from there.
+    (tmp_path / "lock").unlink()
+    Claim.take(tmp_path)
+    assert [step.step for step in scan(tmp_path / "log", repair=True).following(0)] == [0]
+    with pytest.raises(RunFailed):
+        append_step(log, 0, attempt=1)
+    assert [step.step for step in scan(tmp_path / "log").following(0)] == [0]
+
+
+def _refuses(fd):
+    raise OSError(errno.EIO, f"no file {fd}")
 
 
 class Naive:

@@ -19,8 +19,9 @@ from coordinator.reduction import Array
 from protocol.digest import weights_digest
 from protocol.manifest import Block, Manifest, Metric, TensorSpec
 from protocol.replica import Replica
-from protocol.run_spec import BatchSpec, OptimizerSpec, RunSpec
+from protocol.run_spec import BatchSpec, CheckpointSpec, LogMode, OptimizerSpec, RunSpec
 from protocol.samples import SampleOrder
+from protocol.tree import Node
 from protocol.update import (
     StepScalars,
     global_norm,
@@ -49,7 +50,11 @@ _OPTIMIZERS = (
     OptimizerSpec(name="adamw", lr=0.01, weight_decay=0.1, clip_norm=0.5, schedule="linear"),
     OptimizerSpec(name="momentum", lr=0.05),
 )
-VARIANTS = len(_BATCHES) * len(_OPTIMIZERS)
+_KEPT: tuple[tuple[LogMode, int], ...] = (
+    ("full", 0), ("full", 2), ("checkpoint", 1), ("checkpoint", 3), ("full", 1),
+)  # fmt: skip
+"""What is logged, and how often a checkpoint is made."""
+VARIANTS = len(_BATCHES) * len(_OPTIMIZERS) * len(_KEPT)
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,8 @@ class Job:
     """One of a few run specs with its scripted numbers; `variant` below `VARIANTS`."""
 
     def __init__(self, variant: int) -> None:
+        mode, every = _KEPT[variant // (len(_BATCHES) * len(_OPTIMIZERS))]
+        variant %= len(_BATCHES) * len(_OPTIMIZERS)
         microbatch, samples, train_samples = _BATCHES[variant % len(_BATCHES)]
         optimizer = _OPTIMIZERS[variant // len(_BATCHES)]
         self.spec = RunSpec(
@@ -82,6 +89,8 @@ class Job:
             batch=BatchSpec(samples=samples, microbatch=microbatch),
             optimizer=optimizer,
             evaluate_every=2,
+            log=mode,
+            checkpoint=CheckpointSpec(every=every),
         )
         self.blocks = tuple(
             Block.model_validate(
@@ -96,8 +105,11 @@ class Job:
             evaluation_parts=PARTS,
             metrics=(ratio,),
         )
+        self.manifest_document = self.manifest.to_bytes()
         self.order = SampleOrder(self.spec.seed, train_samples, self.spec.batch)
         self._taken: dict[tuple[bool, ...], Taken] = {}
+        self._coverage: dict[int, Array] = {}
+        self._weights: dict[tuple[int, Node], float] = {}
 
     def initial(self, flavour: int = 0) -> list[Array]:
         """Parameters at step 0; another flavour has others."""
@@ -124,6 +136,14 @@ class Job:
         """Zero for some: a microbatch without tokens."""
         return (step * 7 + microbatch * 5) % 6 / 3 if step + microbatch else 0.1
 
+    def node_weight(self, step: int, node: Node) -> float:
+        """The weight of a node, along the tree."""
+        if (step, node) not in self._weights:
+            self._weights[step, node] = _along_tree(
+                node.leaves, lambda leaf: self.weight(step, node.lo + leaf)
+            )
+        return self._weights[step, node]
+
     def loss(self, parameters: list[Array], step: int, microbatch: int) -> float:
         """The loss sum of one microbatch."""
         return float(parameters[0][0]) + (step * 3 + microbatch) / 7
@@ -143,7 +163,16 @@ class Job:
 
     def total_weight(self, step: int) -> float:
         """The weight of a whole step, along the tree."""
-        return _along_tree(self.order.microbatch_count(step), lambda m: self.weight(step, m))
+        return self.node_weight(step, Node(0, self.order.microbatch_count(step)))
+
+    def coverage(self, step: int) -> Array:
+        """The average of the block that counts microbatches."""
+        if step not in self._coverage:
+            expected = np.zeros(MOST_MICROBATCHES, np.float32)
+            if total := self.total_weight(step):
+                expected[: self.order.microbatch_count(step)] = np.float32(1 / total)
+            self._coverage[step] = expected
+        return self._coverage[step]
 
     def undisturbed(self, skips: tuple[bool, ...], flavour: int = 0) -> Taken:
         """The run without workers, after as many steps as there are skips; True skips a step."""

@@ -1,8 +1,8 @@
 """A simulated worker process: the real session, a scripted engine, and the client's duties.
 
-The engine's thread is a queue of jobs, of which the schedule runs one small piece at a time; its
-results reach the session later, in order, as they do through the event loop. Hashing is a thread
-of its own, which the next change of the replica waits for.
+The engine's thread is a queue of jobs, of which one piece at a time is done, as long as it takes;
+its results reach the session later, in order, as they do through the event loop. Hashing is a
+thread of its own, which the next change of the replica waits for.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from backends.interface import Loss
-from protocol.errors import DataError
-from protocol.messages import Welcome
+from protocol.errors import DataError, OutOfPlace
+from protocol.messages import NodeLoss, Welcome
 from protocol.replica import Replica, StatePart
 from protocol.tree import Node
+from tests.simulation.clock import Clock, Process
 from tests.simulation.job import Job
 from tests.simulation.link import LOST, Link
 from worker import actions as act
@@ -27,14 +28,23 @@ from worker import engine
 from worker.accumulate import TreeAccumulator
 from worker.session import Session
 
-Work = Iterator[None]
+if TYPE_CHECKING:
+    from tests.simulation.ledger import Ledger
+
+Work = Iterator[float]
+"""A job in pieces; each says how many milliseconds it takes."""
+
+_HOST_MS: Final = 1.0
+"""To apply a step, to hash, to copy."""
 
 
 @dataclass
 class Flaws:
     """What is wrong with a worker."""
 
-    slowness: float = 1.0
+    microbatch_ms: float
+    pace_ms: float
+    """What that is if nothing slows it down."""
     cannot_build: bool = False
     flavour: int = 0
     nonfinite_once: set[tuple[int, int]] = field(default_factory=set)
@@ -45,86 +55,133 @@ class Flaws:
     """Soon after a bit has flipped."""
 
 
+@dataclass(frozen=True)
+class World:
+    """What all workers of a simulation share."""
+
+    clock: Clock
+    rng: Random
+    ledgers: dict[str, Ledger]
+    poison: set[Any]
+    may_flip: Callable[[], bool]
+    flipped: Callable[[SimulatedWorker], None]
+    came_loose: Callable[[SimulatedWorker], None]
+
+    def job(self, run_id: str) -> Job:
+        return self.ledgers[run_id].job
+
+
 class ScriptedEngine:
     """`worker.engine.Engine` without a thread."""
 
-    def __init__(self, jobs: Callable[[str], Job], flaws: Flaws, poison: set[Any]) -> None:
-        self.emitted: deque[engine.Event] = deque()
-        self.flipped = False
-        self._jobs_by_run = jobs
+    def __init__(self, worker: SimulatedWorker, world: World, flaws: Flaws) -> None:
+        self.spoilt = False
+        self._worker = worker
+        self._world = world
         self._flaws = flaws
-        self._poison = poison
         self._queue: deque[Callable[[], Work]] = deque()
         self._working: Work | None = None
+        self._busy = False
+        self._emitted: deque[engine.Event] = deque()
         self._generation = 0
+        self._cancelled: set[tuple[engine.Place, Node]] = set()
         self._job: Job | None = None
         self._replica: Replica | None = None
+        self._run_id = ""
+        self._whole = True
         self._hash: Callable[[], None] | None = None
 
     @property
-    def has_work(self) -> bool:
-        return self._working is not None or bool(self._queue)
-
-    @property
-    def hashes(self) -> bool:
-        return self._hash is not None
-
-    def work(self) -> None:
-        """One piece of the job in hand."""
-        if self._working is None:
-            self._working = self._queue.popleft()()
-        if next(self._working, self) is self:
-            self._working = None
-
-    def finish_hash(self) -> None:
-        """The hashing thread is done."""
-        if self._hash is not None:
-            work, self._hash = self._hash, None
-            work()
+    def step(self) -> int:
+        """Of the replica."""
+        return self._replica.step if self._replica is not None else 0
 
     def cancel(self) -> None:
         self._generation += 1
+        self._cancelled.clear()
 
     def do(self, action: act.Action) -> None:
         """What `Client._do_one` asks of the device."""
         generation = self._generation
         match action:
             case act.Build():
-                self._queue.append(lambda: self._build(action.run_id))
+                self._put(lambda: self._build(action))
             case act.Compute():
-                self._queue.append(lambda: self._compute(generation, action))
+                self._put(lambda: self._compute(generation, action))
             case act.CancelWork():
                 self.cancel()
+            case act.CancelNode():
+                self._cancelled.add((action.place, action.node))
             case act.Apply():
-                self._queue.append(lambda: self._apply(action))
+                self._put(lambda: self._apply(action))
             case act.LoadChunk():
-                self._queue.append(lambda: self._load_chunk(action))
+                self._put(lambda: self._load_chunk(action))
             case act.Restore():
-                self._queue.append(lambda: self._restore(action))
+                self._put(lambda: self._restore(action))
             case act.Evaluate():
-                self._queue.append(lambda: self._evaluate(generation, action))
+                self._put(lambda: self._evaluate(generation, action))
             case act.CopyState():
-                self._queue.append(self._copy_state)
+                self._put(self._copy_state)
             case _:
                 raise AssertionError(f"not for the engine: {action}")
 
-    def _build(self, run_id: str) -> Work:
-        job = self._jobs_by_run(run_id)
-        yield
-        yield
+    def _put(self, job: Callable[[], Work]) -> None:
+        self._queue.append(job)
+        if not self._busy:
+            self._busy = True
+            self._later(0.0, self._work)
+
+    def _later(self, delay_ms: float, act: Callable[[], None]) -> None:
+        self._world.clock.after(delay_ms, act, self._worker)
+
+    def _work(self) -> None:
+        """The piece in hand is done; the next takes as long as it says."""
+        while True:
+            if self._working is None:
+                if not self._queue:
+                    self._busy = False
+                    return
+                self._working = self._queue.popleft()()
+            piece_ms = next(self._working, None)
+            if piece_ms is not None:
+                self._later(piece_ms, self._work)
+                return
+            self._working = None
+
+    def _emit(self, event: engine.Event) -> None:
+        self._emitted.append(event)
+        self._later(0.2 * self._world.rng.random(), self._taken)
+
+    def _taken(self) -> None:
+        """The oldest result reaches the session."""
+        self._worker.take_result(self._emitted.popleft())
+
+    def _finish_hash(self) -> None:
+        if self._hash is not None:
+            work, self._hash = self._hash, None
+            work()
+
+    def _build(self, action: act.Build) -> Work:
+        run_id, job = action.run_id, self._world.job(action.run_id)
+        if self._job is not job:
+            yield 50 * self._world.rng.random()
         if self._flaws.cannot_build:
-            self.emitted.append(engine.BuildFailed(run_id, DataError("scripted to fail")))
+            self._emit(engine.BuildFailed(run_id, DataError("scripted to fail")))
             return
-        self.finish_hash()
-        self._job, self.flipped = job, False
-        self._replica = Replica(job.blocks, job.spec.optimizer)
-        self._replica.load_parameters(job.initial(self._flaws.flavour))
-        signature = str(self._flaws.flavour) * 64
-        self.emitted.append(
+        self._finish_hash()
+        if not (action.keep and self._run_id == run_id and self._whole):
+            self._replica = Replica(job.blocks, job.spec.optimizer)
+            self._replica.load_parameters(job.initial(self._flaws.flavour))
+            self._run_id, self._whole, self.spoilt = run_id, True, False
+        self._job = job
+        assert self._replica is not None
+        self._emit(
             engine.Built(
-                run_id=run_id, manifest=job.manifest.to_bytes(),
-                state_digest=self._replica.state_digest(), signature=signature,
-                signature_text="", backend="scripted", device="simulated",
+                run_id=run_id, manifest=job.manifest_document,
+                initial_digest=job.undisturbed((), self._flaws.flavour).state_digest,
+                step=self._replica.step, state_digest=self._replica.state_digest(),
+                signature=str(self._flaws.flavour) * 64, signature_text="",
+                backend="scripted", device="simulated",
                 task=job,  # type: ignore[arg-type] # the session looks at the manifest alone
             )
         )  # fmt: skip
@@ -132,32 +189,40 @@ class ScriptedEngine:
     def _compute(self, generation: int, action: act.Compute) -> Work:
         job, replica = self._built()
         place, node = action.place, action.node
+        if self._is_cancelled(generation, place, node):
+            return
         assert replica.step == place.step, "a node is computed with the weights of its step"
         assert job.order.microbatch_count(place.step) == action.microbatches
         sums = TreeAccumulator(node, len(job.blocks))
-        weight = _weight(job, place.step, node)
+        weight = job.node_weight(place.step, node)
         loss: Loss | None = None
         for leaf in range(node.lo, node.hi):
+            yield self._flaws.microbatch_ms
+            if self._is_cancelled(generation, place, node):
+                return
             for block in reversed(range(len(job.blocks))):
-                yield
-                if generation != self._generation:
-                    return
                 gradient = job.gradient(replica.parameters, place.step, leaf, block)
                 if self._spoilt(place.step, leaf, block):
                     gradient[0] = np.nan
                 total = sums.add(leaf, block, gradient)
                 if total is not None:
-                    self.emitted.append(engine.BlockSum(place, node, block, total, weight))
+                    self._emit(engine.BlockSum(place, node, block, total, weight))
+                    yield self._flaws.microbatch_ms / 8
+                    if self._is_cancelled(generation, place, node):
+                        return
             loss_sum = job.loss(replica.parameters, place.step, leaf)
             if self._spoilt(place.step, leaf, -1):
                 loss_sum = float("inf")
             loss = sums.add_loss(leaf, loss_sum, job.weight(place.step, leaf))
         assert loss is not None
-        elapsed_ms = node.leaves * self._flaws.slowness
-        self.emitted.append(engine.NodeDone(place, node, loss, elapsed_ms))
+        elapsed_ms = node.leaves * self._flaws.microbatch_ms
+        self._emit(engine.NodeDone(place, node, loss, elapsed_ms))
+
+    def _is_cancelled(self, generation: int, place: engine.Place, node: Node) -> bool:
+        return generation != self._generation or (place, node) in self._cancelled
 
     def _spoilt(self, step: int, leaf: int, block: int) -> bool:
-        if (step, leaf, block) in self._poison:
+        if (step, leaf, block) in self._world.poison:
             return True
         if (step, block) in self._flaws.nonfinite_once:
             self._flaws.nonfinite_once.discard((step, block))
@@ -166,8 +231,8 @@ class ScriptedEngine:
 
     def _apply(self, action: act.Apply) -> Work:
         _, replica = self._built()
-        self.finish_hash()
-        yield
+        self._finish_hash()
+        yield _HOST_MS
         if action.scalars is None:
             replica.skip()
         else:
@@ -178,46 +243,57 @@ class ScriptedEngine:
     def _restore(self, action: act.Restore) -> Work:
         _, replica = self._built()
         replica.restore(action.step, action.optimizer_step)
-        self.flipped = False
+        self._whole, self.spoilt = True, False
         self._flip(replica)
         self._start_hash(replica)
-        yield
+        yield from ()
 
     def _flip(self, replica: Replica) -> None:
-        if replica.step in self._flaws.flips:
+        if replica.step in self._flaws.flips and self._world.may_flip():
             self._flaws.flips.discard(replica.step)
             replica.parameters[1].view(np.uint32)[0] ^= 1 << 21
-            self.flipped = True
+            self.spoilt = True
+            self._world.flipped(self._worker)
 
     def _start_hash(self, replica: Replica) -> None:
         def work() -> None:
-            self.emitted.append(engine.Applied(replica.step, replica.state_digest()))
+            digest = replica.state_digest()
+            if not self.spoilt:
+                self._world.ledgers[self._run_id].worker_is(replica.step, digest)
+            self._emit(engine.Applied(replica.step, digest))
 
         self._hash = work
 
+        def done() -> None:
+            if self._hash is work:
+                self._finish_hash()
+
+        self._later(2 * _HOST_MS * self._world.rng.random(), done)
+
     def _load_chunk(self, action: act.LoadChunk) -> Work:
         job, replica = self._built()
-        self.finish_hash()
+        self._finish_hash()
+        self._whole = False
         piece = job.blocks[action.block].chunk_slice(action.chunk)
         for part in replica.parts():
             if part.kind == action.kind and part.block == action.block:
                 part.values[piece] = action.values
-        yield
+        yield from ()
 
     def _evaluate(self, generation: int, action: act.Evaluate) -> Work:
         if generation != self._generation:
             return
         job, replica = self._built()
         assert replica.step == action.step, "evaluation with the weights of its step"
-        yield
+        yield self._flaws.microbatch_ms
         sums = job.sums(replica.parameters, action.part)
-        self.emitted.append(engine.Evaluated(action.step, action.part, sums))
+        self._emit(engine.Evaluated(action.step, action.part, sums))
 
     def _copy_state(self) -> Work:
         _, replica = self._built()
-        yield
+        yield _HOST_MS
         parts = [StatePart(p.kind, p.block, p.values.copy()) for p in replica.parts()]
-        self.emitted.append(engine.StateCopied(parts, replica.step, replica.optimizer_step))
+        self._emit(engine.StateCopied(parts, replica.step, replica.optimizer_step))
 
     def _built(self) -> tuple[Job, Replica]:
         assert self._job is not None
@@ -225,52 +301,62 @@ class ScriptedEngine:
         return self._job, self._replica
 
 
-class SimulatedWorker:
+class SimulatedWorker(Process):
     """One process: it connects again and again until it is told to leave.
 
     Attributes:
         link: The connection, as this side sees it.
-        alive: Whether the process runs.
+        side: Of a split network.
     """
 
-    def __init__(
-        self, instance: int, jobs: Callable[[str], Job], flaws: Flaws, poison: set[Any]
-    ) -> None:
+    def __init__(self, instance: int, world: World, flaws: Flaws) -> None:
+        super().__init__()
         self.instance = instance
         self.flaws = flaws
-        self.engine = ScriptedEngine(jobs, flaws, poison)
+        self.engine = ScriptedEngine(self, world, flaws)
         self.session: Session | None = None
         self.link: Link | None = None
-        self.alive = True
+        self.side = 0
         self.draining = False
-        self._epoch = 0
+        self._came_loose = world.came_loose
+        self._epochs: dict[str, int] = {}
+        self._cancelled: set[tuple[int, int, Node]] = set()
 
     def connect(self, link: Link) -> None:
-        self.link, self.session = link, Session(self._epoch)
+        self.link, self.session = link, Session(self._epochs)
 
-    def receive(self) -> None:
-        """The oldest message of the connection."""
-        assert self.link is not None
+    def receive(self, link: Link, item: Any) -> None:
+        """The oldest message of a connection."""
+        if self.link is not link:
+            return
         assert self.session is not None
-        item = self.link.to_worker.popleft()
         if item is LOST:
             self._disconnected()
             return
         message, body = item
-        raw = None if body is None else _received(body)
-        if isinstance(message, Welcome):
-            self._do(self.session.welcome(message))
-            self._epoch = self.session.epoch
-            if self.draining:
-                self._do(self.session.drain())
-        else:
-            self._do(self.session.receive(message, raw))
+        try:
+            if isinstance(message, Welcome):
+                self._do(self.session.welcome(message))
+                if self.draining:
+                    self._do(self.session.drain())
+            else:
+                raw = None if body is None else _received(body)
+                self._do(self.session.receive(message, raw))
+        except OutOfPlace as error:
+            assert "an older coordinator must not go on" in str(error), error
+            link.close_at_worker()
+            self._disconnected()
 
-    def take_result(self) -> None:
-        """The oldest result of the engine; without a session it is nobody's."""
-        event = self.engine.emitted.popleft()
+    def take_result(self, event: engine.Event) -> None:
+        """A result of the engine; without a session it is nobody's."""
         if self.session is not None:
             self._do(self.session.result(event))
+
+    def silent(self, link: Link) -> None:
+        """Nothing was heard of the coordinator for too long."""
+        if self.link is link:
+            link.close_at_worker(orderly=False)
+            self._disconnected()
 
     def drain(self) -> None:
         """SIGTERM."""
@@ -282,10 +368,10 @@ class SimulatedWorker:
                 self.link.close_at_worker()
             self._die()
 
-    def kill(self, rng: Random) -> None:
+    def kill(self) -> None:
         """SIGKILL: what is on its way may or may not arrive."""
         if self.link is not None:
-            self.link.cut(rng)
+            self.link.cut()
         self._die()
 
     def _die(self) -> None:
@@ -294,12 +380,17 @@ class SimulatedWorker:
     def _disconnected(self) -> None:
         self.engine.cancel()
         self.session = self.link = None
+        if self.draining:
+            self._die()
+        else:
+            self._came_loose(self)
 
     def _do(self, actions: list[act.Action]) -> None:
         for action in actions:
             match action:
                 case act.Transmit():
                     if self.link is not None:
+                        self._check_sent(action.message)
                         self.link.send_to_coordinator(action.message, action.body)
                 case act.Expect() | act.Tell():
                     pass
@@ -308,16 +399,21 @@ class SimulatedWorker:
                     assert self.link is not None
                     self.link.close_at_worker()
                     self._die()
+                case act.CancelNode():
+                    self._cancelled.add((action.place.step, action.place.attempt, action.node))
+                    self.engine.do(action)
+                case act.Build():
+                    self._cancelled.clear()
+                    self.engine.do(action)
                 case _:
                     self.engine.do(action)
 
-
-def _weight(job: Job, step: int, node: Node) -> float:
-    weights = TreeAccumulator(node, 0)
-    for leaf in range(node.lo, node.hi):
-        total = weights.add_loss(leaf, 0.0, job.weight(step, leaf))
-    assert total is not None
-    return total.weight
+    def _check_sent(self, message: Any) -> None:
+        """Of a node that it was told to leave out nothing is sent."""
+        if self._cancelled and (message.body == "float32" or isinstance(message, NodeLoss)):
+            node = getattr(message, "node", None)
+            known = (message.step, getattr(message, "attempt", 0), node)
+            assert known not in self._cancelled, "a cancelled node is sent"
 
 
 def _received(body: Any) -> Any:

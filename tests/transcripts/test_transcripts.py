@@ -19,5 +19,5 @@ def test_the_run_does_what_is_written(path):
 
 
 def test_there_are_transcripts():
-    assert len(TRANSCRIPTS) >= 12
-    assert all("\n> run" in path.read_text() for path in TRANSCRIPTS)
+    assert len(TRANSCRIPTS) >= 30
+    assert all("\n> r" in path.read_text() for path in TRANSCRIPTS)

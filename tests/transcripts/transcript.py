@@ -5,7 +5,8 @@ action a line, in order; the phase in brackets when it changes. `#` begins a rem
 4 microbatches of one sample and two blocks of one chunk each.
 
     run [workers=1] [steps=2] [evaluate_every=0] [parts=0] [exactness=prefer] [every=0] [disk=slow]
-    restart STEP [saved=0] [skipped=N] [signature=S]   a new coordinator, instead of `run`
+    restart STEP [saved=0] [skipped=N] [signature=S] [state=S] [steps=2] [disk=slow] ...
+                              a new coordinator, instead of `run`; `state` if it is known at once
     invite NAME               a worker is connected and free
     ready NAME [initial=S] [signature=S] [run=ID] [data=D] [step=N] [state=S]
     unready NAME [run=ID]
@@ -14,10 +15,12 @@ action a line, in order; the phase in brackets when it changes. `#` begins a rem
     payload NAME LO-HI [block=layer] [value=1]   one payload
     applied NAME STEP [state=S]   a worker has taken so many steps, and is in this state
     replica STEP [state=S]        so has the coordinator's own replica
+    replayed NAME                 it was sent the steps that it had missed
     result NAME PART              a held-out part is evaluated
     lost NAME, drains NAME, drain, halt, continue [skip=yes], give-up, save
-    tick MS                       the time
-    durable STEP, saved STEP, full    what the disk answers; at once unless it is slow
+    tick MS                       the time goes on until then
+    durable STEP, saved STEP  what the disk answers; at once unless it is slow
+    full [commit=lost]        or it refuses; maybe it was the commit that did not get there
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from coordinator.phase import RunPhase
 from coordinator.resumption import Resumption
 from coordinator.run import Run
 from coordinator.terms import Terms
+from protocol import limits
 from protocol import messages as msg
 from protocol.errors import RemoteProtocolError
 from protocol.manifest import Block, Manifest, Metric, TensorSpec
@@ -91,6 +95,7 @@ class Stage:
         saved: str = "0",
         skipped: str = "",
         signature: str = "s",
+        state: str = "",
     ) -> None:
         spec = RunSpec(
             task="scripted",
@@ -102,6 +107,7 @@ class Stage:
             checkpoint=CheckpointSpec(every=int(every)),
         )
         self._parts = int(parts)
+        self._now_ms = 0
         self._disk_is_slow = disk == "slow"
         resumption = None
         if restart:
@@ -110,6 +116,7 @@ class Stage:
                 step=int(restart),
                 optimizer_step=int(restart),
                 losses=(0.5,) * int(restart),
+                state_digest=digest(state) if state else None,
                 saved=int(saved),
                 redone={int(skipped): None} if skipped else {},
                 terms=Terms(
@@ -132,14 +139,17 @@ class Stage:
             "lost": lambda name: run.lost(name, "the connection is over"),
             "drains": lambda name: run.receive(name, msg.Drain(), None),
             "drain": run.drain,
+            "replayed": run.replayed,
             "halt": lambda: run.halt("halted by the operator"),
             "continue": lambda skip="": run.resume(skip_step=bool(skip)),
             "give-up": lambda: run.give_up("nobody is left"),
             "save": run.save,
-            "tick": lambda ms: run.tick(float(ms)),
+            "tick": self._tick,
             "durable": lambda step: run.durable(int(step)),
             "saved": lambda step: run.checkpointed(int(step)),
-            "full": lambda: run.storage_failed("the disk is full"),
+            "full": lambda commit="": run.storage_failed(
+                "the disk is full", lost_commit=bool(commit)
+            ),
         }
 
     def command(self, word: str, plain: list[str], options: dict[str, str]) -> list[str]:
@@ -172,6 +182,13 @@ class Stage:
                 return self.run.checkpointed(step)
             case _:
                 return []
+
+    def _tick(self, until_ms: str) -> Actions:
+        actions: Actions = []
+        while self._now_ms < int(until_ms):
+            self._now_ms += limits.TICK_MS
+            actions += self.run.tick(float(self._now_ms))
+        return actions
 
     def _manifest(self, data: str) -> Manifest:
         return Manifest(
