@@ -16,7 +16,6 @@ import coordinator.service
 from coordinator.actions import Action
 from coordinator.chronicle import Chronicle
 from coordinator.cli import main
-from coordinator.history import History
 from coordinator.journal_records import Record
 from coordinator.log_records import Array, ChunkPlace, CommitRecord
 from coordinator.run_storage import RunStorage
@@ -37,7 +36,7 @@ class _Forgetful(RunStorage):
     def record(self, records: Sequence[Record]) -> None:
         del records
 
-    def begin_journal(self, lines: Callable[[History], Sequence[Record]]) -> None:
+    def begin_journal(self, lines: Callable[[], Sequence[Record]]) -> None:
         del lines
 
     async def end_journal(self, record: Record) -> str:
