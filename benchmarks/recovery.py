@@ -26,7 +26,6 @@ from tests.chaos.processes import Coordinator, Event, Worker
 
 WORKERS = 2
 MICROBATCHES = 8
-MICROBATCH_MS = 100.0
 LOGGED_STEPS = 20
 """Since the last checkpoint, at the kill."""
 CALM_STEPS = 6
@@ -39,6 +38,7 @@ class Case:
 
     blocks: int
     block_bytes: int
+    microbatch_ms: float = 100.0
 
     @property
     def name(self) -> str:
@@ -102,8 +102,9 @@ class Measured:
 class _Cluster:
     """A coordinator and workers, what is done to them, and when the commits came."""
 
-    def __init__(self, coordinator: Coordinator, seed: int) -> None:
+    def __init__(self, coordinator: Coordinator, microbatch_ms: float, seed: int) -> None:
         self._coordinator = coordinator
+        self._backend = f"scripted:{microbatch_ms:g}"
         self._source = random.Random(seed)
         self._workers = {f"w{number}": self._worker(f"w{number}") for number in range(WORKERS)}
         self._since = 0
@@ -175,8 +176,7 @@ class _Cluster:
 
     def _worker(self, name: str) -> Worker:
         log = self._coordinator.directory / f"{name}.log"
-        backend = f"scripted:{MICROBATCH_MS:g}"
-        return Worker(self._coordinator.address, name, backend, log)
+        return Worker(self._coordinator.address, name, self._backend, log)
 
     def _within_a_step(self) -> None:
         """Any moment of a step: no event says that one is half done."""
@@ -199,7 +199,7 @@ def measure(case: Case, kills: int, seed: int = 1) -> Measured:
         spec.write_text(json.dumps(case.run_spec))
         arguments = ["--run", str(spec), "--expect-workers", str(WORKERS)]
         with Coordinator(directory, arguments) as coordinator:
-            cluster = _Cluster(coordinator, seed)
+            cluster = _Cluster(coordinator, case.microbatch_ms, seed)
             try:
                 cluster.commits(2)
                 cluster.steady(CALM_STEPS)

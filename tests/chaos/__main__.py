@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--stalls", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="keep run and logs in this new directory")
+    parser.add_argument("--log", choices=("full", "checkpoint"), default="full", help="of the run")
     parser.add_argument(
         "--keep-log", action="store_true", help="keep all gradients: the audit replays every step"
     )
@@ -49,13 +50,14 @@ def main() -> None:
     print(f"seed {given.seed}: {size.steps} steps, {size.kinds.total()} faults; {describe()}")
     with tempfile.TemporaryDirectory() as name:
         directory = given.keep or Path(name)
-        outcome = run_campaign(directory, given.seed, size, keep_log=given.keep_log)
+        outcome = run_campaign(directory, given.seed, size, given.log, keep_log=given.keep_log)
     _print(outcome)
 
 
 def _print(outcome: Outcome) -> None:
     print_table(*table(outcome))
-    print(f"steps committed {outcome.steps}; a step that nothing disturbs {outcome.step_s:.3f} s")
+    print(f"steps committed {outcome.steps}, done again {outcome.redone}; "
+          f"a step that nothing disturbs takes {outcome.step_s:.3f} s")  # fmt: skip
     print(f"starts of the coordinator {outcome.lives}; checkpoints cut {outcome.checkpoints_cut}")
     seconds, kind, step = outcome.slowest
     print(f"slowest: {kind} in step {step}, {seconds:.2f} s")

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
+from protocol.run_spec import LogMode
+
 _FIRST_STEP: Final = 3
 _CALM_STEPS: Final = 30
 """At the end: those who were hit last come back before the run is over."""
@@ -92,7 +94,7 @@ def draw(seed: int, size: Size) -> list[Fault]:
     return [_fault(source, kind, step) for kind, step in zip(kinds, steps, strict=True)]
 
 
-def run_document(seed: int, size: Size, *, keep_log: bool) -> dict[str, Any]:
+def run_document(seed: int, size: Size, log: LogMode, *, keep_log: bool) -> dict[str, Any]:
     """The run spec: small steps without torch, checkpoints and evaluations now and then.
 
     Its gradients have the values of a dense random sum, so one lost, doubled, or added in another
@@ -108,6 +110,7 @@ def run_document(seed: int, size: Size, *, keep_log: bool) -> dict[str, Any]:
         "optimizer": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.01, "clip_norm": 1.0},
         "steps": size.steps,
         "evaluate_every": 50,
+        "log": log,
         "checkpoint": {"every": 20, "keep_last": 2, "keep_log": keep_log},
     }
 
