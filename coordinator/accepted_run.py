@@ -10,7 +10,7 @@ from pathlib import Path
 from coordinator.after_restart import lines_after_restart, resumption_of
 from coordinator.blob_index import BlobIndex
 from coordinator.claim import Claim
-from coordinator.history import History
+from coordinator.journal_end import read_end
 from coordinator.journal_records import Record, RunBegins
 from coordinator.kept_index import keep_index, kept_index
 from coordinator.recovery import Recovery, recover
@@ -41,13 +41,19 @@ class AcceptedRun:
     resumption: Resumption | None = None
     blobs: BlobIndex | None = None
 
-    def first_lines(self, history: History) -> list[Record]:
-        """What the journal has to say before anything happens."""
+    def first_lines(self) -> list[Record]:
+        """What the journal has to say before anything happens; its end is sound.
+
+        Raises:
+            StorageFailed: It cannot be read.
+        """
+        saved = self.resumption.saved if self.resumption is not None else 0
+        journal = read_end(self.directory.journal, saved)
         lines: list[Record] = []
-        if history.run is None:
+        if not journal.begun:
             lines.append(RunBegins.of(self.stored.run_id, self.stored.document, _versions()))
         if self.recovery is not None and self.resumption is not None:
-            lines += lines_after_restart(self.recovery, history, self.claim.epoch)
+            lines += lines_after_restart(self.recovery, journal, self.claim.epoch)
         return lines
 
 

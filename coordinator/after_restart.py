@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from coordinator.chronicle import committed, settled
-from coordinator.history import History
+from coordinator.journal_end import JournalEnd
 from coordinator.journal_records import Checkpointed, Record, Resumed
 from coordinator.recovery import Recovery
 from coordinator.resumption import Resumption
@@ -44,20 +44,20 @@ def resumption_of(recovery: Recovery, terms: Terms | None) -> Resumption | None:
     )
 
 
-def lines_after_restart(recovery: Recovery, history: History, epoch: int) -> Iterator[Record]:
+def lines_after_restart(recovery: Recovery, journal: JournalEnd, epoch: int) -> Iterator[Record]:
     """What the journal has to say before the run goes on.
 
     Args:
         recovery: What was found; its state is within reach.
-        history: What the journal says so far.
+        journal: What the journal says so far.
         epoch: The new coordinator's.
     """
     assert recovery.manifest is not None
     assert recovery.checkpoint is not None
     info = recovery.checkpoint.info
-    if history.manifest is None:
+    if not journal.settled:
         yield settled(recovery.manifest)
-    known = min(len(history.commits), recovery.step)
+    known = min(journal.commits, recovery.step)
     updates = {info.step: info.optimizer_step}
     updates |= {step.step + 1: step.record.optimizer_step for step in recovery.logged}
     yield Resumed(
@@ -66,7 +66,7 @@ def lines_after_restart(recovery: Recovery, history: History, epoch: int) -> Ite
         optimizer_step=updates.get(known, info.optimizer_step),
         notes=tuple(note[:2000] for note in recovery.notes),
     )
-    if info.step not in history.checkpoints:
+    if not journal.saved:
         yield Checkpointed(
             epoch=info.epoch,
             step=info.step,

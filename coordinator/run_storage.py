@@ -14,8 +14,7 @@ from typing import Final, TypeVar
 
 from coordinator.checkpoint import Checkpoint, write_checkpoint, write_metrics
 from coordinator.gradient_log import GradientLog
-from coordinator.history import History, read_history
-from coordinator.journal import Journal, verify_journal
+from coordinator.journal import Journal
 from coordinator.journal_records import Record
 from coordinator.log_reader import LoggedStep, read_averages, scan_log
 from coordinator.log_records import Array, ChunkPlace, CommitRecord
@@ -185,8 +184,9 @@ class RunStorage:
             )
             return checkpoint, prune(root, self._run_id, manifest, self._spec.checkpoint).good
 
+        # Before the log's commits go, and before a restart no longer looks at them.
+        await self._do("journal", self._sync_journal)
         checkpoint, good = await self._do("checkpoint", work)
-        await self._do("journal", self._sync_journal)  # before the log's commits go
         if good is not None and not self._spec.checkpoint.keep_log:
             await self._do("log", lambda: self._opened().cut(good))
         return checkpoint
@@ -213,17 +213,16 @@ class RunStorage:
             self._unsynced = True
             self._spawn("journal", self._sync_journal)
 
-    def begin_journal(self, lines: Callable[[History], Sequence[Record]]) -> None:
+    def begin_journal(self, lines: Callable[[], Sequence[Record]]) -> None:
         """Bring the journal up to date before anything else is added.
 
         Args:
-            lines: Gives the lines to add, for what it has.
+            lines: Gives the lines to add; called once the journal's end is sound.
         """
 
         def work() -> None:
             journal = self._opened_journal()
-            history = read_history(verify_journal(self.directory.journal).entries)
-            for record in lines(history):
+            for record in lines():
                 journal.append(record)
             journal.sync()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import overlap, sync, uneven
+from benchmarks import durability, overlap, recovery, sync, uneven
 from benchmarks.timeline import StepTimes, Timeline, intervals_us, step_times
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +56,31 @@ def test_uneven_measures_ours_and_equal_shares():
     assert head == ["both", "240.00", "250.00", "96.0 %", "80.0 %"]
 
 
-@pytest.mark.parametrize("name", ["sync", "uneven", "overlap"])
+@pytest.mark.full
+def test_recovery_measures_every_kind_of_kill():
+    case = recovery.Case(blocks=2, block_bytes=4096, microbatch_ms=5)
+    measured = recovery.measure(case, kills=1)
+    (restart,) = measured.coordinator
+    assert 0 < restart.resumed_s < restart.connected_s < restart.ready_s < restart.committed_s
+    assert all(s > 0 for s in (*measured.worker_s, *measured.stopped_s, measured.step_s))
+    assert recovery.rows(case, measured)[0][:2] == ["state 0 MB: a step", ""]
+
+
+@pytest.mark.full
+def test_durability_measures_both_modes_and_none():
+    job = durability.full_training(steps=6, block_bytes=4096, microbatch_ms=5)
+    measured = durability.measure(job, turns=2)
+    assert list(measured) == ["off", "full", "checkpoint"]
+    for each in measured.values():
+        assert len(each.turns_ms) == len(each.cpu_ms) == 2
+        assert min(each.steps_ms) > 0
+        assert each.cpu_ratio(each) == each.ratio(each) == 1
+    assert [line[0].partition(": ")[2] for line in durability.rows(job, measured)] == [
+        "off", "log: full", "log: checkpoint",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["sync", "uneven", "overlap", "recovery", "durability"])
 def test_each_benchmark_says_what_it_is(name):
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}", "--help"],

@@ -1,0 +1,70 @@
+"""Chaos with real processes, of any size: see `--help`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from benchmarks.machine import describe, print_table
+from tests.chaos.campaign import Outcome, run_campaign, table
+from tests.chaos.plan import Size
+
+_STEP_S: Final = 0.1
+_COORDINATOR_S: Final = 2.0
+_WORKER_S: Final = 0.5
+_STALL_S: Final = 1.0
+"""About how long a step takes, and each fault adds: what --minutes is made of."""
+
+
+def size_for(minutes: float, coordinator_kills: int, worker_kills: int, stalls: int) -> Size:
+    """As many steps as fill the time beside the faults."""
+    drains = worker_kills // 10
+    faults = coordinator_kills + worker_kills + stalls + drains
+    lost_s = _COORDINATOR_S * coordinator_kills + _STALL_S * stalls
+    lost_s += _WORKER_S * (worker_kills + drains)
+    steps = max(int((minutes * 60 - lost_s) / _STEP_S), 2 * faults + 50)
+    return Size(steps, coordinator_kills, worker_kills, stalls, drains)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos",
+        description="Kill and stop coordinator and workers; compare with an undisturbed run.",
+    )
+    parser.add_argument("--minutes", type=float, default=3.0, help="about so long [3]")
+    parser.add_argument("--coordinator-kills", type=int, default=10)
+    parser.add_argument("--worker-kills", type=int, default=40)
+    parser.add_argument("--stalls", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--keep", type=Path, help="keep run and logs in this new directory")
+    parser.add_argument("--log", choices=("full", "checkpoint"), default="full", help="of the run")
+    parser.add_argument(
+        "--keep-log", action="store_true", help="keep all gradients: the audit replays every step"
+    )
+    given = parser.parse_args()
+    size = size_for(given.minutes, given.coordinator_kills, given.worker_kills, given.stalls)
+    print(f"seed {given.seed}: {size.steps} steps, {size.kinds.total()} faults; {describe()}")
+    with tempfile.TemporaryDirectory() as name:
+        directory = given.keep or Path(name)
+        outcome = run_campaign(directory, given.seed, size, given.log, keep_log=given.keep_log)
+    _print(outcome)
+
+
+def _print(outcome: Outcome) -> None:
+    print_table(*table(outcome))
+    print(f"steps committed {outcome.steps}, done again {outcome.redone}; "
+          f"a step that nothing disturbs takes {outcome.step_s:.3f} s")  # fmt: skip
+    print(f"starts of the coordinator {outcome.lives}; checkpoints cut {outcome.checkpoints_cut}")
+    seconds, kind, step = outcome.slowest
+    print(f"slowest: {kind} in step {step}, {seconds:.2f} s")
+    print(f"{outcome.wall_s:.0f} s from the first commit to the end; load {os.getloadavg()[0]:.1f}")
+    print(f"weights digest {outcome.weights_digest}: the undisturbed run's, as are all losses")
+    print(f"audit: {outcome.audit}")
+
+
+if __name__ == "__main__":
+    main()

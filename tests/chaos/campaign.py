@@ -1,0 +1,294 @@
+"""A run of real processes that meets a plan of faults, and the proof that it did not matter."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from protocol.run_spec import LogMode
+from tests.chaos.plan import Fault, Kind, Size, draw, run_document
+from tests.chaos.processes import ROOT, Coordinator, Stuck, Worker
+
+WORKERS: Final = 3
+MICROBATCH_MS: Final = 20.0
+"""Twelve microbatches over three workers: a step takes 80 ms of sleep, and the exchange."""
+_KILLED: Final = -9
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a campaign has shown.
+
+    Attributes:
+        seconds: To the next commit, after each fault, by kind.
+        slowest: The fault that took longest: seconds, its kind, the step in progress.
+        step_s: Between commits that no fault came between, median.
+        steps: Committed.
+        redone: Commits of steps that had been told to be committed before.
+        lives: Of the coordinator.
+        checkpoints_cut: Kills that came before the checkpoint was whole.
+        wall_s: From the first fault to the end of the run.
+        weights_digest: Of the result.
+        audit: What the audit said, its last line.
+    """
+
+    seconds: dict[Kind, list[float]] = field(default_factory=dict)
+    slowest: tuple[float, str, int] = (0.0, "", 0)
+    step_s: float = 0.0
+    steps: int = 0
+    redone: int = 0
+    lives: int = 0
+    checkpoints_cut: int = 0
+    wall_s: float = 0.0
+    weights_digest: str = ""
+    audit: str = ""
+
+
+def run_campaign(
+    directory: Path, seed: int, size: Size, log: LogMode = "full", *, keep_log: bool = False
+) -> Outcome:
+    """Run it undisturbed with one worker, then with all the faults; compare, and audit.
+
+    Raises:
+        AssertionError: The faults have shown, or the run does not go on.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    spec = directory / "run.yaml"
+    spec.write_text(json.dumps(run_document(seed, size, log, keep_log=keep_log)))  # JSON is YAML
+    calm = _undisturbed(directory / "calm", spec)
+    with Coordinator(
+        directory / "chaos", ["--run", str(spec), "--expect-workers", str(WORKERS)]
+    ) as coordinator:
+        campaign = _Campaign(coordinator)
+        with campaign.staffed():
+            for fault in draw(seed, size):
+                campaign.meet(fault)
+            campaign.end()
+        outcome = campaign.outcome
+        assert outcome.steps == size.steps
+        assert outcome.redone == 0 or log == "checkpoint", "a committed step was lost"
+        disturbed = _result(coordinator.run)
+        for key in ("outcome", "steps", "losses", "weights_digest", "metrics", "exactness"):
+            assert disturbed.get(key) == calm.get(key), f"{key} differs from the undisturbed run's"
+        outcome.weights_digest = disturbed["weights_digest"]
+        outcome.audit = _audit(coordinator.run)
+    return outcome
+
+
+def _undisturbed(directory: Path, spec: Path) -> dict[str, Any]:
+    """One worker that does not even take its time: its speed is in no bit."""
+    with Coordinator(directory, ["--run", str(spec), "--expect-workers", "1"]) as coordinator:
+        worker = Worker(coordinator.address, "alone", "scripted:0", directory / "alone.log")
+        try:
+            end = coordinator.wait_for("the end", _is_end, patience_s=1800.0)
+            assert end.fields["outcome"] == "finished", coordinator.told("not finished")
+            assert coordinator.wait_for_exit() == 0
+            assert worker.wait() == 0, worker.words()
+        finally:
+            worker.kill()
+        return _result(coordinator.run)
+
+
+class _Campaign:
+    """Processes, and what is done to them."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.coordinator = coordinator
+        self.outcome = Outcome()
+        self._workers: dict[str, Worker] = {}
+        self._leaving: list[Worker] = []
+        self._timers: list[threading.Timer] = []
+        self._disturbed: list[tuple[float, float]] = []
+
+    @contextmanager
+    def staffed(self) -> Iterator[None]:
+        """Have workers; at the end all are gone, however it ends."""
+        try:
+            for number in range(WORKERS):
+                self._hire(f"w{number}")
+            yield
+        finally:
+            for timer in self._timers:
+                timer.cancel()
+            for worker in (*self._workers.values(), *self._leaving):
+                worker.kill()
+
+    def meet(self, fault: Fault) -> None:
+        """Do it when it is due, and wait for the next commit."""
+        since = len(self.coordinator.events)
+        if self.coordinator.step < fault.after_step:
+            self.coordinator.wait_for(
+                f"step {fault.after_step}",
+                lambda event: (
+                    event.name == "committed" and event.fields["step"] + 1 >= fault.after_step
+                ),
+                since=max(0, since - 1),
+            )
+        self._check_workers()
+        time.sleep(fault.delay_s)  # no event says that a step is half done
+        at_s, since = self._strike(fault)
+        commit = self.coordinator.commit_after(at_s, since)
+        self.outcome.seconds.setdefault(fault.kind, []).append(commit.at_s - at_s)
+        self.outcome.slowest = max(
+            self.outcome.slowest, (commit.at_s - at_s, fault.kind.value, commit.fields["step"])
+        )
+        self._disturbed.append((at_s, commit.at_s))
+
+    def end(self) -> None:
+        """Wait for the run's end, see that everyone went home well, and sum up."""
+        end = self.coordinator.wait_for("the end", _is_end, patience_s=120.0)
+        assert end.fields["outcome"] == "finished", self.coordinator.told("not finished")
+        assert self.coordinator.wait_for_exit() == 0
+        for timer in self._timers:
+            timer.join()
+        for worker in (*self._workers.values(), *self._leaving):
+            if worker.code is None:
+                worker.drain()  # one that was just starting has met nobody
+            assert worker.wait() == 0, f"{worker.name}: {worker.words()}"
+        self._sum_up(end.at_s)
+
+    def _strike(self, fault: Fault) -> tuple[float, int]:
+        """Do it; when it was done, and from which event on to look for what follows."""
+        coordinator = self.coordinator
+        match fault.kind:
+            case Kind.COORDINATOR | Kind.CHECKPOINT | Kind.BOTH:
+                seen = len(coordinator.events)
+                if fault.kind is Kind.CHECKPOINT:
+                    self._ask_for_checkpoint(fault)
+                at_s = coordinator.kill()
+                if fault.kind is Kind.BOTH:
+                    self._replace(self._pick(fault))
+                if fault.kind is Kind.CHECKPOINT and not any(
+                    event.name == "checkpoint" for event in coordinator.events[seen:]
+                ):
+                    self.outcome.checkpoints_cut += 1
+                since = len(coordinator.events)
+                coordinator.start()
+                return at_s, since
+            case Kind.WORKER:
+                since = len(coordinator.events)
+                return self._replace(self._pick(fault)), since
+            case Kind.STALL | Kind.LONG_STALL:
+                return self._stall(self._pick(fault), fault.stall_s)
+            case Kind.DRAIN:
+                worker = self._pick(fault)
+                at_s, since = time.time(), len(coordinator.events)
+                worker.drain()
+                self._leaving.append(worker)
+                self._hire(worker.name)
+                return at_s, since
+
+    def _ask_for_checkpoint(self, fault: Fault) -> None:
+        try:
+            self.coordinator.ask("POST", "/checkpoint")
+        except OSError as error:
+            raise Stuck(self.coordinator.told(f"no answer: {error}")) from None
+        time.sleep(fault.delay_s / 10)  # nor does one say that a file is half written
+
+    def _stall(self, worker: Worker, stall_s: float) -> tuple[float, int]:
+        at_s, since = time.time(), len(self.coordinator.events)
+        worker.stop()
+        timer = threading.Timer(stall_s, worker.go_on)
+        timer.start()
+        self._timers = [timer, *(each for each in self._timers if each.is_alive())]
+        return at_s, since
+
+    def _pick(self, fault: Fault) -> Worker:
+        """A worker that is not stopped now, starting ones included."""
+        running = [worker for worker in self._workers.values() if not worker.stopped]
+        candidates = running or list(self._workers.values())
+        return candidates[int(fault.victim * len(candidates))]
+
+    def _replace(self, worker: Worker) -> float:
+        at_s = worker.kill()
+        self._hire(worker.name)
+        return at_s
+
+    def _hire(self, name: str) -> None:
+        log = self.coordinator.directory / f"{name}.log"
+        backend = f"scripted:{MICROBATCH_MS:g}"
+        self._workers[name] = Worker(self.coordinator.address, name, backend, log)
+
+    def _check_workers(self) -> None:
+        """Nobody leaves unless told to; who was told to leaves well."""
+        for worker in self._workers.values():
+            assert worker.code is None, f"{worker.name} has ended: {worker.words()}"
+        for worker in self._leaving:
+            assert worker.code in (None, 0), f"{worker.name} left with {worker.code}"
+        self._leaving = [worker for worker in self._leaving if worker.code is None]
+
+    def _sum_up(self, end_s: float) -> None:
+        commits = [event for event in self.coordinator.events if event.name == "committed"]
+        steps = [event.fields["step"] for event in commits]
+        outcome = self.outcome
+        outcome.steps = steps[-1] + 1
+        outcome.redone = len(steps) - len(set(steps))
+        outcome.lives = self.coordinator.life
+        outcome.wall_s = end_s - commits[0].at_s
+        gaps = [
+            (a.at_s, b.at_s)
+            for a, b in pairwise(commits)
+            if b.fields["step"] == a.fields["step"] + 1
+        ]
+        calm = _undisturbed_gaps(gaps, self._disturbed)
+        outcome.step_s = median(calm) if calm else math.nan
+
+
+def _undisturbed_gaps(
+    gaps: list[tuple[float, float]], disturbed: list[tuple[float, float]]
+) -> list[float]:
+    """Lengths of those that touch none of the others; both in order."""
+    found, position = [], 0
+    for start, end in gaps:
+        while position < len(disturbed) and disturbed[position][1] <= start:
+            position += 1
+        if position == len(disturbed) or disturbed[position][0] >= end:
+            found.append(end - start)
+    return found
+
+
+def _is_end(event: Any) -> bool:
+    return bool(event.name == "run_ended")
+
+
+def _result(run: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((run / "result.json").read_text())
+    return document
+
+
+def _audit(run: Path) -> str:
+    """Its last line.
+
+    Raises:
+        AssertionError: The run is not sound.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "coordinator", "audit", str(run)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout.strip().splitlines()[-1]
+
+
+def table(outcome: Outcome) -> tuple[list[str], list[list[str]]]:
+    """Head and rows: faults by kind, and seconds to the next commit."""
+    head = ["fault", "times", "median s", "worst s"]
+    seconds: Mapping[Kind, list[float]] = outcome.seconds
+    rows = [
+        [kind.value, str(len(seconds[kind])),
+         f"{median(seconds[kind]):.2f}", f"{max(seconds[kind]):.2f}"]
+        for kind in Kind
+        if kind in seconds
+    ]  # fmt: skip
+    return head, rows

@@ -1,0 +1,33 @@
+"""Real processes are killed and stopped; the run ends with the bits of one that was left alone.
+
+The release size: `python -m tests.chaos --minutes 30 --coordinator-kills 100 --worker-kills 400
+--stalls 50`, with another `--seed` each time.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.chaos.campaign import run_campaign
+from tests.chaos.plan import Kind, Size, counts, draw
+
+SIZE = Size(steps=220, coordinator_kills=6, worker_kills=12, stalls=5, drains=2)
+
+
+def test_a_plan_follows_from_its_seed_and_has_every_kind():
+    faults = draw(7, SIZE)
+    assert faults == draw(7, SIZE)
+    assert faults != draw(8, SIZE)
+    assert counts(faults) == SIZE.kinds
+    assert set(SIZE.kinds) == set(Kind)
+    assert all(0 < fault.after_step < SIZE.steps for fault in faults)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(400)
+def test_faults_of_every_kind_leave_no_trace_in_the_result(tmp_path, request):
+    seed = int(request.config.getoption("randomly_seed", default=1)) % 2**32
+    outcome = run_campaign(tmp_path, seed, SIZE, keep_log=True)
+    assert outcome.lives == 1 + SIZE.coordinator_kills
+    assert {kind: len(times) for kind, times in outcome.seconds.items()} == dict(SIZE.kinds)
+    assert "sound" in outcome.audit
