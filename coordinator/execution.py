@@ -114,8 +114,7 @@ class Execution:
 
     async def _catch_up(self, keeper: ReplicaKeeper, recovery: Recovery) -> None:
         self.applied = await keeper.catch_up(recovery)
-        digest = self.applied.state_digest
-        self._do(self.run.replica_applied(self.applied.step, digest))
+        self._do(self.run.replica_applied(self.applied.step, self.applied.state_digest))
 
     def tick(self) -> None:
         """Time goes on."""
@@ -398,5 +397,4 @@ class Execution:
 
     def _trace_payload(self, worker: str, message: Message) -> None:
         assert self._tracer is not None
-        fields = message.model_dump()
-        self._tracer.instant(f"receive block {fields['block']}", worker, **fields)
+        self._tracer.instant(f"receive {type(message).__name__}", worker, **message.model_dump())

@@ -59,6 +59,8 @@ def prune(root: Path, run_id: str, manifest: Manifest, retention: CheckpointSpec
     best = best_step(root, retention, steps)
     if best is not None:
         keep.add(best)
+    if retention.keep_log:
+        keep.add(steps[0])  # the log is replayed from there
     removed = [step for step in steps if step not in keep]
     for step in removed:
         remove_checkpoint(checkpoint_path(root, step))

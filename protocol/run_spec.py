@@ -228,7 +228,8 @@ class CheckpointSpec(_Section):
     better: Literal["higher", "lower"] = Field("higher", description="which figure is the best")
     keep_log: bool = Field(
         default=False,
-        description="keep the gradients of every step, so that an audit can replay them all",
+        description="keep the first state and the gradients of every step, so that an audit can "
+        "replay them all",
     )
 
 

@@ -246,6 +246,12 @@ def test_the_best_is_never_removed(tmp_path, better, best):
     assert latest(tmp_path)[0].info.step == 5
 
 
+def test_the_first_is_kept_with_the_whole_log(tmp_path):
+    for step in range(5):
+        write(tmp_path, step)
+    assert steps_after_pruning(tmp_path, keep_last=1, keep_log=True).kept == (0, 4)
+
+
 def test_the_last_whole_one_is_never_removed(tmp_path):
     for step in range(1, 5):
         write(tmp_path, step)

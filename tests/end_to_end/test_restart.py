@@ -1,0 +1,165 @@
+"""A coordinator that ends, one way or another, and goes on: the same bits, and a sound audit."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster import RUNS, Cluster, start
+
+REGRESS = (
+    "--run",
+    str(RUNS / "regress.yaml"),
+    "--set",
+    "steps=120",
+    "--set",
+    "checkpoint.every=25",
+)
+LOCAL = ("--local-workers", "1", "--backend", "cpu")
+ANYWHERE = ("--bind", "127.0.0.1:0", "--control", "127.0.0.1:0")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The coordinator command, to its end."""
+    process = start("coordinator", *arguments)
+    out, err = process.communicate(timeout=100)
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+def one_line(ended: subprocess.CompletedProcess[str]) -> str:
+    (line,) = ended.stderr.strip().splitlines()
+    return line
+
+
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+def result_of(directory: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((directory / "result.json").read_text())
+    return document
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """The directory of a run that nothing has disturbed."""
+    directory = tmp_path_factory.mktemp("finished") / "out"
+    ended = run(*ANYWHERE, *REGRESS, *LOCAL, "--out", str(directory))
+    assert ended.returncode == 0, ended.stderr
+    return directory
+
+
+def test_an_undisturbed_run_is_sound_and_reported(finished):
+    audited = run("audit", str(finished))
+    assert audited.returncode == 0, audited.stdout
+    assert audited.stdout.rstrip().endswith("sound")
+    assert "samples covered exactly once" in audited.stdout
+    reported = run("report", str(finished))
+    page = Path(reported.stdout.strip())
+    assert page == finished / "report.html"
+    html = page.read_text()
+    for expected in ("AI Act", "<svg", result_of(finished)["weights_digest"]):
+        assert expected in html
+    page.unlink()
+
+
+def test_a_flipped_byte_is_found_and_its_line_named(finished):
+    journal = finished / "journal.jsonl"
+    content = journal.read_bytes()
+    lines = content.splitlines(keepends=True)
+    at = sum(map(len, lines[:40])) + len(lines[40]) // 2
+    try:
+        journal.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        audited = run("audit", str(finished))
+        assert audited.returncode == 1
+        assert "line 41 is bad" in audited.stdout
+    finally:
+        journal.write_bytes(content)
+
+
+def test_a_directory_with_a_run_is_not_overwritten(finished):
+    again = run(*ANYWHERE, *REGRESS, *LOCAL, "--out", str(finished))
+    assert again.returncode == 2
+    assert "holds a run already" in one_line(again)
+    assert "--resume" in one_line(again)
+
+
+def test_a_finished_run_stays_as_it_is(finished):
+    before = (finished / "result.json").read_bytes()
+    again = run(*ANYWHERE, *LOCAL, "--out", str(finished), "--resume")
+    assert again.returncode == 0, again.stderr
+    assert "has finished" in again.stdout
+    assert (finished / "result.json").read_bytes() == before
+
+
+def test_another_run_spec_does_not_go_on_with_it(finished):
+    other = run(*ANYWHERE, *REGRESS, "--set", "seed=99", *LOCAL, "--out", str(finished), "--resume")
+    assert other.returncode == 78
+    assert "of another run spec" in one_line(other)
+
+
+def test_nothing_to_resume_is_one_line(tmp_path):
+    ended = run(*ANYWHERE, "--out", str(tmp_path / "nowhere"), "--resume")
+    assert ended.returncode == 2
+    assert "no such directory" in one_line(ended)
+    ended = run("audit", str(tmp_path))
+    assert ended.returncode == 2
+    assert "expected a run" in one_line(ended)
+
+
+def test_one_directory_has_one_coordinator(tmp_path):
+    with Cluster(tmp_path, "--expect-workers", "1", *REGRESS) as cluster:
+        out = str(tmp_path / "out")
+        second = run(*ANYWHERE, *REGRESS, *LOCAL, "--out", out, "--resume")
+        assert second.returncode == 2
+        assert f"another coordinator (process {cluster.coordinator.pid})" in one_line(second)
+
+
+def test_a_drained_run_goes_on(tmp_path, finished):
+    address = free_address()
+    at = ("--bind", address, "--control", "127.0.0.1:0", "--expect-workers", "1", *REGRESS)
+    with Cluster(tmp_path, *at, "--resume") as cluster:
+        cluster.worker("w0", "--backend", "cpu")
+        cluster.wait_for("committed", step=30)
+        cluster.coordinator.terminate()
+        drained = cluster.result()
+        assert drained["outcome"] == "drained"
+        assert 30 < drained["steps"] < 120
+    with Cluster(tmp_path, *at, "--resume") as cluster:
+        cluster.worker("w1", "--backend", "cpu")
+        result = cluster.result()
+    assert result["outcome"] == "finished"
+    assert result["weights_digest"] == result_of(finished)["weights_digest"]
+    assert result["losses"] == result_of(finished)["losses"]
+    assert run("audit", str(tmp_path / "out")).returncode == 0
+
+
+@pytest.mark.parametrize("mode", ["full", "checkpoint"])
+def test_a_killed_coordinator_goes_on_with_the_same_worker(tmp_path, finished, mode):
+    at = (
+        "--bind", free_address(), "--control", "127.0.0.1:0", "--expect-workers", "1", *REGRESS,
+        "--set", f"log={mode}", "--set", "checkpoint.keep_log=true", "--resume",
+    )  # fmt: skip
+    with Cluster(tmp_path, *at) as first:
+        worker = first.worker("w0", "--backend", "cpu")
+        first.wait_for("committed", step=60)
+        first.coordinator.send_signal(signal.SIGKILL)
+        first.wait_for_exit(first.coordinator)
+        with Cluster(tmp_path, *at) as second:
+            resumed = second.wait_for("worker_joined", worker="w0")
+            assert resumed["step"] >= (61 if mode == "full" else 50)
+            result = second.result()
+        first.wait_for_exit(worker)
+    assert result["weights_digest"] == result_of(finished)["weights_digest"]
+    assert result["losses"] == result_of(finished)["losses"]
+    audited = run("audit", str(tmp_path / "out"))
+    assert audited.returncode == 0, audited.stdout
+    if mode == "full":
+        assert "120 of 120 steps taken again" in audited.stdout
