@@ -42,16 +42,19 @@ class Cluster:
     Args:
         workers: The command of each worker, less where its coordinator is, its name and trace.
         directory: For traces and results.
-        coordinator: The module that is started as coordinator.
+        coordinator: The command of the coordinator, less addresses.
     """
 
     def __init__(
-        self, workers: Sequence[Sequence[str]], directory: Path, coordinator: str = "coordinator"
+        self,
+        workers: Sequence[Sequence[str]],
+        directory: Path,
+        coordinator: Sequence[str] = ("coordinator",),
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._workers = tuple(workers)
         self._directory = directory
-        self._coordinator = coordinator
+        self._coordinator = tuple(coordinator)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._control = ""
 
@@ -83,10 +86,11 @@ class Cluster:
         self._wait_for(result, _RUN_TIMEOUT_S)
         return Interval(start_us, now_us())
 
-    def cpu_s(self) -> float:
-        """Processor time of all its processes since their start."""
+    def cpu_s(self) -> tuple[float, float]:
+        """Processor time since their start: of the coordinator, and of all workers."""
         # A process's clock by its number, made as in glibc's clock_getcpuclockid.
-        return sum(time.clock_gettime((~process.pid << 3) | 2) for process in self._processes)
+        own, *workers = (time.clock_gettime((~each.pid << 3) | 2) for each in self._processes)
+        return own, sum(workers)
 
     def timelines(self) -> list[Timeline]:
         """What each worker traced; after the cluster has ended."""
@@ -96,7 +100,7 @@ class Cluster:
     def _start(self) -> None:
         addresses = self._directory / "addresses.json"
         self._spawn(
-            self._coordinator, "--expect-workers", str(len(self._workers)),
+            *self._coordinator, "--expect-workers", str(len(self._workers)),
             "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
             "--out", str(self._directory), "--address-file", str(addresses),
         )  # fmt: skip

@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -18,12 +17,14 @@ from typing import Any, Final
 from benchmarks.cluster import Cluster, Interval, scripted
 from benchmarks.jobs import short
 from benchmarks.machine import print_heading, print_table
-from benchmarks.timeline import intervals_us, step_times
+from benchmarks.timeline import intervals_us, read_trace, step_times
 
 WORKERS: Final = 2
 WARMING_STEPS: Final = 2
 OFF: Final = "off"
 MODES: Final = ("full", "checkpoint")
+HEAD: Final = ("what", "steps", "min ms", "median ms", "to off", "by turns", "least to most",
+               "commit ms", "worst", "own cpu", "workers")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +69,17 @@ class Measured:
     Attributes:
         steps_ms: From update to update, each step.
         turns_ms: The median of each turn: turns of all ways alternate.
-        cpu_ms: Processor time of coordinator and workers, per step of each turn, with start and
+        waits_ms: What each step waited for its commit to be durable; empty where nothing is kept.
+        coordinator_ms: Processor time of the coordinator per step, of each turn, with start and
             end of its run.
+        workers_ms: The same of the workers.
     """
 
     steps_ms: list[float]
     turns_ms: list[float]
-    cpu_ms: list[float]
+    waits_ms: list[float]
+    coordinator_ms: list[float]
+    workers_ms: list[float]
 
     def ratio(self, other: Measured) -> float:
         """Of median step times."""
@@ -84,62 +89,77 @@ class Measured:
         """Turn by turn, sorted."""
         return sorted(a / b for a, b in zip(self.turns_ms, other.turns_ms, strict=True))
 
-    def cpu_ratio(self, other: Measured) -> float:
-        """Of processor time."""
-        return median(self.cpu_ms) / median(other.cpu_ms)
+
+@dataclass(slots=True)
+class _Way:
+    """One cluster, its runs, and the processor time of each: coordinator, workers."""
+
+    cluster: Cluster
+    trace: Path
+    mode: dict[str, str]
+    intervals: list[Interval] = field(default_factory=list)
+    cpu_s: list[tuple[float, float]] = field(default_factory=list)
+
+    def run(self, document: dict[str, Any]) -> None:
+        before = self.cluster.cpu_s()
+        self.intervals.append(self.cluster.run(document | self.mode))
+        after = self.cluster.cpu_s()
+        self.cpu_s.append((after[0] - before[0], after[1] - before[1]))
+
+    def measured(self, steps: int) -> Measured:
+        """After the cluster has ended; the first turn is not counted."""
+        timelines, own = self.cluster.timelines(), read_trace(self.trace)
+        intervals = [(run.start_us, run.end_us) for run in self.intervals[1:]]
+        by_turn = [
+            [us / 1e3 for us in intervals_us(step_times(timelines, *interval))][WARMING_STEPS:]
+            for interval in intervals
+        ]
+        waits_ms = [
+            event["dur"] / 1e3
+            for event in own.events
+            if event["name"] == "sync the log"
+            and any(start <= event["ts"] <= end for start, end in intervals)
+        ]
+        return Measured(
+            [ms for turn in by_turn for ms in turn],
+            [median(turn) for turn in by_turn],
+            [] if self.mode == {} else waits_ms,
+            [s * 1e3 / steps for s, _ in self.cpu_s[1:]],
+            [s * 1e3 / steps for _, s in self.cpu_s[1:]],
+        )
 
 
 def measure(job: Job, turns: int) -> dict[str, Measured]:
-    """Every way in each turn, while the others are idle; the first turn is not counted."""
+    """Every way in each turn, while the others are idle."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        workers = [job.worker] * WORKERS
-        kept = Cluster(workers, directory / "kept")
-        off = Cluster(workers, directory / OFF, "benchmarks.undurable_coordinator")
-        ways = {OFF: off, **dict.fromkeys(MODES, kept)}
-        intervals: dict[str, list[Interval]] = {way: [] for way in ways}
-        cpu_s: dict[str, list[float]] = {way: [] for way in ways}
-        with kept, off:
+        kept, off = (
+            (Cluster([job.worker] * WORKERS, directory / module,
+                     [module, "--trace", str(directory / f"{module}.json")]),
+             directory / f"{module}.json")
+            for module in ("coordinator", "benchmarks.undurable_coordinator")
+        )  # fmt: skip
+        ways = {OFF: _Way(*off, {}), **{mode: _Way(*kept, {"log": mode}) for mode in MODES}}
+        with kept[0], off[0]:
             for turn in range(turns + 1):
-                for way in _order(ways, turn):
-                    mode = {} if way == OFF else {"log": way}
-                    since_s = ways[way].cpu_s()
-                    intervals[way].append(ways[way].run(job.document | mode))
-                    cpu_s[way].append(ways[way].cpu_s() - since_s)
-        timelines = {way: cluster.timelines() for way, cluster in ways.items()}
-    found = {}
-    for way in ways:
-        by_turn = [
-            [us / 1e3 for us in intervals_us(step_times(timelines[way], run.start_us, run.end_us))]
-            for run in intervals[way][1:]
-        ]
-        counted = [times[WARMING_STEPS:] for times in by_turn]
-        found[way] = Measured(
-            [ms for times in counted for ms in times],
-            [median(times) for times in counted],
-            [s * 1e3 / job.document["steps"] for s in cpu_s[way][1:]],
-        )
-    return found
-
-
-def _order(ways: Mapping[str, Cluster], turn: int) -> Sequence[str]:
-    """Forth and back, so that none always comes after the same other."""
-    return [*ways] if turn % 2 else [*ways][::-1]
+                # Forth and back, so that none always comes after the same other.
+                for way in [*ways.values()][:: 1 if turn % 2 else -1]:
+                    way.run(job.document)
+        return {name: way.measured(job.document["steps"]) for name, way in ways.items()}
 
 
 def rows(job: Job, measured: dict[str, Measured]) -> list[list[str]]:
     """The lines of the table for one job."""
-    off = measured[OFF]
     lines = []
     for way, mine in measured.items():
-        ratios = mine.turn_ratios(off)
-        spread = f"{ratios[0]:.3f} to {ratios[-1]:.3f}"
+        ratios = mine.turn_ratios(measured[OFF])
+        waits = [f"{of(mine.waits_ms):.1f}" if mine.waits_ms else "" for of in (median, max)]
         name = OFF if way == OFF else f"log: {way}"
         lines.append(
             [f"{job.name}: {name}", str(len(mine.steps_ms)), f"{min(mine.steps_ms):.0f}",
-             f"{median(mine.steps_ms):.0f}", f"{mine.ratio(off):.3f}",
-             f"{median(ratios):.3f}", "" if way == OFF else spread,
-             f"{median(mine.cpu_ms):.0f}", f"{mine.cpu_ratio(off):.3f}"]
+             f"{median(mine.steps_ms):.0f}", f"{mine.ratio(measured[OFF]):.3f}",
+             f"{median(ratios):.3f}", f"{ratios[0]:.3f} to {ratios[-1]:.3f}",
+             *waits, f"{median(mine.coordinator_ms):.0f}", f"{median(mine.workers_ms):.0f}"]
         )  # fmt: skip
     return lines
 
@@ -149,18 +169,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=10, help="steps of each way in each turn")
     parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--only", choices=("classify", "33", "100"), help="one job of the three")
     given = parser.parse_args()
     steps = given.rounds + WARMING_STEPS + 1
     print_heading(f"Log and journal on and off, {WORKERS} workers, from update to update")
-    jobs = (
-        classify(steps),
-        full_training(steps, 2_777_776, 500.0),
-        full_training(steps, 8_333_332, 1000.0),
-    )
-    head = ["what", "steps", "min ms", "median ms", "to off", "of turns", "spread", "cpu ms",
-            "to off"]  # fmt: skip
-    print_table(head, [line for job in jobs for line in rows(job, measure(job, given.turns))])
-    print(f"load {os.getloadavg()[0]:.1f}")
+    jobs = {
+        "classify": classify(steps),
+        "33": full_training(steps, 2_777_776, 500.0),
+        "100": full_training(steps, 8_333_332, 1000.0),
+    }
+    for name, job in jobs.items():
+        if given.only in (None, name):
+            print_table(HEAD, rows(job, measure(job, given.turns)))
+            print(f"load {os.getloadavg()[0]:.1f}")
 
 
 if __name__ == "__main__":

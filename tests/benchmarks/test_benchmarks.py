@@ -72,9 +72,12 @@ def test_durability_measures_both_modes_and_none():
     measured = durability.measure(job, turns=2)
     assert list(measured) == ["off", "full", "checkpoint"]
     for each in measured.values():
-        assert len(each.turns_ms) == len(each.cpu_ms) == 2
+        assert len(each.turns_ms) == len(each.coordinator_ms) == len(each.workers_ms) == 2
         assert min(each.steps_ms) > 0
-        assert each.cpu_ratio(each) == each.ratio(each) == 1
+        assert each.ratio(each) == 1
+        assert each.turn_ratios(each) == [1, 1]
+    assert [bool(each.waits_ms) for each in measured.values()] == [False, True, True]
+    assert all(ms > 0 for ms in measured["full"].waits_ms)
     assert [line[0].partition(": ")[2] for line in durability.rows(job, measured)] == [
         "off", "log: full", "log: checkpoint",
     ]  # fmt: skip
