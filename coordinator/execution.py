@@ -133,8 +133,7 @@ class Execution:
         body: Array | bytes | None = None
         if raw is not None:
             body = raw.tobytes() if message.body == "document" else raw.view("<f4")
-        if self._tracer is not None and message.body == "float32":
-            self._trace_payload(session.name, message)
+        self._trace_payload(session.name, message)
         self._handle(lambda: self.run.receive(session.name, message, body))
         if isinstance(message, Ready) and self.run.manifest is not None:
             session.channel.connection.blocks = self.run.manifest.blocks
@@ -396,5 +395,6 @@ class Execution:
             self._fail(error)
 
     def _trace_payload(self, worker: str, message: Message) -> None:
-        assert self._tracer is not None
-        self._tracer.instant(f"receive {type(message).__name__}", worker, **message.model_dump())
+        if self._tracer is not None and message.body == "float32":
+            fields = message.model_dump()
+            self._tracer.instant(f"receive block {fields['block']}", worker, **fields)
