@@ -8,7 +8,7 @@ from typing import Protocol
 from protocol import limits
 from protocol.authentication import Authenticator
 from protocol.connection import Received
-from protocol.errors import NotAuthorised, OutOfPlace, ProtocolError
+from protocol.errors import ExitCode, NotAuthorised, OutOfPlace, ProtocolError
 from protocol.messages import Challenge, Goodbye, Heartbeat, Hello, Message, Proof, Welcome
 from protocol.transport import Channel
 
@@ -35,6 +35,8 @@ class Session:
     Attributes:
         name: The worker's name, unique among members; empty before.
         hello: What it said of itself.
+        saying_goodbye: Why it leaves, if it said so.
+        failed: Whether it leaves because its device failed.
     """
 
     channel: Channel
@@ -43,6 +45,7 @@ class Session:
         self.name = ""
         self.hello: Hello | None = None
         self.saying_goodbye = ""
+        self.failed = False
         self._owner = owner
         self._authenticator = authenticator
         self._challenge: Challenge | None = None
@@ -70,6 +73,7 @@ class Session:
                 pass
             case Goodbye():
                 self.saying_goodbye = message.reason or "goodbye"
+                self.failed = message.exit_code == ExitCode.FAILED
                 channel.abort(self.saying_goodbye)
             case _:
                 if not self.name:

@@ -15,7 +15,6 @@ from random import Random
 from typing import Any
 
 from coordinator.actions import Outcome
-from coordinator.membership import MemberState
 from coordinator.phase import RunPhase
 from coordinator.run import Run
 from protocol import limits
@@ -384,7 +383,9 @@ class Cluster:
         self._cut_off(off, coordinator)
         self.clock.after(self.rng.choice((100.0, 1000.0)), self._start_coordinator)
 
-    def _cut_off(self, off: list[SimulatedWorker], coordinator: SimulatedCoordinator | None) -> None:
+    def _cut_off(
+        self, off: list[SimulatedWorker], coordinator: SimulatedCoordinator | None
+    ) -> None:
         lasts_ms = self.rng.choice((300.0, 3000.0, 6000.0, 20_000.0))
         until_ms = self.clock.now_ms + lasts_ms
         side = len(self._workers) + len(self._coordinators) + self.clock._number

@@ -30,7 +30,6 @@ from coordinator.actions import (
     Send,
 )
 from coordinator.log_records import ChunkPlace, CommitRecord
-from coordinator.membership import MemberState
 from coordinator.phase import RunPhase
 from coordinator.run import Run
 from protocol import limits
@@ -51,7 +50,7 @@ from protocol.messages import (
 from protocol.replica import Replica
 from tests.simulation.clock import Clock, Process
 from tests.simulation.disk import Averages, Found, Log
-from tests.simulation.job import COVERAGE, MOST_MICROBATCHES
+from tests.simulation.job import COVERAGE
 from tests.simulation.ledger import Ledger
 from tests.simulation.link import LOST, Link
 from tests.simulation.worker import SimulatedWorker

@@ -157,7 +157,8 @@ class MemoryDirectory:
         logged, redo = _split([step for step, _ in row])
         recovery = SimpleNamespace(
             manifest=self.manifest,
-            checkpoint=replica and SimpleNamespace(
+            checkpoint=replica
+            and SimpleNamespace(
                 info=SimpleNamespace(step=newest, state_digest=replica.state_digest())
             ),
             logged=logged,
