@@ -66,6 +66,7 @@ class RunStorage:
         self._redo: Sequence[CommitRecord] = ()
         self._log: GradientLog | None = None
         self._lost: dict[tuple[int, int], SamestepError] = {}
+        self._terms: Terms | None = None
         self._journal: Journal | None = None
         self._unsynced = False
 
@@ -104,18 +105,24 @@ class RunStorage:
             RunFailed: The directory has another coordinator now.
         """
 
+        terms = self._terms
+
         def work() -> None:
             lost = self._lost.get((record.commit.step, record.commit.attempt))
             if lost is not None:
                 raise lost
+            if terms is not None:
+                self.directory.write_terms(terms)
+                if self._terms is terms:
+                    self._terms = None
             self._opened().commit(record)
             self._lost = {}
 
         await self._do("log", work)
 
     def remember(self, terms: Terms) -> None:
-        """Keep what workers were accepted by, before the next commit."""
-        self._spawn("log", lambda: self.directory.write_terms(terms))
+        """Keep what workers were accepted by: it is written before the next commit."""
+        self._terms = terms
 
     async def logged(self, step: int) -> list[LoggedStep]:
         """The committed steps from this one on, as far as the log has them in a row.

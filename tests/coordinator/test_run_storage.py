@@ -8,6 +8,7 @@ import pytest
 from coordinator.log_records import ChunkPlace
 from coordinator.run_directory import RunDirectory
 from coordinator.run_storage import RunStorage
+from coordinator.terms import Terms
 from protocol.errors import StorageFailed
 from tests.durable_run import MANIFEST, RUN_ID, SPEC, averages, record_of
 
@@ -15,9 +16,7 @@ from tests.durable_run import MANIFEST, RUN_ID, SPEC, averages, record_of
 async def test_a_commit_whose_sync_failed_is_read_by_nobody(tmp_path, monkeypatch):
     directory = RunDirectory(tmp_path)
     directory.begin(RUN_ID, SPEC)
-    storage = RunStorage(
-        directory, RUN_ID, SPEC, epoch=1, guard=lambda: None, failed=lambda error: None
-    )
+    storage = RunStorage(directory, RUN_ID, SPEC, epoch=1, guard=lambda: None, failed=print)
     storage.settle(MANIFEST, 0)
     for step in range(2):
         for block, values in enumerate(averages(step)):
@@ -36,3 +35,22 @@ async def test_a_commit_whose_sync_failed_is_read_by_nobody(tmp_path, monkeypatc
 
 def _refuses(fd):
     raise OSError(errno.EIO, f"no file {fd}")
+
+
+async def test_terms_that_the_disk_refused_are_written_before_the_next_commit(
+    tmp_path, monkeypatch
+):
+    directory = RunDirectory(tmp_path)
+    directory.begin(RUN_ID, SPEC)
+    storage = RunStorage(directory, RUN_ID, SPEC, epoch=1, guard=lambda: None, failed=print)
+    storage.settle(MANIFEST, 0)
+    terms = Terms(signature="a" * 64, initial_digest="b" * 64)
+    storage.remember(terms)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", _refuses)
+        with pytest.raises(StorageFailed):
+            await storage.commit(record_of(0, 0, skip=True))
+    assert directory.read_terms() is None
+    await storage.commit(record_of(0, 0, skip=True))
+    assert directory.read_terms() == terms
+    await storage.close()
