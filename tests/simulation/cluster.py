@@ -22,7 +22,7 @@ from protocol import limits
 from tests.simulation.clock import Clock
 from tests.simulation.coordinator import SimulatedCoordinator, SimulatedExecution
 from tests.simulation.disk import MemoryDirectory
-from tests.simulation.job import STEPS, VARIANTS, job_of
+from tests.simulation.job import STEPS, VARIANTS, Job, job_of
 from tests.simulation.ledger import Ledger
 from tests.simulation.link import Link, Network
 from tests.simulation.worker import Flaws, SimulatedWorker, World
@@ -65,7 +65,7 @@ class Cluster:
         *,
         calm: bool = False,
         often: str = "",
-        directory: Callable[[], Any] = MemoryDirectory,
+        directory: Callable[[str, Job], Any] = MemoryDirectory,
     ) -> None:
         self.rng = rng = Random(seed)
         self.clock = Clock()
@@ -76,9 +76,9 @@ class Cluster:
         self._haste = rng.choice((0.002, 0.01, 0.03))
         self._unlike = not calm and rng.random() < 0.15
         count = 1 if calm else rng.choice((1, 1, 1, 1, 2))
+        jobs = {f"run-{n}": job_of(rng.randrange(VARIANTS)) for n in range(count)}
         self._ledgers = {
-            f"run-{n}": Ledger(f"run-{n}", job_of(rng.randrange(VARIANTS)), directory())
-            for n in range(count)
+            run_id: Ledger(run_id, job, directory(run_id, job)) for run_id, job in jobs.items()
         }
         poison: set[Any] = set()
         if not calm and rng.random() < 0.1:
@@ -102,9 +102,22 @@ class Cluster:
         Raises:
             AssertionError: Something that must hold does not.
         """
-        events = 0
+        ledgers = self._ledgers.values()
+        events = sum(self._to_the_end(ledger) for ledger in ledgers)
+        return Told(
+            [ledger.outcome.outcome for ledger in ledgers if ledger.outcome is not None],
+            [ledger.expected(len(ledger.skips)).replica.weights_digest() for ledger in ledgers],
+            self._disturbed,
+            sum((ledger.counts for ledger in ledgers), Counter()),
+            events,
+            self.clock.now_ms / 1000,
+        )
+
+    def _to_the_end(self, ledger: Ledger) -> int:
+        """Until one run is over; gives how many events that took."""
         rng, clock, haste = self.rng, self.clock, self._haste
-        while any(ledger.outcome is None for ledger in self._ledgers.values()):
+        events = 0
+        while ledger.outcome is None:
             events += 1
             if events > _MOST_EVENTS:
                 raise Stuck(f"no end after {_MOST_EVENTS} events")
@@ -116,15 +129,7 @@ class Cluster:
             if self._budget and rng.random() < haste:
                 self._budget -= 1
                 self._disturb()
-        ledgers = self._ledgers.values()
-        return Told(
-            [ledger.outcome.outcome for ledger in ledgers if ledger.outcome is not None],
-            [ledger.expected(len(ledger.skips)).replica.weights_digest() for ledger in ledgers],
-            self._disturbed,
-            sum((ledger.counts for ledger in ledgers), Counter()),
-            events,
-            clock.now_ms / 1000,
-        )
+        return events
 
     @property
     def _coordinator(self) -> SimulatedCoordinator | None:

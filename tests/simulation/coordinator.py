@@ -33,6 +33,7 @@ from coordinator.log_records import ChunkPlace, CommitRecord
 from coordinator.membership import MemberState
 from coordinator.phase import RunPhase
 from coordinator.run import Run
+from coordinator.terms import Terms
 from protocol import limits
 from protocol.errors import OutOfPlace, RunFailed, SamestepError, StorageFailed
 from protocol.messages import (
@@ -145,6 +146,7 @@ class SimulatedExecution:
         self._found = found
         self._log: Log | None = None
         self._lost: dict[tuple[int, int], SamestepError] = {}
+        self._terms: Terms | None = None
         self._speculated = False
         if found is not None:
             self._take_up(found)
@@ -231,11 +233,11 @@ class SimulatedExecution:
                 case Persist():
                     self._persist(action.record)
                 case Remember():
-                    self._in("log", 0, lambda a=action: self._directory.write_terms(a.terms))
+                    self._terms = action.terms
                 case MakeCheckpoint():
                     self._save(action.step)
                 case Adopt():
-                    self._replica = Replica(action.manifest.blocks, self.run.spec.optimizer)
+                    self._replica = self.job.replica()
                     self._in("log", 0, self._opened)
                 case Dismiss():
                     self._dismiss(action)
@@ -280,15 +282,21 @@ class SimulatedExecution:
         return self._log
 
     def _persist(self, record: CommitRecord) -> None:
-        step = record.commit.step
+        step, terms, progress = record.commit.step, self._terms, self.run.progress
+        assert progress is not None
+        signatures, mixed = set(progress.signatures), progress.mixed
 
         def work() -> None:
             lost = self._lost.get((step, record.commit.attempt))
             if lost is not None:
                 raise lost
+            if terms is not None:
+                self._directory.write_terms(terms)
+                self._terms = None if self._terms is terms else self._terms
             self._opened().commit(record)
             self._lost = {}
             self.ledger.synced(record)
+            self.ledger.check_terms(signatures, mixed=mixed)
 
         def failed(error: SamestepError) -> None:
             if isinstance(error, StorageFailed):
@@ -513,9 +521,9 @@ class SimulatedExecution:
 
     def _check_commit(self, commit: Commit) -> None:
         self.ledger.told(commit)
-        if commit.step == 0 or self.run.progress is None:
-            return
-        if self.run.progress.agreement.catching_up:
+        progress = self.run.progress
+        assert progress is not None
+        if commit.step == 0 or progress.agreement.catching_up:
             return
         assert self._applied == commit.step, "the replica has not agreed on the step before"
 

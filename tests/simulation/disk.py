@@ -28,6 +28,7 @@ from protocol.errors import RunFailed, StorageFailed
 from protocol.manifest import Manifest
 from protocol.replica import Replica
 from protocol.run_spec import LogMode
+from tests.simulation.job import Job
 
 Averages = list[Array] | None
 NOWHERE: Final = Path("log")
@@ -88,7 +89,8 @@ class MemoryDirectory:
         saved: States by step, as checkpoints.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, run_id: str, job: Job) -> None:
+        del run_id, job
         self.epoch = 0
         self.full = False
         self.sync_fails = False
@@ -197,6 +199,11 @@ class MemoryDirectory:
         return steps
 
 
+def is_whole(record: Any) -> bool:
+    """Whether a record's hashes fit."""
+    return not isinstance(record, Torn)
+
+
 def _walk(
     segment: Segment, steps: dict[int, tuple[LoggedStep, Averages]], manifest: Manifest | None
 ) -> int:
@@ -205,8 +212,10 @@ def _walk(
     chunks: dict[tuple[int, int, int, int], Array] = {}
     end, step = 0, segment.base
     for at, record in enumerate(segment.records):
-        if isinstance(record, Torn):
+        if not is_whole(record):
             return end
+        if isinstance(record, Torn):
+            record = record.record
         if isinstance(record, CommitRecord):
             commit = record.commit
             assert commit.step == step
