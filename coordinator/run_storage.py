@@ -112,6 +112,7 @@ class RunStorage:
             if lost is not None:
                 raise lost
             if terms is not None:
+                self._guard()  # nothing of another coordinator's is written over
                 self.directory.write_terms(terms)
                 if self._terms is terms:
                     self._terms = None
@@ -154,6 +155,7 @@ class RunStorage:
         """The log; where the disk refused to begin it, it is begun now."""
         assert self._manifest is not None
         if self._log is None:
+            self._guard()
             self.directory.settle(self._manifest)
             self._log = GradientLog(
                 self.directory.log, self._run_id, self._manifest, epoch=self._epoch,
@@ -190,13 +192,18 @@ class RunStorage:
             checkpoint = write_checkpoint(
                 root, manifest, replica, run_id=self._run_id, epoch=self._epoch, losses=losses
             )
+            self._guard()
             return checkpoint, prune(root, self._run_id, manifest, self._spec.checkpoint).good
 
         checkpoint, good = await self._do("checkpoint", work)
         await self._do("journal", self._sync_journal)  # before the log's commits go
         if good is not None and not self._spec.checkpoint.keep_log:
-            await self._do("log", lambda: self._opened().cut(good))
+            await self._do("log", lambda: self._cut(good))
         return checkpoint
+
+    def _cut(self, step: int) -> None:
+        self._guard()  # another coordinator may be reading what it has found
+        self._opened().cut(step)
 
     def keep_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Keep the figures of an evaluation with the checkpoint of that state, if there is one."""

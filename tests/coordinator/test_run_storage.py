@@ -9,7 +9,7 @@ from coordinator.log_records import ChunkPlace
 from coordinator.run_directory import RunDirectory
 from coordinator.run_storage import RunStorage
 from coordinator.terms import Terms
-from protocol.errors import StorageFailed
+from protocol.errors import RunFailed, StorageFailed
 from tests.durable_run import MANIFEST, RUN_ID, SPEC, averages, record_of
 
 
@@ -54,3 +54,20 @@ async def test_terms_that_the_disk_refused_are_written_before_the_next_commit(
     await storage.commit(record_of(0, 0, skip=True))
     assert directory.read_terms() == terms
     await storage.close()
+
+
+async def test_one_that_has_lost_the_directory_writes_no_terms(tmp_path):
+    def lost():
+        raise RunFailed("another coordinator has it")
+
+    directory = RunDirectory(tmp_path)
+    directory.begin(RUN_ID, SPEC)
+    held = RunStorage(directory, RUN_ID, SPEC, epoch=1, guard=lambda: None, failed=print)
+    held.settle(MANIFEST, 0)
+    await held.commit(record_of(0, 0, skip=True))
+    held._guard = lost
+    held.remember(Terms(signature="a" * 64, initial_digest="b" * 64))
+    with pytest.raises(RunFailed):
+        await held.commit(record_of(1, 0, skip=True))
+    assert directory.read_terms() is None
+    await held.close()
