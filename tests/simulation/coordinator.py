@@ -276,6 +276,7 @@ class SimulatedExecution:
 
     def _opened(self) -> Log:
         if self._log is None:
+            self._directory.check(self.run.epoch)
             self._log = self._directory.open_log(
                 self.job.manifest, self.run.epoch, self._found, self.run.spec.log
             )
@@ -291,6 +292,7 @@ class SimulatedExecution:
             if lost is not None:
                 raise lost
             if terms is not None:
+                self._directory.check(self.run.epoch)
                 self._directory.write_terms(terms)
                 self._terms = None if self._terms is terms else self._terms
             self._opened().commit(record)
@@ -357,7 +359,11 @@ class SimulatedExecution:
             self._in("checkpoint", 4 * self.pace, work, written)
 
         def written(good: int) -> None:
-            self._in("log", self.pace, lambda: self._opened().cut(good), done)
+            self._in("log", self.pace, lambda: cut(good), done)
+
+        def cut(good: int) -> None:
+            self._directory.check(self.run.epoch)
+            self._opened().cut(good)
 
         def done(_: object) -> None:
             self.do(self.run.checkpointed(step))
