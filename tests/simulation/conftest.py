@@ -8,6 +8,7 @@ import pytest
 from protocol import limits
 
 _PROPERTY = "simulated"
+_PLANTED = "planted"
 
 
 @pytest.fixture(autouse=True)
@@ -33,11 +34,18 @@ def simulated(record_property):
 
 def pytest_terminal_summary(terminalreporter):
     total: Counter[str] = Counter()
+    planted = []
     for reports in terminalreporter.stats.values():
         for report in reports:
             for name, counts in getattr(report, "user_properties", ()):
                 if name == _PROPERTY and report.when == "call":
                     total.update(counts)
+                elif name == _PLANTED and report.when == "call":
+                    planted.append(counts)
+    if planted:
+        terminalreporter.section("planted faults, and the seed that showed each")
+        for fault, seed, how in sorted(planted):
+            terminalreporter.write_line(f"{seed:5}  {fault}  ({how})")
     if not total["schedules"]:
         return
     seconds = total.pop("ms") / 1000

@@ -6,8 +6,10 @@ order. What must hold at every action is checked as it is done, against the ledg
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Any, Final
 
@@ -35,7 +37,7 @@ from coordinator.phase import RunPhase
 from coordinator.run import Run
 from coordinator.terms import Terms
 from protocol import limits
-from protocol.errors import OutOfPlace, RunFailed, SamestepError, StorageFailed
+from protocol.errors import ExitCode, OutOfPlace, RunFailed, SamestepError, StorageFailed
 from protocol.messages import (
     AveragedBlockGradient,
     AveragedGradient,
@@ -51,7 +53,7 @@ from protocol.messages import (
 )
 from protocol.replica import Replica
 from tests.simulation.clock import Clock, Process
-from tests.simulation.disk import Averages, Found, Log
+from tests.simulation.disk import Averages, Found, Log, MemoryLog
 from tests.simulation.job import COVERAGE, MOST_MICROBATCHES
 from tests.simulation.ledger import Ledger
 from tests.simulation.link import LOST, Link
@@ -61,6 +63,17 @@ Then = Callable[[Any], None]
 Failed = Callable[[SamestepError], None]
 
 _KEPT: Final = (AveragedBlockGradient, AveragedNonBlockGradient, Commit)
+
+
+@dataclass(frozen=True)
+class Halved:
+    """A job that a crash can leave half done."""
+
+    first_half: Callable[[], Any]
+    whole: Callable[[], Any]
+
+    def __call__(self) -> Any:
+        return self.whole()
 
 
 class Thread:
@@ -100,6 +113,12 @@ class Thread:
             if self._jobs and self._jobs[0][0]:
                 break
         self._begin()
+
+    def die(self) -> None:
+        """What it was at may be half done."""
+        if self._jobs and isinstance(self._jobs[0][1], Halved) and self._rng.random() < 0.7:
+            with contextlib.suppress(SamestepError):
+                self._jobs[0][1].first_half()
 
     def _post(self, act: Callable[[], None]) -> None:
         self._results.append(act)
@@ -237,6 +256,7 @@ class SimulatedExecution:
                 case MakeCheckpoint():
                     self._save(action.step)
                 case Adopt():
+                    assert action.manifest == self.job.manifest, "the manifest of another run"
                     self._replica = self.job.replica()
                     self._in("log", 0, self._opened)
                 case Dismiss():
@@ -266,6 +286,10 @@ class SimulatedExecution:
                 message.epoch, message.step, message.attempt, message.block, message.chunk
             )
             self._in("log", 0, lambda: self._append(place, body))
+
+    def die(self) -> None:
+        """The process ends where it is."""
+        self._threads["log"].die()
 
     def _append(self, place: ChunkPlace, values: Any) -> None:
         try:
@@ -306,7 +330,13 @@ class SimulatedExecution:
             else:
                 self._storage_failed(error)
 
-        self._in("log", self.pace, work, lambda _: self.do(self.run.durable(step)), failed)
+        def half() -> None:
+            log = self._log
+            if isinstance(log, MemoryLog) and log.next_step == step and terms is None:
+                log.write(record)
+
+        job = Halved(half, work)
+        self._in("log", self.pace, job, lambda _: self.do(self.run.durable(step)), failed)
 
     def _report(self, action: Report) -> None:
         self.ledger.counts[action.event] += 1
@@ -495,6 +525,7 @@ class SimulatedExecution:
             self.do(self.run.replica_loaded(digest))
 
     def _dismiss(self, action: Dismiss) -> None:
+        assert action.exit_code != ExitCode.MISMATCH, "nobody here is of another run"
         self._followers.discard(action.worker)
         link = self._sessions.get(action.worker)
         if link is not None:
@@ -635,18 +666,23 @@ class SimulatedCoordinator(Process):
 
     def kill(self) -> None:
         """SIGKILL: connections break."""
-        self.alive = False
+        self._die()
         for link in self.links:
             link.closed = True
             link.to_coordinator.drop()
             link.to_worker.end()
 
     def vanish(self) -> None:
-        """The machine loses power, or is out of reach for good: nobody hears of it."""
-        self.alive = False
+        """The machine loses power: nobody hears of it."""
+        self._die()
         for link in self.links:
             link.closed = True
             link.hold(held=True)
+
+    def _die(self) -> None:
+        self.alive = False
+        if self.current is not None:
+            self.current.die()
 
     def ended(self, *, held: bool) -> None:
         """The run in progress is over."""

@@ -216,6 +216,8 @@ def _walk(
             return end
         if isinstance(record, Torn):
             record = record.record
+        if record is None:
+            return end
         if isinstance(record, CommitRecord):
             commit = record.commit
             assert commit.step == step
@@ -233,7 +235,9 @@ def _walk(
 
 
 def _garbled(record: Any) -> Any:
-    if isinstance(record, Torn | CommitRecord):
+    if isinstance(record, Torn):
+        return record.record
+    if isinstance(record, CommitRecord):
         return record
     place, values = record
     return place, values + np.float32(1)
@@ -296,12 +300,16 @@ class MemoryLog:
             assert self._directory.manifest is not None
             blocks = self._directory.manifest.blocks
             assert len(mine) == sum(block.chunks for block in blocks)
-        self._write(record)
+        self.write(record)
         self._sync()
         self._directory.check(self._epoch)
         self._settled = len(self._segment.records)
         self._pending.clear()
         self.next_step += 1
+
+    def write(self, record: CommitRecord) -> None:
+        """The first half of a commit."""
+        self._write(record)
 
     def roll(self) -> None:
         self._segment = self._new_segment()

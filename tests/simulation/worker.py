@@ -164,7 +164,7 @@ class ScriptedEngine:
     def _build(self, action: act.Build) -> Work:
         run_id, job = action.run_id, self._world.job(action.run_id)
         if self._job is not job:
-            yield 50 * self._world.rng.random()
+            yield self._world.rng.choice((5.0, 50.0, 300.0))
         if self._flaws.cannot_build:
             self._emit(engine.BuildFailed(run_id, DataError("scripted to fail")))
             return
