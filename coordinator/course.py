@@ -88,7 +88,7 @@ class Course:
         manifest, terms = resumption.manifest, resumption.terms
         self._settle(manifest, resumption)
         assert self.admission is not None
-        self.admission.resume(terms, resumption.state_digest)
+        self.admission.resume(terms, None if resumption.step else resumption.state_digest)
         self.saves = Saves(self.spec.checkpoint, resumption.saved)
         self._remembered = set(terms.signatures) if terms is not None else set()
 

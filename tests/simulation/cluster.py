@@ -21,7 +21,7 @@ from protocol import limits
 from tests.simulation.clock import Clock
 from tests.simulation.coordinator import SimulatedCoordinator, SimulatedExecution
 from tests.simulation.disk import MemoryDirectory
-from tests.simulation.job import STEPS, VARIANTS, job_of
+from tests.simulation.job import STEPS, VARIANTS, Job, job_of
 from tests.simulation.ledger import Ledger
 from tests.simulation.link import Link, Network
 from tests.simulation.worker import Flaws, SimulatedWorker, World
@@ -54,7 +54,8 @@ class Cluster:
     Args:
         seed: Decides everything.
         calm: Without disturbances.
-        often: A disturbance that is to come more often than others.
+        often: Disturbances that are to come more often than others, with + between them.
+        runs: How many one after the other.
         directory: Makes a run's directory.
     """
 
@@ -64,20 +65,21 @@ class Cluster:
         *,
         calm: bool = False,
         often: str = "",
-        directory: Callable[[], Any] = MemoryDirectory,
+        runs: int | None = None,
+        directory: Callable[[str, Job], Any] = MemoryDirectory,
     ) -> None:
         self.rng = rng = Random(seed)
         self.clock = Clock()
         self.network = Network(self.clock, rng)
-        self._often = often
+        self._often = often.split("+")
         self._disturbed: Counter[str] = Counter()
         self._budget = 0 if calm else rng.choice((0, 2, 4, 8, 16))
         self._haste = rng.choice((0.002, 0.01, 0.03))
         self._unlike = not calm and rng.random() < 0.15
-        count = 1 if calm else rng.choice((1, 1, 1, 1, 2))
+        count = runs or (1 if calm else rng.choice((1, 1, 1, 1, 2)))
+        jobs = {f"run-{n}": job_of(rng.randrange(VARIANTS)) for n in range(count)}
         self._ledgers = {
-            f"run-{n}": Ledger(f"run-{n}", job_of(rng.randrange(VARIANTS)), directory())
-            for n in range(count)
+            run_id: Ledger(run_id, job, directory(run_id, job)) for run_id, job in jobs.items()
         }
         poison: set[Any] = set()
         if not calm and rng.random() < 0.1:
@@ -101,9 +103,22 @@ class Cluster:
         Raises:
             AssertionError: Something that must hold does not.
         """
-        events = 0
+        ledgers = self._ledgers.values()
+        events = sum(self._to_the_end(ledger) for ledger in ledgers)
+        return Told(
+            [ledger.outcome.outcome for ledger in ledgers if ledger.outcome is not None],
+            [ledger.expected(len(ledger.skips)).replica.weights_digest() for ledger in ledgers],
+            self._disturbed,
+            sum((ledger.counts for ledger in ledgers), Counter()),
+            events,
+            self.clock.now_ms / 1000,
+        )
+
+    def _to_the_end(self, ledger: Ledger) -> int:
+        """Until one run is over; gives how many events that took."""
         rng, clock, haste = self.rng, self.clock, self._haste
-        while any(ledger.outcome is None for ledger in self._ledgers.values()):
+        events = 0
+        while ledger.outcome is None:
             events += 1
             if events > _MOST_EVENTS:
                 raise Stuck(f"no end after {_MOST_EVENTS} events")
@@ -115,15 +130,7 @@ class Cluster:
             if self._budget and rng.random() < haste:
                 self._budget -= 1
                 self._disturb()
-        ledgers = self._ledgers.values()
-        return Told(
-            [ledger.outcome.outcome for ledger in ledgers if ledger.outcome is not None],
-            [ledger.expected(len(ledger.skips)).replica.weights_digest() for ledger in ledgers],
-            self._disturbed,
-            sum((ledger.counts for ledger in ledgers), Counter()),
-            events,
-            clock.now_ms / 1000,
-        )
+        return events
 
     @property
     def _coordinator(self) -> SimulatedCoordinator | None:
@@ -182,7 +189,8 @@ class Cluster:
         coordinator.join(worker, link)
 
     def _came_loose(self, worker: SimulatedWorker) -> None:
-        self.clock.after(250 * self.rng.random(), lambda: self._connect(worker), worker)
+        pause_ms = self.rng.choice((20.0, 250.0, 2000.0)) * self.rng.random()
+        self.clock.after(pause_ms, lambda: self._connect(worker), worker)
 
     def _halted(self, execution: SimulatedExecution) -> None:
         """An operator sees it, sooner or later."""
@@ -197,7 +205,7 @@ class Cluster:
         if run.phase is not RunPhase.HALTED:
             return
         poisoned = any(step == run.step for step, _, _ in self._world.poison)
-        skip = self.rng.random() < (0.7 if poisoned else 0.15)
+        skip = self.rng.random() < (0.7 if poisoned else 0.25)
         # What was committed as taken and is done again is not to be left out now.
         skip = skip and run.step >= len(execution.ledger.skips)
         execution.do(run.resume(skip_step=skip))
@@ -253,7 +261,7 @@ class Cluster:
         coordinator, execution = self._coordinator, self._execution
         if coordinator is not None and execution is not None:
             choices += self._on_coordinator(coordinator, execution, alive)
-        weights = [10 * w if name == self._often else w for w, name, _ in choices]
+        weights = [10 * w if name in self._often else w for w, name, _ in choices]
         _, name, act = rng.choices(choices, weights)[0]
         self._disturbed[name] += 1
         act()

@@ -6,8 +6,10 @@ order. What must hold at every action is checked as it is done, against the ledg
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Any, Final
 
@@ -32,8 +34,9 @@ from coordinator.actions import (
 from coordinator.log_records import ChunkPlace, CommitRecord
 from coordinator.phase import RunPhase
 from coordinator.run import Run
+from coordinator.terms import Terms
 from protocol import limits
-from protocol.errors import OutOfPlace, RunFailed, SamestepError, StorageFailed
+from protocol.errors import ExitCode, OutOfPlace, RunFailed, SamestepError, StorageFailed
 from protocol.messages import (
     AveragedBlockGradient,
     AveragedGradient,
@@ -49,7 +52,7 @@ from protocol.messages import (
 )
 from protocol.replica import Replica
 from tests.simulation.clock import Clock, Process
-from tests.simulation.disk import Averages, Found, Log
+from tests.simulation.disk import Averages, Found, Log, MemoryLog
 from tests.simulation.job import COVERAGE
 from tests.simulation.ledger import Ledger
 from tests.simulation.link import LOST, Link
@@ -59,6 +62,17 @@ Then = Callable[[Any], None]
 Failed = Callable[[SamestepError], None]
 
 _KEPT: Final = (AveragedBlockGradient, AveragedNonBlockGradient, Commit)
+
+
+@dataclass(frozen=True)
+class Halved:
+    """A job that a crash can leave half done."""
+
+    first_half: Callable[[], Any]
+    whole: Callable[[], Any]
+
+    def __call__(self) -> Any:
+        return self.whole()
 
 
 class Thread:
@@ -98,6 +112,12 @@ class Thread:
             if self._jobs and self._jobs[0][0]:
                 break
         self._begin()
+
+    def die(self) -> None:
+        """What it was at may be half done."""
+        if self._jobs and isinstance(self._jobs[0][1], Halved) and self._rng.random() < 0.7:
+            with contextlib.suppress(SamestepError):
+                self._jobs[0][1].first_half()
 
     def _post(self, act: Callable[[], None]) -> None:
         self._results.append(act)
@@ -144,6 +164,7 @@ class SimulatedExecution:
         self._found = found
         self._log: Log | None = None
         self._lost: dict[tuple[int, int], SamestepError] = {}
+        self._terms: Terms | None = None
         self._speculated = False
         if found is not None:
             self._take_up(found)
@@ -230,11 +251,12 @@ class SimulatedExecution:
                 case Persist():
                     self._persist(action.record)
                 case Remember():
-                    self._in("log", 0, lambda a=action: self._directory.write_terms(a.terms))
+                    self._terms = action.terms
                 case MakeCheckpoint():
                     self._save(action.step)
                 case Adopt():
-                    self._replica = Replica(action.manifest.blocks, self.run.spec.optimizer)
+                    assert action.manifest == self.job.manifest, "the manifest of another run"
+                    self._replica = self.job.replica()
                     self._in("log", 0, self._opened)
                 case Dismiss():
                     self._dismiss(action)
@@ -264,6 +286,10 @@ class SimulatedExecution:
             )
             self._in("log", 0, lambda: self._append(place, body))
 
+    def die(self) -> None:
+        """The process ends where it is."""
+        self._threads["log"].die()
+
     def _append(self, place: ChunkPlace, values: Any) -> None:
         try:
             self._opened().append_chunk(place, values)
@@ -273,21 +299,29 @@ class SimulatedExecution:
 
     def _opened(self) -> Log:
         if self._log is None:
+            self._directory.check(self.run.epoch)
             self._log = self._directory.open_log(
                 self.job.manifest, self.run.epoch, self._found, self.run.spec.log
             )
         return self._log
 
     def _persist(self, record: CommitRecord) -> None:
-        step = record.commit.step
+        step, terms, progress = record.commit.step, self._terms, self.run.progress
+        assert progress is not None
+        signatures, mixed = set(progress.signatures), progress.mixed
 
         def work() -> None:
             lost = self._lost.get((step, record.commit.attempt))
             if lost is not None:
                 raise lost
+            if terms is not None:
+                self._directory.check(self.run.epoch)
+                self._directory.write_terms(terms)
+                self._terms = None if self._terms is terms else self._terms
             self._opened().commit(record)
             self._lost = {}
             self.ledger.synced(record)
+            self.ledger.check_terms(signatures, mixed=mixed)
 
         def failed(error: SamestepError) -> None:
             if isinstance(error, StorageFailed):
@@ -295,7 +329,13 @@ class SimulatedExecution:
             else:
                 self._storage_failed(error)
 
-        self._in("log", self.pace, work, lambda _: self.do(self.run.durable(step)), failed)
+        def half() -> None:
+            log = self._log
+            if isinstance(log, MemoryLog) and log.next_step == step and terms is None:
+                log.write(record)
+
+        job = Halved(half, work)
+        self._in("log", self.pace, job, lambda _: self.do(self.run.durable(step)), failed)
 
     def _report(self, action: Report) -> None:
         self.ledger.counts[action.event] += 1
@@ -348,7 +388,11 @@ class SimulatedExecution:
             self._in("checkpoint", 4 * self.pace, work, written)
 
         def written(good: int) -> None:
-            self._in("log", self.pace, lambda: self._opened().cut(good), done)
+            self._in("log", self.pace, lambda: cut(good), done)
+
+        def cut(good: int) -> None:
+            self._directory.check(self.run.epoch)
+            self._opened().cut(good)
 
         def done(_: object) -> None:
             self.do(self.run.checkpointed(step))
@@ -480,6 +524,7 @@ class SimulatedExecution:
             self.do(self.run.replica_loaded(digest))
 
     def _dismiss(self, action: Dismiss) -> None:
+        assert action.exit_code != ExitCode.MISMATCH, "nobody here is of another run"
         self._followers.discard(action.worker)
         link = self._sessions.get(action.worker)
         if link is not None:
@@ -512,9 +557,9 @@ class SimulatedExecution:
 
     def _check_commit(self, commit: Commit) -> None:
         self.ledger.told(commit)
-        if commit.step == 0 or self.run.progress is None:
-            return
-        if self.run.progress.agreement.catching_up:
+        progress = self.run.progress
+        assert progress is not None
+        if commit.step == 0 or progress.agreement.catching_up:
             return
         assert self._applied == commit.step, "the replica has not agreed on the step before"
 
@@ -620,18 +665,23 @@ class SimulatedCoordinator(Process):
 
     def kill(self) -> None:
         """SIGKILL: connections break."""
-        self.alive = False
+        self._die()
         for link in self.links:
             link.closed = True
             link.to_coordinator.drop()
             link.to_worker.end()
 
     def vanish(self) -> None:
-        """The machine loses power, or is out of reach for good: nobody hears of it."""
-        self.alive = False
+        """The machine loses power: nobody hears of it."""
+        self._die()
         for link in self.links:
             link.closed = True
             link.hold(held=True)
+
+    def _die(self) -> None:
+        self.alive = False
+        if self.current is not None:
+            self.current.die()
 
     def ended(self, *, held: bool) -> None:
         """The run in progress is over."""

@@ -28,6 +28,7 @@ from protocol.errors import RunFailed, StorageFailed
 from protocol.manifest import Manifest
 from protocol.replica import Replica
 from protocol.run_spec import LogMode
+from tests.simulation.job import Job
 
 Averages = list[Array] | None
 NOWHERE: Final = Path("log")
@@ -88,7 +89,8 @@ class MemoryDirectory:
         saved: States by step, as checkpoints.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, run_id: str, job: Job) -> None:
+        del run_id, job
         self.epoch = 0
         self.full = False
         self.sync_fails = False
@@ -198,6 +200,11 @@ class MemoryDirectory:
         return steps
 
 
+def is_whole(record: Any) -> bool:
+    """Whether a record's hashes fit."""
+    return not isinstance(record, Torn)
+
+
 def _walk(
     segment: Segment, steps: dict[int, tuple[LoggedStep, Averages]], manifest: Manifest | None
 ) -> int:
@@ -206,7 +213,11 @@ def _walk(
     chunks: dict[tuple[int, int, int, int], Array] = {}
     end, step = 0, segment.base
     for at, record in enumerate(segment.records):
+        if not is_whole(record):
+            return end
         if isinstance(record, Torn):
+            record = record.record
+        if record is None:
             return end
         if isinstance(record, CommitRecord):
             commit = record.commit
@@ -225,7 +236,9 @@ def _walk(
 
 
 def _garbled(record: Any) -> Any:
-    if isinstance(record, Torn | CommitRecord):
+    if isinstance(record, Torn):
+        return record.record
+    if isinstance(record, CommitRecord):
         return record
     place, values = record
     return place, values + np.float32(1)
@@ -288,12 +301,16 @@ class MemoryLog:
             assert self._directory.manifest is not None
             blocks = self._directory.manifest.blocks
             assert len(mine) == sum(block.chunks for block in blocks)
-        self._write(record)
+        self.write(record)
         self._sync()
         self._directory.check(self._epoch)
         self._settled = len(self._segment.records)
         self._pending.clear()
         self.next_step += 1
+
+    def write(self, record: CommitRecord) -> None:
+        """The first half of a commit."""
+        self._write(record)
 
     def roll(self) -> None:
         self._segment = self._new_segment()
