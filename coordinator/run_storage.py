@@ -21,7 +21,6 @@ from coordinator.log_records import Array, ChunkPlace, CommitRecord
 from coordinator.retention import prune
 from coordinator.run_directory import RunDirectory
 from coordinator.terms import Terms
-from protocol import limits
 from protocol.errors import SamestepError
 from protocol.manifest import Manifest
 from protocol.replica import Replica
@@ -29,9 +28,6 @@ from protocol.run_spec import RunSpec
 
 T = TypeVar("T")
 _THREADS: Final = ("log", "journal", "checkpoint")
-_FLUSH_BYTES: Final = 16 * limits.MIB
-"""Appended chunks are synced whenever they are so many, while others still come: a commit, which
-workers wait for, has less left to do. A small step is synced once, by its commit."""
 
 
 class RunStorage:
@@ -68,7 +64,6 @@ class RunStorage:
         self._next_step = 0
         self._redo: Sequence[CommitRecord] = ()
         self._log: GradientLog | None = None
-        self._unflushed_bytes = 0
         self._lost: dict[tuple[int, int], SamestepError] = {}
         self._terms: Terms | None = None
         self._journal: Journal | None = None
@@ -93,7 +88,6 @@ class RunStorage:
         def work() -> None:
             try:
                 self._opened().append_chunk(place, values)
-                self._flush_if_much(values.nbytes)
             except SamestepError as error:
                 self._lost = {(place.step, place.attempt): error}
                 raise
@@ -107,7 +101,6 @@ class RunStorage:
             StorageFailed: It is not.
             RunFailed: The directory has another coordinator now.
         """
-
         terms = self._terms
 
         def work() -> None:
@@ -120,15 +113,9 @@ class RunStorage:
                 if self._terms is terms:
                     self._terms = None
             self._opened().commit(record)
-            self._lost, self._unflushed_bytes = {}, 0
+            self._lost = {}
 
         await self._do("log", work)
-
-    def _flush_if_much(self, appended_bytes: int) -> None:
-        self._unflushed_bytes += appended_bytes
-        if self._unflushed_bytes >= _FLUSH_BYTES and self._spec.log == "full":
-            self._opened().flush()
-            self._unflushed_bytes = 0
 
     def remember(self, terms: Terms) -> None:
         """Keep what workers were accepted by: it is written before the next commit."""

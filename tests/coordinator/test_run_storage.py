@@ -2,13 +2,11 @@
 
 import errno
 import os
-from functools import partial
 
 import pytest
 
 from coordinator import run_storage
 from coordinator.checkpoint import write_checkpoint
-from coordinator.gradient_log import GradientLog
 from coordinator.journal import Journal, read_journal
 from coordinator.journal_records import Commanded, Record
 from coordinator.log_records import ChunkPlace
@@ -16,7 +14,7 @@ from coordinator.run_directory import RunDirectory
 from coordinator.run_storage import RunStorage
 from coordinator.terms import Terms
 from protocol.errors import RunFailed, SamestepError, StorageFailed
-from tests.durable_run import BLOCKS, MANIFEST, RUN_ID, SPEC, averages, record_of, state_zero
+from tests.durable_run import MANIFEST, RUN_ID, SPEC, averages, record_of, state_zero
 
 
 @pytest.fixture
@@ -26,58 +24,15 @@ def directory(tmp_path):
     return directory
 
 
-def begin(directory, spec=SPEC):
-    failures: list[SamestepError] = []
-    storage = RunStorage(
-        directory, RUN_ID, spec, epoch=1, guard=lambda: None, failed=failures.append
-    )
-    storage.settle(MANIFEST, 0)
-    return storage, failures
-
-
-async def take(storage, step):
-    for index, values in enumerate(averages(step)):
-        storage.append(ChunkPlace(1, step, 0, index, 0), values)
-    await storage.commit(record_of(step, step + 1))
-
-
-@pytest.mark.parametrize(
-    ("mode", "flush_bytes", "flushes"),
-    [
-        ("full", 1, len(BLOCKS)),  # each chunk is more than that
-        ("full", sum(block.elements * 4 for block in BLOCKS), 1),
-        ("full", 10**6, 0),  # a small step: its commit syncs it
-        ("checkpoint", 1, 0),  # there is nothing to sync
-    ],
-)
-async def test_much_that_was_appended_is_synced_before_its_commit(
-    directory, monkeypatch, mode, flush_bytes, flushes
-):
-    monkeypatch.setattr(run_storage, "_FLUSH_BYTES", flush_bytes)
-    happened: list[str] = []
-
-    def spied(name, real, *given):
-        happened.append(name)
-        return real(*given)
-
-    for name in ("flush", "commit"):
-        real = getattr(GradientLog, name)
-        spy = partial(spied, name, real)
-        monkeypatch.setattr(GradientLog, name, lambda *given, spy=spy: spy(*given))
-    storage, failures = begin(directory, SPEC.model_copy(update={"log": mode}))
-    for step in range(3):
-        await take(storage, step)
-    assert [step.step for step in await storage.logged(0)] == [0, 1, 2]
-    await storage.close()
-    assert failures == []
-    assert happened == [*["flush"] * flushes, "commit"] * 3
-
-
 async def test_the_journal_is_durable_before_a_checkpoint_takes_the_place_of_the_log(
     directory, monkeypatch
 ):
     """Else a restart from the checkpoint would not know what the journal lacks."""
-    storage, failures = begin(directory)
+    failures: list[SamestepError] = []
+    storage = RunStorage(
+        directory, RUN_ID, SPEC, epoch=1, guard=lambda: None, failed=failures.append
+    )
+    storage.settle(MANIFEST, 0)
     monkeypatch.setattr(storage, "_unsynced", True)  # its turn has not come yet
     storage.record([Commanded(epoch=1, step=0, command="halt")])
     seen: list[Record] = []
