@@ -22,7 +22,7 @@ from coordinator.log_records import Array, ChunkPlace, CommitRecord
 from coordinator.retention import prune
 from coordinator.run_directory import RunDirectory
 from coordinator.terms import Terms
-from protocol.errors import SamestepError, StorageFailed
+from protocol.errors import SamestepError
 from protocol.manifest import Manifest
 from protocol.replica import Replica
 from protocol.run_spec import RunSpec
@@ -72,9 +72,7 @@ class RunStorage:
 
     # The gradient log.
 
-    def settle(
-        self, manifest: Manifest, next_step: int, redo: Sequence[CommitRecord] = ()
-    ) -> None:
+    def settle(self, manifest: Manifest, next_step: int, redo: Sequence[CommitRecord] = ()) -> None:
         """The manifest is known: keep it, and begin the log after so many steps.
 
         Args:
@@ -104,7 +102,6 @@ class RunStorage:
             StorageFailed: It is not.
             RunFailed: The directory has another coordinator now.
         """
-
         terms = self._terms
 
         def work() -> None:

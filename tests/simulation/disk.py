@@ -159,7 +159,8 @@ class MemoryDirectory:
         logged, redo = _split([step for step, _ in row])
         recovery = SimpleNamespace(
             manifest=self.manifest,
-            checkpoint=replica and SimpleNamespace(
+            checkpoint=replica
+            and SimpleNamespace(
                 info=SimpleNamespace(step=newest, state_digest=replica.state_digest())
             ),
             logged=logged,
@@ -211,12 +212,9 @@ def _walk(
     assert manifest is not None
     chunks: dict[tuple[int, int, int, int], Array] = {}
     end, step = 0, segment.base
-    for at, record in enumerate(segment.records):
-        if not is_whole(record):
-            return end
-        if isinstance(record, Torn):
-            record = record.record
-        if record is None:
+    for at, written in enumerate(segment.records):
+        record = written.record if isinstance(written, Torn) else written
+        if record is None or not is_whole(written):
             return end
         if isinstance(record, CommitRecord):
             commit = record.commit

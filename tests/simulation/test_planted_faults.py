@@ -17,8 +17,8 @@ from coordinator.saves import Saves
 from protocol.tree import parent, root, sibling
 from tests.simulation import disk
 from tests.simulation.cluster import Cluster
-from tests.simulation.coordinator import SimulatedExecution
 from tests.simulation.disk import MemoryDirectory, MemoryLog
+from tests.simulation.execution import SimulatedExecution
 from worker.session import Session
 
 pytestmark = pytest.mark.simulation
