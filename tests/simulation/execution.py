@@ -395,7 +395,8 @@ class SimulatedExecution:
                     self._replay(action, link, step, found)
 
             log = self._opened
-            self._in("log", self.pace, lambda: self._directory.logged(step, log()), read)
+            work = lambda: self._directory.logged(step, log())  # noqa: E731
+            self._in("log", self.pace, work, read, lambda _: self._give_up_replay(link))
 
     def _wait(self, act: Callable[[], None]) -> None:
         """Something is read by a thread of no queue."""
