@@ -46,6 +46,7 @@ class SimulatedCoordinator(Process):
         self.expect_workers = expect_workers
         self.halted = halted
         self.side = 0
+        self.at_commit: Callable[[], None] | None = None
         self.pace = rng.choice((1.0, 10.0, 60.0))
         """Milliseconds that a job on disk or on the replica may take."""
         self.sessions: dict[str, Link] = {}
@@ -114,6 +115,12 @@ class SimulatedCoordinator(Process):
             link.closed = True
             link.to_coordinator.drop()
             link.to_worker.end()
+
+    def commits(self) -> None:
+        """A commit is on its way: the moment for what is to happen then."""
+        act, self.at_commit = self.at_commit, None
+        if act is not None:
+            self.clock.after(self.pace * self.rng.random() / 2, act, self)
 
     def vanish(self) -> None:
         """The machine loses power: nobody hears of it."""

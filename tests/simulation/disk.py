@@ -142,7 +142,7 @@ class MemoryDirectory:
         for segment in self.segments:
             unsynced = len(segment.records) - segment.synced
             if unsynced:
-                kept = segment.synced + int(rng.random() * (unsynced + 1))
+                kept = segment.synced + rng.choice((unsynced, int(rng.random() * unsynced)))
                 del segment.records[kept:]
                 for at in range(segment.synced, kept):
                     if rng.random() < 0.2:

@@ -92,19 +92,35 @@ class Disturbances:
         ]
         if self._rng.random() < 0.1:
             found.append((2, "drain", lambda: execution.do(run.drain())))
-        if not any(worker.engine.spoilt for worker in alive):
+        if not self._any_spoilt():
+            kill = partial(self._kill_coordinator, coordinator)
             found += [
-                (4, "kill_coordinator", lambda: self._kill_coordinator(coordinator)),
-                (3, "power_loss", self._power_loss),
+                (4, "kill_coordinator", lambda: self._now_or_at_commit(coordinator, kill)),
+                (3, "power_loss", lambda: self._now_or_at_commit(coordinator, self._power_loss)),
             ]
             if len(self._cluster.coordinators) < 2 or not self._cluster.coordinators[-2].alive:
                 found.append((3, "split", lambda: self._split(coordinator, alive)))
         return found
 
+    def _any_spoilt(self) -> bool:
+        return any(worker.alive and worker.engine.spoilt for worker in self._cluster.workers)
+
+    def _now_or_at_commit(self, coordinator: SimulatedCoordinator, act: Callable[[], None]) -> None:
+        """At once, or while a commit is on its way to the disk."""
+
+        def then() -> None:
+            if not self._any_spoilt():
+                act()
+
+        if self._rng.random() < 0.5:
+            act()
+        else:
+            coordinator.at_commit = then
+
     def _disk_fails(self) -> None:
         for ledger in self._cluster.ledgers.values():
             directory = ledger.directory
-            if self._rng.random() < 0.3:
+            if self._rng.random() < 0.5:
                 directory.sync_fails = True
             else:
                 directory.full = True

@@ -262,6 +262,7 @@ class SimulatedExecution:
                 log.write(record)
 
         job = Halved(half, work)
+        self._coordinator.commits()
         self._in("log", self.pace, job, lambda _: self.do(self.run.durable(step)), failed)
 
     def _report(self, action: Report) -> None:
