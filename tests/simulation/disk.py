@@ -142,7 +142,7 @@ class MemoryDirectory:
         for segment in self.segments:
             unsynced = len(segment.records) - segment.synced
             if unsynced:
-                kept = segment.synced + int(rng.random() * (unsynced + 1))
+                kept = segment.synced + rng.choice((unsynced, int(rng.random() * unsynced)))
                 del segment.records[kept:]
                 for at in range(segment.synced, kept):
                     if rng.random() < 0.2:
@@ -212,12 +212,9 @@ def _walk(
     assert manifest is not None
     chunks: dict[tuple[int, int, int, int], Array] = {}
     end, step = 0, segment.base
-    for at, record in enumerate(segment.records):
-        if not is_whole(record):
-            return end
-        if isinstance(record, Torn):
-            record = record.record
-        if record is None:
+    for at, written in enumerate(segment.records):
+        record = written.record if isinstance(written, Torn) else written
+        if record is None or not is_whole(written):
             return end
         if isinstance(record, CommitRecord):
             commit = record.commit

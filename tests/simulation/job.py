@@ -33,7 +33,7 @@ from protocol.update import (
     average as scale_to_average,
 )
 
-STEPS = 5
+STEPS = 4
 PARTS = 3
 MOST_MICROBATCHES = 13
 COVERAGE = 2
@@ -127,7 +127,7 @@ class Job:
             steps=STEPS,
             batch=BatchSpec(samples=samples, microbatch=microbatch),
             optimizer=optimizer,
-            evaluate_every=3,
+            evaluate_every=2,
             log=mode,
             checkpoint=CheckpointSpec(every=every),
         )
@@ -230,8 +230,8 @@ class Job:
 
     def _take(self, skips: tuple[bool, ...], flavour: int) -> Taken:
         if not skips:
-            replica = self.replica(flavour)
-            return Taken(replica, replica.state_digest(), 0.0, "", None)
+            start = self.replica(flavour)
+            return Taken(start, start.state_digest(), 0.0, "", None)
         replica = self.undisturbed(skips[:-1], flavour).replica.copy()
         if skips[-1]:
             replica.skip()

@@ -147,7 +147,9 @@ class Ledger:
 
     def check_halt(self, reason: str) -> None:
         """The schedule made a cause for it, and the reason names it."""
-        causes = ("operator", "non-finite gradient in block", "non-finite loss", "on device")
-        causes += ("input/output",)
+        causes = (
+            "operator", "non-finite gradient in block", "non-finite loss", "on device",
+            "input/output",
+        )  # fmt: skip
         named = [name for name in self.excused if repr(name) in reason]
         assert named or any(cause in reason.lower() for cause in causes), f"no cause for: {reason}"

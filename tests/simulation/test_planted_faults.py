@@ -8,7 +8,6 @@ from coordinator import run
 from coordinator.actions import Follow
 from coordinator.admission import Admission
 from coordinator.agreement import Agreement
-from coordinator.course import Course
 from coordinator.evaluation import Evaluation
 from coordinator.progress import Progress
 from coordinator.reduction import TreeSum
@@ -17,8 +16,8 @@ from coordinator.saves import Saves
 from protocol.tree import parent, root, sibling
 from tests.simulation import disk
 from tests.simulation.cluster import Cluster
-from tests.simulation.coordinator import SimulatedExecution
 from tests.simulation.disk import MemoryDirectory, MemoryLog
+from tests.simulation.execution import SimulatedExecution
 from worker.session import Session
 
 pytestmark = pytest.mark.simulation
@@ -159,12 +158,6 @@ def forgets_what_was_refused(self):
     self._owed, self._asked = self._asked is not None, None
 
 
-def always_abandons(self, reason, *, lost_commit=False):
-    """Whatever the disk refuses, the commit counts as lost."""
-    del lost_commit
-    return STORAGE_FAILED(self, reason, lost_commit=True)
-
-
 def reads_what_failed(self, step, log):
     """Commits are read from the log, synced or not."""
     del log
@@ -189,7 +182,6 @@ def leaves_it_unsynced(self, *, repair=False):
 PERSIST = SimulatedExecution._persist
 START_RUN = Session._start_run
 TAKE_IN = Admission.take_in
-STORAGE_FAILED = Course.storage_failed
 NEW_SEGMENT = MemoryLog._new_segment
 SCAN = MemoryDirectory._scan
 
@@ -227,7 +219,6 @@ PLANTED: dict[str, list[tuple[Any, str, Any]]] = {
     "what a killed coordinator wrote is not synced": [
         (MemoryDirectory, "_scan", leaves_it_unsynced)
     ],
-    "a commit that gets there is done again": [(Course, "storage_failed", always_abandons)],
     "a checkpoint refused twice is forgotten": [(Saves, "failed", forgets_what_was_refused)],
     "a lost worker's parts are forgotten": [(Evaluation, "lose", forgets_nothing)],
     "a draining worker is forgotten": [(Progress, "let_go", nothing)],
@@ -246,9 +237,8 @@ OFTEN = {
     "a torn tail is read as committed": "power_loss",
     "a skipped step is taken after a restart": "kill_coordinator+operator_halts",
     "a skipped step is forgotten after two restarts": "kill_coordinator",
-    "a commit whose sync failed is replayed": "disk+cut",
+    "a commit whose sync failed is replayed": "disk+cut+kill_coordinator",
     "what a killed coordinator wrote is not synced": "kill_coordinator+power_loss",
-    "a commit that gets there is done again": "disk+save",
     "a checkpoint refused twice is forgotten": "disk",
     "a draining worker is forgotten": "worker_drains",
     "another run's message is taken for this one's": "cannot_build",
