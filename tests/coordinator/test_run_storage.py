@@ -24,15 +24,20 @@ def directory(tmp_path):
     return directory
 
 
-async def test_the_journal_is_durable_before_a_checkpoint_takes_the_place_of_the_log(
-    directory, monkeypatch
-):
-    """Else a restart from the checkpoint would not know what the journal lacks."""
+def begin(directory):
     failures: list[SamestepError] = []
     storage = RunStorage(
         directory, RUN_ID, SPEC, epoch=1, guard=lambda: None, failed=failures.append
     )
     storage.settle(MANIFEST, 0)
+    return storage, failures
+
+
+async def test_the_journal_is_durable_before_a_checkpoint_takes_the_place_of_the_log(
+    directory, monkeypatch
+):
+    """Else a restart from the checkpoint would not know what the journal lacks."""
+    storage, failures = begin(directory)
     monkeypatch.setattr(storage, "_unsynced", True)  # its turn has not come yet
     storage.record([Commanded(epoch=1, step=0, command="halt")])
     seen: list[Record] = []
