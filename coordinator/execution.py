@@ -194,8 +194,7 @@ class Execution:
                 case Follow():
                     self._follow(action.worker, action.step)
                 case Seed():
-                    # Until it has the state no commit may reach it: taken with a wrong state, one
-                    # would be answered with another odd digest.
+                    # Until it has the state no commit may reach it: its answer would be odd again.
                     self._followers.discard(action.worker)
                     self._spawn(self._seed(action.worker))
                 case Replay():
@@ -247,8 +246,7 @@ class Execution:
             self.started_s = time.monotonic()
         if action.event == "evaluated":
             self._storage.keep_metrics(self.run.step, self.run.metrics)
-        fields = {"run_id": self.run.run_id, **action.fields}
-        self._watcher.reported(action.event, fields)
+        self._watcher.reported(action.event, {"run_id": self.run.run_id, **action.fields})
 
     def _dismiss(self, action: Dismiss) -> None:
         self._followers.discard(action.worker)
