@@ -16,9 +16,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from coordinator.blob_index import find_blobs
+from coordinator.listening import bind_failure, require_loopback
 from coordinator.metrics import ServiceMetrics
 from coordinator.phase import RunPhase
-from coordinator.service import Service, bind_failure, require_loopback
+from coordinator.service import Service
 from coordinator.status import status_document
 from protocol import limits
 from protocol.errors import SamestepError, UsageError

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import ipaddress
 import time
 import uuid
 from collections import deque
@@ -20,6 +18,7 @@ from coordinator.blob_server import BlobServer
 from coordinator.claim import Claim
 from coordinator.execution import Execution
 from coordinator.listener import Listener
+from coordinator.listening import bind_failure, require_loopback
 from coordinator.run import Run
 from coordinator.run_storage import RunStorage
 from coordinator.session import Session
@@ -104,14 +103,20 @@ class Service:
     async def stop(self) -> None:
         """Say goodbye to everyone and close."""
         self.listeners.clear()
+        # Whoever has taken over will want these workers.
+        superseded = self.finished is not None and self.finished.superseded
         for session in list(self._joining):
             session.channel.abort("the coordinator ends")
         for session in list(self.sessions.values()):
-            session.channel.goodbye("the coordinator ends", retry=False, exit_code=0)
+            session.channel.goodbye("the coordinator ends", retry=superseded, exit_code=0)
         if self._server is not None:
             self._server.close()
         for task in self._ticking:
             task.cancel()
+        if self.current is not None:
+            await self.current.close()
+        for accepted in (self._running, *self.waiting):
+            self._release(accepted.claim if accepted is not None else None)
         if self._claim is not None:
             self._claim.release()
             self._claim = None
@@ -190,8 +195,8 @@ class Service:
         self.waiting.append(accepted)
         self._start_next()
 
-    def _release(self, claim: Claim) -> None:
-        if claim is not self._claim:
+    def _release(self, claim: Claim | None) -> None:
+        if claim is not None and claim is not self._claim:
             claim.release()
 
     def drain(self) -> None:
@@ -335,8 +340,9 @@ class Service:
         """A run is over; see `execution.Watcher`."""
         assert execution.outcome is not None
         self.finished, self.current = execution, None
-        assert self._running is not None
-        self._release(self._running.claim)
+        if self._running is not None:
+            self._release(self._running.claim)
+            self._running = None
         outcome = execution.outcome
         fields = {"run_id": execution.run.run_id, "outcome": outcome.outcome}
         self.reported("run_ended", {**fields, "reason": outcome.reason})
@@ -369,27 +375,3 @@ class Service:
                     session.channel.abort(f"silent for {silent_s:.0f} s")
                 else:
                     session.channel.send(Heartbeat())
-
-
-def require_loopback(host: str, option: str) -> None:
-    """Until there is authentication, only this machine may connect.
-
-    Raises:
-        UsageError: The host is no loopback address.
-    """
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
-        raise UsageError(
-            f"{option}: expected a loopback address such as 127.0.0.1, got {host!r}: "
-            "this version has no authentication yet, so it does not listen to other machines"
-        )
-
-
-def bind_failure(option: str, host: str, port: int, error: OSError) -> str:
-    """One line for a port that cannot be bound."""
-    if error.errno == errno.EADDRINUSE:
-        return f"{option} {host}:{port} is in use; stop what uses it or choose another port"
-    return f"{option} {host}:{port} cannot be bound: {error.strerror or error}"
