@@ -21,7 +21,7 @@ from typing import Any, Self
 
 ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "deploy" / "runs"
-PATIENCE_S = 100.0
+PATIENCE_S = 200.0
 
 
 class Cluster:
