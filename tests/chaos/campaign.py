@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import subprocess
 import sys
-import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
