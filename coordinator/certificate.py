@@ -1,4 +1,4 @@
-"""A self-signed certificate, made once; who it is for does not matter, only its fingerprint does."""
+"""A self-signed certificate, made once: not its names count but its fingerprint."""
 
 from __future__ import annotations
 

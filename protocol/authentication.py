@@ -27,10 +27,12 @@ Role = Literal["coordinator", "worker"]
 
 
 def new_nonce() -> bytes:
+    """32 random bytes that no other connection has."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
 def new_key() -> bytes:
+    """A new secret of 256 bits."""
     return secrets.token_bytes(KEY_BYTES)
 
 

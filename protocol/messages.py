@@ -65,8 +65,8 @@ class Hello(Message):
     name: Small
     instance: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     backend: Small
-    nonce: Bytes32
     enrolled: bool
+    nonce: Bytes32
 
 
 class Challenge(Message):

@@ -48,7 +48,7 @@ def read_secret(path: Path) -> str | None:
         return None
     except OSError as error:
         raise UsageError(f"cannot read {str(path)!r}: {error.strerror}") from None
-    with open(fd, encoding="utf-8", errors="replace") as file:
+    with os.fdopen(fd, encoding="utf-8", errors="replace") as file:
         mode = os.fstat(fd).st_mode
         if not stat.S_ISREG(mode):
             raise UsageError(f"expected a file, got something else at {str(path)!r}")
@@ -70,7 +70,7 @@ def write_secret(path: Path, text: str) -> None:
     try:
         make_private(path.parent)
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(fd, "w", encoding="utf-8") as file:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(fd)

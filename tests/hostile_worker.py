@@ -41,15 +41,16 @@ M = TypeVar("M", bound=Message)
 
 
 class HostileWorker:
-    """One connection; use it as an async context manager.
+    """One connection, from any address of loopback; use it as an async context manager.
 
     Attributes:
         blocks: Known once it is ready.
         run_id: Of the run it has built.
     """
 
-    def __init__(self, port: int, name: str = "hostile") -> None:
+    def __init__(self, port: int, name: str = "hostile", host: str = "127.0.0.1") -> None:
         self.name = name
+        self._host = host
         self.run_id = ""
         self.epoch = 0
         self.parameters: list[Any] = []
@@ -59,7 +60,7 @@ class HostileWorker:
 
     async def __aenter__(self) -> Self:
         self._reader, self._writer = await asyncio.open_connection(
-            "127.0.0.1", self._port, ssl=tls.client_context()
+            "127.0.0.1", self._port, ssl=tls.client_context(), local_addr=(self._host, 0)
         )
         return self
 

@@ -81,8 +81,8 @@ class Credentials:
         if token is None:
             raise NotAuthorised(f"this worker has no join token and no key yet; {_HOW}")
         raise NotAuthorised(
-            f"expected the coordinator whose certificate is {_short(token.fingerprint)}, as the "
-            f"join token says, got {_short(certificate)}: another one, or someone in between; {_HOW}"
+            f"expected the certificate {_short(token.fingerprint)} that the join token names, got "
+            f"{_short(certificate)}: it is another coordinator, or someone is in between; {_HOW}"
         )
 
     def remember(self, certificate: bytes | None, name: str, key: bytes) -> str:
