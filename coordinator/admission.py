@@ -42,16 +42,16 @@ class Admission:
             self._signature = first.signature
             self._initial_digest = self._initial_digest or first.initial_digest
 
-    def resume(self, terms: Terms | None, state_digest: str | None) -> None:
+    def resume(self, terms: Terms | None, initial_digest: str | None) -> None:
         """The state is known, and so is what was settled before a restart.
 
         Args:
-            terms: None if no step was committed: the state is the initial one.
-            state_digest: Of the state, if it is known already.
+            terms: None if nobody had computed.
+            initial_digest: Of state 0, where that is known without them.
         """
         self.state_known = True
         if terms is None:
-            self._initial_digest = state_digest or ""
+            self._initial_digest = initial_digest or ""
         else:
             self._signature, self._initial_digest = terms.signature, terms.initial_digest
 

@@ -18,6 +18,7 @@ from coordinator.actions import (
 )
 from coordinator.admission import Admission
 from coordinator.evaluation import Evaluation
+from coordinator.failures import Failures
 from coordinator.membership import Member, Membership, MemberState
 from coordinator.phase import RunPhase
 from coordinator.progress import Progress
@@ -78,6 +79,7 @@ class Course:
         self._skip_asked = False
         self._drain_asked = False
         self._next_owed = False
+        self._failures = Failures()
         self._remembered: set[str] = set()
         if resumption is not None:
             self._resume(resumption)
@@ -86,7 +88,7 @@ class Course:
         manifest, terms = resumption.manifest, resumption.terms
         self._settle(manifest, resumption)
         assert self.admission is not None
-        self.admission.resume(terms, resumption.state_digest)
+        self.admission.resume(terms, None if resumption.step else resumption.state_digest)
         self.saves = Saves(self.spec.checkpoint, resumption.saved)
         self._remembered = set(terms.signatures) if terms is not None else set()
 
@@ -128,6 +130,7 @@ class Course:
         if progress is None or not progress.persisting or step != progress.step:
             return []
         actions = progress.commit()
+        self._failures.clear()
         if self.phase is RunPhase.OVER:
             return []
         actions += self.saves.committed(progress.step)
@@ -166,11 +169,14 @@ class Course:
     # An operator's word.
 
     def halt(self, reason: str, fault: NonFinite | None = None) -> list[Action]:
-        """Stop now, apply nothing; `fault` says where a value was not finite."""
+        """Stop now, apply nothing; `fault` says where a value was not finite.
+
+        A commit that is on its way to the disk gets there: then it is the next step that waits.
+        """
         if self.progress is None or self.phase not in (RunPhase.TRAINING, RunPhase.EVALUATING):
             return []
         self.phase, self.reason = RunPhase.HALTED, reason
-        place = self.progress.place()
+        place = self.progress.next_place()
         where = fault.place() if fault is not None else {}
         report = Report("halted", {**place, "reason": reason, **where})
         actions: list[Action] = [Broadcast(Halt(**place, reason=cut_text(reason))), report]

@@ -141,7 +141,7 @@ class Execution:
     def lost(self, session: Session, reason: str) -> None:
         """A member's connection is over."""
         self._followers.discard(session.name)
-        self._handle(lambda: self.run.lost(session.name, reason))
+        self._handle(lambda: self.run.lost(session.name, reason, failed=session.failed))
 
     def command(self, command: Command, event: Callable[[], Sequence[Action]]) -> None:
         """Do what an operator's word leads to."""

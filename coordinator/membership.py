@@ -126,11 +126,11 @@ class Membership:
 
     def __init__(self) -> None:
         self.view = 0
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, Member] = {}  # sorted
         self._departed: dict[str, int] = {}
 
     def __iter__(self) -> Iterator[Member]:
-        return iter(sorted(self._members.values(), key=lambda member: member.name))
+        return iter([*self._members.values()])
 
     def __contains__(self, name: str) -> bool:
         return name in self._members
@@ -144,6 +144,7 @@ class Membership:
     def add(self, name: str) -> Member:
         """A worker is asked to build the task."""
         member = self._members[name] = Member(name)
+        self._members = dict(sorted(self._members.items()))
         return member
 
     def remove(self, name: str) -> Member | None:

@@ -369,6 +369,11 @@ class Progress:
         message: Message = kind(**self.place(), block=chunk.block, chunk=chunk.chunk)
         return Broadcast(message, chunk.values)
 
+    def next_place(self) -> dict[str, int]:
+        """Where the next message belongs: to the next step, if this one is being committed."""
+        place = self.place()
+        return {**place, "step": self.step + 1, "attempt": 0} if self.persisting else place
+
     def place(self) -> dict[str, int]:
         """Epoch, step and attempt: where a message belongs."""
         return {"epoch": self._epoch, "step": self.step, "attempt": self.attempt}

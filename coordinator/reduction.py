@@ -67,7 +67,7 @@ class TreeSum(Generic[T]):
 
     def covers(self, node: Node) -> bool:
         """Whether the node's sum is part of what is held."""
-        return any(held.covers(node) for held in self._held)
+        return any(lo <= node.lo and node.hi <= hi for lo, hi in self._held)
 
     def put(self, node: Node, value: T) -> bool:
         """Take a node's value and merge upwards; False if it is dropped.

@@ -88,11 +88,22 @@ class Run(Course):
             case _:
                 raise OutOfPlace(f"{type(message).__name__} is out of place here")
 
-    def lost(self, worker: str, reason: str) -> list[Action]:
-        """A worker's session is over; its unfinished nodes go to others within the step."""
+    def lost(self, worker: str, reason: str, *, failed: bool = False) -> list[Action]:
+        """A worker's session is over; its unfinished nodes go to others within the step.
+
+        Args:
+            worker: Its name.
+            reason: Why.
+            failed: Whether its device failed. When a second one fails at the same microbatches
+                the run halts: the others would follow.
+        """
         member = self.members.remove(worker)
         if member is None or self.phase is RunPhase.OVER:
             return []
+        round_ = self.progress.round if self.progress is not None else None
+        pattern = ""
+        if failed and round_ is not None:
+            pattern = self._failures.note(worker, round_.unfinished(worker))
         self._odd.discard(worker)
         actions: list[Action] = [
             Report("worker_lost", {"worker": worker, "reason": reason, "view": self.members.view})
@@ -103,6 +114,9 @@ class Run(Course):
             proven = self.progress.lose(worker)
             if self.evaluation is not None:
                 self.evaluation.lose(worker, proven=proven)
+        if pattern:
+            self._failures.clear()
+            actions += self.halt(f"step {self.step}: {pattern}; the last said: {reason}")
         actions += self._take_up() + self._advance()
         return actions + self.drain() if self._drain_asked else actions
 
@@ -135,12 +149,12 @@ class Run(Course):
         """End a halt: another attempt at the same step, or the next one."""
         if self.progress is None or self.phase is not RunPhase.HALTED:
             return []
-        if self.progress.persisting:
-            skip_step = False  # the step is past that: its commit is on its way to the disk
-        else:
-            self.progress.attempt += 1
+        progress = self.progress
+        passing = progress.persisting or self._next_owed
+        if not passing:
+            progress.attempt += 1
         self.reason = ""
-        place = self.progress.place()
+        place = progress.next_place()
         report = Report("continued", {**place, "skip_step": skip_step})
         actions = [Broadcast(Continue(**place)), report, *self.progress.let_go()]
         actions += self.saves.again(self.step)
@@ -153,6 +167,7 @@ class Run(Course):
             return actions + self._begin_evaluation()
         if self.progress.round is None or self.progress.persisting:
             self.phase = RunPhase.TRAINING
+            self._skip_asked = skip_step and passing
             owed, self._next_owed = self._next_owed, False
             actions += self._after_commit(self.progress) if owed else []
             return actions + self._advance()

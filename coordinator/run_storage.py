@@ -21,7 +21,7 @@ from coordinator.log_records import Array, ChunkPlace, CommitRecord
 from coordinator.retention import prune
 from coordinator.run_directory import RunDirectory
 from coordinator.terms import Terms
-from protocol.errors import SamestepError, StorageFailed
+from protocol.errors import SamestepError
 from protocol.manifest import Manifest
 from protocol.replica import Replica
 from protocol.run_spec import RunSpec
@@ -65,14 +65,13 @@ class RunStorage:
         self._redo: Sequence[CommitRecord] = ()
         self._log: GradientLog | None = None
         self._lost: dict[tuple[int, int], SamestepError] = {}
+        self._terms: Terms | None = None
         self._journal: Journal | None = None
         self._unsynced = False
 
     # The gradient log.
 
-    def settle(
-        self, manifest: Manifest, next_step: int, redo: Sequence[CommitRecord] = ()
-    ) -> None:
+    def settle(self, manifest: Manifest, next_step: int, redo: Sequence[CommitRecord] = ()) -> None:
         """The manifest is known: keep it, and begin the log after so many steps.
 
         Args:
@@ -102,19 +101,25 @@ class RunStorage:
             StorageFailed: It is not.
             RunFailed: The directory has another coordinator now.
         """
+        terms = self._terms
 
         def work() -> None:
             lost = self._lost.get((record.commit.step, record.commit.attempt))
             if lost is not None:
                 raise lost
+            if terms is not None:
+                self._guard()  # nothing of another coordinator's is written over
+                self.directory.write_terms(terms)
+                if self._terms is terms:
+                    self._terms = None
             self._opened().commit(record)
             self._lost = {}
 
         await self._do("log", work)
 
     def remember(self, terms: Terms) -> None:
-        """Keep what workers were accepted by, before the next commit."""
-        self._spawn("log", lambda: self.directory.write_terms(terms))
+        """Keep what workers were accepted by: it is written before the next commit."""
+        self._terms = terms
 
     async def logged(self, step: int) -> list[LoggedStep]:
         """The committed steps from this one on, as far as the log has them in a row.
@@ -146,6 +151,7 @@ class RunStorage:
         """The log; where the disk refused to begin it, it is begun now."""
         assert self._manifest is not None
         if self._log is None:
+            self._guard()
             self.directory.settle(self._manifest)
             self._log = GradientLog(
                 self.directory.log, self._run_id, self._manifest, epoch=self._epoch,
@@ -182,14 +188,19 @@ class RunStorage:
             checkpoint = write_checkpoint(
                 root, manifest, replica, run_id=self._run_id, epoch=self._epoch, losses=losses
             )
+            self._guard()
             return checkpoint, prune(root, self._run_id, manifest, self._spec.checkpoint).good
 
         # Before the log's commits go, and before a restart no longer looks at them.
         await self._do("journal", self._sync_journal)
         checkpoint, good = await self._do("checkpoint", work)
         if good is not None and not self._spec.checkpoint.keep_log:
-            await self._do("log", lambda: self._opened().cut(good))
+            await self._do("log", lambda: self._cut(good))
         return checkpoint
+
+    def _cut(self, step: int) -> None:
+        self._guard()  # another coordinator may be reading what it has found
+        self._opened().cut(step)
 
     def keep_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Keep the figures of an evaluation with the checkpoint of that state, if there is one."""

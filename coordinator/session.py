@@ -8,7 +8,7 @@ from typing import Protocol
 from coordinator.join_check import JoinCheck
 from protocol import limits
 from protocol.connection import Received
-from protocol.errors import NotAuthorised, OutOfPlace, ProtocolError
+from protocol.errors import ExitCode, NotAuthorised, OutOfPlace, ProtocolError
 from protocol.messages import Goodbye, Heartbeat, Hello, Message, Proof, Welcome
 from protocol.transport import Channel
 
@@ -37,6 +37,8 @@ class Session:
         hello: What it said of itself.
         host: Where it comes from.
         check: What it had to prove.
+        saying_goodbye: Why it leaves, if it said so.
+        failed: Whether it leaves because its device failed.
     """
 
     channel: Channel
@@ -47,6 +49,7 @@ class Session:
         self.check = check
         self.hello: Hello | None = None
         self.saying_goodbye = ""
+        self.failed = False
         self._owner = owner
         self._timer: asyncio.TimerHandle | None = None
 
@@ -70,6 +73,7 @@ class Session:
                 pass
             case Goodbye():
                 self.saying_goodbye = message.reason or "goodbye"
+                self.failed = message.exit_code == ExitCode.FAILED
                 channel.abort(self.saying_goodbye)
             case _:
                 if not self.name:

@@ -10,6 +10,7 @@ Float addition is not associative: only this tree is ever used.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -43,8 +44,12 @@ def children(node: Node) -> tuple[Node, Node]:
     return Node(node.lo, node.lo + left), Node(node.lo + left, node.hi)
 
 
+@lru_cache(maxsize=1 << 14)
 def path(node: Node, microbatches: int) -> tuple[Node, ...]:
-    """The nodes from the root down to `node`, both included; empty if there is no such node."""
+    """The nodes from the root down to `node`, both included; empty if there is no such node.
+
+    Asked for with every payload, so what was found is kept: enough for the largest step.
+    """
     if not 0 <= node.lo < node.hi <= microbatches:
         return ()
     at = root(microbatches)

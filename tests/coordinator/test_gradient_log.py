@@ -160,7 +160,12 @@ def test_what_a_killed_coordinator_wrote_is_synced_before_it_counts(tmp_path, mo
     path = written(tmp_path, 2)
     synced = []
     sync = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), sync(fd)))
+
+    def noting(fd):
+        synced.append(os.fstat(fd).st_ino)
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", noting)
     scan(tmp_path)
     assert synced == []
     scan(tmp_path, repair=True)

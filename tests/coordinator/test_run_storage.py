@@ -1,24 +1,61 @@
-"""What a run keeps on disk while it goes on, with a disk that refuses at the wrong moment."""
+"""In which order a run's files become durable, also where the disk refuses."""
 
 import errno
 import os
 
 import pytest
 
+from coordinator import run_storage
+from coordinator.checkpoint import write_checkpoint
+from coordinator.journal import Journal, read_journal
+from coordinator.journal_records import Commanded, Record
 from coordinator.log_records import ChunkPlace
 from coordinator.run_directory import RunDirectory
 from coordinator.run_storage import RunStorage
-from protocol.errors import StorageFailed
-from tests.durable_run import MANIFEST, RUN_ID, SPEC, averages, record_of
+from coordinator.terms import Terms
+from protocol.errors import RunFailed, SamestepError, StorageFailed
+from tests.durable_run import MANIFEST, RUN_ID, SPEC, averages, record_of, state_zero
 
 
-async def test_a_commit_whose_sync_failed_is_read_by_nobody(tmp_path, monkeypatch):
+@pytest.fixture
+def directory(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.begin(RUN_ID, SPEC)
+    return directory
+
+
+def begin(directory):
+    failures: list[SamestepError] = []
     storage = RunStorage(
-        directory, RUN_ID, SPEC, epoch=1, guard=lambda: None, failed=lambda error: None
+        directory, RUN_ID, SPEC, epoch=1, guard=lambda: None, failed=failures.append
     )
     storage.settle(MANIFEST, 0)
+    return storage, failures
+
+
+async def test_the_journal_is_durable_before_a_checkpoint_takes_the_place_of_the_log(
+    directory, monkeypatch
+):
+    """Else a restart from the checkpoint would not know what the journal lacks."""
+    storage, failures = begin(directory)
+    monkeypatch.setattr(storage, "_unsynced", True)  # its turn has not come yet
+    storage.record([Commanded(epoch=1, step=0, command="halt")])
+    seen: list[Record] = []
+
+    def spied(*given, **named):
+        seen.extend(entry.record for entry in read_journal(directory.journal))
+        return write_checkpoint(*given, **named)
+
+    monkeypatch.setattr(run_storage, "write_checkpoint", spied)
+    await storage.save(state_zero(), ())
+    await storage.close()
+    assert seen == [Commanded(epoch=1, step=0, command="halt")]
+    assert failures == []
+    assert Journal(directory.journal).lines == 1
+
+
+async def test_a_commit_whose_sync_failed_is_read_by_nobody(directory, monkeypatch):
+    storage, _ = begin(directory)
     for step in range(2):
         for block, values in enumerate(averages(step)):
             storage.append(ChunkPlace(1, step, 0, block, 0), values)
@@ -36,3 +73,39 @@ async def test_a_commit_whose_sync_failed_is_read_by_nobody(tmp_path, monkeypatc
 
 def _refuses(fd):
     raise OSError(errno.EIO, f"no file {fd}")
+
+
+async def test_terms_that_the_disk_refused_are_written_before_the_next_commit(
+    tmp_path, monkeypatch
+):
+    directory = RunDirectory(tmp_path)
+    directory.begin(RUN_ID, SPEC)
+    storage = RunStorage(directory, RUN_ID, SPEC, epoch=1, guard=lambda: None, failed=print)
+    storage.settle(MANIFEST, 0)
+    terms = Terms(signature="a" * 64, initial_digest="b" * 64)
+    storage.remember(terms)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", _refuses)
+        with pytest.raises(StorageFailed):
+            await storage.commit(record_of(0, 0, skip=True))
+    assert directory.read_terms() is None
+    await storage.commit(record_of(0, 0, skip=True))
+    assert directory.read_terms() == terms
+    await storage.close()
+
+
+async def test_one_that_has_lost_the_directory_writes_no_terms(tmp_path):
+    def lost():
+        raise RunFailed("another coordinator has it")
+
+    directory = RunDirectory(tmp_path)
+    directory.begin(RUN_ID, SPEC)
+    held = RunStorage(directory, RUN_ID, SPEC, epoch=1, guard=lambda: None, failed=print)
+    held.settle(MANIFEST, 0)
+    await held.commit(record_of(0, 0, skip=True))
+    held._guard = lost
+    held.remember(Terms(signature="a" * 64, initial_digest="b" * 64))
+    with pytest.raises(RunFailed):
+        await held.commit(record_of(1, 0, skip=True))
+    assert directory.read_terms() is None
+    await held.close()

@@ -43,9 +43,7 @@ class Clock:
         """Let a process do something later."""
         self._push(self.now_ms + delay_ms, process, act, background=background)
 
-    def _push(
-        self, time_ms: float, process: Process | None, act: Act, *, background: bool
-    ) -> None:
+    def _push(self, time_ms: float, process: Process | None, act: Act, *, background: bool) -> None:
         self._number += 1
         if not background:
             self.foreground += 1

@@ -28,6 +28,7 @@ from protocol.errors import RunFailed, StorageFailed
 from protocol.manifest import Manifest
 from protocol.replica import Replica
 from protocol.run_spec import LogMode
+from tests.simulation.job import Job
 
 Averages = list[Array] | None
 NOWHERE: Final = Path("log")
@@ -88,7 +89,8 @@ class MemoryDirectory:
         saved: States by step, as checkpoints.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, run_id: str, job: Job) -> None:
+        del run_id, job
         self.epoch = 0
         self.full = False
         self.sync_fails = False
@@ -140,7 +142,7 @@ class MemoryDirectory:
         for segment in self.segments:
             unsynced = len(segment.records) - segment.synced
             if unsynced:
-                kept = segment.synced + int(rng.random() * (unsynced + 1))
+                kept = segment.synced + rng.choice((unsynced, int(rng.random() * unsynced)))
                 del segment.records[kept:]
                 for at in range(segment.synced, kept):
                     if rng.random() < 0.2:
@@ -157,7 +159,8 @@ class MemoryDirectory:
         logged, redo = _split([step for step, _ in row])
         recovery = SimpleNamespace(
             manifest=self.manifest,
-            checkpoint=replica and SimpleNamespace(
+            checkpoint=replica
+            and SimpleNamespace(
                 info=SimpleNamespace(step=newest, state_digest=replica.state_digest())
             ),
             logged=logged,
@@ -197,6 +200,11 @@ class MemoryDirectory:
         return steps
 
 
+def is_whole(record: Any) -> bool:
+    """Whether a record's hashes fit."""
+    return not isinstance(record, Torn)
+
+
 def _walk(
     segment: Segment, steps: dict[int, tuple[LoggedStep, Averages]], manifest: Manifest | None
 ) -> int:
@@ -204,8 +212,9 @@ def _walk(
     assert manifest is not None
     chunks: dict[tuple[int, int, int, int], Array] = {}
     end, step = 0, segment.base
-    for at, record in enumerate(segment.records):
-        if isinstance(record, Torn):
+    for at, written in enumerate(segment.records):
+        record = written.record if isinstance(written, Torn) else written
+        if record is None or not is_whole(written):
             return end
         if isinstance(record, CommitRecord):
             commit = record.commit
@@ -224,7 +233,9 @@ def _walk(
 
 
 def _garbled(record: Any) -> Any:
-    if isinstance(record, Torn | CommitRecord):
+    if isinstance(record, Torn):
+        return record.record
+    if isinstance(record, CommitRecord):
         return record
     place, values = record
     return place, values + np.float32(1)
@@ -287,12 +298,16 @@ class MemoryLog:
             assert self._directory.manifest is not None
             blocks = self._directory.manifest.blocks
             assert len(mine) == sum(block.chunks for block in blocks)
-        self._write(record)
+        self.write(record)
         self._sync()
         self._directory.check(self._epoch)
         self._settled = len(self._segment.records)
         self._pending.clear()
         self.next_step += 1
+
+    def write(self, record: CommitRecord) -> None:
+        """The first half of a commit."""
+        self._write(record)
 
     def roll(self) -> None:
         self._segment = self._new_segment()

@@ -7,10 +7,11 @@ with wrong weights shows; weights and losses are no whole numbers, so that the o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from blake3 import blake3
@@ -18,7 +19,7 @@ from blake3 import blake3
 from coordinator.reduction import Array
 from protocol.digest import weights_digest
 from protocol.manifest import Block, Manifest, Metric, TensorSpec
-from protocol.replica import Replica
+from protocol.replica import Digests, Replica
 from protocol.run_spec import BatchSpec, CheckpointSpec, LogMode, OptimizerSpec, RunSpec
 from protocol.samples import SampleOrder
 from protocol.tree import Node
@@ -32,16 +33,15 @@ from protocol.update import (
     average as scale_to_average,
 )
 
-STEPS = 5
-PARTS = 5
+STEPS = 4
+PARTS = 3
 MOST_MICROBATCHES = 13
-COVERAGE = 3
+COVERAGE = 2
 """Number of the block whose gradient is 1 at the place of its microbatch: it counts them."""
 
 _BLOCKS = (
     ("embedding", "non_block", (5,)),
     ("layer.0", "block", (2, 4)),
-    ("layer.1", "block", (3,)),
     ("coverage", "block", (MOST_MICROBATCHES,)),
 )
 _BATCHES = ((1, 13, 30), (1, 8, 40), (2, 11, 25), (1, 5, 12), (1, 2, 9), (3, 3, 7), (1, 12, 12))
@@ -73,6 +73,45 @@ class Taken:
     loss: float
     averages_digest: str
     scalars: StepScalars | None
+
+
+class StateReplica(Replica):
+    """A replica whose steps and digests are computed once for all simulations: the same states
+    come up again and again."""
+
+    _known: ClassVar[dict[tuple[int, int, bytes], Digests]] = {}
+
+    _taken: ClassVar[dict[Any, dict[Any, list[Array]]]] = {}
+
+    def _values(self) -> bytes:
+        return b"".join(array.tobytes() for arrays in self._state.values() for array in arrays)
+
+    def apply(self, averages: Sequence[Array], scalars: StepScalars) -> None:
+        gradients = b"".join(array.tobytes() for array in averages)
+        rates = (scalars.learning_rate, scalars.clip, scalars.step_size)
+        key = (self.optimizer_step, self._values(), gradients, rates)
+        found = self._taken.get(key)
+        if found is None:
+            super().apply(averages, scalars)
+            self._taken[key] = self.copy()._state
+            return
+        for kind, arrays in self._state.items():
+            for mine, theirs in zip(arrays, found[kind], strict=True):
+                mine[:] = theirs
+        self.step += 1
+        self.optimizer_step += 1
+
+    def digests(self) -> Digests:
+        key = (self.step, self.optimizer_step, self._values())
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = super().digests()
+        return found
+
+    def copy(self) -> StateReplica:
+        other = copy(self)
+        other._state = {kind: [a.copy() for a in arrays] for kind, arrays in self._state.items()}
+        return other
 
 
 class Job:
@@ -107,9 +146,17 @@ class Job:
         )
         self.manifest_document = self.manifest.to_bytes()
         self.order = SampleOrder(self.spec.seed, train_samples, self.spec.batch)
-        self._taken: dict[tuple[bool, ...], Taken] = {}
+        self._taken = _taken_of(variant)
+        self._fresh: dict[int, StateReplica] = {}
         self._coverage: dict[int, Array] = {}
         self._weights: dict[tuple[int, Node], float] = {}
+
+    def replica(self, flavour: int = 0) -> StateReplica:
+        """A new one, in the state that the task starts from."""
+        if flavour not in self._fresh:
+            self._fresh[flavour] = StateReplica(self.blocks, self.spec.optimizer)
+            self._fresh[flavour].load_parameters(self.initial(flavour))
+        return self._fresh[flavour].copy()
 
     def initial(self, flavour: int = 0) -> list[Array]:
         """Parameters at step 0; another flavour has others."""
@@ -183,9 +230,8 @@ class Job:
 
     def _take(self, skips: tuple[bool, ...], flavour: int) -> Taken:
         if not skips:
-            replica = Replica(self.blocks, self.spec.optimizer)
-            replica.load_parameters(self.initial(flavour))
-            return Taken(replica, replica.state_digest(), 0.0, "", None)
+            start = self.replica(flavour)
+            return Taken(start, start.state_digest(), 0.0, "", None)
         replica = self.undisturbed(skips[:-1], flavour).replica.copy()
         if skips[-1]:
             replica.skip()
@@ -212,6 +258,13 @@ class Job:
         replica.apply(averages, scalars)
         mean = loss / total if total else 0.0
         return Taken(replica, replica.state_digest(), mean, digest, scalars)
+
+
+@cache
+def _taken_of(variant: int) -> dict[tuple[bool, ...], Taken]:
+    """The undisturbed run does not depend on what is logged."""
+    del variant
+    return {}
 
 
 @cache

@@ -29,7 +29,7 @@ class Network:
         self.clock = clock
         self.rng = rng
         self.latency_ms = rng.choice((0.1, 1.0, 10.0))
-        self.bursts = rng.choice((0.2, 0.8))
+        self.bursts = rng.choice((0.3, 0.9))
         """How often everything that is there is read at once."""
 
 

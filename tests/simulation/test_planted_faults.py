@@ -1,28 +1,28 @@
-"""The simulation is itself tested: each fault planted here is caught within a few seeds."""
+"""The simulation is itself tested: each fault planted here is caught within a thousand seeds."""
 
 from typing import Any
 
 import pytest
 
 from coordinator import run
+from coordinator.actions import Follow
+from coordinator.admission import Admission
 from coordinator.agreement import Agreement
 from coordinator.evaluation import Evaluation
 from coordinator.progress import Progress
 from coordinator.reduction import TreeSum
-from coordinator.round import Round
-from protocol import limits
+from coordinator.round import Round, Share
+from coordinator.saves import Saves
 from protocol.tree import parent, root, sibling
+from tests.simulation import disk
 from tests.simulation.cluster import Cluster
-from tests.simulation.coordinator import SimulatedExecution
+from tests.simulation.disk import MemoryDirectory, MemoryLog
+from tests.simulation.execution import SimulatedExecution
+from worker.session import Session
 
 pytestmark = pytest.mark.simulation
 
-_ENOUGH_SEEDS = 400
-
-
-@pytest.fixture(autouse=True)
-def _several_chunks(monkeypatch):
-    monkeypatch.setattr(limits, "CHUNK_ELEMENTS", 4)
+_ENOUGH_SEEDS = 1000
 
 
 def counts_what_is_covered(self, node, value):
@@ -93,8 +93,20 @@ def no(*_arguments):
     return False
 
 
-def nobody(*_arguments):
-    return [], []
+def nobody_is_odd(self, step):
+    """Answers are taken, and not compared."""
+    if step not in self._settled:
+        return [], []
+    answers = self._answers.pop(step, {})
+    if step == self._newest:
+        self._owed.difference_update(answers)
+    return sorted(answers), []
+
+
+def any_share(self, worker, node):
+    """Nodes are taken from whoever sends them."""
+    del node
+    return self.shares.setdefault(worker, Share())
 
 
 def assumes_proven(self, worker, *, proven):
@@ -108,6 +120,71 @@ def forgets_nothing(self, worker, *, proven):
     del self, worker, proven
 
 
+def tells_first(self, record):
+    """A commit is told, then synced."""
+    self.do(self.run.durable(record.commit.step))
+    PERSIST(self, record)
+
+
+def obeys_anyone(self, message, body):
+    """The newest epoch seen is forgotten."""
+    self._epochs.clear()
+    return START_RUN(self, message, body)
+
+
+def hears_no_cancel(*_arguments):
+    """What others have done is computed and sent all the same."""
+    return []
+
+
+def trusts(self, member, step, agreement):
+    """Who has taken as many steps is let in, whatever its state."""
+    if member.step == step:
+        self._members.activate(member)
+        return [Follow(member.name, step)]
+    return TAKE_IN(self, member, step, agreement)
+
+
+def trusts_those_behind(self, member, step, agreement):
+    """What was missed is replayed on whatever state there is."""
+    member.state_digest = agreement.digest(member.step) or member.state_digest
+    actions = TAKE_IN(self, member, step, agreement)
+    member.replaying = False
+    return actions
+
+
+def forgets_what_was_refused(self):
+    """The disk refuses a second time, and nothing is owed any more."""
+    self._owed, self._asked = self._asked is not None, None
+
+
+def reads_what_failed(self, step, log):
+    """Commits are read from the log, synced or not."""
+    del log
+    return [(logged.record, a) for logged, a in disk._row(self._scan(), step)]
+
+
+def forgets_what_is_redone(self):
+    """A new segment replaces all that older ones held."""
+    self._redo = ()
+    return NEW_SEGMENT(self)
+
+
+def leaves_it_unsynced(self, *, repair=False):
+    """What was found is not synced before it is built upon."""
+    before = [segment.synced for segment in self.segments]
+    steps = SCAN(self, repair=repair)
+    for segment, synced in zip(self.segments, before, strict=True):
+        segment.synced = synced
+    return steps
+
+
+PERSIST = SimulatedExecution._persist
+START_RUN = Session._start_run
+TAKE_IN = Admission.take_in
+NEW_SEGMENT = MemoryLog._new_segment
+SCAN = MemoryDirectory._scan
+
 PLANTED: dict[str, list[tuple[Any, str, Any]]] = {
     "a duplicate is counted": [
         (TreeSum, "put", counts_what_is_covered),
@@ -119,33 +196,67 @@ PLANTED: dict[str, list[tuple[Any, str, Any]]] = {
     "a lost worker's nodes are forgotten": [(Progress, "take_up", nothing)],
     "a stale attempt is accepted": [
         (Progress, "is_present", yes),
-        (Round, "_check_place", nothing),
+        (Round, "_check_place", any_share),
     ],
     "a commit before agreement": [(Agreement, "reached", True)],
+    "a commit before sync": [(SimulatedExecution, "_persist", tells_first)],
+    "a commit from a side cut off": [(MemoryDirectory, "check", nothing)],
+    "a stale epoch is obeyed": [(Session, "_start_run", obeys_anyone)],
+    "Cancel is lost": [(Progress, "cancel_surplus", nothing)],
+    "Cancel is not obeyed": [(Session, "_cancel", hears_no_cancel)],
     "a joiner misses what was broadcast since": [(SimulatedExecution, "missed", nothing)],
+    "a state is trusted without comparison": [(Admission, "take_in", trusts)],
+    "steps are replayed to one that is not where it says": [
+        (Admission, "take_in", trusts_those_behind)
+    ],
+    "a torn tail is read as committed": [(disk, "is_whole", yes)],
+    "a skipped step is taken after a restart": [(Progress, "was_skipped", False)],
+    "a skipped step is forgotten after two restarts": [
+        (MemoryLog, "_new_segment", forgets_what_is_redone)
+    ],
+    "terms are forgotten": [(MemoryDirectory, "write_terms", nothing)],
+    "a commit whose sync failed is replayed": [(MemoryDirectory, "logged", reads_what_failed)],
+    "what a killed coordinator wrote is not synced": [
+        (MemoryDirectory, "_scan", leaves_it_unsynced)
+    ],
+    "a checkpoint refused twice is forgotten": [(Saves, "failed", forgets_what_was_refused)],
     "a lost worker's parts are forgotten": [(Evaluation, "lose", forgets_nothing)],
     "a draining worker is forgotten": [(Progress, "let_go", nothing)],
     "another run's message is taken for this one's": [(run, "is_stale", no)],
     "an odd worker's last gradients count": [(Round, "lose", assumes_proven)],
-    "a replica that nobody compares": [(Agreement, "judge", nobody)],
+    "a replica that nobody compares": [(Agreement, "judge", nobody_is_odd)],
 }
 OFTEN = {
     "a stale attempt is accepted": "operator_halts",
+    "a commit from a side cut off": "split",
+    "a stale epoch is obeyed": "split",
+    "Cancel is lost": "stall",
+    "Cancel is not obeyed": "stall",
+    "a state is trusted without comparison": "cut",
+    "steps are replayed to one that is not where it says": "cut",
+    "a torn tail is read as committed": "power_loss",
+    "a skipped step is taken after a restart": "kill_coordinator+operator_halts",
+    "a skipped step is forgotten after two restarts": "kill_coordinator",
+    "a commit whose sync failed is replayed": "disk+cut+kill_coordinator",
+    "what a killed coordinator wrote is not synced": "kill_coordinator+power_loss",
+    "a checkpoint refused twice is forgotten": "disk",
     "a draining worker is forgotten": "worker_drains",
     "another run's message is taken for this one's": "cannot_build",
     "an odd worker's last gradients count": "flip_and_die",
     "a replica that nobody compares": "flip",
 }
 """The disturbance that brings the fault out; else it is kills."""
+RUNS = {"another run's message is taken for this one's": 2}
 
 
 @pytest.mark.parametrize("fault", PLANTED)
-def test_a_planted_fault_is_caught(fault, monkeypatch):
+def test_a_planted_fault_is_caught(fault, monkeypatch, record_property):
     for owner, name, planted in PLANTED[fault]:
         monkeypatch.setattr(owner, name, planted)
     for seed in range(_ENOUGH_SEEDS):
         try:
-            Cluster(seed, often=OFTEN.get(fault, "kill")).run()
-        except Exception:  # noqa: BLE001 -- whatever it is, it is noticed
+            Cluster(seed, often=OFTEN.get(fault, "kill"), runs=RUNS.get(fault)).run()
+        except Exception as error:  # noqa: BLE001 -- whatever it is, it is noticed
+            record_property("planted", (fault, seed, f"{type(error).__name__}: {error}"[:70]))
             return
     pytest.fail(f"{fault}: not noticed in {_ENOUGH_SEEDS} seeds")

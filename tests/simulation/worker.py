@@ -17,7 +17,7 @@ import numpy as np
 
 from backends.interface import Loss
 from protocol.errors import DataError, OutOfPlace
-from protocol.messages import NodeLoss, Welcome
+from protocol.messages import Cancel, GradientPayload, NodeLoss, Welcome
 from protocol.replica import Replica, StatePart
 from protocol.tree import Node
 from tests.simulation.clock import Clock, Process
@@ -164,14 +164,13 @@ class ScriptedEngine:
     def _build(self, action: act.Build) -> Work:
         run_id, job = action.run_id, self._world.job(action.run_id)
         if self._job is not job:
-            yield 50 * self._world.rng.random()
+            yield self._world.rng.choice((5.0, 50.0, 300.0))
         if self._flaws.cannot_build:
             self._emit(engine.BuildFailed(run_id, DataError("scripted to fail")))
             return
         self._finish_hash()
         if not (action.keep and self._run_id == run_id and self._whole):
-            self._replica = Replica(job.blocks, job.spec.optimizer)
-            self._replica.load_parameters(job.initial(self._flaws.flavour))
+            self._replica = job.replica(self._flaws.flavour)
             self._run_id, self._whole, self.spoilt = run_id, True, False
         self._job = job
         assert self._replica is not None
@@ -207,7 +206,8 @@ class ScriptedEngine:
                 total = sums.add(leaf, block, gradient)
                 if total is not None:
                     self._emit(engine.BlockSum(place, node, block, total, weight))
-                    yield self._flaws.microbatch_ms / 8
+                    if self._world.rng.random() < 0.3:
+                        yield self._flaws.microbatch_ms / 8
                     if self._is_cancelled(generation, place, node):
                         return
             loss_sum = job.loss(replica.parameters, place.step, leaf)
@@ -320,7 +320,8 @@ class SimulatedWorker(Process):
         self.draining = False
         self._came_loose = world.came_loose
         self._epochs: dict[str, int] = {}
-        self._cancelled: set[tuple[int, int, Node]] = set()
+        self._cancelled: set[tuple[int, int, int, Node]] = set()
+        self._newest: dict[str, int] = {}
 
     def connect(self, link: Link) -> None:
         self.link, self.session = link, Session(self._epochs)
@@ -342,8 +343,12 @@ class SimulatedWorker(Process):
             else:
                 raw = None if body is None else _received(body)
                 self._do(self.session.receive(message, raw))
+                if isinstance(message, Cancel):
+                    place = (message.epoch, message.step, message.attempt)
+                    self._cancelled.update((*place, Node(*node)) for node in message.nodes)
         except OutOfPlace as error:
-            assert "an older coordinator must not go on" in str(error), error
+            if "an older coordinator must not go on" not in str(error):
+                raise
             link.close_at_worker()
             self._disconnected()
 
@@ -399,10 +404,11 @@ class SimulatedWorker(Process):
                     assert self.link is not None
                     self.link.close_at_worker()
                     self._die()
-                case act.CancelNode():
-                    self._cancelled.add((action.place.step, action.place.attempt, action.node))
-                    self.engine.do(action)
                 case act.Build():
+                    assert self.session is not None
+                    newest = self._newest.get(action.run_id, 0)
+                    assert self.session.epoch >= newest, "an older coordinator is obeyed"
+                    self._newest[action.run_id] = self.session.epoch
                     self._cancelled.clear()
                     self.engine.do(action)
                 case _:
@@ -410,10 +416,9 @@ class SimulatedWorker(Process):
 
     def _check_sent(self, message: Any) -> None:
         """Of a node that it was told to leave out nothing is sent."""
-        if self._cancelled and (message.body == "float32" or isinstance(message, NodeLoss)):
-            node = getattr(message, "node", None)
-            known = (message.step, getattr(message, "attempt", 0), node)
-            assert known not in self._cancelled, "a cancelled node is sent"
+        if isinstance(message, GradientPayload | NodeLoss):
+            place = (message.epoch, message.step, message.attempt, message.node)
+            assert place not in self._cancelled, "a cancelled node is sent"
 
 
 def _received(body: Any) -> Any:

@@ -17,7 +17,7 @@ action a line, in order; the phase in brackets when it changes. `#` begins a rem
     replica STEP [state=S]        so has the coordinator's own replica
     replayed NAME                 it was sent the steps that it had missed
     result NAME PART              a held-out part is evaluated
-    lost NAME, drains NAME, drain, halt, continue [skip=yes], give-up, save
+    lost NAME, fails NAME, drains NAME, drain, halt, continue [skip=yes], give-up, save
     tick MS                       the time goes on until then
     durable STEP, saved STEP  what the disk answers; at once unless it is slow
     full [commit=lost]        or it refuses; maybe it was the commit that did not get there
@@ -137,6 +137,7 @@ class Stage:
             "replica": lambda step, state="": run.replica_applied(int(step), digest(state or step)),
             "result": self._result,
             "lost": lambda name: run.lost(name, "the connection is over"),
+            "fails": lambda name: run.lost(name, "the device failed: out of memory", failed=True),
             "drains": lambda name: run.receive(name, msg.Drain(), None),
             "drain": run.drain,
             "replayed": run.replayed,

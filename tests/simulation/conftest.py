@@ -1,0 +1,58 @@
+"""How much was simulated, told at the end of a test run."""
+
+import gc
+from collections import Counter
+
+import pytest
+
+from protocol import limits
+
+_PROPERTY = "simulated"
+_PLANTED = "planted"
+
+
+@pytest.fixture(autouse=True)
+def _several_chunks(monkeypatch):
+    """Blocks of a few elements that still travel in several chunks."""
+    monkeypatch.setattr(limits, "CHUNK_ELEMENTS", 8)
+
+
+@pytest.fixture(autouse=True)
+def _less_garbage_collected():
+    """Simulations are short, and are thrown away as a whole."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 20, 20)
+    yield
+    gc.set_threshold(*before)
+
+
+@pytest.fixture
+def simulated(record_property):
+    """Notes schedules, what happened in them and how long they took."""
+    return lambda counts: record_property(_PROPERTY, dict(counts))
+
+
+def pytest_terminal_summary(terminalreporter):
+    total: Counter[str] = Counter()
+    planted = []
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, counts in getattr(report, "user_properties", ()):
+                if name == _PROPERTY and report.when == "call":
+                    total.update(counts)
+                elif name == _PLANTED and report.when == "call":
+                    planted.append(counts)
+    if planted:
+        terminalreporter.section("planted faults, and the seed that showed each")
+        for fault, seed, how in sorted(planted):
+            terminalreporter.write_line(f"{seed:5}  {fault}  ({how})")
+    if not total["schedules"]:
+        return
+    seconds = total.pop("ms") / 1000
+    schedules = total.pop("schedules")
+    terminalreporter.section("simulated")
+    terminalreporter.write_line(
+        f"{schedules} schedules in {seconds:.1f} s of one core, {schedules / seconds:.0f} a second"
+    )
+    told = (f"{name} {count}" for name, count in sorted(total.items()))
+    terminalreporter.write_line(", ".join(told))
