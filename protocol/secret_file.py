@@ -48,7 +48,7 @@ def read_secret(path: Path) -> str | None:
         return None
     except OSError as error:
         raise UsageError(f"cannot read {str(path)!r}: {error.strerror}") from None
-    with os.fdopen(fd, encoding="utf-8", errors="replace") as file:
+    try:
         mode = os.fstat(fd).st_mode
         if not stat.S_ISREG(mode):
             raise UsageError(f"expected a file, got something else at {str(path)!r}")
@@ -57,7 +57,10 @@ def read_secret(path: Path) -> str | None:
                 f"{str(path)!r} can be read by others (mode {stat.S_IMODE(mode):04o}), so its "
                 f"secret is none; run: chmod 600 {path}"
             )
-        return file.read()
+        with os.fdopen(fd, encoding="utf-8", errors="replace", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(fd)
 
 
 def write_secret(path: Path, text: str) -> None:

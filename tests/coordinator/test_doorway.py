@@ -82,7 +82,10 @@ async def test_one_address_has_eight_places_and_others_have_theirs(tmp_path, dat
 @on_uvloop
 async def test_all_addresses_together_have_64_places(tmp_path):
     async with live_service(tmp_path, 1) as live:
-        most, each = limits.UNAUTHENTICATED_CONNECTIONS, limits.UNAUTHENTICATED_PER_ADDRESS_CONNECTIONS
+        most, each = (
+            limits.UNAUTHENTICATED_CONNECTIONS,
+            limits.UNAUTHENTICATED_PER_ADDRESS_CONNECTIONS,
+        )
         strangers: list[Stranger] = []
         for number in range(most // each):
             strangers += await crowd(live, each, f"127.0.0.{10 + number}")
