@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol import frames, limits
-from protocol.errors import FrameError, LocalProtocolError, OutOfPlace, SpeaksTls
+from protocol.errors import FrameError, LocalProtocolError, OutOfPlace
 from protocol.manifest import Block
 from protocol.messages import (
     Assign,
@@ -86,8 +86,6 @@ FROM_COORDINATOR: Final[dict[Phase, frozenset[type[Message]]]] = {
 }  # fmt: skip
 
 _SCRATCH_BYTES: Final = 64 * limits.KIB
-_TLS_ALERT: Final = b"\x15\x03"
-"""How TLS answers what is none (RFC 8446, 5.1)."""
 
 
 class Received(NamedTuple):
@@ -200,8 +198,6 @@ class Connection:
         middle = self._filled or self._body is not None
         if middle and self.phase is not Phase.CLOSED:
             self.phase = Phase.CLOSED
-            if self._scratch[: self._filled].startswith(_TLS_ALERT):
-                raise SpeaksTls
             raise FrameError("expected the rest of a frame, got the end of the connection")
         self.phase = Phase.CLOSED
 

@@ -15,8 +15,7 @@ SamestepError
     ├── LocalProtocolError         we tried to send what the protocol forbids: our bug
     └── RemoteProtocolError        the peer sent what the protocol forbids: its connection ends
         ├── FrameError             the bytes are no frame: magic, length, checksum
-        │   ├── VersionMismatch    exit 78  the other side speaks another protocol version
-        │   └── SpeaksTls          exit 78  the other side wants TLS, this one was told not to
+        │   └── VersionMismatch    exit 78  the other side speaks another protocol version
         ├── MessageError           the frame holds no valid message of its tag
         └── OutOfPlace             a valid message that does not fit the present state
 
@@ -171,15 +170,6 @@ class VersionMismatch(FrameError):
     def __str__(self) -> str:
         older = "this side" if self.theirs > self.ours else "the other side"
         return f"expected protocol version {self.ours}, got {self.theirs}: upgrade {older}"
-
-
-class SpeaksTls(FrameError):
-    """The other side wants TLS, and this one was started without."""
-
-    exit_code = ExitCode.MISMATCH
-
-    def __str__(self) -> str:
-        return "the other side expects TLS; start this one without --plaintext"
 
 
 class MessageError(RemoteProtocolError):

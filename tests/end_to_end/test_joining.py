@@ -15,15 +15,20 @@ from coordinator.credentials import Credentials
 from coordinator.invitation import invitation, reachable_address, status_line
 from protocol.authentication import new_key
 from protocol.join_token import JoinToken
-from tests.cluster import ROOT, RUNS, Cluster
-
-REGRESS = ("--run", str(RUNS / "regress.yaml"))
+from tests.cluster import ROOT, Cluster
 
 
 @pytest.fixture(autouse=True)
 def own_home(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("SAMESTEP_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
+
+
+@pytest.fixture
+def job(tmp_path) -> tuple[str, str]:
+    spec = tmp_path / "run.yaml"
+    spec.write_text("task: scripted\nsteps: 3\nbatch: {samples: 4, microbatch: 1}\n")
+    return "--run", str(spec)
 
 
 def there(tmp_path: Path, **more: str) -> dict[str, str]:
@@ -46,6 +51,14 @@ def last_line(process: subprocess.Popen[str]) -> str:
     return line
 
 
+def forget(process: subprocess.Popen[str]) -> None:
+    """Another of the same name comes after it."""
+    process.wait()
+    for stream in (process.stdout, process.stderr):
+        assert stream is not None
+        stream.close()
+
+
 def secrets_of(home: Path) -> list[str]:
     """All that must be in no output: the token's secret, keys, the control token."""
     found = [Credentials.open(home).join_token().reveal().partition(".")[2]]
@@ -55,21 +68,22 @@ def secrets_of(home: Path) -> list[str]:
     return found + [path.read_text().strip() for path in home.rglob("control/*.token")]
 
 
-def test_another_machine_comes_in_with_the_token_and_comes_back_without(tmp_path, own_home):
-    arguments = ("--bind", "0.0.0.0:0", "--log-json", *REGRESS)
+def test_another_machine_comes_in_with_the_token_and_comes_back_without(tmp_path, own_home, job):
+    arguments = ("--bind", "0.0.0.0:0", "--log-json", *job)
     with Cluster(tmp_path, "--expect-workers", "2", *arguments) as cluster:
         hidden = secrets_of(own_home)
         token = command("token", "show")
         first = cluster.worker(
-            "far", "--backend", "cpu", environment=there(tmp_path, SAMESTEP_TOKEN=token)
+            "far", "--backend", "scripted", environment=there(tmp_path, SAMESTEP_TOKEN=token)
         )
         cluster.wait_for("worker_connected", worker="far")
         assert command("token", "workers").endswith("  far")
         first.kill()
+        forget(first)
         cluster.wait_for("worker_disconnected", worker="far")
         command("token", "rotate")
-        again = cluster.worker("far", "--backend", "cpu", environment=there(tmp_path))
-        cluster.worker("near", "--backend", "cpu")
+        again = cluster.worker("far", "--backend", "scripted", environment=there(tmp_path))
+        cluster.worker("near", "--backend", "scripted")
         hidden += secrets_of(own_home)
         status = cluster.ask("GET", "/status")
         assert status["encryption"] == "TLS 1.3"
@@ -112,9 +126,11 @@ def test_a_revoked_worker_ends_with_77(tmp_path, own_home):
         assert "'far' counts no more" in command("token", "revoke", "far")
         assert cluster.wait_for_exit(far) == 77
         assert last_line(far) == "worker: the key of 'far' was revoked"
+        forget(far)
         for environment in (there(tmp_path), there(tmp_path, SAMESTEP_TOKEN=token)):
             back = cluster.worker("far", environment=environment)
             assert cluster.wait_for_exit(back) == 77
+            forget(back)
         workers = cluster.ask("GET", "/status")["workers"]
         assert [worker["name"] for worker in workers] == ["near"]
 
@@ -132,24 +148,24 @@ def test_a_token_file_that_others_may_read(tmp_path, own_home):
     assert len(ended.stderr.strip().splitlines()) == 1
 
 
-def test_plaintext_is_by_flag_on_both_sides_and_is_shown(tmp_path):
-    with Cluster(tmp_path, "--expect-workers", "1", "--plaintext", *REGRESS) as cluster:
-        encrypted = cluster.worker("tls", "--backend", "cpu")
+def test_plaintext_is_by_flag_on_both_sides_and_is_shown(tmp_path, job):
+    with Cluster(tmp_path, "--expect-workers", "1", "--plaintext", *job) as cluster:
+        encrypted = cluster.worker("tls", "--backend", "scripted")
         assert cluster.wait_for_exit(encrypted) == 78
         assert "--plaintext" in last_line(encrypted)
         without = cluster.worker("stranger", "--plaintext", environment=there(tmp_path))
         assert cluster.wait_for_exit(without) == 77
         assert cluster.ask("GET", "/status")["encryption"] == "none (--plaintext)"
         assert "NOT ENCRYPTED" in command("status", "--control", cluster.address["control"])
-        cluster.worker("w", "--plaintext", "--backend", "cpu")
+        cluster.worker("w", "--plaintext", "--backend", "scripted")
         assert cluster.result()["workers"].keys() == {"w"}
 
 
 def test_a_worker_that_was_told_not_to_use_tls(tmp_path):
     with Cluster(tmp_path, "--expect-workers", "1") as cluster:
-        plain = cluster.worker("plain", "--plaintext")
-        assert cluster.wait_for_exit(plain) == 78
-        assert "--plaintext" in last_line(plain)
+        plain = cluster.worker("plain", "--plaintext", "--retry-for", "1")
+        assert cluster.wait_for_exit(plain) == 69
+        assert "it may want TLS: then start this without --plaintext" in last_line(plain)
 
 
 def test_local_workers_need_nothing_and_no_argument_holds_a_token(tmp_path, own_home):
