@@ -1,4 +1,4 @@
-"""Strangers: how many there may be, from where, and what becomes of those who never say anything."""
+"""Strangers: how many there may be, from where, and what becomes of silent ones."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ async def test_members_take_no_stranger_s_place(tmp_path):
 
 @on_uvloop
 async def test_without_file_descriptors_it_waits_and_goes_on(monkeypatch):
-    """`accept` fails with EMFILE once: the listener rests for a while, and then takes the caller."""
+    """`accept` fails with EMFILE once: the listener rests, and then takes the caller."""
     seen = asyncio.Event()
     doorway = Doorway(lambda _: seen.set(), None)
     await doorway.open("--bind", "127.0.0.1", 0)

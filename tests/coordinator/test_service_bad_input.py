@@ -21,7 +21,7 @@ from protocol.messages import BlockGradientPayload, Message, NodeLoss, StepAppli
 from tests.cluster import Cluster
 from tests.event_loop import on_uvloop
 from tests.hostile_worker import HostileWorker, payload, zeros
-from tests.live_service import PATIENCE_S, LiveService, live_service, scripted_spec, undisturbed
+from tests.live_service import LiveService, live_service, scripted_spec, undisturbed
 from tests.message_samples import DIGEST, EXAMPLES, flat, frame
 from worker import actions as act
 from worker.client import Client

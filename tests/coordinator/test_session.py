@@ -11,8 +11,8 @@ from coordinator.credentials import Credentials
 from coordinator.join_check import JoinCheck
 from coordinator.session import Session
 from protocol import limits, messages
-from protocol.connection import Received
 from protocol.authentication import answer
+from protocol.connection import Received
 from protocol.errors import ExitCode, OutOfPlace
 from protocol.messages import Challenge, Message, Welcome
 from tests.event_loop import on_uvloop

@@ -116,7 +116,7 @@ def test_a_wrong_token_is_one_line_and_77(tmp_path, own_home):
         assert not cluster.every("worker_connected")
 
 
-def test_a_revoked_worker_ends_with_77(tmp_path, own_home):
+def test_a_revoked_worker_ends_with_77(tmp_path):
     with Cluster(tmp_path, "--expect-workers", "2") as cluster:
         token = command("token", "show")
         far = cluster.worker("far", environment=there(tmp_path, SAMESTEP_TOKEN=token))
