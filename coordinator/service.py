@@ -287,7 +287,7 @@ class Service:
         from_there = sum(session.host == host for session in self._joining)
         if (
             len(self._joining) >= limits.UNAUTHENTICATED_CONNECTIONS
-            or from_there >= limits.UNAUTHENTICATED_PER_ADDRESS_CONNECTIONS
+            or from_there >= limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS
         ):
             log.debug("connection_refused", peer=host, reason="too many are in the handshake")
             return None

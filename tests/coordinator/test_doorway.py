@@ -65,7 +65,7 @@ def leave(strangers: list[Stranger]) -> None:
 @on_uvloop
 async def test_one_address_has_eight_places_and_others_have_theirs(tmp_path, data):
     async with live_service(tmp_path, 1) as live:
-        most = limits.UNAUTHENTICATED_PER_ADDRESS_CONNECTIONS
+        most = limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS
         here = await crowd(live, most, "127.0.0.1", data)
         await inside(live, most)
         async with asyncio.timeout(limits.HANDSHAKE_TIMEOUT_MS / 1000 - 1):
@@ -84,7 +84,7 @@ async def test_all_addresses_together_have_64_places(tmp_path):
     async with live_service(tmp_path, 1) as live:
         most, each = (
             limits.UNAUTHENTICATED_CONNECTIONS,
-            limits.UNAUTHENTICATED_PER_ADDRESS_CONNECTIONS,
+            limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS,
         )
         strangers: list[Stranger] = []
         for number in range(most // each):
@@ -115,9 +115,9 @@ async def test_who_does_not_finish_the_tls_handshake_is_closed_in_time(tmp_path,
 @on_uvloop
 async def test_members_take_no_stranger_s_place(tmp_path):
     async with live_service(tmp_path, 1) as live:
-        for number in range(limits.UNAUTHENTICATED_PER_ADDRESS_CONNECTIONS + 2):
+        for number in range(limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS + 2):
             live.worker(f"w{number}")
-        for number in range(limits.UNAUTHENTICATED_PER_ADDRESS_CONNECTIONS + 2):
+        for number in range(limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS + 2):
             await live.wait_for("worker_connected", worker=f"w{number}")
         assert not live.service._joining
 
