@@ -25,6 +25,7 @@ from protocol.authentication import new_key
 from protocol.errors import UsageError
 from protocol.join_token import JoinToken
 from protocol.secret_file import (
+    give_to_owner,
     join_token_file,
     make_private,
     read_secret,
@@ -142,6 +143,7 @@ def _locked(directory: Path) -> Iterator[None]:
     make_private(directory)
     try:
         fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        give_to_owner(fd, directory)
     except OSError as error:
         raise UsageError(f"cannot use {str(directory)!r}: {error.strerror}") from None
     try:

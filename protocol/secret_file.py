@@ -74,6 +74,7 @@ def write_secret(path: Path, text: str) -> None:
         make_private(path.parent)
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "w", encoding="utf-8") as file:
+            give_to_owner(fd, path.parent)
             file.write(text)
             file.flush()
             os.fsync(fd)
@@ -81,6 +82,17 @@ def write_secret(path: Path, text: str) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise _unwritable(path, error) from None
+
+
+def give_to_owner(fd: int, directory: Path) -> None:
+    """A file that root writes for a service must be the service's: its user is the directory's.
+
+    Raises:
+        OSError: It cannot be given away.
+    """
+    if os.geteuid() == 0:
+        owner = directory.stat()
+        os.fchown(fd, owner.st_uid, owner.st_gid)
 
 
 def make_private(directory: Path) -> None:

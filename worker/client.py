@@ -157,7 +157,7 @@ class Client:
         try:
             channel = await self._connect()
         except OSError as error:
-            return error.strerror or str(error)
+            return error.strerror or str(error) or "the connection was reset"
         self._channel = channel
         self._session = Session(self._epochs)
         self._greet(channel)

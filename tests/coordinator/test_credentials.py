@@ -111,6 +111,16 @@ def test_there_is_an_end_to_keys(tmp_path, monkeypatch):
     assert credentials.enrol("a")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can write for another user")
+def test_what_root_changes_stays_the_service_s(tmp_path):
+    credentials = Credentials.open(tmp_path)
+    for path in (tmp_path / "coordinator", *files(tmp_path)):
+        os.chown(path, 65_534, 65_534)
+    credentials.rotate(everyone=True)
+    credentials.enrol("w")
+    assert {path.stat().st_uid for path in files(tmp_path)} == {65_534}
+
+
 @pytest.mark.parametrize(
     ("environment", "home"),
     [
