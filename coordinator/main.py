@@ -125,7 +125,8 @@ def _queue(options: Options, service: Service, console: Console) -> bool:
     if RunDirectory(directory).run_file.exists():
         if service.take_up(directory, options.spec) is not None:
             return True
-        console.print(Text(f"the run in {str(directory)!r} has finished; nothing is to be done"))
+        told = f"the run in {str(directory)!r} has finished; nothing is to be done"
+        console.print(Text(told), soft_wrap=True)
         return False
     if options.spec is not None:
         service.submit(options.spec, directory, index_blobs(options.spec))
