@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from coordinator.blob_index import find_blobs
 from coordinator.control_guard import Guard, Handler
-from coordinator.doorway import bind_failure, require_loopback
+from coordinator.listening import bind_failure, require_loopback
 from coordinator.metrics import ServiceMetrics
 from coordinator.phase import RunPhase
 from coordinator.service import Service

@@ -8,14 +8,12 @@ that it came from is known before anything is read from it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
-import ipaddress
 import socket
 import ssl
 from collections.abc import Callable
 from typing import Final
 
+from coordinator.listening import bind_failure
 from protocol import limits
 from protocol.errors import UsageError
 from protocol.transport import Channel
@@ -115,30 +113,3 @@ class Doorway:
         except asyncio.CancelledError:
             channel.connection_lost(None)
             raise
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to it."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
-
-
-def require_loopback(host: str, option: str) -> None:
-    """What speaks plain HTTP is for this machine only.
-
-    Raises:
-        UsageError: The host is no loopback address.
-    """
-    if not is_loopback(host):
-        raise UsageError(
-            f"{option}: expected a loopback address such as 127.0.0.1, got {host!r}: it is not "
-            "encrypted; from another machine use a tunnel: ssh -N -L 9001:127.0.0.1:9001 HOST"
-        )
-
-
-def bind_failure(option: str, host: str, port: int, error: OSError) -> str:
-    """One line for a port that cannot be bound."""
-    if error.errno == errno.EADDRINUSE:
-        return f"{option} {host}:{port} is in use; stop what uses it or choose another port"
-    return f"{option} {host}:{port} cannot be bound: {error.strerror or error}"

@@ -28,7 +28,7 @@ from coordinator.chronicle import Chronicle
 from coordinator.followers import Followers
 from coordinator.journal_records import Checkpointed, Commanded, Fault
 from coordinator.listener import Listener
-from coordinator.log_records import ChunkPlace
+from coordinator.log_records import place_of
 from coordinator.recovery import Recovery
 from coordinator.reduction import Array
 from coordinator.replica_keeper import Applied, ReplicaKeeper
@@ -45,6 +45,7 @@ from protocol.errors import (
     RunFailed,
     SamestepError,
     StorageFailed,
+    text_of,
 )
 from protocol.messages import (
     AveragedGradient,
@@ -74,6 +75,7 @@ class Execution:
         applied: Where the coordinator's replica is.
         outcome: How the run ended, once it has.
         result: What `result.json` holds, once written.
+        superseded: Whether another coordinator has the directory now.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Execution:
         self.outcome: Finish | None = None
         self.result: dict[str, object] = {}
         self.model_directory: Path | None = None
+        self.superseded = False
         self.started_s: float | None = None
         self._sessions = sessions
         self._watcher = watcher
@@ -158,6 +161,7 @@ class Execution:
         if isinstance(error, StorageFailed):
             self._handle(lambda: self.run.storage_failed(str(error)))
         else:
+            self.superseded = True
             self.give_up(str(error))
 
     def _handle(self, event: Callable[[], Sequence[Action]]) -> None:
@@ -173,9 +177,8 @@ class Execution:
         if isinstance(error, StorageFailed | RunFailed):
             self.storage_failed(error)
             return
-        told = str(error) if isinstance(error, SamestepError) else f"internal error: {error!r}"
-        self._watcher.reported("internal_error", {"error": told})
-        self._do(self.run.give_up(told))
+        self._watcher.reported("internal_error", {"error": text_of(error)})
+        self._do(self.run.give_up(text_of(error)))
 
     # Actions.
 
@@ -192,10 +195,10 @@ class Execution:
                 case ApplyStep():
                     self._spawn(self._apply(action))
                 case Follow():
-                    self._follow(action.worker, action.step)
+                    if (session := self._sessions.get(action.worker)) is not None:
+                        self._followers.join(session, action.step)
                 case Seed():
-                    # Until it has the state no commit may reach it: taken with a wrong state, one
-                    # would be answered with another odd digest.
+                    # Until it has the state no commit may reach it: its answer would be odd again.
                     self._followers.discard(action.worker)
                     self._spawn(self._seed(action.worker))
                 case Replay():
@@ -224,10 +227,7 @@ class Execution:
         self._followers.broadcast(message, values)
         if isinstance(message, AveragedGradient):
             assert values is not None
-            place = ChunkPlace(
-                message.epoch, message.step, message.attempt, message.block, message.chunk
-            )
-            self._storage.append(place, values)
+            self._storage.append(place_of(message), values)
         if self._tracer is not None:
             self._tracer.instant(f"send {type(message).__name__}", "coordinator")
 
@@ -247,8 +247,7 @@ class Execution:
             self.started_s = time.monotonic()
         if action.event == "evaluated":
             self._storage.keep_metrics(self.run.step, self.run.metrics)
-        fields = {"run_id": self.run.run_id, **action.fields}
-        self._watcher.reported(action.event, fields)
+        self._watcher.reported(action.event, {"run_id": self.run.run_id, **action.fields})
 
     def _dismiss(self, action: Dismiss) -> None:
         self._followers.discard(action.worker)
@@ -284,11 +283,6 @@ class Execution:
         self._storage.record([record])
         self._watcher.reported("checkpoint", {"run_id": self.run.run_id, "step": step})
         self._do(self.run.checkpointed(step))
-
-    def _follow(self, worker: str, step: int) -> None:
-        session = self._sessions.get(worker)
-        if session is not None:
-            self._followers.join(session, step)
 
     async def _seed(self, worker: str) -> None:
         """Send a joiner the state and what was broadcast since; no running worker is disturbed."""
@@ -355,8 +349,7 @@ class Execution:
         try:
             await self._write(action, ended_s)
         except Exception as error:  # noqa: BLE001 -- whatever it is, the run has to end
-            told = error.strerror if isinstance(error, OSError) else repr(error)
-            reason = f"cannot write the result to {str(self.directory)!r}: {told}"
+            reason = f"the run is done, but its result is not written: {text_of(error)}"
             self.outcome = Finish("failed", reason, ExitCode.FAILED)
         if self.outcome.outcome == "failed":
             fault = Fault(
@@ -369,11 +362,15 @@ class Execution:
             for member in self.run.members:
                 self._send(Send(member.name, message))
         finally:
-            self._followers.clear()
-            if self._keeper is not None:
-                self._keeper.close()
-            await self._storage.close()
+            await self.close()
             self._watcher.ended(self)
+
+    async def close(self) -> None:
+        """Let go of files and threads; a run that goes on can be resumed."""
+        self._followers.clear()
+        if self._keeper is not None:
+            self._keeper.close()
+        await self._storage.close()
 
     async def _write(self, action: Finish, ended_s: float) -> None:
         if self._keeper is None or self.applied is None or action.outcome == "failed":

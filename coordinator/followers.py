@@ -16,6 +16,7 @@ class Followers:
 
     Attributes:
         since: Everything broadcast for this step and later ones is kept for joiners.
+        over: Whether the run is over: nobody is to get anything of it any more.
 
     Args:
         sessions: Members by name; others' names are passed over.
@@ -24,6 +25,7 @@ class Followers:
 
     def __init__(self, sessions: Mapping[str, Session], since: int = 0) -> None:
         self.since = since
+        self.over = False
         self._sessions = sessions
         self._names: set[str] = set()
         self._tail: deque[tuple[int, Encoded]] = deque()
@@ -60,5 +62,6 @@ class Followers:
         self._names.add(session.name)
 
     def clear(self) -> None:
-        """Let go of everything kept."""
+        """The run is over: let go of everything kept."""
+        self.over = True
         self._tail.clear()

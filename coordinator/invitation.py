@@ -12,7 +12,7 @@ import socket
 from collections.abc import Iterator
 
 from coordinator.credentials import Credentials
-from coordinator.doorway import is_loopback
+from coordinator.listening import is_loopback
 
 
 def invitation(

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from protocol import limits
-from protocol.messages import Commit, Digest, Number, Small
+from protocol.messages import AveragedGradient, Commit, Digest, Number, Small
 
 Array = NDArray[np.float32]
 
@@ -102,6 +102,11 @@ class ChunkPlace(NamedTuple):
     attempt: int
     block: int
     chunk: int
+
+
+def place_of(message: AveragedGradient) -> ChunkPlace:
+    """Where a chunk that is broadcast belongs."""
+    return ChunkPlace(message.epoch, message.step, message.attempt, message.block, message.chunk)
 
 
 class Head(NamedTuple):

@@ -31,9 +31,11 @@ async def write_result(
 
     Raises:
         StorageFailed: The disk refuses.
+        RunFailed: The directory has another coordinator now; nothing of it is written over.
     """
     assert run.manifest is not None
     path = storage.directory.path
+    await storage.check()
     model = await asyncio.to_thread(write_model, path, run.manifest, replica)
     digest = replica.weights_digest()
     record = Ended(

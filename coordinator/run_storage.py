@@ -266,6 +266,15 @@ class RunStorage:
         self._unsynced = False
         self._opened_journal().sync()
 
+    async def check(self) -> None:
+        """See that the directory is still ours.
+
+        Raises:
+            StorageFailed: It is not there.
+            RunFailed: It has another coordinator now.
+        """
+        await asyncio.to_thread(self._guard)
+
     # Threads.
 
     async def close(self) -> None:

@@ -108,14 +108,20 @@ class Service:
     async def stop(self) -> None:
         """Say goodbye to everyone and close."""
         self.listeners.clear()
+        # Whoever has taken over will want these workers.
+        superseded = self.finished is not None and self.finished.superseded
         for session in list(self._joining):
             session.channel.abort("the coordinator ends")
         for session in list(self.sessions.values()):
-            session.channel.goodbye("the coordinator ends", retry=False, exit_code=0)
+            session.channel.goodbye("the coordinator ends", retry=superseded, exit_code=0)
         if self._doorway is not None:
             self._doorway.close()
         for task in self._ticking:
             task.cancel()
+        if self.current is not None:
+            await self.current.close()
+        for accepted in (self._running, *self.waiting):
+            self._release(accepted.claim if accepted is not None else None)
         if self._claim is not None:
             self._claim.release()
             self._claim = None
@@ -194,8 +200,8 @@ class Service:
         self.waiting.append(accepted)
         self._start_next()
 
-    def _release(self, claim: Claim) -> None:
-        if claim is not self._claim:
+    def _release(self, claim: Claim | None) -> None:
+        if claim is not None and claim is not self._claim:
             claim.release()
 
     def drain(self) -> None:
@@ -347,8 +353,9 @@ class Service:
         """A run is over; see `execution.Watcher`."""
         assert execution.outcome is not None
         self.finished, self.current = execution, None
-        assert self._running is not None
-        self._release(self._running.claim)
+        if self._running is not None:
+            self._release(self._running.claim)
+            self._running = None
         outcome = execution.outcome
         fields = {"run_id": execution.run.run_id, "outcome": outcome.outcome}
         self.reported("run_ended", {**fields, "reason": outcome.reason})

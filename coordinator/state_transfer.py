@@ -68,7 +68,7 @@ async def send_missed(
         SamestepError: The log cannot be read.
     """
     step, known = missed.step, missed.state_digest
-    while step < followers.since and not channel.closed:
+    while step < followers.since and not (channel.closed or followers.over):
         row = await storage.logged(step)
         if not row or known not in (None, row[0].record.state_before):
             return None
@@ -77,6 +77,8 @@ async def send_missed(
             averages = await storage.averages(logged)
             if averages is None and logged.record.commit.scalars is not None:
                 return None
+            if followers.over:
+                return step  # the worker is in the next run already
             _send_step(channel, manifest, epoch, logged, averages)
             step += 1
     return step

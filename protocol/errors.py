@@ -189,3 +189,8 @@ def error_for(exit_code: int, text: str) -> SamestepError:
         ExitCode.MISMATCH: Mismatch,
     }
     return kinds.get(exit_code, RunFailed)(text)
+
+
+def text_of(error: BaseException) -> str:
+    """What to tell people: anything but an error of ours is a fault in the program."""
+    return str(error) if isinstance(error, SamestepError) else f"internal error: {error!r}"

@@ -23,7 +23,7 @@ from coordinator.control_client import control_token
 
 ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "deploy" / "runs"
-PATIENCE_S = 100.0
+PATIENCE_S = 200.0
 
 
 class Cluster:

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -223,7 +224,9 @@ class _Campaign:
         for worker in self._workers.values():
             assert worker.code is None, f"{worker.name} has ended: {worker.words()}"
         for worker in self._leaving:
-            assert worker.code in (None, 0), f"{worker.name} left with {worker.code}"
+            # One that has said nothing yet was told before Python could listen.
+            well = (None, 0) if worker.words() else (None, 0, -signal.SIGTERM)
+            assert worker.code in well, f"{worker.name} left with {worker.code}"
         self._leaving = [worker for worker in self._leaving if worker.code is None]
 
     def _sum_up(self, end_s: float) -> None:

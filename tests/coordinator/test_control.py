@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.control import ControlPort
 from coordinator.control_client import request
-from coordinator.doorway import require_loopback
+from coordinator.listening import require_loopback
 from coordinator.service import Service, Settings
 from protocol.errors import ExitCode, Unreachable, UsageError
 from tests.event_loop import on_uvloop

@@ -171,3 +171,7 @@ async def test_a_coordinator_that_has_lost_its_directory_ends_and_commits_nothin
         ended = await live.wait_for("run_ended")
         assert ended["outcome"] == "failed"
         assert "has another coordinator now, of epoch 99" in ended["reason"]
+        # Its workers are not sent home when it ends: the other one will want them.
+        assert live.service.finished is not None
+        assert live.service.finished.superseded
+        assert not (directory_of(live, run_id) / "result.json").exists()

@@ -8,7 +8,8 @@ import socket
 
 import pytest
 
-from coordinator.doorway import Doorway, is_loopback
+from coordinator.doorway import Doorway
+from coordinator.listening import is_loopback
 from protocol import limits
 from tests.event_loop import on_uvloop
 from tests.hostile_worker import HostileWorker

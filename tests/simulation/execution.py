@@ -95,6 +95,7 @@ class SimulatedExecution:
         self._lost: dict[tuple[int, int], SamestepError] = {}
         self._terms: Terms | None = None
         self._speculated = False
+        self._over = False
         if found is not None:
             self._take_up(found)
 
@@ -407,6 +408,8 @@ class SimulatedExecution:
     def _send_logged(
         self, action: Replay, link: Link, step: int, row: list[tuple[CommitRecord, Averages]]
     ) -> None:
+        if self._over:
+            return
         record, averages = row.pop(0)
         commit = record.commit
         if averages is None and commit.scalars is not None:
@@ -467,6 +470,7 @@ class SimulatedExecution:
             known = self.run.has_state
             self.ledger.ended(self.outcome, self._replica if known else None, self.run.losses)
         # Else the journal's guard makes it fail.
+        self._over = True
         message = EndRun(run_id=self.run.run_id, reason=self.outcome.reason[:400])
         for member in self.run.members:
             self._send(member.name, message)

@@ -1,0 +1,62 @@
+"""A service that starts where another has ended takes up the runs that are not finished."""
+
+import pytest
+
+from coordinator.accepted_run import unfinished_runs
+from coordinator.audit import audit
+from protocol.errors import Mismatch, UsageError
+from tests.live_service import live_service, scripted_spec, undisturbed
+
+SPEC = scripted_spec(steps=30, checkpoint={"every": 10})
+
+
+async def interrupted(directory, *specs):
+    """A service that is stopped while its first run goes on; the ids of its runs."""
+    async with live_service(directory, 1) as live:
+        ids = [live.service.submit(spec) for spec in specs]
+        live.worker("w0")
+        await live.wait_for("committed", step=12)
+    return ids
+
+
+async def test_unfinished_runs_go_on_in_their_order(tmp_path):
+    second = scripted_spec(steps=5, seed=8)
+    reference = await undisturbed(tmp_path / "alone", SPEC)
+    ids = await interrupted(tmp_path / "runs", SPEC, second)
+    async with live_service(tmp_path / "runs", 1) as live:
+        found = unfinished_runs(tmp_path / "runs")
+        assert [path.name for path in found] == ids
+        assert [live.service.take_up(path) for path in found] == ids
+        live.worker("w0")
+        result = await live.result(ids[0])
+        assert result["weights_digest"] == reference["weights_digest"]
+        assert result["losses"] == reference["losses"]
+        assert (await live.result(ids[1]))["steps"] == 5
+    assert unfinished_runs(tmp_path / "runs") == []
+    assert all(audit(tmp_path / "runs" / run_id).ok for run_id in ids)
+
+
+async def test_a_finished_run_is_not_taken_up(tmp_path):
+    async with live_service(tmp_path, 1) as live:
+        run_id = live.service.submit(SPEC)
+        live.worker("w0")
+        await live.result(run_id)
+        assert live.service.take_up(tmp_path / run_id) is None
+        with pytest.raises(UsageError, match="holds a run already"):
+            live.service.submit(SPEC, tmp_path / run_id)
+
+
+async def test_another_run_spec_is_refused_and_the_directory_let_go(tmp_path):
+    (run_id,) = await interrupted(tmp_path, SPEC)
+    async with live_service(tmp_path, 1) as live:
+        with pytest.raises(Mismatch, match="of another run spec"):
+            live.service.take_up(tmp_path / run_id, scripted_spec(steps=31))
+        assert live.service.take_up(tmp_path / run_id, SPEC) == run_id
+
+
+async def test_a_directory_in_use_is_refused(tmp_path):
+    async with live_service(tmp_path, 1) as first:
+        first.service.submit(SPEC)
+        second = live_service(tmp_path, 1)
+        with pytest.raises(UsageError, match="in use by another coordinator"):
+            await second.__aenter__()
