@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from benchmarks.timeline import Timeline, read_trace
+from coordinator.control_client import control_token
 from protocol.trace import now_us
 
 _START_TIMEOUT_S: Final = 30.0
@@ -141,7 +142,12 @@ class Cluster:
     def _ask(self, path: str, document: dict[str, Any] | None = None) -> dict[str, Any]:
         data = None if document is None else json.dumps(document).encode()
         request = urllib.request.Request(
-            f"http://{self._control}{path}", data, {"Content-Type": "application/json"}
+            f"http://{self._control}{path}",
+            data,
+            {
+                "Content-Type": "application/json",
+                "Authorization": f"Bearer {control_token(self._control)}",
+            },
         )
         with urllib.request.urlopen(request, timeout=10) as response:  # noqa: S310 -- as above
             answer: dict[str, Any] = json.load(response)

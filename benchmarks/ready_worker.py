@@ -19,11 +19,11 @@ from backends.interface import Batch, BlockGradient, Loss, Program, Trainable
 from backends.scripted import ScriptedBackend, ScriptedProgram
 from backends.stream import GradientStream
 from protocol.allocator import keep_freed_memory
-from protocol.authentication import LoopbackOnly
 from protocol.errors import ExitCode
 from protocol.run_spec import RunSpec
 from protocol.trace import Tracer
 from worker.client import Client, Target
+from worker.credentials import Credentials
 from worker.tasks.base import Task
 from worker.tasks.scripted import Scripted
 
@@ -75,7 +75,7 @@ async def serve(address: str, name: str, quiet_ms: float, trace: Path) -> ExitCo
     host, _, port = address.rpartition(":")
     target = Target(host, int(port), name, "scripted", 10.0)
     with Tracer(trace, name) as tracer:
-        client = Client(target, ReadyDevice(quiet_ms), LoopbackOnly(), lambda _: None, tracer)
+        client = Client(target, ReadyDevice(quiet_ms), Credentials(), lambda _: None, tracer)
         return await client.serve()
 
 

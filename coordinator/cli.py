@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from coordinator import token_cli
 from protocol import __version__
 from protocol.address import parse_address, parse_device_numbers
 from protocol.errors import ExitCode, RunSpecError, SamestepError, UsageError
@@ -29,6 +30,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Hands out the work of each step, sums what comes back, and commits the same step to all.",
 )
+
+app.add_typer(token_cli.app, name="token")
 
 Control = Annotated[
     str,
@@ -50,6 +53,9 @@ ExpectWorkers = Annotated[
 ]
 Bind = Annotated[
     str, typer.Option(envvar="SAMESTEP_BIND", help="Address for workers; port 0: any free one.")
+]
+Plaintext = Annotated[
+    bool, typer.Option("--plaintext", help="No TLS: whoever is in between can read and change all.")
 ]
 Out = Annotated[
     Path | None,
@@ -91,6 +97,7 @@ def serve(
     context: typer.Context,
     expect_workers: ExpectWorkers = None,
     bind: Bind = DEFAULT_BIND,
+    plaintext: Plaintext = False,
     control: Control = DEFAULT_CONTROL,
     out: Out = None,
     resume: Resume = False,
@@ -119,6 +126,7 @@ def serve(
     options = Options(
         bind=parse_address(bind, "--bind"),
         control=parse_address(control, "--control"),
+        plaintext=plaintext,
         expect_workers=_expected(expect_workers, local_workers, resume=resume),
         out=out,
         resume=resume,

@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from importlib import resources
 from typing import Any, Final, TypeVar
@@ -16,6 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from coordinator.blob_index import find_blobs
+from coordinator.control_guard import Guard, Handler
 from coordinator.listening import bind_failure, require_loopback
 from coordinator.metrics import ServiceMetrics
 from coordinator.phase import RunPhase
@@ -55,6 +56,7 @@ class ControlPort:
         self._readers: set[asyncio.Queue[str]] = set()
         self._runner: web.AppRunner | None = None
         self._metrics = ServiceMetrics(service)
+        self.guard = Guard()
         self.address = ("", 0)
 
     async def start(self, host: str, port: int) -> None:
@@ -64,13 +66,13 @@ class ControlPort:
             UsageError: The address is taken, or open to other machines.
         """
         require_loopback(host, "--control")
-        app = web.Application(client_max_size=limits.RUN_SPEC_BYTES, middlewares=[_errors_as_json])
-        app.router.add_get("/", self._dashboard)
-        app.router.add_get("/healthz", self._healthz)
-        app.router.add_get("/readyz", self._readyz)
-        app.router.add_get("/status", self._status)
-        app.router.add_get("/metrics", self._metrics_page)
-        app.router.add_get("/events", self._events)
+        app = web.Application(client_max_size=limits.RUN_SPEC_BYTES, middlewares=[self._answer])
+        app.router.add_get("/", self._dashboard, allow_head=False)
+        app.router.add_get("/healthz", self._healthz, allow_head=False)
+        app.router.add_get("/readyz", self._readyz, allow_head=False)
+        app.router.add_get("/status", self._status, allow_head=False)
+        app.router.add_get("/metrics", self._metrics_page, allow_head=False)
+        app.router.add_get("/events", self._events, allow_head=False)
         app.router.add_post("/submit", self._submit)
         app.router.add_post("/halt", self._halt)
         app.router.add_post("/continue", self._continue)
@@ -84,6 +86,7 @@ class ControlPort:
         except OSError as error:
             raise UsageError(bind_failure("--control", host, port, error)) from None
         self.address = self._runner.addresses[0][:2]
+        self.guard.listens_at(*self.address)
 
     async def stop(self) -> None:
         """Close the port and every event stream."""
@@ -91,6 +94,7 @@ class ControlPort:
             _offer(queue, "")
         if self._runner is not None:
             await self._runner.cleanup()
+        self.guard.close()
 
     def reported(self, event: str, fields: Mapping[str, object]) -> None:
         """Pass a report on to every reader; see `service.Listener`."""
@@ -102,6 +106,10 @@ class ControlPort:
                 self._readers.discard(queue)
                 queue.get_nowait()
                 _offer(queue, "")  # ends the stream once what waits is written
+
+    @web.middleware
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        return self.guard.refusal(request) or await _errors_as_json(request, handler)
 
     async def _dashboard(self, request: web.Request) -> web.Response:
         del request
@@ -210,13 +218,7 @@ def _offer(queue: asyncio.Queue[str], line: str) -> bool:
     return True
 
 
-@web.middleware
-async def _errors_as_json(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    origin = request.headers.get("Origin")
-    if origin is not None and origin != f"http://{request.host}":
-        return web.json_response({"error": f"expected no other site, got {origin}"}, status=403)
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except SamestepError as error:

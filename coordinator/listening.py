@@ -1,27 +1,31 @@
-"""Where the coordinator may listen, and what to say when it cannot."""
+"""Where the coordinator may listen, and what it says where it cannot."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 
 from protocol.errors import UsageError
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to it."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
 def require_loopback(host: str, option: str) -> None:
-    """Until there is authentication, only this machine may connect.
+    """What speaks plain HTTP is for this machine only.
 
     Raises:
         UsageError: The host is no loopback address.
     """
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
+    if not is_loopback(host):
         raise UsageError(
-            f"{option}: expected a loopback address such as 127.0.0.1, got {host!r}: "
-            "this version has no authentication yet, so it does not listen to other machines"
+            f"{option}: expected a loopback address such as 127.0.0.1, got {host!r}: it is not "
+            "encrypted; from another machine use a tunnel: ssh -N -L 9001:127.0.0.1:9001 HOST"
         )
 
 

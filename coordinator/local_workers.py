@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import sys
+from pathlib import Path
 from typing import Final
 
 _END_TIMEOUT_S: Final = 10.0
@@ -18,10 +19,24 @@ class LocalWorkers:
         address: Where the coordinator listens.
         backend: Of each worker.
         devices: Device numbers, dealt out in turn; none for each backend's first device.
+        token_file: What they join with: they are told where it is, not what it holds.
+        plaintext: Without TLS.
     """
 
-    def __init__(self, address: tuple[str, int], backend: str, devices: tuple[int, ...]) -> None:
-        self._address = f"{address[0]}:{address[1]}"
+    def __init__(
+        self,
+        address: tuple[str, int],
+        backend: str,
+        devices: tuple[int, ...],
+        token_file: Path,
+        *,
+        plaintext: bool = False,
+    ) -> None:
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address[0], address[0])  # noqa: S104
+        self._address = f"{host}:{address[1]}"
+        self._options = ["--plaintext"] if plaintext else []
+        self._environment = {**os.environ, "SAMESTEP_TOKEN_FILE": str(token_file)}
+        self._environment.pop("SAMESTEP_TOKEN", None)
         self._backend = backend
         self._devices = devices or (0,)
         self._processes: list[asyncio.subprocess.Process] = []
@@ -33,7 +48,7 @@ class LocalWorkers:
                 sys.executable, "-m", "worker", "--coordinator", self._address,
                 "--name", f"local-{index}", "--quiet", "--backend", self._backend,
                 "--gpus", str(self._devices[index % len(self._devices)]),
-                stdin=asyncio.subprocess.DEVNULL, env=dict(os.environ),
+                *self._options, stdin=asyncio.subprocess.DEVNULL, env=self._environment,
             )  # fmt: skip
             self._processes.append(process)
 

@@ -19,6 +19,7 @@ from coordinator.artifacts import write_json
 from coordinator.blob_index import index_blobs
 from coordinator.console import ProgressConsole, print_outcome
 from coordinator.control import ControlPort
+from coordinator.invitation import invitation, status_line
 from coordinator.local_workers import LocalWorkers
 from coordinator.run_directory import RunDirectory
 from coordinator.service import Service, Settings
@@ -35,6 +36,7 @@ class Options:
 
     bind: tuple[str, int]
     control: tuple[str, int]
+    plaintext: bool
     expect_workers: int
     out: Path | None
     spec: RunSpec | None
@@ -71,6 +73,7 @@ async def _serve(options: Options) -> int:
             directory=directory,
             once=options.spec is not None or alone,
             trace=options.trace,
+            plaintext=options.plaintext,
         )
     )
     control = ControlPort(service)
@@ -82,7 +85,13 @@ async def _serve(options: Options) -> int:
     await service.start()
     await control.start(*options.control)
     _announce(options, service, control, console)
-    local = LocalWorkers(service.address, options.local_backend, options.local_devices)
+    local = LocalWorkers(
+        service.address,
+        options.local_backend,
+        options.local_devices,
+        service.credentials.token_file,
+        plaintext=options.plaintext,
+    )
     _end_on_signals(service)
     ticking = asyncio.create_task(_tick(progress))
     try:
@@ -116,7 +125,8 @@ def _queue(options: Options, service: Service, console: Console) -> bool:
     if RunDirectory(directory).run_file.exists():
         if service.take_up(directory, options.spec) is not None:
             return True
-        console.print(Text(f"the run in {str(directory)!r} has finished; nothing is to be done"))
+        told = f"the run in {str(directory)!r} has finished; nothing is to be done"
+        console.print(Text(told), soft_wrap=True)
         return False
     if options.spec is not None:
         service.submit(options.spec, directory, index_blobs(options.spec))
@@ -179,10 +189,14 @@ def _announce(options: Options, service: Service, control: ControlPort, console:
             write_json(options.address_file, {"data": data, "control": page})
         except StorageFailed as error:
             raise UsageError(f"--address-file: {error}") from None
-    for line in (
-        f"listening for workers: worker --coordinator {data}",
-        f"status: coordinator status --control {page}   (page: http://{page}/)",
-    ):
+    lines = invitation(
+        service.credentials,
+        service.address,
+        plaintext=options.plaintext,
+        to_terminal=console.is_terminal,
+    )
+    token = control.guard.token
+    for line in (*lines, status_line(control.address, token, to_terminal=console.is_terminal)):
         console.print(Text(line), soft_wrap=True)
 
 

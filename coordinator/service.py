@@ -16,14 +16,15 @@ from coordinator.accepted_run import AcceptedRun, begin_run, find_run
 from coordinator.blob_index import BlobIndex
 from coordinator.blob_server import BlobServer
 from coordinator.claim import Claim
+from coordinator.credentials import Credentials
+from coordinator.doorway import Doorway
 from coordinator.execution import Execution
+from coordinator.join_check import JoinCheck
 from coordinator.listener import Listener
-from coordinator.listening import bind_failure, require_loopback
 from coordinator.run import Run
 from coordinator.run_storage import RunStorage
 from coordinator.session import Session
 from protocol import limits
-from protocol.authentication import LoopbackOnly
 from protocol.connection import Connection, Received
 from protocol.errors import ExitCode, OutOfPlace, SamestepError, UsageError
 from protocol.messages import BlobRequest, Drain, Heartbeat, Message, Welcome
@@ -43,6 +44,7 @@ class Settings:
         expect_workers: How many must be ready before a run starts.
         directory: Where runs are kept: each in a directory below, or the one run right there.
         once: End after the first run.
+        plaintext: Without TLS: members still prove themselves, but all can be read and changed.
     """
 
     bind: tuple[str, int]
@@ -50,6 +52,7 @@ class Settings:
     directory: Path
     once: bool
     trace: Path | None = None
+    plaintext: bool = False
 
 
 class Service:
@@ -60,7 +63,10 @@ class Service:
         current: The run in progress.
         finished: The last run that ended.
         over: Set when the service is to end.
+        credentials: What it proves itself with, once it has started.
     """
+
+    credentials: Credentials
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -74,7 +80,7 @@ class Service:
         self.started_s = time.monotonic()
         self.listeners: list[Listener] = []
         self._joining: set[Session] = set()
-        self._server: asyncio.Server | None = None
+        self._doorway: Doorway | None = None
         self._ticking: list[asyncio.Task[None]] = []
         self._claim: Claim | None = None
         self._running: AcceptedRun | None = None
@@ -87,17 +93,16 @@ class Service:
 
         Raises:
             UsageError: The directory is another coordinator's, or cannot be used; the address is
-                taken or not this machine's, or is open to others.
+                taken or not this machine's; there are no credentials and none can be made.
         """
-        host, port = self.settings.bind
-        require_loopback(host, "--bind")
+        self.credentials = Credentials.open()
         self.claim()
         loop = asyncio.get_running_loop()
-        try:
-            self._server = await loop.create_server(self._connection, host, port)
-        except OSError as error:
-            raise UsageError(bind_failure("--bind", host, port, error)) from None
-        self.address = self._server.sockets[0].getsockname()[:2]
+        plaintext = self.settings.plaintext
+        context = None if plaintext else self.credentials.server_context()
+        self._doorway = Doorway(self._connection, context)
+        await self._doorway.open("--bind", *self.settings.bind)
+        self.address = self._doorway.address
         self._ticking = [loop.create_task(self._beat()), loop.create_task(self._tick())]
 
     async def stop(self) -> None:
@@ -109,8 +114,8 @@ class Service:
             session.channel.abort("the coordinator ends")
         for session in list(self.sessions.values()):
             session.channel.goodbye("the coordinator ends", retry=superseded, exit_code=0)
-        if self._server is not None:
-            self._server.close()
+        if self._doorway is not None:
+            self._doorway.close()
         for task in self._ticking:
             task.cancel()
         if self.current is not None:
@@ -238,6 +243,7 @@ class Service:
             epoch=self._claim.epoch,
             heartbeat_interval_ms=limits.HEARTBEAT_INTERVAL_MS,
             liveness_timeout_ms=limits.LIVENESS_TIMEOUT_MS,
+            key=session.check.new_key(),
         )
 
     def joined(self, session: Session) -> None:
@@ -282,13 +288,20 @@ class Service:
         if self.current is not None:
             self.current.lost(session, reason)
 
-    def _connection(self) -> Channel:
-        session = Session(self, LoopbackOnly())
+    def _connection(self, address: tuple[str, int]) -> Channel | None:
+        host = address[0]
+        from_there = sum(session.host == host for session in self._joining)
+        if (
+            len(self._joining) >= limits.UNAUTHENTICATED_CONNECTIONS
+            or from_there >= limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS
+        ):
+            log.debug("connection_refused", peer=host, reason="too many are in the handshake")
+            return None
+        check = JoinCheck(self.credentials, encrypted=not self.settings.plaintext)
+        session = Session(self, check, host)
         channel = Channel(Connection("coordinator"), session, time.monotonic)
+        channel.peer = f"{host}:{address[1]}"
         session.start(channel)
-        if len(self._joining) >= limits.UNAUTHENTICATED_CONNECTIONS:
-            loop = asyncio.get_running_loop()
-            loop.call_soon(channel.abort, "too many connections are in the handshake")
         self._joining.add(session)
         return channel
 
@@ -373,5 +386,8 @@ class Service:
                 silent_s = time.monotonic() - session.channel.last_received_s
                 if silent_s * 1000 > limits.LIVENESS_TIMEOUT_MS:
                     session.channel.abort(f"silent for {silent_s:.0f} s")
+                elif session.check.revoked:
+                    reason = f"the key of {session.check.name!r} was revoked"
+                    session.channel.goodbye(reason, retry=False, exit_code=ExitCode.NOT_AUTHORISED)
                 else:
                     session.channel.send(Heartbeat())

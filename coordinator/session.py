@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
+from coordinator.join_check import JoinCheck
 from protocol import limits
-from protocol.authentication import Authenticator
 from protocol.connection import Received
 from protocol.errors import ExitCode, NotAuthorised, OutOfPlace, ProtocolError
-from protocol.messages import Challenge, Goodbye, Heartbeat, Hello, Message, Proof, Welcome
+from protocol.messages import Goodbye, Heartbeat, Hello, Message, Proof, Welcome
 from protocol.transport import Channel
 
 
@@ -35,20 +35,22 @@ class Session:
     Attributes:
         name: The worker's name, unique among members; empty before.
         hello: What it said of itself.
+        host: Where it comes from.
+        check: What it had to prove.
         saying_goodbye: Why it leaves, if it said so.
         failed: Whether it leaves because its device failed.
     """
 
     channel: Channel
 
-    def __init__(self, owner: SessionOwner, authenticator: Authenticator) -> None:
+    def __init__(self, owner: SessionOwner, check: JoinCheck, host: str = "") -> None:
         self.name = ""
+        self.host = host
+        self.check = check
         self.hello: Hello | None = None
         self.saying_goodbye = ""
         self.failed = False
         self._owner = owner
-        self._authenticator = authenticator
-        self._challenge: Challenge | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, channel: Channel) -> None:
@@ -64,9 +66,7 @@ class Session:
         message = received.message
         match message:
             case Hello():
-                self.hello = message
-                self._challenge = self._authenticator.challenge(message)
-                channel.send(self._challenge)
+                self._challenge(channel, message)
             case Proof():
                 self._verify(channel, message)
             case Heartbeat():
@@ -86,10 +86,16 @@ class Session:
             self._timer.cancel()
         self._owner.left(self, self.saying_goodbye or reason)
 
-    def _verify(self, channel: Channel, proof: Proof) -> None:
-        assert self._challenge is not None
+    def _challenge(self, channel: Channel, hello: Hello) -> None:
+        self.hello = hello
         try:
-            self._authenticator.verify(self._challenge, proof)
+            channel.send(self.check.challenge(hello))
+        except NotAuthorised as error:
+            channel.goodbye(str(error), retry=False, exit_code=error.exit_code)
+
+    def _verify(self, channel: Channel, proof: Proof) -> None:
+        try:
+            self.check.verify(proof)
         except NotAuthorised as error:
             channel.goodbye(str(error), retry=False, exit_code=error.exit_code)
             return

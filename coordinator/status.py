@@ -31,6 +31,7 @@ def status_document(service: Service, now_s: float) -> dict[str, Any]:
         "phase": "idle",
         "reason": "no run was submitted",
         "expect_workers": service.settings.expect_workers,
+        "encryption": "none (--plaintext)" if service.settings.plaintext else "TLS 1.3",
         "address": f"{service.address[0]}:{service.address[1]}",
         "queued_runs": [accepted.stored.run_id for accepted in service.waiting],
         "step": 0,

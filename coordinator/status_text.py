@@ -20,6 +20,8 @@ def status_lines(document: dict[str, Any]) -> Iterator[str]:
         yield f"kept in  {document['directory']}, checkpoint after step {document['checkpoint']}"
     if document.get("waiting_for"):
         yield f"waiting  for {document['waiting_for']}"
+    if document["encryption"] != "TLS 1.3":
+        yield f"NOT ENCRYPTED: {document['encryption']}"
     workers, expected = document["workers"], document["expect_workers"]
     yield f"workers  {len(workers)} of {expected} expected, view {document['view']}"
     for worker in workers:

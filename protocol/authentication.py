@@ -1,54 +1,108 @@
-"""Who may join: the place in the handshake where both sides prove that they belong together.
+"""Who may join: both sides prove that they know one secret, and neither tells it.
 
-Today there is one method, "none": both ports are bound to loopback only, so whoever can connect
-is already on this machine. A method that uses a secret implements the same two calls.
+The coordinator proves itself first, in its Challenge; a worker that does not find that proof right
+says no more. A proof is an HMAC over the role and the exchange, so that none fits another
+connection (both nonces), another direction (the role), another worker or another endpoint of TLS
+(the certificate's fingerprint).
 """
 
 from __future__ import annotations
 
+import hmac
 import secrets
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Final, Literal
 
+from protocol import PROTOCOL_VERSION
 from protocol.errors import NotAuthorised
 from protocol.messages import Challenge, Hello, Proof
 
+METHOD: Final = "hmac-sha256"
+NONCE_BYTES: Final = 32
+KEY_BYTES: Final = 32
+NO_CERTIFICATE: Final = bytes(32)
+"""Stands for the fingerprint where a flag has turned TLS off: it is no one's."""
 
-class Authenticator(Protocol):
-    """One method of proving membership, used by both sides."""
+Role = Literal["coordinator", "worker"]
 
-    def challenge(self, hello: Hello) -> Challenge:
-        """Coordinator: what to ask of this worker."""
 
-    def prove(self, challenge: Challenge) -> Proof:
-        """Worker: the answer.
+def new_nonce() -> bytes:
+    """32 random bytes that no other connection has."""
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+def new_key() -> bytes:
+    """A new secret of 256 bits."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What both proofs of one handshake are about.
+
+    Attributes:
+        hello: The worker's, with its nonce.
+        coordinator_nonce: The challenge's.
+        fingerprint: SHA-256 of the certificate that this connection has, as seen from this side;
+            `NO_CERTIFICATE` without TLS.
+    """
+
+    hello: Hello
+    coordinator_nonce: bytes
+    fingerprint: bytes
+
+    def prove(self, role: Role, key: bytes) -> bytes:
+        """The proof of one side; 32 bytes."""
+        hello = self.hello
+        parts = (
+            b"samestep join",
+            role.encode(),
+            PROTOCOL_VERSION.to_bytes(2, "big"),
+            hello.to_header(),
+            self.coordinator_nonce,
+            self.fingerprint,
+        )
+        framed = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+        return hmac.digest(key, framed, "sha256")
+
+    def challenge(self, key: bytes) -> Challenge:
+        """Coordinator: ask, and prove itself."""
+        proof = self.prove("coordinator", key)
+        return Challenge(method=METHOD, nonce=self.coordinator_nonce, proof=proof)
+
+    def check_worker(self, key: bytes, proof: Proof) -> None:
+        """Coordinator: is it a member?
 
         Raises:
-            NotAuthorised: The coordinator asks for a method that is not set up here.
+            NotAuthorised: It does not know the secret.
         """
-
-    def verify(self, challenge: Challenge, proof: Proof) -> None:
-        """Coordinator: check the answer.
-
-        Raises:
-            NotAuthorised: It is not what a member would answer.
-        """
-
-
-class LoopbackOnly:
-    """The method "none": nothing to prove beyond reaching a loopback address."""
-
-    def challenge(self, hello: Hello) -> Challenge:
-        del hello
-        return Challenge(method="none", nonce=secrets.token_bytes(32))
-
-    def prove(self, challenge: Challenge) -> Proof:
-        if challenge.method != "none":
+        if not hmac.compare_digest(self.prove("worker", key), proof.proof):
             raise NotAuthorised(
-                f"the coordinator asks for the method {challenge.method!r}, "
-                "which this worker does not have"
+                "the proof is wrong: this worker has another join token or key; get the present "
+                "one with: coordinator token show"
             )
-        return Proof(proof=b"")
 
-    def verify(self, challenge: Challenge, proof: Proof) -> None:
-        if challenge.method != "none" or proof.proof:
-            raise NotAuthorised("expected an empty proof for the method 'none'")
+
+def answer(hello: Hello, challenge: Challenge, fingerprint: bytes, key: bytes) -> Proof:
+    """Worker: check the coordinator, then answer it.
+
+    Args:
+        hello: What this worker sent.
+        challenge: What came back.
+        fingerprint: Of the certificate that the other end of this connection has shown.
+        key: The secret.
+
+    Raises:
+        NotAuthorised: The other side does not know the secret, or asks in another way.
+    """
+    if challenge.method != METHOD:
+        raise NotAuthorised(
+            f"the coordinator asks for the method {challenge.method!r}, this worker has {METHOD!r}"
+        )
+    exchange = Exchange(hello, challenge.nonce, fingerprint)
+    if not hmac.compare_digest(exchange.prove("coordinator", key), challenge.proof):
+        raise NotAuthorised(
+            "what answers is not the coordinator of this worker's join token or key; get the "
+            "present token with: coordinator token show"
+        )
+    return Proof(proof=exchange.prove("worker", key))

@@ -75,7 +75,7 @@ FROM_WORKER: Final[dict[Phase, frozenset[type[Message]]]] = {
 }  # fmt: skip
 
 FROM_COORDINATOR: Final[dict[Phase, frozenset[type[Message]]]] = {
-    Phase.GREETING: frozenset({Challenge, Goodbye}),
+    Phase.GREETING: frozenset((Challenge, Goodbye)),
     Phase.PROVING: frozenset({Welcome, Goodbye}),
     Phase.OPEN: frozenset({
         StartRun, StateRequest, StateChunk, StepPlan, AveragedBlockGradient,

@@ -17,6 +17,8 @@ CHUNK_ELEMENTS: Final = BODY_BYTES // 4
 
 # Connections.
 UNAUTHENTICATED_CONNECTIONS: Final = 64
+UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS: Final = 8
+"""Of these, from one address: one machine cannot keep all others from joining."""
 HANDSHAKE_TIMEOUT_MS: Final = 5_000
 HEARTBEAT_INTERVAL_MS: Final = 1_000
 TICK_MS: Final = 100

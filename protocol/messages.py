@@ -22,6 +22,7 @@ Small = Annotated[str, Field(max_length=64)]
 Text = Annotated[str, Field(max_length=400)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Number = Annotated[int, Field(ge=0, lt=2**63)]
+Bytes32 = Annotated[bytes, Field(min_length=32, max_length=32)]
 NodeList = Annotated[tuple[tuple[Number, Number], ...], Field(max_length=64)]
 BodyRule = Literal["none", "float32", "document", "bytes"]
 StateKind = Literal["parameters", "first_moment", "second_moment"]
@@ -55,7 +56,8 @@ class _InStep(Message):
 class Hello(Message):
     """Worker: who I am. `instance` is new at each start: a restart is another worker.
 
-    It comes before torch is imported, so `backend` is what the user asked for.
+    It comes before torch is imported, so `backend` is what the user asked for. `enrolled`: the
+    proofs are made with the key that this name was given, not with the join token's secret.
     """
 
     tag = 1
@@ -63,14 +65,17 @@ class Hello(Message):
     name: Small
     instance: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     backend: Small
+    enrolled: bool
+    nonce: Bytes32
 
 
 class Challenge(Message):
-    """Coordinator: prove that you belong here (see `protocol.authentication`)."""
+    """Coordinator: I belong here, prove that you do (see `protocol.authentication`)."""
 
     tag = 2
     method: Small
-    nonce: Annotated[bytes, Field(min_length=32, max_length=32)]
+    nonce: Bytes32
+    proof: Bytes32
 
 
 class Proof(Message):
@@ -81,11 +86,15 @@ class Proof(Message):
 
 
 class Welcome(Message):
-    """Coordinator: you are a member. `worker` is the name others see, made unique."""
+    """Coordinator: you are a member. `worker` is the name others see, made unique.
+
+    `key` is for the next time, instead of the join token; empty if there is none to give.
+    """
 
     tag = 4
     worker: Small
     epoch: Number
+    key: Annotated[bytes, Field(max_length=32, repr=False)]
     heartbeat_interval_ms: Annotated[int, Field(ge=10, le=60_000)]
     liveness_timeout_ms: Annotated[int, Field(ge=100, le=600_000)]
 

@@ -54,10 +54,19 @@ class Channel(asyncio.BufferedProtocol):
         self._error: ProtocolError | None = None
         self._reason = ""
         self._closing = False
+        self._lost = False
 
     @property
     def closed(self) -> bool:
         return self._closing
+
+    @property
+    def certificate(self) -> bytes | None:
+        """What the other end showed in the TLS handshake, in DER; None without TLS."""
+        if self._transport is None:
+            return None
+        secured = self._transport.get_extra_info("ssl_object")
+        return secured.getpeercert(binary_form=True) if secured is not None else None
 
     @property
     def queued_bytes(self) -> int:
@@ -150,7 +159,10 @@ class Channel(asyncio.BufferedProtocol):
         self._pump()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._closing = True
+        """Also called by whoever accepts connections, for one that never got through TLS."""
+        if self._lost:
+            return
+        self._lost = self._closing = True
         self._urgent.clear()
         self._queue.clear()
         reason = str(self._error or self._reason or exc or "the peer closed the connection")

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from coordinator.control_client import control_token
+
 ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "deploy" / "runs"
 PATIENCE_S = 200.0
@@ -109,9 +111,12 @@ class Cluster:
         connection = http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)
         body = json.dumps(document) if document is not None else None
         with contextlib.closing(connection):
-            connection.request(method, path, body)
+            connection.request(method, path, body, self._bearing())
             answer: dict[str, Any] = json.loads(connection.getresponse().read())
         return answer
+
+    def _bearing(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {control_token(self.address['control'])}"}
 
     def result(self) -> dict[str, Any]:
         """Wait for the one run's end and read its result."""
@@ -154,7 +159,7 @@ class Cluster:
             contextlib.suppress(OSError, http.client.HTTPException),
             contextlib.closing(connection),
         ):
-            connection.request("GET", "/events")
+            connection.request("GET", "/events", headers=self._bearing())
             with connection.getresponse() as response:
                 for event in _server_sent(response):
                     with self._changed:

@@ -14,7 +14,9 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from protocol import __version__
+from coordinator.credentials import Credentials
+from protocol import __version__, tls
+from protocol.authentication import answer, new_nonce
 from protocol.connection import Connection, Received, encode
 from protocol.manifest import Manifest
 from protocol.messages import (
@@ -23,7 +25,6 @@ from protocol.messages import (
     Goodbye,
     Hello,
     Message,
-    Proof,
     Ready,
     StartRun,
     StateChunk,
@@ -40,15 +41,16 @@ M = TypeVar("M", bound=Message)
 
 
 class HostileWorker:
-    """One connection; use it as an async context manager.
+    """One connection, from any address of loopback; use it as an async context manager.
 
     Attributes:
         blocks: Known once it is ready.
         run_id: Of the run it has built.
     """
 
-    def __init__(self, port: int, name: str = "hostile") -> None:
+    def __init__(self, port: int, name: str = "hostile", host: str = "127.0.0.1") -> None:
         self.name = name
+        self._host = host
         self.run_id = ""
         self.epoch = 0
         self.parameters: list[Any] = []
@@ -57,7 +59,9 @@ class HostileWorker:
         self._received: deque[Received] = deque()
 
     async def __aenter__(self) -> Self:
-        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
+        self._reader, self._writer = await asyncio.open_connection(
+            "127.0.0.1", self._port, ssl=tls.client_context(), local_addr=(self._host, 0)
+        )
         return self
 
     async def __aexit__(
@@ -112,14 +116,19 @@ class HostileWorker:
     # What a good worker does.
 
     def greet(self, **changes: Any) -> None:
-        hello = {"release": __version__, "name": self.name, "instance": "f" * 32, "backend": "x"}
-        self.send(Hello(**{**hello, **changes}))
+        hello = {
+            "release": __version__, "name": self.name, "instance": "f" * 32, "backend": "x",
+            "nonce": new_nonce(), "enrolled": False,
+        }  # fmt: skip
+        self.hello = Hello(**{**hello, **changes})
+        self.send(self.hello)
 
     async def join(self, **changes: Any) -> Welcome:
         """The whole handshake."""
         self.greet(**changes)
-        await self.until(Challenge)
-        self.send(Proof(proof=b""))
+        token = Credentials.open().join_token()
+        challenge = await self.until(Challenge)
+        self.send(answer(self.hello, challenge, token.fingerprint, token.secret))
         welcome = await self.until(Welcome)
         self.name, self.epoch = welcome.worker, welcome.epoch
         return welcome

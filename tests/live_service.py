@@ -14,10 +14,10 @@ from typing import Any
 from backends.interface import Backend
 from backends.scripted import ScriptedBackend
 from coordinator.service import Service, Settings
-from protocol.authentication import LoopbackOnly
 from protocol.errors import ExitCode
 from protocol.run_spec import RunSpec, parse_run_spec
 from worker.client import Client, Target
+from worker.credentials import Credentials
 from worker.engine import Toolbox
 from worker.tasks.base import Task
 from worker.tasks.registry import build
@@ -81,7 +81,7 @@ class LiveService:
     ) -> Client:
         """The product's own worker, or one derived from it."""
         target = Target("127.0.0.1", self.port, name, "scripted", 2.0)
-        client = kind(target, toolbox or Scripted(), LoopbackOnly(), lambda _: None, cache=cache)
+        client = kind(target, toolbox or Scripted(), Credentials(), lambda _: None, cache=cache)
         self.workers[name] = asyncio.create_task(client.serve())
         return client
 

@@ -38,11 +38,14 @@ _STATE = {"run_id": "r", "kind": "parameters", "step": 2, "optimizer_step": 2, "
 EXAMPLES: dict[type[Message], Message] = {
     type(example): example
     for example in (
-        messages.Hello(release="1", name="w", instance="0" * 32, backend="cpu"),
-        messages.Challenge(method="none", nonce=bytes(32)),
+        messages.Hello(
+            release="1", name="w", instance="0" * 32, backend="cpu", nonce=bytes(32),
+            enrolled=False,
+        ),
+        messages.Challenge(method="hmac-sha256", nonce=bytes(32), proof=bytes(32)),
         messages.Proof(proof=b""),
         messages.Welcome(
-            worker="w", epoch=1, heartbeat_interval_ms=1000, liveness_timeout_ms=8000
+            worker="w", epoch=1, heartbeat_interval_ms=1000, liveness_timeout_ms=8000, key=b""
         ),
         messages.StartRun(run_id="r", epoch=1, step=0, blobs=None),
         messages.Ready(
@@ -120,17 +123,20 @@ _scalars = st.builds(
     **{name: _float32 for name in StepScalars.model_fields if name != "epsilon"},
     epsilon=st.floats(2.0**-20, 1, width=32),
 )
+_bytes32 = st.binary(min_size=32, max_size=32)
 _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
     messages.Hello: {
         "release": _small, "name": _small, "backend": _small,
         "instance": st.text("0123456789abcdef", min_size=32, max_size=32),
+        "nonce": _bytes32, "enrolled": st.booleans(),
     },
-    messages.Challenge: {"method": _small, "nonce": st.binary(min_size=32, max_size=32)},
+    messages.Challenge: {"method": _small, "nonce": _bytes32, "proof": _bytes32},
     messages.Proof: {"proof": st.binary(max_size=64)},
     messages.Welcome: {
         "worker": _small, "epoch": _number,
         "heartbeat_interval_ms": st.integers(10, 60_000),
         "liveness_timeout_ms": st.integers(100, 600_000),
+        "key": st.binary(max_size=32),
     },
     messages.StartRun: {
         "run_id": _small, "epoch": _number, "step": _number, "blobs": st.none() | _digest,

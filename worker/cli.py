@@ -51,6 +51,15 @@ def serve(
         float,
         typer.Option(min=0, metavar="SECONDS", help="Give up after so long without coordinator."),
     ] = 300.0,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="SAMESTEP_TOKEN_FILE", metavar="FILE", help="Holds the join token; mode 0600."
+        ),
+    ] = None,
+    plaintext: Annotated[
+        bool, typer.Option("--plaintext", help="No TLS, as the coordinator's --plaintext.")
+    ] = False,
     trace: Annotated[
         Path | None, typer.Option(help="Write a Chrome trace of this worker to this file.")
     ] = None,
@@ -69,12 +78,14 @@ def serve(
 
         raise typer.Exit(run_group(sys.argv[1:], list(indices), name or _host_name()))
     from worker.client import Target
+    from worker.credentials import Credentials
     from worker.main import Options, main
 
     parse_name(backend)
     host, port = _address(coordinator)
     target = Target(host, port, name or _host_name(), backend, retry_for)
-    raise typer.Exit(main(Options(target, indices[0], trace, quiet)))
+    credentials = Credentials(token_file, plaintext=plaintext)
+    raise typer.Exit(main(Options(target, indices[0], trace, quiet, credentials)))
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -10,14 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from protocol import __version__, limits
-from protocol.authentication import Authenticator
+from protocol import __version__, limits, tls
+from protocol.authentication import NO_CERTIFICATE, answer, new_nonce
 from protocol.connection import Connection, Received, encode
 from protocol.errors import (
     ExitCode,
+    Mismatch,
     NotAuthorised,
     OutOfPlace,
     ProtocolError,
+    SamestepError,
     Unreachable,
     error_for,
 )
@@ -35,6 +38,7 @@ from protocol.trace import Tracer
 from protocol.transport import Channel
 from worker import actions as act
 from worker import engine
+from worker.credentials import Credentials
 from worker.fetching import FileEvent
 from worker.obtaining import Obtainer
 from worker.session import Session
@@ -64,14 +68,17 @@ class Client:
         self,
         target: Target,
         toolbox: engine.Toolbox,
-        authenticator: Authenticator,
+        credentials: Credentials,
         tell: Callable[[str], None],
         tracer: Tracer | None = None,
         *,
         cache: Path | None = None,
     ) -> None:
         self._target = target
-        self._authenticator = authenticator
+        self._credentials = credentials
+        self._hello: Hello | None = None
+        self._secret = b""
+        self._certificate: bytes | None = None
         self._tell = tell
         self._tracer = tracer
         self._instance = uuid.uuid4().hex
@@ -112,6 +119,10 @@ class Client:
         while not self._stop.is_set():
             reason = await self._attempt()
             leaving = self._leaving
+            refused = leaving is not None and leaving.exit_code == ExitCode.NOT_AUTHORISED
+            if leaving is not None and refused and self._credentials.try_token_next():
+                self._tell(f"{leaving.reason}; trying the join token")
+                continue
             if leaving is not None and not leaving.retry:
                 if leaving.exit_code in (ExitCode.OK, ExitCode.FAILED):
                     self._tell(f"goodbye: {leaving.reason}")
@@ -143,25 +154,13 @@ class Client:
         """One connection from beginning to end; why it ended."""
         self._lost = self._loop.create_future()
         self._leaving = None
-        connection = Connection("worker")
         try:
-            _, channel = await self._loop.create_connection(
-                lambda: Channel(connection, self, time.monotonic),
-                self._target.host,
-                self._target.port,
-            )
+            channel = await self._connect()
         except OSError as error:
-            return error.strerror or str(error)
+            return error.strerror or str(error) or "the connection was reset"
         self._channel = channel
         self._session = Session(self._epochs)
-        channel.send(
-            Hello(
-                release=__version__,
-                name=cut_text(self._target.name, 48),
-                instance=self._instance,
-                backend=cut_text(self._target.backend, 32),
-            )
-        )
+        self._greet(channel)
         beating = self._loop.create_task(self._heartbeat(channel))
         stopping = self._loop.create_task(self._stop.wait())
         await asyncio.wait((self._lost, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -173,7 +172,56 @@ class Client:
         self._engine.cancel()
         self._files.forget()
         self._channel = None
+        if self._credentials.plaintext and not channel.bytes_received:
+            return f"{self._lost.result()}; it may want TLS: then start this without --plaintext"
         return self._lost.result()
+
+    async def _connect(self) -> Channel:
+        """A connection, over TLS unless told otherwise.
+
+        Raises:
+            OSError: It cannot be had just now.
+            Mismatch: What answers does not speak TLS.
+        """
+        seconds = limits.HANDSHAKE_TIMEOUT_MS / 1000
+        context = None if self._credentials.plaintext else tls.client_context()
+        at = f"{self._target.host}:{self._target.port}"
+        try:
+            _, channel = await self._loop.create_connection(
+                lambda: Channel(Connection("worker"), self, time.monotonic),
+                self._target.host,
+                self._target.port,
+                ssl=context,
+                ssl_handshake_timeout=None if context is None else seconds,
+            )
+        except ssl.SSLError as error:
+            if error.reason in tls.ERROR_MEANS_NO_TLS:
+                raise Mismatch(
+                    f"expected TLS at {at}, got something else; if the coordinator was started "
+                    "with --plaintext, give that to the worker too"
+                ) from None
+            raise
+        return channel
+
+    def _greet(self, channel: Channel) -> None:
+        """See who answers; only then say who this is."""
+        name = cut_text(self._target.name, 48)
+        shown = channel.certificate
+        self._certificate = None if shown is None else tls.fingerprint(shown)
+        try:
+            self._secret, enrolled = self._credentials.secret(self._certificate, name)
+        except SamestepError as error:
+            self._leave(act.Leave(str(error), retry=False, exit_code=error.exit_code))
+            return
+        self._hello = Hello(
+            release=__version__,
+            name=name,
+            instance=self._instance,
+            backend=cut_text(self._target.backend, 32),
+            nonce=new_nonce(),
+            enrolled=enrolled,
+        )
+        channel.send(self._hello)
 
     async def _pause(self, seconds: float) -> None:
         try:
@@ -211,6 +259,7 @@ class Client:
             case Challenge():
                 self._prove(channel, message)
             case Welcome():
+                self._enrol(message)
                 self._do(session.welcome(message))
             case Goodbye():
                 self._do(session.receive(message, body))
@@ -221,10 +270,18 @@ class Client:
                 self._do(session.receive(message, body))
 
     def _prove(self, channel: Channel, challenge: Challenge) -> None:
+        assert self._hello is not None
+        certificate = self._certificate or NO_CERTIFICATE
         try:
-            channel.send(self._authenticator.prove(challenge))
+            channel.send(answer(self._hello, challenge, certificate, self._secret))
         except NotAuthorised as error:
             self._leave(act.Leave(str(error), retry=False, exit_code=error.exit_code))
+
+    def _enrol(self, welcome: Welcome) -> None:
+        assert self._hello is not None
+        trouble = self._credentials.remember(self._certificate, self._hello.name, welcome.key)
+        if trouble:
+            self._tell(trouble)
 
     def on_lost(self, channel: Channel, reason: str, error: ProtocolError | None) -> None:
         """The connection is over."""

@@ -13,11 +13,11 @@ import uvloop
 
 from backends.interface import Backend
 from protocol.allocator import keep_freed_memory
-from protocol.authentication import LoopbackOnly
 from protocol.errors import ExitCode
 from protocol.run_spec import RunSpec
 from protocol.trace import Tracer
 from worker.client import Client, Target
+from worker.credentials import Credentials
 from worker.tasks.base import Task
 
 
@@ -29,6 +29,7 @@ class Options:
     device_index: int
     trace: Path | None
     quiet: bool
+    credentials: Credentials
 
 
 class LocalDevice:
@@ -75,7 +76,7 @@ async def _serve(options: Options) -> ExitCode:
 
     tracer = Tracer.to_file(options.trace, options.target.name) if options.trace else None
     toolbox = LocalDevice(options.target.backend, options.device_index, tell)
-    client = Client(options.target, toolbox, LoopbackOnly(), tell, tracer)
+    client = Client(options.target, toolbox, options.credentials, tell, tracer)
     _end_on_signals(client)
     try:
         return await client.serve()

@@ -25,6 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+from coordinator.control_client import control_token
+
 ROOT: Final = Path(__file__).parents[2]
 PATIENCE_S: Final = 60.0
 """Longer than anything here may take, on a busy machine too."""
@@ -189,7 +191,8 @@ class Coordinator:
         host, _, port = self._control.rpartition(":")
         connection = http.client.HTTPConnection(host, int(port), timeout=10)
         with contextlib.closing(connection):
-            connection.request(method, path)
+            token = control_token(self._control)
+            connection.request(method, path, headers={"Authorization": f"Bearer {token}"})
             answer: dict[str, Any] = json.loads(connection.getresponse().read())
         return answer
 

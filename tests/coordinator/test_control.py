@@ -25,8 +25,6 @@ from tests.event_loop import on_uvloop
 from tests.live_service import LiveService, live_service, scripted_spec, undisturbed
 
 ROOT = Path(__file__).parents[2]
-GET = ("/", "/healthz", "/readyz", "/status", "/metrics", "/events")
-POST = ("/submit", "/halt", "/continue", "/drain")
 SPEC = {
     "name": "scripted", "task": "scripted", "seed": 3, "steps": 4,
     "batch": {"samples": 8, "microbatch": 1},
@@ -66,28 +64,14 @@ async def operating(directory: Path, expect_workers: int = 1) -> AsyncIterator[O
         live.service.listeners.append(control)
         await control.start("127.0.0.1", 0)
         try:
-            async with aiohttp.ClientSession() as http:
+            bearing = {"Authorization": f"Bearer {control.guard.token}"}
+            async with aiohttp.ClientSession(headers=bearing) as http:
                 yield Operator(live, control, http)
         finally:
             await control.stop()
 
 
-# Routes.
-
-
-@on_uvloop
-async def test_the_other_method_is_refused_and_unknown_paths_are_not_found(tmp_path):
-    async with operating(tmp_path) as operator:
-        for path in GET:
-            code, document = await operator.post(path)
-            assert (path, code) == (path, 405)
-            assert document["error"]
-        for path in POST:
-            code, document = await operator.ask("GET", path)
-            assert (path, code) == (path, 405)
-            assert document["error"]
-        for method in ("GET", "POST"):
-            assert (await operator.ask(method, "/nothing"))[0] == 404
+# Routes; who may use which is in test_control_guard.
 
 
 @on_uvloop
@@ -376,13 +360,11 @@ def test_loopback_is_accepted(host):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "example.org", "", "127.1"])
 @on_uvloop
-async def test_other_machines_are_not_served(tmp_path, host):
-    service = Service(Settings((host, 0), 1, tmp_path, once=False))
-    with pytest.raises(UsageError, match="--bind: expected a loopback address") as caught:
-        await service.start()
-    assert caught.value.exit_code == ExitCode.USAGE
-    with pytest.raises(UsageError, match="--control: expected a loopback address"):
+async def test_plain_http_is_not_for_other_machines(tmp_path, host):
+    service = Service(Settings(("127.0.0.1", 0), 1, tmp_path, once=False))
+    with pytest.raises(UsageError, match="--control: expected a loopback address") as caught:
         await ControlPort(service).start(host, 0)
+    assert caught.value.exit_code == ExitCode.USAGE
 
 
 @on_uvloop

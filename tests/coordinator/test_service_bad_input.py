@@ -21,7 +21,7 @@ from protocol.messages import BlockGradientPayload, Message, NodeLoss, StepAppli
 from tests.cluster import Cluster
 from tests.event_loop import on_uvloop
 from tests.hostile_worker import HostileWorker, payload, zeros
-from tests.live_service import PATIENCE_S, LiveService, live_service, scripted_spec, undisturbed
+from tests.live_service import LiveService, live_service, scripted_spec, undisturbed
 from tests.message_samples import DIGEST, EXAMPLES, flat, frame
 from worker import actions as act
 from worker.client import Client
@@ -131,24 +131,6 @@ async def test_strangers_do_not_disturb_a_run(tmp_path, reference, monkeypatch):
         assert not live.every("worker_lost")
         assert set(live.service.sessions) == {"w0", "w1"}
         assert not live.service._joining
-
-
-@on_uvloop
-async def test_too_many_connections_in_the_handshake_are_closed_at_once(tmp_path):
-    async with live_service(tmp_path, 1) as live:
-        crowd = [HostileWorker(live.port) for _ in range(limits.UNAUTHENTICATED_CONNECTIONS)]
-        for each in crowd:
-            await each.__aenter__()
-        async with asyncio.timeout(limits.HANDSHAKE_TIMEOUT_MS / 1000 - 1):
-            async with HostileWorker(live.port) as one_more:
-                assert await one_more.farewell() is None
-        for each in crowd:
-            each.vanish()
-        async with asyncio.timeout(PATIENCE_S):
-            while live.service._joining:  # noqa: ASYNC110 -- nobody is told of a stranger's end
-                await asyncio.sleep(0)
-        async with HostileWorker(live.port) as later:
-            await later.join()
 
 
 # Members that break the rules: they are named, closed, and their work is done by others.

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from coordinator.credentials import Credentials
+from coordinator.join_check import JoinCheck
 from coordinator.session import Session
 from protocol import limits, messages
-from protocol.authentication import LoopbackOnly
+from protocol.authentication import answer
 from protocol.connection import Received
 from protocol.errors import ExitCode, OutOfPlace
 from protocol.messages import Challenge, Message, Welcome
@@ -72,7 +74,7 @@ class House:
 
 def begun() -> tuple[Session, House, Any]:
     house, wire = House(), Wire()
-    session = Session(house, LoopbackOnly())
+    session = Session(house, JoinCheck(Credentials.open(), encrypted=True))
     session.start(wire)  # type: ignore[arg-type]
     return session, house, wire
 
@@ -82,13 +84,23 @@ def hear(session: Session, kind: type[Message], **changes: Any) -> None:
     session.on_message(session.channel, Received(message, None))
 
 
+def prove(session: Session, wire: Wire) -> None:
+    """The right answer to the challenge."""
+    token = Credentials.open().join_token()
+    (challenge,) = wire.sent
+    assert isinstance(challenge, Challenge)
+    assert session.hello is not None
+    proof = answer(session.hello, challenge, token.fingerprint, token.secret)
+    session.on_message(session.channel, Received(proof, None))
+
+
 @on_uvloop
 async def test_hello_challenge_proof_welcome_and_then_a_member():
     session, house, wire = begun()
     hear(session, messages.Hello)
     assert [type(message) for message in wire.sent] == [Challenge]
     assert house.heard == []
-    hear(session, messages.Proof)
+    prove(session, wire)
     assert wire.sent[1:] == [WELCOME]
     # The owner may send as soon as it hears of the member: the welcome has gone before.
     assert house.heard == [("admit", "w"), ("joined", "w")]
@@ -106,7 +118,7 @@ async def test_a_wrong_proof_is_not_admitted():
     hear(session, messages.Proof, proof=b"guess")
     assert house.heard == []
     ((reason, code),) = wire.goodbyes
-    assert "expected an empty proof" in reason
+    assert "the proof is wrong" in reason
     assert code == ExitCode.NOT_AUTHORISED
     assert session.name == ""
     session.on_lost(session.channel, "closed", None)
@@ -137,7 +149,7 @@ async def test_the_clock_stops_for_members_and_for_the_lost(monkeypatch):
     monkeypatch.setattr(limits, "HANDSHAKE_TIMEOUT_MS", 30)
     member, _, member_wire = begun()
     hear(member, messages.Hello)
-    hear(member, messages.Proof)
+    prove(member, member_wire)
     lost, _, lost_wire = begun()
     lost.on_lost(lost.channel, "closed", None)
     _, _, late_wire = begun()

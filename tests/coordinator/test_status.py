@@ -91,7 +91,14 @@ async def service_with(run, *names):
     if run is not None:
         service.current = Execution(run, service.sessions, storage(run), Watcher())
     for name in names:
-        hello = Hello(release="0", name=name, instance="0" * 32, backend="cpu")
+        hello = Hello(
+            release="0",
+            name=name,
+            instance="0" * 32,
+            backend="cpu",
+            nonce=bytes(32),
+            enrolled=False,
+        )
         channel = SimpleNamespace(
             peer="host:1", bytes_received=5, bytes_sent=7, last_received_s=NOW_S - 2
         )

@@ -63,9 +63,8 @@ def test_port_in_use(tmp_path, option):
     assert "in use" in one_line(ended)
 
 
-@pytest.mark.parametrize("option", ["--bind", "--control"])
-def test_no_other_machine_may_connect_yet(tmp_path, option):
-    ended = coordinator(tmp_path, "--expect-workers", "1", option, "0.0.0.0:0")
+def test_the_control_port_is_not_for_other_machines(tmp_path):
+    ended = coordinator(tmp_path, "--expect-workers", "1", "--control", "0.0.0.0:0")
     assert ended.returncode == 2
     assert "loopback" in one_line(ended)
 

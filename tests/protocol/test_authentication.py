@@ -1,41 +1,102 @@
-"""The method "none": what it asks, what it answers, and what it does not accept."""
+"""Proofs: what fits, and every way in which one does not."""
+
+import dataclasses
 
 import pytest
 
-from protocol.authentication import LoopbackOnly
+from protocol import PROTOCOL_VERSION, authentication
+from protocol.authentication import METHOD, NO_CERTIFICATE, Exchange, answer, new_key, new_nonce
 from protocol.errors import ExitCode, NotAuthorised
-from protocol.messages import Challenge, Proof
-from tests.message_samples import EXAMPLES, messages
+from protocol.messages import Challenge, Hello, Proof
 
-HELLO = EXAMPLES[messages.Hello]
-NONCE = bytes(32)
-
-
-def test_what_one_side_asks_the_other_can_answer():
-    coordinator, worker = LoopbackOnly(), LoopbackOnly()
-    challenge = coordinator.challenge(HELLO)  # type: ignore[arg-type]
-    coordinator.verify(challenge, worker.prove(challenge))
+KEY = bytes(range(32))
+CERTIFICATE = b"c" * 32
+HELLO = Hello(
+    release="1", name="w", instance="0" * 32, backend="cpu", nonce=b"n" * 32, enrolled=False
+)
+EXCHANGE = Exchange(HELLO, b"m" * 32, CERTIFICATE)
 
 
-def test_every_challenge_is_new():
-    nonces = {LoopbackOnly().challenge(HELLO).nonce for _ in range(100)}  # type: ignore[arg-type]
-    assert len(nonces) == 100
-    assert {len(nonce) for nonce in nonces} == {32}
+def test_each_side_accepts_the_other():
+    challenge = EXCHANGE.challenge(KEY)
+    EXCHANGE.check_worker(KEY, answer(HELLO, challenge, CERTIFICATE, KEY))
 
 
-def test_a_worker_says_which_method_it_does_not_have():
-    with pytest.raises(NotAuthorised, match="'token'") as caught:
-        LoopbackOnly().prove(Challenge(method="token", nonce=NONCE))
+def test_a_proof_has_these_bits():
+    """Another implementation must come to the same; a change is one of the protocol's version."""
+    assert PROTOCOL_VERSION == 2
+    assert EXCHANGE.prove("worker", KEY).hex().startswith("5dc6e7f09cbafe34")
+
+
+OTHERS = {
+    "worker nonce": dataclasses.replace(
+        EXCHANGE, hello=HELLO.model_copy(update={"nonce": b"x" * 32})
+    ),
+    "coordinator nonce": dataclasses.replace(EXCHANGE, coordinator_nonce=b"x" * 32),
+    "certificate": dataclasses.replace(EXCHANGE, fingerprint=b"x" * 32),
+    "no TLS": dataclasses.replace(EXCHANGE, fingerprint=NO_CERTIFICATE),
+    "name": dataclasses.replace(EXCHANGE, hello=HELLO.model_copy(update={"name": "v"})),
+    "instance": dataclasses.replace(
+        EXCHANGE, hello=HELLO.model_copy(update={"instance": "1" * 32})
+    ),
+    "enrolled": dataclasses.replace(EXCHANGE, hello=HELLO.model_copy(update={"enrolled": True})),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
+def test_a_proof_of_another_connection_is_refused_by_both(other):
+    replayed = Proof(proof=other.prove("worker", KEY))
+    with pytest.raises(NotAuthorised):
+        EXCHANGE.check_worker(KEY, replayed)
+    with pytest.raises(NotAuthorised):
+        answer(other.hello, EXCHANGE.challenge(KEY), other.fingerprint, KEY) if (
+            other.hello != HELLO or other.fingerprint != CERTIFICATE
+        ) else answer(
+            HELLO,
+            Challenge(method=METHOD, nonce=b"m" * 32, proof=other.prove("coordinator", KEY)),
+            CERTIFICATE,
+            KEY,
+        )
+
+
+def test_a_reflected_proof_is_refused_by_both():
+    own = EXCHANGE.challenge(KEY).proof
+    with pytest.raises(NotAuthorised):
+        EXCHANGE.check_worker(KEY, Proof(proof=own))
+    mirrored = Challenge(
+        method=METHOD, nonce=EXCHANGE.coordinator_nonce, proof=EXCHANGE.prove("worker", KEY)
+    )
+    with pytest.raises(NotAuthorised):
+        answer(HELLO, mirrored, CERTIFICATE, KEY)
+
+
+@pytest.mark.parametrize("proof", [b"", b"guess", bytes(32), bytes(64)])
+def test_what_is_no_proof(proof):
+    with pytest.raises(NotAuthorised) as caught:
+        EXCHANGE.check_worker(KEY, Proof(proof=proof))
     assert caught.value.exit_code == ExitCode.NOT_AUTHORISED == 77
 
 
-@pytest.mark.parametrize(
-    ("challenge", "proof"),
-    [
-        (Challenge(method="none", nonce=NONCE), Proof(proof=b"x")),
-        (Challenge(method="token", nonce=NONCE), Proof(proof=b"")),
-    ],
-)
-def test_anything_but_an_empty_proof_is_refused(challenge, proof):
-    with pytest.raises(NotAuthorised, match="expected an empty proof"):
-        LoopbackOnly().verify(challenge, proof)
+def test_another_secret_proves_nothing():
+    with pytest.raises(NotAuthorised, match="coordinator token show"):
+        answer(HELLO, EXCHANGE.challenge(new_key()), CERTIFICATE, KEY)
+    with pytest.raises(NotAuthorised, match="coordinator token show"):
+        EXCHANGE.check_worker(
+            KEY, answer(HELLO, EXCHANGE.challenge(b"k" * 32), CERTIFICATE, b"k" * 32)
+        )
+
+
+def test_another_version_of_the_protocol_proves_nothing(monkeypatch):
+    challenge = EXCHANGE.challenge(KEY)
+    monkeypatch.setattr(authentication, "PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
+    with pytest.raises(NotAuthorised):
+        answer(HELLO, challenge, CERTIFICATE, KEY)
+
+
+def test_a_worker_says_which_method_it_does_not_have():
+    with pytest.raises(NotAuthorised, match="'none'"):
+        answer(HELLO, Challenge(method="none", nonce=bytes(32), proof=bytes(32)), CERTIFICATE, KEY)
+
+
+def test_nonces_are_new():
+    assert len({new_nonce() for _ in range(100)}) == 100

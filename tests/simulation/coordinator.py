@@ -75,7 +75,7 @@ class SimulatedCoordinator(Process):
         self.links.append(link)
         welcome = Welcome(
             worker=link.name, epoch=self.epoch, heartbeat_interval_ms=1000,
-            liveness_timeout_ms=8000,
+            liveness_timeout_ms=8000, key=b"",
         )  # fmt: skip
         link.send_to_worker(welcome)
         self.sessions[link.name] = link

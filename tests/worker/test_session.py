@@ -52,7 +52,9 @@ def built(run_id="run", step=0):
 def welcomed(epochs=None):
     session = Session(epochs)
     session.welcome(
-        msg.Welcome(worker="ann", epoch=EPOCH, heartbeat_interval_ms=1000, liveness_timeout_ms=8000)
+        msg.Welcome(
+            worker="ann", epoch=EPOCH, heartbeat_interval_ms=1000, liveness_timeout_ms=8000, key=b""
+        )
     )
     return session
 
@@ -194,7 +196,9 @@ def test_another_epoch_is_out_of_place(message, values):
     "message",
     [
         msg.StateRequest(run_id="other"),
-        msg.Hello(release="0", name="x", instance="0" * 32, backend="cpu"),
+        msg.Hello(
+            release="0", name="x", instance="0" * 32, backend="cpu", nonce=bytes(32), enrolled=False
+        ),
         msg.NodeLoss(**WHERE, lo=0, hi=1, loss_sum=1, weight=1, elapsed_ms=1),
         plan((0, 1), step=1),
         plan((0, 3)),

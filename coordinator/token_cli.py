@@ -1,0 +1,71 @@
+"""`coordinator token`: the secrets of this user's coordinators, also while one runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Show and change what workers join with; also while a coordinator runs.",
+)
+
+
+@app.command()
+def show() -> None:
+    """Print the join token. Who has it can join: hand it to members' machines only."""
+    from coordinator.credentials import Credentials
+
+    typer.echo(Credentials.open().join_token().reveal())
+
+
+@app.command()
+def rotate(
+    everyone: Annotated[
+        bool, typer.Option("--everyone", help="Also take the keys of all workers, who must rejoin.")
+    ] = False,
+) -> None:
+    """Make a new join token; workers that have joined before keep their own keys."""
+    from coordinator.credentials import Credentials
+
+    Credentials.open().rotate(everyone=everyone)
+    typer.echo("the join token is new; the old one opens nothing")
+    if everyone:
+        typer.echo("every worker needs it to come back")
+
+
+@app.command()
+def revoke(name: Annotated[str, typer.Argument(help="See: coordinator token workers.")]) -> None:
+    """Take one worker's key and the join token it knows; it is disconnected within seconds."""
+    from coordinator.credentials import Credentials
+
+    Credentials.open().revoke(name)
+    typer.echo(f"the key of {name!r} counts no more, and the join token is new; others stay")
+
+
+@app.command()
+def workers() -> None:
+    """Show which workers have a key of their own, and since when."""
+    from coordinator.credentials import Credentials
+
+    for name, since in Credentials.open().keys.names().items():
+        typer.echo(f"{since}  {name}")
+
+
+@app.command()
+def control(
+    address: Annotated[
+        str, typer.Argument(envvar="SAMESTEP_CONTROL", help="Of the control port.")
+    ] = "127.0.0.1:9001",
+) -> None:
+    """Print a running coordinator's control token, for its page or for Prometheus."""
+    from coordinator.control_client import control_token
+    from protocol.errors import NotAuthorised
+
+    token = control_token(address)
+    if not token:
+        raise NotAuthorised(f"no coordinator of this user has its control port at {address}")
+    typer.echo(token)

@@ -1,0 +1,21 @@
+"""For all tests: nothing is read from or written to the user's own tokens and keys."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_home(tmp_path_factory):
+    """Daemons that a test starts inherit it."""
+    kept = {name: os.environ.pop(name, None) for name in ("SAMESTEP_TOKEN", "SAMESTEP_TOKEN_FILE")}
+    before = os.environ.get("SAMESTEP_HOME")
+    os.environ["SAMESTEP_HOME"] = str(tmp_path_factory.mktemp("home"))
+    yield
+    for name, value in {**kept, "SAMESTEP_HOME": before}.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

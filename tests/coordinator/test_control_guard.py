@@ -1,0 +1,181 @@
+"""Every route of the control port with every method, with and without what it asks for."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from coordinator.control import ControlPort
+from coordinator.control_client import control_token, request
+from coordinator.credentials import Credentials
+from protocol.errors import ExitCode, NotAuthorised
+from protocol.secret_file import control_token_file, state_home
+from tests.event_loop import on_uvloop
+from tests.live_service import live_service
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
+ROUTES = {
+    "/": "GET", "/healthz": "GET", "/readyz": "GET", "/status": "GET", "/metrics": "GET",
+    "/events": "GET", "/submit": "POST", "/halt": "POST", "/continue": "POST",
+    "/checkpoint": "POST", "/drain": "POST",
+}  # fmt: skip
+OPEN = {"/", "/healthz"}
+ANSWERS = {
+    "/readyz": 503, "/submit": 400, "/halt": 409, "/continue": 409, "/checkpoint": 409,
+}  # fmt: skip
+"""With nothing going on; all others: 200."""
+
+
+@asynccontextmanager
+async def port(directory: Path) -> AsyncIterator[ControlPort]:
+    async with live_service(directory, 1) as live:
+        control = ControlPort(live.service)
+        await control.start("127.0.0.1", 0)
+        try:
+            yield control
+        finally:
+            await control.stop()
+
+
+async def ask(control: ControlPort, method: str, path: str, **headers: str) -> int:
+    """The status; of an answer without an end only that is read."""
+    sent = {name.replace("_", "-"): value for name, value in headers.items()}
+    url = f"http://127.0.0.1:{control.address[1]}{path}"
+    async with aiohttp.ClientSession() as http, http.request(method, url, headers=sent) as answer:
+        assert "Access-Control-Allow-Origin" not in answer.headers
+        assert "Set-Cookie" not in answer.headers
+        return answer.status
+
+
+def bearing(control: ControlPort) -> dict[str, str]:
+    return {"Authorization": f"Bearer {control.guard.token}"}
+
+
+async def routes_of(control: ControlPort) -> dict[str, str]:
+    assert control._runner is not None
+    app: Any = control._runner.app
+    return {route.resource.canonical: route.method for route in app.router.routes()}
+
+
+@on_uvloop
+async def test_the_table_has_every_route(tmp_path):
+    async with port(tmp_path) as control:
+        assert await routes_of(control) == ROUTES
+
+
+@pytest.mark.parametrize("path", [*ROUTES, "/nothing"])
+@on_uvloop
+async def test_every_method_without_a_token(tmp_path, path):
+    async with port(tmp_path) as control:
+        for method in METHODS:
+            if method not in ("GET", "POST"):
+                expected = 405
+            elif path in OPEN:
+                expected = 200 if method == "GET" else 405
+            else:
+                expected = 401
+            assert (method, await ask(control, method, path)) == (method, expected)
+        assert not control._service._draining
+
+
+@pytest.mark.parametrize("path", [*ROUTES, "/nothing"])
+@on_uvloop
+async def test_every_method_with_the_token(tmp_path, path):
+    async with port(tmp_path) as control:
+        for method in METHODS:
+            if method not in ("GET", "POST"):
+                expected = 405
+            elif path not in ROUTES:
+                expected = 404
+            else:
+                expected = ANSWERS.get(path, 200) if method == ROUTES[path] else 405
+            got = await ask(control, method, path, **bearing(control))
+            assert (method, got) == (method, expected)
+
+
+@pytest.mark.parametrize("method", ["BREW", "CONNECT"])
+@on_uvloop
+async def test_a_method_of_no_route_is_no_request_at_all(tmp_path, method):
+    async with port(tmp_path) as control:
+        assert await ask(control, method, "/status", **bearing(control)) in (400, 405)
+
+
+@pytest.mark.parametrize("path", [path for path in ROUTES if path not in OPEN])
+@on_uvloop
+async def test_what_is_not_the_token_opens_nothing(tmp_path, path):
+    async with port(tmp_path) as control:
+        token, method = control.guard.token, ROUTES[path]
+        join = Credentials.open().join_token().reveal()
+        for wrong in (
+            "", "Bearer", "Bearer ", f"Bearer {token[:-1]}", f"Bearer {token}x", f"Basic {token}",
+            token, f"Bearer {join}", f"Bearer {join.partition('.')[2]}", "Bearer \u00e9",
+        ):  # fmt: skip
+            assert await ask(control, method, path, Authorization=wrong) == 401
+            assert await ask(control, method, f"{path}?token={token}") == 401
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize(
+    ("header", "value", "taken"),
+    [
+        ("Host", "127.0.0.1:{port}", True),
+        ("Host", "localhost:{port}", True),
+        ("Host", "localhost:9999", True),  # the near end of a tunnel
+        ("Host", "[::1]:{port}", True),
+        ("Host", "evil.example:{port}", False),
+        ("Host", "127.0.0.1.evil.example", False),
+        ("Host", "localhost:80:80", False),
+        ("Host", "", False),
+        ("Origin", "http://127.0.0.1:{port}", True),
+        ("Origin", "http://evil.example", False),
+        ("Origin", "https://127.0.0.1:{port}", False),
+        ("Origin", "null", False),
+        ("Sec-Fetch-Site", "same-origin", True),
+        ("Sec-Fetch-Site", "none", True),
+        ("Sec-Fetch-Site", "cross-site", False),
+        ("Sec-Fetch-Site", "same-site", False),
+    ],
+)
+@on_uvloop
+async def test_hosts_and_sites(tmp_path, path, header, value, taken):
+    async with port(tmp_path) as control:
+        sent = {**bearing(control), header: value.format(port=control.address[1])}
+        answer = await ask(control, ROUTES[path], path, **sent)
+        assert answer == (ANSWERS.get(path, 200) if taken else 403)
+
+
+@on_uvloop
+async def test_the_token_is_this_user_s_alone_new_each_time_and_gone_at_the_end(tmp_path):
+    tokens = set()
+    for number in range(2):
+        async with port(tmp_path / str(number)) as control:
+            address = f"127.0.0.1:{control.address[1]}"
+            path = control_token_file(state_home(), address)
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+            local = address.replace("127.0.0.1", "localhost")
+            assert control_token(address) == control_token(local) == control.guard.token
+            tokens.add(control.guard.token)
+        assert not path.exists()
+    assert len(tokens) == 2
+
+
+@on_uvloop
+async def test_a_command_without_the_token_says_what_to_do(tmp_path, monkeypatch):
+    async with port(tmp_path) as control:
+        address = f"127.0.0.1:{control.address[1]}"
+        monkeypatch.setenv("SAMESTEP_HOME", str(tmp_path / "another user's"))
+        with pytest.raises(NotAuthorised, match="SAMESTEP_CONTROL_TOKEN_FILE") as caught:
+            await request(address, "GET", "/status")
+        assert caught.value.exit_code == ExitCode.NOT_AUTHORISED
+        kept = tmp_path / "control.token"
+        kept.write_text(control.guard.token)
+        kept.chmod(0o600)
+        monkeypatch.setenv("SAMESTEP_CONTROL_TOKEN_FILE", str(kept))
+        assert (await request(address, "GET", "/status"))["phase"] == "idle"

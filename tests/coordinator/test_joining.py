@@ -1,0 +1,331 @@
+"""Who gets in: the token, a worker's own key, and everything that looks like them and is not."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+from coordinator.certificate import self_signed
+from coordinator.credentials import Credentials
+from protocol import limits, messages, tls
+from protocol.authentication import METHOD, NO_CERTIFICATE, Exchange, answer, new_key, new_nonce
+from protocol.connection import Connection, encode
+from protocol.errors import ExitCode, NotAuthorised
+from protocol.join_token import JoinToken
+from protocol.messages import Challenge, Hello, Proof, Welcome
+from tests.event_loop import on_uvloop
+from tests.hostile_worker import HostileWorker
+from tests.live_service import PATIENCE_S, LiveService, Scripted, live_service
+from tests.message_samples import EXAMPLES, flat, frame
+from worker.client import Client, Target
+from worker.credentials import Credentials as WorkersCredentials
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path, monkeypatch) -> Path:
+    """Tests here change tokens."""
+    home = tmp_path / "home"
+    monkeypatch.setenv("SAMESTEP_HOME", str(home))
+    return home
+
+
+def elsewhere(tmp_path: Path, token: str = "") -> WorkersCredentials:
+    """Those of a worker on another machine, or of another user."""
+    environment = {"SAMESTEP_HOME": str(tmp_path / "elsewhere")}
+    if token:
+        environment["SAMESTEP_TOKEN"] = token
+    return WorkersCredentials(environment=environment)
+
+
+def client(port: int, credentials: WorkersCredentials, name: str = "w") -> Client:
+    target = Target("127.0.0.1", port, name, "scripted", 2.0)
+    return Client(target, Scripted(), credentials, lambda _: None)
+
+
+async def refusal(port: int, credentials: WorkersCredentials) -> str:
+    """A worker that does not get in: its one line."""
+    with pytest.raises(NotAuthorised) as caught:
+        async with asyncio.timeout(PATIENCE_S):
+            await client(port, credentials).serve()
+    assert caught.value.exit_code == ExitCode.NOT_AUTHORISED == 77
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+@asynccontextmanager
+async def serving(
+    live: LiveService, worker: Client, name: str = "w", nth: int = 1
+) -> AsyncIterator[None]:
+    """From its join on; at the end it drains."""
+    task = asyncio.create_task(worker.serve())
+    async with asyncio.timeout(PATIENCE_S):
+        while len(live.every("worker_connected")) < nth:
+            live.changed.clear()
+            await live.changed.wait()
+    assert live.every("worker_connected")[-1]["worker"] == name
+    yield
+    worker.drain()
+    assert await task == ExitCode.OK
+
+
+# Members.
+
+
+@on_uvloop
+async def test_the_token_once_and_then_a_key_of_its_own(tmp_path):
+    async with live_service(tmp_path, 1) as live:
+        credentials = Credentials.open()
+        token = credentials.join_token().reveal()
+        async with serving(live, client(live.port, elsewhere(tmp_path, token))):
+            assert list(credentials.keys.names()) == ["w"]
+        # The token is changed and not told to it; nor does it need one.
+        credentials.rotate(everyone=False)
+        async with serving(live, client(live.port, elsewhere(tmp_path)), nth=2):
+            pass
+        async with serving(live, client(live.port, elsewhere(tmp_path, token)), nth=3):
+            pass
+        assert "certificate" not in await refusal(live.port, elsewhere(tmp_path / "other", token))
+        credentials.rotate(everyone=True)
+        assert not credentials.keys.names()
+        assert "revoked" in await refusal(live.port, elsewhere(tmp_path))
+
+
+@on_uvloop
+async def test_a_key_that_is_no_good_is_not_the_end_while_there_is_a_token(tmp_path):
+    async with live_service(tmp_path, 1) as live:
+        credentials = Credentials.open()
+        first = elsewhere(tmp_path, credentials.join_token().reveal())
+        async with serving(live, client(live.port, first)):
+            old = credentials.keys.get("w")
+        credentials.revoke("w")
+        again = elsewhere(tmp_path, credentials.join_token().reveal())
+        async with serving(live, client(live.port, again), nth=2):
+            assert credentials.keys.get("w") not in (None, old)
+
+
+@on_uvloop
+async def test_a_revoked_worker_is_sent_away_while_it_works_and_does_not_come_back(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(limits, "HEARTBEAT_INTERVAL_MS", 30)
+    async with live_service(tmp_path, 1) as live:
+        credentials = Credentials.open()
+        token = credentials.join_token().reveal()
+        async with serving(live, client(live.port, elsewhere(tmp_path / "b", token), "b"), "b"):
+            leaving = asyncio.create_task(refusal(live.port, elsewhere(tmp_path, token)))
+            await live.wait_for("worker_connected", worker="w")
+            credentials.revoke("w")
+            assert await leaving == "the key of 'w' was revoked"
+            # It knows a key and a token, and both are taken.
+            assert "token show" in await refusal(live.port, elsewhere(tmp_path, token))
+            assert "revoked" in await refusal(live.port, elsewhere(tmp_path))
+            assert list(live.service.sessions) == ["b"]
+
+
+@on_uvloop
+async def test_a_key_of_one_name_is_none_of_another(tmp_path):
+    async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as hostile:
+        credentials = Credentials.open()
+        assert credentials.enrol("ann")
+        key = credentials.enrol("bob")
+        hostile.greet(name="ann", enrolled=True)
+        challenge = await hostile.until(Challenge)
+        exchange = Exchange(hostile.hello, challenge.nonce, credentials.fingerprint)
+        hostile.send(Proof(proof=exchange.prove("worker", key)))
+        goodbye = await hostile.farewell()
+        assert goodbye is not None
+        assert goodbye.exit_code == ExitCode.NOT_AUTHORISED
+
+
+# Strangers.
+
+
+@on_uvloop
+async def test_without_a_token_a_worker_says_how_to_get_one(tmp_path):
+    async with live_service(tmp_path, 1) as live:
+        assert "coordinator token show" in await refusal(live.port, elsewhere(tmp_path))
+        assert not live.service.sessions
+
+
+@on_uvloop
+async def test_the_right_certificate_and_a_wrong_secret(tmp_path):
+    async with live_service(tmp_path, 1) as live:
+        wrong = JoinToken(Credentials.open().fingerprint, new_key()).reveal()
+        text = await refusal(live.port, elsewhere(tmp_path, wrong))
+        assert "is not the coordinator of this worker's join token" in text
+        assert wrong.partition(".")[2] not in text
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["another nonce of mine", "another nonce of theirs", "another certificate", "no TLS", "mirror"],
+)
+@on_uvloop
+async def test_proofs_that_are_not_of_this_connection(tmp_path, change):
+    """All by someone who has heard a good handshake, or sits between two ends of TLS."""
+    async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as hostile:
+        token = Credentials.open().join_token()
+        hostile.greet()
+        challenge = await hostile.until(Challenge)
+        hello, nonce, certificate = hostile.hello, challenge.nonce, token.fingerprint
+        if change == "another nonce of mine":
+            hello = hello.model_copy(update={"nonce": new_nonce()})
+        elif change == "another nonce of theirs":
+            nonce = new_nonce()
+        elif change == "another certificate":
+            certificate = b"x" * 32
+        elif change == "no TLS":
+            certificate = NO_CERTIFICATE
+        role = "coordinator" if change == "mirror" else "worker"
+        proof = Exchange(hello, nonce, certificate).prove(role, token.secret)  # type: ignore[arg-type]
+        hostile.send(Proof(proof=proof))
+        goodbye = await hostile.farewell()
+        assert goodbye is not None
+        assert goodbye.exit_code == ExitCode.NOT_AUTHORISED
+        assert not live.service.sessions
+
+
+@on_uvloop
+async def test_a_recorded_handshake_is_worth_nothing(tmp_path):
+    async with live_service(tmp_path, 1) as live:
+        token = Credentials.open().join_token()
+        async with HostileWorker(live.port) as member:
+            member.greet()
+            proof = answer(
+                member.hello, await member.until(Challenge), token.fingerprint, token.secret
+            )
+            member.send(proof)
+            await member.until(Welcome)
+            recorded = member.hello
+        async with HostileWorker(live.port) as replaying:
+            replaying.send(recorded)
+            await replaying.until(Challenge)
+            replaying.send(proof)
+            goodbye = await replaying.farewell()
+            assert goodbye is not None
+            assert goodbye.exit_code == ExitCode.NOT_AUTHORISED
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in EXAMPLES if kind not in (Hello, messages.Goodbye)],
+    ids=lambda kind: kind.__name__,
+)  # fmt: skip
+@pytest.mark.parametrize("after_hello", [False, True])
+@on_uvloop
+async def test_every_other_message_before_the_welcome_ends_the_connection(
+    tmp_path, kind, after_hello
+):
+    async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as stranger:
+        if after_hello:
+            stranger.greet()
+            await stranger.until(Challenge)
+        stranger.send_bytes(frame(EXAMPLES[kind]))
+        async with asyncio.timeout(limits.HANDSHAKE_TIMEOUT_MS / 1000 - 1):
+            goodbye = await stranger.farewell()
+        assert goodbye is not None
+        assert goodbye.exit_code in (ExitCode.FAILED, ExitCode.NOT_AUTHORISED)
+        assert not live.service.sessions
+
+
+# Coordinators that are none: what a worker says to them.
+
+
+class Impostor:
+    """Listens like a coordinator; writes down what it is told.
+
+    Args:
+        context: Its end of TLS; None for plaintext.
+        reply: What it answers to a Hello.
+    """
+
+    def __init__(self, context: ssl.SSLContext | None, reply: object = None) -> None:
+        self.heard: list[messages.Message] = []
+        self._context = context
+        self._reply = reply
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._context)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = Connection("coordinator")
+        while data := await reader.read(65_536):
+            for message, _ in connection.receive_data(data):
+                self.heard.append(message)
+                if isinstance(message, Hello) and callable(self._reply):
+                    reply = self._reply(message)
+                    connection.send(reply)
+                    writer.write(flat(encode(reply)))
+        writer.close()
+
+
+def another_context(tmp_path: Path) -> ssl.SSLContext:
+    paths = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    for path, text in zip(paths, self_signed(), strict=True):
+        path.write_text(text)
+    return tls.server_context(*paths)
+
+
+@on_uvloop
+async def test_a_relay_with_a_certificate_of_its_own_hears_nothing(tmp_path):
+    token = Credentials.open().join_token().reveal()
+    async with Impostor(another_context(tmp_path)) as relay:
+        text = await refusal(relay.port, elsewhere(tmp_path, token))
+        assert "expected the certificate" in text
+        assert token.partition(".")[2] not in text
+        assert relay.heard == []
+
+
+@on_uvloop
+async def test_a_relay_hears_nothing_from_a_worker_with_a_key(tmp_path):
+    async with live_service(tmp_path, 1) as live:
+        token = Credentials.open().join_token().reveal()
+        async with serving(live, client(live.port, elsewhere(tmp_path, token))):
+            pass
+    async with Impostor(another_context(tmp_path)) as relay:
+        assert "no key yet" in await refusal(relay.port, elsewhere(tmp_path))
+        assert relay.heard == []
+
+
+@pytest.mark.parametrize("cheat", ["guess", "mirror", "replay", "other method"])
+@on_uvloop
+async def test_an_impostor_that_cannot_prove_itself_gets_no_proof(tmp_path, cheat):
+    """It has even the coordinator's certificate and key, but not the secret."""
+    credentials = Credentials.open()
+    recorded = Exchange(EXAMPLES[Hello], bytes(32), credentials.fingerprint)  # type: ignore[arg-type]
+
+    def reply(hello: Hello) -> Challenge:
+        proof = {
+            "guess": bytes(32),
+            "mirror": hello.nonce,
+            "replay": recorded.prove("coordinator", credentials.join_token().secret),
+            "other method": bytes(32),
+        }[cheat]
+        return Challenge(
+            method="none" if cheat == "other method" else METHOD, nonce=hello.nonce, proof=proof
+        )
+
+    async with Impostor(credentials.server_context(), reply) as impostor:
+        await refusal(impostor.port, elsewhere(tmp_path, credentials.join_token().reveal()))
+        assert [type(message) for message in impostor.heard] in ([Hello], [Hello, messages.Goodbye])
+
+
+@on_uvloop
+async def test_older_tls_is_not_spoken(tmp_path):
+    async with live_service(tmp_path, 1) as live:
+        context = tls.client_context()
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+        with pytest.raises((ssl.SSLError, ConnectionResetError)):
+            await asyncio.open_connection("127.0.0.1", live.port, ssl=context)

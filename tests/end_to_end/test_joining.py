@@ -1,0 +1,234 @@
+"""A second machine: what the coordinator prints, what a worker there needs, and what it is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coordinator.credentials import Credentials
+from coordinator.invitation import invitation, reachable_address, status_line
+from protocol.authentication import new_key
+from protocol.join_token import JoinToken
+from tests.cluster import ROOT, Cluster
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("SAMESTEP_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def job(tmp_path) -> tuple[str, str]:
+    spec = tmp_path / "run.yaml"
+    spec.write_text("task: scripted\nsteps: 3\nbatch: {samples: 4, microbatch: 1}\n")
+    return "--run", str(spec)
+
+
+def there(tmp_path: Path, **more: str) -> dict[str, str]:
+    """The environment of another machine."""
+    return {"SAMESTEP_HOME": str(tmp_path / "there"), **more}
+
+
+def command(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "coordinator", *arguments],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False, env=os.environ,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def last_line(process: subprocess.Popen[str]) -> str:
+    assert process.stderr is not None
+    (line,) = process.stderr.read().strip().splitlines()
+    return line
+
+
+def forget(process: subprocess.Popen[str]) -> None:
+    """Another of the same name comes after it."""
+    process.wait()
+    for stream in (process.stdout, process.stderr):
+        assert stream is not None
+        stream.close()
+
+
+def secrets_of(home: Path) -> list[str]:
+    """All that must be in no output: the token's secret, keys, the control token."""
+    found = [Credentials.open(home).join_token().reveal().partition(".")[2]]
+    workers = home / "coordinator" / "workers.json"
+    if workers.exists():
+        found += [entry["key"] for entry in json.loads(workers.read_text()).values()]
+    return found + [path.read_text().strip() for path in home.rglob("control/*.token")]
+
+
+def test_another_machine_comes_in_with_the_token_and_comes_back_without(tmp_path, own_home, job):
+    arguments = ("--bind", "0.0.0.0:0", "--log-json", *job)
+    with Cluster(tmp_path, "--expect-workers", "2", *arguments) as cluster:
+        hidden = secrets_of(own_home)
+        token = command("token", "show")
+        first = cluster.worker(
+            "far", "--backend", "scripted", environment=there(tmp_path, SAMESTEP_TOKEN=token)
+        )
+        cluster.wait_for("worker_connected", worker="far")
+        assert command("token", "workers").endswith("  far")
+        first.kill()
+        forget(first)
+        cluster.wait_for("worker_disconnected", worker="far")
+        command("token", "rotate")
+        again = cluster.worker("far", "--backend", "scripted", environment=there(tmp_path))
+        cluster.worker("near", "--backend", "scripted")
+        hidden += secrets_of(own_home)
+        status = cluster.ask("GET", "/status")
+        assert status["encryption"] == "TLS 1.3"
+        assert cluster.result()["workers"].keys() == {"far", "near"}
+        assert cluster.wait_for_exit(again) == 0
+        cluster._drainer.join()
+        told = [*cluster.output, json.dumps(status), json.dumps(cluster._events)]
+        for process in (cluster.coordinator, *cluster.workers.values()):
+            told += [stream.read() for stream in (process.stdout, process.stderr) if stream]
+    written = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    told += [path.read_text(errors="replace") for path in written]
+    for secret in (*hidden, token):
+        assert not any(secret in text for text in told)
+
+
+def test_a_wrong_token_is_one_line_and_77(tmp_path, own_home):
+    with Cluster(tmp_path, "--expect-workers", "1") as cluster:
+        good = Credentials.open(own_home).join_token()
+        wrong_secret = JoinToken(good.fingerprint, new_key()).reveal()
+        wrong_certificate = JoinToken(b"x" * 32, good.secret).reveal()
+        for name, token in (("a", wrong_secret), ("b", wrong_certificate)):
+            worker = cluster.worker(name, environment=there(tmp_path, SAMESTEP_TOKEN=token))
+            assert cluster.wait_for_exit(worker) == 77
+            line = last_line(worker)
+            assert "coordinator token show" in line
+            assert token.partition(".")[2] not in line
+        without = cluster.worker("c", environment=there(tmp_path))
+        assert cluster.wait_for_exit(without) == 77
+        assert "no join token" in last_line(without)
+        assert not cluster.every("worker_connected")
+
+
+def test_a_revoked_worker_ends_with_77(tmp_path):
+    with Cluster(tmp_path, "--expect-workers", "2") as cluster:
+        token = command("token", "show")
+        far = cluster.worker("far", environment=there(tmp_path, SAMESTEP_TOKEN=token))
+        cluster.worker("near")
+        cluster.wait_for("worker_connected", worker="far")
+        cluster.wait_for("worker_connected", worker="near")
+        assert "'far' counts no more" in command("token", "revoke", "far")
+        assert cluster.wait_for_exit(far) == 77
+        assert last_line(far) == "worker: the key of 'far' was revoked"
+        forget(far)
+        for environment in (there(tmp_path), there(tmp_path, SAMESTEP_TOKEN=token)):
+            back = cluster.worker("far", environment=environment)
+            assert cluster.wait_for_exit(back) == 77
+            forget(back)
+        workers = cluster.ask("GET", "/status")["workers"]
+        assert [worker["name"] for worker in workers] == ["near"]
+
+
+def test_a_token_file_that_others_may_read(tmp_path, own_home):
+    path = tmp_path / "token"
+    path.write_text(Credentials.open(own_home).join_token().reveal())
+    path.chmod(0o644)
+    ended = subprocess.run(
+        [sys.executable, "-m", "worker", "--token-file", str(path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 2
+    assert "chmod 600" in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1
+
+
+def test_plaintext_is_by_flag_on_both_sides_and_is_shown(tmp_path, job):
+    with Cluster(tmp_path, "--expect-workers", "1", "--plaintext", *job) as cluster:
+        encrypted = cluster.worker("tls", "--backend", "scripted")
+        assert cluster.wait_for_exit(encrypted) == 78
+        assert "--plaintext" in last_line(encrypted)
+        without = cluster.worker("stranger", "--plaintext", environment=there(tmp_path))
+        assert cluster.wait_for_exit(without) == 77
+        assert cluster.ask("GET", "/status")["encryption"] == "none (--plaintext)"
+        assert "NOT ENCRYPTED" in command("status", "--control", cluster.address["control"])
+        cluster.worker("w", "--plaintext", "--backend", "scripted")
+        assert cluster.result()["workers"].keys() == {"w"}
+
+
+def test_a_worker_that_was_told_not_to_use_tls(tmp_path):
+    with Cluster(tmp_path, "--expect-workers", "1") as cluster:
+        plain = cluster.worker("plain", "--plaintext", "--retry-for", "1")
+        assert cluster.wait_for_exit(plain) == 69
+        assert "it may want TLS: then start this without --plaintext" in last_line(plain)
+
+
+def test_local_workers_need_nothing_and_no_argument_holds_a_token(tmp_path, own_home):
+    spec = tmp_path / "run.yaml"
+    spec.write_text("task: scripted\nsteps: 200\nbatch: {samples: 4, microbatch: 1}\n")
+    arguments = ("--run", str(spec), "--local-workers", "2", "--backend", "scripted:5")
+    with Cluster(tmp_path, "--bind", "0.0.0.0:0", *arguments) as cluster:
+        cluster.wait_for("committed", step=1)
+        hidden = secrets_of(own_home)
+        shown = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
+        assert any(b"local-1" in line for line in shown)
+        assert not any(secret.encode() in line for secret in hidden for line in shown)
+        assert cluster.result()["workers"].keys() == {"local-0", "local-1"}
+
+
+# What is printed.
+
+
+def printed(own_home, host, *, plaintext=False, to_terminal=False) -> list[str]:
+    credentials = Credentials.open(own_home)
+    return list(invitation(credentials, (host, 9000), plaintext=plaintext, to_terminal=to_terminal))
+
+
+def test_on_loopback_there_is_one_line_and_no_secret(own_home):
+    for to_terminal in (False, True):
+        lines = printed(own_home, "127.0.0.1", to_terminal=to_terminal)
+        assert lines == ["listening for workers: worker --coordinator 127.0.0.1:9000"]
+
+
+def test_a_terminal_is_shown_one_line_to_paste(own_home):
+    token = Credentials.open(own_home).join_token().reveal()
+    *_, line = printed(own_home, "192.0.2.7", to_terminal=True)
+    assert line == f"  SAMESTEP_TOKEN={token} worker --coordinator 192.0.2.7:9000"
+
+
+def test_a_log_is_told_how_to_get_the_token(own_home):
+    (secret,) = secrets_of(own_home)
+    *_, line = printed(own_home, "192.0.2.7")
+    assert secret not in line
+    assert "$(ssh 192.0.2.7 coordinator token show)" in line
+
+
+def test_plaintext_is_said_and_passed_on(own_home):
+    lines = printed(own_home, "192.0.2.7", plaintext=True)
+    assert any("NOT ENCRYPTED" in line for line in lines)
+    assert lines[-1].endswith("worker --coordinator 192.0.2.7:9000 --plaintext")
+
+
+def test_an_address_that_others_can_reach(own_home):
+    assert reachable_address("192.0.2.7") == "192.0.2.7"
+    assert reachable_address("box.example") == "box.example"
+    for every in ("0.0.0.0", "::"):
+        assert not re.match(r"127\.|0\.0|::", reachable_address(every))
+    assert printed(own_home, "0.0.0.0")[0].endswith("worker --coordinator 127.0.0.1:9000")
+
+
+def test_the_control_token_is_for_a_terminal_and_in_the_fragment():
+    shown = status_line(("127.0.0.1", 9001), "s3cret", to_terminal=True)
+    assert "http://127.0.0.1:9001/#token=s3cret" in shown
+    assert "s3cret" not in status_line(("127.0.0.1", 9001), "s3cret", to_terminal=False)
+
+
+def test_the_control_token_of_a_running_coordinator(tmp_path):
+    with Cluster(tmp_path, "--expect-workers", "1") as cluster:
+        token = command("token", "control", cluster.address["control"])
+        assert f"Bearer {token}" == cluster._bearing()["Authorization"]
