@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -13,11 +13,11 @@ from coordinator.claim import Claim
 from coordinator.journal_end import read_end
 from coordinator.journal_records import Record, RunBegins
 from coordinator.kept_index import keep_index, kept_index
-from coordinator.recovery import Recovery, recover
+from coordinator.recovery import Recovery, leave_behind, recover
 from coordinator.resumption import Resumption
 from coordinator.run_directory import RunDirectory, StoredRun
 from protocol import __version__
-from protocol.errors import Mismatch, UsageError
+from protocol.errors import Mismatch, SamestepError, UsageError
 from protocol.run_spec import RunSpec
 
 
@@ -96,15 +96,19 @@ def find_run(claim: Claim, spec: RunSpec | None = None) -> AcceptedRun | None:
     if spec is not None and spec != stored.spec:
         raise Mismatch(
             f"{str(claim.directory)!r} holds run {stored.run_id!r} of another run spec; leave "
-            "--run out to go on with it, or choose another --out"
+            "the run spec out to go on with it, or choose another --out"
         )
     if not is_unfinished(claim.directory):
         return None
     recovery = recover(directory)
     assert recovery is not None
     resumption = resumption_of(recovery, directory.read_terms())
-    directory.reopen()
     blobs = kept_index(directory.files_file, stored.spec)
+    if resumption is not None:
+        leave_behind(directory, recovery)
+        if not directory.journal.exists():
+            note = f"the journal is missing: what happened before step {recovery.step} is not told"
+            recovery = replace(recovery, notes=(*recovery.notes, note))
     return AcceptedRun(stored, directory, claim, recovery, resumption, blobs)
 
 
@@ -125,8 +129,16 @@ def unfinished_runs(path: Path) -> list[Path]:
     """
     if not path.is_dir():
         raise UsageError(f"expected runs to resume in {str(path)!r}, found no such directory")
-    found = [child for child in path.iterdir() if is_unfinished(child)]
+    found = [child for child in path.iterdir() if _seems_unfinished(child)]
     return sorted(found, key=lambda child: RunDirectory(child).run_file.stat().st_mtime_ns)
+
+
+def _seems_unfinished(path: Path) -> bool:
+    """Also where that cannot be told: whoever takes it up will say why."""
+    try:
+        return is_unfinished(path)
+    except SamestepError:
+        return True
 
 
 def _versions() -> dict[str, str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from coordinator.durable_file import is_same_file, replace_file
-from protocol.errors import RunFailed, StorageFailed, UsageError
+from protocol.errors import StorageFailed, Superseded, UsageError
 
 LOCK_FILE: Final = "lock"
 EPOCH_FILE: Final = "epoch.json"
@@ -65,7 +65,7 @@ class Claim:
 
         Raises:
             StorageFailed: It is not there, or not readable.
-            RunFailed: Another coordinator has it now; this one is to end.
+            Superseded: Another coordinator has it now; this one is to end.
         """
         try:
             stored = stored_epoch(self.directory)
@@ -75,12 +75,12 @@ class Claim:
             reason = "its epoch file is gone; bring the directory back, then go on"
             raise StorageFailed("use", str(self.directory), reason)
         if stored != self.epoch:
-            raise RunFailed(
+            raise Superseded(
                 f"{str(self.directory)!r} has another coordinator now, of epoch {stored}; "
                 f"this one, of epoch {self.epoch}, ends"
             )
         if not is_same_file(self._lock, self.directory / LOCK_FILE):
-            raise RunFailed(
+            raise Superseded(
                 f"the lock file of {str(self.directory)!r} was removed or replaced, so another "
                 "coordinator may start there; this one ends"
             )

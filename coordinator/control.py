@@ -152,6 +152,8 @@ class ControlPort:
         return response
 
     async def _submit(self, request: web.Request) -> web.Response:
+        if self._service.settings.once:
+            return _conflict("this coordinator does one run and ends; start one without --run")
         submission = await _body(request, _Submission)
         spec = parse_run_spec(submission.run, submission.overrides)
         run_id = self._service.submit(spec, blobs=await find_blobs(spec))

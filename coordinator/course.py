@@ -117,12 +117,26 @@ class Course:
 
     def tick(self, now_ms: float) -> list[Action]:
         """Time goes on: nobody waits for those who are late, if others can do it."""
+        if self.progress is None:
+            return []
         if self.phase is RunPhase.EVALUATING and self.evaluation is not None:
-            self.evaluation.tick(now_ms)
-            return self._plan_evaluation() if self.evaluation.release_late() else []
-        if self.phase is not RunPhase.TRAINING or self.progress is None:
+            return self._tick_evaluation(self.progress, self.evaluation, now_ms) + self._advance()
+        if self.phase is not RunPhase.TRAINING:
             return []
         return self.progress.tick(now_ms) + self._advance()
+
+    def _tick_evaluation(
+        self, progress: Progress, evaluation: Evaluation, now_ms: float
+    ) -> list[Action]:
+        """Who does not say that it has the state that is evaluated is passed over here too."""
+        before = set(self.members.names(MemberState.ACTIVE))
+        actions = progress.tick(now_ms)
+        passed = before.difference(self.members.names(MemberState.ACTIVE))
+        for worker in passed:
+            evaluation.lose(worker, proven=False)
+        evaluation.tick(now_ms)
+        late = evaluation.release_late()
+        return actions + (self._plan_evaluation() if late or passed else [])
 
     def durable(self, step: int) -> list[Action]:
         """The commit of this step is on disk: now all may hear of it."""

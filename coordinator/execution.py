@@ -42,9 +42,9 @@ from protocol.errors import (
     ExitCode,
     OutOfPlace,
     RemoteProtocolError,
-    RunFailed,
     SamestepError,
     StorageFailed,
+    Superseded,
     text_of,
 )
 from protocol.messages import (
@@ -116,7 +116,11 @@ class Execution:
         self._handle(self.run.take_up_again)
 
     async def _catch_up(self, keeper: ReplicaKeeper, recovery: Recovery) -> None:
-        self.applied = await keeper.catch_up(recovery)
+        try:
+            self.applied = await keeper.catch_up(recovery)
+        except SamestepError as error:
+            self.give_up(f"{error}; then resume the run")  # there is no state to go on with
+            return
         self._do(self.run.replica_applied(self.applied.step, self.applied.state_digest))
 
     def tick(self) -> None:
@@ -156,13 +160,13 @@ class Execution:
         """Nothing more can come: end as failed."""
         self._handle(lambda: self.run.give_up(reason))
 
-    def storage_failed(self, error: SamestepError) -> None:
+    def storage_failed(self, error: Exception) -> None:
         """The disk refused something that nobody waited for, or is another's now."""
         if isinstance(error, StorageFailed):
             self._handle(lambda: self.run.storage_failed(str(error)))
         else:
-            self.superseded = True
-            self.give_up(str(error))
+            self.superseded = isinstance(error, Superseded)
+            self.give_up(text_of(error))
 
     def _handle(self, event: Callable[[], Sequence[Action]]) -> None:
         """Do what an event leads to; an error of our own ends the run as failed, not as hung."""
@@ -174,7 +178,7 @@ class Execution:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        if isinstance(error, StorageFailed | RunFailed):
+        if isinstance(error, SamestepError):
             self.storage_failed(error)
             return
         self._watcher.reported("internal_error", {"error": text_of(error)})
@@ -376,9 +380,8 @@ class Execution:
         if self._keeper is None or self.applied is None or action.outcome == "failed":
             return
         replica = await self._keeper.snapshot()
-        wall_s = ended_s - (self.started_s or ended_s)
         self.model_directory, self.result = await write_result(
-            self.run, self._storage, replica, action, wall_s
+            self.run, self._storage, replica, action, ended_s - (self.started_s or ended_s)
         )
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:

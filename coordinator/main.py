@@ -24,7 +24,7 @@ from coordinator.local_workers import LocalWorkers
 from coordinator.run_directory import RunDirectory
 from coordinator.service import Service, Settings
 from protocol.allocator import keep_freed_memory
-from protocol.errors import ExitCode, StorageFailed, UsageError
+from protocol.errors import ExitCode, SamestepError, StorageFailed, UsageError
 from protocol.run_spec import RunSpec
 
 DEFAULT_OUT = Path("runs")
@@ -63,6 +63,8 @@ def main(options: Options) -> int:
 
 async def _serve(options: Options) -> int:
     directory = options.out or DEFAULT_OUT
+    if options.resume and options.spec is not None and options.out is None:
+        raise UsageError("--resume with a run spec needs --out: the directory to begin or go on in")
     if options.out is None and options.spec is not None and not options.resume:
         directory = new_directory(options.spec.name)
     alone = options.resume and RunDirectory(directory).run_file.exists()
@@ -80,10 +82,18 @@ async def _serve(options: Options) -> int:
     console = _Console(highlight=False)
     progress = ProgressConsole(service, console)
     service.listeners += [control, progress]
-    if not _queue(options, service, console):
-        return ExitCode.OK
     await service.start()
-    await control.start(*options.control)
+    try:
+        await control.start(*options.control)
+        queued = _queue(options, service, console)
+    except SamestepError:
+        await service.stop()
+        await control.stop()
+        raise
+    if not queued:
+        await service.stop()
+        await control.stop()
+        return ExitCode.OK
     _announce(options, service, control, console)
     local = LocalWorkers(
         service.address,
@@ -132,7 +142,10 @@ def _queue(options: Options, service: Service, console: Console) -> bool:
         service.submit(options.spec, directory, index_blobs(options.spec))
         return True
     for found in unfinished_runs(directory):
-        service.take_up(found)
+        try:
+            service.take_up(found)
+        except SamestepError as error:
+            print(f"coordinator: {str(found)!r} is left alone: {error}", file=sys.stderr)
     if not service.waiting and service.current is None:
         console.print(Text(f"no unfinished run in {str(directory)!r}; waiting for new ones"))
     return True

@@ -193,9 +193,10 @@ class Progress:
     def tick(self, now_ms: float) -> list[Action]:
         """Time goes on: see who is late, and let nobody wait for them."""
         self._stragglers.tick(now_ms)
-        if self.round is None or self.persisting:
+        if self.persisting:
             return []
-        return [*self._pass_over(), *self._speculate(self.round)]
+        speculated = self._speculate(self.round) if self.round is not None else []
+        return [*self._pass_over(), *speculated]
 
     def _pass_over(self) -> list[Action]:
         """Go on without those that do not answer; they are back when they have."""
@@ -210,8 +211,8 @@ class Progress:
             member.late = True
             self.agreement.lose(name)
             self._members.deactivate(name)
-            assert self.round is not None
-            self.round.release(name, proven=False)
+            if self.round is not None:
+                self.round.release(name, proven=False)
         return actions + (self.take_up() if late else [])
 
     def _speculate(self, round_: Round) -> list[Action]:

@@ -9,7 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from coordinator.checkpoint import Checkpoint, latest_checkpoint, load_replica
+from coordinator.checkpoint import (
+    Checkpoint,
+    checkpoint_path,
+    checkpoint_steps,
+    latest_checkpoint,
+    load_replica,
+    remove_checkpoint,
+)
 from coordinator.log_reader import LoggedStep, LogScan, read_averages, scan_log
 from coordinator.log_records import CommitRecord
 from coordinator.replay import take
@@ -98,6 +105,9 @@ def recover(directory: RunDirectory) -> Recovery | None:
     directory.clear()
     manifest = directory.read_manifest()
     if manifest is None:
+        if checkpoint_steps(directory.checkpoints):
+            reason = "it is missing, though there are checkpoints; bring it back from a copy"
+            raise StorageDamaged(str(directory.manifest_file), "", reason)
         return Recovery(run, None, None, (), (), 0, 0, (), ())
     checkpoint, passed = latest_checkpoint(directory.checkpoints, run.run_id, manifest)
     scan = scan_log(directory.log, run.run_id, manifest, repair=True)
@@ -138,3 +148,15 @@ def _out_of_reach(scan: LogScan, step: int) -> list[str]:
         return []
     which = f"steps {beyond[0]} to {beyond[-1]} are in the log"
     return [f"{which}, but no state that they follow: they are done again"]
+
+
+def leave_behind(directory: RunDirectory, recovery: Recovery) -> None:
+    """The run goes on from `recovery.step`: checkpoints of later steps, which could not be used,
+    must not be taken for its own some day.
+
+    Raises:
+        StorageFailed: The disk refuses.
+    """
+    for step in checkpoint_steps(directory.checkpoints):
+        if step > recovery.step:
+            remove_checkpoint(checkpoint_path(directory.checkpoints, step))

@@ -134,7 +134,8 @@ class RunDirectory:
         try:
             return Terms.model_validate_json(content) if content is not None else None
         except ValidationError as error:
-            raise StorageDamaged(str(self.terms_file), "", str(error)) from None
+            reason = error.errors()[0]["msg"]
+            raise StorageDamaged(str(self.terms_file), "", reason) from None
 
     def reopen(self) -> None:
         """The run goes on: it has no result any more.

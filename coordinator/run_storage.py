@@ -8,6 +8,7 @@ after the other. What the disk refuses in a job that nobody waits for comes back
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
@@ -50,7 +51,7 @@ class RunStorage:
         *,
         epoch: int,
         guard: Callable[[], None],
-        failed: Callable[[SamestepError], None],
+        failed: Callable[[Exception], None],
     ) -> None:
         self.directory = directory
         self._run_id = run_id
@@ -68,6 +69,10 @@ class RunStorage:
         self._terms: Terms | None = None
         self._journal: Journal | None = None
         self._unsynced = False
+        self._first_lines: Callable[[], Sequence[Record]] | None = None
+        self._lines: deque[Record] = deque()
+        self._ended = False
+        self._metrics: tuple[int, dict[str, float]] = (-1, {})
 
     # The gradient log.
 
@@ -189,6 +194,9 @@ class RunStorage:
                 root, manifest, replica, run_id=self._run_id, epoch=self._epoch, losses=losses
             )
             self._guard()
+            step, metrics = self._metrics
+            if step == replica.step:
+                write_metrics(root, step, metrics)
             return checkpoint, prune(root, self._run_id, manifest, self._spec.checkpoint).good
 
         # Before the log's commits go, and before a restart no longer looks at them.
@@ -204,6 +212,7 @@ class RunStorage:
 
     def keep_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Keep the figures of an evaluation with the checkpoint of that state, if there is one."""
+        self._metrics = (step, metrics)  # a checkpoint of that state may be yet to come
         root = self.directory.checkpoints
         self._spawn("checkpoint", lambda: write_metrics(root, step, metrics))
 
@@ -211,15 +220,11 @@ class RunStorage:
 
     def record(self, records: Sequence[Record]) -> None:
         """Add lines to the journal; they are synced soon, many at once."""
-        if not records:
+        if not records or self._ended:
             return
 
-        def work() -> None:
-            journal = self._opened_journal()
-            for record in records:
-                journal.append(record)
-
-        self._spawn("journal", work)
+        self._lines.extend(records)
+        self._spawn("journal", self._opened_journal)
         if not self._unsynced:
             self._unsynced = True
             self._spawn("journal", self._sync_journal)
@@ -230,14 +235,8 @@ class RunStorage:
         Args:
             lines: Gives the lines to add; called once the journal's end is sound.
         """
-
-        def work() -> None:
-            journal = self._opened_journal()
-            for record in lines():
-                journal.append(record)
-            journal.sync()
-
-        self._spawn("journal", work)
+        self._first_lines = lines
+        self._spawn("journal", self._sync_journal)
 
     async def end_journal(self, record: Record) -> str:
         """Add the last line.
@@ -248,6 +247,7 @@ class RunStorage:
         Raises:
             StorageFailed: The disk refuses.
         """
+        self._ended = True
 
         def work() -> str:
             journal = self._opened_journal()
@@ -258,8 +258,15 @@ class RunStorage:
         return await self._do("journal", work)
 
     def _opened_journal(self) -> Journal:
+        """The journal, with all lines that came so far; what cannot be opened is so later."""
         if self._journal is None:
             self._journal = Journal(self.directory.journal, guard=self._guard)
+        if self._first_lines is not None:
+            for record in self._first_lines():
+                self._journal.append(record)
+            self._first_lines = None
+        while self._lines:
+            self._journal.append(self._lines.popleft())
         return self._journal
 
     def _sync_journal(self) -> None:
@@ -296,7 +303,7 @@ class RunStorage:
         def guarded() -> None:
             try:
                 work()
-            except SamestepError as error:
+            except Exception as error:  # noqa: BLE001 -- nobody else would hear of it
                 self._loop.call_soon_threadsafe(self._failed, error)
 
         self._threads[thread].submit(guarded)

@@ -311,6 +311,7 @@ class Service:
         if self.current is not None or not self.waiting:
             return
         accepted = self.waiting.popleft()
+        accepted.directory.reopen()
         stored, epoch = accepted.stored, accepted.claim.epoch
         self._running = accepted
         run = Run(
@@ -335,7 +336,7 @@ class Service:
         for session in list(self.sessions.values()):
             self.current.invite(session)
 
-    def _storage_failed(self, error: SamestepError) -> None:
+    def _storage_failed(self, error: Exception) -> None:
         if self.current is not None:
             self.current.storage_failed(error)
 

@@ -5,6 +5,7 @@ SamestepError
 │   ├── RunSpecError               an unknown key, a value out of range, a missing file
 │   └── DataError                  a data set, label or model source that cannot be used
 ├── RunFailed             exit 1   the run failed or is halted at exit
+│   └── Superseded                 another coordinator has the run's directory
 ├── Unreachable           exit 69  nothing answers at the address, or a device is not there
 │   └── BackendUnavailable         a named backend cannot be used here, with the reason
 ├── NotAuthorised         exit 77  the other side does not accept who we are
@@ -60,6 +61,10 @@ class DataError(UsageError):
 
 class RunFailed(SamestepError):
     """The run failed, or is halted when the command ends."""
+
+
+class Superseded(RunFailed):
+    """Another coordinator has the directory of the run."""
 
 
 class Unreachable(SamestepError):

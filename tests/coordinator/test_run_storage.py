@@ -6,14 +6,14 @@ import os
 import pytest
 
 from coordinator import run_storage
-from coordinator.checkpoint import write_checkpoint
+from coordinator.checkpoint import read_metrics, write_checkpoint
 from coordinator.journal import Journal, read_journal
 from coordinator.journal_records import Commanded, Record
 from coordinator.log_records import ChunkPlace
 from coordinator.run_directory import RunDirectory
 from coordinator.run_storage import RunStorage
 from coordinator.terms import Terms
-from protocol.errors import RunFailed, SamestepError, StorageFailed
+from protocol.errors import RunFailed, StorageFailed
 from tests.durable_run import MANIFEST, RUN_ID, SPEC, averages, record_of, state_zero
 
 
@@ -25,7 +25,7 @@ def directory(tmp_path):
 
 
 def begin(directory):
-    failures: list[SamestepError] = []
+    failures: list[Exception] = []
     storage = RunStorage(
         directory, RUN_ID, SPEC, epoch=1, guard=lambda: None, failed=failures.append
     )
@@ -71,7 +71,7 @@ async def test_a_commit_whose_sync_failed_is_read_by_nobody(directory, monkeypat
     await storage.close()
 
 
-def _refuses(fd):
+def _refuses(fd, *_arguments):
     raise OSError(errno.EIO, f"no file {fd}")
 
 
@@ -109,3 +109,29 @@ async def test_one_that_has_lost_the_directory_writes_no_terms(tmp_path):
         await held.commit(record_of(1, 0, skip=True))
     assert directory.read_terms() is None
     await held.close()
+
+
+async def test_lines_wait_for_a_journal_that_cannot_be_opened(directory, monkeypatch):
+    storage, failures = begin(directory)
+    first, later = (Commanded(epoch=1, step=0, command=word) for word in ("halt", "drain"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", _refuses)
+        storage.begin_journal(lambda: [first])
+        storage.record([later])
+        await storage._do("journal", lambda: None)
+    assert [type(failure) for failure in failures] == [StorageFailed] * len(failures)
+    assert failures
+    end = Commanded(epoch=1, step=0, command="continue")
+    await storage.end_journal(end)
+    storage.record([later])  # after the last line there is none
+    await storage.close()
+    assert [entry.record for entry in read_journal(directory.journal)] == [first, later, end]
+
+
+async def test_figures_are_kept_with_a_checkpoint_that_comes_after_them(directory):
+    storage, _ = begin(directory)
+    storage.keep_metrics(0, {"accuracy": 0.5})
+    storage.record([Commanded(epoch=1, step=0, command="checkpoint")])
+    await storage.save(state_zero(), ())
+    await storage.close()
+    assert read_metrics(directory.checkpoints, 0) == {"accuracy": 0.5}

@@ -1,10 +1,13 @@
 """A service that starts where another has ended takes up the runs that are not finished."""
 
+import shutil
+
 import pytest
 
 from coordinator.accepted_run import unfinished_runs
 from coordinator.audit import audit
-from protocol.errors import Mismatch, UsageError
+from coordinator.checkpoint import checkpoint_path, checkpoint_steps
+from protocol.errors import Mismatch, StorageDamaged, UsageError
 from tests.live_service import live_service, scripted_spec, undisturbed
 
 SPEC = scripted_spec(steps=30, checkpoint={"every": 10})
@@ -60,3 +63,25 @@ async def test_a_directory_in_use_is_refused(tmp_path):
         second = live_service(tmp_path, 1)
         with pytest.raises(UsageError, match="in use by another coordinator"):
             await second.__aenter__()
+
+
+async def test_a_missing_manifest_is_no_new_run(tmp_path):
+    (run_id,) = await interrupted(tmp_path, SPEC)
+    (tmp_path / run_id / "manifest.json").unlink()
+    async with live_service(tmp_path, 1) as live:
+        with pytest.raises(StorageDamaged, match="is damaged: it is missing"):
+            live.service.take_up(tmp_path / run_id)
+
+
+async def test_a_later_checkpoint_that_could_not_be_used_is_left_behind(tmp_path):
+    """Else it would be taken for this run's own, once it can be read again."""
+    (run_id,) = await interrupted(tmp_path, SPEC)
+    root = tmp_path / run_id / "checkpoints"
+    odd = checkpoint_path(root, 900)
+    shutil.copytree(checkpoint_path(root, checkpoint_steps(root)[-1]), odd)
+    async with live_service(tmp_path, 1) as live:
+        live.service.take_up(tmp_path / run_id)
+        assert not odd.exists()
+        live.worker("w0")
+        assert (await live.result(run_id))["steps"] == 30
+    assert audit(tmp_path / run_id).ok
