@@ -104,6 +104,18 @@ class Claim:
         os.close(self._lock)
 
 
+def is_held(directory: Path) -> bool:
+    """Whether a coordinator works in the directory now."""
+    try:
+        with (directory / LOCK_FILE).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def stored_epoch(directory: Path) -> int:
     """The epoch of the last start in this directory; 0 if there was none.
 

@@ -220,7 +220,13 @@ def checkpoint(control: Control = DEFAULT_CONTROL) -> None:
 def audit(directory: RunPath) -> None:
     """Prove from a run's files that its samples counted once, and that every digest fits."""
     from coordinator.audit import audit as audit_run
+    from coordinator.claim import is_held
 
+    if is_held(directory):
+        raise UsageError(
+            f"the run in {str(directory)!r} is in progress and its files change; audit it when it "
+            "has ended, or drain it first"
+        )
     result = audit_run(directory)
     for line in result.lines():
         typer.echo(line)
@@ -236,11 +242,13 @@ def report(
 ) -> None:
     """Write one HTML page: what was trained, by whom, what went wrong, and what proves it."""
     from coordinator.audit import audit as audit_run
+    from coordinator.claim import is_held
     from coordinator.durable_file import replace_file
     from coordinator.report import report as report_on
 
     target = output or directory / "report.html"
-    replace_file(target, report_on(directory, audit_run(directory)).encode())
+    audited = None if is_held(directory) else audit_run(directory)  # its files change
+    replace_file(target, report_on(directory, audited).encode())
     typer.echo(str(target))
 
 

@@ -120,6 +120,8 @@ def test_one_directory_has_one_coordinator(tmp_path):
         second = run(*ANYWHERE, *REGRESS, *LOCAL, "--out", out, "--resume")
         assert second.returncode == 2
         assert f"another coordinator (process {cluster.coordinator.pid})" in one_line(second)
+        assert "is in progress" in one_line(run("audit", out))
+        assert run("report", out).returncode == 0
 
 
 def test_a_drained_run_goes_on(tmp_path, finished):
