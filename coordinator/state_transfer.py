@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from coordinator.actions import Replay
 from coordinator.followers import Followers
 from coordinator.log_reader import LoggedStep
 from coordinator.reduction import Array
 from coordinator.run_storage import RunStorage
+from protocol import limits
 from protocol.connection import encode
 from protocol.manifest import Manifest
 from protocol.messages import (
@@ -16,6 +19,9 @@ from protocol.messages import (
 )
 from protocol.replica import Replica
 from protocol.transport import Channel
+
+_MOST_STATE_PARTS: Final = 3
+"""Parameters and two moments: the whole state is as long as the averages of so many steps."""
 
 
 def send_state(channel: Channel, run_id: str, manifest: Manifest, snapshot: Replica) -> None:
@@ -62,12 +68,16 @@ async def send_missed(
         followers: Know from which step on broadcasts are kept.
 
     Returns:
-        How many steps the worker has then; None if the log does not lead there.
+        How many steps the worker has then; None if the log does not lead there, or the whole
+        state is less to send.
 
     Raises:
         SamestepError: The log cannot be read.
     """
     step, known = missed.step, missed.state_digest
+    missed_bytes = (followers.since - step) * manifest.elements * 4
+    if missed_bytes > max(limits.REPLAY_BYTES, _MOST_STATE_PARTS * manifest.elements * 4):
+        return None
     while step < followers.since and not (channel.closed or followers.over):
         row = await storage.logged(step)
         if not row or known not in (None, row[0].record.state_before):

@@ -26,6 +26,8 @@ TICK_MS: Final = 100
 LIVENESS_TIMEOUT_MS: Final = 8_000
 """Silence after which a peer counts as lost (any byte counts as a sign of life)."""
 WRITE_HIGH_WATER_BYTES: Final = 16 * MIB
+REPLAY_BYTES: Final = 64 * MIB
+"""Of missed steps that a worker is sent before its whole state is taken to be the shorter way."""
 SEND_QUEUE_BYTES: Final = 2048 * MIB
 """What may wait for one slow reader before it is dropped."""
 
