@@ -67,6 +67,8 @@ async def _serve(options: Options) -> int:
         raise UsageError("--resume with a run spec needs --out: the directory to begin or go on in")
     if options.out is None and options.spec is not None and not options.resume:
         directory = new_directory(options.spec.name)
+    if options.resume and options.spec is None and not directory.is_dir():
+        raise UsageError(f"expected runs to resume in {str(directory)!r}, found no such directory")
     alone = options.resume and RunDirectory(directory).run_file.exists()
     service = Service(
         Settings(
