@@ -109,6 +109,7 @@ class _Campaign:
         self.outcome = Outcome()
         self._workers: dict[str, Worker] = {}
         self._leaving: list[Worker] = []
+        self._hired = 0
         self._timers: list[threading.Timer] = []
         self._disturbed: list[tuple[float, float]] = []
 
@@ -215,7 +216,9 @@ class _Campaign:
         return at_s
 
     def _hire(self, name: str) -> None:
-        log = self.coordinator.directory / f"{name}.log"
+        # A file of its own: one of the same name may still be writing to the last.
+        log = self.coordinator.directory / f"{name}-{self._hired}.log"
+        self._hired += 1
         backend = f"scripted:{MICROBATCH_MS:g}"
         self._workers[name] = Worker(self.coordinator.address, name, backend, log)
 
@@ -226,7 +229,7 @@ class _Campaign:
         for worker in self._leaving:
             # One that has said nothing yet was told before Python could listen.
             well = (None, 0) if worker.words() else (None, 0, -signal.SIGTERM)
-            assert worker.code in well, f"{worker.name} left with {worker.code}"
+            assert worker.code in well, f"{worker.name} left with {worker.code}: {worker.words()}"
         self._leaving = [worker for worker in self._leaving if worker.code is None]
 
     def _sum_up(self, end_s: float) -> None:

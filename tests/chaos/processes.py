@@ -236,8 +236,7 @@ class Worker:
         self.name = name
         self.stopped = False
         self.log = log
-        with log.open("a") as output:
-            self._from = output.tell()  # those of its name before it wrote there too
+        with log.open("x") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "worker", "--coordinator", address, "--name", name,
                  "--backend", backend, "--retry-for", "120"],
@@ -284,7 +283,7 @@ class Worker:
 
     def words(self) -> str:
         """The last of what it has said."""
-        return self.log.read_bytes()[self._from :].decode(errors="replace")[-2000:]
+        return self.log.read_text(errors="replace")[-2000:]
 
 
 def free_ports(count: int) -> list[int]:
