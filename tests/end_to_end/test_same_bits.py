@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from functools import cache
 from pathlib import Path
@@ -50,11 +51,13 @@ def test_any_number_of_workers(tmp_path, reference_directory, run, arguments, wo
 
 
 SHORT = ("--set", "steps=5", "--set", "evaluate_every=0")
+ONE_PACKAGE = Path(asyncio.__file__).parent  # all of Python would be tokenized for half a minute
 MAIN_JOBS = {
     # Dropout on: it too is the same on every worker.
     "sms-spam.yaml": (*SHORT, "--set", "lora.dropout=0.1", "--set", "data.holdout=0.02"),
     "small-llama.yaml": (
-        *SHORT, "--set", "model.config.attention_dropout=0.1", "--set", "data.holdout_samples=24"
+        *SHORT, "--set", "model.config.attention_dropout=0.1", "--set", "data.holdout_samples=24",
+        "--set", f"data.train={ONE_PACKAGE}", "--set", "data.pattern='*.py'",
     ),
 }  # fmt: skip
 
