@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import itertools
 import http.client
 import json
 import os
@@ -229,14 +230,18 @@ class Coordinator:
             self._changed.notify_all()
 
 
-class Worker:
-    """One worker process."""
+_NUMBERS = itertools.count(1)
 
-    def __init__(self, address: str, name: str, backend: str, log: Path) -> None:
+
+class Worker:
+    """One worker process; what it says goes to a file in `logs`."""
+
+    def __init__(self, address: str, name: str, backend: str, logs: Path) -> None:
         self.name = name
         self.stopped = False
-        self.log = log
-        with log.open("x") as output:
+        # A file of its own: one of the same name may still be writing to the last.
+        self.log = logs / f"{name}-{next(_NUMBERS)}.log"
+        with self.log.open("x") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "worker", "--coordinator", address, "--name", name,
                  "--backend", backend, "--retry-for", "120"],
