@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import itertools
 import http.client
+import itertools
 import json
 import os
 import random
