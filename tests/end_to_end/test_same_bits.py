@@ -12,6 +12,7 @@ import pytest
 
 from tests.cluster import RUNS, Cluster
 
+WORKERS = [3, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 4, 8))]
 DIGITS = ("--set", "steps=60", "--set", "evaluate_every=0")
 
 
@@ -36,9 +37,7 @@ def reference_directory(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("reference")
 
 
-@pytest.mark.parametrize(
-    "workers", [2, 3, *(pytest.param(n, marks=pytest.mark.full) for n in (4, 8))]
-)
+@pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize(("run", "arguments"), [("regress.yaml", ()), ("digits.yaml", DIGITS)])
 def test_any_number_of_workers(tmp_path, reference_directory, run, arguments, workers):
     alone = undisturbed(reference_directory / run, run, *arguments)
@@ -62,9 +61,7 @@ MAIN_JOBS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "workers", [2, 3, *(pytest.param(n, marks=pytest.mark.full) for n in (4, 8))]
-)
+@pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("run", MAIN_JOBS)
 def test_the_main_jobs(tmp_path, reference_directory, run, workers):
     """MiniLM with LoRA on real SMS, and a small Llama from scratch."""
@@ -76,7 +73,9 @@ def test_the_main_jobs(tmp_path, reference_directory, run, workers):
     assert together["eval"] == alone["eval"]
 
 
-@pytest.mark.parametrize("run", MAIN_JOBS)
+@pytest.mark.parametrize(
+    "run", ["sms-spam.yaml", pytest.param("small-llama.yaml", marks=pytest.mark.full)]
+)
 def test_the_main_jobs_with_a_worker_killed_and_another_joining(tmp_path, reference_directory, run):
     alone = undisturbed(reference_directory / run, run, *MAIN_JOBS[run])
     with Cluster(
@@ -141,7 +140,7 @@ def test_a_worker_joins_in_the_middle(tmp_path, reference_directory):
 
 
 def test_others_go_on_without_a_stopped_worker_and_it_comes_back(tmp_path, reference_directory):
-    longer = ("--set", "steps=300", "--set", "evaluate_every=0")
+    longer = ("--set", "steps=150", "--set", "evaluate_every=0")
     alone = undisturbed(reference_directory / "longer", "digits.yaml", *longer)
     with Cluster(
         tmp_path, "--expect-workers", "2", "--run", str(RUNS / "digits.yaml"), *longer
