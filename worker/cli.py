@@ -10,10 +10,12 @@ from typing import Annotated
 
 import typer
 
+from backends.device_name import parse_device_name
 from backends.registry import parse_name
 from protocol import __version__
 from protocol.address import parse_address, parse_device_numbers
-from protocol.errors import ExitCode, SamestepError
+from protocol.errors import ExitCode, SamestepError, UsageError
+from protocol.system_journal import write_error
 
 app = typer.Typer(
     add_completion=False,
@@ -38,7 +40,8 @@ def serve(
     backend: Annotated[
         str,
         typer.Option(
-            envvar="SAMESTEP_BACKEND", help="auto, cuda, vulkan, cpu, or scripted[:MS] for tests."
+            envvar="SAMESTEP_BACKEND",
+            help="auto, cuda, cuda1 (a device), vulkan, cpu, or scripted[:MS] for tests.",
         ),
     ] = "auto",
     gpus: Annotated[
@@ -72,7 +75,10 @@ def serve(
     del version
     if context.invoked_subcommand is not None:
         return
-    indices = parse_device_numbers(gpus, "--gpus") or (0,)
+    backend, number = parse_device_name(backend)
+    if gpus and number is not None:
+        raise UsageError(f"expected a device in --backend {backend}{number} or in --gpus, got both")
+    indices = parse_device_numbers(gpus, "--gpus") or (number or 0,)
     if len(indices) > 1:
         from worker.group import run_group
 
@@ -130,7 +136,7 @@ def main() -> None:
     try:
         app(prog_name="worker")
     except SamestepError as error:
-        print(f"worker: {error}", file=sys.stderr)
+        write_error("worker", error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(ExitCode.FAILED)
