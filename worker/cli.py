@@ -52,7 +52,12 @@ def serve(
     ] = "",
     retry_for: Annotated[
         float,
-        typer.Option(min=0, metavar="SECONDS", help="Give up after so long without coordinator."),
+        typer.Option(
+            min=0,
+            envvar="SAMESTEP_RETRY_FOR",
+            metavar="SECONDS",
+            help="Give up after so long without coordinator.",
+        ),
     ] = 300.0,
     token_file: Annotated[
         Path | None,
