@@ -179,7 +179,9 @@ def _leader(nspawn: subprocess.Popen[str], notices: socket.socket) -> int:
         except TimeoutError:
             if nspawn.poll() is None:
                 continue
-            pytest.skip(f"no machine can be booted here: {' '.join(nspawn.communicate()[0].split())}")
+            pytest.skip(
+                f"no machine can be booted here: {' '.join(nspawn.communicate()[0].split())}"
+            )
         for line in told:
             name, _, value = line.partition("=")
             leader = int(value) if name == "X_NSPAWN_LEADER_PID" else leader

@@ -33,7 +33,7 @@ def analyze(*arguments):
 
 
 def complaints(unit: Path, directory: Path, old: str = "", new: str = "") -> str:
-    """What `verify` says of a unit, whose commands are put in place; it exits 0 whatever it says."""
+    """What `verify` says of a unit, whose commands are put in place; its exit code says little."""
     for command in ("coordinator", "worker"):
         shutil.copy("/bin/true", directory / command)
     copy = directory / unit.name
