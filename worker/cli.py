@@ -31,34 +31,38 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
+BackendName = Annotated[
+    str,
+    typer.Option(
+        envvar="SAMESTEP_BACKEND",
+        help="auto, cuda, cuda1 (a device), vulkan, cpu, or scripted[:MS] for tests.",
+    ),
+]
+RetryFor = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        envvar="SAMESTEP_RETRY_FOR",
+        metavar="SECONDS",
+        help="Give up after so long without coordinator.",
+    ),
+]
+
+
 @app.callback(invoke_without_command=True)
 def serve(
     context: typer.Context,
     coordinator: Annotated[
         str, typer.Option(envvar="SAMESTEP_COORDINATOR", help="HOST:PORT of the coordinator.")
     ] = "",
-    backend: Annotated[
-        str,
-        typer.Option(
-            envvar="SAMESTEP_BACKEND",
-            help="auto, cuda, cuda1 (a device), vulkan, cpu, or scripted[:MS] for tests.",
-        ),
-    ] = "auto",
+    backend: BackendName = "auto",
     gpus: Annotated[
         str, typer.Option(help="Device numbers, such as 0,1: one process for each.")
     ] = "",
     name: Annotated[
         str, typer.Option(envvar="SAMESTEP_NAME", help="Name shown to others [host name].")
     ] = "",
-    retry_for: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            envvar="SAMESTEP_RETRY_FOR",
-            metavar="SECONDS",
-            help="Give up after so long without coordinator.",
-        ),
-    ] = 300.0,
+    retry_for: RetryFor = 300.0,
     token_file: Annotated[
         Path | None,
         typer.Option(

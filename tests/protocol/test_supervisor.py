@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from protocol.service_manager import ServiceManager
+from protocol.supervisor import Supervisor
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ async def next_of(heard):
 async def test_it_is_told_of_the_start_the_status_the_turning_loop_and_the_end(manager):
     heard, environment = manager
     status = "step 1\nof 2"
-    service = ServiceManager(environment)
+    service = Supervisor(environment)
     service.ready(lambda: status)
     assert await next_of(heard) == ["READY=1"]
     assert await next_of(heard) == ["WATCHDOG=1", "STATUS=step 1 of 2"]
@@ -50,7 +50,7 @@ async def test_it_is_told_of_the_start_the_status_the_turning_loop_and_the_end(m
 
 async def test_a_watchdog_of_another_process_is_not_fed(manager):
     heard, environment = manager
-    service = ServiceManager({**environment, "WATCHDOG_PID": "1"})
+    service = Supervisor({**environment, "WATCHDOG_PID": "1"})
     service.ready(lambda: "idle")
     assert await next_of(heard) == ["READY=1"]
     assert await next_of(heard) == ["STATUS=idle"]
@@ -59,12 +59,12 @@ async def test_a_watchdog_of_another_process_is_not_fed(manager):
 
 async def test_a_manager_that_is_away_or_busy_stops_nobody(manager):
     heard, environment = manager
-    busy = ServiceManager(environment)
+    busy = Supervisor(environment)
     for _ in range(1000):
         busy.stopping()
     busy.close()
     heard.close()
-    away = ServiceManager({"NOTIFY_SOCKET": "@samestep-nobody-listens-here"})
+    away = Supervisor({"NOTIFY_SOCKET": "@samestep-nobody-listens-here"})
     away.stopping()
     away.ready(lambda: "idle")
     await asyncio.sleep(0)
@@ -72,7 +72,7 @@ async def test_a_manager_that_is_away_or_busy_stops_nobody(manager):
 
 
 async def test_without_systemd_nothing_is_made_and_nothing_scheduled():
-    service = ServiceManager({})
+    service = Supervisor({})
     service.ready(lambda: pytest.fail("nobody asked"))
     await asyncio.sleep(0)
     assert service._socket is None
@@ -83,5 +83,5 @@ async def test_without_systemd_nothing_is_made_and_nothing_scheduled():
 
 def test_processes_that_are_started_from_here_do_not_speak_for_it(manager):
     _, environment = manager
-    ServiceManager(environment).close()
+    Supervisor(environment).close()
     assert environment == {}
