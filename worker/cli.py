@@ -10,10 +10,12 @@ from typing import Annotated
 
 import typer
 
+from backends.device_name import parse_device_name
 from backends.registry import parse_name
 from protocol import __version__
 from protocol.address import parse_address, parse_device_numbers
-from protocol.errors import ExitCode, SamestepError
+from protocol.errors import ExitCode, SamestepError, UsageError
+from protocol.system_journal import write_error
 
 app = typer.Typer(
     add_completion=False,
@@ -29,28 +31,38 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
+BackendName = Annotated[
+    str,
+    typer.Option(
+        envvar="SAMESTEP_BACKEND",
+        help="auto, cuda, cuda1 (a device), vulkan, cpu, or scripted[:MS] for tests.",
+    ),
+]
+RetryFor = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        envvar="SAMESTEP_RETRY_FOR",
+        metavar="SECONDS",
+        help="Give up after so long without coordinator.",
+    ),
+]
+
+
 @app.callback(invoke_without_command=True)
 def serve(
     context: typer.Context,
     coordinator: Annotated[
         str, typer.Option(envvar="SAMESTEP_COORDINATOR", help="HOST:PORT of the coordinator.")
     ] = "",
-    backend: Annotated[
-        str,
-        typer.Option(
-            envvar="SAMESTEP_BACKEND", help="auto, cuda, vulkan, cpu, or scripted[:MS] for tests."
-        ),
-    ] = "auto",
+    backend: BackendName = "auto",
     gpus: Annotated[
         str, typer.Option(help="Device numbers, such as 0,1: one process for each.")
     ] = "",
     name: Annotated[
         str, typer.Option(envvar="SAMESTEP_NAME", help="Name shown to others [host name].")
     ] = "",
-    retry_for: Annotated[
-        float,
-        typer.Option(min=0, metavar="SECONDS", help="Give up after so long without coordinator."),
-    ] = 300.0,
+    retry_for: RetryFor = 300.0,
     token_file: Annotated[
         Path | None,
         typer.Option(
@@ -72,7 +84,10 @@ def serve(
     del version
     if context.invoked_subcommand is not None:
         return
-    indices = parse_device_numbers(gpus, "--gpus") or (0,)
+    backend, number = parse_device_name(backend)
+    if gpus and number is not None:
+        raise UsageError(f"expected a device in --backend {backend}{number} or in --gpus, got both")
+    indices = parse_device_numbers(gpus, "--gpus") or (number or 0,)
     if len(indices) > 1:
         from worker.group import run_group
 
@@ -130,7 +145,7 @@ def main() -> None:
     try:
         app(prog_name="worker")
     except SamestepError as error:
-        print(f"worker: {error}", file=sys.stderr)
+        write_error("worker", error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(ExitCode.FAILED)
