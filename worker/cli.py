@@ -29,37 +29,43 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
+Coordinator = Annotated[
+    str, typer.Option(envvar="SAMESTEP_COORDINATOR", help="HOST:PORT of the coordinator.")
+]
+BackendName = Annotated[
+    str,
+    typer.Option(
+        envvar="SAMESTEP_BACKEND", help="auto, cuda, vulkan, cpu, or scripted[:MS] for tests."
+    ),
+]
+Gpus = Annotated[str, typer.Option(help="Device numbers, such as 0,1: one process for each.")]
+Name = Annotated[
+    str, typer.Option(envvar="SAMESTEP_NAME", help="Name shown to others [host name].")
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="SAMESTEP_TOKEN_FILE", metavar="FILE", help="Holds the join token; mode 0600."
+    ),
+]
+Plaintext = Annotated[
+    bool, typer.Option("--plaintext", help="No TLS, as the coordinator's --plaintext.")
+]
+
+
 @app.callback(invoke_without_command=True)
 def serve(
     context: typer.Context,
-    coordinator: Annotated[
-        str, typer.Option(envvar="SAMESTEP_COORDINATOR", help="HOST:PORT of the coordinator.")
-    ] = "",
-    backend: Annotated[
-        str,
-        typer.Option(
-            envvar="SAMESTEP_BACKEND", help="auto, cuda, vulkan, cpu, or scripted[:MS] for tests."
-        ),
-    ] = "auto",
-    gpus: Annotated[
-        str, typer.Option(help="Device numbers, such as 0,1: one process for each.")
-    ] = "",
-    name: Annotated[
-        str, typer.Option(envvar="SAMESTEP_NAME", help="Name shown to others [host name].")
-    ] = "",
+    coordinator: Coordinator = "",
+    backend: BackendName = "auto",
+    gpus: Gpus = "",
+    name: Name = "",
     retry_for: Annotated[
         float,
         typer.Option(min=0, metavar="SECONDS", help="Give up after so long without coordinator."),
     ] = 300.0,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="SAMESTEP_TOKEN_FILE", metavar="FILE", help="Holds the join token; mode 0600."
-        ),
-    ] = None,
-    plaintext: Annotated[
-        bool, typer.Option("--plaintext", help="No TLS, as the coordinator's --plaintext.")
-    ] = False,
+    token_file: TokenFile = None,
+    plaintext: Plaintext = False,
     trace: Annotated[
         Path | None, typer.Option(help="Write a Chrome trace of this worker to this file.")
     ] = None,
@@ -97,6 +103,33 @@ def devices() -> None:
         memory = f", {info.memory_bytes / 2**30:.1f} GiB" if info.memory_bytes else ""
         verdict = "usable" if info.usable else f"not usable: {info.reason}"
         typer.echo(f"{info.backend} {info.index}: {info.name}{memory}: {verdict}")
+
+
+@app.command()
+def doctor(
+    coordinator: Coordinator = "",
+    backend: BackendName = "auto",
+    gpus: Gpus = "",
+    name: Name = "",
+    token_file: TokenFile = None,
+    plaintext: Plaintext = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One document, for scripts.")] = False,
+) -> None:
+    """Check this machine, and the way to the coordinator, for what usually goes wrong."""
+    from protocol.doctor import tell
+    from worker.doctor import Plan, examine
+
+    parse_name(backend)
+    named = bool(coordinator or os.environ.get("MASTER_ADDR"))
+    plan = Plan(
+        coordinator=_address(coordinator) if named else None,
+        name=name or _host_name(),
+        backend=backend,
+        indices=parse_device_numbers(gpus, "--gpus") or (0,),
+        token_file=token_file,
+        plaintext=plaintext,
+    )
+    raise typer.Exit(tell(examine(plan), typer.echo, as_json=as_json))
 
 
 @app.command()
