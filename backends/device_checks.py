@@ -135,7 +135,7 @@ def _torch_says() -> str:
     if torch.version.cuda is None:
         return "install torch's CUDA build: TORCH=cuda bash deploy/environment.sh run"
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     except (AssertionError, RuntimeError) as error:
         said = " ".join(str(error).split())[:300]
         return f"torch {torch.__version__} says: {said}; update the driver, then reboot"

@@ -17,6 +17,7 @@ from coordinator import token_cli
 from protocol import __version__
 from protocol.address import parse_address, parse_device_numbers
 from protocol.errors import ExitCode, RunSpecError, SamestepError, UsageError
+from protocol.system_journal import write_error
 
 DEFAULT_BIND = "127.0.0.1:9000"
 DEFAULT_CONTROL = "127.0.0.1:9001"
@@ -49,7 +50,12 @@ def _version(value: bool) -> None:
 
 
 ExpectWorkers = Annotated[
-    int | None, typer.Option(min=1, help="Start a run once so many workers are ready.")
+    int | None,
+    typer.Option(
+        min=1,
+        envvar="SAMESTEP_EXPECT_WORKERS",
+        help="Start a run once so many workers are ready.",
+    ),
 ]
 Bind = Annotated[
     str, typer.Option(envvar="SAMESTEP_BIND", help="Address for workers; port 0: any free one.")
@@ -296,7 +302,7 @@ def main() -> None:
     try:
         app(prog_name="coordinator")
     except SamestepError as error:
-        print(f"coordinator: {error}", file=sys.stderr)
+        write_error("coordinator", error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(ExitCode.FAILED)

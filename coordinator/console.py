@@ -16,6 +16,7 @@ from coordinator.execution import Execution
 from coordinator.run import Run
 from coordinator.service import Service
 from coordinator.status import status_document, waiting_for
+from protocol.system_journal import Priority, SystemJournal
 
 _LINE_INTERVAL_S: Final = 2.0
 """Between two progress lines where the output is no terminal."""
@@ -38,16 +39,43 @@ _TOLD: Final = {
     "restarted": "step {step} is started anew: a worker left before its state was compared",
     "halted": "HALTED at step {step}: {reason}",
     "continued": "continued at step {step}",
+    "draining": "draining: the step in progress is finished first",
     "internal_error": "internal error: {error}",
+}
+_TOLD_WHILE_SERVING: Final = {
+    "run_accepted": "run {run_id} accepted: {task}, {steps} steps",
+    "run_ended": "run {run_id} {outcome}: {reason}",
+}
+"""One run that is done at a terminal has its own first and last lines."""
+_PRIORITIES: Final = {
+    "worker_disconnected": Priority.NOTICE,
+    "worker_unready": Priority.WARNING,
+    "reassigned": Priority.NOTICE,
+    "straggler": Priority.NOTICE,
+    "redone_otherwise": Priority.WARNING,
+    "log_unreadable": Priority.ERROR,
+    "halted": Priority.ERROR,
+    "internal_error": Priority.CRITICAL,
 }
 
 
 class ProgressConsole:
-    """Tells a service's reports: a live table on a terminal, else a line now and then."""
+    """Tells a service's reports: a live table on a terminal, else a line now and then.
 
-    def __init__(self, service: Service, console: Console) -> None:
+    Args:
+        service: Whose.
+        console: Where lines go, unless there is a journal.
+        journal: Gets each line with its event's fields.
+    """
+
+    def __init__(
+        self, service: Service, console: Console, journal: SystemJournal | None = None
+    ) -> None:
         self._service = service
         self._console = console
+        self._journal = journal
+        serving = {} if service.settings.once else _TOLD_WHILE_SERVING
+        self._sentences = {**_TOLD, **serving}
         self._last_line_s = 0.0
         self._waiting_since_s = time.monotonic()
         self._tell_after_s = _FIRST_WAITING_S
@@ -69,19 +97,19 @@ class ProgressConsole:
 
     def reported(self, event: str, fields: Mapping[str, object]) -> None:
         """Tell one report; see `service.Listener`."""
-        if event in _TOLD:
-            self._console.print(Text(_TOLD[event].format(**fields)), soft_wrap=True)
+        if event in self._sentences:
+            self._tell(self._sentences[event].format(**fields), event, fields)
             notes = fields.get("notes")
             for note in notes if isinstance(notes, list) else ():
-                self._console.print(Text(f"  {note}"), soft_wrap=True)
+                self._tell(f"  {note}", event)
         elif event == "evaluated":
             execution = self._service.current
             assert execution is not None
             figures = _headline(execution.run)
             text = ", ".join(f"{name} {_figure(value)}" for name, value in figures.items())
-            self._console.print(Text(f"step {fields['step']}: held-out {text}"), soft_wrap=True)
+            self._tell(f"step {fields['step']}: held-out {text}", event, fields)
         elif event == "committed" and self._live is None:
-            self._progress_line()
+            self._progress_line(event, fields)
 
     def tick(self) -> None:
         """Called about once a second: say what has been waited for all this time."""
@@ -98,17 +126,24 @@ class ProgressConsole:
             away = ", ".join(sorted(self._service.known - set(self._service.sessions)))
             before = f"; was here before: {away}" if away else ""
             seconds = now_s - self._waiting_since_s
-            self._console.print(
-                Text(f"waiting {seconds:.0f} s for {waiting}{before}"), soft_wrap=True
-            )
+            self._tell(f"waiting {seconds:.0f} s for {waiting}{before}", "waiting")
 
-    def _progress_line(self) -> None:
+    def _tell(self, text: str, event: str, fields: Mapping[str, object] | None = None) -> None:
+        if self._journal is None:
+            self._console.print(Text(text), soft_wrap=True)
+            return
+        current = self._service.current
+        run = {"run_id": current.run.run_id} if current is not None else {}
+        told = {"event": event, **run, **(fields or {})}
+        self._journal.write(text, told, _PRIORITIES.get(event, Priority.INFO))
+
+    def _progress_line(self, event: str, fields: Mapping[str, object]) -> None:
         execution = self._service.current
         now_s = time.monotonic()
         if execution is None or now_s - self._last_line_s < _LINE_INTERVAL_S:
             return
         self._last_line_s = now_s
-        self._console.print(Text(_progress(execution, now_s)), soft_wrap=True)
+        self._tell(_progress(execution, now_s), event, fields)
 
     def _screen(self) -> Table | Text:
         execution = self._service.current

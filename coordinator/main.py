@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import sys
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import structlog
 import uvloop
 from rich.console import Console
 from rich.text import Text
@@ -23,9 +23,14 @@ from coordinator.invitation import invitation, status_line
 from coordinator.local_workers import LocalWorkers
 from coordinator.run_directory import RunDirectory
 from coordinator.service import Service, Settings
+from coordinator.status import status_document
+from coordinator.status_text import summary
+from coordinator.structured_log import set_up_logging
 from protocol.allocator import keep_freed_memory
 from protocol.errors import ExitCode, SamestepError, StorageFailed, UsageError
 from protocol.run_spec import RunSpec
+from protocol.service_manager import ServiceManager
+from protocol.system_journal import SystemJournal
 
 DEFAULT_OUT = Path("runs")
 
@@ -56,12 +61,13 @@ def main(options: Options) -> int:
         SamestepError: The process cannot start.
     """
     keep_freed_memory()
-    _set_up_logging(as_json=options.log_json)
+    journal = None if options.log_json else SystemJournal.behind("coordinator")
+    set_up_logging(journal, as_json=options.log_json)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(options))
+        return runner.run(_serve(options, journal))
 
 
-async def _serve(options: Options) -> int:
+async def _serve(options: Options, journal: SystemJournal | None) -> int:
     directory = options.out or DEFAULT_OUT
     if options.resume and options.spec is not None and options.out is None:
         raise UsageError("--resume with a run spec needs --out: the directory to begin or go on in")
@@ -82,8 +88,9 @@ async def _serve(options: Options) -> int:
     )
     control = ControlPort(service)
     console = _Console(highlight=False)
-    progress = ProgressConsole(service, console)
-    service.listeners += [control, progress]
+    progress = ProgressConsole(service, console, journal)
+    manager = ServiceManager()
+    service.listeners += [control, progress, _TellsOfTheEnd(manager)]
     await service.start()
     try:
         await control.start(*options.control)
@@ -109,6 +116,7 @@ async def _serve(options: Options) -> int:
     try:
         progress.start()
         await local.start(options.local_workers)
+        manager.ready(lambda: summary(status_document(service, time.monotonic())))
         await _until_over(service, local if options.local_workers else None)
     finally:
         ticking.cancel()
@@ -116,6 +124,7 @@ async def _serve(options: Options) -> int:
         await service.stop()
         await local.stop()
         await control.stop()
+        manager.close()
     return _conclude(service, console)
 
 
@@ -160,6 +169,19 @@ class _Console(Console):
         self.quiet = True
 
 
+class _TellsOfTheEnd:
+    """systemd gives a daemon that says so the time to drain, whoever has asked for it."""
+
+    def __init__(self, manager: ServiceManager) -> None:
+        self._manager = manager
+
+    def reported(self, event: str, fields: Mapping[str, object]) -> None:
+        """See `service.Listener`."""
+        del fields
+        if event == "draining":
+            self._manager.stopping()
+
+
 async def _tick(progress: ProgressConsole) -> None:
     while True:
         await asyncio.sleep(1)
@@ -188,11 +210,12 @@ def _conclude(service: Service, console: Console) -> int:
     if execution is None or execution.outcome is None:
         return ExitCode.OK
     outcome = execution.outcome
+    if not service.settings.once:
+        return ExitCode.OK  # how each run ended was told then; to serve runs was what this was for
     if outcome.outcome == "failed":
         print(f"coordinator: {outcome.reason}", file=sys.stderr)
         return outcome.exit_code
-    if service.settings.once:
-        print_outcome(execution, console)
+    print_outcome(execution, console)
     return outcome.exit_code
 
 
@@ -230,18 +253,3 @@ def _end_on_signals(service: Service) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, handle)
-
-
-def _set_up_logging(*, as_json: bool) -> None:
-    """Structured log on standard error; without --log-json only warnings, people read the rest."""
-    level = logging.INFO if as_json else logging.WARNING
-    renderer = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            renderer,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )

@@ -157,6 +157,6 @@ def _is_healthy(host: str, port: int) -> bool:
     with contextlib.closing(connection):
         try:
             connection.request("GET", "/healthz")
-            return json.loads(connection.getresponse().read(4096)) == {"ok": True}
+            return bool(json.loads(connection.getresponse().read(4096)) == {"ok": True})
         except (OSError, http.client.HTTPException, ValueError):
             return False

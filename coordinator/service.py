@@ -206,7 +206,9 @@ class Service:
 
     def drain(self) -> None:
         """Finish the present step, then end."""
-        self._draining = True
+        if not self._draining:
+            self._draining = True
+            self.reported("draining", {})
         while self.waiting:
             self._release(self.waiting.pop().claim)
         if self.current is None:

@@ -6,6 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 
+def summary(document: dict[str, Any]) -> str:
+    """All that fits into one line: what `systemctl status` shows."""
+    parts = [document["phase"]]
+    if document.get("run_id"):
+        parts.append(f"run {document['run_id']} step {document['step']} of {document['steps']}")
+    parts.append(f"{len(document['workers'])} of {document['expect_workers']} workers")
+    waiting = f"; waiting for {document['waiting_for']}" if document.get("waiting_for") else ""
+    open_ = "; NOT ENCRYPTED" if document["encryption"] != "TLS 1.3" else ""
+    return ", ".join(parts) + waiting + open_
+
+
 def status_lines(document: dict[str, Any]) -> Iterator[str]:
     """Lines of `coordinator status`."""
     reason = f" ({document['reason']})" if document.get("reason") else ""

@@ -10,10 +10,12 @@ from typing import Annotated
 
 import typer
 
+from backends.device_name import parse_device_name
 from backends.registry import parse_name
 from protocol import __version__
 from protocol.address import parse_address, parse_device_numbers
-from protocol.errors import ExitCode, SamestepError
+from protocol.errors import ExitCode, SamestepError, UsageError
+from protocol.system_journal import write_error
 
 app = typer.Typer(
     add_completion=False,
@@ -35,7 +37,8 @@ Coordinator = Annotated[
 BackendName = Annotated[
     str,
     typer.Option(
-        envvar="SAMESTEP_BACKEND", help="auto, cuda, vulkan, cpu, or scripted[:MS] for tests."
+        envvar="SAMESTEP_BACKEND",
+        help="auto, cuda, cuda1 (a device), vulkan, cpu, or scripted[:MS] for tests.",
     ),
 ]
 Gpus = Annotated[str, typer.Option(help="Device numbers, such as 0,1: one process for each.")]
@@ -78,7 +81,7 @@ def serve(
     del version
     if context.invoked_subcommand is not None:
         return
-    indices = parse_device_numbers(gpus, "--gpus") or (0,)
+    backend, indices = _devices(backend, gpus)
     if len(indices) > 1:
         from worker.group import run_group
 
@@ -87,7 +90,6 @@ def serve(
     from worker.credentials import Credentials
     from worker.main import Options, main
 
-    parse_name(backend)
     host, port = _address(coordinator)
     target = Target(host, port, name or _host_name(), backend, retry_for)
     credentials = Credentials(token_file, plaintext=plaintext)
@@ -119,13 +121,13 @@ def doctor(
     from protocol.doctor import tell
     from worker.doctor import Plan, examine
 
-    parse_name(backend)
+    backend, indices = _devices(backend, gpus)
     named = bool(coordinator or os.environ.get("MASTER_ADDR"))
     plan = Plan(
         coordinator=_address(coordinator) if named else None,
         name=name or _host_name(),
         backend=backend,
-        indices=parse_device_numbers(gpus, "--gpus") or (0,),
+        indices=indices,
         token_file=token_file,
         plaintext=plaintext,
     )
@@ -142,6 +144,15 @@ def classify(
 
     for prediction in classify_texts(directory, texts):
         typer.echo(f"{prediction.label} {prediction.probability:.3f}  {prediction.text}")
+
+
+def _devices(backend: str, gpus: str) -> tuple[str, tuple[int, ...]]:
+    """Backend and device numbers, out of --backend and --gpus."""
+    backend, number = parse_device_name(backend)
+    if gpus and number is not None:
+        raise UsageError(f"expected a device in --backend {backend}{number} or in --gpus, got both")
+    parse_name(backend)
+    return backend, parse_device_numbers(gpus, "--gpus") or (number or 0,)
 
 
 def _address(coordinator: str) -> tuple[str, int]:
@@ -163,7 +174,7 @@ def main() -> None:
     try:
         app(prog_name="worker")
     except SamestepError as error:
-        print(f"worker: {error}", file=sys.stderr)
+        write_error("worker", error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(ExitCode.FAILED)

@@ -86,6 +86,7 @@ class Client:
         self._engine = engine.Engine(toolbox, self._emit, tracer)
         self._files = Obtainer(self._obtained, cache)
         self._session: Session | None = None
+        self._trouble = f"connecting to {target.host}:{target.port}"
         self._channel: Channel | None = None
         self._epochs: dict[str, int] = {}
         self._lost: asyncio.Future[str] = self._loop.create_future()
@@ -114,6 +115,19 @@ class Client:
         else:
             self._stop.set()
 
+    def status(self) -> str:
+        """What this worker is doing, in one line."""
+        session = self._session
+        return session.status() if session is not None and session.name else self._trouble
+
+    def place(self) -> dict[str, object]:
+        """Who this is and where it is, as fields of a log."""
+        session = self._session
+        if session is None or not session.name:
+            return {"worker": self._target.name}
+        run = {"run_id": session.run_id, "step": session.step} if session.run_id else {}
+        return {"worker": session.name, **run}
+
     async def _serve(self) -> ExitCode:
         since_s, told_s = time.monotonic(), -_TELL_EVERY_S
         while not self._stop.is_set():
@@ -140,12 +154,10 @@ class Client:
                     f"no coordinator at {self._target.host}:{self._target.port} "
                     f"for {self._target.retry_for_s:g} s: {reason}"
                 )
+            self._trouble = f"{self._target.host}:{self._target.port}: {reason}; trying again"
             if now_s - told_s >= _TELL_EVERY_S:
                 told_s = now_s
-                self._tell(
-                    f"{self._target.host}:{self._target.port}: {reason}; trying again, giving up "
-                    f"in {left_s:.0f} s"
-                )
+                self._tell(f"{self._trouble}, giving up in {left_s:.0f} s")
             soon = now_s - since_s < _SHORT_PAUSES_FOR_S
             await self._pause(min(_SHORT_PAUSE_S if soon else _LONG_PAUSE_S, left_s))
         return ExitCode.OK

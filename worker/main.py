@@ -15,6 +15,8 @@ from backends.interface import Backend
 from protocol.allocator import keep_freed_memory
 from protocol.errors import ExitCode
 from protocol.run_spec import RunSpec
+from protocol.service_manager import ServiceManager
+from protocol.system_journal import SystemJournal
 from protocol.trace import Tracer
 from worker.client import Client, Target
 from worker.credentials import Credentials
@@ -70,22 +72,31 @@ def main(options: Options) -> ExitCode:
 
 
 async def _serve(options: Options) -> ExitCode:
+    journal = SystemJournal.behind("worker")
+
     def tell(text: str) -> None:
-        if not options.quiet:
+        if options.quiet:
+            return
+        if journal is not None:
+            journal.write(text, client.place())
+        else:
             print(f"worker: {text}", flush=True)
 
+    manager = ServiceManager()
     tracer = Tracer.to_file(options.trace, options.target.name) if options.trace else None
     toolbox = LocalDevice(options.target.backend, options.device_index, tell)
     client = Client(options.target, toolbox, options.credentials, tell, tracer)
-    _end_on_signals(client)
+    _end_on_signals(client, manager)
+    manager.ready(client.status)
     try:
         return await client.serve()
     finally:
+        manager.close()
         if tracer is not None:
             tracer.close()
 
 
-def _end_on_signals(client: Client) -> None:
+def _end_on_signals(client: Client, manager: ServiceManager) -> None:
     """The first SIGTERM or SIGINT drains, the second ends at once."""
     loop = asyncio.get_running_loop()
     asked = 0
@@ -94,6 +105,7 @@ def _end_on_signals(client: Client) -> None:
         nonlocal asked
         asked += 1
         if asked == 1:
+            manager.stopping()
             client.drain()
         else:
             sys.exit(ExitCode.FAILED)

@@ -82,6 +82,7 @@ class Session:
         self._epochs = {} if epochs is None else epochs
         self.step = 0
         self.run_id = ""
+        self._steps = 0
         self._place: Place | None = None
         self._microbatches = 0
         self._blocks: tuple[Block, ...] = ()
@@ -191,6 +192,16 @@ class Session:
         self._draining = True
         return [Transmit(Drain()), Tell("draining")]
 
+    def status(self) -> str:
+        """What this worker is doing, in one line."""
+        if not self.run_id:
+            now = "waiting for a run"
+        elif not self._built:
+            now = f"run {self.run_id}: not ready yet"
+        else:
+            now = f"run {self.run_id}: step {self.step} of {self._steps}"
+        return f"{self.name}: {now}{', draining' if self._draining else ''}"
+
     # A run's start.
 
     def _start_run(self, message: StartRun, body: Body) -> list[Action]:
@@ -203,6 +214,7 @@ class Session:
         self.epoch = self._epochs[message.run_id] = message.epoch
         spec = parse_run_spec_bytes(body.tobytes())
         self.run_id, self._built, self.step = message.run_id, False, 0
+        self._steps = spec.steps
         self._place = None
         self._averages.clear()
         self._nodes.clear()
