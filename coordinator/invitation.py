@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
 import socket
 from collections.abc import Iterator
 
@@ -42,9 +43,16 @@ def invitation(
     if to_terminal:
         token = credentials.join_token().reveal()
     else:
-        token = f'"$(ssh {there} coordinator token show)"'
+        token = f'"$({_over_ssh(there, credentials)} token show)"'
     yield "on another machine, in one line:"
     yield f"  SAMESTEP_TOKEN={token} worker --coordinator {there}:{port}{option}"
+
+
+def _over_ssh(host: str, credentials: Credentials) -> str:
+    """The command as its user there; a service's user cannot log in, so root says whose it is."""
+    if os.environ.get("STATE_DIRECTORY"):
+        return f"ssh root@{host} SAMESTEP_HOME={credentials.home} coordinator"
+    return f"ssh {host} coordinator"
 
 
 def reachable_address(host: str) -> str:

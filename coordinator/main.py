@@ -29,7 +29,7 @@ from coordinator.structured_log import set_up_logging
 from protocol.allocator import keep_freed_memory
 from protocol.errors import ExitCode, SamestepError, StorageFailed, UsageError
 from protocol.run_spec import RunSpec
-from protocol.service_manager import ServiceManager
+from protocol.supervisor import Supervisor
 from protocol.system_journal import SystemJournal
 
 DEFAULT_OUT = Path("runs")
@@ -89,8 +89,8 @@ async def _serve(options: Options, journal: SystemJournal | None) -> int:
     control = ControlPort(service)
     console = _Console(highlight=False)
     progress = ProgressConsole(service, console, journal)
-    manager = ServiceManager()
-    service.listeners += [control, progress, _TellsOfTheEnd(manager)]
+    supervisor = Supervisor()
+    service.listeners += [control, progress, _TellsOfTheEnd(supervisor)]
     await service.start()
     try:
         await control.start(*options.control)
@@ -116,7 +116,7 @@ async def _serve(options: Options, journal: SystemJournal | None) -> int:
     try:
         progress.start()
         await local.start(options.local_workers)
-        manager.ready(lambda: summary(status_document(service, time.monotonic())))
+        supervisor.ready(lambda: summary(status_document(service, time.monotonic())))
         await _until_over(service, local if options.local_workers else None)
     finally:
         ticking.cancel()
@@ -124,7 +124,7 @@ async def _serve(options: Options, journal: SystemJournal | None) -> int:
         await service.stop()
         await local.stop()
         await control.stop()
-        manager.close()
+        supervisor.close()
     return _conclude(service, console)
 
 
@@ -172,14 +172,14 @@ class _Console(Console):
 class _TellsOfTheEnd:
     """systemd gives a daemon that says so the time to drain, whoever has asked for it."""
 
-    def __init__(self, manager: ServiceManager) -> None:
-        self._manager = manager
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
 
     def reported(self, event: str, fields: Mapping[str, object]) -> None:
         """See `service.Listener`."""
         del fields
         if event == "draining":
-            self._manager.stopping()
+            self._supervisor.stopping()
 
 
 async def _tick(progress: ProgressConsole) -> None:

@@ -33,7 +33,7 @@ class Priority(IntEnum):
 class SystemJournal:
     """Writes entries under a command's name; have one by `behind`."""
 
-    def __init__(self, command: str, stream: int, address: str = _SOCKET) -> None:
+    def __init__(self, command: str, stream: int, address: str) -> None:
         self._command = command
         self._stream = stream
         self._address = address
@@ -56,7 +56,9 @@ class SystemJournal:
         except OSError:
             return None
         named = environment.get("JOURNAL_STREAM", "")
-        return cls(command, stream) if named == f"{status.st_dev}:{status.st_ino}" else None
+        return (
+            cls(command, stream, _SOCKET) if named == f"{status.st_dev}:{status.st_ino}" else None
+        )
 
     def write(
         self,

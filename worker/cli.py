@@ -45,6 +45,15 @@ Gpus = Annotated[str, typer.Option(help="Device numbers, such as 0,1: one proces
 Name = Annotated[
     str, typer.Option(envvar="SAMESTEP_NAME", help="Name shown to others [host name].")
 ]
+RetryFor = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        envvar="SAMESTEP_RETRY_FOR",
+        metavar="SECONDS",
+        help="Give up after so long without coordinator.",
+    ),
+]
 TokenFile = Annotated[
     Path | None,
     typer.Option(
@@ -63,10 +72,7 @@ def serve(
     backend: BackendName = "auto",
     gpus: Gpus = "",
     name: Name = "",
-    retry_for: Annotated[
-        float,
-        typer.Option(min=0, metavar="SECONDS", help="Give up after so long without coordinator."),
-    ] = 300.0,
+    retry_for: RetryFor = 300.0,
     token_file: TokenFile = None,
     plaintext: Plaintext = False,
     trace: Annotated[

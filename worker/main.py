@@ -15,7 +15,7 @@ from backends.interface import Backend
 from protocol.allocator import keep_freed_memory
 from protocol.errors import ExitCode
 from protocol.run_spec import RunSpec
-from protocol.service_manager import ServiceManager
+from protocol.supervisor import Supervisor
 from protocol.system_journal import SystemJournal
 from protocol.trace import Tracer
 from worker.client import Client, Target
@@ -82,21 +82,21 @@ async def _serve(options: Options) -> ExitCode:
         else:
             print(f"worker: {text}", flush=True)
 
-    manager = ServiceManager()
+    supervisor = Supervisor()
     tracer = Tracer.to_file(options.trace, options.target.name) if options.trace else None
     toolbox = LocalDevice(options.target.backend, options.device_index, tell)
     client = Client(options.target, toolbox, options.credentials, tell, tracer)
-    _end_on_signals(client, manager)
-    manager.ready(client.status)
+    _end_on_signals(client, supervisor)
+    supervisor.ready(client.status)
     try:
         return await client.serve()
     finally:
-        manager.close()
+        supervisor.close()
         if tracer is not None:
             tracer.close()
 
 
-def _end_on_signals(client: Client, manager: ServiceManager) -> None:
+def _end_on_signals(client: Client, supervisor: Supervisor) -> None:
     """The first SIGTERM or SIGINT drains, the second ends at once."""
     loop = asyncio.get_running_loop()
     asked = 0
@@ -105,7 +105,7 @@ def _end_on_signals(client: Client, manager: ServiceManager) -> None:
         nonlocal asked
         asked += 1
         if asked == 1:
-            manager.stopping()
+            supervisor.stopping()
             client.drain()
         else:
             sys.exit(ExitCode.FAILED)

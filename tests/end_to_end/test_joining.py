@@ -208,6 +208,12 @@ def test_a_log_is_told_how_to_get_the_token(own_home):
     assert "$(ssh 192.0.2.7 coordinator token show)" in line
 
 
+def test_a_service_s_log_says_whose_the_token_is(own_home, monkeypatch):
+    monkeypatch.setenv("STATE_DIRECTORY", str(own_home))
+    *_, line = printed(own_home, "192.0.2.7")
+    assert f"$(ssh root@192.0.2.7 SAMESTEP_HOME={own_home} coordinator token show)" in line
+
+
 def test_plaintext_is_said_and_passed_on(own_home):
     lines = printed(own_home, "192.0.2.7", plaintext=True)
     assert any("NOT ENCRYPTED" in line for line in lines)

@@ -60,6 +60,8 @@ def test_devices_says_of_each_whether_it_is_usable():
         (["--coordinator", "nowhere"], "--coordinator"),
         (["--coordinator", "host:notaport"], "--coordinator"),
         (["--backend", "abacus"], "abacus"),
+        (["--backend", "abacus0"], "abacus0"),
+        (["--backend", "cuda0", "--gpus", "1"], "cuda0"),
         (["--no-such-option"], "--no-such-option"),
         (["--retry-for", "-1"], "retry-for"),
     ],

@@ -17,7 +17,7 @@ _TURN_S: Final = 1.0
 """Between two looks at the status, and between two pings unless the watchdog wants more."""
 
 
-class ServiceManager:
+class Supervisor:
     """Speaks for this process alone: its variables are taken out of the environment.
 
     Args:
@@ -69,6 +69,6 @@ class ServiceManager:
     def _tell(self, *assignments: str) -> None:
         if self._socket is None:
             return
-        # A manager that is busy or away hears the next one; a daemon does not end for that.
+        # A supervisor that is busy or away hears the next one; a daemon does not end for that.
         with contextlib.suppress(OSError):
             self._socket.sendto("\n".join(assignments).encode(), self._address)

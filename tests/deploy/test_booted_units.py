@@ -1,0 +1,209 @@
+"""The units on a machine that has booted: a run, and everything that systemd does for it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.booted_machine import COORDINATOR_HOME, INSTALLED, booted_machine
+from tests.cluster import PATIENCE_S, start
+
+COORDINATOR = "samestep-coordinator.service"
+WORKERS = ("samestep-worker@scripted:20.service", "samestep-worker@scripted:21.service")
+NAMES = ("lab-scripted:20", "lab-scripted:21")
+ON_CPU = ("samestep-worker@cpu0.service", "samestep-worker@cpu1.service")
+# At their speed two workers take six seconds, however busy this machine is with other tests.
+RUN = """
+name: paced
+task: scripted
+steps: 150
+batch: {samples: 4, microbatch: 1}
+optimizer: {name: adamw, lr: 5.0e-3}
+"""
+RUN_ON_CPU = """
+name: digits
+task: digits
+steps: 20
+digits: {hidden: [32, 32], holdout: 0.2}
+batch: {samples: 64, microbatch: 16}
+optimizer: {name: adamw, lr: 5.0e-3}
+"""
+TOKEN = f"{COORDINATOR_HOME}/coordinator/join.token"
+WATCHDOG = "[Service]\nWatchdogSec=10\n"
+
+RESTART_SCHEDULED = "5eb03494b6584870a536b337290809b3"
+EXITED = "98e322203f7a4ed290d09fe03c09fe15"
+FAILED = "d9b373ed55a64feb8242e02dbe79a49c"
+"""MESSAGE_IDs of systemd's own entries; see sd-messages.h."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The same run outside of the machine, by one fast worker; its process."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    spec = directory / "paced.yaml"
+    spec.write_text(RUN)
+    process = start(
+        "coordinator", "--run", str(spec), "--out", str(directory / "out"), "--local-workers", "1",
+        "--backend", "scripted", "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
+    )  # fmt: skip
+    yield process, directory / "out/result.json"
+    process.kill()
+    process.communicate()
+
+
+@pytest.fixture(scope="module")
+def machine(undisturbed, tmp_path_factory):
+    del undisturbed  # it computes while the machine boots
+    with booted_machine(tmp_path_factory.mktemp("boot")) as machine:
+        machine.write(
+            "/etc/samestep/coordinator.env",
+            "SAMESTEP_EXPECT_WORKERS=2\nSAMESTEP_BIND=0.0.0.0:9000\n",
+        )
+        machine.write("/etc/samestep/paced.yaml", RUN)
+        machine.write("/etc/samestep/digits.yaml", RUN_ON_CPU)
+        for unit in ("samestep-coordinator.service", "samestep-worker@.service"):
+            machine.write(f"/etc/systemd/system/{unit}.d/quick.conf", WATCHDOG)
+        machine.run("systemd-sysusers", f"{INSTALLED}/source/deploy/systemd/samestep.sysusers")
+        machine.run("systemctl", "daemon-reload")
+        machine.run("systemctl", "start", COORDINATOR)
+        machine.run("install", "-D", "-m", "600", TOKEN, "/etc/credstore/samestep.join.token")
+        yield machine
+
+
+@pytest.fixture
+def cluster(machine):
+    """The coordinator and two workers, with nothing to do."""
+    machine.run("systemctl", "start", COORDINATOR, *WORKERS)
+    yield machine
+    machine.run("systemctl", "start", COORDINATOR, *WORKERS)
+
+
+@pytest.fixture(scope="module")
+def digest(undisturbed):
+    process, result = undisturbed
+    assert process.wait(PATIENCE_S) == 0
+    return json.loads(result.read_text())["weights_digest"]
+
+
+def submit(machine, run="paced"):
+    """The id of one more run."""
+    command = f"{INSTALLED}/bin/coordinator"
+    return machine.run(command, "submit", f"/etc/samestep/{run}.yaml").splitlines()[-1]
+
+
+def begin(machine):
+    """One more run, of which a step is taken; a place in the journal before it, and its id."""
+    since = machine.now()
+    run_id = submit(machine)
+    machine.wait_for(since, SAMESTEP_RUN_ID=run_id, SAMESTEP_EVENT="committed")
+    return since, run_id
+
+
+def ended(machine, run_id, since):
+    """Its result, once it has one."""
+    finished = {"SAMESTEP_EVENT": "run_ended", "SAMESTEP_OUTCOME": "finished"}
+    machine.wait_for(since, SAMESTEP_RUN_ID=run_id, **finished)
+    return json.loads(machine.path(f"{COORDINATOR_HOME}/runs/{run_id}/result.json").read_text())
+
+
+def test_torch_computes_for_users_that_exist_only_while_it_does(machine):
+    machine.run("systemctl", "stop", *WORKERS)
+    machine.run("systemctl", "start", *ON_CPU)
+    since = machine.now()
+    run_id = submit(machine, "digits")
+    result = ended(machine, run_id, since)
+    for unit in (COORDINATOR, *ON_CPU):
+        assert int(machine.show(unit, "UID")) > 60_000
+    told = machine.wait_for(since, MESSAGE=f"run {run_id}: ready", _SYSTEMD_UNIT=ON_CPU[0])
+    assert told["SAMESTEP_WORKER"] == "lab-cpu0"
+    machine.run("systemctl", "stop", *ON_CPU)
+    assert result["exact"]
+    assert set(result["workers"]) == {"lab-cpu0", "lab-cpu1"}
+
+
+def test_the_line_for_another_machine_is_in_the_journal_and_the_token_is_not(machine):
+    command = f"SAMESTEP_HOME={COORDINATOR_HOME} coordinator token show"
+    line = machine.wait_for(MESSAGE='  SAMESTEP_TOKEN="$(ssh root@')
+    assert command in line["MESSAGE"]
+    assert machine.path(TOKEN).read_text().strip() not in machine.journal()
+
+
+def test_what_each_is_doing_stands_in_its_status(cluster):
+    since, run_id = begin(cluster)
+    assert run_id in cluster.show(COORDINATOR, "StatusText")
+    assert "of 2 workers" in cluster.show(COORDINATOR, "StatusText")
+    assert cluster.show(WORKERS[0], "StatusText").startswith(NAMES[0])
+    ended(cluster, run_id, since)
+
+
+def test_killed_daemons_are_restarted_and_the_run_has_the_same_digest(cluster, digest):
+    since, run_id = begin(cluster)
+    killed = (COORDINATOR, WORKERS[0])
+    cluster.run("systemctl", "kill", "--signal=KILL", *killed)
+    for unit in killed:
+        cluster.wait_for(since, MESSAGE_ID=RESTART_SCHEDULED, UNIT=unit)
+    cluster.wait_for(since, SAMESTEP_EVENT="run_resumed", SAMESTEP_RUN_ID=run_id)
+    assert ended(cluster, run_id, since)["weights_digest"] == digest
+
+
+def test_stopped_processes_are_replaced_by_the_watchdog(cluster, digest):
+    since, run_id = begin(cluster)
+    stalled = (COORDINATOR, WORKERS[1])
+    cluster.run("systemctl", "kill", "--signal=STOP", *stalled)
+    for unit in stalled:
+        cluster.wait_for(since, MESSAGE_ID=FAILED, UNIT=unit, UNIT_RESULT="watchdog")
+        cluster.wait_for(since, MESSAGE_ID=RESTART_SCHEDULED, UNIT=unit)
+        # Where it stood is told by the process that is ended.
+        cluster.wait_for(since, MESSAGE="Fatal Python error: Aborted", _SYSTEMD_UNIT=unit)
+    assert ended(cluster, run_id, since)["weights_digest"] == digest
+
+
+def test_a_stop_drains_and_a_start_goes_on(cluster, digest):
+    since, run_id = begin(cluster)
+    cluster.run("systemctl", "stop", WORKERS[0])
+    left = cluster.wait_for(since, MESSAGE="goodbye: drained", _SYSTEMD_UNIT=WORKERS[0])
+    assert (left["SAMESTEP_WORKER"], left["SAMESTEP_RUN_ID"]) == (NAMES[0], run_id)
+    cluster.run("systemctl", "stop", COORDINATOR)
+    cluster.wait_for(since, SAMESTEP_EVENT="draining")
+    for unit in (WORKERS[0], COORDINATOR):
+        assert cluster.show(unit, "ActiveState") == "inactive"
+        assert cluster.show(unit, "Result") == "success"
+    stopped = cluster.path(f"{COORDINATOR_HOME}/runs/{run_id}/result.json").read_text()
+    assert json.loads(stopped)["outcome"] == "drained"
+    since = cluster.now()
+    cluster.run("systemctl", "start", COORDINATOR, WORKERS[0])
+    assert ended(cluster, run_id, since)["weights_digest"] == digest
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"SAMESTEP_COORDINATOR": "nowhere"}, "2"),
+        ({"SAMESTEP_TOKEN": f"{'0' * 64}.{'A' * 43}", "SAMESTEP_NAME": "stranger"}, "77"),
+    ],
+)
+def test_what_someone_has_to_mend_first_is_not_tried_again(machine, options, code):
+    unit = f"samestep-worker@cpu{code}.service"
+    lines = [f"{name}={value}\n" for name, value in options.items()]
+    machine.write(f"/etc/samestep/worker-cpu{code}.env", "".join(lines))
+    since = machine.now()
+    machine.run("systemctl", "start", "--no-block", unit)
+    machine.wait_for(since, MESSAGE_ID=FAILED, UNIT=unit, UNIT_RESULT="exit-code")
+    assert machine.show(unit, "ActiveState") == "failed"
+    assert machine.show(unit, "ExecMainStatus") == code
+    assert machine.show(unit, "NRestarts") == "0"
+    told = machine.wait_for(since, PRIORITY="3", _SYSTEMD_UNIT=unit)
+    assert told["SAMESTEP_EXIT_CODE"] == code
+
+
+def test_a_coordinator_that_is_away_is_tried_again(machine):
+    unit = "samestep-worker@cpu69.service"
+    options = "SAMESTEP_COORDINATOR=127.0.0.1:9\nSAMESTEP_RETRY_FOR=0\n"
+    machine.write("/etc/samestep/worker-cpu69.env", options)
+    since = machine.now()
+    machine.run("systemctl", "start", "--no-block", unit)
+    machine.wait_for(since, MESSAGE_ID=EXITED, UNIT=unit, EXIT_STATUS="69")
+    machine.wait_for(since, MESSAGE_ID=RESTART_SCHEDULED, UNIT=unit)
+    machine.run("systemctl", "stop", unit)

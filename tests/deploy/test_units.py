@@ -1,0 +1,80 @@
+"""The units of systemd as texts: right by systemd's own tools, and fitting what the daemons do."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import ExitCode
+from tests.booted_machine import INSTALLED
+from tests.cluster import ROOT
+
+UNITS = sorted((ROOT / "deploy" / "systemd").glob("*.service"))
+EXPOSURE = re.compile(r"Overall exposure level for \S+: ([0-9.]+)")
+
+tools = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="systemd-analyze is missing"
+)
+
+
+def analyze(*arguments):
+    return subprocess.run(
+        ["systemd-analyze", *arguments],
+        env={**os.environ, "LC_ALL": "C", "TERM": "dumb"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def complaints(unit: Path, directory: Path, old: str = "", new: str = "") -> str:
+    """What `verify` says of a unit, whose commands are put in place; its exit code says little."""
+    for command in ("coordinator", "worker"):
+        shutil.copy("/bin/true", directory / command)
+    copy = directory / unit.name
+    text = unit.read_text().replace(f"{INSTALLED}/bin", str(directory))
+    assert old in text
+    copy.write_text(text.replace(old, new))
+    done = analyze("verify", "--man=no", str(copy))
+    return done.stdout + done.stderr
+
+
+@tools
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_systemd_has_no_word_against_it(unit, tmp_path):
+    assert complaints(unit, tmp_path) == ""
+
+
+@tools
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_a_misspelt_key_would_be_seen(unit, tmp_path):
+    assert "ProtectHomes" in complaints(unit, tmp_path, "ProtectHome=", "ProtectHomes=")
+
+
+@tools
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_it_is_exposed_to_little(unit):
+    done = analyze("security", "--offline=yes", str(unit))
+    found = EXPOSURE.search(done.stdout)
+    assert found is not None, done.stderr
+    assert float(found[1]) <= 2.0
+
+
+def test_there_is_a_unit_for_each_daemon():
+    assert [unit.name for unit in UNITS] == [
+        "samestep-coordinator.service",
+        "samestep-worker@.service",
+    ]
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_what_someone_has_to_mend_first_is_not_tried_again(unit):
+    line = re.search(r"^RestartPreventExitStatus=(.*)$", unit.read_text(), re.MULTILINE)
+    assert line is not None
+    final = {ExitCode.USAGE, ExitCode.NOT_AUTHORISED, ExitCode.MISMATCH}
+    assert {int(code) for code in line[1].split()} == final
