@@ -259,6 +259,24 @@ def report(
 
 
 @app.command()
+def doctor(
+    bind: Bind = DEFAULT_BIND,
+    control: Control = DEFAULT_CONTROL,
+    out: Out = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One document, for scripts.")] = False,
+) -> None:
+    """Check this machine for what usually goes wrong, and say what to do."""
+    from coordinator.doctor import Plan, examine
+    from coordinator.main import DEFAULT_OUT
+    from protocol.doctor import tell
+    from protocol.secret_file import state_home
+
+    ports = parse_address(bind, "--bind"), parse_address(control, "--control")
+    plan = Plan(*ports, out or DEFAULT_OUT, state_home())
+    raise typer.Exit(tell(examine(plan), typer.echo, as_json=as_json))
+
+
+@app.command()
 def schema() -> None:
     """Print the run spec's JSON schema."""
     from protocol.run_spec import run_spec_schema

@@ -31,12 +31,19 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
+Coordinator = Annotated[
+    str, typer.Option(envvar="SAMESTEP_COORDINATOR", help="HOST:PORT of the coordinator.")
+]
 BackendName = Annotated[
     str,
     typer.Option(
         envvar="SAMESTEP_BACKEND",
         help="auto, cuda, cuda1 (a device), vulkan, cpu, or scripted[:MS] for tests.",
     ),
+]
+Gpus = Annotated[str, typer.Option(help="Device numbers, such as 0,1: one process for each.")]
+Name = Annotated[
+    str, typer.Option(envvar="SAMESTEP_NAME", help="Name shown to others [host name].")
 ]
 RetryFor = Annotated[
     float,
@@ -47,31 +54,27 @@ RetryFor = Annotated[
         help="Give up after so long without coordinator.",
     ),
 ]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="SAMESTEP_TOKEN_FILE", metavar="FILE", help="Holds the join token; mode 0600."
+    ),
+]
+Plaintext = Annotated[
+    bool, typer.Option("--plaintext", help="No TLS, as the coordinator's --plaintext.")
+]
 
 
 @app.callback(invoke_without_command=True)
 def serve(
     context: typer.Context,
-    coordinator: Annotated[
-        str, typer.Option(envvar="SAMESTEP_COORDINATOR", help="HOST:PORT of the coordinator.")
-    ] = "",
+    coordinator: Coordinator = "",
     backend: BackendName = "auto",
-    gpus: Annotated[
-        str, typer.Option(help="Device numbers, such as 0,1: one process for each.")
-    ] = "",
-    name: Annotated[
-        str, typer.Option(envvar="SAMESTEP_NAME", help="Name shown to others [host name].")
-    ] = "",
+    gpus: Gpus = "",
+    name: Name = "",
     retry_for: RetryFor = 300.0,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="SAMESTEP_TOKEN_FILE", metavar="FILE", help="Holds the join token; mode 0600."
-        ),
-    ] = None,
-    plaintext: Annotated[
-        bool, typer.Option("--plaintext", help="No TLS, as the coordinator's --plaintext.")
-    ] = False,
+    token_file: TokenFile = None,
+    plaintext: Plaintext = False,
     trace: Annotated[
         Path | None, typer.Option(help="Write a Chrome trace of this worker to this file.")
     ] = None,
@@ -84,10 +87,7 @@ def serve(
     del version
     if context.invoked_subcommand is not None:
         return
-    backend, number = parse_device_name(backend)
-    if gpus and number is not None:
-        raise UsageError(f"expected a device in --backend {backend}{number} or in --gpus, got both")
-    indices = parse_device_numbers(gpus, "--gpus") or (number or 0,)
+    backend, indices = _devices(backend, gpus)
     if len(indices) > 1:
         from worker.group import run_group
 
@@ -96,7 +96,6 @@ def serve(
     from worker.credentials import Credentials
     from worker.main import Options, main
 
-    parse_name(backend)
     host, port = _address(coordinator)
     target = Target(host, port, name or _host_name(), backend, retry_for)
     credentials = Credentials(token_file, plaintext=plaintext)
@@ -115,6 +114,33 @@ def devices() -> None:
 
 
 @app.command()
+def doctor(
+    coordinator: Coordinator = "",
+    backend: BackendName = "auto",
+    gpus: Gpus = "",
+    name: Name = "",
+    token_file: TokenFile = None,
+    plaintext: Plaintext = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One document, for scripts.")] = False,
+) -> None:
+    """Check this machine, and the way to the coordinator, for what usually goes wrong."""
+    from protocol.doctor import tell
+    from worker.doctor import Plan, examine
+
+    backend, indices = _devices(backend, gpus)
+    named = bool(coordinator or os.environ.get("MASTER_ADDR"))
+    plan = Plan(
+        coordinator=_address(coordinator) if named else None,
+        name=name or _host_name(),
+        backend=backend,
+        indices=indices,
+        token_file=token_file,
+        plaintext=plaintext,
+    )
+    raise typer.Exit(tell(examine(plan), typer.echo, as_json=as_json))
+
+
+@app.command()
 def classify(
     directory: Annotated[Path, typer.Argument(help="Where a classify run left its result.")],
     texts: Annotated[list[str], typer.Argument(metavar="TEXT...", help="Each by itself.")],
@@ -124,6 +150,15 @@ def classify(
 
     for prediction in classify_texts(directory, texts):
         typer.echo(f"{prediction.label} {prediction.probability:.3f}  {prediction.text}")
+
+
+def _devices(backend: str, gpus: str) -> tuple[str, tuple[int, ...]]:
+    """Backend and device numbers, out of --backend and --gpus."""
+    backend, number = parse_device_name(backend)
+    if gpus and number is not None:
+        raise UsageError(f"expected a device in --backend {backend}{number} or in --gpus, got both")
+    parse_name(backend)
+    return backend, parse_device_numbers(gpus, "--gpus") or (number or 0,)
 
 
 def _address(coordinator: str) -> tuple[str, int]:
