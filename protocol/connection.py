@@ -173,7 +173,7 @@ class Connection:
                 self._filled += count
                 self._parse(received)
         except Exception:
-            self.phase = Phase.CLOSED
+            self._close()
             raise
         return received
 
@@ -189,6 +189,11 @@ class Connection:
             received += self.buffer_updated(count)
         return received
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory for what is not yet a whole message."""
+        return len(self._scratch) + (len(self._body) if self._body is not None else 0)
+
     def receive_eof(self) -> None:
         """The peer closed.
 
@@ -196,10 +201,16 @@ class Connection:
             FrameError: In the middle of a frame.
         """
         middle = self._filled or self._body is not None
-        if middle and self.phase is not Phase.CLOSED:
-            self.phase = Phase.CLOSED
+        was_open = self.phase is not Phase.CLOSED
+        self._close()
+        if middle and was_open:
             raise FrameError("expected the rest of a frame, got the end of the connection")
+
+    def _close(self) -> None:
+        """Nothing more is read, and nothing kept: the buffer must never fill up."""
         self.phase = Phase.CLOSED
+        self._body = self._pending = None
+        self._filled = 0
 
     def _parse(self, received: list[Received]) -> None:
         at = 0
