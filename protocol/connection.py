@@ -127,7 +127,7 @@ class Connection:
     Attributes:
         phase: Moved on by the handshake messages themselves, on both sides alike.
         blocks: Set once the manifest is known; from then on a gradient's size is checked against
-            it before a byte of it is read.
+            it before a byte of it is read. Unknown again when a worker is ready for a run.
     """
 
     def __init__(self, role: Role) -> None:
@@ -275,6 +275,9 @@ class Connection:
         if body is None and message.body != "none":
             body = np.empty(0, np.uint8)
         self._advance(type(message))
+        if isinstance(message, Ready):
+            # What follows in the same bytes must not be measured by an earlier run's manifest.
+            self.blocks = None
         received.append(Received(message, body))
 
     def _frame_limits(self) -> tuple[int, int]:
