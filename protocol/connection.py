@@ -86,6 +86,8 @@ FROM_COORDINATOR: Final[dict[Phase, frozenset[type[Message]]]] = {
 }  # fmt: skip
 
 _SCRATCH_BYTES: Final = 64 * limits.KIB
+_STRANGERS_SCRATCH_BYTES: Final = 2 * limits.UNAUTHENTICATED_HEADER_BYTES
+"""As long as frames are small: many may be in the handshake at once."""
 
 
 class Received(NamedTuple):
@@ -137,7 +139,7 @@ class Connection:
         coordinator = role == "coordinator"
         self._receivable = FROM_WORKER if coordinator else FROM_COORDINATOR
         self._sendable = FROM_COORDINATOR if coordinator else FROM_WORKER
-        self._scratch = bytearray(_SCRATCH_BYTES)
+        self._scratch = bytearray(_STRANGERS_SCRATCH_BYTES)
         self._filled = 0
         self._body: Body | None = None
         self._body_filled = 0
@@ -156,6 +158,10 @@ class Connection:
         """Where the next received bytes go; never empty."""
         if self._body is not None:
             return self._body.data[self._body_filled :]
+        if self.phase is Phase.OPEN and len(self._scratch) < _SCRATCH_BYTES:
+            scratch = bytearray(_SCRATCH_BYTES)
+            scratch[: self._filled] = memoryview(self._scratch)[: self._filled]
+            self._scratch = scratch
         return memoryview(self._scratch)[self._filled :]
 
     def buffer_updated(self, count: int) -> list[Received]:

@@ -17,9 +17,9 @@ from protocol import limits
 from protocol.connection import Connection, Phase
 from protocol.errors import FrameError, RemoteProtocolError
 from tests.fuzz.handshakes import PHASES, ROLES, connection, legal_frames
-from tests.fuzz.memory import MIB, measured_growth
 from tests.fuzz.mutations import MUTATIONS
 from tests.message_samples import EXAMPLES, frame
+from tests.resident_memory import MIB, measured_growth
 
 SEED = int(os.environ.get("SAMESTEP_FUZZ_SEED", "0"))
 MEMORY_GROWTH_BYTES = 32 * MIB

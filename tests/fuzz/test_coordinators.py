@@ -14,12 +14,12 @@ import pytest
 
 from protocol import frames
 from protocol.messages import Goodbye, Halt, Heartbeat
-from tests.fuzz.memory import MIB, measured_growth
 from tests.fuzz.mutations import MUTATIONS
 from tests.fuzz.pure_coordinator import PureCoordinator
 from tests.fuzz.pure_worker import PureWorker
 from tests.fuzz.test_members import SPEC, build
 from tests.message_samples import EXAMPLES, frame
+from tests.resident_memory import MIB, measured_growth
 from worker.engine import Built
 
 SEED = int(os.environ.get("SAMESTEP_FUZZ_SEED", "0"))

@@ -25,12 +25,12 @@ from protocol.manifest import Manifest
 from protocol.messages import Challenge, Drain, Goodbye, Heartbeat, Hello, Ready
 from tests.event_loop import on_uvloop
 from tests.fuzz.member import WAIT, Member
-from tests.fuzz.memory import MIB, measured_growth
 from tests.fuzz.memory_transport import MemoryTransport
 from tests.fuzz.mutations import MUTATIONS, taken_apart
 from tests.fuzz.pure_coordinator import PureCoordinator
 from tests.live_service import LiveService, Scripted, live_service, scripted_spec
 from tests.message_samples import EXAMPLES, flat, frame
+from tests.resident_memory import MIB, measured_growth
 from worker.engine import Built, Engine, Event
 
 SEED = int(os.environ.get("SAMESTEP_FUZZ_SEED", "0"))
@@ -50,7 +50,11 @@ async def build() -> Built:
     """What a worker's engine makes of the run."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Event] = loop.create_future()
-    engine = Engine(Scripted(), lambda event: loop.call_soon_threadsafe(done.set_result, event))
+
+    def emit(event: Event) -> None:
+        loop.call_soon_threadsafe(done.set_result, event)
+
+    engine = Engine(Scripted(), emit)
     engine.build("r", SPEC)
     made = await done
     await loop.run_in_executor(None, engine.close)

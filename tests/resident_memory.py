@@ -1,4 +1,4 @@
-"""How much memory this process takes while something goes on, as the system counts it."""
+"""How much memory a process takes while something goes on, as the system counts it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import contextlib
 import gc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 MIB: Final = 1 << 20
-_SELF: Final = Path("/proc/self")
 _FORGET_PEAK: Final = "5"
 """For clear_refs of proc(5): the peak starts anew at what is resident now."""
 
@@ -25,18 +24,18 @@ class Growth:
 
 
 @contextlib.contextmanager
-def measured_growth() -> Iterator[Growth]:
-    """Measure the body."""
-    growth = Growth()
+def measured_growth(process: int | Literal["self"] = "self") -> Iterator[Growth]:
+    """Measure during the body; a process of this user, by its number."""
+    growth, directory = Growth(), Path("/proc") / str(process)
     gc.collect()
-    before = _of_self("VmRSS")
-    (_SELF / "clear_refs").write_text(_FORGET_PEAK)
+    before = _resident(directory, "VmRSS")
+    (directory / "clear_refs").write_text(_FORGET_PEAK)
     yield growth
-    growth.peak_bytes = _of_self("VmHWM") - before
+    growth.peak_bytes = _resident(directory, "VmHWM") - before
 
 
-def _of_self(field: str) -> int:
-    for line in (_SELF / "status").read_text().splitlines():
+def _resident(directory: Path, field: str) -> int:
+    for line in (directory / "status").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == field:
             return int(value.split()[0]) * 1024
