@@ -21,12 +21,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
 from coordinator.control_client import control_token
+from tests.resident_memory import Growth, measured_growth
 
 ROOT: Final = Path(__file__).parents[2]
 PATIENCE_S: Final = 60.0
@@ -146,6 +148,11 @@ class Coordinator:
         assert self._process is not None
         # A process's clock by its number, made as in glibc's clock_getcpuclockid.
         return time.clock_gettime((~self._process.pid << 3) | 2)
+
+    def memory(self) -> AbstractContextManager[Growth]:
+        """How much its memory grows during the body of a with statement."""
+        assert self._process is not None
+        return measured_growth(self._process.pid)
 
     def wait_for(
         self, what: str, accept: Callable[[Event], bool], since: int = 0,
