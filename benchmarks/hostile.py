@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -129,15 +129,18 @@ def _cluster(directory: Path) -> Iterator[Coordinator]:
         coordinator.wait_for("its start", lambda event: event.name == "run_accepted")
         backend = f"scripted:{MICROBATCH_MS:g}"
         for number in range(WORKERS):
-            log = directory / f"w{number}.log"
-            workers.append(Worker(coordinator.address, f"w{number}", backend, log))
+            workers.append(Worker(coordinator.address, f"w{number}", backend, directory))
         try:
             for step in (3, 10):
-                coordinator.wait_for(f"step {step}", lambda _, step=step: coordinator.step > step)
+                coordinator.wait_for(f"step {step}", _is_past(coordinator, step))
             yield coordinator
         finally:
             for worker in workers:
                 worker.kill()
+
+
+def _is_past(coordinator: Coordinator, step: int) -> Callable[[object], bool]:
+    return lambda _: coordinator.step > step
 
 
 def measure(
