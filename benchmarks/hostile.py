@@ -128,8 +128,10 @@ def _cluster(directory: Path) -> Iterator[Coordinator]:
     with Coordinator(directory, arguments) as coordinator:
         coordinator.wait_for("its start", lambda event: event.name == "run_accepted")
         backend = f"scripted:{MICROBATCH_MS:g}"
-        for number in range(WORKERS):
-            workers.append(Worker(coordinator.address, f"w{number}", backend, directory))
+        workers.extend(
+            Worker(coordinator.address, f"w{number}", backend, directory)
+            for number in range(WORKERS)
+        )
         try:
             for step in (3, 10):
                 coordinator.wait_for(f"step {step}", _is_past(coordinator, step))
