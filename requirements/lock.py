@@ -37,8 +37,9 @@ HEADINGS: Final = {
 def main() -> None:
     """Resolve, then split into the sets."""
     torch = f"torch=={TORCH}\n"
-    everything = _resolve(["--extra", "hf", "--extra", "digits", "--extra", "dev"], torch)
-    for_running = _resolve(["--extra", "hf", "--extra", "digits"], torch).keys()
+    extras = ["--extra", "hf", "--extra", "digits", "--extra", "vulkan"]
+    everything = _resolve([*extras, "--extra", "dev"], torch)
+    for_running = _resolve(extras, torch).keys()
     sets: dict[str, list[str]] = {"run": [], "dev": [], "cuda": []}
     for name, entry in everything.items():
         kind = "cuda" if CUDA.match(name) else "run" if name in for_running else "dev"
