@@ -1,0 +1,44 @@
+"""The Vulkan backend as the registry knows it: one adapter, opened when it is first needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from backends.interface import Batch, DeviceInfo, Program, Trainable
+from backends.wgpu.adapters import Adapter, adapters
+from backends.wgpu.device import Device
+from protocol.errors import BackendUnavailable, SamestepError
+
+
+class VulkanBackend:
+    """One Vulkan device."""
+
+    def __init__(self, index: int = 0) -> None:
+        found = adapters()
+        if isinstance(found, str):
+            raise BackendUnavailable("vulkan", found)
+        self._index = index
+        self.adapter: Adapter = found[index]
+        self._device: Device | None = None
+
+    @property
+    def info(self) -> DeviceInfo:
+        """Name and, where known, memory."""
+        return self.adapter.info(self._index)
+
+    @property
+    def device(self) -> Device:
+        """The opened adapter, the same for every program."""
+        if self._device is None:
+            self._device = Device(self.adapter)
+        return self._device
+
+    def signature(self, threads: int) -> Mapping[str, str]:
+        """Adapter, driver and compiler: what decides the bits of a shader's results."""
+        del threads  # the device has its own
+        return {"device": "vulkan", "name": self.adapter.name, **self.device.traits()}
+
+    def compile(self, trainable: Trainable, example: Batch) -> Program:
+        """Make the task ready on the device."""
+        del trainable, example
+        raise SamestepError("the Vulkan backend trains nothing yet")
