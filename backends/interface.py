@@ -118,7 +118,17 @@ class Program(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """One row of `worker devices`."""
+    """One row of `worker devices`.
+
+    Attributes:
+        backend: The kind of device.
+        name: As its driver calls it.
+        usable: Whether it can be used.
+        reason: Why not.
+        index: Its number among those of its kind.
+        memory_bytes: Its own memory; 0 where it is not known or is the host's.
+        software: Whether it is one in name only and computes on the CPU.
+    """
 
     backend: str
     name: str
@@ -126,6 +136,7 @@ class DeviceInfo:
     reason: str
     index: int = 0
     memory_bytes: int = 0
+    software: bool = False
 
 
 class Backend(Protocol):

@@ -12,7 +12,7 @@ import typer
 
 from backends.registry import parse_name
 from protocol import __version__
-from protocol.address import parse_address, parse_device_numbers
+from protocol.address import parse_address, parse_devices
 from protocol.errors import ExitCode, SamestepError
 
 app = typer.Typer(
@@ -42,7 +42,8 @@ def serve(
         ),
     ] = "auto",
     gpus: Annotated[
-        str, typer.Option(help="Device numbers, such as 0,1: one process for each.")
+        str,
+        typer.Option(help="Devices, such as 0,1, or parts of names: one process for each."),
     ] = "",
     name: Annotated[
         str, typer.Option(envvar="SAMESTEP_NAME", help="Name shown to others [host name].")
@@ -72,11 +73,11 @@ def serve(
     del version
     if context.invoked_subcommand is not None:
         return
-    indices = parse_device_numbers(gpus, "--gpus") or (0,)
-    if len(indices) > 1:
+    wanted = parse_devices(gpus, "--gpus") or (0,)
+    if len(wanted) > 1:
         from worker.group import run_group
 
-        raise typer.Exit(run_group(sys.argv[1:], list(indices), name or _host_name()))
+        raise typer.Exit(run_group(sys.argv[1:], list(wanted), name or _host_name()))
     from worker.client import Target
     from worker.credentials import Credentials
     from worker.main import Options, main
@@ -85,7 +86,7 @@ def serve(
     host, port = _address(coordinator)
     target = Target(host, port, name or _host_name(), backend, retry_for)
     credentials = Credentials(token_file, plaintext=plaintext)
-    raise typer.Exit(main(Options(target, indices[0], trace, quiet, credentials)))
+    raise typer.Exit(main(Options(target, wanted[0], trace, quiet, credentials)))
 
 
 @app.command()
@@ -96,6 +97,7 @@ def devices() -> None:
     for info in all_devices():
         memory = f", {info.memory_bytes / 2**30:.1f} GiB" if info.memory_bytes else ""
         verdict = "usable" if info.usable else f"not usable: {info.reason}"
+        verdict += " (software: only when asked for by name)" if info.software else ""
         typer.echo(f"{info.backend} {info.index}: {info.name}{memory}: {verdict}")
 
 

@@ -1,8 +1,8 @@
-"""Which Vulkan adapters this machine has, and which one is meant by a number or part of a name.
+"""Which Vulkan adapters this machine has.
 
 wgpu is imported only here and in `device`; without it, or without a Vulkan loader and driver, the
 answer is a reason in words. Software adapters (Mesa's lavapipe) come last and are taken only when
-asked for, or when nothing else is there.
+asked for: `backends.registry`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from protocol.errors import BackendUnavailable
+from backends.interface import DeviceInfo
+from backends.wgpu.memory_heaps import Heaps, memory_heaps
 
 Kind = Literal["discrete", "integrated", "software", "other"]
 
@@ -35,6 +36,7 @@ class Adapter:
         driver: Name and version of the driver.
         vendor_id: PCI vendor.
         device_id: PCI device.
+        memory_bytes: Its own memory; 0 where it is not known or is the host's.
         handle: wgpu's adapter.
     """
 
@@ -43,12 +45,19 @@ class Adapter:
     driver: str
     vendor_id: int
     device_id: int
+    memory_bytes: int
     handle: Any
 
     @property
     def software(self) -> bool:
         """Whether it computes on the CPU."""
         return self.kind == "software"
+
+    def info(self, index: int) -> DeviceInfo:
+        """Its row in `worker devices`."""
+        return DeviceInfo(
+            "vulkan", self.name, True, "", index, self.memory_bytes, software=self.software
+        )
 
 
 @cache
@@ -64,7 +73,8 @@ def adapters() -> tuple[Adapter, ...] | str:
     except (ImportError, OSError, RuntimeError) as error:
         return f"wgpu cannot be imported: {' '.join(str(error).split())}"
     extras.set_instance_extras(backends=["Vulkan"])
-    found = [_adapter(handle) for handle in wgpu.gpu.enumerate_adapters_sync()]
+    heaps = list(memory_heaps())
+    found = [_adapter(handle, heaps) for handle in wgpu.gpu.enumerate_adapters_sync()]
     if not found:
         return (
             "no Vulkan driver answers; install the card's driver, or mesa-vulkan-drivers and "
@@ -73,26 +83,14 @@ def adapters() -> tuple[Adapter, ...] | str:
     return tuple(sorted(found, key=lambda adapter: _ORDER.index(adapter.kind)))
 
 
-def pick(found: tuple[Adapter, ...], wanted: int | str = 0) -> tuple[int, Adapter]:
-    """The adapter of this number, or the first whose name has this part (any case).
-
-    Raises:
-        BackendUnavailable: There is no such adapter.
-    """
-    if isinstance(wanted, int):
-        if 0 <= wanted < len(found):
-            return wanted, found[wanted]
-        here = f"this machine has {len(found)}, counted from 0"
-        raise BackendUnavailable("vulkan", f"there is no device {wanted}; {here}")
-    for index, adapter in enumerate(found):
-        if wanted.lower() in adapter.name.lower():
-            return index, adapter
-    names = ", ".join(repr(adapter.name) for adapter in found)
-    raise BackendUnavailable("vulkan", f"no device's name has {wanted!r} in it; there is {names}")
-
-
-def _adapter(handle: Any) -> Adapter:
+def _adapter(handle: Any, heaps: list[Heaps]) -> Adapter:
     info = handle.info
     kind = _KINDS.get(str(info["adapter_type"]), "other")
     name, driver = str(info["device"]), str(info["description"])
-    return Adapter(name, kind, driver, int(info["vendor_id"]), int(info["device_id"]), handle)
+    vendor_id, device_id = int(info["vendor_id"]), int(info["device_id"])
+    memory_bytes = 0
+    for row in heaps:
+        if (row.name, row.vendor_id, row.device_id) == (name, vendor_id, device_id):
+            memory_bytes = 0 if kind == "software" else row.device_local_bytes
+            break
+    return Adapter(name, kind, driver, vendor_id, device_id, memory_bytes, handle)

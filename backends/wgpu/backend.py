@@ -1,13 +1,11 @@
-"""The vulkan backend: torch models captured once and run as WGSL through wgpu."""
+"""The Vulkan backend as the registry knows it: one adapter, opened when it is first needed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
 from backends.interface import Batch, DeviceInfo, Program, Trainable
-from backends.wgpu.adapters import Adapter, adapters, pick
+from backends.wgpu.adapters import Adapter, adapters
 from backends.wgpu.device import Device
 from backends.wgpu.matmul import matmul_shader
 from backends.wgpu.program import VulkanProgram
@@ -15,23 +13,32 @@ from protocol.errors import BackendUnavailable, SamestepError
 
 
 class VulkanBackend:
-    """One adapter."""
+    """One Vulkan device."""
 
-    def __init__(self, wanted: int | str = 0) -> None:
+    def __init__(self, index: int = 0) -> None:
         found = adapters()
         if isinstance(found, str):
             raise BackendUnavailable("vulkan", found)
-        self._index, self.adapter = pick(found, wanted)
+        self._index = index
+        self.adapter: Adapter = found[index]
+        self._device: Device | None = None
 
     @property
     def info(self) -> DeviceInfo:
-        """The adapter's name."""
-        return DeviceInfo("vulkan", self.adapter.name, True, "", self._index)
+        """Name and, where known, memory."""
+        return self.adapter.info(self._index)
+
+    @property
+    def device(self) -> Device:
+        """The opened adapter, the same for every program."""
+        if self._device is None:
+            self._device = Device(self.adapter)
+        return self._device
 
     def signature(self, threads: int) -> Mapping[str, str]:
-        """Card, driver, and the versions that write and compile the shaders."""
-        del threads
-        return signature(self.adapter)
+        """Adapter, driver and compiler: what decides the bits of a shader's results."""
+        del threads  # the device has its own
+        return {"device": "vulkan", "name": self.adapter.name, **self.device.traits()}
 
     def compile(self, trainable: Trainable, example: Batch) -> Program:
         """Capture the step for batches like the example, and upload the weights.
@@ -45,25 +52,6 @@ class VulkanBackend:
                 f"expected model.precision float32, got {trainable.precision}: the vulkan backend "
                 "computes in float32 only"
             )
-        cooperative = not self.adapter.software
-        program = VulkanProgram(Device(self.adapter), trainable, cooperative, matmul_shader)
-        try:
-            program.check(example)
-        except BaseException:
-            program.close()
-            raise
+        program = VulkanProgram(self.device, trainable, not self.adapter.software, matmul_shader)
+        program.check(example)
         return program
-
-
-def signature(adapter: Adapter) -> Mapping[str, str]:
-    """What decides the bits here, by name."""
-    import wgpu  # noqa: PLC0415  (adapters has loaded it)
-
-    return {
-        "device": "vulkan",
-        "name": adapter.name,
-        "adapter": f"{adapter.vendor_id:04x}:{adapter.device_id:04x}",
-        "driver": adapter.driver,
-        "torch": str(torch.__version__),
-        "wgpu": str(wgpu.__version__),
-    }

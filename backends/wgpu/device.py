@@ -25,7 +25,7 @@ from wgpu.backends.wgpu_native._ffi import ffi, lib
 
 from backends.wgpu.adapters import Adapter
 from backends.wgpu.dispatch import Dispatch, Shader
-from protocol.errors import DeviceFailed, SamestepError
+from protocol.errors import DeviceError, SamestepError
 
 BUFFER_ALIGNMENT_BYTES: Final = 16
 """Sizes are rounded up to it, so that every buffer can be read as vec4."""
@@ -85,7 +85,7 @@ class Readback:
         """Wait, and give one flat float32 array of its own per copy; `.view` for other types.
 
         Raises:
-            DeviceFailed: The device was lost or is out of memory.
+            DeviceError: The device was lost or is out of memory.
         """
         with failures(self._device.adapter.name):
             return self._device.fetch(self._running.result())
@@ -122,11 +122,21 @@ class Device:
         self._staging: dict[int, list[Any]] = defaultdict(list)
         self._thread = ThreadPoolExecutor(1, "vulkan-submit")
 
+    def traits(self) -> dict[str, str]:
+        """What decides the bits of a shader's results, by name; see `Backend.signature`."""
+        # The name of a software adapter says for which instruction set it compiles.
+        number = f"{self.adapter.vendor_id:x}:{self.adapter.device_id:x}"
+        return {
+            "adapter": self.adapter.name if self.adapter.software else number,
+            "driver": self.adapter.driver,
+            "wgpu": wgpu.__version__,
+        }
+
     def buffer(self, nbytes: int) -> Buffer:
         """Zeroed memory of at least so many bytes.
 
         Raises:
-            DeviceFailed: The device has no more.
+            DeviceError: The device has no more.
         """
         size = max(1, -(-nbytes // BUFFER_ALIGNMENT_BYTES)) * BUFFER_ALIGNMENT_BYTES
         with failures(self.adapter.name):
@@ -219,7 +229,7 @@ class Device:
         while not mapping.done:
             native.libf.wgpuDevicePoll(self._device._internal, True, ffi.NULL)  # noqa: SLF001
         if mapping.failed:
-            raise DeviceFailed(self.adapter.name, mapping.failed[0])
+            raise DeviceError(self.adapter.name, mapping.failed[0])
         handle = mapping.staging._internal  # noqa: SLF001
         total = sum(mapping.sizes)
         address = native.libf.wgpuBufferGetMappedRange(handle, 0, total)
@@ -282,14 +292,14 @@ def _map(mapping: _Mapping) -> None:
 
 @contextmanager
 def failures(name: str) -> Iterator[None]:
-    """Turn a lost device and spent memory into `DeviceFailed`; other errors are our own."""
+    """Turn a lost device and spent memory into `DeviceError`; other errors are our own."""
     try:
         yield
     except wgpu.GPUOutOfMemoryError as error:
-        raise DeviceFailed(name, f"out of memory ({_line(error)})") from None
+        raise DeviceError(name, f"out of memory ({_line(error)})") from None
     except wgpu.GPUError as error:
         if "lost" in str(error).lower():
-            raise DeviceFailed(name, f"the device was lost ({_line(error)})") from None
+            raise DeviceError(name, f"the device was lost ({_line(error)})") from None
         raise
 
 

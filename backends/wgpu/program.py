@@ -73,6 +73,7 @@ class VulkanProgram:
         self._plans: dict[Any, Ready] = {}
         self._lock = threading.RLock()
         self._names = _first_names(self._module)
+        self._running: _Running | None = None
 
     def check(self, example: Batch) -> None:
         """Make the plan of a training step for batches like this one.
@@ -109,6 +110,7 @@ class VulkanProgram:
         with self._lock:
             ready = self._step(batch)
             running = _Running(self._device, ready, self._packed(ready, batch.arrays, seed))
+            self._running = running
         return GradientStream(self._items(ready, running, batch.weight), running.stop)
 
     def evaluate(self, batch: Batch) -> Sums:
@@ -125,8 +127,13 @@ class VulkanProgram:
             return self._trainable.evaluate(stand_in, arrays)
 
     def close(self) -> None:
-        """Free the device."""
-        self._device.close()
+        """Abandon what runs and let go of the device's memory; the device stays open."""
+        with self._lock:
+            if self._running is not None:
+                self._running.stop()
+            self._plans.clear()
+            self._resident.clear()
+            self._slots.clear()
 
     def _items(
         self, ready: Ready, running: _Running, weight: float
