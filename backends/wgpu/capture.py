@@ -130,6 +130,31 @@ def capture_forward(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str,
     return captured
 
 
+def output_shapes(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Like], pytree.TreeSpec]:
+    """What a call of the module gives, without computing it: flat, and its structure.
+
+    Raises:
+        SamestepError: Forward depends on values, or gives what is no tensor.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, prepared(module, train=False):
+
+        def faked(value: Any) -> Any:
+            return _fake(fake, value, False) if isinstance(value, torch.Tensor) else value
+
+        held = {name: faked(tensor) for name, tensor in named_tensors(module).items()}
+        again, words = pytree.tree_map(faked, (tuple(args), dict(kwargs)))
+        try:
+            with substituted(module, held), torch.no_grad():
+                results, structure = pytree.tree_flatten(module(*again, **words))
+        except Exception as error:
+            raise _cannot("forward", error) from error
+    if not all(isinstance(result, torch.Tensor) for result in results):
+        raise SamestepError("expected the model to give tensors only")
+    return [Like.of(result) for result in results], structure
+
+
 @contextmanager
 def prepared(module: nn.Module, train: bool) -> Iterator[bool]:
     """Set the module's modes for a trace, and put them back; gives whether to checkpoint.
@@ -256,13 +281,17 @@ def _trace(
     except SamestepError:
         raise
     except Exception as error:
-        raise SamestepError(
-            f"the vulkan backend cannot capture {places.now or 'the step'}: "
-            f"{type(error).__name__}: {' '.join(str(error).split())[:400]}; "
-            "a step must not depend on the values of tensors"
-        ) from error
+        raise _cannot(places.now or "the step", error) from error
     places.mark(graph)
     return graph
+
+
+def _cannot(what: str, error: Exception) -> SamestepError:
+    reason = " ".join(str(error).split())[:400]
+    return SamestepError(
+        f"the vulkan backend cannot capture {what}: {type(error).__name__}: {reason}; "
+        "a step must not depend on the values of tensors"
+    )
 
 
 class _Places:

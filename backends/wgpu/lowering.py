@@ -16,6 +16,7 @@ from backends.wgpu.kernels import Emitter, Kernel, MatmulShader, is_known
 from backends.wgpu.opaque import LAYER_FORWARD
 from backends.wgpu.values import NoRule, scalar_of
 from backends.wgpu.views import is_view, whole_buffer
+from protocol.errors import SamestepError
 
 _aten = torch.ops.aten
 
@@ -126,6 +127,11 @@ def _check(nodes: Sequence[fx.Node], folded: Mapping[fx.Node, torch.Tensor]) -> 
     for node in nodes:
         if node.op != "call_function" or node in folded or node.target in LAYERS:
             continue
+        if node.target is _aten.copy_.default:
+            raise SamestepError(
+                f"a tensor of the model changes in forward ({node.meta.get('module', '')!r}), "
+                "which no replica could follow; use a layer without running state"
+            )
         if not (is_known(node) or is_part(node)):
             raise NoRule(node)
         scalar_of(node)

@@ -20,6 +20,11 @@ _FOLDED_ELEMENTS: Final = 1 << 20
 
 _SAME = frozenset({_aten.alias.default, _aten.detach.default, _aten.lift_fresh_copy.default})
 _TIMES = frozenset({_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar})
+_PARTS = frozenset({
+    _aten.split.Tensor,
+    _aten.split_with_sizes.default,
+    _aten.unbind.int,
+})  # fmt: skip
 _IMPURE = frozenset({"samestep::layer_forward", "samestep::layer_backward", "samestep::keep"})
 
 
@@ -117,6 +122,8 @@ def _rewrite(graph: fx.Graph) -> None:
             graph.erase_node(node)
         elif node.target is _aten.var_mean.correction:
             _split_variance(graph, node)
+        elif node.target in _PARTS:
+            _cut(graph, node)
     graph.eliminate_dead_code()
 
 
@@ -131,6 +138,29 @@ def _is_neutral(node: fx.Node) -> bool:
         before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
         return bool(before.dtype == after.dtype)
     return False
+
+
+def _cut(graph: fx.Graph, node: fx.Node) -> None:
+    """Each part of a split as a slice, or of an unbind as a selection."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    dim: Any = node.args[1 if node.target is _aten.unbind.int else 2 :][:1] or (0,)
+    parts = node.meta["val"]
+    starts = [0]
+    for part in parts:
+        whole = node.target is _aten.unbind.int
+        starts.append(starts[-1] + (1 if whole else part.shape[dim[0]]))
+    for user in list(node.users):
+        number: Any = user.args[1]
+        with graph.inserting_before(user):
+            if node.target is _aten.unbind.int:
+                cut = _add(graph, user, _aten.select.int, source, dim[0], number)
+            else:
+                ends = starts[number], starts[number + 1]
+                cut = _add(graph, user, _aten.slice.Tensor, source, dim[0], *ends)
+        user.replace_all_uses_with(cut)
+        graph.erase_node(user)
+    graph.erase_node(node)
 
 
 def _split_variance(graph: fx.Graph, node: fx.Node) -> None:

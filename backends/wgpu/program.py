@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from backends.interface import Array, Batch, BlockGradient, Loss, Sums, Trainable
 from backends.stream import GradientStream
+from backends.wgpu.additivity import refuse_loss_that_does_not_add_up
 from backends.wgpu.capture import Capture, capture_forward, capture_step
 from backends.wgpu.device import Buffer, Copy, Device, Prepared, Readback
 from backends.wgpu.kernels import MatmulShader
@@ -82,6 +83,8 @@ class VulkanProgram:
             SamestepError: The step cannot be captured, or an operator has no rule.
         """
         _check_parameters(self._module, self._trainable)
+        arrays = {name: torch.from_numpy(a) for name, a in example.arrays.items()}
+        refuse_loss_that_does_not_add_up(self._module, self._loss, arrays)
         self._step(example)
 
     def load(self, parameters: list[Array]) -> None:

@@ -44,7 +44,8 @@ class NoRule(SamestepError):
     def __init__(self, node: fx.Node, reason: str = "") -> None:
         value = node.meta.get("val")
         self.operator = str(node.target).removeprefix("aten.")
-        self.shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+        first = value[0] if isinstance(value, list | tuple) and value else value
+        self.shape = tuple(first.shape) if isinstance(first, torch.Tensor) else ()
         self.module = str(node.meta.get("module", "")) or "the loss, or the backward"
         self.reason = reason
         super().__init__(self.operator, self.shape, self.module, reason)
