@@ -124,7 +124,7 @@ class VulkanProgram:
         """
         if self._trainable.evaluate is None:
             raise SamestepError("this task has no evaluation")
-        stand_in = StandIn(self._module, self._forward)
+        stand_in = StandIn(self._module, self.forward)
         arrays = {name: torch.tensor(array) for name, array in batch.arrays.items()}
         with torch.no_grad():
             return self._trainable.evaluate(stand_in, arrays)
@@ -183,7 +183,7 @@ class VulkanProgram:
             self._plans[shapes] = self._ready(capture, groups)
         return self._plans[shapes]
 
-    def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
         key = (str(structure), tuple(_signature(leaf) for leaf in leaves))
         tensors = {str(i): x.numpy() for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
