@@ -33,7 +33,7 @@ BUFFER_ALIGNMENT_BYTES: Final = 16
 _UPLOAD_PART_BYTES: Final = 64 * 2**20
 """wgpu stages an upload in memory of its own until the next submission."""
 
-_FEATURES: Final = ("shader-f16", "subgroup")
+_FEATURES: Final = ("shader-f16", "shader-int64", "subgroup")
 _STORAGE = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
 _STAGING = wgpu.BufferUsage.MAP_READ | wgpu.BufferUsage.COPY_DST
 
