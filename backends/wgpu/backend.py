@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from backends.interface import Batch, DeviceInfo, Program, Trainable
 from backends.wgpu.adapters import Adapter, adapters
 from backends.wgpu.device import Device
+from backends.wgpu.matmul import matmul_shader
+from backends.wgpu.program import VulkanProgram
 from protocol.errors import BackendUnavailable, SamestepError
 
 
@@ -39,6 +41,17 @@ class VulkanBackend:
         return {"device": "vulkan", "name": self.adapter.name, **self.device.traits()}
 
     def compile(self, trainable: Trainable, example: Batch) -> Program:
-        """Make the task ready on the device."""
-        del trainable, example
-        raise SamestepError("the Vulkan backend trains nothing yet")
+        """Capture the step for batches like the example, and upload the weights.
+
+        Raises:
+            SamestepError: The precision is not to be had, the step cannot be captured, or an
+                operator has no rule.
+        """
+        if trainable.precision != "float32":
+            raise SamestepError(
+                f"expected model.precision float32, got {trainable.precision}: the vulkan backend "
+                "computes in float32 only"
+            )
+        program = VulkanProgram(self.device, trainable, not self.adapter.software, matmul_shader)
+        program.check(example)
+        return program
