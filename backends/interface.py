@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.manifest import Block
-from protocol.run_spec import Precision
+from protocol.run_spec import BaseDtype, Precision
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +53,7 @@ class Trainable:
         seed: The run's seed; `gradients` is given a seed of its own for each microbatch.
         threads: CPU threads.
         precision: What forward may compute in; parameters, gradients and sums are float32.
+        base_dtype: What frozen weights are stored in; see `backends.frozen_base`.
     """
 
     blocks: tuple[Block, ...]
@@ -62,6 +63,7 @@ class Trainable:
     seed: int = 0
     threads: int = 1
     precision: Precision = "float32"
+    base_dtype: BaseDtype = "float32"
 
 
 @dataclass(frozen=True, slots=True)

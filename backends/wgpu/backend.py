@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from backends.interface import Batch, DeviceInfo, Program, Trainable
 from backends.wgpu.adapters import Adapter, adapters
 from backends.wgpu.device import Device
-from backends.wgpu.matmul import matmul_shader
+from backends.wgpu.matmul_tuning import MatmulTuner
 from backends.wgpu.program import VulkanProgram
 from protocol.errors import BackendUnavailable, SamestepError
 
@@ -22,6 +22,7 @@ class VulkanBackend:
         self._index = index
         self.adapter: Adapter = found[index]
         self._device: Device | None = None
+        self._tuner: MatmulTuner | None = None
 
     @property
     def info(self) -> DeviceInfo:
@@ -34,6 +35,13 @@ class VulkanBackend:
         if self._device is None:
             self._device = Device(self.adapter)
         return self._device
+
+    @property
+    def tuner(self) -> MatmulTuner:
+        """Which matmul kernel is taken for which shapes, the same for every program."""
+        if self._tuner is None:
+            self._tuner = MatmulTuner(self.device)
+        return self._tuner
 
     def signature(self, threads: int) -> Mapping[str, str]:
         """Adapter, driver and compiler: what decides the bits of a shader's results."""
@@ -52,6 +60,7 @@ class VulkanBackend:
                 f"expected model.precision float32, got {trainable.precision}: the vulkan backend "
                 "computes in float32 only"
             )
-        program = VulkanProgram(self.device, trainable, not self.adapter.software, matmul_shader)
+        matmul = self.tuner.shader
+        program = VulkanProgram(self.device, trainable, not self.adapter.software, matmul)
         program.check(example)
         return program

@@ -4,7 +4,7 @@ The output is contiguous (batch, m, n) in float32. Every variant sums one accumu
 over k in rising order, each term by one `fma`, from zero: so all variants and sizes give the same
 bits on one adapter, and which one is chosen decides speed alone. No atomics, no split of k.
 
-The right operand may be stored as bf16, f16, int8 or int4 (see `backends.wgpu.quantise`): it is
+The right operand may be stored as bf16, f16, int8 or int4 (see `backends.quantise`): it is
 widened, and multiplied by its group's scale, as it is loaded; the sum is over float32.
 """
 
@@ -15,7 +15,7 @@ from typing import Final
 
 from backends.wgpu.dispatch import Shader
 from backends.wgpu.matmul_lanes import Lanes, lanes_shader
-from backends.wgpu.matmul_problem import MatmulProblem, Operand, Storage
+from backends.wgpu.matmul_problem import MatmulProblem, Operand
 from backends.wgpu.matmul_side import sides
 from backends.wgpu.matmul_tiles import Tiles, tiles_shader
 
@@ -24,7 +24,6 @@ __all__ = (
     "MatmulProblem",
     "MatmulTraits",
     "Operand",
-    "Storage",
     "Tiles",
     "candidates",
     "matmul_shader",
@@ -46,8 +45,8 @@ _LOAD_COST: Final = 9.0
 _PRODUCT_COST: Final = 1.4
 """Cycles of an element's load and of a vector's product: measured on lavapipe of Mesa 22.3."""
 
-_PRODUCTS_PER_ROUND: Final = 1024
-"""Of unrolled code: beyond it, compiling takes seconds."""
+_PRODUCTS_PER_ROUND: Final = 512
+"""Of unrolled code: twice as many compile for a second and win a tenth."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-Storage = Literal["f32", "bf16", "f16", "int8", "int4"]
+from backends.quantise import Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class MatmulProblem:
         n: Columns of the right operand.
         a: The left operand, float32.
         b: The right operand.
-        b_storage: How the right operand is stored: see `backends.wgpu.quantise`.
+        b_storage: How the right operand is stored: see `backends.quantise`.
         group: Elements per scale of int8 and int4, along the contiguous dimension.
     """
 

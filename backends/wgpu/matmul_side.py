@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backends.wgpu.matmul_problem import MatmulProblem, Storage
+from backends.quantise import Storage
+from backends.wgpu.matmul_problem import MatmulProblem
 
 _PER_WORD: dict[Storage, int] = {"f32": 1, "bf16": 2, "f16": 2, "int8": 4, "int4": 8}
 
