@@ -76,9 +76,9 @@ def linear(coordinates: Sequence[Coordinate]) -> Coordinate:
 def split(index: Coordinate, sizes: Sequence[int]) -> list[Coordinate]:
     """A linear index over `sizes`, row-major, as one coordinate per dimension."""
     parts, stride = [], 1
-    for position, size in enumerate(reversed(sizes)):
-        first = position == len(sizes) - 1
-        modulus = None if first and index.modulus is None else size
+    first = next((i for i, size in enumerate(sizes) if size != 1), 0)
+    for position, size in reversed([*enumerate(sizes)]):
+        modulus = None if position <= first and index.modulus is None else size
         parts.append(Coordinate(index.source, index.divisor * stride, modulus, size))
         stride *= size
     return parts[::-1]
