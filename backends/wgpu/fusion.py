@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from backends.wgpu.opaque import KEEP, LAYER_BACKWARD, LAYER_FORWARD
+from backends.wgpu.opaque import KEEP, LAYER_BACKWARD, LAYER_FORWARD, PARTIAL
 from backends.wgpu.values import elements_of
 from backends.wgpu.views import above, is_copy, is_own, is_view, strided, whole_buffer
 
@@ -35,6 +35,7 @@ REDUCTIONS: Final = frozenset({
     _aten.any.default,
     _aten.any.dim,
     _aten.any.dims,
+    PARTIAL,
 })  # fmt: skip
 LAYERS: Final = frozenset({LAYER_FORWARD, LAYER_BACKWARD})
 

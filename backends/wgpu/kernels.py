@@ -21,6 +21,7 @@ from backends.wgpu.fusion import MATMULS, REDUCTIONS, SCANS, SCATTERS
 from backends.wgpu.index import Coordinate, broadcast, plain, split
 from backends.wgpu.kernel_text import KernelText, stored
 from backends.wgpu.matmul import MatmulProblem, Operand, matmul_shader
+from backends.wgpu.opaque import PARTIAL
 from backends.wgpu.placement import PLACEMENT, leading_indices
 from backends.wgpu.values import NoRule, Scalar, elements_of, literal, scalar_of, shape_of
 from backends.wgpu.views import is_copy, is_view, strided
@@ -204,6 +205,8 @@ class _Reduction:
     shape: tuple[int, ...]
     dims: tuple[int, ...]
     scalar: Scalar
+    name: str
+    parts: int = 1
 
     @staticmethod
     def of(node: fx.Node, source: fx.Node) -> _Reduction:
@@ -212,7 +215,10 @@ class _Reduction:
         listed = [given] if isinstance(given, int) else list(given or range(len(shape)))
         dims = tuple(sorted({operator.index(d) % max(len(shape), 1) for d in listed}))
         scalar = scalar_of(source if "arg" in str(node.target) else node)
-        return _Reduction(node, shape, dims if shape else (), scalar)
+        name, parts = str(node.target).split(".")[1], 1
+        if node.target is PARTIAL:
+            parts, name = node.args[2:4]  # type: ignore[assignment]
+        return _Reduction(node, shape, dims if shape else (), scalar, name, parts)
 
     @property
     def terms(self) -> int:
@@ -220,21 +226,23 @@ class _Reduction:
 
     @property
     def outputs(self) -> int:
-        return math.prod(self.shape) // self.terms
+        return math.prod(self.shape) // self.terms * self.parts
+
+    @property
+    def part(self) -> int:
+        """Terms of one part, but for the last."""
+        return -(-self.terms // self.parts)
 
     @property
     def shared(self) -> bool:
         """Whether a workgroup may share one fold."""
-        return self.terms >= _COOPERATIVE_TERMS and "arg" not in self.name
-
-    @property
-    def name(self) -> str:
-        return str(self.node.target).split(".")[1]
+        return self.part >= _COOPERATIVE_TERMS and "arg" not in self.name
 
     def coordinates(self) -> list[Coordinate]:
-        """Of the term `r` of the output `i`."""
+        """Of the term `r` of the output `i`; with parts, the last dimension of `i` counts them."""
         kept = [d for d in range(len(self.shape)) if d not in self.dims]
-        outer = split(plain("i", self.outputs), [self.shape[d] for d in kept])
+        sizes = [*(self.shape[d] for d in kept), self.parts]
+        outer = split(plain("i", self.outputs), sizes)[:-1]
         inner = split(plain("r", self.terms), [self.shape[d] for d in self.dims])
         at = dict(zip(kept, outer, strict=True)) | dict(zip(self.dims, inner, strict=True))
         return [at[d] for d in range(len(self.shape))]
@@ -266,12 +274,13 @@ class _Reduction:
             body = [f"var best = {self.start};", "var place = 0u;", self._loop(), *lines]
             body += [f"if ({value} {better} best) {{ best = {value}; place = r; }}", "}"]
             return [*body, "out[i] = i32(place);"]
-        if self.terms <= 2 * _TERMS or self.name not in {"sum", "mean"}:
+        if self.part <= 2 * _TERMS or self.name not in {"sum", "mean"}:
             body = [f"var sum = {self.start};", self._loop(), *lines]
             return [*body, f"sum = {self.fold('sum', value)};", "}", self._store("sum")]
+        low, high = self._range()
         body = [f"var sum = {self.start};"]
-        body += [f"for (var first = 0u; first < {self.terms}u; first += {_TERMS}u) {{"]
-        body += [f"var part = {self.start};", f"let end = min(first + {_TERMS}u, {self.terms}u);"]
+        body += [f"for (var first = {low}; first < {high}; first += {_TERMS}u) {{"]
+        body += [f"var part = {self.start};", f"let end = min(first + {_TERMS}u, {high});"]
         body += ["for (var r = first; r < end; r++) {", *lines, f"part += {value};", "}"]
         return [*body, "sum += part;", "}", self._store("sum")]
 
@@ -280,7 +289,8 @@ class _Reduction:
         width = WORKGROUPS_PER_DIMENSION
         body = [f"let i = group.x + group.y * {width}u;", f"var sum = {self.start};"]
         body += [f"if (i < {self.outputs}u) {{"]
-        body += [f"for (var r = local.x; r < {self.terms}u; r += {_WORKGROUP}u) {{", *lines]
+        low, high = self._range()
+        body += [f"for (var r = {low} + local.x; r < {high}; r += {_WORKGROUP}u) {{", *lines]
         body += [f"sum = {self.fold('sum', value)};", "}", "}", "shared_sums[local.x] = sum;"]
         step = _WORKGROUP // 2
         while step:
@@ -292,7 +302,14 @@ class _Reduction:
         return [*body, "}"]
 
     def _loop(self) -> str:
-        return f"for (var r = 0u; r < {self.terms}u; r++) {{"
+        low, high = self._range()
+        return f"for (var r = {low}; r < {high}; r++) {{"
+
+    def _range(self) -> tuple[str, str]:
+        if self.parts == 1:
+            return "0u", f"{self.terms}u"
+        first = f"(i % {self.parts}u) * {self.part}u"
+        return first, f"min({first} + {self.part}u, {self.terms}u)"
 
     def _store(self, folded: str) -> str:
         return f"out[i] = {self.result(folded)};"

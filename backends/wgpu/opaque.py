@@ -1,4 +1,5 @@
-"""Operators of our own that a trace records as one node each: a dropout mask, and a whole layer.
+"""Operators of our own that stand for one node each: a dropout mask, a part of a long reduction,
+and a whole layer.
 
 They are never computed by torch; the lowering knows what they stand for.
 """
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 _library = torch.library.Library("samestep", "DEF")
 _library.define("keep(Tensor seed, int[] shape, float drop, int site) -> Tensor")
+_library.define("partial(Tensor x, int[] dims, int parts, str fold) -> Tensor")
 _library.define("layer_forward(Tensor[] inputs, int call) -> Tensor[]")
 _library.define("layer_backward(Tensor[] tangents, int call) -> Tensor[]")
 
@@ -47,6 +49,12 @@ def _keep(seed: torch.Tensor, shape: Sequence[int], _drop: float, _site: int) ->
     return seed.new_empty(shape, dtype=torch.float32)
 
 
+@torch.library.register_fake("samestep::partial", lib=_library)
+def _partial(x: torch.Tensor, dims: Sequence[int], parts: int, _fold: str) -> torch.Tensor:
+    kept = [size for dim, size in enumerate(x.shape) if dim not in dims]
+    return x.new_empty([*kept, parts])
+
+
 @torch.library.register_fake("samestep::layer_forward", lib=_library)
 def _layer_forward(inputs: Sequence[torch.Tensor], call: int) -> list[torch.Tensor]:
     del inputs
@@ -64,5 +72,6 @@ def _layer_backward(tangents: Sequence[torch.Tensor], call: int) -> list[torch.T
 
 
 KEEP: Final[Any] = torch.ops.samestep.keep.default
+PARTIAL: Final[Any] = torch.ops.samestep.partial.default
 LAYER_FORWARD: Final[Any] = torch.ops.samestep.layer_forward.default
 LAYER_BACKWARD: Final[Any] = torch.ops.samestep.layer_backward.default

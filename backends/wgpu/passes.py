@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from backends.wgpu.decompositions import decompositions
+from backends.wgpu.opaque import PARTIAL
 from backends.wgpu.values import shape_of
 
 _aten = torch.ops.aten
@@ -20,6 +21,22 @@ _FOLDED_ELEMENTS: Final = 1 << 20
 
 _SAME = frozenset({_aten.alias.default, _aten.detach.default, _aten.lift_fresh_copy.default})
 _TIMES = frozenset({_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar})
+_FOLDS: Final = {
+    _aten.sum.default: "sum",
+    _aten.sum.dim_IntList: "sum",
+    _aten.mean.default: "mean",
+    _aten.mean.dim: "mean",
+    _aten.amax.default: "amax",
+    _aten.amin.default: "amin",
+}
+_STAGES: Final = {
+    "sum": _aten.sum.dim_IntList,
+    "mean": _aten.sum.dim_IntList,
+    "amax": _aten.amax.default,
+    "amin": _aten.amin.default,
+}
+_LONG_TERMS: Final = 1 << 14
+"""Mesa's software Vulkan ends an invocation's loops after 65,535 iterations, without a word."""
 _PARTS = frozenset({
     _aten.split.Tensor,
     _aten.split_with_sizes.default,
@@ -122,8 +139,12 @@ def _rewrite(graph: fx.Graph) -> None:
             graph.erase_node(node)
         elif node.target is _aten.var_mean.correction:
             _split_variance(graph, node)
+        elif node.target is _aten.var.correction:
+            _split_variance(graph, node)
         elif node.target in _PARTS:
             _cut(graph, node)
+        elif node.target in _FOLDS:
+            _split_long(graph, node)
     graph.eliminate_dead_code()
 
 
@@ -163,11 +184,34 @@ def _cut(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
+def _split_long(graph: fx.Graph, node: fx.Node) -> None:
+    """A long reduction in two stages: parts, and then the parts' own."""
+    source, fold = node.args[0], _FOLDS[node.target]
+    assert isinstance(source, fx.Node)
+    shape = shape_of(source)
+    given: Any = node.args[1] if len(node.args) > 1 else None
+    listed = [given] if isinstance(given, int) else list(given or range(len(shape)))
+    dims = sorted(dim % len(shape) for dim in listed) if shape else []
+    terms = math.prod(shape[dim] for dim in dims)
+    if terms <= _LONG_TERMS or node.meta["val"].dtype != source.meta["val"].dtype:
+        return
+    stage = "sum" if fold == "mean" else fold
+    with graph.inserting_before(node):
+        parts = _add(graph, node, PARTIAL, source, dims, math.isqrt(terms), stage)
+        total = _add(graph, node, _STAGES[fold], parts, [len(shape) - len(dims)])
+        if fold == "mean":
+            total = _add(graph, node, _aten.mul.Tensor, total, 1.0 / terms)
+        result = _add(graph, node, _aten.view.default, total, list(shape_of(node)))
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
 def _split_variance(graph: fx.Graph, node: fx.Node) -> None:
-    """var_mean as two means: sum((x - mean)^2) / (count - correction)."""
+    """A variance, with its mean or without, as two means: sum((x - mean)^2) / (count - correction)."""
     x = node.args[0]
     assert isinstance(x, fx.Node)
-    dims = list(node.args[1]) if len(node.args) > 1 and node.args[1] else [*range(len(shape_of(x)))]  # type: ignore[arg-type]
+    given: Any = node.args[1] if len(node.args) > 1 else None
+    dims = list(given) if given else list(range(len(shape_of(x))))
     correction = node.kwargs.get("correction")
     count = math.prod(shape_of(x)[d] for d in dims)
     less = 1 if correction is None else correction
@@ -180,6 +224,8 @@ def _split_variance(graph: fx.Graph, node: fx.Node) -> None:
         variance = _add(graph, node, _aten.div.Scalar, total, float(count - less))  # type: ignore[operator]
         if not keep:
             mean = _add(graph, node, _aten.squeeze.dims, mean, dims)
+    if node.target is _aten.var.correction:
+        node.replace_all_uses_with(variance)
     for user in list(node.users):
         user.replace_all_uses_with(variance if user.args[1] == 0 else mean)
         graph.erase_node(user)

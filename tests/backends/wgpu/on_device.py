@@ -10,6 +10,7 @@ from torch import nn
 
 from backends.interface import Trainable
 from backends.wgpu.device import Device
+from backends.wgpu.matmul_tuning import MatmulTuner
 from backends.wgpu.program import VulkanProgram
 
 
@@ -29,7 +30,8 @@ def on_device(
 ) -> tuple[torch.Tensor, ...]:
     """What the function gives, computed there."""
     module = Function(function)
-    program = VulkanProgram(device, Trainable((), module, lambda m, a: m(a)))
+    matmul = MatmulTuner(device).shader
+    program = VulkanProgram(device, Trainable((), module, lambda m, a: m(a)), False, matmul)
     try:
         result = program.forward(tuple(tensors), {})
     finally:

@@ -113,7 +113,7 @@ def test_views_and_copies_between_operators(device, shape, data, random):
 
 @FEW
 @given(
-    batch=st.integers(1, 3), m=st.integers(1, 20), k=st.integers(1, 20), n=st.integers(1, 20),
+    batch=st.integers(1, 3), m=st.integers(1, 20), k=st.integers(1, 20), n=st.integers(2, 20),
     turn=st.booleans(),
 )  # fmt: skip
 def test_products_of_strided_operands(device, batch, m, k, n, turn):
