@@ -132,6 +132,11 @@ class Device:
             "wgpu": wgpu.__version__,
         }
 
+    @property
+    def largest_buffer_bytes(self) -> int:
+        """Of one buffer that a shader reads whole."""
+        return min(self.limits["max-buffer-size"], self.limits["max-storage-buffer-binding-size"])
+
     def buffer(self, nbytes: int) -> Buffer:
         """Zeroed memory of at least so many bytes.
 
@@ -139,11 +144,9 @@ class Device:
             DeviceError: The device has no more.
         """
         size = max(1, -(-nbytes // BUFFER_ALIGNMENT_BYTES)) * BUFFER_ALIGNMENT_BYTES
-        largest = min(
-            self.limits["max-buffer-size"], self.limits["max-storage-buffer-binding-size"]
-        )
-        if size > largest:
-            reason = f"expected a buffer of at most {largest} bytes, got {size}"
+        if size > self.largest_buffer_bytes:
+            most = self.largest_buffer_bytes
+            reason = f"expected a buffer of at most {most} bytes, got {size}"
             raise DeviceError(self.adapter.name, reason)
         with failures(self.adapter.name):
             return Buffer(size, self._device.create_buffer(size=size, usage=_STORAGE))

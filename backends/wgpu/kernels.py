@@ -21,6 +21,7 @@ from backends.wgpu.fusion import MATMULS, REDUCTIONS, SCANS, SCATTERS
 from backends.wgpu.index import Coordinate, broadcast, plain, split
 from backends.wgpu.kernel_text import KernelText, stored
 from backends.wgpu.matmul import MatmulProblem, Operand, matmul_shader
+from backends.wgpu.narrow import form_of, refuse_on_the_left
 from backends.wgpu.opaque import PARTIAL
 from backends.wgpu.placement import PLACEMENT, leading_indices
 from backends.wgpu.values import NoRule, Scalar, elements_of, literal, scalar_of, shape_of
@@ -185,7 +186,9 @@ class Emitter:
         batch = shape[0] if len(shape) == 3 else 1
         a, a_base = self._operand(one)
         b, b_base = self._operand(two)
-        problem = MatmulProblem(batch, shape[-2], shape_of(one)[-1], shape[-1], a, b)
+        refuse_on_the_left(a_base, _label(node))
+        form = form_of(b_base)
+        problem = MatmulProblem(batch, shape[-2], shape_of(one)[-1], shape[-1], a, b, form)
         shader, grid = self.matmul(problem)
         sizes = f"{problem.batch}x{problem.m}x{problem.k}x{problem.n}"
         return Kernel(shader, (a_base, b_base), node, grid, f"{_label(node)} {sizes}")

@@ -7,6 +7,7 @@ With checkpointing nothing but the inputs is, and backward begins with those aga
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from torch import fx
 from backends.wgpu.capture import Kind
 from backends.wgpu.kernels import Kernel, MatmulShader
 from backends.wgpu.lowering import CallStep, lower
+from backends.wgpu.narrow import Narrow
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +42,19 @@ class LayerKernels:
     checkpoint: bool
 
 
-def lower_layer(kind: Kind, cooperative: bool, matmul: MatmulShader) -> LayerKernels:
-    """Lower a kind and part it.
+def lower_layer(
+    kind: Kind,
+    cooperative: bool,
+    matmul: MatmulShader,
+    forms: Sequence[Narrow | None] = (),
+) -> LayerKernels:
+    """Lower a kind and part it; `forms` as for `lower`.
 
     Raises:
         NoRule: An operator has no rule.
     """
     holders = [node for node in kind.graph.graph.nodes if node.op == "placeholder"]
-    lowered = lower(kind.graph, [None] * len(holders), cooperative, matmul)
+    lowered = lower(kind.graph, [None] * len(holders), cooperative, matmul, forms)
     kernels = [step for step in lowered.steps if not isinstance(step, CallStep)]
     results = tuple(node for node in lowered.outputs[: kind.results] if node is not None)
     gradients = lowered.outputs[kind.results :]

@@ -13,6 +13,7 @@ from torch import fx
 from backends.wgpu import passes
 from backends.wgpu.fusion import LAYERS, decide, is_part
 from backends.wgpu.kernels import Emitter, Kernel, MatmulShader, is_known
+from backends.wgpu.narrow import Narrow, mark
 from backends.wgpu.opaque import LAYER_FORWARD
 from backends.wgpu.values import NoRule, scalar_of
 from backends.wgpu.views import is_view, whole_buffer
@@ -60,6 +61,7 @@ def lower(
     known: Sequence[torch.Tensor | None],
     cooperative: bool,
     matmul: MatmulShader,
+    forms: Sequence[Narrow | None] = (),
 ) -> Lowered:
     """Lower a graph.
 
@@ -68,12 +70,15 @@ def lower(
         known: For each placeholder its value, if that never changes.
         cooperative: See `Emitter`.
         matmul: The template of matrix products.
+        forms: For the first placeholders how their buffers hold them, if not as they are.
 
     Raises:
         NoRule: An operator has no rule.
     """
     graph = passes.simplified(graph)
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    for node, form in zip(inputs, forms, strict=False):
+        mark(node, form)
     values = {node: value for node, value in zip(inputs, known, strict=True) if value is not None}
     folded = passes.constants(graph, values)
     outputs = _outputs(graph)

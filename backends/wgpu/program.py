@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,9 +18,11 @@ from backends.stream import GradientStream
 from backends.wgpu.additivity import refuse_loss_that_does_not_add_up
 from backends.wgpu.capture import Capture, capture_forward, capture_step
 from backends.wgpu.device import Buffer, Copy, Device, Prepared, Readback
+from backends.wgpu.estimate import Estimate, estimate, refuse_what_does_not_fit
 from backends.wgpu.kernels import MatmulShader
 from backends.wgpu.layer_kernels import LayerKernels, lower_layer
 from backends.wgpu.lowering import lower
+from backends.wgpu.narrow_base import Forms, NarrowBase
 from backends.wgpu.packing import from_words, pack, seed_words, tensor_words
 from backends.wgpu.plan import Plan, make_plan
 from backends.wgpu.stand_in import StandIn
@@ -65,6 +67,8 @@ class VulkanProgram:
         self._trainable = trainable
         self._module: torch.nn.Module = trainable.module
         self._loss = trainable.loss
+        self._base = NarrowBase(self._module, trainable.base_dtype)
+        self.estimates: list[Estimate] = []
         self._cooperative = cooperative
         self._matmul = matmul
         self._blocks = trainable.blocks
@@ -205,20 +209,36 @@ class VulkanProgram:
 
     def _ready(self, capture: Capture, groups: Sequence[Sequence[int]]) -> Ready:
         """Lower, plan, and make all that the device needs."""
-        lowered: dict[int, LayerKernels] = {}
-        for kind in capture.kinds:
-            if id(kind) not in lowered:
-                lowered[id(kind)] = lower_layer(kind, self._cooperative, self._matmul)
-        layers = [lowered[id(kind)] for kind in capture.kinds]
+        lowered: dict[tuple[int, Forms], LayerKernels] = {}
+        calls = self._base.layer_forms(capture)
+        for kind, forms in calls:
+            if (id(kind), forms) not in lowered:
+                layer = lower_layer(kind, self._cooperative, self._matmul, forms)
+                lowered[id(kind), forms] = layer
+        layers = [lowered[id(kind), forms] for kind, forms in calls]
         held = named_tensors(self._module)
         parameters = dict(self._module.named_parameters(remove_duplicate=False))
         known = [None if name in parameters else held[name] for name in capture.tensors]
         others = len(capture.arrays) + 1
-        outer = lower(capture.graph, [*known, *[None] * others], self._cooperative, self._matmul)
+        values, forms = [*known, *[None] * others], self._base.forms(capture)
+        outer = lower(capture.graph, values, self._cooperative, self._matmul, forms)
         plan = make_plan(capture, outer, layers, groups)
+        self._refuse_what_does_not_fit(plan)
         upload = self._device.buffer(4 * plan.words)
         buffers = self._buffers(plan, upload)
         return Ready(plan, capture, upload, tuple(self._submissions(plan, buffers)))
+
+    def _refuse_what_does_not_fit(self, plan: Plan) -> None:
+        device = self._device
+        sizes = {
+            name: self._base.nbytes(name) or 4 * tensor.numel()
+            for name, tensor in named_tensors(self._module).items()
+        }
+        self.estimates.append(estimate(plan, sizes))
+        memory_bytes = device.adapter.memory_bytes
+        refuse_what_does_not_fit(
+            self.estimates, memory_bytes, device.largest_buffer_bytes, device.adapter.name
+        )
 
     def _buffers(self, plan: Plan, upload: Buffer) -> list[Buffer]:
         held = named_tensors(self._module)
@@ -229,10 +249,13 @@ class VulkanProgram:
                 buffers.append(upload)
             elif place.tensor:
                 if place.tensor not in self._resident:
-                    self._resident[place.tensor] = self._uploaded(held[place.tensor])
+                    words = self._base.words(place.tensor)
+                    if words is None:
+                        words = tensor_words(held[place.tensor])
+                    self._resident[place.tensor] = self._uploaded(words)
                 buffers.append(self._resident[place.tensor])
             elif place.constant is not None:
-                buffers.append(self._uploaded(place.constant))
+                buffers.append(self._uploaded(tensor_words(place.constant)))
             else:
                 buffers.append(slots[place.slot])
         return buffers
@@ -257,8 +280,7 @@ class VulkanProgram:
                 self._slots.append(found[slot])
         return [found[slot] for slot in range(len(sizes))]
 
-    def _uploaded(self, tensor: torch.Tensor) -> Buffer:
-        words = tensor_words(tensor)
+    def _uploaded(self, words: NDArray[np.uint32]) -> Buffer:
         buffer = self._device.buffer(words.nbytes)
         self._device.upload(buffer, words)
         return buffer
