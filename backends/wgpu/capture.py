@@ -349,4 +349,3 @@ class _Places:
                 here = path
                 after, path = next(marks)
             node.meta["module"] = here
-

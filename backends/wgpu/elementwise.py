@@ -193,8 +193,9 @@ def _is_infinite(k: KernelText, node: fx.Node, at: Coordinates) -> str:
 
 def _filled(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     del k, at
-    return literal(node.args[0 if node.target is _aten.scalar_tensor.default else 1],
-                   scalar_of(node))
+    return literal(
+        node.args[0 if node.target is _aten.scalar_tensor.default else 1], scalar_of(node)
+    )
 
 
 def _arange(k: KernelText, node: fx.Node, at: Coordinates) -> str:

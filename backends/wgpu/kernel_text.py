@@ -28,9 +28,7 @@ from backends.wgpu.views import Coordinates, above, is_copy, is_view, through
 
 Rule = Callable[["KernelText", fx.Node, Coordinates], str]
 
-INFINITY: Final = (
-    "fn infinity(sign: u32) -> f32 { return bitcast<f32>(0x7f800000u | sign); }"
-)
+INFINITY: Final = "fn infinity(sign: u32) -> f32 { return bitcast<f32>(0x7f800000u | sign); }"
 # Rational approximation of erf on [-4, 4], beyond which it is 1 in float32, as in Eigen
 # (MathFunctionsImpl.h).
 ERF: Final = """\

@@ -145,9 +145,7 @@ class _Builder:
             self.constants[id(value)] = self.fix(Place(constant=value), value.numel())
         return self.constants[id(value)]
 
-    def bind_inputs(
-        self, capture: Capture, outer: Lowered
-    ) -> tuple[tuple[int | None, ...], int]:
+    def bind_inputs(self, capture: Capture, outer: Lowered) -> tuple[tuple[int | None, ...], int]:
         """Tensors and constants; arrays are unpacked from the upload by a kernel each."""
         read = {node for step in outer.steps for node in step.reads}
         tensors, others = outer.inputs[: len(capture.tensors)], outer.inputs[len(capture.tensors) :]

@@ -238,9 +238,7 @@ class VulkanProgram:
         return buffers
 
     @staticmethod
-    def _packed(
-        ready: Ready, arrays: Mapping[str, NDArray[Any]], seed: int
-    ) -> NDArray[np.uint32]:
+    def _packed(ready: Ready, arrays: Mapping[str, NDArray[Any]], seed: int) -> NDArray[np.uint32]:
         plan, capture = ready.plan, ready.capture
         seeds = seed_words(seed, capture.seeds)
         return pack(capture.arrays, plan.packed, plan.words, arrays, seeds)

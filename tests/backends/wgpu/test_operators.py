@@ -119,6 +119,7 @@ def test_views_and_copies_between_operators(device, shape, data, random):
 def test_products_of_strided_operands(device, batch, m, k, n, turn):
     a = drawn(batch, k, m).transpose(1, 2) if turn else drawn(batch, m, k)
     b = drawn(k, batch, n, seed=1)
+
     def function(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
         heads = b.permute(1, 0, 2)
         return a @ heads, a[0] @ heads[0], (a * 2) @ heads, a[:, :1] @ heads[:, :, 1:]
