@@ -49,6 +49,10 @@ class Quantised:
     scales: Array
     group: int
 
+    def packed(self) -> NDArray[np.uint32]:
+        """Words, then scales: one buffer."""
+        return np.concatenate([self.words, self.scales.view(np.uint32)])
+
     @property
     def nbytes(self) -> int:
         """Of words and scales together."""

@@ -139,6 +139,12 @@ class Device:
             DeviceError: The device has no more.
         """
         size = max(1, -(-nbytes // BUFFER_ALIGNMENT_BYTES)) * BUFFER_ALIGNMENT_BYTES
+        largest = min(
+            self.limits["max-buffer-size"], self.limits["max-storage-buffer-binding-size"]
+        )
+        if size > largest:
+            reason = f"expected a buffer of at most {largest} bytes, got {size}"
+            raise DeviceError(self.adapter.name, reason)
         with failures(self.adapter.name):
             return Buffer(size, self._device.create_buffer(size=size, usage=_STORAGE))
 
@@ -227,7 +233,9 @@ class Device:
         if mapping.staging is None:
             return []
         while not mapping.done:
-            native.libf.wgpuDevicePoll(self._device._internal, True, ffi.NULL)  # noqa: SLF001
+            idle = native.libf.wgpuDevicePoll(self._device._internal, True, ffi.NULL)  # noqa: SLF001
+            if idle and not mapping.done:
+                raise DeviceError(self.adapter.name, "it is done and has brought nothing back")
         if mapping.failed:
             raise DeviceError(self.adapter.name, mapping.failed[0])
         handle = mapping.staging._internal  # noqa: SLF001

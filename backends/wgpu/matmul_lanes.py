@@ -12,10 +12,14 @@ Which operand is broadcast is free (`swap`); the order of summation is k's in an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from backends.wgpu.dispatch import Shader
 from backends.wgpu.matmul_problem import MatmulProblem
 from backends.wgpu.matmul_side import sides
+
+_ROUNDS: Final = 60_000
+"""lavapipe ends an invocation's loops after 65,535 rounds in all, without a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +60,9 @@ class _Kernel:
         self.fours = not self.fours_k and self._columns_together(4) and not self._is_f32
         self.column_pairs = not self.column_pairs_k and self._columns_together(2) and self._is_f32
         self.together = self._together()
-        even_k = problem.k % 2 == 0
-        self.unroll = 4 if self.fours_k else 2 if even_k else 1
+        self.unroll = 4 if self.fours_k else 2 if problem.k % 2 == 0 else 1
+        while problem.k // self.unroll > _ROUNDS:
+            self.unroll *= 2
 
     @property
     def _is_f32(self) -> bool:
@@ -82,14 +87,13 @@ class _Kernel:
         if not self._is_f32:
             column_type = "u32"
         bindings = {self.row.name: row_type, self.column.name: column_type}
-        if self.column.quantised:
-            bindings["scales"] = "f32"
-        order = sorted(bindings)  # a, b, scales: as MatmulProblem has them
+        order = sorted(bindings)
         read = "".join(
             f"@group(0) @binding({i}) var<storage, read> {name}: array<{bindings[name]}>;\n"
             for i, name in enumerate(order)
         )
         out = "u64" if self._paired_stores() else "f32"
+        rest = self.problem.k % self.unroll
         widen = "" if self._is_f32 else self.column.functions(vector=self.fours or self.fours_k)
         source = f"""\
 {read}@group(0) @binding({len(order)}) var<storage, read_write> out: array<{out}>;
@@ -104,15 +108,24 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
   let first_row = group.y * {self.lanes.rows}u;
   let first_column = group.x * {self.lanes.columns * self.lanes.subgroup}u;
 {self._places()}
-  for (var k = 0u; k < {self.problem.k}u; k += {self.unroll}u) {{
-{self._read_columns()}
-{self._read_rows()}
-{self._products()}
+  for (var k = 0u; k < {self.problem.k - rest}u; k += {self.unroll}u) {{
+{self._round(self.unroll)}
   }}
+{self._tail(rest)}
 {self._store()}
 }}
 """
         return Shader(source, len(order) + 1)
+
+    def _round(self, terms: int) -> str:
+        """So many terms of every sum, from k on."""
+        return "\n".join([self._read_columns(terms), self._read_rows(terms), self._products(terms)])
+
+    def _tail(self, rest: int) -> str:
+        """What is left of k after whole rounds."""
+        if not rest:
+            return ""
+        return f"  {{\n    let k = {self.problem.k - rest}u;\n{self._round(rest)}\n  }}"
 
     def _places(self) -> str:
         """Each lane's own columns and rows, clamped to what is there, and the sums."""
@@ -140,11 +153,11 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
         each = 2 if self.row_pairs else 1
         return -(-self.lanes.rows // (each * self.lanes.subgroup))
 
-    def _read_columns(self) -> str:
+    def _read_columns(self, terms: int) -> str:
         side, base = self.column, f"{self.column.name}_base"
         lines = []
         for c in range(self.lanes.columns):
-            for t in range(self.unroll):
+            for t in range(terms):
                 index = side.index(base, f"near{c}", f"k + {t}u")
                 value = f"{side.name}[{index}]" if self._is_f32 else f"{side.name}1({index})"
                 if self.column_pairs_k:
@@ -166,11 +179,11 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
                 lines.append(f"    let y{t}_{c} = {value};")
         return "\n".join(lines)
 
-    def _read_rows(self) -> str:
+    def _read_rows(self, terms: int) -> str:
         side, base = self.row, f"{self.row.name}_base"
         lines = []
         for g in range(self._row_groups()):
-            for t in range(self.unroll):
+            for t in range(terms):
                 index = side.index(base, f"row{g}", f"k + {t}u")
                 if self.row_pairs_k:
                     if t % 2 == 0:
@@ -185,11 +198,11 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
                     lines.append(f"    let x{g}_{t} = {side.name}[{index}];")
         return "\n".join(lines)
 
-    def _products(self) -> str:
+    def _products(self, terms: int) -> str:
         """Two rows at a time through all k of this round: their sums stay in registers."""
         lines = []
         for first in range(0, self.lanes.rows, 2):
-            for t in range(self.unroll):
+            for t in range(terms):
                 for i in range(first, min(first + 2, self.lanes.rows)):
                     lines.append(f"    let s{t}_{i} = {self._broadcast(i, t)};")
                     lines += [

@@ -34,6 +34,7 @@ class MatmulProblem:
         b: The right operand.
         b_storage: How the right operand is stored: see `backends.quantise`.
         group: Elements per scale of int8 and int4, along the contiguous dimension.
+        scales: The word of the right operand's buffer at which its scales begin.
     """
 
     batch: int
@@ -44,3 +45,4 @@ class MatmulProblem:
     b: Operand
     b_storage: Storage = "f32"
     group: int = 0
+    scales: int = 0

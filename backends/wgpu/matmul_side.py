@@ -2,7 +2,8 @@
 
 Where the outer dimension or k is contiguous and everything is aligned, four elements are read at
 once. Stored types narrower than float32 are widened as they are read: element i of an int8 or
-int4 buffer is its whole number times `scales[i / group]`, in float32.
+int4 buffer is its whole number times the scale of group `i / group`, in float32; the scales lie
+behind the whole numbers in the same buffer.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Side:
         offset: Of the first element.
         storage: How an element is stored.
         group: Elements per scale.
+        scales: The word at which they begin.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Side:
     offset: int
     storage: Storage = "f32"
     group: int = 0
+    scales: int = 0
 
     def along_k(self, elements: int) -> bool:
         """Whether so many consecutive elements along k lie side by side, aligned."""
@@ -51,11 +54,6 @@ class Side:
 
     def _aligned(self, elements: int, *numbers: int) -> bool:
         return all(number % elements == 0 for number in (*numbers, self.batch, self.offset))
-
-    @property
-    def quantised(self) -> bool:
-        """Whether there are scales."""
-        return self.storage in {"int8", "int4"}
 
     def base(self, batch: str) -> str:
         """WGSL of the index of the batch's first element."""
@@ -76,7 +74,8 @@ class Side:
     def functions(self, *, vector: bool) -> str:
         """WGSL: `NAME1(i)`, element i; where `vector`, `NAME4(i)`, elements i to i + 3."""
         name, per = self.name, _PER_WORD[self.storage]
-        scale = f" * scales[i / {self.group}u]" if self.quantised else ""
+        place = f"{name}[{self.scales}u + i / {self.group}u]"
+        scale = f" * bitcast<f32>({place})" if self.group else ""
         one, four = _DECODERS[self.storage]
         text = ""
         if self.storage != "f32" or not vector:
@@ -125,5 +124,6 @@ def sides(problem: MatmulProblem) -> tuple[Side, Side]:
         problem.b.offset,
         problem.b_storage,
         problem.group,
+        problem.scales,
     )
     return left, right

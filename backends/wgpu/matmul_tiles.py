@@ -49,14 +49,10 @@ def tiles_shader(problem: MatmulProblem, tiles: Tiles) -> tuple[Shader, tuple[in
     across = -(-problem.n // tiles.columns)
     down = -(-problem.m // tiles.rows)
     vector_out = problem.n % 4 == 0
-    bindings = 4 if right.quantised else 3
-    scales = (
-        "@group(0) @binding(2) var<storage, read> scales: array<f32>;\n" if right.quantised else ""
-    )
     source = f"""\
 @group(0) @binding(0) var<storage, read> a: array<{left.element_type(vector=_vector(left))}>;
 @group(0) @binding(1) var<storage, read> b: array<{right.element_type(vector=_vector(right))}>;
-{scales}@group(0) @binding({bindings - 1}) var<storage, read_write> out: \
+@group(0) @binding(2) var<storage, read_write> out: \
 array<{"vec4f" if vector_out else "f32"}>;
 var<workgroup> left: array<vec4f, {tiles.depth * tiles.rows // 4}>;
 var<workgroup> right: array<vec4f, {tiles.depth * tiles.columns // 4}>;
@@ -82,7 +78,7 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_index) me
 {_store(problem, tiles, vector=vector_out)}
 }}
 """
-    return Shader(source, bindings), (across, down, problem.batch)
+    return Shader(source, 3), (across, down, problem.batch)
 
 
 def _vector(side: Side) -> bool:

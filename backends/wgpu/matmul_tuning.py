@@ -155,7 +155,5 @@ def _buffer_bytes(problem: MatmulProblem) -> list[int]:
 
     a = elements(left.batch, left.outer, left.inner, left.extent, left.offset)
     b = elements(right.batch, right.outer, right.inner, right.extent, right.offset)
-    sizes = [4 * a, -(-b * bits // 8)]
-    if right.quantised:
-        sizes.append(4 * -(-b // problem.group))
-    return [*sizes, 4 * problem.batch * problem.m * problem.n]
+    scales = 4 * -(-b // problem.group) if problem.group else 0
+    return [4 * a, -(-b * bits // 8) + scales, 4 * problem.batch * problem.m * problem.n]

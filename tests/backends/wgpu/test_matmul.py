@@ -72,13 +72,19 @@ def same_bits(one, other):
     return np.array_equal(one.view(np.uint32), other.view(np.uint32))
 
 
-# 64 x 128 by 128 x 32, and the shapes of MiniLM (hidden 384, 2 x 64 tokens) and its heads.
+# 64 x 128 by 128 x 32, and shapes of MiniLM: 2 x 64 tokens forward, backward, weights, attention.
 @pytest.mark.parametrize(
-    "shape", [(1, 64, 128, 32), (1, 128, 384, 384), (1, 128, 384, 1536), (24, 64, 32, 64)]
+    ("shape", "a_turned", "b_turned"),
+    [
+        ((1, 64, 128, 32), False, False),
+        ((1, 128, 384, 1536), False, True),
+        ((1, 128, 1536, 384), False, False),
+        ((1, 384, 128, 384), True, False),
+        ((24, 64, 32, 64), False, True),
+    ],
 )
-@pytest.mark.parametrize("turned", [(False, False), (False, True), (True, False)])
-def test_within_1e_4_of_the_cpu(device, shape, turned):
-    it = product(*shape, a_turned=turned[0], b_turned=turned[1])
+def test_within_1e_4_of_the_cpu(device, shape, a_turned, b_turned):
+    it = product(*shape, a_turned=a_turned, b_turned=b_turned)
     tuner = MatmulTuner(device)
     assert it.error(it.on(device, tuner.choice(it.problem))) < 1e-4
 
@@ -93,7 +99,7 @@ def test_the_quickest_and_the_default_kernel_give_the_same_bits(device):
 
 
 @settings(
-    max_examples=20,
+    max_examples=8,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -118,6 +124,14 @@ def test_any_shape_layout_and_kernel(device, shape, turned, offset, data):
     assert all(same_bits(results[0], other) for other in results)
 
 
+@pytest.mark.parametrize("k", [130_001, 130_002])
+def test_a_sum_longer_than_lavapipes_loops(device, k):
+    it = product(1, 4, k, 8)
+    choice = MatmulTuner(device).choice(it.problem)
+    if isinstance(choice, Lanes):
+        assert it.error(it.on(device, choice)) < 1e-4
+
+
 def test_a_stride_of_zero_repeats_an_operand(device):
     it = product(3, 8, 12, 8)
     one = it.problem.b.strides
@@ -130,7 +144,7 @@ def test_a_stride_of_zero_repeats_an_operand(device):
 
 @pytest.mark.parametrize("storage", ["bf16", "f16", "int8", "int4"])
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("shape", [(20, 128, 48), (5, 24, 16)])
+@pytest.mark.parametrize("shape", [(20, 64, 24)])
 def test_a_stored_weight_gives_the_bits_of_its_float32_values(device, storage, backward, shape):
     """x @ W^T forward and g @ W backward, W (out, in) in fewer bits."""
     tokens, columns, rows = shape
@@ -141,15 +155,14 @@ def test_a_stored_weight_gives_the_bits_of_its_float32_values(device, storage, b
     x = draw.standard_normal((tokens, k)).astype(np.float32)
     b = Operand((0, columns, 1) if backward else (0, 1, columns))
     a = Operand((0, k, 1))
-    narrow = MatmulProblem(1, tokens, k, n, a, b, storage, stored.group)
-    bindings = [x, stored.words] + ([stored.scales] if stored.group else [])
+    narrow = MatmulProblem(1, tokens, k, n, a, b, storage, stored.group, len(stored.words))
+    bindings = [x, stored.packed()]
     expected = x.astype(np.float64) @ (weight if backward else weight.T)
     it = Product(narrow, bindings, expected)
     wide = Product(MatmulProblem(1, tokens, k, n, a, b), [x, weight], expected)
     choice = MatmulTuner(device).choice(narrow)
     values = it.on(device, choice)
     assert it.error(values) < 1e-5
-    assert same_bits(values, it.on(device, SMALL_TILES))
     assert same_bits(values, wide.on(device, SMALL_TILES))
 
 
