@@ -23,6 +23,7 @@ from backends.wgpu.values import (
     literal,
     scalar_of,
     shape_of,
+    storage_of,
 )
 from backends.wgpu.views import Coordinates, above, is_copy, is_view, through
 
@@ -134,6 +135,8 @@ class KernelText:
             return literal(self._folded[node].item(), scalar_of(node))
         if node not in self._in_memory:
             return self.computed(node, coordinates)
+        if storage_of(node) != "f32":
+            raise NoRule(node, f"a weight stored in {storage_of(node)} outside of a product")
         shape = shape_of(node)
         sized = [c.sized(size) for c, size in zip(coordinates, shape, strict=True)]
         read = f"{self.buffer(node)}[{linear(sized)}]"

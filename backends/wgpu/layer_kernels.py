@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from backends.quantise import Storage
 from backends.wgpu.capture import Kind
-from backends.wgpu.kernels import Kernel, MatmulShader
-from backends.wgpu.lowering import CallStep, lower
+from backends.wgpu.kernels import Kernel
+from backends.wgpu.lowering import CallStep, Templates, lower
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +41,20 @@ class LayerKernels:
     checkpoint: bool
 
 
-def lower_layer(kind: Kind, cooperative: bool, matmul: MatmulShader) -> LayerKernels:
+def lower_layer(kind: Kind, template: Templates) -> LayerKernels:
     """Lower a kind and part it.
 
     Raises:
         NoRule: An operator has no rule.
     """
     holders = [node for node in kind.graph.graph.nodes if node.op == "placeholder"]
-    lowered = lower(kind.graph, [None] * len(holders), cooperative, matmul)
+    plain: list[Storage] = ["f32"] * (len(holders) - len(kind.storages))
+    storages = [*kind.storages, *plain]
+    lowered = lower(kind.graph, [None] * len(holders), storages, template)
     kernels = [step for step in lowered.steps if not isinstance(step, CallStep)]
     results = tuple(node for node in lowered.outputs[: kind.results] if node is not None)
     gradients = lowered.outputs[kind.results :]
-    forward = _leading_to(kernels, set(results))
+    forward = _leading_to(kernels, {*results})
     rest = [kernel for kernel in kernels if kernel not in forward]
     if kind.checkpoint:
         rest = _leading_to(kernels, {node for node in gradients if node is not None})

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from backends.quantise import Storage
 from backends.wgpu import passes
 from backends.wgpu.fusion import LAYERS, decide, is_part
 from backends.wgpu.kernels import Emitter, Kernel, MatmulShader, is_known
@@ -19,6 +20,19 @@ from backends.wgpu.views import is_view, whole_buffer
 from protocol.errors import SamestepError
 
 _aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Templates:
+    """How kernels are written for a device.
+
+    Attributes:
+        cooperative: Whether workgroups share long sums: good on GPUs, not on a CPU.
+        matmul: The template of matrix products.
+    """
+
+    cooperative: bool
+    matmul: MatmulShader
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,29 +72,31 @@ class Lowered:
 def lower(
     graph: fx.GraphModule,
     known: Sequence[torch.Tensor | None],
-    cooperative: bool,
-    matmul: MatmulShader,
+    storages: Sequence[Storage],
+    template: Templates,
 ) -> Lowered:
     """Lower a graph.
 
     Args:
         graph: As traced; it is changed.
         known: For each placeholder its value, if that never changes.
-        cooperative: See `Emitter`.
-        matmul: The template of matrix products.
+        storages: For each placeholder how it lies in memory.
+        template: How kernels are written for this device.
 
     Raises:
         NoRule: An operator has no rule.
     """
     graph = passes.simplified(graph)
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    for node, storage in zip(inputs, storages, strict=True):
+        node.meta["storage"] = storage
     values = {node: value for node, value in zip(inputs, known, strict=True) if value is not None}
     folded = passes.constants(graph, values)
     outputs = _outputs(graph)
     nodes = [node for node in graph.graph.nodes if node.op != "output"]
     _check(nodes, folded)
     fusion = decide(nodes, folded, [node for node in outputs if node is not None])
-    emitter = Emitter(fusion.buffers, folded, cooperative, matmul)
+    emitter = Emitter(fusion.buffers, folded, template.cooperative, template.matmul)
     steps: list[Kernel | CallStep] = []
     for node in nodes:
         if node.op != "call_function" or node in folded or is_part(node):
@@ -150,7 +166,7 @@ def _needed(
     steps: Sequence[Kernel | CallStep], outputs: Sequence[fx.Node | None]
 ) -> list[Kernel | CallStep]:
     """Without kernels whose results nobody reads: fusion may have left some behind."""
-    wanted = {node for node in outputs if node is not None}
+    wanted: set[fx.Node] = {node for node in outputs if node is not None}
     kept: list[Kernel | CallStep] = []
     for step in reversed(steps):
         if isinstance(step, CallStep) or step.writes in wanted:
