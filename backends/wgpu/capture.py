@@ -19,7 +19,6 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.modules import module as module_hooks
 from torch.utils import _pytree as pytree
 
-from backends.quantise import Storage
 from backends.wgpu.decompositions import decompositions
 from backends.wgpu.layer_call import LayerCall, Like, closed_layers
 from backends.wgpu.rewrites import Rewrites
@@ -42,14 +41,12 @@ class Kind:
             gradient (or None) for each differentiable input.
         results: How many outputs are results.
         checkpoint: Whether backward computes forward again.
-        storages: How each input lies in memory.
     """
 
     path: str
     graph: fx.GraphModule
     results: int
     checkpoint: bool
-    storages: tuple[Storage, ...]
 
 
 @dataclass(slots=True)
@@ -81,7 +78,6 @@ def capture_step(
     loss: Callable[[Any, Arrays], torch.Tensor],
     trained: Sequence[str],
     arrays: Arrays,
-    storages: Mapping[str, Storage],
 ) -> Capture:
     """Loss and gradients of a training step.
 
@@ -90,7 +86,6 @@ def capture_step(
         loss: Gives the summed loss.
         trained: Names of the trainable tensors.
         arrays: Of the shapes and types to trace for; their values are not looked at.
-        storages: Of the module's tensors that are stored in fewer bits, by name.
 
     Returns:
         Outputs of the graph: the loss, then for each name of `trained` its gradient or None.
@@ -110,16 +105,11 @@ def capture_step(
         return [value.detach(), *grads]
 
     with prepared(module, train=True) as checkpoint:
-        trace = _Trace(module, frozenset(trained), storages, checkpoint)
+        trace = _Trace(module, frozenset(trained), checkpoint)
         return trace.capture(step, arrays)
 
 
-def capture_forward(
-    module: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    storages: Mapping[str, Storage],
-) -> Capture:
+def capture_forward(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Capture:
     """A call of the module in evaluation mode; outputs of the graph are its tensors, flat.
 
     Raises:
@@ -139,7 +129,7 @@ def capture_forward(
         return results
 
     with prepared(module, train=False):
-        trace = _Trace(module, frozenset(), storages, False)
+        trace = _Trace(module, frozenset(), checkpoint=False)
         captured = trace.capture(forward, arrays)
     captured.results = found[-1]
     return captured
@@ -206,7 +196,6 @@ class _Trace:
 
     module: nn.Module
     trained: frozenset[str]
-    storages: Mapping[str, Storage]
     checkpoint: bool
 
     def capture(
@@ -230,9 +219,7 @@ class _Trace:
             everywhere = {name: by_name[first[id(tensor)]] for name, tensor in held.items()}
             with ExitStack() as stack:
                 stack.enter_context(substituted(self.module, everywhere))
-                closed = closed_layers(
-                    self.module, next_seed, self.storages, checkpoint=self.checkpoint
-                )
+                closed = closed_layers(self.module, next_seed, checkpoint=self.checkpoint)
                 inside = stack.enter_context(closed)
                 stack.enter_context(Rewrites(seeds[0]))
                 results = function(dict(zip(arrays, given, strict=True)), everywhere)
@@ -281,7 +268,7 @@ def _capture_kind(call: LayerCall) -> Kind:
         return [*(result.detach() for result in results), *grads]
 
     graph = _trace(joint, (inputs, tangents), call.layer, call.path)
-    return Kind(call.path, graph, len(call.outputs), call.checkpoint, call.storages)
+    return Kind(call.path, graph, len(call.outputs), call.checkpoint)
 
 
 def _trace(

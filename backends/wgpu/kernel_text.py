@@ -14,6 +14,7 @@ from torch import fx
 
 from backends.wgpu import threefry
 from backends.wgpu.index import Coordinate, broadcast, linear
+from backends.wgpu.narrow import form_of
 from backends.wgpu.values import (
     STORED,
     NoRule,
@@ -23,7 +24,6 @@ from backends.wgpu.values import (
     literal,
     scalar_of,
     shape_of,
-    storage_of,
 )
 from backends.wgpu.views import Coordinates, above, is_copy, is_view, through
 
@@ -135,10 +135,10 @@ class KernelText:
             return literal(self._folded[node].item(), scalar_of(node))
         if node not in self._in_memory:
             return self.computed(node, coordinates)
-        if storage_of(node) != "f32":
-            raise NoRule(node, f"a weight stored in {storage_of(node)} outside of a product")
         shape = shape_of(node)
         sized = [c.sized(size) for c, size in zip(coordinates, shape, strict=True)]
+        if form_of(node) is not None:
+            return self.let(f"{self.buffer(node)}_at({linear(sized)})")
         read = f"{self.buffer(node)}[{linear(sized)}]"
         return self.let(f"({read} != 0u)" if scalar_of(node) == "bool" else read)
 
@@ -146,7 +146,7 @@ class KernelText:
         """The whole shader: declarations, helpers, and `main` around the body."""
         text = "\n".join(f"  {line}" for line in body)
         declared = [
-            f"@group(0) @binding({i}) var<storage, read> {name}: array<{STORED[scalar_of(node)]}>;"
+            f"@group(0) @binding({i}) var<storage, read> {name}: array<{_held(node)}>;"
             for i, (node, name) in enumerate(self.buffers.items())
         ]
         declared.append(
@@ -156,12 +156,21 @@ class KernelText:
         if "shared_sums[" in text:
             declared.append(f"var<workgroup> shared_sums: array<{output}, 64>;")
         helpers = [source for call, source in HELPERS.items() if call in text]
+        helpers += [
+            form.one(f"{name}_at", name)
+            for node, name in self.buffers.items()
+            if (form := form_of(node)) is not None
+        ]
         entry = (
             f"@compute @workgroup_size({workgroup})\n"
             "fn main(@builtin(global_invocation_id) id: vec3u,\n"
             "  @builtin(local_invocation_id) local: vec3u, @builtin(workgroup_id) group: vec3u) {"
         )
         return "\n".join([*declared, *helpers, entry, text, "}\n"])
+
+
+def _held(node: fx.Node) -> str:
+    return "u32" if form_of(node) is not None else STORED[scalar_of(node)]
 
 
 def stored(expression: str, scalar: Scalar) -> str:

@@ -15,24 +15,16 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from backends.quantise import Storage, group_of
 from backends.wgpu.dispatch import WORKGROUPS_PER_DIMENSION, Shader
 from backends.wgpu.elementwise import ELEMENTWISE
 from backends.wgpu.fusion import MATMULS, REDUCTIONS, SCANS, SCATTERS
 from backends.wgpu.index import Coordinate, broadcast, plain, split
 from backends.wgpu.kernel_text import KernelText, stored
 from backends.wgpu.matmul import MatmulProblem, Operand, matmul_shader
+from backends.wgpu.narrow import form_of, refuse_on_the_left
 from backends.wgpu.opaque import PARTIAL
 from backends.wgpu.placement import PLACEMENT, leading_indices
-from backends.wgpu.values import (
-    NoRule,
-    Scalar,
-    elements_of,
-    literal,
-    scalar_of,
-    shape_of,
-    storage_of,
-)
+from backends.wgpu.values import NoRule, Scalar, elements_of, literal, scalar_of, shape_of
 from backends.wgpu.views import is_copy, is_view, strided
 
 _aten = torch.ops.aten
@@ -41,8 +33,6 @@ _TERMS: Final = 64
 """Of a partial sum: long sums are sums of these, which loses less than one running sum."""
 _COOPERATIVE_TERMS: Final = 128
 """From so many terms on, a workgroup of a GPU shares the sum."""
-_SCALED: Final[Mapping[Storage, int]] = {"int8": 4, "int4": 8}
-"""Elements in a word; scales by group follow the words (`Quantised.packed`)."""
 _RULES: Final = {**ELEMENTWISE, **PLACEMENT}
 
 
@@ -196,14 +186,9 @@ class Emitter:
         batch = shape[0] if len(shape) == 3 else 1
         a, a_base = self._operand(one)
         b, b_base = self._operand(two)
-        storage = storage_of(b_base)
-        if storage_of(a_base) != "f32":
-            raise NoRule(node, f"with its left operand stored in {storage_of(a_base)}")
-        group = scales = 0
-        if storage in _SCALED:
-            group, scales = group_of(shape_of(b_base)[-1]), elements_of(b_base) // _SCALED[storage]
-        inner = shape_of(one)[-1]
-        problem = MatmulProblem(batch, shape[-2], inner, shape[-1], a, b, storage, group, scales)
+        refuse_on_the_left(a_base, _label(node))
+        form = form_of(b_base)
+        problem = MatmulProblem(batch, shape[-2], shape_of(one)[-1], shape[-1], a, b, form)
         shader, grid = self.matmul(problem)
         sizes = f"{problem.batch}x{problem.m}x{problem.k}x{problem.n}"
         return Kernel(shader, (a_base, b_base), node, grid, f"{_label(node)} {sizes}")

@@ -20,7 +20,6 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from backends.quantise import Storage
 from backends.wgpu.opaque import LAYER_BACKWARD, LAYER_FORWARD, CallsOfTrace
 from backends.wgpu.rewrites import Rewrites
 from backends.wgpu.substitution import named_tensors, substituted
@@ -65,7 +64,6 @@ class LayerCall:
         results: The structure of what forward gives.
         draws: Whether it has dropout; the last input is then the seed.
         fingerprint: Of the operators that forward runs.
-        storages: How each input lies in memory.
         tangents: For each output, whether backward came through it; None without backward.
         checkpoint: Whether to compute forward again in backward.
     """
@@ -83,14 +81,12 @@ class LayerCall:
     results: pytree.TreeSpec | None = None
     draws: bool = False
     fingerprint: str = ""
-    storages: tuple[Storage, ...] = ()
     tangents: tuple[bool, ...] | None = None
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """Calls of equal kind compute the same."""
-        inputs = tuple(self.inputs), self.storages
-        return self.fingerprint, inputs, self.tangents, self.checkpoint
+        return self.fingerprint, tuple(self.inputs), self.tangents, self.checkpoint
 
     def run(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], Rewrites]:
         """Forward on these inputs: flat results, and what was drawn."""
@@ -114,18 +110,13 @@ class NotOpaque(Exception):  # noqa: N818  (a verdict, caught where the layer is
 
 @contextmanager
 def closed_layers(
-    module: nn.Module,
-    seeds: Callable[[], torch.Tensor],
-    storages: Mapping[str, Storage],
-    *,
-    checkpoint: bool,
+    module: nn.Module, seeds: Callable[[], torch.Tensor], *, checkpoint: bool
 ) -> Iterator[list[LayerCall]]:
     """While it is entered, calls of the module's repeated layers are traced as one node each.
 
     Args:
         module: The model.
         seeds: Gives a (2,) int32 tensor for each call that draws.
-        storages: Of the module's tensors that are stored in fewer bits, by name.
         checkpoint: Whether calls shall be computed again in backward.
     """
     layers = dict(repeated_layers(module, ""))
@@ -140,7 +131,6 @@ def closed_layers(
                 except NotOpaque:
                     return forward(*args, **kwargs)
                 call.checkpoint = checkpoint and torch.is_grad_enabled()
-                call.storages = _storages(call, storages)
                 if call.draws:
                     tensors.append(seeds())
                 CallsOfTrace.add(call)
@@ -157,13 +147,6 @@ def closed_layers(
         finally:
             for layer in layers.values():
                 del layer.forward
-
-
-def _storages(call: LayerCall, given: Mapping[str, Storage]) -> tuple[Storage, ...]:
-    found: list[Storage] = ["f32"] * len(call.inputs)
-    for name, place in call.names.items():
-        found[place] = given.get(f"{call.path}.{name}", "f32")
-    return tuple(found)
 
 
 def repeated_layers(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

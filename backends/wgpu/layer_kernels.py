@@ -7,15 +7,16 @@ With checkpointing nothing but the inputs is, and backward begins with those aga
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from backends.quantise import Storage
 from backends.wgpu.capture import Kind
 from backends.wgpu.kernels import Kernel
 from backends.wgpu.lowering import CallStep, Templates, lower
+from backends.wgpu.narrow import Narrow
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +42,16 @@ class LayerKernels:
     checkpoint: bool
 
 
-def lower_layer(kind: Kind, template: Templates) -> LayerKernels:
-    """Lower a kind and part it.
+def lower_layer(
+    kind: Kind, forms: Sequence[Narrow | None], template: Templates
+) -> LayerKernels:
+    """Lower a kind and part it; `forms` as for `lower`.
 
     Raises:
         NoRule: An operator has no rule.
     """
     holders = [node for node in kind.graph.graph.nodes if node.op == "placeholder"]
-    plain: list[Storage] = ["f32"] * (len(holders) - len(kind.storages))
-    storages = [*kind.storages, *plain]
-    lowered = lower(kind.graph, [None] * len(holders), storages, template)
+    lowered = lower(kind.graph, [None] * len(holders), forms, template)
     kernels = [step for step in lowered.steps if not isinstance(step, CallStep)]
     results = tuple(node for node in lowered.outputs[: kind.results] if node is not None)
     gradients = lowered.outputs[kind.results :]

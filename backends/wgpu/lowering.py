@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from backends.quantise import Storage
 from backends.wgpu import passes
 from backends.wgpu.fusion import LAYERS, decide, is_part
 from backends.wgpu.kernels import Emitter, Kernel, MatmulShader, is_known
+from backends.wgpu.narrow import Narrow, mark
 from backends.wgpu.opaque import LAYER_FORWARD
 from backends.wgpu.values import NoRule, scalar_of
 from backends.wgpu.views import is_view, whole_buffer
@@ -72,7 +72,7 @@ class Lowered:
 def lower(
     graph: fx.GraphModule,
     known: Sequence[torch.Tensor | None],
-    storages: Sequence[Storage],
+    forms: Sequence[Narrow | None],
     template: Templates,
 ) -> Lowered:
     """Lower a graph.
@@ -80,7 +80,7 @@ def lower(
     Args:
         graph: As traced; it is changed.
         known: For each placeholder its value, if that never changes.
-        storages: For each placeholder how it lies in memory.
+        forms: For the first placeholders how their buffers hold them, if not as they are.
         template: How kernels are written for this device.
 
     Raises:
@@ -88,8 +88,8 @@ def lower(
     """
     graph = passes.simplified(graph)
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    for node, storage in zip(inputs, storages, strict=True):
-        node.meta["storage"] = storage
+    for node, form in zip(inputs, forms, strict=False):
+        mark(node, form)
     values = {node: value for node, value in zip(inputs, known, strict=True) if value is not None}
     folded = passes.constants(graph, values)
     outputs = _outputs(graph)

@@ -4,7 +4,7 @@ The output is contiguous (batch, m, n) in float32. Every variant sums one accumu
 over k in rising order, each term by one `fma`, from zero: so all variants and sizes give the same
 bits on one adapter, and which one is chosen decides speed alone. No atomics, no split of k.
 
-The right operand may be stored as bf16, f16, int8 or int4 (see `backends.quantise`): it is
+The right operand may be stored as bf16, f16, int8 or int4 (see `backends.wgpu.narrow`): it is
 widened, and multiplied by its group's scale, as it is loaded; the sum is over float32.
 """
 
@@ -96,8 +96,8 @@ def candidates(problem: MatmulProblem, traits: MatmulTraits) -> tuple[Choice, ..
 
 
 def _lanes(problem: MatmulProblem, traits: MatmulTraits) -> list[Lanes]:
-    swaps = (False, True) if problem.b_storage == "f32" else (False,)
-    unroll = 4 if problem.b_storage != "f32" else 2
+    swaps = (False, True) if problem.b_form is None else (False,)
+    unroll = 4 if problem.b_form is not None else 2
     return [
         Lanes(rows, columns, swap, traits.subgroup)
         for swap in swaps

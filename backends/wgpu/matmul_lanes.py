@@ -50,13 +50,13 @@ class _Kernel:
         left, right = sides(problem)
         self.problem, self.lanes = problem, lanes
         self.row, self.column = (right, left) if lanes.swap else (left, right)
-        assert self.row.storage == "f32", "only the operand of the lanes is widened"
+        assert self.row.form is None, "only the operand of the lanes is widened"
         # How far outputs are apart along the rows and along the lanes.
         self.steps = (1, problem.n) if lanes.swap else (problem.n, 1)
         self.row_pairs_k = self.row.along_k(2)
         self.row_pairs = not self.row_pairs_k and self.row.along_outer(2)
-        self.column_pairs_k = self.column.storage == "f32" and self.column.along_k(2)
-        self.fours_k = self.column.storage != "f32" and self.column.along_k(4)
+        self.column_pairs_k = self.column.form is None and self.column.along_k(2)
+        self.fours_k = self.column.form is not None and self.column.along_k(4)
         self.fours = not self.fours_k and self._columns_together(4) and not self._is_f32
         self.column_pairs = not self.column_pairs_k and self._columns_together(2) and self._is_f32
         self.together = self._together()
@@ -66,7 +66,7 @@ class _Kernel:
 
     @property
     def _is_f32(self) -> bool:
-        return self.column.storage == "f32"
+        return self.column.form is None
 
     def _columns_together(self, elements: int) -> bool:
         return self.column.along_outer(elements) and self.lanes.columns % elements == 0

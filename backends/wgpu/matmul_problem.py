@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backends.quantise import Storage
+from backends.wgpu.narrow import Narrow
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,7 @@ class MatmulProblem:
         n: Columns of the right operand.
         a: The left operand, float32.
         b: The right operand.
-        b_storage: How the right operand is stored: see `backends.quantise`.
-        group: Elements per scale of int8 and int4, along the contiguous dimension.
-        scales: The word of the right operand's buffer at which its scales begin.
+        b_form: How the right operand is stored, if not as float32.
     """
 
     batch: int
@@ -43,6 +41,4 @@ class MatmulProblem:
     n: int
     a: Operand
     b: Operand
-    b_storage: Storage = "f32"
-    group: int = 0
-    scales: int = 0
+    b_form: Narrow | None = None

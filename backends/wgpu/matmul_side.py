@@ -1,19 +1,15 @@
 """One operand of a product as both kernels read it: an outer dimension (m or n) and k.
 
 Where the outer dimension or k is contiguous and everything is aligned, four elements are read at
-once. Stored types narrower than float32 are widened as they are read: element i of an int8 or
-int4 buffer is its whole number times the scale of group `i / group`, in float32; the scales lie
-behind the whole numbers in the same buffer.
+once. Forms narrower than float32 are widened as they are read (`backends.wgpu.narrow`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backends.quantise import Storage
 from backends.wgpu.matmul_problem import MatmulProblem
-
-_PER_WORD: dict[Storage, int] = {"f32": 1, "bf16": 2, "f16": 2, "int8": 4, "int4": 8}
+from backends.wgpu.narrow import Narrow
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +24,7 @@ class Side:
         outer: Stride of the outer dimension.
         inner: Stride of k.
         offset: Of the first element.
-        storage: How an element is stored.
-        group: Elements per scale.
-        scales: The word at which they begin.
+        form: How it is stored, if not as float32.
     """
 
     name: str
@@ -40,9 +34,7 @@ class Side:
     outer: int
     inner: int
     offset: int
-    storage: Storage = "f32"
-    group: int = 0
-    scales: int = 0
+    form: Narrow | None = None
 
     def along_k(self, elements: int) -> bool:
         """Whether so many consecutive elements along k lie side by side, aligned."""
@@ -67,46 +59,19 @@ class Side:
 
     def element_type(self, *, vector: bool) -> str:
         """WGSL type of the binding's array."""
-        if self.storage != "f32":
+        if self.form is not None:
             return "u32"
         return "vec4f" if vector else "f32"
 
     def functions(self, *, vector: bool) -> str:
         """WGSL: `NAME1(i)`, element i; where `vector`, `NAME4(i)`, elements i to i + 3."""
-        name, per = self.name, _PER_WORD[self.storage]
-        place = f"{name}[{self.scales}u + i / {self.group}u]"
-        scale = f" * bitcast<f32>({place})" if self.group else ""
-        one, four = _DECODERS[self.storage]
-        text = ""
-        if self.storage != "f32" or not vector:
-            word = f"{name}[i / {per}u]" if per > 1 else f"{name}[i]"
-            text += f"fn {name}1(i: u32) -> f32 {{ let w = {word}; return {one}{scale}; }}\n"
+        one, four = f"{self.name}1", f"{self.name}4"
+        if self.form is not None:
+            text = self.form.one(one, self.name)
+            return text + self.form.four(four, self.name) if vector else text
         if vector:
-            words = f"let w = {name}[i / {min(per, 4) if self.storage != 'int4' else 8}u];"
-            if self.storage == "f32":
-                words = f"let w = {name}[i / 4u];"
-            if per == 2:
-                words = f"let w = {name}[i / 2u]; let v = {name}[i / 2u + 1u];"
-            text += f"fn {name}4(i: u32) -> vec4f {{ {words} return {four}{scale}; }}\n"
-        return text
-
-
-_DECODERS: dict[Storage, tuple[str, str]] = {
-    "f32": ("w", "w"),
-    "bf16": (
-        "bitcast<f32>((w >> ((i % 2u) * 16u)) << 16u)",
-        "bitcast<vec4f>(vec4u(w << 16u, w & 0xffff0000u, v << 16u, v & 0xffff0000u))",
-    ),
-    "f16": ("unpack2x16float(w)[i % 2u]", "vec4f(unpack2x16float(w), unpack2x16float(v))"),
-    "int8": (
-        "f32(extractBits(i32(w), (i % 4u) * 8u, 8u))",
-        "vec4f(unpack4xI8(w))",
-    ),
-    "int4": (
-        "f32(i32(extractBits(w, (i % 8u) * 4u, 4u)) - 8)",
-        "vec4f((vec4i(vec4u(w >> ((i % 8u) * 4u)) >> vec4u(0u, 4u, 8u, 12u)) & vec4i(15)) - 8)",
-    ),
-}
+            return f"fn {four}(i: u32) -> vec4f {{ return {self.name}[i / 4u]; }}\n"
+        return f"fn {one}(i: u32) -> f32 {{ return {self.name}[i]; }}\n"
 
 
 def sides(problem: MatmulProblem) -> tuple[Side, Side]:
@@ -122,8 +87,6 @@ def sides(problem: MatmulProblem) -> tuple[Side, Side]:
         b_n,
         b_k,
         problem.b.offset,
-        problem.b_storage,
-        problem.group,
-        problem.scales,
+        problem.b_form,
     )
     return left, right

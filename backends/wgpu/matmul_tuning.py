@@ -16,6 +16,7 @@ from typing import Final
 
 from blake3 import blake3
 
+from backends.quantise import stored_bytes
 from backends.wgpu.device import Device
 from backends.wgpu.dispatch import Dispatch, Shader
 from backends.wgpu.matmul import (
@@ -147,7 +148,6 @@ def _sizes(choice: Choice) -> tuple[int, ...]:
 def _buffer_bytes(problem: MatmulProblem) -> list[int]:
     """Of every binding."""
     left, right = sides(problem)
-    bits = {"f32": 32, "bf16": 16, "f16": 16, "int8": 8, "int4": 4}[problem.b_storage]
 
     def elements(batch: int, outer: int, inner: int, extent: int, offset: int) -> int:
         last = (problem.batch - 1) * batch + (extent - 1) * outer + (problem.k - 1) * inner
@@ -155,5 +155,7 @@ def _buffer_bytes(problem: MatmulProblem) -> list[int]:
 
     a = elements(left.batch, left.outer, left.inner, left.extent, left.offset)
     b = elements(right.batch, right.outer, right.inner, right.extent, right.offset)
-    scales = 4 * -(-b // problem.group) if problem.group else 0
-    return [4 * a, -(-b * bits // 8) + scales, 4 * problem.batch * problem.m * problem.n]
+    form = problem.b_form
+    # As if stored in rows of eight, which every form divides.
+    stored = 4 * b if form is None else stored_bytes(-(-b // 64), 64, form.storage)
+    return [4 * a, stored, 4 * problem.batch * problem.m * problem.n]

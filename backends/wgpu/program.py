@@ -16,9 +16,10 @@ from backends.stream import GradientStream
 from backends.wgpu.additivity import refuse_loss_that_does_not_add_up
 from backends.wgpu.capture import Capture, capture_forward, capture_step
 from backends.wgpu.device import Buffer, Device
-from backends.wgpu.estimate import estimate, refuse_what_does_not_fit
+from backends.wgpu.estimate import Estimate, estimate, refuse_what_does_not_fit
 from backends.wgpu.layer_kernels import LayerKernels, lower_layer
 from backends.wgpu.lowering import Templates, lower
+from backends.wgpu.narrow_base import Forms
 from backends.wgpu.packing import from_words, pack, seed_words, tensor_words
 from backends.wgpu.plan import Plan, make_plan
 from backends.wgpu.running import Ready, Running, submissions
@@ -28,7 +29,11 @@ from protocol.errors import SamestepError
 
 
 class VulkanProgram:
-    """A torch module captured for the device. See `backends.interface.Program`."""
+    """A torch module captured for the device. See `backends.interface.Program`.
+
+    Attributes:
+        estimates: Of the memory of each plan so far.
+    """
 
     def __init__(self, device: Device, trainable: Trainable, template: Templates) -> None:
         if trainable.module is None or trainable.loss is None:
@@ -44,6 +49,7 @@ class VulkanProgram:
         self._plans: dict[Any, Ready] = {}
         self._running: Running | None = None
         self._lock = threading.RLock()
+        self.estimates: list[Estimate] = []
 
     def check(self, example: Batch) -> None:
         """Make the plan of a training step for batches like this one.
@@ -96,8 +102,7 @@ class VulkanProgram:
         arrays = {str(i): x.numpy() for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
         with self._lock:
             if key not in self._plans:
-                module, storages = self._weights.module, self._weights.storages
-                capture = capture_forward(module, args, kwargs, storages)
+                capture = capture_forward(self._weights.module, args, kwargs)
                 self._plans[key] = self._ready(capture, [list(range(len(capture.outputs)))])
             ready = self._plans[key]
             results = Running(self._device, ready, _packed(ready, arrays, 0)).next()
@@ -156,8 +161,8 @@ class VulkanProgram:
     def _step(self, batch: Batch) -> Ready:
         shapes = tuple((name, a.shape, str(a.dtype)) for name, a in sorted(batch.arrays.items()))
         if shapes not in self._plans:
-            module, storages = self._weights.module, self._weights.storages
-            capture = capture_step(module, self._loss, self._trained, _tensors(batch), storages)
+            arrays = _tensors(batch)
+            capture = capture_step(self._weights.module, self._loss, self._trained, arrays)
             groups = [list(self._outputs_of(n)) for n in reversed(range(len(self._blocks)))]
             groups[-1].append(0)  # the loss comes with the last block
             self._plans[shapes] = self._ready(capture, groups)
@@ -166,25 +171,24 @@ class VulkanProgram:
     def _ready(self, capture: Capture, groups: Sequence[Sequence[int]]) -> Ready:
         """Lower, plan, and make all that the device needs."""
         plan = self._plan(capture, groups)
-        needed = estimate(plan, self._weights.nbytes())
-        adapter, limits = self._device.adapter, self._device.limits
-        largest = min(limits["max-buffer-size"], limits["max-storage-buffer-binding-size"])
-        refuse_what_does_not_fit([needed], adapter.memory_bytes, largest, adapter.name)
+        self.estimates.append(estimate(plan, self._weights.nbytes()))
+        adapter, largest = self._device.adapter, self._device.largest_buffer_bytes
+        refuse_what_does_not_fit(self.estimates, adapter.memory_bytes, largest, adapter.name)
         upload = self._device.buffer(4 * plan.words)
         buffers = self._buffers(plan, upload)
         return Ready(plan, capture, upload, tuple(submissions(plan, buffers, self._device)))
 
     def _plan(self, capture: Capture, groups: Sequence[Sequence[int]]) -> Plan:
-        lowered: dict[int, LayerKernels] = {}
-        for kind in capture.kinds:
-            if id(kind) not in lowered:
-                lowered[id(kind)] = lower_layer(kind, self._template)
-        layers = [lowered[id(kind)] for kind in capture.kinds]
-        constants, storages = self._weights.constants, self._weights.storages
+        base, constants = self._weights.base, self._weights.constants
+        lowered: dict[tuple[int, Forms], LayerKernels] = {}
+        calls = base.layer_forms(capture)
+        for kind, forms in calls:
+            if (id(kind), forms) not in lowered:
+                lowered[id(kind), forms] = lower_layer(kind, forms, self._template)
+        layers = [lowered[id(kind), forms] for kind, forms in calls]
         others = len(capture.arrays) + 1
         known = [*(constants.get(name) for name in capture.tensors), *[None] * others]
-        stored = [storages.get(name, "f32") for name in (*capture.tensors, *[""] * others)]
-        outer = lower(capture.graph, known, stored, self._template)
+        outer = lower(capture.graph, known, base.forms(capture), self._template)
         return make_plan(capture, outer, layers, groups)
 
     def _buffers(self, plan: Plan, upload: Buffer) -> list[Buffer]:

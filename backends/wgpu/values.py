@@ -12,7 +12,6 @@ from typing import Final, Literal
 import torch
 from torch import fx
 
-from backends.quantise import Storage
 from protocol.errors import SamestepError
 
 Scalar = Literal["f32", "i32", "bool"]
@@ -28,12 +27,6 @@ _SCALARS: Final[dict[torch.dtype, Scalar]] = {
     torch.uint8: "i32",
     torch.bool: "bool",
 }
-
-def storage_of(node: fx.Node) -> Storage:
-    """How the value lies in memory; what is not plain is read by matrix products alone."""
-    storage: Storage = node.meta.get("storage", "f32")
-    return storage
-
 
 STORED: Final[dict[Scalar, str]] = {"f32": "f32", "i32": "i32", "bool": "u32"}
 """The type of a buffer's elements: 4 bytes each."""

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from backends.frozen_base import STORAGE, frozen_base
 from backends.interface import Array, Trainable
-from backends.quantise import Storage, quantise, stored_bytes
 from backends.wgpu.device import Buffer, Device
+from backends.wgpu.narrow_base import NarrowBase
 from backends.wgpu.packing import tensor_words
 from backends.wgpu.substitution import named_tensors
 from protocol.errors import SamestepError
@@ -20,7 +19,7 @@ class Weights:
 
     Attributes:
         module: On the host, with the values last loaded.
-        storages: Of the frozen base, where it is stored in fewer bits.
+        base: What of it is stored in fewer bits.
     """
 
     def __init__(self, device: Device, trainable: Trainable) -> None:
@@ -31,9 +30,7 @@ class Weights:
         self._held = named_tensors(self.module)
         first: dict[int, str] = {}
         self._first = {name: first.setdefault(id(t), name) for name, t in self._held.items()}
-        storage = STORAGE[trainable.base_dtype]
-        base = frozen_base(self.module) if storage != "f32" else {}
-        self.storages: Mapping[str, Storage] = dict.fromkeys(base, storage)
+        self.base = NarrowBase(self.module, trainable.base_dtype)
         self._buffers: dict[str, Buffer] = {}
 
     @property
@@ -44,17 +41,17 @@ class Weights:
 
     def nbytes(self) -> Mapping[str, int]:
         """What each tensor takes on the device."""
-        return {name: self._nbytes(name, self._held[name]) for name in set(self._first.values())}
+        return {
+            name: self.base.nbytes(name) or 4 * self._held[name].numel()
+            for name in self._first.values()
+        }
 
     def buffer(self, name: str) -> Buffer:
         """The tensor on the device; uploaded now if it was not yet."""
         if name not in self._buffers:
-            tensor = self._held[name]
-            storage = self.storages.get(name, "f32")
-            if storage == "f32":
-                words = tensor_words(tensor)
-            else:
-                words = quantise(tensor.detach().float().numpy(), storage).packed()
+            words = self.base.words(name)
+            if words is None:
+                words = tensor_words(self._held[name])
             self._buffers[name] = self._device.buffer(words.nbytes)
             self._device.upload(self._buffers[name], words)
         return self._buffers[name]
@@ -80,12 +77,6 @@ class Weights:
     def forget(self) -> None:
         """Let go of the device's memory."""
         self._buffers.clear()
-
-    def _nbytes(self, name: str, tensor: torch.Tensor) -> int:
-        storage = self.storages.get(name, "f32")
-        if storage == "f32":
-            return 4 * tensor.numel()
-        return stored_bytes(tensor.shape[0], tensor.shape[1], storage)
 
 
 def check_parameters(trainable: Trainable) -> None:

@@ -22,6 +22,7 @@ from backends.wgpu.matmul import (
     matmul_shader,
 )
 from backends.wgpu.matmul_tuning import MatmulTuner
+from backends.wgpu.narrow import Narrow
 from backends.wgpu.subgroups import matmul_traits
 
 SMALL_TILES = Tiles(16, 32, 8, 4, 4)
@@ -155,7 +156,7 @@ def test_a_stored_weight_gives_the_bits_of_its_float32_values(device, storage, b
     x = draw.standard_normal((tokens, k)).astype(np.float32)
     b = Operand((0, columns, 1) if backward else (0, 1, columns))
     a = Operand((0, k, 1))
-    narrow = MatmulProblem(1, tokens, k, n, a, b, storage, stored.group, len(stored.words))
+    narrow = MatmulProblem(1, tokens, k, n, a, b, Narrow.of(stored))
     bindings = [x, stored.packed()]
     expected = x.astype(np.float64) @ (weight if backward else weight.T)
     it = Product(narrow, bindings, expected)
