@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from backends.interface import Batch, DeviceInfo, Program, Trainable
 from backends.wgpu.adapters import Adapter, adapters
 from backends.wgpu.device import Device
+from backends.wgpu.lowering import Templates
 from backends.wgpu.matmul_tuning import MatmulTuner
 from backends.wgpu.program import VulkanProgram
 from protocol.errors import BackendUnavailable, SamestepError
@@ -60,7 +61,7 @@ class VulkanBackend:
                 f"expected model.precision float32, got {trainable.precision}: the vulkan backend "
                 "computes in float32 only"
             )
-        matmul = self.tuner.shader
-        program = VulkanProgram(self.device, trainable, not self.adapter.software, matmul)
+        template = Templates(not self.adapter.software, self.tuner.shader)
+        program = VulkanProgram(self.device, trainable, template)
         program.check(example)
         return program

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx, nn
@@ -26,6 +26,9 @@ from backends.wgpu.substitution import named_tensors, substituted
 from protocol.errors import SamestepError
 
 Arrays = Mapping[str, torch.Tensor]
+
+_SEEDS: Final = 4_096
+"""More than the calls of any model that draw; only those in use are uploaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,8 @@ def capture_step(
         return [value.detach(), *grads]
 
     with prepared(module, train=True) as checkpoint:
-        return _capture(module, step, frozenset(trained), arrays, checkpoint)
+        trace = _Trace(module, frozenset(trained), checkpoint)
+        return trace.capture(step, arrays)
 
 
 def capture_forward(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Capture:
@@ -125,7 +129,8 @@ def capture_forward(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str,
         return results
 
     with prepared(module, train=False):
-        captured = _capture(module, forward, frozenset(), arrays, False)
+        trace = _Trace(module, frozenset(), checkpoint=False)
+        captured = trace.capture(forward, arrays)
     captured.results = found[-1]
     return captured
 
@@ -138,10 +143,10 @@ def output_shapes(
     Raises:
         SamestepError: Forward depends on values, or gives what is no tensor.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, prepared(module, train=False):
+    with FakeTensorMode(allow_non_fake_inputs=True), prepared(module, train=False):
 
         def faked(value: Any) -> Any:
-            return _fake(fake, value, False) if isinstance(value, torch.Tensor) else value
+            return _fake(value) if isinstance(value, torch.Tensor) else value
 
         held = {name: faked(tensor) for name, tensor in named_tensors(module).items()}
         again, words = pytree.tree_map(faked, (tuple(args), dict(kwargs)))
@@ -185,57 +190,58 @@ def prepared(module: nn.Module, train: bool) -> Iterator[bool]:
             each.training = mode
 
 
-def _capture(
-    module: nn.Module,
-    function: Callable[[Arrays, Arrays], list[torch.Tensor | None]],
-    trained: frozenset[str],
-    arrays: Arrays,
-    checkpoint: bool,
-) -> Capture:
-    held = named_tensors(module)
-    first: dict[int, str] = {}
-    for name, tensor in held.items():
-        first.setdefault(id(tensor), name)
-    names = tuple(first.values())
-    used_seeds = 1
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """What a trace needs of the module."""
 
-    def traced(tensors: list[torch.Tensor], seeds: torch.Tensor, given: list[Any]) -> Any:
-        nonlocal used_seeds
+    module: nn.Module
+    trained: frozenset[str]
+    checkpoint: bool
 
-        def next_seed() -> torch.Tensor:
-            nonlocal used_seeds
-            used_seeds += 1
-            return seeds[used_seeds - 1]
+    def capture(
+        self, function: Callable[[Arrays, Arrays], list[torch.Tensor | None]], arrays: Arrays
+    ) -> Capture:
+        """Trace a function of (arrays, the module's tensors by name)."""
+        held = named_tensors(self.module)
+        first: dict[int, str] = {}
+        for name, tensor in held.items():
+            first.setdefault(id(tensor), name)
+        names = tuple(first.values())
+        calls: list[LayerCall] = []
+        used_seeds = [0]
 
-        by_name = dict(zip(names, tensors, strict=True))
-        everywhere = {name: by_name[first[id(tensor)]] for name, tensor in held.items()}
-        with ExitStack() as stack:
-            stack.enter_context(substituted(module, everywhere))
-            closed = stack.enter_context(closed_layers(module, next_seed, checkpoint))
-            stack.enter_context(Rewrites(seeds[0]))
-            results = function(dict(zip(arrays, given, strict=True)), everywhere)
-            calls[:] = closed
-            return results
+        def traced(tensors: list[torch.Tensor], seeds: torch.Tensor, given: list[Any]) -> Any:
+            def next_seed() -> torch.Tensor:
+                used_seeds.append(len(used_seeds))
+                return seeds[used_seeds[-1]]
 
-    calls: list[LayerCall] = []
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        tensors = [_fake(fake, held[name], name in trained) for name in names]
-        seeds = torch.empty((1 + 4096, 2), dtype=torch.int32)
-        given = [_fake(fake, array, False) for array in arrays.values()]
-        graph = _trace(traced, (tensors, seeds, given), module, "")
-        kinds = _kinds(calls)
-    (last,) = (node for node in graph.graph.nodes if node.op == "output")
-    outputs = tuple(None if n is None else Like.of(n.meta["val"]) for n in last.args[0])
-    return Capture(graph, names, tuple(arrays), kinds, calls, used_seeds, outputs)
+            by_name = dict(zip(names, tensors, strict=True))
+            everywhere = {name: by_name[first[id(tensor)]] for name, tensor in held.items()}
+            with ExitStack() as stack:
+                stack.enter_context(substituted(self.module, everywhere))
+                closed = closed_layers(self.module, next_seed, checkpoint=self.checkpoint)
+                inside = stack.enter_context(closed)
+                stack.enter_context(Rewrites(seeds[0]))
+                results = function(dict(zip(arrays, given, strict=True)), everywhere)
+                calls.extend(inside)
+                return results
+
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            tensors = [_fake(held[name], name in self.trained) for name in names]
+            seeds = torch.empty((_SEEDS, 2), dtype=torch.int32)
+            given = [_fake(array) for array in arrays.values()]
+            graph = _trace(traced, (tensors, seeds, given), self.module, "")
+            kinds = _kinds(calls)
+        (last,) = (node for node in graph.graph.nodes if node.op == "output")
+        outputs = tuple(None if n is None else Like.of(n.meta["val"]) for n in last.args[0])
+        return Capture(graph, names, tuple(arrays), kinds, calls, len(used_seeds), outputs)
 
 
-def _fake(mode: FakeTensorMode, tensor: torch.Tensor, trained: bool) -> torch.Tensor:
+def _fake(tensor: torch.Tensor, trained: bool = False) -> torch.Tensor:
     """Frozen tensors of fewer bits are widened: only their storage is small."""
     with torch.no_grad():
         wide = torch.float32 if tensor.dtype in {torch.float16, torch.bfloat16} else tensor.dtype
         made: torch.Tensor = torch.empty(tensor.shape, dtype=wide)
-    assert isinstance(made, torch._subclasses.FakeTensor)  # noqa: SLF001
-    del mode
     return made.requires_grad_(trained)
 
 

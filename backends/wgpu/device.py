@@ -10,6 +10,7 @@ An error of a call that encodes shows at `finish`, which is called through the c
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +31,8 @@ from protocol.errors import DeviceError, SamestepError
 BUFFER_ALIGNMENT_BYTES: Final = 16
 """Sizes are rounded up to it, so that every buffer can be read as vec4."""
 
+_CALLBACK_S: Final = 20.0
+"""For a callback that is due, and runs in another thread."""
 _UPLOAD_PART_BYTES: Final = 64 * 2**20
 """wgpu stages an upload in memory of its own until the next submission."""
 
@@ -99,7 +102,7 @@ class _Mapping:
     staging: Any
     sizes: list[int]
     failed: list[str]
-    done: list[bool]
+    done: threading.Event
     callback: Any
 
 
@@ -224,7 +227,7 @@ class Device:
             offset += copy.nbytes
         commands = ffi.new("WGPUCommandBuffer[1]", [encoder.finish()._internal])  # noqa: SLF001
         submission = native.libf.wgpuQueueSubmitForIndex(self._queue._internal, 1, commands)  # noqa: SLF001
-        mapping = _Mapping(submission, staging, sizes, [], [], None)
+        mapping = _Mapping(submission, staging, sizes, [], threading.Event(), None)
         if staging is not None:
             _map(mapping)
         return mapping
@@ -235,10 +238,10 @@ class Device:
         native.libf.wgpuDevicePoll(self._device._internal, True, index)  # noqa: SLF001
         if mapping.staging is None:
             return []
-        while not mapping.done:
-            idle = native.libf.wgpuDevicePoll(self._device._internal, True, ffi.NULL)  # noqa: SLF001
-            if idle and not mapping.done:
-                raise DeviceError(self.adapter.name, "it is done and has brought nothing back")
+        # Another thread's poll may be the one that runs our callback.
+        native.libf.wgpuDevicePoll(self._device._internal, True, ffi.NULL)  # noqa: SLF001
+        if not mapping.done.wait(_CALLBACK_S):
+            raise DeviceError(self.adapter.name, "it is done and has brought nothing back")
         if mapping.failed:
             raise DeviceError(self.adapter.name, mapping.failed[0])
         handle = mapping.staging._internal  # noqa: SLF001
@@ -291,7 +294,7 @@ def _map(mapping: _Mapping) -> None:
     def mapped(status: int, message: Any, _first: Any, _second: Any) -> None:
         if status != lib.WGPUMapAsyncStatus_Success:
             mapping.failed.append(native.from_c_string_view(message))
-        mapping.done.append(True)
+        mapping.done.set()
 
     info = ffi.new("WGPUBufferMapCallbackInfo *")
     info.mode = lib.WGPUCallbackMode_AllowProcessEvents

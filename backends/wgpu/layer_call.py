@@ -110,7 +110,7 @@ class NotOpaque(Exception):  # noqa: N818  (a verdict, caught where the layer is
 
 @contextmanager
 def closed_layers(
-    module: nn.Module, seeds: Callable[[], torch.Tensor], checkpoint: bool
+    module: nn.Module, seeds: Callable[[], torch.Tensor], *, checkpoint: bool
 ) -> Iterator[list[LayerCall]]:
     """While it is entered, calls of the module's repeated layers are traced as one node each.
 

@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from backends.wgpu.capture import Kind
-from backends.wgpu.kernels import Kernel, MatmulShader
-from backends.wgpu.lowering import CallStep, lower
+from backends.wgpu.kernels import Kernel
+from backends.wgpu.lowering import CallStep, Templates, lower
 from backends.wgpu.narrow import Narrow
 
 
@@ -43,10 +43,7 @@ class LayerKernels:
 
 
 def lower_layer(
-    kind: Kind,
-    cooperative: bool,
-    matmul: MatmulShader,
-    forms: Sequence[Narrow | None] = (),
+    kind: Kind, forms: Sequence[Narrow | None], template: Templates
 ) -> LayerKernels:
     """Lower a kind and part it; `forms` as for `lower`.
 
@@ -54,11 +51,11 @@ def lower_layer(
         NoRule: An operator has no rule.
     """
     holders = [node for node in kind.graph.graph.nodes if node.op == "placeholder"]
-    lowered = lower(kind.graph, [None] * len(holders), cooperative, matmul, forms)
+    lowered = lower(kind.graph, [None] * len(holders), forms, template)
     kernels = [step for step in lowered.steps if not isinstance(step, CallStep)]
     results = tuple(node for node in lowered.outputs[: kind.results] if node is not None)
     gradients = lowered.outputs[kind.results :]
-    forward = _leading_to(kernels, set(results))
+    forward = _leading_to(kernels, {*results})
     rest = [kernel for kernel in kernels if kernel not in forward]
     if kind.checkpoint:
         rest = _leading_to(kernels, {node for node in gradients if node is not None})

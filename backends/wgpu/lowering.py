@@ -23,6 +23,19 @@ _aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
+class Templates:
+    """How kernels are written for a device.
+
+    Attributes:
+        cooperative: Whether workgroups share long sums: good on GPUs, not on a CPU.
+        matmul: The template of matrix products.
+    """
+
+    cooperative: bool
+    matmul: MatmulShader
+
+
+@dataclass(frozen=True, slots=True)
 class CallStep:
     """A layer's forward or backward within the outer graph.
 
@@ -59,18 +72,16 @@ class Lowered:
 def lower(
     graph: fx.GraphModule,
     known: Sequence[torch.Tensor | None],
-    cooperative: bool,
-    matmul: MatmulShader,
-    forms: Sequence[Narrow | None] = (),
+    forms: Sequence[Narrow | None],
+    template: Templates,
 ) -> Lowered:
     """Lower a graph.
 
     Args:
         graph: As traced; it is changed.
         known: For each placeholder its value, if that never changes.
-        cooperative: See `Emitter`.
-        matmul: The template of matrix products.
         forms: For the first placeholders how their buffers hold them, if not as they are.
+        template: How kernels are written for this device.
 
     Raises:
         NoRule: An operator has no rule.
@@ -85,7 +96,7 @@ def lower(
     nodes = [node for node in graph.graph.nodes if node.op != "output"]
     _check(nodes, folded)
     fusion = decide(nodes, folded, [node for node in outputs if node is not None])
-    emitter = Emitter(fusion.buffers, folded, cooperative, matmul)
+    emitter = Emitter(fusion.buffers, folded, template.cooperative, template.matmul)
     steps: list[Kernel | CallStep] = []
     for node in nodes:
         if node.op != "call_function" or node in folded or is_part(node):
@@ -155,7 +166,7 @@ def _needed(
     steps: Sequence[Kernel | CallStep], outputs: Sequence[fx.Node | None]
 ) -> list[Kernel | CallStep]:
     """Without kernels whose results nobody reads: fusion may have left some behind."""
-    wanted = {node for node in outputs if node is not None}
+    wanted: set[fx.Node] = {node for node in outputs if node is not None}
     kept: list[Kernel | CallStep] = []
     for step in reversed(steps):
         if isinstance(step, CallStep) or step.writes in wanted:

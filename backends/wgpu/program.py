@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,78 +15,52 @@ from backends.interface import Array, Batch, BlockGradient, Loss, Sums, Trainabl
 from backends.stream import GradientStream
 from backends.wgpu.additivity import refuse_loss_that_does_not_add_up
 from backends.wgpu.capture import Capture, capture_forward, capture_step
-from backends.wgpu.device import Buffer, Copy, Device, Prepared, Readback
+from backends.wgpu.device import Buffer, Device
 from backends.wgpu.estimate import Estimate, estimate, refuse_what_does_not_fit
-from backends.wgpu.kernels import MatmulShader
 from backends.wgpu.layer_kernels import LayerKernels, lower_layer
-from backends.wgpu.lowering import lower
-from backends.wgpu.narrow_base import Forms, NarrowBase
+from backends.wgpu.lowering import Templates, lower
+from backends.wgpu.narrow_base import Forms
 from backends.wgpu.packing import from_words, pack, seed_words, tensor_words
 from backends.wgpu.plan import Plan, make_plan
+from backends.wgpu.running import Ready, Running, submissions
 from backends.wgpu.stand_in import StandIn
-from backends.wgpu.substitution import named_tensors
+from backends.wgpu.weights import Weights, check_parameters
 from protocol.errors import SamestepError
-
-_DISPATCHES: Final = 128
-"""Of one submission: cards end programs that run for seconds, and an abandoned microbatch ends
-with the submission that runs."""
-_AHEAD: Final = 3
-"""Submissions that wait for the device, so that it never waits for us."""
-
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """A part of a plan that is submitted at once, and what it brings back."""
-
-    prepared: Prepared
-    copies: tuple[Copy, ...]
-    segment: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """A plan on the device."""
-
-    plan: Plan
-    capture: Capture
-    upload: Buffer
-    submissions: tuple[Submission, ...]
 
 
 class VulkanProgram:
-    """A torch module captured for the device. See `backends.interface.Program`."""
+    """A torch module captured for the device. See `backends.interface.Program`.
 
-    def __init__(
-        self, device: Device, trainable: Trainable, cooperative: bool, matmul: MatmulShader
-    ) -> None:
+    Attributes:
+        estimates: Of the memory of each plan so far.
+    """
+
+    def __init__(self, device: Device, trainable: Trainable, template: Templates) -> None:
         if trainable.module is None or trainable.loss is None:
             raise SamestepError("the vulkan backend needs a torch module and a loss")
         self._device = device
         self._trainable = trainable
-        self._module: torch.nn.Module = trainable.module
         self._loss = trainable.loss
-        self._base = NarrowBase(self._module, trainable.base_dtype)
-        self.estimates: list[Estimate] = []
-        self._cooperative = cooperative
-        self._matmul = matmul
+        self._template = template
         self._blocks = trainable.blocks
         self._trained = [tensor.name for block in self._blocks for tensor in block.tensors]
-        self._resident: dict[str, Buffer] = {}
+        self._weights = Weights(device, trainable)
         self._slots: list[Buffer] = []
         self._plans: dict[Any, Ready] = {}
+        self._running: Running | None = None
         self._lock = threading.RLock()
-        self._names = _first_names(self._module)
-        self._running: _Running | None = None
+        self.estimates: list[Estimate] = []
 
     def check(self, example: Batch) -> None:
         """Make the plan of a training step for batches like this one.
 
         Raises:
-            SamestepError: The step cannot be captured, or an operator has no rule.
+            SamestepError: The step cannot be captured, an operator has no rule, or it does not
+                fit in the device's memory.
         """
-        _check_parameters(self._module, self._trainable)
-        arrays = {name: torch.from_numpy(a) for name, a in example.arrays.items()}
-        refuse_loss_that_does_not_add_up(self._module, self._loss, arrays)
+        check_parameters(self._trainable)
+        arrays = _tensors(example)
+        refuse_loss_that_does_not_add_up(self._weights.module, self._loss, arrays)
         self._step(example)
 
     def load(self, parameters: list[Array]) -> None:
@@ -97,18 +69,8 @@ class VulkanProgram:
         Raises:
             SamestepError: The arrays do not fit the blocks.
         """
-        sizes = [len(values) for values in parameters]
-        expected = [block.elements for block in self._blocks]
-        if sizes != expected:
-            raise SamestepError(f"expected blocks of {expected} elements, got {sizes}")
-        held = dict(self._module.named_parameters())
-        with self._lock, torch.no_grad():
-            for block, values in zip(self._blocks, parameters, strict=True):
-                for tensor, place in block.slices():
-                    held[tensor.name].copy_(torch.from_numpy(values[place].reshape(tensor.shape)))
-                    resident = self._resident.get(self._names[tensor.name])
-                    if resident is not None:
-                        self._device.upload(resident, values[place])
+        with self._lock:
+            self._weights.load(parameters)
 
     def gradients(self, batch: Batch, seed: int) -> GradientStream:
         """One microbatch; see `Program.gradients`."""
@@ -116,7 +78,7 @@ class VulkanProgram:
             return GradientStream(self._zeros(batch), lambda: None)
         with self._lock:
             ready = self._step(batch)
-            running = _Running(self._device, ready, self._packed(ready, batch.arrays, seed))
+            running = Running(self._device, ready, _packed(ready, batch.arrays, seed))
             self._running = running
         return GradientStream(self._items(ready, running, batch.weight), running.stop)
 
@@ -128,10 +90,30 @@ class VulkanProgram:
         """
         if self._trainable.evaluate is None:
             raise SamestepError("this task has no evaluation")
-        stand_in = StandIn(self._module, self.forward)
+        stand_in = StandIn(self._weights.module, self.forward)
         arrays = {name: torch.tensor(array) for name, array in batch.arrays.items()}
         with torch.no_grad():
             return self._trainable.evaluate(stand_in, arrays)
+
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the module gives in evaluation mode, with tensors on the host."""
+        leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+        key = (str(structure), tuple(_described(leaf) for leaf in leaves))
+        arrays = {str(i): x.numpy() for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
+        with self._lock:
+            if key not in self._plans:
+                capture = capture_forward(self._weights.module, args, kwargs)
+                self._plans[key] = self._ready(capture, [list(range(len(capture.outputs)))])
+            ready = self._plans[key]
+            results = Running(self._device, ready, _packed(ready, arrays, 0)).next()
+        assert results is not None
+        assert ready.capture.results is not None
+        likes = [like for like in ready.capture.outputs if like is not None]
+        tensors = [
+            from_words(result, like.shape, like.dtype)
+            for result, like in zip(results, likes, strict=True)
+        ]
+        return pytree.tree_unflatten(tensors, ready.capture.results)
 
     def close(self) -> None:
         """Abandon what runs and let go of the device's memory; the device stays open."""
@@ -139,34 +121,37 @@ class VulkanProgram:
             if self._running is not None:
                 self._running.stop()
             self._plans.clear()
-            self._resident.clear()
             self._slots.clear()
+            self._weights.forget()
 
     def _items(
-        self, ready: Ready, running: _Running, weight: float
+        self, ready: Ready, running: Running, weight: float
     ) -> Iterator[BlockGradient | Loss]:
-        last = len(self._blocks) - 1
         loss = 0.0
-        for segment in range(len(self._blocks)):
+        for number in reversed(range(len(self._blocks))):
             arrays = running.next()
             if arrays is None:
                 return
-            number = last - segment
             if number == 0:
                 loss = float(arrays.pop()[0])
-            yield BlockGradient(number, self._flat(ready, number, arrays))
+            yield BlockGradient(number, self._flat(ready.plan, number, arrays))
         yield Loss(loss, weight)
 
-    def _flat(self, ready: Ready, number: int, arrays: list[Array]) -> Array:
+    def _flat(self, plan: Plan, number: int, arrays: Sequence[Array]) -> Array:
         """The block's gradient; tensors that the loss does not reach are zeros."""
-        outputs = ready.plan.outputs
-        base = 1 + sum(len(block.tensors) for block in self._blocks[:number])
         rest = iter(arrays)
         parts = [
-            np.zeros(tensor.elements, np.float32) if outputs[base + i] is None else next(rest)
-            for i, tensor in enumerate(self._blocks[number].tensors)
+            np.zeros(tensor.elements, np.float32) if plan.outputs[output] is None else next(rest)
+            for tensor, output in zip(
+                self._blocks[number].tensors, self._outputs_of(number), strict=True
+            )
         ]
         return np.concatenate(parts) if len(parts) > 1 else np.array(parts[0])
+
+    def _outputs_of(self, number: int) -> range:
+        """The outputs of a step that are a block's gradients; output 0 is the loss."""
+        first = 1 + sum(len(block.tensors) for block in self._blocks[:number])
+        return range(first, first + len(self._blocks[number].tensors))
 
     def _zeros(self, batch: Batch) -> Iterator[BlockGradient | Loss]:
         for number in reversed(range(len(self._blocks))):
@@ -176,95 +161,51 @@ class VulkanProgram:
     def _step(self, batch: Batch) -> Ready:
         shapes = tuple((name, a.shape, str(a.dtype)) for name, a in sorted(batch.arrays.items()))
         if shapes not in self._plans:
-            arrays = {name: torch.from_numpy(a) for name, a in batch.arrays.items()}
-            capture = capture_step(self._module, self._loss, self._trained, arrays)
-            groups: list[list[int]] = []
-            first = 1
-            for block in self._blocks:
-                groups.insert(0, list(range(first, first + len(block.tensors))))
-                first += len(block.tensors)
+            arrays = _tensors(batch)
+            capture = capture_step(self._weights.module, self._loss, self._trained, arrays)
+            groups = [list(self._outputs_of(n)) for n in reversed(range(len(self._blocks)))]
             groups[-1].append(0)  # the loss comes with the last block
             self._plans[shapes] = self._ready(capture, groups)
         return self._plans[shapes]
 
-    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
-        key = (str(structure), tuple(_signature(leaf) for leaf in leaves))
-        tensors = {str(i): x.numpy() for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
-        with self._lock:
-            if key not in self._plans:
-                capture = capture_forward(self._module, args, kwargs)
-                (last,) = (n for n in capture.graph.graph.nodes if n.op == "output")
-                count = len(last.args[0])
-                self._plans[key] = self._ready(capture, [list(range(count))])
-            ready = self._plans[key]
-            arrays = _Running(self._device, ready, self._packed(ready, tensors, 0)).next()
-        assert arrays is not None
-        assert ready.capture.results is not None
-        results = [
-            from_words(array, like.shape, like.dtype)
-            for array, like in zip(arrays, ready.capture.outputs, strict=True)
-        ]
-        return pytree.tree_unflatten(results, ready.capture.results)
-
     def _ready(self, capture: Capture, groups: Sequence[Sequence[int]]) -> Ready:
         """Lower, plan, and make all that the device needs."""
-        lowered: dict[tuple[int, Forms], LayerKernels] = {}
-        calls = self._base.layer_forms(capture)
-        for kind, forms in calls:
-            if (id(kind), forms) not in lowered:
-                layer = lower_layer(kind, self._cooperative, self._matmul, forms)
-                lowered[id(kind), forms] = layer
-        layers = [lowered[id(kind), forms] for kind, forms in calls]
-        held = named_tensors(self._module)
-        parameters = dict(self._module.named_parameters(remove_duplicate=False))
-        known = [None if name in parameters else held[name] for name in capture.tensors]
-        others = len(capture.arrays) + 1
-        values, forms = [*known, *[None] * others], self._base.forms(capture)
-        outer = lower(capture.graph, values, self._cooperative, self._matmul, forms)
-        plan = make_plan(capture, outer, layers, groups)
-        self._refuse_what_does_not_fit(plan)
+        plan = self._plan(capture, groups)
+        self.estimates.append(estimate(plan, self._weights.nbytes()))
+        adapter, largest = self._device.adapter, self._device.largest_buffer_bytes
+        refuse_what_does_not_fit(self.estimates, adapter.memory_bytes, largest, adapter.name)
         upload = self._device.buffer(4 * plan.words)
         buffers = self._buffers(plan, upload)
-        return Ready(plan, capture, upload, tuple(self._submissions(plan, buffers)))
+        return Ready(plan, capture, upload, tuple(submissions(plan, buffers, self._device)))
 
-    def _refuse_what_does_not_fit(self, plan: Plan) -> None:
-        device = self._device
-        sizes = {
-            name: self._base.nbytes(name) or 4 * tensor.numel()
-            for name, tensor in named_tensors(self._module).items()
-        }
-        self.estimates.append(estimate(plan, sizes))
-        memory_bytes = device.adapter.memory_bytes
-        refuse_what_does_not_fit(
-            self.estimates, memory_bytes, device.largest_buffer_bytes, device.adapter.name
-        )
+    def _plan(self, capture: Capture, groups: Sequence[Sequence[int]]) -> Plan:
+        base, constants = self._weights.base, self._weights.constants
+        lowered: dict[tuple[int, Forms], LayerKernels] = {}
+        calls = base.layer_forms(capture)
+        for kind, forms in calls:
+            if (id(kind), forms) not in lowered:
+                lowered[id(kind), forms] = lower_layer(kind, forms, self._template)
+        layers = [lowered[id(kind), forms] for kind, forms in calls]
+        others = len(capture.arrays) + 1
+        known = [*(constants.get(name) for name in capture.tensors), *[None] * others]
+        outer = lower(capture.graph, known, base.forms(capture), self._template)
+        return make_plan(capture, outer, layers, groups)
 
     def _buffers(self, plan: Plan, upload: Buffer) -> list[Buffer]:
-        held = named_tensors(self._module)
         slots = self._take_slots(plan.slots)
         buffers = []
         for place in plan.places:
             if place.packed:
                 buffers.append(upload)
             elif place.tensor:
-                if place.tensor not in self._resident:
-                    words = self._base.words(place.tensor)
-                    if words is None:
-                        words = tensor_words(held[place.tensor])
-                    self._resident[place.tensor] = self._uploaded(words)
-                buffers.append(self._resident[place.tensor])
+                buffers.append(self._weights.buffer(place.tensor))
             elif place.constant is not None:
-                buffers.append(self._uploaded(tensor_words(place.constant)))
+                words = tensor_words(place.constant)
+                buffers.append(self._device.buffer(words.nbytes))
+                self._device.upload(buffers[-1], words)
             else:
                 buffers.append(slots[place.slot])
         return buffers
-
-    @staticmethod
-    def _packed(ready: Ready, arrays: Mapping[str, NDArray[Any]], seed: int) -> NDArray[np.uint32]:
-        plan, capture = ready.plan, ready.capture
-        seeds = seed_words(seed, capture.seeds)
-        return pack(capture.arrays, plan.packed, plan.words, arrays, seeds)
 
     def _take_slots(self, sizes: Sequence[int]) -> list[Buffer]:
         """Memory for a plan's slots. Plans run one after the other, so they share it."""
@@ -280,95 +221,19 @@ class VulkanProgram:
                 self._slots.append(found[slot])
         return [found[slot] for slot in range(len(sizes))]
 
-    def _uploaded(self, words: NDArray[np.uint32]) -> Buffer:
-        buffer = self._device.buffer(words.nbytes)
-        self._device.upload(buffer, words)
-        return buffer
 
-    def _submissions(self, plan: Plan, buffers: list[Buffer]) -> Iterator[Submission]:
-        start = 0
-        for number, segment in enumerate(plan.segments):
-            while segment.end - start > _DISPATCHES:
-                part = plan.dispatches[start : start + _DISPATCHES]
-                yield Submission(self._device.prepare(part, buffers), (), None)
-                start += _DISPATCHES
-            copies = []
-            for output in segment.outputs:
-                held = plan.outputs[output]
-                if held is not None:
-                    copies.append(Copy(buffers[held], 4 * plan.elements[output]))
-            part = plan.dispatches[start : segment.end]
-            yield Submission(self._device.prepare(part, buffers), tuple(copies), number)
-            start = segment.end
+def _tensors(batch: Batch) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array) for name, array in batch.arrays.items()}
 
 
-def _first_names(module: torch.nn.Module) -> dict[str, str]:
-    """For every name of a tensor the first one it has."""
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(t), name) for name, t in named_tensors(module).items()}
+def _packed(ready: Ready, arrays: Mapping[str, NDArray[Any]], seed: int) -> NDArray[np.uint32]:
+    plan, capture = ready.plan, ready.capture
+    return pack(
+        capture.arrays, plan.packed, plan.words, arrays, seed_words(seed, capture.seeds)
+    )
 
 
-def _signature(leaf: Any) -> str:
+def _described(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
         return f"{tuple(leaf.shape)} {leaf.dtype}"
     return repr(leaf)
-
-
-def _check_parameters(module: torch.nn.Module, trainable: Trainable) -> None:
-    held = dict(module.named_parameters())
-    for block in trainable.blocks:
-        for tensor in block.tensors:
-            found = held.get(tensor.name)
-            if found is None:
-                raise SamestepError(f"the module has no {tensor.name!r}, which is in a block")
-            if found.dtype != torch.float32 or tuple(found.shape) != tensor.shape:
-                raise SamestepError(
-                    f"expected {tensor.name!r} as float32 of shape {tensor.shape}, got "
-                    f"{found.dtype} of shape {tuple(found.shape)}; trainable tensors are float32"
-                )
-            if not found.requires_grad:
-                raise SamestepError(f"expected {tensor.name!r} not frozen: it is in a block")
-    for name, layer in module.named_modules():
-        if getattr(layer, "track_running_stats", False):
-            raise SamestepError(
-                f"{name!r} ({type(layer).__name__}) keeps running statistics, which no replica "
-                "could follow; use LayerNorm or GroupNorm"
-            )
-
-
-class _Running:
-    """One run of a plan, submitted a few parts ahead of what is read."""
-
-    def __init__(self, device: Device, ready: Ready, words: NDArray[np.uint32]) -> None:
-        self._device = device
-        self._left = deque(ready.submissions)
-        self._flying: deque[tuple[Submission, Readback]] = deque()
-        self._stopped = threading.Event()
-        self._lock = threading.Lock()
-        if words.size:
-            device.upload(ready.upload, words)
-        self._submit()
-
-    def next(self) -> list[Array] | None:
-        """What the next segment brings; None once stopped."""
-        with self._lock:
-            while not self._stopped.is_set():
-                submission, readback = self._flying.popleft()
-                arrays = readback.result()
-                self._submit()
-                if submission.segment is not None:
-                    return arrays
-        return None
-
-    def stop(self) -> None:
-        """Submit no more, and wait for what runs."""
-        self._stopped.set()
-        with self._lock:
-            self._left.clear()
-            while self._flying:
-                self._flying.popleft()[1].result()
-
-    def _submit(self) -> None:
-        while self._left and len(self._flying) < _AHEAD:
-            part = self._left.popleft()
-            self._flying.append((part, self._device.run(part.prepared, part.copies)))

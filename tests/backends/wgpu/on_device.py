@@ -10,6 +10,7 @@ from torch import nn
 
 from backends.interface import Trainable
 from backends.wgpu.device import Device
+from backends.wgpu.lowering import Templates
 from backends.wgpu.matmul_tuning import MatmulTuner
 from backends.wgpu.program import VulkanProgram
 
@@ -30,8 +31,8 @@ def on_device(
 ) -> tuple[torch.Tensor, ...]:
     """What the function gives, computed there."""
     module = Function(function)
-    matmul = MatmulTuner(device).shader
-    program = VulkanProgram(device, Trainable((), module, lambda m, a: m(a)), False, matmul)
+    template = Templates(cooperative=False, matmul=MatmulTuner(device).shader)
+    program = VulkanProgram(device, Trainable((), module, lambda m, a: m(a)), template)
     try:
         result = program.forward(tuple(tensors), {})
     finally:

@@ -13,6 +13,7 @@ from backends.eager import EagerBackend
 from backends.interface import Batch, Loss, Trainable
 from backends.quantise import GROUP, stored_bytes
 from backends.wgpu.estimate import Estimate, refuse_what_does_not_fit
+from backends.wgpu.lowering import Templates
 from backends.wgpu.matmul_tuning import MatmulTuner
 from backends.wgpu.program import VulkanProgram
 from protocol.errors import SamestepError
@@ -75,12 +76,8 @@ def test_gradients_are_those_of_the_cpu_with_the_same_weights(device, base_dtype
         EagerBackend("cpu").compile(trainable(copy.deepcopy(module), "float32"), batch), batch
     )
     reference = EagerBackend("cpu").compile(trainable(copy.deepcopy(module), base_dtype), batch)
-    program = VulkanProgram(
-        device,
-        trainable(module, base_dtype),
-        not device.adapter.software,
-        MatmulTuner(device).shader,
-    )
+    template = Templates(not device.adapter.software, MatmulTuner(device).shader)
+    program = VulkanProgram(device, trainable(module, base_dtype), template)
     program.check(batch)
     expected, found = gradients(reference, batch), gradients(program, batch)
     program.close()
