@@ -51,7 +51,7 @@ def refuse_loss_that_does_not_add_up(
         )
 
 
-class _NotBySample(Exception):  # noqa: N818  (a verdict: there is nothing to check)
+class _NotBySample(Exception):
     """The model gives what has no sample dimension, or is used otherwise than by one call."""
 
 

@@ -104,7 +104,7 @@ class _Place:
     place: int
 
 
-class NotOpaque(Exception):  # noqa: N818  (a verdict, caught where the layer is then left open)
+class NotOpaque(Exception):
     """The call cannot be closed: it has arguments or effects that a node cannot stand for."""
 
 

@@ -137,9 +137,7 @@ def _rewrite(graph: fx.Graph) -> None:
         if node.target in _SAME or _is_neutral(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif node.target is _aten.var_mean.correction:
-            _split_variance(graph, node)
-        elif node.target is _aten.var.correction:
+        elif node.target is _aten.var_mean.correction or node.target is _aten.var.correction:
             _split_variance(graph, node)
         elif node.target in _PARTS:
             _cut(graph, node)
@@ -149,7 +147,7 @@ def _rewrite(graph: fx.Graph) -> None:
 
 
 def _is_neutral(node: fx.Node) -> bool:
-    """x ** 1, x * 1, x / 1, and a change of type or shape that changes nothing."""
+    """X ** 1, x * 1, x / 1, and a change of type or shape that changes nothing."""
     if node.target is _aten.pow.Tensor_Scalar:
         return node.args[1] == 1
     if node.target in {_aten._to_copy.default, _aten.expand.default}:  # noqa: SLF001

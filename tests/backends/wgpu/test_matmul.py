@@ -113,7 +113,7 @@ def test_the_quickest_and_the_default_kernel_give_the_same_bits(device):
 def test_any_shape_layout_and_kernel(device, shape, turned, offset, data):
     it = product(*shape, a_turned=turned[0], b_turned=turned[1], offset=offset)
     lanes = matmul_traits(device).subgroup
-    kernels = [SMALL_TILES]
+    kernels: list[Lanes | Tiles] = [SMALL_TILES]
     if lanes:
         rows, columns = (
             data.draw(st.sampled_from([4, 8, 16])),
@@ -188,4 +188,4 @@ def test_tiles_that_do_not_fit_are_no_candidates():
     problem = product(1, 512, 64, 512).problem
     small = candidates(problem, MatmulTraits(workgroup_bytes=8192, invocations=256))
     assert small
-    assert all(tiles.workgroup_bytes <= 8192 for tiles in small)
+    assert all(isinstance(t, Tiles) and t.workgroup_bytes <= 8192 for t in small)
