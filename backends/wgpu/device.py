@@ -225,8 +225,10 @@ class Device:
                 copy.buffer.handle, copy.offset, staging, offset, copy.nbytes
             )
             offset += copy.nbytes
-        commands = ffi.new("WGPUCommandBuffer[1]", [encoder.finish()._internal])  # noqa: SLF001
+        finished = encoder.finish()  # held until it is submitted: its end would free the commands
+        commands = ffi.new("WGPUCommandBuffer[1]", [finished._internal])  # noqa: SLF001
         submission = native.libf.wgpuQueueSubmitForIndex(self._queue._internal, 1, commands)  # noqa: SLF001
+        del finished
         mapping = _Mapping(submission, staging, sizes, [], threading.Event(), None)
         if staging is not None:
             _map(mapping)
