@@ -33,7 +33,7 @@ class Plan:
         coordinator: Host and port; None if the user has not said which.
         name: The worker's.
         backend: As given to --backend.
-        indices: Device numbers.
+        devices: By number or by part of their names.
         token_file: As given to --token-file.
         plaintext: Without TLS.
     """
@@ -41,7 +41,7 @@ class Plan:
     coordinator: tuple[str, int] | None
     name: str
     backend: str
-    indices: tuple[int, ...]
+    devices: tuple[int | str, ...]
     token_file: Path | None
     plaintext: bool
 
@@ -56,7 +56,7 @@ def examine(plan: Plan) -> Iterator[Finding]:
     yield host_checks.memory(_LEAST_MEMORY_BYTES)
     yield host_checks.clock()
     if not scripted:
-        yield from device_findings(plan.backend, plan.indices, Machine())
+        yield from device_findings(plan.backend, plan.devices, Machine())
     yield from _keys()
     try:
         credentials = Credentials(plan.token_file, plaintext=plan.plaintext)
