@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ class Product:
     """A problem with its operands, and what it should give."""
 
     problem: MatmulProblem
-    bindings: list
+    bindings: list[Any]
     expected: np.ndarray
 
     def on(self, device, choice=None):
