@@ -13,10 +13,10 @@ from typing import Final
 
 from backends.device_checks import Machine, device_findings
 from protocol import host_checks, limits
+from protocol.cache_directory import cache_directory
 from protocol.doctor import Finding, failure, ok
 from protocol.errors import NotAuthorised, SamestepError, UsageError
 from protocol.secret_file import read_secret, state_home
-from worker.blob_cache import cache_directory
 from worker.credentials import Credentials
 from worker.trial_join import trial_join
 
