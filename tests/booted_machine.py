@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -109,6 +111,12 @@ class Machine:
             entry = found()
         assert entry is not None, f"no {fields} in the journal:\n{self.journal(since)}"
         return entry
+
+    def wait_for_status(self, unit: str, pattern: str) -> None:
+        """Until its status text begins so; there is no event for that, so it is asked again."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not re.match(pattern, status := self.show(unit, "StatusText")):
+            assert time.monotonic() < deadline_s, f"{unit} says {status!r}"
 
     def journal(self, since: int = 0) -> str:
         """Its lines, for a failing test's text."""

@@ -14,7 +14,7 @@ from coordinator.run_directory import RunDirectory
 from coordinator.run_storage import RunStorage
 from coordinator.service import Service, Settings
 from coordinator.status import status_document, waiting_for
-from coordinator.status_text import status_lines
+from coordinator.status_text import status_lines, summary
 from protocol.messages import Hello
 from tests.transcripts.transcript import Stage
 
@@ -110,6 +110,9 @@ async def test_an_idle_service_says_so():
     document = status_document(await service_with(None), NOW_S)
     assert (document["phase"], document["reason"]) == ("idle", "no run was submitted")
     assert "phase    idle (no run was submitted)" in list(status_lines(document))
+    assert summary(document) == "idle, 0 of 1 workers"
+    open_ = document | {"encryption": "none (--plaintext)"}
+    assert summary(open_) == "idle, 0 of 1 workers; NOT ENCRYPTED"
     json.dumps(document, allow_nan=False)
 
 
@@ -131,6 +134,8 @@ async def test_a_run_in_training_on_one_screen():
     lines = list(status_lines(document))
     assert len(lines) <= 24
     assert "waiting  for gradients of ann, bob" in lines
+    expected_line = f"training, run {document['run_id']} step 1 of 2, 3 of 2 workers; "
+    assert summary(document) == (expected_line + "waiting for gradients of ann, bob")
     assert (
         "  bob: active on a device, 2 microbatches of this step, 10 ms/microbatch, seen 2 s ago"
         in lines

@@ -13,11 +13,11 @@ COORDINATOR = "samestep-coordinator.service"
 WORKERS = ("samestep-worker@scripted:20.service", "samestep-worker@scripted:21.service")
 NAMES = ("lab-scripted:20", "lab-scripted:21")
 ON_CPU = ("samestep-worker@cpu0.service", "samestep-worker@cpu1.service")
-# At their speed two workers take six seconds, however busy this machine is with other tests.
+# At their speed two workers take five seconds, however busy this machine is with other tests.
 RUN = """
 name: paced
 task: scripted
-steps: 150
+steps: 120
 batch: {samples: 4, microbatch: 1}
 optimizer: {name: adamw, lr: 5.0e-3}
 """
@@ -30,7 +30,7 @@ batch: {samples: 64, microbatch: 16}
 optimizer: {name: adamw, lr: 5.0e-3}
 """
 TOKEN = f"{COORDINATOR_HOME}/coordinator/join.token"
-WATCHDOG = "[Service]\nWatchdogSec=10\n"
+WATCHDOG = "[Service]\nWatchdogSec=8\n"
 
 RESTART_SCHEDULED = "5eb03494b6584870a536b337290809b3"
 EXITED = "98e322203f7a4ed290d09fe03c09fe15"
@@ -76,8 +76,7 @@ def machine(undisturbed, tmp_path_factory):
 def cluster(machine):
     """The coordinator and two workers, with nothing to do."""
     machine.run("systemctl", "start", COORDINATOR, *WORKERS)
-    yield machine
-    machine.run("systemctl", "start", COORDINATOR, *WORKERS)
+    return machine
 
 
 @pytest.fixture(scope="module")
@@ -130,14 +129,6 @@ def test_the_line_for_another_machine_is_in_the_journal_and_the_token_is_not(mac
     assert machine.path(TOKEN).read_text().strip() not in machine.journal()
 
 
-def test_what_each_is_doing_stands_in_its_status(cluster):
-    since, run_id = begin(cluster)
-    assert run_id in cluster.show(COORDINATOR, "StatusText")
-    assert "of 2 workers" in cluster.show(COORDINATOR, "StatusText")
-    assert cluster.show(WORKERS[0], "StatusText").startswith(NAMES[0])
-    ended(cluster, run_id, since)
-
-
 def test_killed_daemons_are_restarted_and_the_run_has_the_same_digest(cluster, digest):
     since, run_id = begin(cluster)
     killed = (COORDINATOR, WORKERS[0])
@@ -174,7 +165,10 @@ def test_a_stop_drains_and_a_start_goes_on(cluster, digest):
     assert json.loads(stopped)["outcome"] == "drained"
     since = cluster.now()
     cluster.run("systemctl", "start", COORDINATOR, WORKERS[0])
+    cluster.wait_for_status(COORDINATOR, rf"\w+, run {run_id} step \d+ of 120, \d of 2 workers")
     assert ended(cluster, run_id, since)["weights_digest"] == digest
+    cluster.wait_for_status(COORDINATOR, f"finished, run {run_id} step 120 of 120")
+    cluster.wait_for_status(WORKERS[0], f"{NAMES[0]}: waiting for a run")
 
 
 @pytest.mark.parametrize(

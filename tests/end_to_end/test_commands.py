@@ -166,6 +166,19 @@ def test_workers_outlive_runs_and_leave_with_0(tmp_path):
     assert len(digests) == 1
 
 
+def test_a_service_that_is_drained_ends_with_0_whatever_came_of_its_runs(tmp_path):
+    """Else systemd, which restarts what fails, would start it again."""
+    spec = tmp_path / "run.yaml"
+    spec.write_text("task: nowhere.to.be.found:Task\nsteps: 3\n")
+    with Cluster(tmp_path, "--expect-workers", "1") as cluster:
+        cluster.worker("w0", "--backend", "scripted")
+        control = ("--control", cluster.address["control"])
+        assert run("coordinator", "submit", str(spec), *control).returncode == 0
+        assert cluster.wait_for("run_ended")["outcome"] == "failed"
+        assert run("coordinator", "drain", *control).returncode == 0
+        assert cluster.wait_for_exit(cluster.coordinator) == 0
+
+
 def test_a_worker_that_is_told_to_end_finishes_its_part(tmp_path):
     with Cluster(
         tmp_path, "--expect-workers", "2", "--run", str(RUNS / "digits.yaml"),

@@ -43,6 +43,7 @@ def entry(datagram):
 def test_an_entry_has_the_line_and_the_fields(heard, stream):
     file, environment = stream
     journal = SystemJournal.behind("worker", file.fileno(), environment)
+    assert journal is not None
     journal.write("two\nlines", {"run_id": "r-1", "step": 3, "block": 2}, Priority.WARNING)
     assert entry(heard.recv(4096)) == {
         "MESSAGE": "two\nlines",
@@ -58,6 +59,7 @@ def test_an_entry_has_the_line_and_the_fields(heard, stream):
 def test_without_its_socket_the_line_goes_where_it_went_before(stream):
     file, environment = stream
     journal = SystemJournal.behind("worker", file.fileno(), environment)
+    assert journal is not None
     journal._address = "/nowhere"
     journal.write("a line", priority=Priority.ERROR)
     file.seek(0)

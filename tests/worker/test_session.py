@@ -100,6 +100,19 @@ def kinds(actions):
 # Handshake and start.
 
 
+def test_what_it_is_doing_is_one_line():
+    session = welcomed()
+    assert session.status() == "ann: waiting for a run"
+    session.receive(*start_run())
+    assert session.status() == "ann: run run: not ready yet"
+    session.result(built(step=2))
+    assert session.status() == "ann: run run: step 2 of 3"
+    session.drain()
+    assert session.status() == "ann: run run: step 2 of 3, draining"
+    session.receive(msg.EndRun(run_id="run", reason="over"), None)
+    assert session.status() == "ann: waiting for a run, draining"
+
+
 def test_a_coordinator_of_an_earlier_epoch_is_refused():
     epochs = {"run": 8}
     with pytest.raises(OutOfPlace, match="epoch 8 or later for run run, got 7"):

@@ -1,0 +1,98 @@
+"""Where the coordinator's lines go: to a screen, or with their fields to systemd's journal."""
+
+import io
+import re
+from types import SimpleNamespace
+
+import pytest
+import structlog
+from rich.console import Console
+
+from coordinator.console import ProgressConsole
+from coordinator.structured_log import set_up_logging
+from protocol.system_journal import Priority, SystemJournal
+
+
+class Entries(SystemJournal):
+    """A journal that keeps what is written."""
+
+    def __init__(self):
+        self.kept = []
+
+    def write(self, message, fields=None, priority=Priority.INFO):
+        self.kept.append((message, dict(fields or {}), priority))
+
+
+def service(*, once=False):
+    return SimpleNamespace(
+        settings=SimpleNamespace(once=once),
+        current=SimpleNamespace(run=SimpleNamespace(run_id="r-1")),
+        sessions={},
+        known=set(),
+    )
+
+
+def progress(journal=None, *, once=False):
+    screen = io.StringIO()
+    return ProgressConsole(service(once=once), Console(file=screen), journal), screen
+
+
+HALTED = {"step": 3, "reason": "a NaN", "worker": "ann", "block": 2}
+
+
+def test_an_entry_has_its_event_s_fields_and_its_weight():
+    entries = Entries()
+    told, screen = progress(entries)
+    told.reported("halted", HALTED)
+    told.reported("worker_connected", {"worker": "bob", "backend": "cpu", "workers": 1})
+    halted, connected = entries.kept
+    assert halted == (
+        "HALTED at step 3: a NaN",
+        {"event": "halted", "run_id": "r-1", **HALTED},
+        Priority.ERROR,
+    )
+    assert connected[0] == "worker bob connected, backend cpu; 1 connected"
+    assert connected[2] is Priority.INFO
+    assert screen.getvalue() == ""
+
+
+def test_without_a_journal_the_same_lines_are_printed():
+    told, screen = progress()
+    told.reported("halted", HALTED)
+    assert screen.getvalue() == "HALTED at step 3: a NaN\n"
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_a_service_tells_of_each_run_that_it_takes_and_ends(once):
+    told, screen = progress(once=once)
+    told.reported("run_accepted", {"run_id": "r-1", "task": "digits", "steps": 5})
+    told.reported("run_ended", {"run_id": "r-1", "outcome": "failed", "reason": "no data"})
+    lines = ["run r-1 accepted: digits, 5 steps", "run r-1 failed: no data"]
+    assert screen.getvalue().splitlines() == ([] if once else lines)
+
+
+@pytest.fixture
+def logger():
+    yield structlog.get_logger("coordinator")
+    structlog.reset_defaults()
+
+
+def test_warnings_go_to_the_journal_and_what_is_told_anyway_does_not(logger, capsys):
+    entries = Entries()
+    set_up_logging(entries, as_json=False)
+    logger.info("worker_connected", worker="ann")
+    logger.warning("blob_changed", path="data.csv", digest="d")
+    ((message, fields, priority),) = entries.kept
+    assert message == "blob_changed: path data.csv, digest d"
+    assert (fields["event"], fields["path"], priority) == (
+        "blob_changed",
+        "data.csv",
+        Priority.WARNING,
+    )
+    assert capsys.readouterr().err == ""
+
+
+def test_json_lines_are_for_those_who_ask(logger, capsys):
+    set_up_logging(None, as_json=True)
+    logger.info("worker_connected", worker="ann")
+    assert re.match(r'{"worker": "ann", "event": "worker_connected"', capsys.readouterr().err)
