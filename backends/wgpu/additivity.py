@@ -51,8 +51,8 @@ def refuse_loss_that_does_not_add_up(
         )
 
 
-class _NotBySample(Exception):  # noqa: N818  (a verdict: there is nothing to check)
-    """The model gives what has no sample dimension, or is used otherwise than by one call."""
+class _NotBySample(Exception):
+    """There is nothing to check: the model gives what is not by sample, or is not just called."""
 
 
 class _MadeUp:

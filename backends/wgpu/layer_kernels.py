@@ -42,9 +42,7 @@ class LayerKernels:
     checkpoint: bool
 
 
-def lower_layer(
-    kind: Kind, forms: Sequence[Narrow | None], template: Templates
-) -> LayerKernels:
+def lower_layer(kind: Kind, forms: Sequence[Narrow | None], template: Templates) -> LayerKernels:
     """Lower a kind and part it; `forms` as for `lower`.
 
     Raises:

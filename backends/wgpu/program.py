@@ -228,9 +228,7 @@ def _tensors(batch: Batch) -> dict[str, torch.Tensor]:
 
 def _packed(ready: Ready, arrays: Mapping[str, NDArray[Any]], seed: int) -> NDArray[np.uint32]:
     plan, capture = ready.plan, ready.capture
-    return pack(
-        capture.arrays, plan.packed, plan.words, arrays, seed_words(seed, capture.seeds)
-    )
+    return pack(capture.arrays, plan.packed, plan.words, arrays, seed_words(seed, capture.seeds))
 
 
 def _described(leaf: Any) -> str:
