@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 from backends.interface import Batch, DeviceInfo, Program, Trainable
 from backends.wgpu.adapters import Adapter, adapters
+from backends.wgpu.additions import differing_additions
 from backends.wgpu.device import Device
 from backends.wgpu.lowering import Templates
 from backends.wgpu.matmul_tuning import MatmulTuner
@@ -44,10 +46,20 @@ class VulkanBackend:
             self._tuner = MatmulTuner(self.device)
         return self._tuner
 
+    @cached_property
+    def exact_additions(self) -> bool:
+        """Whether the device may add node sums: see `backends.wgpu.additions`."""
+        return differing_additions(self.device) == 0
+
     def signature(self, threads: int) -> Mapping[str, str]:
         """Adapter, driver and compiler: what decides the bits of a shader's results."""
         del threads  # the device has its own
-        return {"device": "vulkan", "name": self.adapter.name, **self.device.traits()}
+        return {
+            "device": "vulkan",
+            "name": self.adapter.name,
+            "additions": "exact" if self.exact_additions else "not exact",
+            **self.device.traits(),
+        }
 
     def compile(self, trainable: Trainable, example: Batch) -> Program:
         """Capture the step for batches like the example, and upload the weights.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from backends.quantise import Quantised, Storage
+from backends.quantise import Quantised, Storage, group_of
 from protocol.errors import SamestepError
 
 _META = "narrow"
@@ -35,6 +35,13 @@ class Narrow:
     def of(stored: Quantised) -> Narrow:
         """How a stored matrix lies in its buffer."""
         return Narrow(stored.storage, stored.group, len(stored.words))
+
+    @staticmethod
+    def of_shape(rows: int, columns: int, storage: Storage) -> Narrow:
+        """How a matrix of this shape lies there."""
+        if storage in {"bf16", "f16"}:
+            return Narrow(storage, 0, rows * columns // 2)
+        return Narrow(storage, group_of(columns), rows * columns // (4 if storage == "int8" else 8))
 
     def one(self, function: str, buffer: str) -> str:
         """WGSL of `function(i: u32) -> f32`, element i."""

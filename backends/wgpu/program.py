@@ -17,11 +17,10 @@ from backends.wgpu.additivity import refuse_loss_that_does_not_add_up
 from backends.wgpu.capture import Capture, capture_forward, capture_step
 from backends.wgpu.device import Buffer, Device
 from backends.wgpu.estimate import Estimate, estimate, refuse_what_does_not_fit
-from backends.wgpu.layer_kernels import LayerKernels, lower_layer
-from backends.wgpu.lowering import Templates, lower
-from backends.wgpu.narrow_base import Forms
+from backends.wgpu.lowered_plan import lowered_plan
+from backends.wgpu.lowering import Templates
 from backends.wgpu.packing import from_words, pack, seed_words, tensor_words
-from backends.wgpu.plan import Plan, make_plan
+from backends.wgpu.plan import Plan
 from backends.wgpu.running import Ready, Running, submissions
 from backends.wgpu.stand_in import StandIn
 from backends.wgpu.weights import Weights, check_parameters
@@ -170,26 +169,14 @@ class VulkanProgram:
 
     def _ready(self, capture: Capture, groups: Sequence[Sequence[int]]) -> Ready:
         """Lower, plan, and make all that the device needs."""
-        plan = self._plan(capture, groups)
+        base, constants = self._weights.base, self._weights.constants
+        plan = lowered_plan(capture, base, constants, self._template, groups)
         self.estimates.append(estimate(plan, self._weights.nbytes()))
         adapter, largest = self._device.adapter, self._device.largest_buffer_bytes
         refuse_what_does_not_fit(self.estimates, adapter.memory_bytes, largest, adapter.name)
         upload = self._device.buffer(4 * plan.words)
         buffers = self._buffers(plan, upload)
         return Ready(plan, capture, upload, tuple(submissions(plan, buffers, self._device)))
-
-    def _plan(self, capture: Capture, groups: Sequence[Sequence[int]]) -> Plan:
-        base, constants = self._weights.base, self._weights.constants
-        lowered: dict[tuple[int, Forms], LayerKernels] = {}
-        calls = base.layer_forms(capture)
-        for kind, forms in calls:
-            if (id(kind), forms) not in lowered:
-                lowered[id(kind), forms] = lower_layer(kind, forms, self._template)
-        layers = [lowered[id(kind), forms] for kind, forms in calls]
-        others = len(capture.arrays) + 1
-        known = [*(constants.get(name) for name in capture.tensors), *[None] * others]
-        outer = lower(capture.graph, known, base.forms(capture), self._template)
-        return make_plan(capture, outer, layers, groups)
 
     def _buffers(self, plan: Plan, upload: Buffer) -> list[Buffer]:
         slots = self._take_slots(plan.slots)

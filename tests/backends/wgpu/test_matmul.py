@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ class Product:
     """A problem with its operands, and what it should give."""
 
     problem: MatmulProblem
-    bindings: list
+    bindings: list[Any]
     expected: np.ndarray
 
     def on(self, device, choice=None):
@@ -113,7 +114,7 @@ def test_the_quickest_and_the_default_kernel_give_the_same_bits(device):
 def test_any_shape_layout_and_kernel(device, shape, turned, offset, data):
     it = product(*shape, a_turned=turned[0], b_turned=turned[1], offset=offset)
     lanes = matmul_traits(device).subgroup
-    kernels = [SMALL_TILES]
+    kernels: list[Lanes | Tiles] = [SMALL_TILES]
     if lanes:
         rows, columns = (
             data.draw(st.sampled_from([4, 8, 16])),
@@ -188,4 +189,4 @@ def test_tiles_that_do_not_fit_are_no_candidates():
     problem = product(1, 512, 64, 512).problem
     small = candidates(problem, MatmulTraits(workgroup_bytes=8192, invocations=256))
     assert small
-    assert all(tiles.workgroup_bytes <= 8192 for tiles in small)
+    assert all(isinstance(t, Tiles) and t.workgroup_bytes <= 8192 for t in small)
