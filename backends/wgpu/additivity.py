@@ -52,7 +52,7 @@ def refuse_loss_that_does_not_add_up(
 
 
 class _NotBySample(Exception):
-    """The model gives what has no sample dimension, or is used otherwise than by one call."""
+    """There is nothing to check: the model gives what is not by sample, or is not just called."""
 
 
 class _MadeUp:
@@ -74,9 +74,12 @@ class _MadeUp:
         given = {name: array[part] for name, array in arrays.items()}
         with torch.no_grad():
             try:
-                return float(loss(StandIn(self._module, self._run), given))
+                value = loss(StandIn(self._module, self._run), given)
             except (AttributeError, SamestepError):
                 raise _NotBySample from None
+        if value.dim():
+            raise SamestepError(f"expected a loss that is one sum, got shape {tuple(value.shape)}")
+        return float(value)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         shapes, structure = output_shapes(self._module, args, kwargs)

@@ -161,7 +161,7 @@ def output_shapes(
 
 
 @contextmanager
-def prepared(module: nn.Module, train: bool) -> Iterator[bool]:
+def prepared(module: nn.Module, *, train: bool) -> Iterator[bool]:
     """Set the module's modes for a trace, and put them back; gives whether to checkpoint.
 
     Attention is the model's own written-out form, which has rules in core operators.
@@ -227,7 +227,7 @@ class _Trace:
                 return results
 
         with FakeTensorMode(allow_non_fake_inputs=True):
-            tensors = [_fake(held[name], name in self.trained) for name in names]
+            tensors = [_fake(held[name], trained=name in self.trained) for name in names]
             seeds = torch.empty((_SEEDS, 2), dtype=torch.int32)
             given = [_fake(array) for array in arrays.values()]
             graph = _trace(traced, (tensors, seeds, given), self.module, "")
@@ -237,7 +237,7 @@ class _Trace:
         return Capture(graph, names, tuple(arrays), kinds, calls, len(used_seeds), outputs)
 
 
-def _fake(tensor: torch.Tensor, trained: bool = False) -> torch.Tensor:
+def _fake(tensor: torch.Tensor, *, trained: bool = False) -> torch.Tensor:
     """Frozen tensors of fewer bits are widened: only their storage is small."""
     with torch.no_grad():
         wide = torch.float32 if tensor.dtype in {torch.float16, torch.bfloat16} else tensor.dtype
@@ -342,7 +342,7 @@ class _Places:
     def _mark(self) -> None:
         mode = get_proxy_mode()
         if mode is not None:
-            nodes = mode.tracer.graph.nodes  # type: ignore[union-attr]
+            nodes = mode.tracer.graph.nodes
             self._marks.append((len(nodes), self._stack[-1]))
 
     def mark(self, graph: fx.GraphModule) -> None:

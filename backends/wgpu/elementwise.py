@@ -15,7 +15,7 @@ from backends.wgpu.views import Coordinates
 
 _aten = torch.ops.aten
 
-_BINARY: Final = {
+_BINARY: Final[dict[Any, str]] = {
     _aten.add.Tensor: "({0} + {1})",
     _aten.add.Scalar: "({0} + {1})",
     _aten.sub.Tensor: "({0} - {1})",
@@ -27,13 +27,13 @@ _BINARY: Final = {
     _aten.maximum.default: "max({0}, {1})",
     _aten.minimum.default: "min({0}, {1})",
 }
-_RULES_OF_TRUTH: Final = {
+_RULES_OF_TRUTH: Final[dict[Any, str]] = {
     _aten.logical_and.default: "({0} && {1})",
     _aten.logical_or.default: "({0} || {1})",
     _aten.logical_xor.default: "({0} != {1})",
     _aten.logical_not.default: "(!{0})",
 }
-_BITWISE: Final = {
+_BITWISE: Final[dict[Any, tuple[str, str]]] = {
     _aten.bitwise_and.Tensor: ("({0} && {1})", "({0} & {1})"),
     _aten.bitwise_or.Tensor: ("({0} || {1})", "({0} | {1})"),
     _aten.bitwise_xor.Tensor: ("({0} != {1})", "({0} ^ {1})"),
@@ -41,7 +41,7 @@ _BITWISE: Final = {
     _aten.bitwise_or.Scalar: ("({0} || {1})", "({0} | {1})"),
     _aten.bitwise_not.default: ("(!{0})", "(~{0})"),
 }
-_UNARY: Final = {
+_UNARY: Final[dict[Any, str]] = {
     _aten.neg.default: "(-{0})",
     _aten.abs.default: "abs({0})",
     _aten.exp.default: "exp({0})",

@@ -93,7 +93,8 @@ def decide(nodes: Iterable[fx.Node], folded: Collection[fx.Node], kept: list[fx.
     readers = _readers(fusion, kept)
     for node in fusion.nodes:
         if node.target in LAYERS and node.op == "call_function":
-            for tensor in node.args[0]:  # type: ignore[union-attr]
+            tensors: Any = node.args[0]
+            for tensor in tensors:
                 _whole(fusion, tensor)
             continue
         _consider(fusion, node, readers[node])

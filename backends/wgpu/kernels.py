@@ -23,7 +23,7 @@ from backends.wgpu.kernel_text import KernelText, stored
 from backends.wgpu.matmul import MatmulProblem, Operand, matmul_shader
 from backends.wgpu.narrow import form_of, refuse_on_the_left
 from backends.wgpu.opaque import PARTIAL
-from backends.wgpu.placement import PLACEMENT, leading_indices
+from backends.wgpu.placement import PLACEMENT, broadcast_shape, leading_indices
 from backends.wgpu.values import NoRule, Scalar, elements_of, literal, scalar_of, shape_of
 from backends.wgpu.views import is_copy, is_view, strided
 
@@ -149,7 +149,7 @@ class Emitter:
         fill = self._filled(node, base)
         shape = shape_of(node)
         columns = math.prod(shape[len(leading) :])
-        rows_shape = torch.broadcast_shapes(*(shape_of(x) for x in leading))
+        rows_shape = broadcast_shape(leading)
         rows = math.prod(rows_shape)
         shares = max(1, min(64, 4096 // max(columns, 1), math.prod(shape[: len(leading)])))
         guard, grid = _threads(columns * shares)

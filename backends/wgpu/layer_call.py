@@ -105,7 +105,10 @@ class _Place:
 
 
 class NotOpaque(Exception):
-    """The call cannot be closed: it has arguments or effects that a node cannot stand for."""
+    """The call cannot be closed: it has arguments or effects that a node cannot stand for.
+
+    A verdict: the layer is then left open.
+    """
 
 
 @contextmanager
@@ -190,7 +193,7 @@ class _Closed(torch.autograd.Function):
         return None, *(next(grads) if like.differentiable else None for like in call.inputs)
 
 
-def _prepare(
+def _prepare(  # noqa: PLR0917
     number: int,
     path: str,
     layer: nn.Module,
@@ -239,11 +242,11 @@ def _look(call: LayerCall) -> None:
         call.inputs.append(Like((2,), torch.int32))
 
 
-class _Fingerprint(TorchDispatchMode):
+class _Fingerprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Hashes the operators that run, with tensors numbered as they appear."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._hash = blake3()
         self._numbers: dict[int, int] = {}
         self._kept: list[torch.Tensor] = []  # so that no id is used twice

@@ -117,11 +117,11 @@ def _outputs(graph: fx.GraphModule) -> list[fx.Node | None]:
     given: Any = last.args[0]
     results: list[fx.Node | None] = []
     seen: set[fx.Node] = set()
-    for node in given if isinstance(given, list | tuple) else [given]:
-        if node is None:
+    for output in given if isinstance(given, list | tuple) else [given]:
+        if output is None:
             results.append(None)
             continue
-        root = node
+        node = root = output
         while is_view(root):
             root = root.args[0]
         if root in seen or root.op in {"placeholder", "get_attr"} or root.target is _FULL:

@@ -6,19 +6,29 @@ They are never computed by torch; the lowering knows what they stand for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
     from backends.wgpu.layer_call import LayerCall
 
-_library = torch.library.Library("samestep", "DEF")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_library: Any = torch.library.Library("samestep", "DEF")  # type: ignore[no-untyped-call]
 _library.define("keep(Tensor seed, int[] shape, float drop, int site) -> Tensor")
 _library.define("partial(Tensor x, int[] dims, int parts, str fold) -> Tensor")
 _library.define("layer_forward(Tensor[] inputs, int call) -> Tensor[]")
 _library.define("layer_backward(Tensor[] tangents, int call) -> Tensor[]")
+
+
+def _fake(name: str) -> Callable[[_Function], _Function]:
+    """Registers what an operator gives for fake tensors."""
+    register: Any = torch.library.register_fake
+    decorate: Callable[[_Function], _Function] = register(f"samestep::{name}", lib=_library)
+    return decorate
+
 
 _calls: list[LayerCall] = []
 """Of the trace that is under way: what a number in the operators above means."""
@@ -44,24 +54,24 @@ class CallsOfTrace:
         _calls.append(call)
 
 
-@torch.library.register_fake("samestep::keep", lib=_library)
+@_fake("keep")
 def _keep(seed: torch.Tensor, shape: Sequence[int], _drop: float, _site: int) -> torch.Tensor:
     return seed.new_empty(shape, dtype=torch.float32)
 
 
-@torch.library.register_fake("samestep::partial", lib=_library)
+@_fake("partial")
 def _partial(x: torch.Tensor, dims: Sequence[int], parts: int, _fold: str) -> torch.Tensor:
     kept = [size for dim, size in enumerate(x.shape) if dim not in dims]
     return x.new_empty([*kept, parts])
 
 
-@torch.library.register_fake("samestep::layer_forward", lib=_library)
+@_fake("layer_forward")
 def _layer_forward(inputs: Sequence[torch.Tensor], call: int) -> list[torch.Tensor]:
     del inputs
     return [torch.empty(like.shape, dtype=like.dtype) for like in _calls[call].outputs]
 
 
-@torch.library.register_fake("samestep::layer_backward", lib=_library)
+@_fake("layer_backward")
 def _layer_backward(tangents: Sequence[torch.Tensor], call: int) -> list[torch.Tensor]:
     del tangents
     return [

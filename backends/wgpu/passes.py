@@ -21,7 +21,7 @@ _FOLDED_ELEMENTS: Final = 1 << 20
 
 _SAME = frozenset({_aten.alias.default, _aten.detach.default, _aten.lift_fresh_copy.default})
 _TIMES = frozenset({_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar})
-_FOLDS: Final = {
+_FOLDS: Final[dict[Any, str]] = {
     _aten.sum.default: "sum",
     _aten.sum.dim_IntList: "sum",
     _aten.mean.default: "mean",
@@ -70,7 +70,7 @@ def constants(
         elif node.op == "call_function" and _foldable(node, values):
             args = fx.map_arg(node.args, values.__getitem__)
             kwargs = fx.map_arg(node.kwargs, values.__getitem__)
-            values[node] = folded[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            values[node] = folded[node] = node.target(*args, **kwargs)
     return folded
 
 
@@ -137,7 +137,7 @@ def _rewrite(graph: fx.Graph) -> None:
         if node.target in _SAME or _is_neutral(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif node.target is _aten.var_mean.correction or node.target is _aten.var.correction:
+        elif node.target in {_aten.var_mean.correction, _aten.var.correction}:
             _split_variance(graph, node)
         elif node.target in _PARTS:
             _cut(graph, node)
@@ -147,9 +147,9 @@ def _rewrite(graph: fx.Graph) -> None:
 
 
 def _is_neutral(node: fx.Node) -> bool:
-    """X ** 1, x * 1, x / 1, and a change of type or shape that changes nothing."""
+    """Whether it is x ** 1, x * 1, x / 1, and a change of type or shape that changes nothing."""
     if node.target is _aten.pow.Tensor_Scalar:
-        return node.args[1] == 1
+        return bool(node.args[1] == 1)
     if node.target in {_aten._to_copy.default, _aten.expand.default}:  # noqa: SLF001
         before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
         return bool(before.dtype == after.dtype and before.shape == after.shape)
@@ -205,12 +205,12 @@ def _split_long(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _split_variance(graph: fx.Graph, node: fx.Node) -> None:
-    """A variance, with its mean or without, as two means: sum((x - mean)^2) / (count - correction)."""
+    """A variance, maybe with its mean: sum((x - mean)^2) / (count - correction)."""
     x = node.args[0]
     assert isinstance(x, fx.Node)
     given: Any = node.args[1] if len(node.args) > 1 else None
     dims = list(given) if given else list(range(len(shape_of(x))))
-    correction = node.kwargs.get("correction")
+    correction: Any = node.kwargs.get("correction")
     count = math.prod(shape_of(x)[d] for d in dims)
     less = 1 if correction is None else correction
     keep = bool(node.kwargs.get("keepdim", False))
@@ -219,7 +219,7 @@ def _split_variance(graph: fx.Graph, node: fx.Node) -> None:
         centred = _add(graph, node, _aten.sub.Tensor, x, mean)
         square = _add(graph, node, _aten.mul.Tensor, centred, centred)
         total = _add(graph, node, _aten.sum.dim_IntList, square, dims, keep)
-        variance = _add(graph, node, _aten.div.Scalar, total, float(count - less))  # type: ignore[operator]
+        variance = _add(graph, node, _aten.div.Scalar, total, float(count - less))
         if not keep:
             mean = _add(graph, node, _aten.squeeze.dims, mean, dims)
     if node.target is _aten.var.correction:

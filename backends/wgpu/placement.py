@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -50,12 +51,20 @@ def leading_indices(node: fx.Node, given: Any) -> tuple[list[fx.Node], int]:
     found = [each for each in given if each is not None]
     if found != list(given)[: len(found)] or any(scalar_of(x) == "bool" for x in found):
         raise NoRule(node, "of dimensions other than the first, or by truth values")
-    return found, len(torch.broadcast_shapes(*(shape_of(x) for x in found)))
+    return found, len(broadcast_shape(found))
+
+
+def broadcast_shape(nodes: Sequence[fx.Node]) -> tuple[int, ...]:
+    """Of tensors that are broadcast against each other."""
+    holders = [torch.empty(shape_of(node), device="meta") for node in nodes]
+    shape: tuple[int, ...] = tuple(torch.broadcast_tensors(*holders)[0].shape)  # type: ignore[no-untyped-call]
+    return shape
 
 
 def _cat(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     scalar = scalar_of(node)
-    parts: Any = [x for x in node.args[0] if shape_of(x) != (0,)]  # type: ignore[union-attr]
+    given: Any = node.args[0]
+    parts = [x for x in given if shape_of(x) != (0,)]
     dim = operator.index(node.args[1] if len(node.args) > 1 else 0) % len(at)  # type: ignore[arg-type]
     start, ends, values = 0, [], []
     for part in parts:
@@ -69,7 +78,7 @@ def _cat(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     return text
 
 
-def _window(
+def _window(  # noqa: PLR0917
     k: KernelText, part: fx.Node, at: Coordinates, dim: int, start: int, size: int, scalar: Scalar
 ) -> str:
     """An element of a part that lies from `start` on; somewhere in it for places outside."""
@@ -82,15 +91,13 @@ def _window(
 
 def _slice_scatter(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     scalar = scalar_of(node)
-    under, part, dim, start, _end, step = (
-        *node.args,
-        *(None, None, 0, None, None, 1)[len(node.args) :],
-    )
+    given: list[Any] = [*node.args, *(None, None, 0, None, None, 1)[len(node.args) :]]
+    under, part, dim, start, _end, step = given
     assert isinstance(under, fx.Node)
     assert isinstance(part, fx.Node)
     if step != 1:
         raise NoRule(node, "of every so manieth element")
-    place = operator.index(dim) % len(at)  # type: ignore[arg-type]
+    place = operator.index(dim) % len(at)
     first: Any = start or 0
     first = first + at[place].size if first < 0 else first
     size = shape_of(part)[place]

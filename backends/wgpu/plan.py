@@ -250,10 +250,9 @@ def _allocate(
         for number in dispatch.buffers:
             last[number] = at
     for segment in segments:
-        for output in segment.outputs:
-            number = outputs[output]
-            if number is not None:
-                last[number] = max(last.get(number, 0), segment.end - 1)
+        held = (outputs[output] for output in segment.outputs)
+        for number in (number for number in held if number is not None):
+            last[number] = max(last.get(number, 0), segment.end - 1)
     ending: dict[int, list[int]] = defaultdict(list)
     for number, at in last.items():
         ending[at].append(number)

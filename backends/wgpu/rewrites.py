@@ -48,8 +48,14 @@ class Rewrites(TorchFunctionMode):
             return self._attention(*args, **kwargs)
         return func(*args, **kwargs)
 
+    # The parameters of these two are torch's own.
+
     def _dropout(
-        self, x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+        self,
+        x: torch.Tensor,
+        p: float = 0.5,
+        training: bool = True,  # noqa: FBT001, FBT002
+        inplace: bool = False,  # noqa: FBT001, FBT002
     ) -> torch.Tensor:
         del inplace
         if not training or p == 0.0:
@@ -60,16 +66,16 @@ class Rewrites(TorchFunctionMode):
         noise: torch.Tensor = KEEP(self.seed, list(x.shape), p, site)
         return x * noise
 
-    def _attention(
+    def _attention(  # noqa: PLR0917
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0,
-        is_causal: bool = False,
+        is_causal: bool = False,  # noqa: FBT001, FBT002
         scale: float | None = None,
-        enable_gqa: bool = False,
+        enable_gqa: bool = False,  # noqa: FBT001, FBT002
     ) -> torch.Tensor:
         """The formula in the documentation of torch's `scaled_dot_product_attention`."""
         if enable_gqa:

@@ -134,8 +134,8 @@ def _expand(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> 
 
 
 def _slice(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> Coordinates:
-    dim, start, _end, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
-    dim, step = _int(dim) % len(shape), _int(step)
+    given: list[Any] = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
+    dim, start, step = _int(given[0]) % len(shape), given[1], _int(given[3])
     size = shape[dim]
     first = _int(start) if start is not None else 0
     first = min(max(first + size if first < 0 else first, 0), size)

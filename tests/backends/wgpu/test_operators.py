@@ -17,7 +17,7 @@ from tests.backends.wgpu.on_device import gradients_on_device, on_device
 FEW = settings(
     max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-CLOSE = {"rtol": 2e-5, "atol": 2e-6}
+RTOL, ATOL = 2e-5, 2e-6
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -32,7 +32,7 @@ def agree(device: Any, function: Callable[..., Any], *tensors: torch.Tensor) -> 
     for one, other in zip(got, expected, strict=True):
         assert one.shape == other.shape
         assert one.dtype == other.dtype
-        torch.testing.assert_close(one, other, **CLOSE)
+        torch.testing.assert_close(one, other, rtol=RTOL, atol=ATOL)
 
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
@@ -113,10 +113,13 @@ def test_views_and_copies_between_operators(device, shape, data, random):
 
 @FEW
 @given(
-    batch=st.integers(1, 3), m=st.integers(1, 20), k=st.integers(1, 20), n=st.integers(2, 20),
+    batch=st.integers(1, 3),
+    m=st.integers(1, 20),
+    k=st.integers(1, 20),
+    n=st.integers(2, 20),
     turn=st.booleans(),
-)  # fmt: skip
-def test_products_of_strided_operands(device, batch, m, k, n, turn):
+)
+def test_products_of_strided_operands(device, batch, m, k, n, turn):  # noqa: PLR0917
     a = drawn(batch, k, m).transpose(1, 2) if turn else drawn(batch, m, k)
     b = drawn(k, batch, n, seed=1)
 
@@ -181,7 +184,7 @@ def test_gradients_of_gathers_add_up_in_one_order(device):
     got = gradients_on_device(device, function, (table, numbers, labels))
     leaf = table.clone().requires_grad_()
     (expected,) = torch.autograd.grad(function(leaf, numbers, labels), leaf)
-    torch.testing.assert_close(got[0], expected, **CLOSE)
+    torch.testing.assert_close(got[0], expected, rtol=RTOL, atol=ATOL)
 
 
 def test_long_sums_lose_little(device):
