@@ -37,6 +37,12 @@ mkdir "$1/upper" "$1/work" "$1/root"
 mount -t overlay samestep -o "lowerdir=/,upperdir=$1/upper,workdir=$1/work" "$1/root"
 cp -a "$1.files/." "$1/root/"
 rm -rf "$1/root/etc/samestep" "$1/root/etc/credstore"
+# Machines that share a control group would end each other's services.
+for hierarchy in /sys/fs/cgroup /sys/fs/cgroup/unified /sys/fs/cgroup/systemd; do
+    [ -f "$hierarchy/cgroup.procs" ] || continue
+    mkdir "$hierarchy/samestep-machine-$$"
+    echo $$ >"$hierarchy/samestep-machine-$$/cgroup.procs"
+done
 # What nspawn leaves in /run goes with this namespace.
 mount -t tmpfs samestep /run
 shift
@@ -195,6 +201,15 @@ def booted_machine(
         nspawn.communicate()
         if machine is not None:
             machine.close()
+        _remove_control_groups(f"samestep-machine-{nspawn.pid}")
+
+
+def _remove_control_groups(name: str) -> None:
+    """Nothing runs in them any more; one that is still busy does no harm."""
+    for hierarchy in ("", "unified", "systemd"):
+        for path, _, _ in os.walk(Path("/sys/fs/cgroup", hierarchy, name), topdown=False):
+            with contextlib.suppress(OSError):
+                Path(path).rmdir()
 
 
 def _leader(nspawn: subprocess.Popen[str], notices: socket.socket) -> int:
