@@ -109,12 +109,12 @@ def _open_to_others(check: str, host: str, port: int) -> Iterator[Finding]:
         )  # fmt: skip
         return
     there = reachable_address(host)
-    with contextlib.suppress(ValueError):
-        address = ipaddress.ip_address(there)
-        if address.is_loopback or address.is_link_local:
-            yield failure(check, f"this machine has no address that others know, only {there}",
-                          "connect it to a network (ip addr)")  # fmt: skip
-            return
+    if not _is_known_to_others(host, there):
+        yield failure(
+            check, f"this machine has no address that others know, only {there}",
+            "connect it to a network (ip addr)",
+        )  # fmt: skip
+        return
     closed = closed_by(port)
     if closed:
         yield warning(
@@ -123,6 +123,15 @@ def _open_to_others(check: str, host: str, port: int) -> Iterator[Finding]:
         )  # fmt: skip
         return
     yield ok(check, f"others connect to {there}:{port}; {_ELSEWHERE} {there}:{port}")
+
+
+def _is_known_to_others(host: str, there: str) -> bool:
+    """Whether an address can be another machine's way in; a name is what the user has said."""
+    try:
+        address = ipaddress.ip_address(there)
+    except ValueError:
+        return there == host  # else there was no address, so the machine's name had to do
+    return not (address.is_loopback or address.is_link_local)
 
 
 def _loopback_only(host: str) -> str:

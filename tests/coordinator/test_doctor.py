@@ -22,6 +22,7 @@ from protocol.secret_file import write_secret
 from tests.cluster import Cluster
 from tests.durable_run import small_disk
 from tests.live_service import scripted_spec
+from tests.network_hosts import network
 
 ROOT = Path(__file__).parents[2]
 
@@ -200,6 +201,15 @@ def test_all_addresses(plan):
         assert "worker doctor --coordinator" in every.found
     else:  # a machine without a network, or behind a filter
         assert "no address" in every.found or "firewall" in every.found
+
+
+def test_a_machine_without_a_network(plan):
+    with network("alone", subnet="10.8.2") as made:
+        subprocess.run(
+            ["ip", "-n", made.namespace("alone").name, "addr", "flush", "dev", "eth0"], check=True
+        )
+        alone = made.run_on("alone", lambda: found(plan(bind=("0.0.0.0", 0)), "reachable"))
+    assert (alone.outcome, "no address that others know" in alone.found) == ("failure", True)
 
 
 def test_beside_a_coordinator_that_works(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ import pytest
 
 from tests.booted_machine import INSTALLED, Machine, booted_machine
 from tests.cluster import ROOT
+from tests.deploy.locked_wheels import DEBIAN_PYTHON, locked_wheels
 from tests.network_hosts import network
 
 pytestmark = pytest.mark.xdist_group("booted machine")
@@ -146,7 +147,7 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def wheels(request) -> Path:
-    """The locked packages as files, for machines without a network; kept between runs."""
+    """What the machines' pip is to find; they are made of this machine's own system."""
     found = subprocess.run(
         ["/usr/bin/python3", "-c", "import sys, venv, ensurepip; print(*sys.version_info[:2])"],
         capture_output=True, text=True, check=False,
@@ -155,16 +156,9 @@ def wheels(request) -> Path:
         pytest.skip(
             "no bare machine can be made here: Debian's python3 and python3-venv are missing"
         )
-    folder = request.config.cache.mkdir("wheels")
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes",
-         "--only-binary=:all:", "--python-version", found.stdout.strip().replace(" ", "."),
-         "--dest", folder, "-r", ROOT / "requirements" / "coordinator.txt"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        pytest.skip(f"the packages cannot be had: {done.stderr.strip().splitlines()[-1]}")
-    return folder
+    if found.stdout.split() != DEBIAN_PYTHON.split("."):
+        pytest.skip(f"no Debian 12 here: its Python is {found.stdout.strip().replace(' ', '.')}")
+    return locked_wheels(request.config.cache)
 
 
 @pytest.fixture(scope="module")
