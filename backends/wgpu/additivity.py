@@ -63,7 +63,7 @@ class _MadeUp:
         self._samples = samples
         self._part = slice(0, samples)
         self._calls = 0
-        self._outputs: list[list[torch.Tensor]] = []
+        self._outputs: list[tuple[list[torch.Tensor], pytree.TreeSpec]] = []
 
     def loss(
         self, loss: Callable[[Any, Any], torch.Tensor], arrays: Mapping[str, torch.Tensor],
@@ -82,9 +82,9 @@ class _MadeUp:
         return float(value)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        shapes, structure = output_shapes(self._module, args, kwargs)
         number, self._calls = self._calls, self._calls + 1
         if number == len(self._outputs):
+            shapes, structure = output_shapes(self._module, args, kwargs)
             draws = torch.Generator().manual_seed(_SEED + number)
             made = []
             for like in shapes:
@@ -92,5 +92,6 @@ class _MadeUp:
                     raise _NotBySample
                 value = torch.rand(like.shape, generator=draws)
                 made.append(value.to(like.dtype))
-            self._outputs.append(made)
-        return pytree.tree_unflatten([x[self._part] for x in self._outputs[number]], structure)
+            self._outputs.append((made, structure))
+        made, structure = self._outputs[number]
+        return pytree.tree_unflatten([x[self._part] for x in made], structure)

@@ -151,7 +151,12 @@ def output_shapes(
         held = {name: faked(tensor) for name, tensor in named_tensors(module).items()}
         again, words = pytree.tree_map(faked, (tuple(args), dict(kwargs)))
         try:
-            with substituted(module, held), torch.no_grad():
+            seed = torch.empty(2, dtype=torch.int32)
+            with (
+                substituted(module, held),
+                closed_layers(module, lambda: seed, checkpoint=False),
+                torch.no_grad(),
+            ):
                 results, structure = pytree.tree_flatten(module(*again, **words))
         except Exception as error:
             raise _cannot("forward", error) from error

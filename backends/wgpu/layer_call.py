@@ -3,7 +3,8 @@
 A model is traced with its layers closed: forward and backward of each are one node, so the size
 of the trace hardly grows with depth. What happens inside is traced once for each *kind* of call.
 Two calls are of one kind if torch runs the same operators on tensors of the same shapes with the
-same numbers; that is looked at, not guessed from attributes of the layers.
+same numbers. A layer is run once, on empty tensors, to see that; like layers are taken at their
+attributes if forward does not ask for the layer's number.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from backends.wgpu.layer_structure import structure, without_number
 from backends.wgpu.opaque import LAYER_BACKWARD, LAYER_FORWARD, CallsOfTrace
 from backends.wgpu.rewrites import Rewrites
 from backends.wgpu.substitution import named_tensors, substituted
@@ -123,6 +125,7 @@ def closed_layers(
         checkpoint: Whether calls shall be computed again in backward.
     """
     layers = dict(repeated_layers(module, ""))
+    seen: dict[Any, LayerCall] = {}
     with CallsOfTrace() as calls:
 
         def close(path: str, layer: nn.Module) -> None:
@@ -130,7 +133,8 @@ def closed_layers(
 
             def stand_in(*args: Any, **kwargs: Any) -> Any:
                 try:
-                    call, tensors = _prepare(len(calls), path, layer, forward, args, kwargs)
+                    call, tensors = _described(len(calls), path, layer, forward, args, kwargs)
+                    _look(call, seen)
                 except NotOpaque:
                     return forward(*args, **kwargs)
                 call.checkpoint = checkpoint and torch.is_grad_enabled()
@@ -193,7 +197,7 @@ class _Closed(torch.autograd.Function):
         return None, *(next(grads) if like.differentiable else None for like in call.inputs)
 
 
-def _prepare(  # noqa: PLR0917
+def _described(  # noqa: PLR0917
     number: int,
     path: str,
     layer: nn.Module,
@@ -201,7 +205,7 @@ def _prepare(  # noqa: PLR0917
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> tuple[LayerCall, list[torch.Tensor]]:
-    """Describe a call and run it once on empty tensors, to see what it does."""
+    """The call, and its inputs."""
     tensors: list[torch.Tensor] = []
     places: dict[int, int] = {}
 
@@ -222,13 +226,28 @@ def _prepare(  # noqa: PLR0917
         else:
             raise NotOpaque
     inputs = [Like.of(tensor) for tensor in tensors]
-    call = LayerCall(number, path, layer, forward, inputs, names, leaves, arguments, False)
+    return LayerCall(number, path, layer, forward, inputs, names, leaves, arguments, False), tensors
+
+
+def _look(call: LayerCall, seen: dict[Any, LayerCall]) -> None:
+    """See what the call does: as one like it did, or by running it on empty tensors."""
+    inputs = tuple(call.inputs), tuple(call.names.items())
+    key = structure(call.layer), inputs, repr(call.leaves), str(call.arguments)
+    if key in seen:
+        like = seen[key]
+        call.outputs, call.results, call.draws = like.outputs, like.results, like.draws
+        call.fingerprint, call.inputs = like.fingerprint, like.inputs
+        return
     with disable_proxy_modes_tracing():
-        _look(call)
-    return call, tensors
+        try:
+            with without_number(call.layer):
+                _run_empty(call)
+            seen[key] = call
+        except AttributeError:
+            _run_empty(call)
 
 
-def _look(call: LayerCall) -> None:
+def _run_empty(call: LayerCall) -> None:
     fakes = [like.fake() for like in call.inputs]
     with _Fingerprint(fakes) as fingerprint:
         results, rewrites = call.run(fakes)
@@ -239,7 +258,7 @@ def _look(call: LayerCall) -> None:
     call.fingerprint = fingerprint.digest()
     if rewrites.sites:
         call.draws = True
-        call.inputs.append(Like((2,), torch.int32))
+        call.inputs = [*call.inputs, Like((2,), torch.int32)]
 
 
 class _Fingerprint(TorchDispatchMode):  # type: ignore[no-untyped-call]

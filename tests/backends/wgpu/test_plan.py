@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from backends.wgpu.capture import capture_step
@@ -52,7 +54,7 @@ def test_layers_that_compute_otherwise_are_told_apart():
     """GPT-2 can scale a layer's attention by its number."""
     import transformers
 
-    sizes = {"vocab_size": 97, "n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 32}
+    sizes: dict[str, Any] = {"vocab_size": 97, "n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 32}
     found = []
     for scaled in (False, True):
         config = transformers.GPT2Config(
@@ -74,9 +76,9 @@ def test_memory_is_shared_only_between_values_of_different_times():
         for number in dispatch.buffers:
             last_read[number] = at
     for segment in plan.segments:
-        for output in segment.outputs:
-            if (number := plan.outputs[output]) is not None:
-                last_read[number] = max(last_read[number], segment.end - 1)
+        held = [plan.outputs[output] for output in segment.outputs]
+        for number in (number for number in held if number is not None):
+            last_read[number] = max(last_read[number], segment.end - 1)
     holds: dict[int, int] = {}
     written: set[int] = set()
     for at, dispatch in enumerate(plan.dispatches):
