@@ -54,7 +54,13 @@ def test_layers_that_compute_otherwise_are_told_apart():
     """GPT-2 can scale a layer's attention by its number."""
     import transformers
 
-    sizes: dict[str, Any] = {"vocab_size": 97, "n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 32}
+    sizes: dict[str, Any] = {
+        "vocab_size": 97,
+        "n_embd": 16,
+        "n_layer": 3,
+        "n_head": 2,
+        "n_positions": 32,
+    }
     found = []
     for scaled in (False, True):
         config = transformers.GPT2Config(
