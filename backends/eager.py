@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, Literal
@@ -57,13 +57,16 @@ class EagerBackend:
         """See `numerics.signature`."""
         return numerics.signature(self.device, threads)
 
-    def compile(self, trainable: Trainable, example: Batch) -> Program:
+    def compile(
+        self, trainable: Trainable, example: Batch, others: Sequence[Batch] = ()
+    ) -> Program:
         """Take over the module: move it to the device and hook its parameters.
 
         Raises:
             SamestepError: A tensor is missing or not float32, a buffer changes in forward, or the
                 loss does not add up over samples.
         """
+        del others  # a new shape takes no time
         program = EagerProgram(self.device, trainable)
         try:
             program.check(example)

@@ -8,7 +8,7 @@ still runs, and then the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -152,8 +152,15 @@ class Backend(Protocol):
         """What decides the bits of a gradient here: device kind, library versions, threads,
         instruction set."""
 
-    def compile(self, trainable: Trainable, example: Batch) -> Program:
+    def compile(
+        self, trainable: Trainable, example: Batch, others: Sequence[Batch] = ()
+    ) -> Program:
         """Make the task ready on the device.
+
+        Args:
+            trainable: The task.
+            example: A microbatch.
+            others: Microbatches of other shapes; what takes time for each shape is done now.
 
         Raises:
             SamestepError: It cannot be, with the reason.

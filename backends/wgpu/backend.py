@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from backends.interface import Batch, DeviceInfo, Program, Trainable
@@ -61,7 +61,9 @@ class VulkanBackend:
             **self.device.traits(),
         }
 
-    def compile(self, trainable: Trainable, example: Batch) -> Program:
+    def compile(
+        self, trainable: Trainable, example: Batch, others: Sequence[Batch] = ()
+    ) -> Program:
         """Capture the step for batches like the example, and upload the weights.
 
         Raises:
@@ -76,4 +78,6 @@ class VulkanBackend:
         template = Templates(not self.adapter.software, self.tuner.shader)
         program = VulkanProgram(self.device, trainable, template)
         program.check(example)
+        for other in others:
+            program.warm_up(other)
         return program

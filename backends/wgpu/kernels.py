@@ -31,6 +31,8 @@ _aten = torch.ops.aten
 _WORKGROUP: Final = 64
 _TERMS: Final = 64
 """Of a partial sum: long sums are sums of these, which loses less than one running sum."""
+_ROUNDS: Final = 60_000
+"""Of a loop: software Vulkan ends an invocation's loops after 65,535 rounds, without a word."""
 _COOPERATIVE_TERMS: Final = 128
 """From so many terms on, a workgroup of a GPU shares the sum."""
 _RULES: Final = {**ELEMENTWISE, **PLACEMENT}
@@ -106,6 +108,7 @@ class Emitter:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         reduction = _Reduction.of(node, source)
+        _refuse_long_loops(node, reduction.part)
         text = self._text()
         at = reduction.coordinates()
         value = text.element(source, at, reduction.scalar)
@@ -125,6 +128,7 @@ class Emitter:
         count, scalar = elements_of(node), scalar_of(node)
         at = split(plain("i", count), shape_of(node))
         place = operator.index(dim) % len(at)  # type: ignore[arg-type]
+        _refuse_long_loops(node, at[place].size)
         last = str(at[place])
         at[place] = plain("r", at[place].size)
         value = text.element(source, at, scalar)
@@ -151,6 +155,7 @@ class Emitter:
         columns = math.prod(shape[len(leading) :])
         rows_shape = broadcast_shape(leading)
         rows = math.prod(rows_shape)
+        _refuse_long_loops(node, rows)
         shares = max(1, min(64, 4096 // max(columns, 1), math.prod(shape[: len(leading)])))
         guard, grid = _threads(columns * shares)
         text = self._text()
@@ -328,6 +333,11 @@ def _kernel(
 def _label(node: fx.Node) -> str:
     module = node.meta.get("module", "")
     return f"{module}:{node.name}" if module else node.name
+
+
+def _refuse_long_loops(node: fx.Node, rounds: int) -> None:
+    if rounds > _ROUNDS:
+        raise NoRule(node, f"over {rounds} terms, more than {_ROUNDS}")
 
 
 def _threads(count: int) -> tuple[list[str], tuple[int, int, int]]:

@@ -28,12 +28,16 @@ _FOLDS: Final[dict[Any, str]] = {
     _aten.mean.dim: "mean",
     _aten.amax.default: "amax",
     _aten.amin.default: "amin",
+    _aten.any.default: "any",
+    _aten.any.dim: "any",
+    _aten.any.dims: "any",
 }
 _STAGES: Final = {
     "sum": _aten.sum.dim_IntList,
     "mean": _aten.sum.dim_IntList,
     "amax": _aten.amax.default,
     "amin": _aten.amin.default,
+    "any": _aten.any.dims,
 }
 _LONG_TERMS: Final = 1 << 14
 """Mesa's software Vulkan ends an invocation's loops after 65,535 iterations, without a word."""
@@ -191,10 +195,14 @@ def _split_long(graph: fx.Graph, node: fx.Node) -> None:
     listed = [given] if isinstance(given, int) else list(given or range(len(shape)))
     dims = sorted(dim % len(shape) for dim in listed) if shape else []
     terms = math.prod(shape[dim] for dim in dims)
-    if terms <= _LONG_TERMS or node.meta["val"].dtype != source.meta["val"].dtype:
+    if terms <= _LONG_TERMS:
         return
     stage = "sum" if fold == "mean" else fold
     with graph.inserting_before(node):
+        if fold == "any":
+            source = _add(graph, node, _aten.ne.Scalar, source, 0)
+        elif (dtype := node.meta["val"].dtype) != source.meta["val"].dtype:
+            source = _add(graph, node, _aten._to_copy.default, source, dtype=dtype)  # noqa: SLF001
         parts = _add(graph, node, PARTIAL, source, dims, math.isqrt(terms), stage)
         total = _add(graph, node, _STAGES[fold], parts, [len(shape) - len(dims)])
         if fold == "mean":
@@ -230,9 +238,9 @@ def _split_variance(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def _add(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
-    made = graph.call_function(target, args)
+def _add(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    made = graph.call_function(target, args, kwargs)
     values = [x.meta["val"] if isinstance(x, fx.Node) else x for x in args]
-    made.meta["val"] = target(*values)
+    made.meta["val"] = target(*values, **kwargs)
     made.meta["module"] = like.meta.get("module", "")
     return made

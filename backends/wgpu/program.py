@@ -62,6 +62,11 @@ class VulkanProgram:
         refuse_loss_that_does_not_add_up(self._weights.module, self._loss, arrays)
         self._step(example)
 
+    def warm_up(self, batch: Batch) -> None:
+        """Run a microbatch of another shape once: drivers compile shaders when they first run."""
+        for _ in self.gradients(batch, 0):
+            pass
+
     def load(self, parameters: list[Array]) -> None:
         """Upload new values; see `Program.load`.
 

@@ -27,11 +27,15 @@ class Function(nn.Module):
 
 
 def on_device(
-    device: Device, function: Callable[..., Any], tensors: Sequence[torch.Tensor]
+    device: Device,
+    function: Callable[..., Any],
+    tensors: Sequence[torch.Tensor],
+    *,
+    cooperative: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """What the function gives, computed there."""
+    """What the function gives, computed there; `cooperative` as on a GPU."""
     module = Function(function)
-    template = Templates(cooperative=False, matmul=MatmulTuner(device).shader)
+    template = Templates(cooperative=cooperative, matmul=MatmulTuner(device).shader)
     program = VulkanProgram(device, Trainable((), module, lambda m, a: m(a)), template)
     try:
         result = program.forward(tuple(tensors), {})

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from backends.wgpu.values import NoRule
 from tests.backends.wgpu.on_device import gradients_on_device, on_device
 
 FEW = settings(
@@ -187,8 +188,24 @@ def test_gradients_of_gathers_add_up_in_one_order(device):
     torch.testing.assert_close(got[0], expected, rtol=RTOL, atol=ATOL)
 
 
-def test_long_sums_lose_little(device):
+@pytest.mark.parametrize("cooperative", [False, True])
+def test_long_reductions_lose_little(device, cooperative):
+    """By one invocation each, and by a workgroup each, as on a GPU."""
     x = drawn(3, 100_003).abs()
-    got = on_device(device, lambda x: (x.sum(1), x.mean()), (x,))
-    torch.testing.assert_close(got[0], x.double().sum(1).float(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(got[1], x.double().mean().float(), rtol=1e-6, atol=0)
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (
+            x.sum(1),
+            x.mean(),
+            x.amax(1),
+            x.amin(),
+            (x > 4.5).any(1),
+            (x > 1).sum(1),
+            x[:, :200].sum(1),
+        )
+
+    got = on_device(device, function, (x,), cooperative=cooperative)
+    with pytest.raises(NoRule, match=r"'argmax.default' .over 100003 terms"):
+        on_device(device, lambda x: x.argmax(1), (x,))
+    for one, other in zip(got, function(x.double()), strict=True):
+        torch.testing.assert_close(one, other.to(one.dtype), rtol=1e-6, atol=0.0)
