@@ -18,6 +18,7 @@ import torch
 
 from backends import numerics
 from backends.block_order import BlockOrder, unused_parameters
+from backends.frozen_base import round_frozen_base
 from backends.interface import (
     Array,
     Batch,
@@ -92,6 +93,7 @@ class EagerProgram:
         self._copies: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        round_frozen_base(self._module, trainable.base_dtype)
         numerics.own_storage(self._module, device)
         self._hooks = self._hook()
         numerics.use_threads(trainable.threads)

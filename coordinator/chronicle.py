@@ -60,6 +60,10 @@ class Chronicle:
             *self._plans(actions),
         ]
 
+    def failed(self, reason: str) -> Fault:
+        """The run ends as failed."""
+        return self._fault("failed", {"reason": reason}, "the run can be resumed")
+
     def _of_single_actions(self, actions: Sequence[Action]) -> Iterator[Record]:
         for action in actions:
             match action:

@@ -15,7 +15,7 @@ import yaml
 
 from coordinator import token_cli
 from protocol import __version__
-from protocol.address import parse_address, parse_device_numbers
+from protocol.address import parse_address, parse_devices
 from protocol.errors import ExitCode, RunSpecError, SamestepError, UsageError
 from protocol.system_journal import write_error
 
@@ -87,7 +87,9 @@ LocalWorkers = Annotated[
     int, typer.Option(min=0, help="Also start so many workers on this machine.")
 ]
 Backend = Annotated[str, typer.Option(help="Backend of the local workers.")]
-Gpus = Annotated[str, typer.Option(help="Devices of the local workers, such as 0,1.")]
+Gpus = Annotated[
+    str, typer.Option(help="Devices of the local workers, such as 0,1, or parts of names.")
+]
 AddressFile = Annotated[
     Path | None, typer.Option(help="Write the addresses in use to this file, as JSON.")
 ]
@@ -139,7 +141,7 @@ def serve(
         spec=run_spec_from(run, ShortForms(task, model, data, num_classes, steps), overrides),
         local_workers=local_workers,
         local_backend=backend,
-        local_devices=parse_device_numbers(gpus, "--gpus"),
+        local_devices=parse_devices(gpus, "--gpus"),
         address_file=address_file,
         trace=trace,
         log_json=log_json,
@@ -256,6 +258,24 @@ def report(
     audited = None if is_held(directory) else audit_run(directory)  # its files change
     replace_file(target, report_on(directory, audited).encode())
     typer.echo(str(target))
+
+
+@app.command()
+def doctor(
+    bind: Bind = DEFAULT_BIND,
+    control: Control = DEFAULT_CONTROL,
+    out: Out = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One document, for scripts.")] = False,
+) -> None:
+    """Check this machine for what usually goes wrong, and say what to do."""
+    from coordinator.doctor import Plan, examine
+    from coordinator.main import DEFAULT_OUT
+    from protocol.doctor import tell
+    from protocol.secret_file import state_home
+
+    ports = parse_address(bind, "--bind"), parse_address(control, "--control")
+    plan = Plan(*ports, out or DEFAULT_OUT, state_home())
+    raise typer.Exit(tell(examine(plan), typer.echo, as_json=as_json))
 
 
 @app.command()

@@ -18,7 +18,11 @@ from protocol import limits
 from protocol.errors import UsageError
 from protocol.transport import Channel
 
-_BACKLOG: Final = 128
+_BACKLOG: Final = 1024
+"""In the kernel, until the loop comes to them: a flood must not drown a newcomer's first packet,
+which would come again only a second later."""
+_AT_ONCE: Final = 64
+"""Accepted in one turn of the loop, which then sees to members again."""
 _PAUSE_S: Final = 0.2
 """After the system has no file descriptor or memory for another connection."""
 
@@ -79,7 +83,7 @@ class Doorway:
         listener.listen(_BACKLOG)
 
     def _accept(self, listener: socket.socket) -> None:
-        for _ in range(_BACKLOG):
+        for _ in range(_AT_ONCE):
             try:
                 endpoint, address = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):

@@ -48,7 +48,7 @@ class Options:
     resume: bool
     local_workers: int
     local_backend: str
-    local_devices: tuple[int, ...]
+    local_devices: tuple[int | str, ...]
     address_file: Path | None
     trace: Path | None
     log_json: bool

@@ -1,9 +1,17 @@
 #!/usr/bin/env bash
-# Makes .venv with the locked requirements and samestep itself: environment.sh run|dev
+# Makes .venv with the locked requirements and samestep itself:
+# environment.sh coordinator|worker|run|dev
 # Says nothing and changes nothing where it is there already. Each failure is one line on stderr.
+#
+# coordinator   to coordinate and no more: without torch
+# worker        for both daemons and all tasks
+# run           also the weights and data of deploy/quickstart.sh
+# dev           also what the tests need
 #
 # PYTHON        which Python to use (default: python3.11, else python3 of at least 3.11)
 # SAMESTEP_VENV where to make the environment (default: .venv in the repository)
+# SAMESTEP_WHEEL installs samestep from this wheel, not from the repository, which then holds no more
+#               than requirements/ and pyproject.toml
 # TORCH         cpu or cuda (default: cuda where an NVIDIA driver answers, else cpu where pip is
 #               offered that build, else what the index has)
 set -euo pipefail
@@ -11,8 +19,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 readonly set_name="${1:-run}"
 readonly venv="${SAMESTEP_VENV:-.venv}"
+readonly wheel="${SAMESTEP_WHEEL:-}"
 readonly stamp="$venv/samestep.lock"
-readonly cpu_mib=2000 cuda_mib=9000 # measured sizes of the finished environment, and some room
+readonly coordinator_mib=400 cpu_mib=2000 cuda_mib=9000 # measured sizes of the finished environment, and some room
 
 # Exit codes as of the daemons: 1 failed, 2 usage, 69 cannot reach, 78 mismatch.
 fail() {
@@ -22,17 +31,26 @@ fail() {
 
 say() { printf 'samestep: %s\n' "$1" >&2; }
 
+readonly set_names=(coordinator worker run dev) # each holds what those before it hold
+
 case "$set_name" in
+coordinator) requirements=(coordinator) ;;
+worker) requirements=(run) ;;
 run) requirements=(run assets) ;;
 dev) requirements=(run assets dev) ;;
-*) fail 2 "expected environment.sh run or dev, got '$set_name'" ;;
+*) fail 2 "expected environment.sh with one of ${set_names[*]}, got '$set_name'" ;;
 esac
 
 # One line per set, so that an environment made for development also serves for running.
 wanted() {
-    local name files=(requirements/{run,assets,cpu,cuda}.txt pyproject.toml)
-    for name in run dev; do
-        [ "$name" = dev ] && files+=(requirements/dev.txt)
+    local name files=(pyproject.toml ${wheel:+"$wheel"})
+    for name in "${set_names[@]}"; do
+        case "$name" in
+        coordinator) files+=(requirements/coordinator.txt) ;;
+        worker) files+=(requirements/{run,cpu,cuda}.txt) ;;
+        run) files+=(requirements/assets.txt) ;;
+        dev) files+=(requirements/dev.txt) ;;
+        esac
         printf '%s %s %s\n' "$name" "$PWD" "$(cat "${files[@]}" | sha256sum | cut -c1-64)"
         [ "$name" = "$set_name" ] && break
     done
@@ -137,14 +155,22 @@ install_torch() {
 install() {
     local name files=()
     for name in "${requirements[@]}"; do files+=(-r "requirements/$name.txt"); done
-    say "installing the locked packages (some 400 MB the first time, minutes)"
+    if [ "$set_name" = coordinator ]; then
+        say "installing the locked packages"
+    else
+        say "installing the locked packages (some 400 MB the first time, minutes)"
+    fi
     pip --require-hashes "${files[@]}" || explain "$log"
-    install_torch
-    pip --no-build-isolation --no-index -e . || explain "$log"
+    [ "$set_name" = coordinator ] || install_torch
+    if [ -n "$wheel" ]; then
+        pip --no-index --force-reinstall "$wheel" || explain "$log"
+    else
+        pip --no-build-isolation --no-index -e . || explain "$log"
+    fi
     # Without compiled files torch and transformers take twice as long at each start. A few files
     # are for later Pythons and do not compile; that is theirs.
-    "$venv/bin/python" -m compileall -qq -j 0 "$venv/lib" backends coordinator protocol worker ||
-        true
+    "$venv/bin/python" -m compileall -qq -j 0 "$venv/lib" backends coordinator protocol worker \
+        >/dev/null || true
 }
 
 main() {
@@ -154,7 +180,10 @@ main() {
     case $'\n'"$held"$'\n' in *$'\n'"$wanted"$'\n'*) return ;; esac
     # Half made by a run that was cut off: what it holds cannot be trusted.
     [ "$held" = making ] && rm -rf "$venv"
-    [ -x "$venv/bin/python" ] || { need_space "$cpu_mib"; make_venv; }
+    if [ ! -x "$venv/bin/python" ]; then
+        need_space "$([ "$set_name" = coordinator ] && echo "$coordinator_mib" || echo "$cpu_mib")"
+        make_venv
+    fi
     echo making >"$stamp" || fail 1 "cannot write $stamp"
     install
     printf '%s\n' "$wanted" >"$stamp" || fail 1 "cannot write $stamp"

@@ -7,7 +7,8 @@ SamestepError
 ├── RunFailed             exit 1   the run failed or is halted at exit
 │   └── Superseded                 another coordinator has the run's directory
 ├── Unreachable           exit 69  nothing answers at the address, or a device is not there
-│   └── BackendUnavailable         a named backend cannot be used here, with the reason
+│   ├── BackendUnavailable         a named backend cannot be used here, with the reason
+│   └── DeviceError                a device was lost, or has no memory left, while it computed
 ├── NotAuthorised         exit 77  the other side does not accept who we are
 ├── Mismatch              exit 78  versions, manifests or configurations differ
 ├── StorageFailed         exit 1   nothing can be written just now: full, read-only, gone
@@ -88,6 +89,23 @@ class BackendUnavailable(Unreachable):
 
     def __str__(self) -> str:
         return f"backend {self.backend!r} is not usable here: {self.reason}"
+
+
+class DeviceError(Unreachable):
+    """A device stopped computing: it was lost, or has no memory left.
+
+    Attributes:
+        device: The device's name.
+        reason: What happened, as the driver says it.
+    """
+
+    def __init__(self, device: str, reason: str) -> None:
+        super().__init__(device, reason)
+        self.device = device
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"the device {self.device!r} failed: {self.reason}"
 
 
 class NotAuthorised(SamestepError):

@@ -25,6 +25,7 @@ ASSETS: Final = {
 CUDA: Final = re.compile(r"(cuda|nvidia)-|torch==|triton==")
 
 HEADINGS: Final = {
+    "coordinator": "What a coordinator needs that does no more than coordinate: a part of run.txt.",
     "run": "What the daemons and all tasks need, but for torch.",
     "cpu": "torch's CPU build, for a pip that is offered it.",
     "cuda": "torch as the public index has it, and what its CUDA build for Linux needs.",
@@ -37,12 +38,15 @@ HEADINGS: Final = {
 def main() -> None:
     """Resolve, then split into the sets."""
     torch = f"torch=={TORCH}\n"
-    everything = _resolve(["--extra", "hf", "--extra", "digits", "--extra", "dev"], torch)
-    for_running = _resolve(["--extra", "hf", "--extra", "digits"], torch).keys()
+    extras = ["--extra", "hf", "--extra", "digits", "--extra", "vulkan"]
+    everything = _resolve([*extras, "--extra", "dev"], torch)
+    for_running = _resolve(extras, torch).keys()
+    coordinating = _resolve([], "setuptools\n").keys()  # which builds samestep itself
     sets: dict[str, list[str]] = {"run": [], "dev": [], "cuda": []}
     for name, entry in everything.items():
         kind = "cuda" if CUDA.match(name) else "run" if name in for_running else "dev"
         sets[kind].append(entry)
+    sets["coordinator"] = [entry for name, entry in everything.items() if name in coordinating]
     # The local version has a set of its own: among several allowed files pip prefers those whose
     # link carries a hash, so it would pass over a CPU build in a folder it was pointed to.
     sets["cpu"] = [f"torch=={TORCH}+cpu \\\n    --hash=sha256:{TORCH_CPU_SHA256}"]

@@ -19,7 +19,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -70,6 +70,7 @@ class Machine:
     """Make one with `booted_machine`."""
 
     def __init__(self, leader: int) -> None:
+        self.leader = leader
         self._enter = ["nsenter", "--target", str(leader), "--all", "--"]
         self._root = Path(f"/proc/{leader}/root")
         self._entries: list[dict[str, Any]] = []
@@ -155,29 +156,47 @@ class Machine:
 
 
 @contextlib.contextmanager
-def booted_machine(directory: Path) -> Iterator[Machine]:
+def booted_machine(
+    directory: Path,
+    name: str = "lab",
+    *,
+    bare: Mapping[Path, str] | None = None,
+    network: Path | None = None,
+) -> Iterator[Machine]:
     """Boot one; skips the test where none can be had.
 
     Args:
-        directory: An empty one to work in.
+        directory: One to work in; the machine's name is not taken there.
+        name: Its host name.
+        bare: Nothing of samestep is installed; these directories of this machine are seen there.
+        network: The file of the network namespace that it is in; None for one of its own.
     """
     if os.geteuid() != 0:
         pytest.skip("no machine can be booted here: only root may mount its file system")
     for command in ("systemd-nspawn", "nsenter", "unshare", "journalctl"):
         if shutil.which(command) is None:
             pytest.skip(f"no machine can be booted here: {command} is missing (systemd-container)")
-    base = directory / "machine"
+    base = directory / name
     base.mkdir()
-    _lay_out(directory / "machine.files")
+    files = directory / f"{name}.files"
+    _lay_out(files, name)
+    if bare is None:
+        _install(files)
+    binds = (
+        _binds() if bare is None else [f"--bind-ro={here}:{there}" for here, there in bare.items()]
+    )
     notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    notices.bind(f"\0samestep-machine-{os.getpid()}")
+    # By a path: an abstract name would be of this network namespace alone.
+    notices.bind(str(directory / f"{name}.notify"))
+    enter = ["nsenter", f"--net={network}"] if network is not None else []
+    own_network = ["--private-network"] if network is None else []
     nspawn = subprocess.Popen(
-        ["unshare", "--mount", "--propagation", "private", "sh", "-c", _SET_UP, "sh", base,
-         "--quiet", f"--directory={base}/root", "--boot", "--machine=lab", "--register=no",
-         "--keep-unit", "--private-network", "--link-journal=no", "--console=pipe",
-         "--notify-ready=yes", *_binds(), "--",
+        [*enter, "unshare", "--mount", "--propagation", "private", "sh", "-c", _SET_UP, "sh", base,
+         "--quiet", f"--directory={base}/root", "--boot", f"--machine={name}", "--register=no",
+         "--keep-unit", *own_network, "--link-journal=no", "--console=pipe",
+         "--notify-ready=yes", *binds, "--",
          "--unit=samestep-test.target", "--show-status=no"],
-        env={**os.environ, "NOTIFY_SOCKET": "@" + notices.getsockname()[1:].decode()},
+        env={**os.environ, "NOTIFY_SOCKET": notices.getsockname()},
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     leader, machine = 0, None
@@ -226,18 +245,22 @@ def _leader(nspawn: subprocess.Popen[str], notices: socket.socket) -> int:
     return leader
 
 
-def _lay_out(files: Path) -> None:
+def _lay_out(files: Path, name: str) -> None:
     """What is copied into its file system."""
     units = files / "etc/systemd/system"
     units.mkdir(parents=True)
-    for unit in (ROOT / "deploy/systemd").glob("*.service"):
-        shutil.copy(unit, units)
     (units / "samestep-test.target").write_text(_TARGET)
     (units / "samestep-test-limit.service").write_text(_LIMIT)
-    (files / "etc/hostname").write_text("lab\n")
+    (files / "etc/hostname").write_text(f"{name}\n")
     journald = files / "etc/systemd/journald.conf.d/samestep-test.conf"
     journald.parent.mkdir(parents=True)
     journald.write_text(_JOURNAL)
+
+
+def _install(files: Path) -> None:
+    """This checkout, by the interpreter and the packages that run the tests."""
+    for unit in (ROOT / "deploy/systemd").glob("*.service"):
+        shutil.copy(unit, files / "etc/systemd/system")
     commands = files / INSTALLED.lstrip("/") / "bin"
     commands.mkdir(parents=True)
     for module in ("coordinator", "worker"):

@@ -1,7 +1,8 @@
 """Hosts on one machine: network namespaces on a bridge, whose links a test can cut and mend.
 
-Their addresses are loopback addresses (127.8.0.x), routed over real links: what may listen on
-loopback alone can be reached from another host here, and from nowhere else.
+Their addresses are loopback addresses (127.8.0.x) unless a test wants others, routed over real
+links: what may listen on loopback alone can be reached from another host here, and from nowhere
+else.
 """
 
 from __future__ import annotations
@@ -28,13 +29,18 @@ _NEW_NETWORK = 0x40000000
 class Network:
     """Hosts by name; make one with `network`."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
+    def __init__(self, names: tuple[str, ...], subnet: str) -> None:
+        self._subnet = subnet
         self._prefix = f"samestep-{os.getpid()}"
         self._numbers = {name: number for number, name in enumerate(names, start=1)}
 
     def address(self, host: str) -> str:
         """The host's own."""
-        return f"127.8.0.{self._numbers[host]}"
+        return f"{self._subnet}.{self._numbers[host]}"
+
+    def namespace(self, host: str) -> Path:
+        """The file of its network namespace."""
+        return Path(f"/run/netns/{self._name(host)}")
 
     def cut(self, host: str) -> None:
         """From now on nothing passes its link, either way; nobody is told."""
@@ -60,7 +66,7 @@ class Network:
         """Do it in a thread of that host; so are the threads and processes that it starts."""
 
         def enter() -> None:
-            with Path(f"/run/netns/{self._name(host)}").open() as namespace:
+            with self.namespace(host).open() as namespace:
                 if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _NEW_NETWORK):
                     raise OSError(ctypes.get_errno(), "setns")
 
@@ -81,14 +87,17 @@ class Network:
             _ip("-n", self._name("hub"), *link)
             self.mend(host)
             _ip("-n", self._name("hub"), "link", "set", port, "up")
-            for scope in ("all", "eth0"):
-                setting = f"net.ipv4.conf.{scope}.route_localnet=1"
-                _ip("netns", "exec", name, "sysctl", "-qw", setting)
-            # What a host sends to itself goes through lo, which must not claim all of 127/8.
             _ip("-n", name, "link", "set", "lo", "up")
-            _ip("-n", name, "addr", "del", "127.0.0.1/8", "dev", "lo")
+            if self._subnet.startswith("127."):
+                for scope in ("all", "eth0"):
+                    setting = f"net.ipv4.conf.{scope}.route_localnet=1"
+                    _ip("netns", "exec", name, "sysctl", "-qw", setting)
+                # What a host sends to itself goes through lo, which must not claim all of 127/8.
+                _ip("-n", name, "addr", "del", "127.0.0.1/8", "dev", "lo")
             _ip("-n", name, "link", "set", "eth0", "up")
             _ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
+            if not self._subnet.startswith("127."):
+                _ip("-n", name, "route", "add", "default", "dev", "eth0")
 
     def _tear_down(self) -> None:
         for host in ("hub", *self._numbers):
@@ -97,9 +106,14 @@ class Network:
 
 
 @contextlib.contextmanager
-def network(*names: str) -> Iterator[Network]:
-    """So many hosts on one bridge; skips the test where none can be made."""
-    made = Network(names)
+def network(*names: str, subnet: str = "127.8.0") -> Iterator[Network]:
+    """So many hosts on one bridge; skips the test where none can be made.
+
+    Args:
+        names: Of the hosts.
+        subnet: The first three numbers of their addresses.
+    """
+    made = Network(names, subnet)
     try:
         try:
             made._set_up()

@@ -13,7 +13,7 @@ import typer
 from backends.device_name import parse_device_name
 from backends.registry import parse_name
 from protocol import __version__
-from protocol.address import parse_address, parse_device_numbers
+from protocol.address import parse_address, parse_devices
 from protocol.errors import ExitCode, SamestepError, UsageError
 from protocol.system_journal import write_error
 
@@ -31,12 +31,21 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
+Coordinator = Annotated[
+    str, typer.Option(envvar="SAMESTEP_COORDINATOR", help="HOST:PORT of the coordinator.")
+]
 BackendName = Annotated[
     str,
     typer.Option(
         envvar="SAMESTEP_BACKEND",
         help="auto, cuda, cuda1 (a device), vulkan, cpu, or scripted[:MS] for tests.",
     ),
+]
+Gpus = Annotated[
+    str, typer.Option(help="Devices, such as 0,1, or parts of names: one process for each.")
+]
+Name = Annotated[
+    str, typer.Option(envvar="SAMESTEP_NAME", help="Name shown to others [host name].")
 ]
 RetryFor = Annotated[
     float,
@@ -47,31 +56,27 @@ RetryFor = Annotated[
         help="Give up after so long without coordinator.",
     ),
 ]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="SAMESTEP_TOKEN_FILE", metavar="FILE", help="Holds the join token; mode 0600."
+    ),
+]
+Plaintext = Annotated[
+    bool, typer.Option("--plaintext", help="No TLS, as the coordinator's --plaintext.")
+]
 
 
 @app.callback(invoke_without_command=True)
 def serve(
     context: typer.Context,
-    coordinator: Annotated[
-        str, typer.Option(envvar="SAMESTEP_COORDINATOR", help="HOST:PORT of the coordinator.")
-    ] = "",
+    coordinator: Coordinator = "",
     backend: BackendName = "auto",
-    gpus: Annotated[
-        str, typer.Option(help="Device numbers, such as 0,1: one process for each.")
-    ] = "",
-    name: Annotated[
-        str, typer.Option(envvar="SAMESTEP_NAME", help="Name shown to others [host name].")
-    ] = "",
+    gpus: Gpus = "",
+    name: Name = "",
     retry_for: RetryFor = 300.0,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="SAMESTEP_TOKEN_FILE", metavar="FILE", help="Holds the join token; mode 0600."
-        ),
-    ] = None,
-    plaintext: Annotated[
-        bool, typer.Option("--plaintext", help="No TLS, as the coordinator's --plaintext.")
-    ] = False,
+    token_file: TokenFile = None,
+    plaintext: Plaintext = False,
     trace: Annotated[
         Path | None, typer.Option(help="Write a Chrome trace of this worker to this file.")
     ] = None,
@@ -84,23 +89,19 @@ def serve(
     del version
     if context.invoked_subcommand is not None:
         return
-    backend, number = parse_device_name(backend)
-    if gpus and number is not None:
-        raise UsageError(f"expected a device in --backend {backend}{number} or in --gpus, got both")
-    indices = parse_device_numbers(gpus, "--gpus") or (number or 0,)
-    if len(indices) > 1:
+    backend, wanted = _devices(backend, gpus)
+    if len(wanted) > 1:
         from worker.group import run_group
 
-        raise typer.Exit(run_group(sys.argv[1:], list(indices), name or _host_name()))
+        raise typer.Exit(run_group(sys.argv[1:], list(wanted), name or _host_name()))
     from worker.client import Target
     from worker.credentials import Credentials
     from worker.main import Options, main
 
-    parse_name(backend)
     host, port = _address(coordinator)
     target = Target(host, port, name or _host_name(), backend, retry_for)
     credentials = Credentials(token_file, plaintext=plaintext)
-    raise typer.Exit(main(Options(target, indices[0], trace, quiet, credentials)))
+    raise typer.Exit(main(Options(target, wanted[0], trace, quiet, credentials)))
 
 
 @app.command()
@@ -111,7 +112,35 @@ def devices() -> None:
     for info in all_devices():
         memory = f", {info.memory_bytes / 2**30:.1f} GiB" if info.memory_bytes else ""
         verdict = "usable" if info.usable else f"not usable: {info.reason}"
+        verdict += " (software: only when asked for by name)" if info.software else ""
         typer.echo(f"{info.backend} {info.index}: {info.name}{memory}: {verdict}")
+
+
+@app.command()
+def doctor(
+    coordinator: Coordinator = "",
+    backend: BackendName = "auto",
+    gpus: Gpus = "",
+    name: Name = "",
+    token_file: TokenFile = None,
+    plaintext: Plaintext = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One document, for scripts.")] = False,
+) -> None:
+    """Check this machine, and the way to the coordinator, for what usually goes wrong."""
+    from protocol.doctor import tell
+    from worker.doctor import Plan, examine
+
+    backend, wanted = _devices(backend, gpus)
+    named = bool(coordinator or os.environ.get("MASTER_ADDR"))
+    plan = Plan(
+        coordinator=_address(coordinator) if named else None,
+        name=name or _host_name(),
+        backend=backend,
+        devices=wanted,
+        token_file=token_file,
+        plaintext=plaintext,
+    )
+    raise typer.Exit(tell(examine(plan), typer.echo, as_json=as_json))
 
 
 @app.command()
@@ -124,6 +153,15 @@ def classify(
 
     for prediction in classify_texts(directory, texts):
         typer.echo(f"{prediction.label} {prediction.probability:.3f}  {prediction.text}")
+
+
+def _devices(backend: str, gpus: str) -> tuple[str, tuple[int | str, ...]]:
+    """Backend and devices, by number or part of their name, out of --backend and --gpus."""
+    backend, number = parse_device_name(backend)
+    if gpus and number is not None:
+        raise UsageError(f"expected a device in --backend {backend}{number} or in --gpus, got both")
+    parse_name(backend)
+    return backend, parse_devices(gpus, "--gpus") or (number or 0,)
 
 
 def _address(coordinator: str) -> tuple[str, int]:

@@ -28,7 +28,7 @@ class Options:
     """The command line of one worker process, checked."""
 
     target: Target
-    device_index: int
+    device: int | str
     trace: Path | None
     quiet: bool
     credentials: Credentials
@@ -37,9 +37,9 @@ class Options:
 class LocalDevice:
     """The engine's toolbox: chooses the backend once, and builds tasks for it."""
 
-    def __init__(self, name: str, index: int, tell: Callable[[str], None]) -> None:
+    def __init__(self, name: str, wanted: int | str, tell: Callable[[str], None]) -> None:
         self._name = name
-        self._index = index
+        self._wanted = wanted
         self._tell = tell
         self._backend: Backend | None = None
 
@@ -48,7 +48,7 @@ class LocalDevice:
         if self._backend is None:
             from backends.registry import choose  # noqa: PLC0415 -- may import torch: seconds
 
-            choice = choose(self._name, self._index)
+            choice = choose(self._name, self._wanted)
             self._tell(f"device: {choice.backend.info.name}: {choice.reason}")
             self._backend = choice.backend
         return self._backend
@@ -84,7 +84,7 @@ async def _serve(options: Options) -> ExitCode:
 
     supervisor = Supervisor()
     tracer = Tracer.to_file(options.trace, options.target.name) if options.trace else None
-    toolbox = LocalDevice(options.target.backend, options.device_index, tell)
+    toolbox = LocalDevice(options.target.backend, options.device, tell)
     client = Client(options.target, toolbox, options.credentials, tell, tracer)
     _end_on_signals(client, supervisor)
     supervisor.ready(client.status)

@@ -117,13 +117,29 @@ def test_an_environment_cut_off_half_way_is_made_anew(place: Place):
 
 
 def test_an_environment_for_development_serves_for_running(place: Place):
-    script = str(place.repository / "deploy" / "environment.sh")
-    environment = {"PATH": f"{place.commands}:{os.environ['PATH']}"}
-    environment |= {"FAKE_FREE": "99000000", "FAKE_LOG": str(place.log)}
-    subprocess.run(["bash", script, "dev"], env=environment, check=True, capture_output=True)
+    environment(place, "dev")
     before = place.did()
     assert "pip -r requirements/dev.txt" in before
     place.run()
+    assert place.did() == before
+
+
+def environment(place: Place, name: str) -> None:
+    script = str(place.repository / "deploy" / "environment.sh")
+    variables = {"PATH": f"{place.commands}:{os.environ['PATH']}"}
+    variables |= {"FAKE_FREE": "99000000", "FAKE_LOG": str(place.log)}
+    subprocess.run(["bash", script, name], env=variables, check=True, capture_output=True)
+
+
+def test_a_coordinator_gets_no_torch(place: Place):
+    environment(place, "coordinator")
+    assert place.did() == ["pip -r requirements/coordinator.txt", "pip -e .", "compiled"]
+    environment(place, "coordinator")
+    assert len(place.did()) == 3
+    environment(place, "worker")
+    assert place.did()[3:5] == ["pip -r requirements/run.txt", "pip -r requirements/cpu.txt"]
+    before = place.did()
+    environment(place, "coordinator")
     assert place.did() == before
 
 

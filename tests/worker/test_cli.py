@@ -55,7 +55,7 @@ def test_devices_says_of_each_whether_it_is_usable():
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--gpus", "0,x"], "--gpus"),
+        (["--gpus", "0,-"], "--gpus"),
         (["--gpus", "1,1"], "--gpus"),
         (["--coordinator", "nowhere"], "--coordinator"),
         (["--coordinator", "host:notaport"], "--coordinator"),

@@ -1,0 +1,153 @@
+"""Why a device that is in this machine cannot be used, and what to do; `worker doctor` asks.
+
+The registry says what torch makes of a device. Here is what the kernel says: which cards there
+are, whether a driver has them, and whether this user may open them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from backends.interface import DeviceInfo
+from backends.registry import devices, parse_name
+from protocol.doctor import Finding, failure, ok, warning
+
+_DISPLAYS: Final = "0x03"
+"""PCI class of display controllers."""
+_MAKERS: Final = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
+_NODES: Final = ("nvidia[0-9]*", "nvidiactl", "nvidia-uvm", "dri/renderD*", "kfd")
+_NO_DRIVER: Final = (
+    "install NVIDIA's driver (Debian: non-free enabled, apt install nvidia-driver) and reboot"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where the kernel tells about devices."""
+
+    dev: Path = Path("/dev")
+    proc: Path = Path("/proc")
+    sys: Path = Path("/sys")
+
+    def cards(self) -> dict[str, int]:
+        """How many display controllers there are, by maker."""
+        found: dict[str, int] = {}
+        for device in (self.sys / "bus/pci/devices").glob("*"):
+            maker = _MAKERS.get(_text(device / "vendor"))
+            if maker and _text(device / "class").startswith(_DISPLAYS):
+                found[maker] = found.get(maker, 0) + 1
+        return found
+
+    def closed(self) -> list[str]:
+        """Device files that are there and that this user may not open."""
+        nodes = (node for pattern in _NODES for node in sorted(self.dev.glob(pattern)))
+        return [str(node) for node in nodes if not os.access(node, os.R_OK | os.W_OK)]
+
+    def nvidia_driver(self) -> str:
+        """The version of the driver that is loaded; empty if none is."""
+        words = _text(self.proc / "driver/nvidia/version").split()
+        return next((word for word in words if word[:1].isdigit() and "." in word), "")
+
+
+def device_findings(name: str, wanted: Sequence[int | str], machine: Machine) -> Iterator[Finding]:
+    """What the worker can compute on.
+
+    Args:
+        name: As given to --backend.
+        wanted: Devices, by number or by part of their names.
+        machine: Where to look.
+    """
+    kind, _ = parse_name(name)
+    closed = machine.closed()
+    if closed:
+        yield warning(
+            "device files", f"this user may not open {', '.join(closed)}",
+            "usermod -aG render,video USER, then log in anew",
+        )  # fmt: skip
+    rows = [row for row in devices() if kind in {"auto", row.backend}]
+    cards = machine.cards()
+    for row in rows:
+        if row.usable:
+            yield _tried(row)
+        elif kind != "auto":
+            yield failure("device", f"{row.backend}: {row.reason}", _advice(row, cards, machine))
+        elif advice := _advice(row, cards, machine):
+            yield warning("device", f"{row.backend}: {row.reason}", advice)
+    usable = [row for row in rows if row.usable]
+    if not usable:
+        if kind == "auto":
+            yield failure("device", "none is usable", "see: worker devices")
+        return
+    there = [row for row in usable if row.backend == usable[0].backend]
+    beyond = ", ".join(str(each) for each in wanted if not any(_is(row, each) for row in there))
+    if beyond and usable[0].backend != "cpu":
+        lacking = f"there is no {usable[0].backend} device {beyond}"
+        yield failure("device", lacking, "see: worker devices")
+
+
+def _is(row: DeviceInfo, wanted: int | str) -> bool:
+    return row.index == wanted if isinstance(wanted, int) else wanted in row.name.lower()
+
+
+def _tried(row: DeviceInfo) -> Finding:
+    """Compute something small on a device that torch calls usable."""
+    memory = f", {row.memory_bytes / 2**30:.1f} GiB" if row.memory_bytes else ""
+    found = f"{row.backend} {row.index}: {row.name}{memory}"
+    if row.backend not in {"cpu", "cuda"}:
+        return ok("device", found)
+    import torch  # noqa: PLC0415 -- seconds
+
+    try:
+        place = torch.device("cuda", row.index) if row.backend == "cuda" else torch.device("cpu")
+        ones = torch.ones(64, 64, device=place)
+        right = bool((ones @ ones == 64).all())
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        advice = "is another program using all its memory? see: nvidia-smi"
+        return failure("device", f"{found} cannot compute: {reason[:300]}", advice)
+    if not right:
+        return failure("device", f"{found} computes wrongly", "its memory or driver is damaged")
+    return ok("device", f"{found}, computes")
+
+
+def _advice(row: DeviceInfo, cards: dict[str, int], machine: Machine) -> str:
+    """What would make a device usable; empty if there is nothing in this machine to use."""
+    if row.backend == "cuda":
+        return _cuda_advice(cards, machine)
+    if row.backend == "vulkan" and (cards.get("AMD") or cards.get("Intel")):
+        return "apt install mesa-vulkan-drivers, and pip install 'samestep[vulkan]'"
+    return ""
+
+
+def _cuda_advice(cards: dict[str, int], machine: Machine) -> str:
+    driver = machine.nvidia_driver()
+    if not driver:
+        return _NO_DRIVER if cards.get("NVIDIA") else ""
+    return f"NVIDIA's driver {driver} is loaded; {_torch_says()}"
+
+
+def _torch_says() -> str:
+    """Why torch does not take the driver, in its own words: too old, or not the one loaded."""
+    try:
+        import torch  # noqa: PLC0415 -- seconds
+    except (ImportError, OSError):
+        return "install torch: bash deploy/environment.sh run"
+    if torch.version.cuda is None:
+        return "install torch's CUDA build: TORCH=cuda bash deploy/environment.sh run"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (AssertionError, RuntimeError) as error:
+        said = " ".join(str(error).split())[:300]
+        return f"torch {torch.__version__} says: {said}; update the driver, then reboot"
+    return "look at: nvidia-smi"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""

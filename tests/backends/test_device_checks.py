@@ -1,0 +1,110 @@
+"""Devices that are there and cannot be used: the kernel's files are made up, torch is torch."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from backends.device_checks import Machine, device_findings
+from backends.registry import devices
+
+torch = pytest.importorskip("torch")
+
+NVIDIA, AMD, INTEL = "0x10de", "0x1002", "0x8086"
+DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.57.02  Tue Jul 13 16:14:05 UTC 2021\n"
+HAS_CUDA = any(row.backend == "cuda" and row.usable for row in devices())
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """A machine with these display controllers, and perhaps a driver of NVIDIA's."""
+
+    def make(*makers: str, driver: str = "") -> Machine:
+        for number, maker in enumerate(makers):
+            card = tmp_path / "sys/bus/pci/devices" / f"0000:0{number}:00.0"
+            card.mkdir(parents=True)
+            (card / "vendor").write_text(maker + "\n")
+            (card / "class").write_text("0x030200\n")
+        if driver:
+            version = tmp_path / "proc/driver/nvidia/version"
+            version.parent.mkdir(parents=True)
+            version.write_text(driver)
+        return Machine(tmp_path / "dev", tmp_path / "proc", tmp_path / "sys")
+
+    return make
+
+
+def told(name: str, machine: Machine, *indices: int) -> list[str]:
+    return [each.line() for each in device_findings(name, indices or (0,), machine)]
+
+
+def test_the_cpu_computes(machine):
+    (line,) = told("cpu", machine())
+    assert line.startswith("ok       device: cpu 0: ")
+    assert line.endswith(", computes")
+
+
+def test_cards_are_counted_by_maker(machine):
+    assert machine(NVIDIA, NVIDIA, AMD, INTEL, "0x1234").cards() == {
+        "NVIDIA": 2,
+        "AMD": 1,
+        "Intel": 1,
+    }
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="CUDA is usable here")
+class TestWithoutCuda:
+    def test_no_card_is_no_fault(self, machine):
+        assert not any("cuda" in line for line in told("auto", machine()))
+
+    def test_a_card_without_a_driver(self, machine):
+        line = next(line for line in told("auto", machine(NVIDIA)) if "cuda" in line)
+        assert line.startswith("warning  device: cuda: ")
+        assert "apt install nvidia-driver" in line
+
+    def test_a_backend_that_was_asked_for(self, machine):
+        line = told("cuda", machine(NVIDIA))[-1]
+        assert line.startswith("failure  device: cuda: ")
+
+    def test_a_driver_that_torch_does_not_take(self, machine):
+        line = next(line for line in told("auto", machine(NVIDIA, driver=DRIVER)) if "cuda" in line)
+        assert line.startswith("warning  device: cuda: ")
+        assert "NVIDIA's driver 470.57.02 is loaded" in line
+        said = "CUDA build" if torch.version.cuda is None else "says: "
+        assert said in line
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device here")
+class TestWithCuda:
+    def test_each_card_computes(self):
+        lines = told("cuda", Machine())
+        assert lines
+        assert all(line.startswith("ok       device: cuda ") for line in lines)
+
+    def test_a_number_that_there_is_not(self):
+        line = told("cuda", Machine(), 99)[-1]
+        assert line.startswith("failure  device: there is no cuda device 99")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_device_files_that_are_closed():
+    with tempfile.TemporaryDirectory() as folder:
+        node = Path(folder) / "dri" / "renderD128"
+        node.parent.mkdir()
+        for path in (node.parent.parent, node.parent):
+            path.chmod(0o755)
+        node.touch(0o660)
+        machine = Machine(dev=Path(folder))
+        assert machine.closed() == []
+        # Root passes everywhere, so someone else looks.
+        child = os.fork()
+        if child == 0:
+            try:
+                os.setuid(65_534)
+                os._exit(int(machine.closed() != [str(node)]))
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

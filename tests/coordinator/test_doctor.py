@@ -1,0 +1,244 @@
+"""`coordinator doctor`: each thing that goes wrong is made to, and is named with what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coordinator import doctor
+from coordinator.claim import Claim
+from coordinator.credentials import Credentials
+from coordinator.doctor import Plan, examine
+from coordinator.run_directory import RunDirectory
+from protocol.doctor import Finding
+from protocol.secret_file import write_secret
+from tests.cluster import Cluster
+from tests.durable_run import small_disk
+from tests.live_service import scripted_spec
+from tests.network_hosts import network
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def plan(tmp_path):
+    def make(**changes):
+        values = {
+            "bind": ("127.0.0.1", 0),
+            "control": ("127.0.0.1", 0),
+            "directory": tmp_path / "runs",
+            "home": tmp_path / "home",
+        }
+        return Plan(**(values | changes))
+
+    return make
+
+
+def found(plan: Plan, check: str) -> Finding:
+    (finding,) = [each for each in examine(plan) if each.check == check]
+    return finding
+
+
+@contextlib.contextmanager
+def taken_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def test_a_sound_machine_has_no_failure_and_nothing_is_left(plan, tmp_path):
+    outcomes = {each.check: each.outcome for each in examine(plan())}
+    assert "failure" not in outcomes.values()
+    assert outcomes.keys() >= {
+        "release", "state directory", "secrets", "run directory", "sync", "runs",
+        "workers' port", "reachable", "control port", "open files", "memory", "clock",
+    }  # fmt: skip
+    assert list(tmp_path.iterdir()) == []
+
+
+# Secrets.
+
+
+def test_secrets_that_fit(plan, tmp_path):
+    Credentials.open(tmp_path / "home")
+    fits = found(plan(), "secrets")
+    assert fits.outcome == "ok"
+    assert "no worker's key yet" in fits.found
+    assert found(plan(), "state mode").outcome == "ok"
+
+
+@pytest.mark.parametrize("name", ["certificate.pem", "key.pem", "join.token", "workers.json"])
+def test_a_secret_that_others_may_read(plan, tmp_path, name):
+    Credentials.open(tmp_path / "home").enrol("w")
+    (tmp_path / "home" / "coordinator" / name).chmod(0o640)
+    wrong = found(plan(), "secrets")
+    assert wrong.outcome == "failure"
+    assert f"{name}' can be read by others (mode 0640)" in wrong.found
+    assert "chmod 600" in wrong.found
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("key.pem", "key.pem is missing"),
+        ("certificate.pem", "certificate.pem is missing"),
+        ("join.token", "the join token is missing"),
+    ],
+)
+def test_a_secret_that_is_lost(plan, tmp_path, name, said):
+    Credentials.open(tmp_path / "home")
+    (tmp_path / "home" / "coordinator" / name).unlink()
+    wrong = found(plan(), "secrets")
+    assert (wrong.outcome, said in wrong.found) == ("warning", True)
+    assert not (tmp_path / "home" / "coordinator" / name).exists()
+
+
+@pytest.mark.parametrize("name", ["certificate.pem", "key.pem", "join.token"])
+def test_a_secret_that_is_none(plan, tmp_path, name):
+    Credentials.open(tmp_path / "home")
+    write_secret(tmp_path / "home" / "coordinator" / name, "nothing of the kind\n")
+    wrong = found(plan(), "secrets")
+    assert (wrong.outcome, "the next start makes new ones" in wrong.advice) == ("failure", True)
+
+
+def test_a_token_of_another_certificate(plan, tmp_path):
+    Credentials.open(tmp_path / "home")
+    other = Credentials.open(tmp_path / "other").join_token().reveal()
+    write_secret(tmp_path / "home" / "coordinator" / "join.token", other)
+    assert "is of another certificate" in found(plan(), "secrets").found
+
+
+def test_a_state_directory_that_is_open_to_others(plan, tmp_path):
+    Credentials.open(tmp_path / "home")
+    (tmp_path / "home" / "coordinator").chmod(0o755)
+    wrong = found(plan(), "state mode")
+    assert (wrong.outcome, "chmod 700" in wrong.advice) == ("warning", True)
+
+
+# Disk and runs.
+
+
+def test_a_run_directory_that_is_full(plan, tmp_path):
+    with small_disk(tmp_path / "disk", 64) as disk:
+        with (disk / "filler").open("wb", buffering=0) as filler:
+            filler.write(bytes(64 * 1024))
+        checks = {each.check: each for each in examine(plan(directory=disk))}
+        for check in ("run directory", "sync"):
+            assert checks[check].outcome == "failure"
+            assert "No space left" in checks[check].found
+            assert "--out" in checks[check].advice
+
+
+def test_a_slow_disk(plan, monkeypatch):
+    monkeypatch.setattr(doctor, "SLOW_SYNC_MS", 0.0)
+    slow = found(plan(), "sync")
+    assert (slow.outcome, "each step waits" in slow.advice) == ("warning", True)
+
+
+def test_unfinished_runs(plan, tmp_path):
+    RunDirectory(tmp_path / "runs" / "one").begin("one", scripted_spec())
+    below = found(plan(), "runs")
+    assert below.outcome == "warning"
+    assert below.advice == f"coordinator --out {tmp_path}/runs --resume"
+    assert str(tmp_path / "runs" / "one") in below.found
+    alone = found(plan(directory=tmp_path / "runs" / "one"), "runs")
+    assert alone.outcome == "warning"
+    claim = Claim.take(tmp_path / "runs")
+    try:
+        assert found(plan(), "runs").outcome == "ok"
+    finally:
+        claim.release()
+
+
+def test_a_run_that_cannot_be_read(plan, tmp_path):
+    RunDirectory(tmp_path / "runs").begin("one", scripted_spec())
+    (tmp_path / "runs" / "result.json").write_text("{")
+    assert found(plan(), "runs").outcome == "failure"
+
+
+# Ports.
+
+
+def test_a_port_in_use_by_someone_else(plan):
+    with taken_port() as port:
+        for check, changes in (
+            ("workers' port", {"bind": ("127.0.0.1", port)}),
+            ("control port", {"control": ("127.0.0.1", port)}),
+        ):
+            wrong = found(plan(**changes), check)
+            assert wrong.outcome == "failure"
+            assert f"127.0.0.1:{port} is in use" in wrong.found
+
+
+def test_an_address_that_is_not_this_machine_s(plan):
+    wrong = found(plan(bind=("192.0.2.77", 0)), "workers' port")
+    assert (wrong.outcome, "cannot be bound" in wrong.found) == ("failure", True)
+    wrong = found(plan(bind=("no-such-host.invalid", 0)), "workers' port")
+    assert (wrong.outcome, "cannot be bound" in wrong.found) == ("failure", True)
+
+
+def test_a_control_port_that_others_could_reach(plan):
+    wrong = found(plan(control=("0.0.0.0", 0)), "control port")
+    assert (wrong.outcome, "ssh -N -L" in wrong.found) == ("failure", True)
+
+
+def test_loopback_is_not_for_others(plan):
+    alone = found(plan(), "reachable")
+    assert (alone.outcome, "--bind 0.0.0.0:" in alone.advice) == ("warning", True)
+
+
+def test_all_addresses(plan):
+    every = found(plan(bind=("0.0.0.0", 0)), "reachable")
+    if every.outcome == "ok":
+        assert "worker doctor --coordinator" in every.found
+    else:  # a machine without a network, or behind a filter
+        assert "no address" in every.found or "firewall" in every.found
+
+
+def test_a_machine_without_a_network(plan):
+    with network("alone", subnet="10.8.2") as made:
+        subprocess.run(
+            ["ip", "-n", made.namespace("alone").name, "addr", "flush", "dev", "eth0"], check=True
+        )
+        alone = made.run_on("alone", lambda: found(plan(bind=("0.0.0.0", 0)), "reachable"))
+    assert (alone.outcome, "no address that others know" in alone.found) == ("failure", True)
+
+
+def test_beside_a_coordinator_that_works(tmp_path, monkeypatch):
+    monkeypatch.setenv("SAMESTEP_HOME", str(tmp_path / "home"))
+    with Cluster(tmp_path, "--expect-workers", "1") as cluster:
+        arguments = ["--bind", cluster.address["data"], "--control", cluster.address["control"]]
+        done = subprocess.run(
+            [sys.executable, "-m", "coordinator", "doctor", *arguments, "--out",
+             str(tmp_path / "out"), "--json"],
+            cwd=ROOT, capture_output=True, text=True, timeout=60, check=False, env=os.environ,
+        )  # fmt: skip
+        checks = {each["check"]: each for each in json.loads(done.stdout)["checks"]}
+        assert done.returncode == 0, done.stdout
+        assert "this user's coordinator listens" in checks["workers' port"]["found"]
+        assert "a coordinator answers" in checks["control port"]["found"]
+        assert "a coordinator works in" in checks["runs"]["found"]
+
+
+def test_a_failure_is_exit_code_1_and_a_line_on_standard_output(tmp_path):
+    with taken_port() as port:
+        done = subprocess.run(
+            [sys.executable, "-m", "coordinator", "doctor", "--bind", f"127.0.0.1:{port}",
+             "--control", "127.0.0.1:0", "--out", str(tmp_path)],
+            cwd=ROOT, capture_output=True, text=True, timeout=60, check=False, env=os.environ,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert all(line.split()[0] in {"ok", "warning", "failure"} for line in lines)
+    assert [line.split(":")[0] for line in lines if line.startswith("failure")] == [
+        "failure  workers' port"
+    ]

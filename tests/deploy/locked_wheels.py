@@ -1,0 +1,30 @@
+"""The locked packages as files, for machines and containers without a network."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import ROOT
+
+DEBIAN_PYTHON = "3.11"
+
+
+def locked_wheels(cache: pytest.Cache) -> Path:
+    """A folder with what `requirements/coordinator.txt` names; kept from one run to the next.
+
+    Skips the test where they cannot be had.
+    """
+    folder = cache.mkdir("wheels")
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes",
+         "--only-binary=:all:", "--python-version", DEBIAN_PYTHON, "--dest", folder,
+         "-r", ROOT / "requirements" / "coordinator.txt"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        pytest.skip(f"the packages cannot be had: {done.stderr.strip().splitlines()[-1]}")
+    return folder

@@ -1,0 +1,172 @@
+"""The container files: as texts, and built and run for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import ROOT
+from tests.deploy.locked_wheels import locked_wheels
+
+FILES = sorted((ROOT / "deploy").glob("*.Containerfile"))
+BASE = "localhost/samestep-test-base"
+SECRET = "a-password-for-pip-3f9c"
+LIMITS = ("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096")
+
+
+def test_there_is_one_for_each_daemon():
+    assert [file.stem for file in FILES] == ["coordinator", "worker"]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+class TestText:
+    def test_it_runs_as_a_user_that_is_not_root(self, file):
+        assert re.findall(r"^USER (.*)$", file.read_text(), re.MULTILINE) == ["10001:10001"]
+
+    def test_no_secret_comes_in_by_an_argument_or_a_copy(self, file):
+        for line in re.findall(r"^(?:ARG|ENV|COPY|ADD) .*$", file.read_text(), re.MULTILINE):
+            assert not re.search(
+                r"token|password|secret|pip\.conf|index|COPY \. ", line, re.IGNORECASE
+            ), line
+        assert file.read_text().count("--mount=type=secret,id=pip.conf") == 1
+
+    def test_what_it_copies_is_there_and_not_ignored(self, file):
+        allowed = (ROOT / ".dockerignore").read_text()
+        assert allowed.splitlines()[1] == "*"
+        for line in re.findall(r"^COPY (?!--)(.*)$", file.read_text(), re.MULTILINE):
+            for source in line.split()[:-1]:
+                assert (ROOT / source).exists()
+                assert re.search(rf"^!{re.escape(source)}($|/)", allowed, re.MULTILINE), source
+
+    def test_it_says_whether_it_is_well(self, file):
+        (check,) = re.findall(r"^HEALTHCHECK (.*)$", file.read_text(), re.MULTILINE)
+        assert (check == "NONE") is (file.stem == "worker")
+
+
+class Podman:
+    """Images and containers in a folder of their own."""
+
+    def __init__(self, directory: Path) -> None:
+        self._storage = [
+            "--root", str(directory / "storage"), "--runroot", str(directory / "run"),
+            "--storage-driver", "overlay",
+        ]  # fmt: skip
+
+    def run(self, *arguments: str, check: bool = True, stdin: bytes | None = None) -> str:
+        runtime = ["--runtime", shutil.which("runc") or "runc", "--cgroup-manager", "cgroupfs"]
+        command = ["podman", *self._storage, *runtime, "--events-backend", "none", *arguments]
+        done = subprocess.run(command, input=stdin, capture_output=True, check=False)
+        assert done.returncode == 0 or not check, f"{arguments}: {done.stderr.decode()}"
+        return done.stdout.decode().strip()
+
+    def build(self, name: str, settings: Path, wheels: Path, *arguments: str) -> None:
+        done = subprocess.run(
+            ["buildah", *self._storage, "bud", "--isolation", "chroot", "--pull-never",
+             "--format", "docker", "--build-arg", f"BASE={BASE}",
+             "--secret", f"id=pip.conf,src={settings}", "--volume", f"{wheels}:/wheels:ro",
+             "--file", str(ROOT / "deploy" / f"{name}.Containerfile"), "--tag", name, *arguments,
+             str(ROOT)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def podman(request, tmp_path_factory) -> Iterator[Podman]:
+    """Both images, built on a Debian that debootstrap makes; that is kept between runs."""
+    if os.geteuid() != 0:
+        pytest.skip("no images can be built here: only root may")
+    for command in ("podman", "buildah", "runc", "debootstrap"):
+        if shutil.which(command) is None:
+            pytest.skip(f"no images can be built here: {command} is missing")
+    wheels = locked_wheels(request.config.cache)
+    directory = tmp_path_factory.mktemp("podman")
+    made = Podman(directory)
+    made.run("import", str(base_system(request.config.cache, directory)), BASE)
+    settings = directory / "pip.conf"
+    settings.write_text(f"# {SECRET}\n[global]\nno-index = true\nfind-links = /wheels\n")
+    made.build("coordinator", settings, wheels)
+    made.build("worker", settings, wheels, "--build-arg", "PACKAGES=coordinator")
+    yield made
+    made.run("rm", "--all", "--force", "--depend", check=False)
+    made.run("system", "reset", "--force", check=False)
+
+
+def base_system(cache: pytest.Cache, directory: Path) -> Path:
+    """A small Debian as one file."""
+    kept = cache.mkdir("debian") / "bookworm.tar"
+    if not kept.exists():
+        root, part = directory / "debian", kept.with_suffix(".part")
+        packages = "--include=python3,python3-venv"
+        done = subprocess.run(
+            ["debootstrap", "--variant=minbase", packages, "bookworm", str(root)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            pytest.skip(f"no Debian to build on: {done.stdout.strip().splitlines()[-1]}")
+        subprocess.run(["tar", "-C", root, "-cf", part, "."], check=True)
+        shutil.rmtree(root)
+        part.rename(kept)
+    return kept
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+class TestBuilt:
+    def test_a_coordinator_and_a_worker_that_joins(self, podman):
+        podman.run(
+            "run", "--detach", "--name", "c", *LIMITS, "--network=none", "--read-only",
+            "--tmpfs", "/tmp", "coordinator",
+        )  # fmt: skip
+        first_line_with(podman, "c", "status: ")
+        podman.run("healthcheck", "run", "c")
+        token = podman.run("exec", "c", "coordinator", "token", "show")
+        podman.run("secret", "create", "join.token", "-", stdin=token.encode())
+        podman.run(
+            "run", "--detach", "--name", "w", *LIMITS, "--network=container:c", "--read-only",
+            "--secret", "join.token,uid=10001,mode=0400",
+            "worker", "--backend", "scripted", "--name", "boxed",
+        )  # fmt: skip
+        first_line_with(podman, "w", "joined as 'boxed'")
+        status = json.loads(podman.run("exec", "c", "coordinator", "status", "--json"))
+        assert [worker["name"] for worker in status["workers"]] == ["boxed"]
+        doctor = json.loads(
+            podman.run("exec", "w", "worker", "doctor", "--backend", "scripted",
+                       "--coordinator", "127.0.0.1:9000", "--json")
+        )  # fmt: skip
+        assert doctor["ok"], doctor
+        for name in ("w", "c"):
+            assert podman.run("exec", name, "id", "-u") == "10001"
+            podman.run("stop", "--time", "60", name)
+            assert podman.run("inspect", name, "--format", "{{.State.ExitCode}}") == "0"
+
+    @pytest.mark.parametrize("name", ["coordinator", "worker"])
+    def test_no_secret_is_in_a_layer(self, podman, tmp_path, name):
+        archive = tmp_path / "image.tar"
+        podman.run("save", "--format", "docker-archive", "--output", str(archive), name)
+        contents = archive.read_bytes()
+        assert b"environment.sh" in contents
+        assert SECRET.encode() not in contents
+        for made_at_the_first_start in (b"join.token\0", b"key.pem\0"):
+            assert made_at_the_first_start not in contents
+
+
+def first_line_with(podman: Podman, name: str, text: str) -> None:
+    """Follow what a container says until it says this."""
+    command = ["podman", *podman._storage, "logs", "--follow", name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as following:
+        assert following.stdout is not None
+        said = []
+        for line in following.stdout:
+            said.append(line)
+            if text in line:
+                following.kill()
+                return
+    raise AssertionError(f"no {text!r} in {said}")

@@ -1,0 +1,199 @@
+"""The playbook makes two bare machines a cluster, and a second time changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.booted_machine import INSTALLED, Machine, booted_machine
+from tests.cluster import ROOT
+from tests.deploy.locked_wheels import DEBIAN_PYTHON, locked_wheels
+from tests.network_hosts import network
+
+pytestmark = pytest.mark.xdist_group("booted machine")
+
+HERE = ROOT / "deploy" / "ansible"
+RECAP = re.compile(r"^(\w+) +: ok=\d+ +changed=(\d+) +unreachable=0 +failed=0 ", re.MULTILINE)
+WHEELS = "/srv/wheels"
+SSH = """#!/bin/sh
+# Stands for ssh: the last argument is the command for the machine.
+for command; do :; done
+exec env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root \\
+    nsenter --target {leader} --all -- /bin/sh -c "$command"
+"""
+
+
+def ansible(command: str) -> str:
+    """The path of one of Ansible's commands; skips the test where it is missing."""
+    beside = Path(sys.prefix) / "ansible" / "bin"
+    found = shutil.which(command, path=f"{beside}:{os.environ['PATH']}")
+    if found is None:
+        pytest.skip(f"{command} is missing: see CONTRIBUTING.md for how to install it")
+    return found
+
+
+def run_ansible(command: str, *arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
+    program = ansible(command)
+    return subprocess.run(
+        [program, *arguments],
+        cwd=HERE,
+        env={
+            "PATH": f"{Path(program).parent}:{os.environ['PATH']}",
+            "HOME": str(home),
+            "LC_ALL": "C.UTF-8",
+            "NO_COLOR": "1",
+            "ANSIBLE_NOCOLOR": "1",
+            "ANSIBLE_HOME": str(home / "ansible"),
+            "ANSIBLE_HOST_KEY_CHECKING": "0",
+            "ANSIBLE_PIPELINING": "1",
+            "ANSIBLE_SSH_TRANSFER_METHOD": "piped",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+# What needs no machine.
+
+
+def test_ansible_lint_has_no_word_against_it(tmp_path):
+    done = run_ansible(
+        "ansible-lint", "--offline", "--nocolor", "--profile", "production", ".", home=tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Passed: 0 failure(s), 0 warning(s)" in done.stdout + done.stderr
+
+
+def test_ansible_lint_sees_a_missing_mode(tmp_path):
+    copy = tmp_path / "ansible"
+    shutil.copytree(HERE, copy)
+    tasks = copy / "roles/samestep/tasks/workers.yml"
+    text = tasks.read_text()
+    assert text.count('    mode: "0600"\n') == 1
+    tasks.write_text(text.replace('    mode: "0600"\n', ""))
+    arguments = ("--offline", "--nocolor", "--profile", "production", str(copy))
+    done = run_ansible("ansible-lint", *arguments, home=tmp_path)
+    assert done.returncode == 2
+    assert "risky-file-permissions" in done.stdout
+
+
+def test_the_playbook_and_the_sample_inventory_are_well_formed(tmp_path):
+    arguments = ("-i", "inventory.example.yml", "site.yml", "--syntax-check")
+    done = run_ansible("ansible-playbook", *arguments, home=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# Two machines.
+
+
+class Cluster:
+    """Two machines that have booted, and the playbook that makes something of them."""
+
+    def __init__(self, directory: Path, machines: dict[str, Machine], addresses: dict[str, str]):
+        self.machines = machines
+        self._home = directory / "home"
+        self._home.mkdir()
+        self._inventory = directory / "inventory.json"
+        hosts = {}
+        for name, machine in machines.items():
+            ssh = directory / f"ssh-{name}"
+            ssh.write_text(SSH.format(leader=machine.leader))
+            ssh.chmod(0o755)
+            hosts[name] = {"ansible_host": addresses[name], "ansible_ssh_executable": str(ssh)}
+        variables = {
+            "ansible_user": "root",
+            "ansible_python_interpreter": "/usr/bin/python3",
+            "samestep_environment": "coordinator",  # scripted workers need no torch
+            "samestep_devices": ["scripted"],
+            "samestep_pip_environment": {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": WHEELS},
+        }
+        children: dict[str, Any] = {
+            "samestep_coordinator": {"hosts": {"desk": {}}},
+            "samestep_workers": {"hosts": {"desk": {}, "tower": {}}},
+        }
+        inventory = {"all": {"hosts": hosts, "vars": variables, "children": children}}
+        self._inventory.write_text(json.dumps(inventory))
+
+    def play(self, *arguments: str) -> tuple[dict[str, int], str]:
+        """Run the playbook; how much it has changed on each machine, and what it said."""
+        inventory = ("-i", str(self._inventory))
+        done = run_ansible(
+            "ansible-playbook", *inventory, "site.yml", "-v", *arguments, home=self._home
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        changed = {name: int(count) for name, count in RECAP.findall(done.stdout)}
+        assert changed.keys() == self.machines.keys(), done.stdout
+        return changed, done.stdout + done.stderr
+
+    def on_desk(self, *command: str) -> str:
+        return self.machines["desk"].run(f"{INSTALLED}/bin/coordinator", *command)
+
+    def workers(self) -> set[str]:
+        """Who has joined."""
+        status = json.loads(self.on_desk("status", "--json"))
+        return {worker["name"] for worker in status["workers"]}
+
+
+@pytest.fixture(scope="module")
+def wheels(request) -> Path:
+    """What the machines' pip is to find; they are made of this machine's own system."""
+    found = subprocess.run(
+        ["/usr/bin/python3", "-c", "import sys, venv, ensurepip; print(*sys.version_info[:2])"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if found.returncode:
+        pytest.skip(
+            "no bare machine can be made here: Debian's python3 and python3-venv are missing"
+        )
+    if found.stdout.split() != DEBIAN_PYTHON.split("."):
+        pytest.skip(f"no Debian 12 here: its Python is {found.stdout.strip().replace(' ', '.')}")
+    return locked_wheels(request.config.cache)
+
+
+@pytest.fixture(scope="module")
+def cluster(wheels, tmp_path_factory) -> Iterator[Cluster]:
+    ansible("ansible-playbook")
+    directory = tmp_path_factory.mktemp("cluster")
+    names = ("desk", "tower")
+    with ExitStack() as stack:
+        made = stack.enter_context(network(*names, subnet="10.8.1"))
+        machines = {
+            name: stack.enter_context(
+                booted_machine(directory, name, bare={wheels: WHEELS}, network=made.namespace(name))
+            )
+            for name in names
+        }
+        yield Cluster(directory, machines, {name: made.address(name) for name in names})
+
+
+@pytest.mark.full
+def test_first_all_is_made_and_then_nothing_changes(cluster):
+    changed, said = cluster.play()
+    assert all(changed.values())
+    assert cluster.workers() == {"desk-scripted", "tower-scripted"}
+    again, _ = cluster.play()
+    assert again == {"desk": 0, "tower": 0}
+
+    secret = cluster.on_desk("token", "show").partition(".")[2]
+    assert len(secret) == 43
+    assert secret not in said
+    for machine in cluster.machines.values():
+        token = machine.path("/etc/credstore/samestep.join.token")
+        assert token.stat().st_mode & 0o7777 == 0o600
+        assert token.read_text().strip().endswith(secret)
+        for group in ("render", "video"):
+            machine.run("getent", "group", group)
+    assert (
+        cluster.machines["desk"].show("samestep-coordinator.service", "UnitFileState") == "enabled"
+    )

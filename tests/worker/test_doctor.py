@@ -1,0 +1,265 @@
+"""`worker doctor`: each thing that goes wrong is made to, and is named with what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from coordinator.credentials import Credentials as CoordinatorCredentials
+from protocol import PROTOCOL_VERSION
+from protocol.authentication import new_key
+from protocol.doctor import Finding
+from protocol.join_token import JoinToken
+from protocol.secret_file import write_secret
+from tests.cluster import Cluster
+from tests.durable_run import small_disk
+from tests.live_service import live_service
+from worker.credentials import Credentials
+from worker.doctor import Plan, examine
+from worker.trial_join import trial_join
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("SAMESTEP_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SAMESTEP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "home"
+
+
+def plan(**changes) -> Plan:
+    values = {
+        "coordinator": None, "name": "w", "backend": "scripted", "devices": (0,),
+        "token_file": None, "plaintext": False,
+    }  # fmt: skip
+    return Plan(**(values | changes))
+
+
+def checks(of: Plan) -> dict[str, Finding]:
+    return {each.check: each for each in examine(of)}
+
+
+def joining(host: str, port: int, token: str = "", **more: object) -> list[Finding]:
+    """What another machine's doctor finds: its home is not the coordinator's."""
+    environment = {"SAMESTEP_HOME": str(Path(os.environ["SAMESTEP_HOME"]) / "there")}
+    if token:
+        environment["SAMESTEP_TOKEN"] = token
+    credentials = Credentials(None, environment=environment, **more)  # type: ignore[arg-type]
+    return list(trial_join(host, port, "w", credentials))
+
+
+@contextlib.contextmanager
+def answering(answer: bytes, context=None):
+    """A service that takes connections, answers each with these bytes, and closes."""
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connected, _ = listener.accept()
+                with contextlib.suppress(OSError), connected:
+                    if context is not None:
+                        connected = context.wrap_socket(connected, server_side=True)
+                    connected.recv(1024)
+                    connected.sendall(answer)
+                    connected.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+# The machine.
+
+
+def test_a_sound_machine_has_no_failure_and_nothing_is_left(tmp_path):
+    found = checks(plan())
+    assert "failure" not in {each.outcome for each in found.values()}
+    assert found.keys() >= {"release", "cache", "open files", "memory", "clock", "keys"}
+    assert "say where with --coordinator" in found["coordinator"].found
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_cache(tmp_path, monkeypatch):
+    with small_disk(tmp_path / "disk", 64) as disk:
+        monkeypatch.setenv("SAMESTEP_CACHE", str(disk))
+        (disk / "filler").write_bytes(bytes(64 * 1024))
+        full = checks(plan())["cache"]
+    assert (full.outcome, "SAMESTEP_CACHE=DIR" in full.advice) == ("failure", True)
+
+
+def test_a_key_that_others_may_read(own_home):
+    write_secret(own_home / "worker" / "a.key", "00" * 32)
+    assert checks(plan())["keys"].outcome == "ok"
+    (own_home / "worker" / "a.key").chmod(0o644)
+    wrong = checks(plan())["keys"]
+    assert (wrong.outcome, "chmod 600" in wrong.found) == ("failure", True)
+
+
+def test_a_token_file_that_cannot_be_used(tmp_path):
+    path = tmp_path / "token"
+    for said in ("is not there", "expected a join token", "chmod 600"):
+        wrong = checks(plan(token_file=path))["token"]
+        assert (wrong.outcome, said in wrong.found) == ("failure", True)
+        path.write_text("nothing of the kind\n")
+        path.chmod(0o644 if said != "is not there" else 0o600)
+
+
+# The way to the coordinator.
+
+
+def test_a_name_that_nobody_knows():
+    (line,) = joining("no-such-host.invalid", 9000)
+    assert (line.check, line.outcome) == ("address", "failure")
+    assert "use the coordinator's IP address" in line.advice
+
+
+def test_a_name_that_means_this_very_machine(monkeypatch):
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 9))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    first = joining("box", 9)[0]
+    assert (first.outcome, "127.0.1.1 here: this very machine" in first.found) == ("warning", True)
+
+
+def test_nothing_listens():
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        line = joining("127.0.0.1", port)[-1]
+    assert (line.check, line.outcome) == ("connection", "failure")
+    assert f"nothing listens at 127.0.0.1:{port}" in line.found
+    assert "--bind 0.0.0.0:PORT" in line.advice
+
+
+def test_no_answer(monkeypatch):
+    """A listener whose queue is full answers no more, as a filter that drops."""
+    monkeypatch.setattr("worker.trial_join._PATIENCE_S", 0.3)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        with contextlib.suppress(TimeoutError):
+            while True:
+                filler = socket.create_connection(listener.getsockname(), 0.3)
+                stack.enter_context(filler)
+        line = joining("127.0.0.1", listener.getsockname()[1])[-1]
+    assert (line.check, line.outcome) == ("connection", "failure")
+    assert "no answer" in line.found
+    assert "firewall" in line.advice
+
+
+def test_another_service_without_tls():
+    with answering(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
+        line = joining("127.0.0.1", port)[-1]
+    assert (line.check, line.outcome) == ("encryption", "failure")
+    assert "got something else" in line.found
+
+
+def test_another_service_with_tls(tmp_path):
+    credentials = CoordinatorCredentials.open(tmp_path / "other")
+    token = credentials.join_token().reveal()
+    with answering(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9, credentials.server_context()) as port:
+        line = joining("127.0.0.1", port, token)[-1]
+    assert line.outcome == "failure"
+    assert "what answers is no coordinator" in line.found
+
+
+def test_a_door_that_is_shut_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def shut() -> None:
+            listener.accept()[0].close()
+
+        thread = threading.Thread(target=shut)
+        thread.start()
+        line = joining("127.0.0.1", listener.getsockname()[1])[-1]
+        thread.join()
+    assert line.outcome == "failure"
+    assert "try again in some seconds" in line.advice
+
+
+async def test_a_coordinator_and_its_token(tmp_path, own_home):
+    async with live_service(tmp_path / "runs", 1) as live:
+        at = ("127.0.0.1", live.port)
+        good = CoordinatorCredentials.open(own_home).join_token()
+        outcomes = await asyncio.to_thread(joining, *at, good.reveal())
+        assert [each.outcome for each in outcomes] == ["ok"] * 4
+        assert f"the join token fits, and both speak protocol version {PROTOCOL_VERSION}" in (
+            outcomes[-1].found
+        )
+        wrong = {
+            "token": JoinToken(good.fingerprint, new_key()).reveal(),
+            "certificate": JoinToken(b"x" * 32, good.secret).reveal(),
+            "none": "",
+        }
+        for kind, token in wrong.items():
+            line = (await asyncio.to_thread(joining, *at, token))[-1]
+            assert (line.check, line.outcome) == ("token", "failure"), kind
+            assert "coordinator token show" in line.found
+            assert not token or token.partition(".")[2] not in line.line()
+        # Nobody has noticed: no member, no key.
+        assert not live.service.sessions
+        assert not live.every("worker_connected")
+        assert CoordinatorCredentials.open(own_home).keys.names() == {}
+
+
+async def test_a_key_of_its_own_and_after_it_is_revoked(tmp_path, own_home):
+    async with live_service(tmp_path / "runs", 1) as live:
+        at = ("127.0.0.1", live.port)
+        coordinator = CoordinatorCredentials.open(own_home)
+        token = coordinator.join_token().reveal()
+        there = Credentials(None, environment={"SAMESTEP_HOME": str(own_home / "there")})
+        there.remember(coordinator.fingerprint, "w", coordinator.enrol("w"))
+        line = (await asyncio.to_thread(joining, *at))[-1]
+        assert (line.outcome, "the key of its own fits" in line.found) == ("ok", True)
+        coordinator.revoke("w")
+        refused = (await asyncio.to_thread(joining, *at))[-1]
+        assert (refused.check, refused.outcome) == ("token", "failure")
+        assert "does not count" in refused.found
+        assert (await asyncio.to_thread(joining, *at, token))[-1].outcome == "failure"
+        present = coordinator.join_token().reveal()
+        back = (await asyncio.to_thread(joining, *at, present))[-1]
+        assert (back.outcome, "the join token fits" in back.found) == ("ok", True)
+
+
+async def test_another_protocol_version(tmp_path, own_home):
+    async with live_service(tmp_path / "runs", 1) as live:
+        token = CoordinatorCredentials.open(own_home).join_token().reveal()
+        older = (
+            "import sys, protocol; protocol.PROTOCOL_VERSION -= 1\n"
+            "from worker.cli import main; main()"
+        )
+        command = [sys.executable, "-c", older, "doctor", "--backend", "scripted", "--json"]
+        command += ["--coordinator", f"127.0.0.1:{live.port}"]
+        there = {"SAMESTEP_HOME": str(tmp_path / "there"), "SAMESTEP_TOKEN": token}
+        done = await asyncio.to_thread(
+            subprocess.run, command, cwd=ROOT, env={**os.environ, **there},
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+    found = json.loads(done.stdout)["checks"][-1]
+    assert done.returncode == 1
+    assert found["outcome"] == "failure"
+    assert "upgrade this side" in found["found"]
+
+
+def test_plaintext(tmp_path, own_home):
+    with Cluster(tmp_path, "--expect-workers", "1", "--plaintext") as cluster:
+        host, _, port = cluster.address["data"].rpartition(":")
+        token = CoordinatorCredentials.open(own_home).join_token().reveal()
+        line = joining(host, int(port), token)[-1]
+        assert (line.check, "--plaintext" in line.advice) == ("encryption", True)
+        assert joining(host, int(port), token, plaintext=True)[-1].outcome == "ok"
+        bad = JoinToken(b"x" * 32, new_key()).reveal()
+        assert joining(host, int(port), bad, plaintext=True)[-1].outcome == "failure"
