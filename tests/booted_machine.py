@@ -48,7 +48,17 @@ mount -t tmpfs samestep /run
 shift
 exec systemd-nspawn "$@"
 """
-_TARGET: Final = "[Unit]\nRequires=basic.target\nAfter=basic.target\nAllowIsolate=yes\n"
+_TARGET: Final = """[Unit]
+Requires=basic.target samestep-test-limit.service
+After=basic.target
+AllowIsolate=yes
+"""
+_LIMIT: Final = """# A machine whose test was killed ends all the same.
+[Unit]
+SuccessAction=exit-force
+[Service]
+ExecStart=sleep 1800
+"""
 _JOURNAL: Final = "[Journal]\nStorage=volatile\nRateLimitIntervalSec=0\n"
 _COMMAND: Final = """#!/bin/sh
 export PYTHONPATH={at}/source:{at}/site-packages LD_LIBRARY_PATH={at}/python/lib HF_HUB_OFFLINE=1
@@ -184,7 +194,8 @@ def booted_machine(
         [*enter, "unshare", "--mount", "--propagation", "private", "sh", "-c", _SET_UP, "sh", base,
          "--quiet", f"--directory={base}/root", "--boot", f"--machine={name}", "--register=no",
          "--keep-unit", *own_network, "--link-journal=no", "--console=pipe",
-         "--notify-ready=yes", *binds, "--", "--unit=samestep-test.target"],
+         "--notify-ready=yes", *binds, "--",
+         "--unit=samestep-test.target", "--show-status=no"],
         env={**os.environ, "NOTIFY_SOCKET": notices.getsockname()},
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
@@ -214,17 +225,19 @@ def _remove_control_groups(name: str) -> None:
 
 def _leader(nspawn: subprocess.Popen[str], notices: socket.socket) -> int:
     """The number of its first process, once systemd has booted there."""
+    assert nspawn.stdout is not None
     leader, ready = 0, False
     notices.settimeout(1.0)
+    deadline_s = time.monotonic() + PATIENCE_S
     while not (leader and ready):
         try:
             told = notices.recv(4096).decode().splitlines()
         except TimeoutError:
             if nspawn.poll() is None:
+                if time.monotonic() > deadline_s:
+                    pytest.skip(f"no machine can be booted here: not up after {PATIENCE_S:.0f} s")
                 continue
-            pytest.skip(
-                f"no machine can be booted here: {' '.join(nspawn.communicate()[0].split())}"
-            )
+            pytest.skip(f"no machine can be booted here: {' '.join(nspawn.stdout.read().split())}")
         for line in told:
             name, _, value = line.partition("=")
             leader = int(value) if name == "X_NSPAWN_LEADER_PID" else leader
@@ -237,6 +250,7 @@ def _lay_out(files: Path, name: str) -> None:
     units = files / "etc/systemd/system"
     units.mkdir(parents=True)
     (units / "samestep-test.target").write_text(_TARGET)
+    (units / "samestep-test-limit.service").write_text(_LIMIT)
     (files / "etc/hostname").write_text(f"{name}\n")
     journald = files / "etc/systemd/journald.conf.d/samestep-test.conf"
     journald.parent.mkdir(parents=True)
