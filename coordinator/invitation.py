@@ -19,6 +19,7 @@ def invitation(
     credentials: Credentials,
     address: tuple[str, int],
     *,
+    name: str,
     plaintext: bool,
     to_terminal: bool,
 ) -> Iterator[str]:
@@ -27,6 +28,7 @@ def invitation(
     Args:
         credentials: Whose token it takes.
         address: Where the coordinator listens.
+        name: Under which it announces itself on the network; empty: it does not.
         plaintext: Without TLS.
         to_terminal: Whether a person at a terminal reads this, and nobody else.
     """
@@ -45,6 +47,8 @@ def invitation(
         token = f'"$(ssh {there} coordinator token show)"'
     yield "on another machine, in one line:"
     yield f"  SAMESTEP_TOKEN={token} worker --coordinator {there}:{port}{option}"
+    if name:
+        yield f"(on the same network it is found without its address, as {name!r})"
 
 
 def reachable_address(host: str) -> str:

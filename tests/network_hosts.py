@@ -1,7 +1,8 @@
 """Hosts on one machine: network namespaces on a bridge, whose links a test can cut and mend.
 
 Their addresses are loopback addresses (127.8.0.x), routed over real links: what may listen on
-loopback alone can be reached from another host here, and from nowhere else.
+loopback alone can be reached from another host here, and from nowhere else. Where that is not
+wanted they are real ones (192.0.2.x), and each host has a loopback of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -28,13 +29,14 @@ _NEW_NETWORK = 0x40000000
 class Network:
     """Hosts by name; make one with `network`."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
+    def __init__(self, names: tuple[str, ...], *, real: bool = False) -> None:
+        self._real = real
         self._prefix = f"samestep-{os.getpid()}"
         self._numbers = {name: number for number, name in enumerate(names, start=1)}
 
     def address(self, host: str) -> str:
         """The host's own."""
-        return f"127.8.0.{self._numbers[host]}"
+        return f"{'192.0.2' if self._real else '127.8.0'}.{self._numbers[host]}"
 
     def cut(self, host: str) -> None:
         """From now on nothing passes its link, either way; nobody is told."""
@@ -45,11 +47,14 @@ class Network:
         port = f"port{self._numbers[host]}"
         _ip("-n", self._name("hub"), "link", "set", port, "master", "bridge")
 
-    def start(self, host: str, module: str, *arguments: str) -> subprocess.Popen[str]:
+    def start(
+        self, host: str, module: str, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
         """One of the two commands as a process on that host."""
         return subprocess.Popen(
             ["ip", "netns", "exec", self._name(host), sys.executable, "-m", module, *arguments],
             cwd=ROOT,
+            env={**os.environ, **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -81,14 +86,18 @@ class Network:
             _ip("-n", self._name("hub"), *link)
             self.mend(host)
             _ip("-n", self._name("hub"), "link", "set", port, "up")
-            for scope in ("all", "eth0"):
-                setting = f"net.ipv4.conf.{scope}.route_localnet=1"
-                _ip("netns", "exec", name, "sysctl", "-qw", setting)
-            # What a host sends to itself goes through lo, which must not claim all of 127/8.
             _ip("-n", name, "link", "set", "lo", "up")
-            _ip("-n", name, "addr", "del", "127.0.0.1/8", "dev", "lo")
+            if not self._real:
+                self._route_loopback(name)
             _ip("-n", name, "link", "set", "eth0", "up")
             _ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
+
+    def _route_loopback(self, name: str) -> None:
+        for scope in ("all", "eth0"):
+            setting = f"net.ipv4.conf.{scope}.route_localnet=1"
+            _ip("netns", "exec", name, "sysctl", "-qw", setting)
+        # What a host sends to itself goes through lo, which must not claim all of 127/8.
+        _ip("-n", name, "addr", "del", "127.0.0.1/8", "dev", "lo")
 
     def _tear_down(self) -> None:
         for host in ("hub", *self._numbers):
@@ -97,9 +106,14 @@ class Network:
 
 
 @contextlib.contextmanager
-def network(*names: str) -> Iterator[Network]:
-    """So many hosts on one bridge; skips the test where none can be made."""
-    made = Network(names)
+def network(*names: str, real: bool = False) -> Iterator[Network]:
+    """So many hosts on one bridge; skips the test where none can be made.
+
+    Args:
+        names: Of the hosts.
+        real: Give them addresses that are not loopback's.
+    """
+    made = Network(names, real=real)
     try:
         try:
             made._set_up()

@@ -13,6 +13,7 @@ import typer
 from backends.registry import parse_name
 from protocol import __version__
 from protocol.address import parse_address, parse_device_numbers
+from protocol.discovery import check_name
 from protocol.errors import ExitCode, SamestepError
 
 app = typer.Typer(
@@ -29,12 +30,21 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
+Coordinator = Annotated[
+    str,
+    typer.Option(
+        envvar="SAMESTEP_COORDINATOR",
+        metavar="HOST:PORT|NAME",
+        help="The coordinator's address, or the name it announces on the network "
+        "[the one on this machine, else on the network].",
+    ),
+]
+
+
 @app.callback(invoke_without_command=True)
 def serve(
     context: typer.Context,
-    coordinator: Annotated[
-        str, typer.Option(envvar="SAMESTEP_COORDINATOR", help="HOST:PORT of the coordinator.")
-    ] = "",
+    coordinator: Coordinator = "",
     backend: Annotated[
         str,
         typer.Option(
@@ -77,15 +87,20 @@ def serve(
         from worker.group import run_group
 
         raise typer.Exit(run_group(sys.argv[1:], list(indices), name or _host_name()))
-    from worker.client import Target
     from worker.credentials import Credentials
     from worker.main import Options, main
 
     parse_name(backend)
-    host, port = _address(coordinator)
-    target = Target(host, port, name or _host_name(), backend, retry_for)
+    address, wanted = _coordinator(coordinator)
     credentials = Credentials(token_file, plaintext=plaintext)
-    raise typer.Exit(main(Options(target, indices[0], trace, quiet, credentials)))
+    raise typer.Exit(
+        main(
+            Options(
+                address, wanted, name or _host_name(), backend, retry_for, indices[0], trace,
+                quiet, credentials,
+            )
+        )
+    )  # fmt: skip
 
 
 @app.command()
@@ -111,14 +126,16 @@ def classify(
         typer.echo(f"{prediction.label} {prediction.probability:.3f}  {prediction.text}")
 
 
-def _address(coordinator: str) -> tuple[str, int]:
-    """The flag or its variable, else torchrun's MASTER_ADDR and MASTER_PORT."""
+def _coordinator(coordinator: str) -> tuple[tuple[str, int] | None, str]:
+    """Address or name in the flag or its variable, else torchrun's MASTER_ADDR and MASTER_PORT."""
+    if coordinator and ":" not in coordinator and "." not in coordinator:
+        return None, check_name(coordinator, "--coordinator")
     if coordinator:
-        return parse_address(coordinator, "--coordinator")
+        return parse_address(coordinator, "--coordinator"), ""
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "9000")
     if host:
-        return parse_address(f"{host}:{port}", "MASTER_ADDR:MASTER_PORT")
-    return "127.0.0.1", 9000
+        return parse_address(f"{host}:{port}", "MASTER_ADDR:MASTER_PORT"), ""
+    return None, ""
 
 
 def _host_name() -> str:
