@@ -125,7 +125,13 @@ class Chronicle:
                 break
         computing = (MemberState.ACTIVE, MemberState.DRAINING)
         noted = tuple(
-            MemberNoted(name=m.name, backend=m.backend, device=m.device, signature=m.signature)
+            MemberNoted(
+                name=m.name,
+                backend=m.backend,
+                device=m.device,
+                signature=m.signature,
+                admitted_by=m.admitted_by,
+            )
             for m in members
             if m.state in computing
         )

@@ -122,7 +122,7 @@ class Execution:
 
     def invite(self, session: Session) -> None:
         """A free worker: take it into the run."""
-        self._handle(lambda: self.run.invite(session.name))
+        self._handle(lambda: self.run.invite(session.name, session.check.admitted_by))
 
     def receive(self, session: Session, received: Received) -> None:
         """A member's message."""

@@ -260,6 +260,7 @@ class Service:
             {
                 "worker": session.name,
                 "backend": session.hello.backend,
+                "admitted_by": session.check.admitted_by,
                 "workers": len(self.sessions),
             },
         )

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol import frames, limits
-from protocol.errors import FrameError, LocalProtocolError, OutOfPlace
+from protocol.errors import FrameError, LocalProtocolError, OutOfPlace, VersionMismatch
 from protocol.manifest import Block
 from protocol.messages import (
     Assign,
@@ -178,6 +178,10 @@ class Connection:
             else:
                 self._filled += count
                 self._parse(received)
+        except VersionMismatch as error:
+            self._close()
+            error.reader = self.role
+            raise
         except Exception:
             self._close()
             raise

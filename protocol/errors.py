@@ -181,6 +181,7 @@ class VersionMismatch(FrameError):
     Attributes:
         ours: This side's version.
         theirs: The other side's.
+        reader: Which side "ours" is, once that is known: "coordinator" or "worker".
     """
 
     exit_code = ExitCode.MISMATCH
@@ -189,10 +190,16 @@ class VersionMismatch(FrameError):
         super().__init__(ours, theirs)
         self.ours = ours
         self.theirs = theirs
+        self.reader = ""
 
     def __str__(self) -> str:
-        older = "this side" if self.theirs > self.ours else "the other side"
-        return f"expected protocol version {self.ours}, got {self.theirs}: upgrade {older}"
+        # In a worker's words on both sides: it is the worker that ends for it, and is read there.
+        we, they = {
+            "worker": ("this worker", "the coordinator"),
+            "coordinator": ("the coordinator", "this worker"),
+        }.get(self.reader, ("this side", "the other side"))
+        older = we if self.theirs > self.ours else they
+        return f"{we} speaks protocol version {self.ours}, {they} {self.theirs}: upgrade {older}"
 
 
 class MessageError(RemoteProtocolError):

@@ -14,6 +14,7 @@ from backends.device_name import parse_device_name
 from backends.registry import parse_name
 from protocol import __version__
 from protocol.address import parse_address, parse_devices
+from protocol.discovery import check_name
 from protocol.errors import ExitCode, SamestepError, UsageError
 from protocol.system_journal import write_error
 
@@ -32,7 +33,13 @@ def _version(value: bool) -> None:
 
 
 Coordinator = Annotated[
-    str, typer.Option(envvar="SAMESTEP_COORDINATOR", help="HOST:PORT of the coordinator.")
+    str,
+    typer.Option(
+        envvar="SAMESTEP_COORDINATOR",
+        metavar="HOST:PORT|NAME",
+        help="The coordinator's address, or the name it announces on the network "
+        "[the one on this machine, else on the network].",
+    ),
 ]
 BackendName = Annotated[
     str,
@@ -94,14 +101,19 @@ def serve(
         from worker.group import run_group
 
         raise typer.Exit(run_group(sys.argv[1:], list(wanted), name or _host_name()))
-    from worker.client import Target
     from worker.credentials import Credentials
     from worker.main import Options, main
 
-    host, port = _address(coordinator)
-    target = Target(host, port, name or _host_name(), backend, retry_for)
+    address, named = _coordinator(coordinator)
     credentials = Credentials(token_file, plaintext=plaintext)
-    raise typer.Exit(main(Options(target, wanted[0], trace, quiet, credentials)))
+    raise typer.Exit(
+        main(
+            Options(
+                address, named, name or _host_name(), backend, retry_for, wanted[0], trace,
+                quiet, credentials,
+            )
+        )
+    )  # fmt: skip
 
 
 @app.command()
@@ -131,9 +143,11 @@ def doctor(
     from worker.doctor import Plan, examine
 
     backend, wanted = _devices(backend, gpus)
-    named = bool(coordinator or os.environ.get("MASTER_ADDR"))
+    address, named = _coordinator(coordinator)
+    if named:
+        raise UsageError(f"--coordinator: expected HOST:PORT to check, got the name {named!r}")
     plan = Plan(
-        coordinator=_address(coordinator) if named else None,
+        coordinator=address,
         name=name or _host_name(),
         backend=backend,
         devices=wanted,
@@ -164,14 +178,16 @@ def _devices(backend: str, gpus: str) -> tuple[str, tuple[int | str, ...]]:
     return backend, parse_devices(gpus, "--gpus") or (number or 0,)
 
 
-def _address(coordinator: str) -> tuple[str, int]:
-    """The flag or its variable, else torchrun's MASTER_ADDR and MASTER_PORT."""
+def _coordinator(coordinator: str) -> tuple[tuple[str, int] | None, str]:
+    """Address or name in the flag or its variable, else torchrun's MASTER_ADDR and MASTER_PORT."""
+    if coordinator and ":" not in coordinator and "." not in coordinator:
+        return None, check_name(coordinator, "--coordinator")
     if coordinator:
-        return parse_address(coordinator, "--coordinator")
+        return parse_address(coordinator, "--coordinator"), ""
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "9000")
     if host:
-        return parse_address(f"{host}:{port}", "MASTER_ADDR:MASTER_PORT")
-    return "127.0.0.1", 9000
+        return parse_address(f"{host}:{port}", "MASTER_ADDR:MASTER_PORT"), ""
+    return None, ""
 
 
 def _host_name() -> str:
