@@ -6,13 +6,13 @@ import json
 
 import pytest
 
+from backends.wgpu.adapters import adapters
 from tests.booted_machine import COORDINATOR_HOME, INSTALLED, booted_machine
 from tests.cluster import PATIENCE_S, start
 
 COORDINATOR = "samestep-coordinator.service"
 WORKERS = ("samestep-worker@scripted:20.service", "samestep-worker@scripted:21.service")
 NAMES = ("lab-scripted:20", "lab-scripted:21")
-ON_CPU = ("samestep-worker@cpu0.service", "samestep-worker@cpu1.service")
 # At their speed two workers take five seconds, however busy this machine is with other tests.
 RUN = """
 name: paced
@@ -21,7 +21,7 @@ steps: 120
 batch: {samples: 4, microbatch: 1}
 optimizer: {name: adamw, lr: 5.0e-3}
 """
-RUN_ON_CPU = """
+RUN_ON_DEVICES = """
 name: digits
 task: digits
 steps: 20
@@ -62,7 +62,7 @@ def machine(undisturbed, tmp_path_factory):
             "SAMESTEP_EXPECT_WORKERS=2\nSAMESTEP_BIND=0.0.0.0:9000\n",
         )
         machine.write("/etc/samestep/paced.yaml", RUN)
-        machine.write("/etc/samestep/digits.yaml", RUN_ON_CPU)
+        machine.write("/etc/samestep/digits.yaml", RUN_ON_DEVICES)
         for unit in ("samestep-coordinator.service", "samestep-worker@.service"):
             machine.write(f"/etc/systemd/system/{unit}.d/quick.conf", WATCHDOG)
         machine.run("systemd-sysusers", f"{INSTALLED}/source/deploy/systemd/samestep.sysusers")
@@ -107,19 +107,22 @@ def ended(machine, run_id, since):
     return json.loads(machine.path(f"{COORDINATOR_HOME}/runs/{run_id}/result.json").read_text())
 
 
-def test_torch_computes_for_users_that_exist_only_while_it_does(machine):
+def test_devices_compute_for_users_that_exist_only_while_they_do(machine):
+    """The CPU, and Vulkan where it is there (Mesa's compiles kernels and runs them at once)."""
+    second = "cpu1" if isinstance(adapters(), str) else "vulkan0"
+    units = ["samestep-worker@cpu0.service", f"samestep-worker@{second}.service"]
     machine.run("systemctl", "stop", *WORKERS)
-    machine.run("systemctl", "start", *ON_CPU)
+    machine.run("systemctl", "start", *units)
     since = machine.now()
     run_id = submit(machine, "digits")
     result = ended(machine, run_id, since)
-    for unit in (COORDINATOR, *ON_CPU):
+    for unit in (COORDINATOR, *units):
         assert int(machine.show(unit, "UID")) > 60_000
-    told = machine.wait_for(since, MESSAGE=f"run {run_id}: ready", _SYSTEMD_UNIT=ON_CPU[0])
+    told = machine.wait_for(since, MESSAGE=f"run {run_id}: ready", _SYSTEMD_UNIT=units[0])
     assert told["SAMESTEP_WORKER"] == "lab-cpu0"
-    machine.run("systemctl", "stop", *ON_CPU)
-    assert result["exact"]
-    assert set(result["workers"]) == {"lab-cpu0", "lab-cpu1"}
+    machine.run("systemctl", "stop", *units)
+    assert result["exact"] == (second == "cpu1")
+    assert set(result["workers"]) == {"lab-cpu0", f"lab-{second}"}
 
 
 def test_the_line_for_another_machine_is_in_the_journal_and_the_token_is_not(machine):
