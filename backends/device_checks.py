@@ -53,12 +53,12 @@ class Machine:
         return next((word for word in words if word[:1].isdigit() and "." in word), "")
 
 
-def device_findings(name: str, indices: Sequence[int], machine: Machine) -> Iterator[Finding]:
+def device_findings(name: str, wanted: Sequence[int | str], machine: Machine) -> Iterator[Finding]:
     """What the worker can compute on.
 
     Args:
         name: As given to --backend.
-        indices: Device numbers.
+        wanted: Devices, by number or by part of their names.
         machine: Where to look.
     """
     kind, _ = parse_name(name)
@@ -82,11 +82,15 @@ def device_findings(name: str, indices: Sequence[int], machine: Machine) -> Iter
         if kind == "auto":
             yield failure("device", "none is usable", "see: worker devices")
         return
-    taken = {row.index for row in usable if row.backend == usable[0].backend}
-    beyond = ", ".join(str(index) for index in indices if index not in taken)
+    there = [row for row in usable if row.backend == usable[0].backend]
+    beyond = ", ".join(str(each) for each in wanted if not any(_is(row, each) for row in there))
     if beyond and usable[0].backend != "cpu":
         lacking = f"there is no {usable[0].backend} device {beyond}"
         yield failure("device", lacking, "see: worker devices")
+
+
+def _is(row: DeviceInfo, wanted: int | str) -> bool:
+    return row.index == wanted if isinstance(wanted, int) else wanted in row.name.lower()
 
 
 def _tried(row: DeviceInfo) -> Finding:

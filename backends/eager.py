@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, Literal
@@ -18,6 +18,7 @@ import torch
 
 from backends import numerics
 from backends.block_order import BlockOrder, unused_parameters
+from backends.frozen_base import round_frozen_base
 from backends.interface import (
     Array,
     Batch,
@@ -56,13 +57,16 @@ class EagerBackend:
         """See `numerics.signature`."""
         return numerics.signature(self.device, threads)
 
-    def compile(self, trainable: Trainable, example: Batch) -> Program:
+    def compile(
+        self, trainable: Trainable, example: Batch, others: Sequence[Batch] = ()
+    ) -> Program:
         """Take over the module: move it to the device and hook its parameters.
 
         Raises:
             SamestepError: A tensor is missing or not float32, a buffer changes in forward, or the
                 loss does not add up over samples.
         """
+        del others  # a new shape takes no time
         program = EagerProgram(self.device, trainable)
         try:
             program.check(example)
@@ -92,6 +96,7 @@ class EagerProgram:
         self._copies: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        round_frozen_base(self._module, trainable.base_dtype)
         numerics.own_storage(self._module, device)
         self._hooks = self._hook()
         numerics.use_threads(trainable.threads)

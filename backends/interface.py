@@ -8,7 +8,7 @@ still runs, and then the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.manifest import Block
-from protocol.run_spec import Precision
+from protocol.run_spec import BaseDtype, Precision
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +53,7 @@ class Trainable:
         seed: The run's seed; `gradients` is given a seed of its own for each microbatch.
         threads: CPU threads.
         precision: What forward may compute in; parameters, gradients and sums are float32.
+        base_dtype: What frozen weights are stored in; see `backends.frozen_base`.
     """
 
     blocks: tuple[Block, ...]
@@ -62,6 +63,7 @@ class Trainable:
     seed: int = 0
     threads: int = 1
     precision: Precision = "float32"
+    base_dtype: BaseDtype = "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,17 @@ class Program(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """One row of `worker devices`."""
+    """One row of `worker devices`.
+
+    Attributes:
+        backend: The kind of device.
+        name: As its driver calls it.
+        usable: Whether it can be used.
+        reason: Why not.
+        index: Its number among those of its kind.
+        memory_bytes: Its own memory; 0 where it is not known or is the host's.
+        software: Whether it is one in name only and computes on the CPU.
+    """
 
     backend: str
     name: str
@@ -126,6 +138,7 @@ class DeviceInfo:
     reason: str
     index: int = 0
     memory_bytes: int = 0
+    software: bool = False
 
 
 class Backend(Protocol):
@@ -139,8 +152,15 @@ class Backend(Protocol):
         """What decides the bits of a gradient here: device kind, library versions, threads,
         instruction set."""
 
-    def compile(self, trainable: Trainable, example: Batch) -> Program:
+    def compile(
+        self, trainable: Trainable, example: Batch, others: Sequence[Batch] = ()
+    ) -> Program:
         """Make the task ready on the device.
+
+        Args:
+            trainable: The task.
+            example: A microbatch.
+            others: Microbatches of other shapes; what takes time for each shape is done now.
 
         Raises:
             SamestepError: It cannot be, with the reason.

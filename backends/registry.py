@@ -1,13 +1,15 @@
 """Which devices are here, which one is taken, and why the others are not.
 
-`auto` goes down cuda -> vulkan -> cpu and says what it passed over. A backend asked for by name
-never falls back. torch is imported only when a device that needs it is looked at.
+`auto` goes down cuda -> vulkan -> cpu and says what it passed over, software Vulkan among it. A
+backend asked for by name never falls back. torch is imported only when a device that needs it is
+looked at.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from backends.interface import Backend, BackendChoice, DeviceInfo
@@ -20,12 +22,13 @@ AUTO_ORDER: Final = ("cuda", "vulkan", "cpu")
 NAMES: Final = ("auto", *AUTO_ORDER, "scripted")
 
 
-def choose(name: str, index: int = 0) -> BackendChoice:
+def choose(name: str, wanted: int | str = 0) -> BackendChoice:
     """The backend of this name.
 
     Args:
         name: auto, cuda, vulkan, cpu, scripted or scripted:MS (milliseconds per microbatch).
-        index: Which device of its kind; cpu and scripted have one, whatever the index.
+        wanted: Which device of its kind, by number or by part of its name in any case; cpu and
+            scripted have one, whatever is wanted.
 
     Raises:
         UsageError: There is no such name.
@@ -37,11 +40,11 @@ def choose(name: str, index: int = 0) -> BackendChoice:
 
         return BackendChoice(ScriptedBackend(microbatch_ms), "scripted was asked for by name")
     if kind != "auto":
-        info = _device(kind, index)
+        info = _device(kind, wanted)
         if not info.usable:
             raise BackendUnavailable(kind, info.reason)
-        return BackendChoice(_make(kind, index), f"{kind} was asked for by name")
-    return _auto(index)
+        return BackendChoice(_make(kind, info.index), f"{kind} was asked for by name")
+    return _auto(wanted)
 
 
 def parse_name(name: str) -> tuple[str, float]:
@@ -64,40 +67,52 @@ def parse_name(name: str) -> tuple[str, float]:
 
 def devices() -> list[DeviceInfo]:
     """Every device here, usable or not, best kind first."""
-    return [*_cuda_devices(), _vulkan_device(), _cpu_device()]
+    return [*_cuda_devices(), *_vulkan_devices(), _cpu_device()]
 
 
-def _auto(index: int) -> BackendChoice:
+def _auto(wanted: int | str) -> BackendChoice:
     passed_over: list[DeviceInfo] = []
     for kind in AUTO_ORDER:
-        info = _device(kind, index)
+        info = _device(kind, wanted)
+        if info.usable and info.software:
+            reason = f"{info.name} is software; ask for it with --backend {kind}"
+            info = replace(info, usable=False, reason=reason)
         if info.usable:
             why = "; ".join(f"no {other.backend}: {other.reason}" for other in passed_over)
             reason = f"auto took {kind} ({why})" if why else f"auto took {kind}, the first choice"
-            return BackendChoice(_make(kind, index), reason, tuple(passed_over))
+            return BackendChoice(_make(kind, info.index), reason, tuple(passed_over))
         passed_over.append(info)
     reasons = "; ".join(f"{info.backend}: {info.reason}" for info in passed_over)
     raise BackendUnavailable("auto", reasons)
 
 
 def _make(kind: str, index: int) -> Backend:
+    if kind == "vulkan":
+        from backends.wgpu.backend import VulkanBackend  # noqa: PLC0415  (imports torch and wgpu)
+
+        return VulkanBackend(index)
     from backends.eager import EagerBackend  # noqa: PLC0415  (imports torch)
 
     return EagerBackend("cuda" if kind == "cuda" else "cpu", index)
 
 
-def _device(kind: str, index: int) -> DeviceInfo:
+def _device(kind: str, wanted: int | str) -> DeviceInfo:
     if kind == "cpu":
         return _cpu_device()
-    if kind == "vulkan":
-        return _vulkan_device()
-    found = _cuda_devices()
+    found = _vulkan_devices() if kind == "vulkan" else _cuda_devices()
     if not found[0].usable:
         return found[0]
-    if not 0 <= index < len(found):
-        reason = f"there is no device {index}; this machine has {len(found)}, counted from 0"
-        return DeviceInfo("cuda", "CUDA", False, reason, index)
-    return found[index]
+    if isinstance(wanted, str):
+        for info in found:
+            if wanted.lower() in info.name.lower():
+                return info
+        names = ", ".join(repr(info.name) for info in found)
+        reason = f"no device's name has {wanted!r} in it; this machine has {names}"
+        return DeviceInfo(kind, kind.upper(), False, reason)
+    if not 0 <= wanted < len(found):
+        reason = f"there is no device {wanted}; this machine has {len(found)}, counted from 0"
+        return DeviceInfo(kind, kind.upper(), False, reason, wanted)
+    return found[wanted]
 
 
 def _cuda_devices() -> list[DeviceInfo]:
@@ -118,8 +133,17 @@ def _cuda_devices() -> list[DeviceInfo]:
     return rows
 
 
-def _vulkan_device() -> DeviceInfo:
-    return DeviceInfo("vulkan", "Vulkan", False, "not in this version")
+def _vulkan_devices() -> list[DeviceInfo]:
+    """One row for each Vulkan device, or one unusable row that says why there is none."""
+    torch = _torch()
+    if isinstance(torch, str):
+        return [DeviceInfo("vulkan", "Vulkan", False, torch)]
+    from backends.wgpu.adapters import adapters  # noqa: PLC0415  (looks for devices)
+
+    found = adapters()
+    if isinstance(found, str):
+        return [DeviceInfo("vulkan", "Vulkan", False, found)]
+    return [adapter.info(index) for index, adapter in enumerate(found)]
 
 
 def _cpu_device() -> DeviceInfo:

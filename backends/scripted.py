@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -47,9 +47,11 @@ class ScriptedBackend:
         del threads
         return {"device": "scripted"}
 
-    def compile(self, trainable: Trainable, example: Batch) -> Program:
+    def compile(
+        self, trainable: Trainable, example: Batch, others: Sequence[Batch] = ()
+    ) -> Program:
         """Needs the blocks alone; a torch model or loss is not looked at."""
-        del example
+        del example, others
         return ScriptedProgram(trainable, self.microbatch_ms)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import uvloop
@@ -52,8 +52,10 @@ class ReadyProgram(ScriptedProgram):
 class ReadyBackend(ScriptedBackend):
     """Makes `ReadyProgram`s."""
 
-    def compile(self, trainable: Trainable, example: Batch) -> Program:
-        del example
+    def compile(
+        self, trainable: Trainable, example: Batch, others: Sequence[Batch] = ()
+    ) -> Program:
+        del example, others
         return ReadyProgram(trainable, self.microbatch_ms)
 
 

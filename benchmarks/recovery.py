@@ -175,8 +175,8 @@ class _Cluster:
         return commit.at_s - at_s
 
     def _worker(self, name: str) -> Worker:
-        log = self._coordinator.directory / f"{name}.log"
-        return Worker(self._coordinator.address, name, self._backend, log)
+        coordinator = self._coordinator
+        return Worker(coordinator.address, name, self._backend, coordinator.directory)
 
     def _within_a_step(self) -> None:
         """Any moment of a step: no event says that one is half done."""

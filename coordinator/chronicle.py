@@ -60,6 +60,10 @@ class Chronicle:
             *self._plans(actions),
         ]
 
+    def failed(self, reason: str) -> Fault:
+        """The run ends as failed."""
+        return self._fault("failed", {"reason": reason}, "the run can be resumed")
+
     def _of_single_actions(self, actions: Sequence[Action]) -> Iterator[Record]:
         for action in actions:
             match action:
@@ -121,7 +125,13 @@ class Chronicle:
                 break
         computing = (MemberState.ACTIVE, MemberState.DRAINING)
         noted = tuple(
-            MemberNoted(name=m.name, backend=m.backend, device=m.device, signature=m.signature)
+            MemberNoted(
+                name=m.name,
+                backend=m.backend,
+                device=m.device,
+                signature=m.signature,
+                admitted_by=m.admitted_by,
+            )
             for m in members
             if m.state in computing
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -15,7 +16,8 @@ import yaml
 
 from coordinator import token_cli
 from protocol import __version__
-from protocol.address import parse_address, parse_device_numbers
+from protocol.address import parse_address, parse_devices
+from protocol.discovery import check_name
 from protocol.errors import ExitCode, RunSpecError, SamestepError, UsageError
 from protocol.system_journal import write_error
 
@@ -63,6 +65,14 @@ Bind = Annotated[
 Plaintext = Annotated[
     bool, typer.Option("--plaintext", help="No TLS: whoever is in between can read and change all.")
 ]
+Name = Annotated[str, typer.Option(help="Under which workers find it on the network [host name].")]
+Announce = Annotated[
+    bool,
+    typer.Option(
+        "--announce/--no-announce",
+        help="Tell the network where it is, if others can reach --bind.",
+    ),
+]
 Out = Annotated[
     Path | None,
     typer.Option(
@@ -87,7 +97,9 @@ LocalWorkers = Annotated[
     int, typer.Option(min=0, help="Also start so many workers on this machine.")
 ]
 Backend = Annotated[str, typer.Option(help="Backend of the local workers.")]
-Gpus = Annotated[str, typer.Option(help="Devices of the local workers, such as 0,1.")]
+Gpus = Annotated[
+    str, typer.Option(help="Devices of the local workers, such as 0,1, or parts of names.")
+]
 AddressFile = Annotated[
     Path | None, typer.Option(help="Write the addresses in use to this file, as JSON.")
 ]
@@ -104,6 +116,8 @@ def serve(
     expect_workers: ExpectWorkers = None,
     bind: Bind = DEFAULT_BIND,
     plaintext: Plaintext = False,
+    name: Name = "",
+    announce: Announce = True,
     control: Control = DEFAULT_CONTROL,
     out: Out = None,
     resume: Resume = False,
@@ -133,18 +147,29 @@ def serve(
         bind=parse_address(bind, "--bind"),
         control=parse_address(control, "--control"),
         plaintext=plaintext,
+        name=_announced_name(name) if announce else "",
         expect_workers=_expected(expect_workers, local_workers, resume=resume),
         out=out,
         resume=resume,
         spec=run_spec_from(run, ShortForms(task, model, data, num_classes, steps), overrides),
         local_workers=local_workers,
         local_backend=backend,
-        local_devices=parse_device_numbers(gpus, "--gpus"),
+        local_devices=parse_devices(gpus, "--gpus"),
         address_file=address_file,
         trace=trace,
         log_json=log_json,
     )
     raise typer.Exit(main(options))
+
+
+def _announced_name(name: str) -> str:
+    """The flag, else the host's name as far as it can be one."""
+    if name:
+        return check_name(name, "--name")
+    host = "".join(
+        c if c.isalnum() and c.isascii() else "-" for c in socket.gethostname().partition(".")[0]
+    )
+    return host.strip("-")[:40] or "coordinator"
 
 
 def _expected(expect_workers: int | None, local_workers: int, *, resume: bool) -> int:

@@ -174,6 +174,11 @@ class Course:
             return self.give_up(reason)
         return self.halt(reason)
 
+    def result_refused(self, reason: str) -> list[Action]:
+        """The run is done, but the disk refuses its result: it waits for room."""
+        self.phase = RunPhase.TRAINING
+        return self.halt(f"all is committed, but the result is not written: {reason}")
+
     def replica_applied(self, step: int, digest: str) -> list[Action]:
         """The coordinator's own replica has taken `step` steps; it arbitrates."""
         assert self.progress is not None

@@ -14,11 +14,20 @@ from collections.abc import Callable
 from typing import Final
 
 from coordinator.listening import bind_failure
-from protocol import limits
-from protocol.errors import UsageError
+from protocol import frames, limits
+from protocol.connection import encode
+from protocol.errors import Mismatch, UsageError
+from protocol.messages import Goodbye
 from protocol.transport import Channel
 
-_BACKLOG: Final = 128
+_BACKLOG: Final = 1024
+"""In the kernel, until the loop comes to them: a flood must not drown a newcomer's first packet,
+which would come again only a second later."""
+_AT_ONCE: Final = 64
+"""Accepted in one turn of the loop, which then sees to members again."""
+_LEAST_S: Final = 0.001
+_HELLO_BYTES: Final = 2 * limits.UNAUTHENTICATED_HEADER_BYTES
+_NO_TLS: Final = "the coordinator speaks TLS: start this worker without --plaintext"
 _PAUSE_S: Final = 0.2
 """After the system has no file descriptor or memory for another connection."""
 
@@ -79,7 +88,7 @@ class Doorway:
         listener.listen(_BACKLOG)
 
     def _accept(self, listener: socket.socket) -> None:
-        for _ in range(_BACKLOG):
+        for _ in range(_AT_ONCE):
             try:
                 endpoint, address = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -103,13 +112,49 @@ class Doorway:
 
     async def _enter(self, endpoint: socket.socket, channel: Channel) -> None:
         """The TLS handshake; who does not get through it is told to the channel's owner here."""
-        seconds = limits.HANDSHAKE_TIMEOUT_MS / 1000 if self._context is not None else None
+        until_s = self._loop.time() + limits.HANDSHAKE_TIMEOUT_MS / 1000
         try:
+            if self._context is not None and await self._speaks_plainly(endpoint):
+                channel.connection_lost(Mismatch(_NO_TLS))
+                return
+            left_s = max(until_s - self._loop.time(), _LEAST_S) if self._context else None
             await self._loop.connect_accepted_socket(
-                lambda: channel, endpoint, ssl=self._context, ssl_handshake_timeout=seconds
+                lambda: channel, endpoint, ssl=self._context, ssl_handshake_timeout=left_s
             )
         except (OSError, EOFError) as error:  # timeouts and TLS errors are OSErrors
+            endpoint.close()
             channel.connection_lost(error)
         except asyncio.CancelledError:
+            endpoint.close()
             channel.connection_lost(None)
             raise
+
+    async def _speaks_plainly(self, endpoint: socket.socket) -> bool:
+        """Wait for the first byte: nothing is spent on TLS for who says nothing.
+
+        One that begins a frame is a worker's without TLS: it is told so, in frames, since it would
+        not understand TLS' own words. Then it is done with.
+        """
+        try:
+            async with asyncio.timeout(limits.HANDSHAKE_TIMEOUT_MS / 1000):
+                await self._readable(endpoint)
+        except TimeoutError:
+            raise TimeoutError("it has said nothing") from None
+        first = endpoint.recv(1, socket.MSG_PEEK)
+        if not first:
+            raise EOFError("it has said nothing and closed")
+        if first != frames.MAGIC[:1]:
+            return False
+        endpoint.recv(_HELLO_BYTES)  # what is left unread would make the goodbye a reset
+        goodbye = Goodbye(reason=_NO_TLS, retry=False, exit_code=Mismatch.exit_code)
+        with endpoint:
+            endpoint.send(b"".join(encode(goodbye).buffers))
+        return True
+
+    async def _readable(self, endpoint: socket.socket) -> None:
+        readable = asyncio.Event()
+        self._loop.add_reader(endpoint, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            self._loop.remove_reader(endpoint)

@@ -26,7 +26,7 @@ from coordinator.actions import (
 )
 from coordinator.chronicle import Chronicle
 from coordinator.followers import Followers
-from coordinator.journal_records import Checkpointed, Commanded, Fault
+from coordinator.journal_records import Checkpointed, Commanded
 from coordinator.listener import Listener
 from coordinator.log_records import place_of
 from coordinator.recovery import Recovery
@@ -47,14 +47,7 @@ from protocol.errors import (
     Superseded,
     text_of,
 )
-from protocol.messages import (
-    AveragedGradient,
-    EndRun,
-    Message,
-    Ready,
-    StateChunk,
-    cut_text,
-)
+from protocol.messages import AveragedGradient, EndRun, Message, Ready, StateChunk, cut_text
 from protocol.trace import Tracer, now_us
 
 Command = Literal["submit", "halt", "continue", "skip_step", "checkpoint", "drain"]
@@ -129,7 +122,7 @@ class Execution:
 
     def invite(self, session: Session) -> None:
         """A free worker: take it into the run."""
-        self._handle(lambda: self.run.invite(session.name))
+        self._handle(lambda: self.run.invite(session.name, session.check.admitted_by))
 
     def receive(self, session: Session, received: Received) -> None:
         """A member's message."""
@@ -352,15 +345,16 @@ class Execution:
         ended_s = time.monotonic()
         try:
             await self._write(action, ended_s)
+        except StorageFailed as error:
+            self.outcome = None
+            self._storage.reopen_journal()
+            self._do(self.run.result_refused(str(error)))
+            return
         except Exception as error:  # noqa: BLE001 -- whatever it is, the run has to end
             reason = f"the run is done, but its result is not written: {text_of(error)}"
             self.outcome = Finish("failed", reason, ExitCode.FAILED)
         if self.outcome.outcome == "failed":
-            fault = Fault(
-                epoch=self.run.epoch, step=self.run.step, what="failed",
-                reason=self.outcome.reason[:2000], response="the run can be resumed",
-            )  # fmt: skip
-            self._storage.record([fault])
+            self._storage.record([self._chronicle.failed(self.outcome.reason)])
         message = EndRun(run_id=self.run.run_id, reason=cut_text(self.outcome.reason))
         try:
             for member in self.run.members:

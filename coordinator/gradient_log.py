@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from coordinator.append_file import AppendFile
 from coordinator.durable_file import (
@@ -46,11 +46,6 @@ from protocol.run_spec import LogMode
 SEGMENT_SUFFIX: Final = ".log"
 
 _NAME: Final = re.compile(r"epoch-(\d{6,})-step-(\d{10,})\.log")
-
-
-class _Pending(NamedTuple):
-    place: ChunkPlace
-    values: Array
 
 
 class GradientLog:
@@ -99,7 +94,8 @@ class GradientLog:
             for index, block in enumerate(manifest.blocks)
             for chunk in range(block.chunks)
         }
-        self._pending: list[_Pending] = []
+        self._attempt: tuple[int, int] | None = None
+        self._pending: dict[ChunkPlace, Array] = {}
         with storing("make", directory):
             directory.mkdir(parents=True, exist_ok=True)
             sync_directory(directory.parent)
@@ -109,11 +105,6 @@ class GradientLog:
     def segment(self) -> Path:
         """The file that is written to."""
         return self._file.path
-
-    @property
-    def segment_bytes(self) -> int:
-        """How long that file is."""
-        return self._file.end
 
     def append_chunk(self, place: ChunkPlace, values: Array) -> None:
         """Append a chunk of averaged gradients, of the next step; not synced yet.
@@ -129,23 +120,16 @@ class GradientLog:
         """
         assert place.step == self.next_step
         assert (place.block, place.chunk) in self._chunks
-        if self._mode == "checkpoint" or any(p.place == place for p in self._pending):
+        if self._mode == "checkpoint" or place in self._pending:
             return
         attempt = (place.epoch, place.attempt)
-        self._pending = [p for p in self._pending if (p.place.epoch, p.place.attempt) == attempt]
+        if attempt != self._attempt:
+            self._pending.clear()
+            self._attempt = attempt
         self._check_before_mending()
         with self._file.use("append to"):
             self._write(RecordKind.CHUNK, chunk_payload(place, values))
-        self._pending.append(_Pending(place, values))
-
-    def flush(self) -> None:
-        """Sync what was appended, so that `commit` has less left to do.
-
-        Raises:
-            StorageFailed: As with `append_chunk`.
-        """
-        with self._file.use("sync"):
-            self._file.sync()
+        self._pending[place] = values
 
     def commit(self, record: CommitRecord) -> None:
         """Commit the next step, and return when it is durable.
@@ -161,13 +145,9 @@ class GradientLog:
         commit = record.commit
         assert commit.step == self.next_step
         if commit.scalars is not None and self._mode == "full":
-            attempt = (commit.epoch, commit.attempt)
-            mine = {
-                (p.place.block, p.place.chunk)
-                for p in self._pending
-                if (p.place.epoch, p.place.attempt) == attempt
-            }
-            assert mine == self._chunks, "a step is committed only with all of its gradients"
+            assert self._attempt == (commit.epoch, commit.attempt)
+            there = {(place.block, place.chunk) for place in self._pending}
+            assert there == self._chunks, "a step is committed only with all of its gradients"
         self._check_before_mending()
         with self._file.use("append to"):
             self._write(RecordKind.COMMIT, [memoryview(record.to_bytes())])
@@ -255,8 +235,8 @@ class GradientLog:
         self._file.write(record_buffers(kind, payload, self._file.end))
 
     def _rewrite(self) -> None:
-        for pending in self._pending:
-            self._write(RecordKind.CHUNK, chunk_payload(pending.place, pending.values))
+        for place, values in self._pending.items():
+            self._write(RecordKind.CHUNK, chunk_payload(place, values))
 
 
 def segment_name(epoch: int, base_step: int) -> str:
@@ -274,11 +254,6 @@ def segment_files(directory: Path) -> list[Path]:
         return []
     names = (path for path in directory.iterdir() if _NAME.fullmatch(path.name))
     return sorted(names, key=lambda path: tuple(map(int, _numbers(path))))
-
-
-def segment_epoch(path: Path) -> int:
-    """The epoch in a segment's name."""
-    return int(_numbers(path)[0])
 
 
 def segment_base(path: Path) -> int:

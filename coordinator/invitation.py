@@ -20,6 +20,7 @@ def invitation(
     credentials: Credentials,
     address: tuple[str, int],
     *,
+    name: str,
     plaintext: bool,
     to_terminal: bool,
 ) -> Iterator[str]:
@@ -28,6 +29,7 @@ def invitation(
     Args:
         credentials: Whose token it takes.
         address: Where the coordinator listens.
+        name: Under which it announces itself on the network; empty: it does not.
         plaintext: Without TLS.
         to_terminal: Whether a person at a terminal reads this, and nobody else.
     """
@@ -46,6 +48,8 @@ def invitation(
         token = f'"$({_over_ssh(there, credentials)} token show)"'
     yield "on another machine, in one line:"
     yield f"  SAMESTEP_TOKEN={token} worker --coordinator {there}:{port}{option}"
+    if name:
+        yield f"(on the same network it is found without its address, as {name!r})"
 
 
 def _over_ssh(host: str, credentials: Credentials) -> str:

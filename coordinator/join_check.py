@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 
 from coordinator.credentials import Credentials
+from coordinator.worker_keys import key_mark
 from protocol.authentication import NO_CERTIFICATE, Exchange, new_nonce
 from protocol.errors import NotAuthorised, UsageError
 from protocol.messages import Challenge, Hello, Proof
@@ -68,6 +69,13 @@ class JoinCheck:
             return b""
         self._key = self._credentials.enrol(self.name) or None
         return self._key or b""
+
+    @property
+    def admitted_by(self) -> str:
+        """What the worker has proved itself with, in words that a key's owner can look up."""
+        if self._exchange is None or not self._exchange.hello.enrolled:
+            return "the join token"
+        return f"the key {key_mark(self._secret)} of {self.name!r}"
 
     @property
     def revoked(self) -> bool:

@@ -95,6 +95,8 @@ class MemberNoted(BaseModel):
     backend: Name
     device: Name
     signature: Name
+    admitted_by: Words = ""
+    """What it proved itself with: the join token, or a key and whose."""
 
 
 class ViewChanged(Record):

@@ -27,7 +27,7 @@ class LocalWorkers:
         self,
         address: tuple[str, int],
         backend: str,
-        devices: tuple[int, ...],
+        devices: tuple[int | str, ...],
         token_file: Path,
         *,
         plaintext: bool = False,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvloop
 from rich.console import Console
@@ -20,6 +21,7 @@ from coordinator.blob_index import index_blobs
 from coordinator.console import ProgressConsole, print_outcome
 from coordinator.control import ControlPort
 from coordinator.invitation import invitation, status_line
+from coordinator.listening import is_loopback
 from coordinator.local_workers import LocalWorkers
 from coordinator.run_directory import RunDirectory
 from coordinator.service import Service, Settings
@@ -32,23 +34,31 @@ from protocol.run_spec import RunSpec
 from protocol.supervisor import Supervisor
 from protocol.system_journal import SystemJournal
 
+if TYPE_CHECKING:
+    from coordinator.announcement import Announcement
+
 DEFAULT_OUT = Path("runs")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The command line of `coordinator`, checked."""
+    """The command line of `coordinator`, checked.
+
+    Attributes:
+        name: Under which it is announced on the network, if others can reach it; empty: not at all.
+    """
 
     bind: tuple[str, int]
     control: tuple[str, int]
     plaintext: bool
+    name: str
     expect_workers: int
     out: Path | None
     spec: RunSpec | None
     resume: bool
     local_workers: int
     local_backend: str
-    local_devices: tuple[int, ...]
+    local_devices: tuple[int | str, ...]
     address_file: Path | None
     trace: Path | None
     log_json: bool
@@ -103,7 +113,8 @@ async def _serve(options: Options, journal: SystemJournal | None) -> int:
         await service.stop()
         await control.stop()
         return ExitCode.OK
-    _announce(options, service, control, console)
+    _say_where(options, service, control, console)
+    announcement = _announced(options, service)
     local = LocalWorkers(
         service.address,
         options.local_backend,
@@ -121,6 +132,8 @@ async def _serve(options: Options, journal: SystemJournal | None) -> int:
     finally:
         ticking.cancel()
         progress.stop()
+        if announcement is not None:
+            await announcement.stop()
         await service.stop()
         await local.stop()
         await control.stop()
@@ -219,7 +232,19 @@ def _conclude(service: Service, console: Console) -> int:
     return outcome.exit_code
 
 
-def _announce(options: Options, service: Service, control: ControlPort, console: Console) -> None:
+def _announced(options: Options, service: Service) -> Announcement | None:
+    """Begin to tell the network where the coordinator is, if it is to know."""
+    if not options.name or is_loopback(service.address[0]):
+        return None
+    from coordinator.announcement import Announcement  # noqa: PLC0415 -- 0.1 s, seldom needed
+
+    certificate = "" if options.plaintext else service.credentials.fingerprint.hex()
+    announcement = Announcement(options.name, service.address, certificate)
+    announcement.start()
+    return announcement
+
+
+def _say_where(options: Options, service: Service, control: ControlPort, console: Console) -> None:
     data = f"{service.address[0]}:{service.address[1]}"
     page = f"{control.address[0]}:{control.address[1]}"
     if options.address_file is not None:
@@ -230,6 +255,7 @@ def _announce(options: Options, service: Service, control: ControlPort, console:
     lines = invitation(
         service.credentials,
         service.address,
+        name=options.name,
         plaintext=options.plaintext,
         to_terminal=console.is_terminal,
     )

@@ -38,6 +38,8 @@ class Member:
 
     name: str
     state: MemberState = MemberState.PREPARING
+    admitted_by: str = ""
+    """What it proved itself with."""
     backend: str = ""
     device: str = ""
     initial_digest: str = ""
@@ -141,9 +143,9 @@ class Membership:
     def get(self, name: str) -> Member | None:
         return self._members.get(name)
 
-    def add(self, name: str) -> Member:
+    def add(self, name: str, admitted_by: str = "") -> Member:
         """A worker is asked to build the task."""
-        member = self._members[name] = Member(name)
+        member = self._members[name] = Member(name, admitted_by=admitted_by)
         self._members = dict(sorted(self._members.items()))
         return member
 

@@ -55,11 +55,6 @@ class Recovery:
     losses: tuple[float, ...]
     notes: tuple[str, ...]
 
-    @property
-    def state_before_last(self) -> str | None:
-        """Digest of the state that the last logged step starts from, if it was known."""
-        return self.logged[-1].record.state_before if self.logged else None
-
     def replica(self, start: Replica | None = None) -> Replica:
         """The state after `step` steps: the checkpoint's, with the logged steps taken again.
 

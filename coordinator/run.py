@@ -45,11 +45,16 @@ class Run(Course):
 
     # Events about workers.
 
-    def invite(self, worker: str) -> list[Action]:
-        """A worker is connected and free: ask it to build the task."""
+    def invite(self, worker: str, admitted_by: str = "") -> list[Action]:
+        """A worker is connected and free: ask it to build the task.
+
+        Args:
+            worker: Its name.
+            admitted_by: What it proved itself with.
+        """
         if self.phase is RunPhase.OVER:
             return []
-        self.members.add(worker)
+        self.members.add(worker, admitted_by)
         message = StartRun(run_id=self.run_id, epoch=self.epoch, step=self.step, blobs=self.blobs)
         return [Send(worker, message, self.spec.to_bytes())]
 

@@ -257,6 +257,10 @@ class RunStorage:
 
         return await self._do("journal", work)
 
+    def reopen_journal(self) -> None:
+        """The run goes on after all: lines count again."""
+        self._ended = False
+
     def _opened_journal(self) -> Journal:
         """The journal, with all lines that came so far; what cannot be opened is so later."""
         if self._journal is None:

@@ -24,6 +24,7 @@ from coordinator.listener import Listener
 from coordinator.run import Run
 from coordinator.run_storage import RunStorage
 from coordinator.session import Session
+from coordinator.strangers import Strangers
 from protocol import limits
 from protocol.connection import Connection, Received
 from protocol.errors import ExitCode, OutOfPlace, SamestepError, UsageError
@@ -79,7 +80,7 @@ class Service:
         self.address = settings.bind
         self.started_s = time.monotonic()
         self.listeners: list[Listener] = []
-        self._joining: set[Session] = set()
+        self._joining = Strangers()
         self._doorway: Doorway | None = None
         self._ticking: list[asyncio.Task[None]] = []
         self._claim: Claim | None = None
@@ -110,7 +111,7 @@ class Service:
         self.listeners.clear()
         # Whoever has taken over will want these workers.
         superseded = self.finished is not None and self.finished.superseded
-        for session in list(self._joining):
+        for session in self._joining:
             session.channel.abort("the coordinator ends")
         for session in list(self.sessions.values()):
             session.channel.goodbye("the coordinator ends", retry=superseded, exit_code=0)
@@ -251,7 +252,7 @@ class Service:
     def joined(self, session: Session) -> None:
         """A worker is a member; see `SessionOwner`."""
         assert session.hello is not None
-        self._joining.discard(session)
+        self._joining.leave(session)
         self.sessions[session.name] = session
         self.known.add(session.name)
         self.reported(
@@ -259,6 +260,7 @@ class Service:
             {
                 "worker": session.name,
                 "backend": session.hello.backend,
+                "admitted_by": session.check.admitted_by,
                 "workers": len(self.sessions),
             },
         )
@@ -276,7 +278,7 @@ class Service:
 
     def left(self, session: Session, reason: str) -> None:
         """A connection is over; see `SessionOwner`."""
-        self._joining.discard(session)
+        self._joining.leave(session)
         if not session.name:
             log.info("connection_closed", peer=session.channel.peer, reason=reason)
         self._forget(session, reason)
@@ -292,11 +294,7 @@ class Service:
 
     def _connection(self, address: tuple[str, int]) -> Channel | None:
         host = address[0]
-        from_there = sum(session.host == host for session in self._joining)
-        if (
-            len(self._joining) >= limits.UNAUTHENTICATED_CONNECTIONS
-            or from_there >= limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS
-        ):
+        if not self._joining.admits(host):
             log.debug("connection_refused", peer=host, reason="too many are in the handshake")
             return None
         check = JoinCheck(self.credentials, encrypted=not self.settings.plaintext)
@@ -304,7 +302,7 @@ class Service:
         channel = Channel(Connection("coordinator"), session, time.monotonic)
         channel.peer = f"{host}:{address[1]}"
         session.start(channel)
-        self._joining.add(session)
+        self._joining.enter(session)
         return channel
 
     # Runs.

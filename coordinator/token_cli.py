@@ -48,11 +48,13 @@ def revoke(name: Annotated[str, typer.Argument(help="See: coordinator token work
 
 @app.command()
 def workers() -> None:
-    """Show which workers have a key of their own, and since when."""
+    """Show which workers have a key of their own: since when, its mark in journals, the name."""
     from coordinator.credentials import Credentials
 
-    for name, since in Credentials.open().keys.names().items():
-        typer.echo(f"{since}  {name}")
+    keys = Credentials.open().keys
+    marks = keys.marks()
+    for name, since in keys.names().items():
+        typer.echo(f"{since}  {marks[name]}  {name}")
 
 
 @app.command()

@@ -8,6 +8,7 @@ was admitted as whom, not who sits at the machine.
 from __future__ import annotations
 
 import datetime as dt
+import hashlib
 import json
 from pathlib import Path
 from typing import Annotated, Final
@@ -20,6 +21,11 @@ from protocol.secret_file import read_secret, write_secret
 
 MOST_KEYS: Final = 4_096
 """More names than that get no key and show the join token each time."""
+
+
+def key_mark(key: bytes) -> str:
+    """What tells a key from others and gives nothing away of it: keys are random."""
+    return hashlib.sha256(b"samestep key mark" + key).hexdigest()[:8]
 
 
 class _Entry(BaseModel):
@@ -51,6 +57,11 @@ class WorkerKeys:
         self._refresh()
         entry = self._entries.get(name)
         return bytes.fromhex(entry.key) if entry is not None else None
+
+    def marks(self) -> dict[str, str]:
+        """What tells each worker's key from others: see `key_mark`."""
+        self._refresh()
+        return {name: key_mark(bytes.fromhex(e.key)) for name, e in self._entries.items()}
 
     def names(self) -> dict[str, str]:
         """Who has a key, and since when (UTC)."""

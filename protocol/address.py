@@ -1,4 +1,4 @@
-"""Addresses and device numbers as users write them: HOST:PORT, an IPv6 host in brackets; 0,1."""
+"""Addresses and devices as users write them: HOST:PORT, an IPv6 host in brackets; 0,1 or radeon."""
 
 from __future__ import annotations
 
@@ -22,13 +22,21 @@ def parse_address(text: str, option: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def parse_device_numbers(text: str, option: str) -> tuple[int, ...]:
-    """Distinct device numbers such as 0,1; none for an empty text.
+def parse_devices(text: str, option: str) -> tuple[int | str, ...]:
+    """Distinct device numbers such as 0,1, or parts of names such as radeon; none for no text.
 
     Raises:
         UsageError: It is no such list.
     """
-    parts = text.split(",") if text else []
-    if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
-        raise UsageError(f"{option}: expected distinct device numbers such as 0,1, got {text!r}")
-    return tuple(int(part) for part in parts)
+    parts = [part.strip() for part in text.split(",")] if text else []
+    devices = tuple(int(part) if part.isdecimal() else part.lower() for part in parts)
+    if not all(map(_is_device, devices)) or len(set(devices)) != len(devices):
+        raise UsageError(
+            f"{option}: expected distinct device numbers such as 0,1, or parts of their names, "
+            f"got {text!r}"
+        )
+    return devices
+
+
+def _is_device(device: int | str) -> bool:
+    return isinstance(device, int) or (device[:1].isalnum() and not device.isnumeric())

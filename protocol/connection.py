@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol import frames, limits
-from protocol.errors import FrameError, LocalProtocolError, OutOfPlace
+from protocol.errors import FrameError, LocalProtocolError, OutOfPlace, VersionMismatch
 from protocol.manifest import Block
 from protocol.messages import (
     Assign,
@@ -86,6 +86,8 @@ FROM_COORDINATOR: Final[dict[Phase, frozenset[type[Message]]]] = {
 }  # fmt: skip
 
 _SCRATCH_BYTES: Final = 64 * limits.KIB
+_STRANGERS_SCRATCH_BYTES: Final = 2 * limits.UNAUTHENTICATED_HEADER_BYTES
+"""As long as frames are small: many may be in the handshake at once."""
 
 
 class Received(NamedTuple):
@@ -127,7 +129,7 @@ class Connection:
     Attributes:
         phase: Moved on by the handshake messages themselves, on both sides alike.
         blocks: Set once the manifest is known; from then on a gradient's size is checked against
-            it before a byte of it is read.
+            it before a byte of it is read. Unknown again when a worker is ready for a run.
     """
 
     def __init__(self, role: Role) -> None:
@@ -137,7 +139,7 @@ class Connection:
         coordinator = role == "coordinator"
         self._receivable = FROM_WORKER if coordinator else FROM_COORDINATOR
         self._sendable = FROM_COORDINATOR if coordinator else FROM_WORKER
-        self._scratch = bytearray(_SCRATCH_BYTES)
+        self._scratch = bytearray(_STRANGERS_SCRATCH_BYTES)
         self._filled = 0
         self._body: Body | None = None
         self._body_filled = 0
@@ -156,6 +158,10 @@ class Connection:
         """Where the next received bytes go; never empty."""
         if self._body is not None:
             return self._body.data[self._body_filled :]
+        if self.phase is Phase.OPEN and len(self._scratch) < _SCRATCH_BYTES:
+            scratch = bytearray(_SCRATCH_BYTES)
+            scratch[: self._filled] = memoryview(self._scratch)[: self._filled]
+            self._scratch = scratch
         return memoryview(self._scratch)[self._filled :]
 
     def buffer_updated(self, count: int) -> list[Received]:
@@ -172,8 +178,12 @@ class Connection:
             else:
                 self._filled += count
                 self._parse(received)
+        except VersionMismatch as error:
+            self._close()
+            error.reader = self.role
+            raise
         except Exception:
-            self.phase = Phase.CLOSED
+            self._close()
             raise
         return received
 
@@ -189,6 +199,11 @@ class Connection:
             received += self.buffer_updated(count)
         return received
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory for what is not yet a whole message."""
+        return len(self._scratch) + (len(self._body) if self._body is not None else 0)
+
     def receive_eof(self) -> None:
         """The peer closed.
 
@@ -196,10 +211,16 @@ class Connection:
             FrameError: In the middle of a frame.
         """
         middle = self._filled or self._body is not None
-        if middle and self.phase is not Phase.CLOSED:
-            self.phase = Phase.CLOSED
+        was_open = self.phase is not Phase.CLOSED
+        self._close()
+        if middle and was_open:
             raise FrameError("expected the rest of a frame, got the end of the connection")
+
+    def _close(self) -> None:
+        """Nothing more is read, and nothing kept: the buffer must never fill up."""
         self.phase = Phase.CLOSED
+        self._body = self._pending = None
+        self._filled = 0
 
     def _parse(self, received: list[Received]) -> None:
         at = 0
@@ -264,6 +285,9 @@ class Connection:
         if body is None and message.body != "none":
             body = np.empty(0, np.uint8)
         self._advance(type(message))
+        if isinstance(message, Ready):
+            # What follows in the same bytes must not be measured by an earlier run's manifest.
+            self.blocks = None
         received.append(Received(message, body))
 
     def _frame_limits(self) -> tuple[int, int]:

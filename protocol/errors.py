@@ -7,7 +7,8 @@ SamestepError
 ├── RunFailed             exit 1   the run failed or is halted at exit
 │   └── Superseded                 another coordinator has the run's directory
 ├── Unreachable           exit 69  nothing answers at the address, or a device is not there
-│   └── BackendUnavailable         a named backend cannot be used here, with the reason
+│   ├── BackendUnavailable         a named backend cannot be used here, with the reason
+│   └── DeviceError                a device was lost, or has no memory left, while it computed
 ├── NotAuthorised         exit 77  the other side does not accept who we are
 ├── Mismatch              exit 78  versions, manifests or configurations differ
 ├── StorageFailed         exit 1   nothing can be written just now: full, read-only, gone
@@ -90,6 +91,23 @@ class BackendUnavailable(Unreachable):
         return f"backend {self.backend!r} is not usable here: {self.reason}"
 
 
+class DeviceError(Unreachable):
+    """A device stopped computing: it was lost, or has no memory left.
+
+    Attributes:
+        device: The device's name.
+        reason: What happened, as the driver says it.
+    """
+
+    def __init__(self, device: str, reason: str) -> None:
+        super().__init__(device, reason)
+        self.device = device
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"the device {self.device!r} failed: {self.reason}"
+
+
 class NotAuthorised(SamestepError):
     """The other side does not accept who we are."""
 
@@ -163,6 +181,7 @@ class VersionMismatch(FrameError):
     Attributes:
         ours: This side's version.
         theirs: The other side's.
+        reader: Which side "ours" is, once that is known: "coordinator" or "worker".
     """
 
     exit_code = ExitCode.MISMATCH
@@ -171,10 +190,16 @@ class VersionMismatch(FrameError):
         super().__init__(ours, theirs)
         self.ours = ours
         self.theirs = theirs
+        self.reader = ""
 
     def __str__(self) -> str:
-        older = "this side" if self.theirs > self.ours else "the other side"
-        return f"expected protocol version {self.ours}, got {self.theirs}: upgrade {older}"
+        # In a worker's words on both sides: it is the worker that ends for it, and is read there.
+        we, they = {
+            "worker": ("this worker", "the coordinator"),
+            "coordinator": ("the coordinator", "this worker"),
+        }.get(self.reader, ("this side", "the other side"))
+        older = we if self.theirs > self.ours else they
+        return f"{we} speaks protocol version {self.ours}, {they} {self.theirs}: upgrade {older}"
 
 
 class MessageError(RemoteProtocolError):

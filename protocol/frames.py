@@ -30,7 +30,7 @@ Buffer = bytes | bytearray | memoryview
 _PREFIX = struct.Struct(">2sBBHIQ")
 _BODY_MARKER = struct.Struct(">BI")
 _BIN32 = 0xC6
-_MAGIC = b"ss"
+MAGIC = b"ss"
 
 PREFIX_BYTES = _PREFIX.size
 MARKER_BYTES = _BODY_MARKER.size
@@ -60,7 +60,7 @@ def encode_head(tag: int, header: bytes, body: Buffer | None) -> bytes:
             f"of {limits.HEADER_BYTES} and {limits.BODY_BYTES}"
         )
     checksum = checksum_of(header, body)
-    prefix = _PREFIX.pack(_MAGIC, PROTOCOL_VERSION, tag, len(header), body_bytes, checksum)
+    prefix = _PREFIX.pack(MAGIC, PROTOCOL_VERSION, tag, len(header), body_bytes, checksum)
     marker = _BODY_MARKER.pack(_BIN32, body_bytes) if body_bytes else b""
     return prefix + header + marker
 
@@ -73,7 +73,7 @@ def decode_prefix(data: Buffer, header_limit_bytes: int, body_limit_bytes: int) 
         VersionMismatch: The other side speaks another version.
     """
     magic, version, tag, header_bytes, body_bytes, checksum = _PREFIX.unpack_from(data)
-    if magic != _MAGIC:
+    if magic != MAGIC:
         raise FrameError(f"expected a samestep frame, got bytes that start with {magic!r}")
     if version != PROTOCOL_VERSION:
         raise VersionMismatch(PROTOCOL_VERSION, version)

@@ -19,6 +19,9 @@ CHUNK_ELEMENTS: Final = BODY_BYTES // 4
 UNAUTHENTICATED_CONNECTIONS: Final = 64
 UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS: Final = 8
 """Of these, from one address: one machine cannot keep all others from joining."""
+UNAUTHENTICATED_PLACE_MS: Final = 1_000
+"""How long at least one that does not become a member takes a place: it bounds how many TLS
+handshakes an address can make the coordinator compute."""
 HANDSHAKE_TIMEOUT_MS: Final = 5_000
 HEARTBEAT_INTERVAL_MS: Final = 1_000
 TICK_MS: Final = 100

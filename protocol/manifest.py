@@ -121,7 +121,10 @@ class Metric(Ratio):
     def value(self, sums: dict[str, float]) -> float:
         """The figure for these sums."""
         if self.mean_of:
-            figure = math.fsum(ratio.value(sums) for ratio in self.mean_of) / len(self.mean_of)
+            figures = [ratio.value(sums) for ratio in self.mean_of]
+            # fsum refuses what does not sum to a finite number.
+            total = sum(figures)
+            figure = (math.fsum(figures) if math.isfinite(total) else total) / len(figures)
         else:
             figure = super().value(sums)
         return math.exp(min(figure, 700.0)) if self.exponential else figure

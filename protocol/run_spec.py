@@ -65,6 +65,7 @@ TaskName = Annotated[
 ]
 Document = Annotated[dict[str, Any], AfterValidator(_sorted)]
 Precision = Literal["float32", "bfloat16"]
+BaseDtype = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 Exactness = Literal["require", "prefer"]
 OptimizerName = Literal["sgd", "momentum", "adamw"]
 ScheduleName = Literal["constant", "linear", "cosine"]
@@ -95,6 +96,12 @@ class ModelSpec(_Section):
         None, description="a Hugging Face configuration with its model_type, to train from scratch"
     )
     dtype: Literal["float32"] = "float32"
+    base_dtype: BaseDtype = Field(
+        "float32",
+        description="with lora: what the frozen layers' weights are stored in; int8 and int4 have "
+        "a scale for each 64 of a row. Every worker computes with the same rounded weights; only "
+        "a Vulkan device saves memory by it",
+    )
     precision: Precision = "float32"
     attention: Literal["eager", "sdpa"] = "eager"
     gradient_checkpointing: bool = Field(
@@ -288,6 +295,11 @@ class RunSpec(_Section):
         if anew and self.lora is not None:
             raise ValueError(
                 "lora needs model.source: a model started from its config is trained whole"
+            )
+        if self.model.base_dtype != "float32" and self.lora is None:
+            raise ValueError(
+                f"model.base_dtype {self.model.base_dtype} needs lora: a model that is trained "
+                "whole has no frozen base"
             )
         if self.task == "causal-lm":
             for key in ("num_classes", "class_weights"):

@@ -40,8 +40,9 @@ HEADINGS: Final = {
 def main() -> None:
     """Resolve, then split into the sets."""
     torch = f"torch=={TORCH}\n"
-    everything = _resolve(["--extra", "hf", "--extra", "digits", "--extra", "dev"], torch)
-    for_running = _resolve(["--extra", "hf", "--extra", "digits"], torch).keys()
+    extras = ["--extra", "hf", "--extra", "digits", "--extra", "vulkan"]
+    everything = _resolve([*extras, "--extra", "dev"], torch)
+    for_running = _resolve(extras, torch).keys()
     coordinating = _resolve([], "setuptools\n").keys()  # which builds samestep itself
     sets: dict[str, list[str]] = {"run": [], "dev": [], "cuda": []}
     for name, entry in everything.items():

@@ -37,12 +37,28 @@ mkdir "$1/upper" "$1/work" "$1/root"
 mount -t overlay samestep -o "lowerdir=/,upperdir=$1/upper,workdir=$1/work" "$1/root"
 cp -a "$1.files/." "$1/root/"
 rm -rf "$1/root/etc/samestep" "$1/root/etc/credstore"
+# Machines that share a control group would end each other's services.
+for hierarchy in /sys/fs/cgroup /sys/fs/cgroup/unified /sys/fs/cgroup/systemd; do
+    [ -f "$hierarchy/cgroup.procs" ] || continue
+    mkdir "$hierarchy/samestep-machine-$$"
+    echo $$ >"$hierarchy/samestep-machine-$$/cgroup.procs"
+done
 # What nspawn leaves in /run goes with this namespace.
 mount -t tmpfs samestep /run
 shift
 exec systemd-nspawn "$@"
 """
-_TARGET: Final = "[Unit]\nRequires=basic.target\nAfter=basic.target\nAllowIsolate=yes\n"
+_TARGET: Final = """[Unit]
+Requires=basic.target samestep-test-limit.service
+After=basic.target
+AllowIsolate=yes
+"""
+_LIMIT: Final = """# A machine whose test was killed ends all the same.
+[Unit]
+SuccessAction=exit-force
+[Service]
+ExecStart=sleep 1800
+"""
 _JOURNAL: Final = "[Journal]\nStorage=volatile\nRateLimitIntervalSec=0\n"
 _COMMAND: Final = """#!/bin/sh
 export PYTHONPATH={at}/source:{at}/site-packages LD_LIBRARY_PATH={at}/python/lib HF_HUB_OFFLINE=1
@@ -178,7 +194,8 @@ def booted_machine(
         [*enter, "unshare", "--mount", "--propagation", "private", "sh", "-c", _SET_UP, "sh", base,
          "--quiet", f"--directory={base}/root", "--boot", f"--machine={name}", "--register=no",
          "--keep-unit", *own_network, "--link-journal=no", "--console=pipe",
-         "--notify-ready=yes", *binds, "--", "--unit=samestep-test.target"],
+         "--notify-ready=yes", *binds, "--",
+         "--unit=samestep-test.target", "--show-status=no"],
         env={**os.environ, "NOTIFY_SOCKET": notices.getsockname()},
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
@@ -195,21 +212,32 @@ def booted_machine(
         nspawn.communicate()
         if machine is not None:
             machine.close()
+        _remove_control_groups(f"samestep-machine-{nspawn.pid}")
+
+
+def _remove_control_groups(name: str) -> None:
+    """Nothing runs in them any more; one that is still busy does no harm."""
+    for hierarchy in ("", "unified", "systemd"):
+        for path, _, _ in os.walk(Path("/sys/fs/cgroup", hierarchy, name), topdown=False):
+            with contextlib.suppress(OSError):
+                Path(path).rmdir()
 
 
 def _leader(nspawn: subprocess.Popen[str], notices: socket.socket) -> int:
     """The number of its first process, once systemd has booted there."""
+    assert nspawn.stdout is not None
     leader, ready = 0, False
     notices.settimeout(1.0)
+    deadline_s = time.monotonic() + PATIENCE_S
     while not (leader and ready):
         try:
             told = notices.recv(4096).decode().splitlines()
         except TimeoutError:
             if nspawn.poll() is None:
+                if time.monotonic() > deadline_s:
+                    pytest.skip(f"no machine can be booted here: not up after {PATIENCE_S:.0f} s")
                 continue
-            pytest.skip(
-                f"no machine can be booted here: {' '.join(nspawn.communicate()[0].split())}"
-            )
+            pytest.skip(f"no machine can be booted here: {' '.join(nspawn.stdout.read().split())}")
         for line in told:
             name, _, value = line.partition("=")
             leader = int(value) if name == "X_NSPAWN_LEADER_PID" else leader
@@ -222,6 +250,7 @@ def _lay_out(files: Path, name: str) -> None:
     units = files / "etc/systemd/system"
     units.mkdir(parents=True)
     (units / "samestep-test.target").write_text(_TARGET)
+    (units / "samestep-test-limit.service").write_text(_LIMIT)
     (files / "etc/hostname").write_text(f"{name}\n")
     journald = files / "etc/systemd/journald.conf.d/samestep-test.conf"
     journald.parent.mkdir(parents=True)

@@ -12,7 +12,7 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -51,11 +51,14 @@ class Network:
         port = f"port{self._numbers[host]}"
         _ip("-n", self._name("hub"), "link", "set", port, "master", "bridge")
 
-    def start(self, host: str, module: str, *arguments: str) -> subprocess.Popen[str]:
+    def start(
+        self, host: str, module: str, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
         """One of the two commands as a process on that host."""
         return subprocess.Popen(
             ["ip", "netns", "exec", self._name(host), sys.executable, "-m", module, *arguments],
             cwd=ROOT,
+            env={**os.environ, **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -89,15 +92,18 @@ class Network:
             _ip("-n", self._name("hub"), "link", "set", port, "up")
             _ip("-n", name, "link", "set", "lo", "up")
             if self._subnet.startswith("127."):
-                for scope in ("all", "eth0"):
-                    setting = f"net.ipv4.conf.{scope}.route_localnet=1"
-                    _ip("netns", "exec", name, "sysctl", "-qw", setting)
-                # What a host sends to itself goes through lo, which must not claim all of 127/8.
-                _ip("-n", name, "addr", "del", "127.0.0.1/8", "dev", "lo")
+                self._route_loopback(name)
             _ip("-n", name, "link", "set", "eth0", "up")
             _ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
             if not self._subnet.startswith("127."):
                 _ip("-n", name, "route", "add", "default", "dev", "eth0")
+
+    def _route_loopback(self, name: str) -> None:
+        for scope in ("all", "eth0"):
+            setting = f"net.ipv4.conf.{scope}.route_localnet=1"
+            _ip("netns", "exec", name, "sysctl", "-qw", setting)
+        # What a host sends to itself goes through lo, which must not claim all of 127/8.
+        _ip("-n", name, "addr", "del", "127.0.0.1/8", "dev", "lo")
 
     def _tear_down(self) -> None:
         for host in ("hub", *self._numbers):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -26,24 +26,6 @@ from protocol.file_digest import FileDigests
 
 _REMEDY: Final = "make room there, or name another directory with SAMESTEP_CACHE"
 _WHOLE_MODE: Final = 0o444
-
-
-def cache_directory(environment: Mapping[str, str]) -> Path:
-    """Where the cache is: $SAMESTEP_CACHE, systemd's $CACHE_DIRECTORY, or the user's cache.
-
-    Raises:
-        StorageFailed: None of them is known.
-    """
-    if named := environment.get("SAMESTEP_CACHE"):
-        return Path(named).absolute()
-    if given := environment.get("CACHE_DIRECTORY"):
-        return Path(given.split(":")[0])
-    if (base := environment.get("XDG_CACHE_HOME", "")) and Path(base).is_absolute():
-        return Path(base) / "samestep"
-    try:
-        return Path("~/.cache/samestep").expanduser()
-    except RuntimeError:
-        raise StorageFailed("find", "~/.cache", "no home; set SAMESTEP_CACHE") from None
 
 
 class Part:

@@ -13,7 +13,8 @@ import typer
 from backends.device_name import parse_device_name
 from backends.registry import parse_name
 from protocol import __version__
-from protocol.address import parse_address, parse_device_numbers
+from protocol.address import parse_address, parse_devices
+from protocol.discovery import check_name
 from protocol.errors import ExitCode, SamestepError, UsageError
 from protocol.system_journal import write_error
 
@@ -32,7 +33,13 @@ def _version(value: bool) -> None:
 
 
 Coordinator = Annotated[
-    str, typer.Option(envvar="SAMESTEP_COORDINATOR", help="HOST:PORT of the coordinator.")
+    str,
+    typer.Option(
+        envvar="SAMESTEP_COORDINATOR",
+        metavar="HOST:PORT|NAME",
+        help="The coordinator's address, or the name it announces on the network "
+        "[the one on this machine, else on the network].",
+    ),
 ]
 BackendName = Annotated[
     str,
@@ -41,7 +48,9 @@ BackendName = Annotated[
         help="auto, cuda, cuda1 (a device), vulkan, cpu, or scripted[:MS] for tests.",
     ),
 ]
-Gpus = Annotated[str, typer.Option(help="Device numbers, such as 0,1: one process for each.")]
+Gpus = Annotated[
+    str, typer.Option(help="Devices, such as 0,1, or parts of names: one process for each.")
+]
 Name = Annotated[
     str, typer.Option(envvar="SAMESTEP_NAME", help="Name shown to others [host name].")
 ]
@@ -87,19 +96,24 @@ def serve(
     del version
     if context.invoked_subcommand is not None:
         return
-    backend, indices = _devices(backend, gpus)
-    if len(indices) > 1:
+    backend, wanted = _devices(backend, gpus)
+    if len(wanted) > 1:
         from worker.group import run_group
 
-        raise typer.Exit(run_group(sys.argv[1:], list(indices), name or _host_name()))
-    from worker.client import Target
+        raise typer.Exit(run_group(sys.argv[1:], list(wanted), name or _host_name()))
     from worker.credentials import Credentials
     from worker.main import Options, main
 
-    host, port = _address(coordinator)
-    target = Target(host, port, name or _host_name(), backend, retry_for)
+    address, named = _coordinator(coordinator)
     credentials = Credentials(token_file, plaintext=plaintext)
-    raise typer.Exit(main(Options(target, indices[0], trace, quiet, credentials)))
+    raise typer.Exit(
+        main(
+            Options(
+                address, named, name or _host_name(), backend, retry_for, wanted[0], trace,
+                quiet, credentials,
+            )
+        )
+    )  # fmt: skip
 
 
 @app.command()
@@ -110,6 +124,7 @@ def devices() -> None:
     for info in all_devices():
         memory = f", {info.memory_bytes / 2**30:.1f} GiB" if info.memory_bytes else ""
         verdict = "usable" if info.usable else f"not usable: {info.reason}"
+        verdict += " (software: only when asked for by name)" if info.software else ""
         typer.echo(f"{info.backend} {info.index}: {info.name}{memory}: {verdict}")
 
 
@@ -127,13 +142,15 @@ def doctor(
     from protocol.doctor import tell
     from worker.doctor import Plan, examine
 
-    backend, indices = _devices(backend, gpus)
-    named = bool(coordinator or os.environ.get("MASTER_ADDR"))
+    backend, wanted = _devices(backend, gpus)
+    address, named = _coordinator(coordinator)
+    if named:
+        raise UsageError(f"--coordinator: expected HOST:PORT to check, got the name {named!r}")
     plan = Plan(
-        coordinator=_address(coordinator) if named else None,
+        coordinator=address,
         name=name or _host_name(),
         backend=backend,
-        indices=indices,
+        devices=wanted,
         token_file=token_file,
         plaintext=plaintext,
     )
@@ -152,23 +169,25 @@ def classify(
         typer.echo(f"{prediction.label} {prediction.probability:.3f}  {prediction.text}")
 
 
-def _devices(backend: str, gpus: str) -> tuple[str, tuple[int, ...]]:
-    """Backend and device numbers, out of --backend and --gpus."""
+def _devices(backend: str, gpus: str) -> tuple[str, tuple[int | str, ...]]:
+    """Backend and devices, by number or part of their name, out of --backend and --gpus."""
     backend, number = parse_device_name(backend)
     if gpus and number is not None:
         raise UsageError(f"expected a device in --backend {backend}{number} or in --gpus, got both")
     parse_name(backend)
-    return backend, parse_device_numbers(gpus, "--gpus") or (number or 0,)
+    return backend, parse_devices(gpus, "--gpus") or (number or 0,)
 
 
-def _address(coordinator: str) -> tuple[str, int]:
-    """The flag or its variable, else torchrun's MASTER_ADDR and MASTER_PORT."""
+def _coordinator(coordinator: str) -> tuple[tuple[str, int] | None, str]:
+    """Address or name in the flag or its variable, else torchrun's MASTER_ADDR and MASTER_PORT."""
+    if coordinator and ":" not in coordinator and "." not in coordinator:
+        return None, check_name(coordinator, "--coordinator")
     if coordinator:
-        return parse_address(coordinator, "--coordinator")
+        return parse_address(coordinator, "--coordinator"), ""
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "9000")
     if host:
-        return parse_address(f"{host}:{port}", "MASTER_ADDR:MASTER_PORT")
-    return "127.0.0.1", 9000
+        return parse_address(f"{host}:{port}", "MASTER_ADDR:MASTER_PORT"), ""
+    return None, ""
 
 
 def _host_name() -> str:

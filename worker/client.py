@@ -184,8 +184,6 @@ class Client:
         self._engine.cancel()
         self._files.forget()
         self._channel = None
-        if self._credentials.plaintext and not channel.bytes_received:
-            return f"{self._lost.result()}; it may want TLS: then start this without --plaintext"
         return self._lost.result()
 
     async def _connect(self) -> Channel:

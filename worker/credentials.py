@@ -85,6 +85,22 @@ class Credentials:
             f"{_short(certificate)}: it is another coordinator, or someone is in between; {_HOW}"
         )
 
+    def is_for(self, certificate: bytes, name: str) -> bool:
+        """Whether there is a token or a key for the coordinator with this certificate.
+
+        Args:
+            certificate: Its fingerprint; none without TLS, and nothing is for that alone.
+            name: This worker's.
+
+        Raises:
+            UsageError: A file cannot be used.
+        """
+        if not certificate or self.plaintext:
+            return False
+        token = self._present_token()
+        named = token is not None and token.fingerprint == certificate
+        return named or self._key(certificate, name) is not None
+
     def remember(self, certificate: bytes | None, name: str, key: bytes) -> str:
         """Keep the key that the coordinator gave; why it cannot be kept, else an empty text."""
         if not key or certificate is None:

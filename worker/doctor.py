@@ -13,10 +13,10 @@ from typing import Final
 
 from backends.device_checks import Machine, device_findings
 from protocol import host_checks, limits
+from protocol.cache_directory import cache_directory
 from protocol.doctor import Finding, failure, ok
 from protocol.errors import NotAuthorised, SamestepError, UsageError
 from protocol.secret_file import read_secret, state_home
-from worker.blob_cache import cache_directory
 from worker.credentials import Credentials
 from worker.trial_join import trial_join
 
@@ -33,7 +33,7 @@ class Plan:
         coordinator: Host and port; None if the user has not said which.
         name: The worker's.
         backend: As given to --backend.
-        indices: Device numbers.
+        devices: By number or by part of their names.
         token_file: As given to --token-file.
         plaintext: Without TLS.
     """
@@ -41,7 +41,7 @@ class Plan:
     coordinator: tuple[str, int] | None
     name: str
     backend: str
-    indices: tuple[int, ...]
+    devices: tuple[int | str, ...]
     token_file: Path | None
     plaintext: bool
 
@@ -56,7 +56,7 @@ def examine(plan: Plan) -> Iterator[Finding]:
     yield host_checks.memory(_LEAST_MEMORY_BYTES)
     yield host_checks.clock()
     if not scripted:
-        yield from device_findings(plan.backend, plan.indices, Machine())
+        yield from device_findings(plan.backend, plan.devices, Machine())
     yield from _keys()
     try:
         credentials = Credentials(plan.token_file, plaintext=plan.plaintext)

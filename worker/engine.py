@@ -24,6 +24,7 @@ from protocol.trace import Tracer, now_us
 from protocol.tree import Node
 from protocol.update import StepScalars
 from worker.accumulate import TreeAccumulator
+from worker.batch_shapes import microbatch_of_each_shape
 from worker.signature import probe_digest, signature_digest
 from worker.tasks.base import Task
 
@@ -266,8 +267,8 @@ class Engine:
             self._job = None
         task = self._toolbox.task(spec)
         order = SampleOrder(spec.seed, task.manifest.train_samples, spec.batch)
-        example = task.batch(order.microbatches(0)[0])
-        program = self._toolbox.backend().compile(task.trainable, example)
+        example, *others = microbatch_of_each_shape(task, order)
+        program = self._toolbox.backend().compile(task.trainable, example, others)
         replica, initial = Replica(task.manifest.blocks, spec.optimizer), task.initial_parameters()
         program.load(initial)
         probe = probe_digest(program, example)

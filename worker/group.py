@@ -11,12 +11,12 @@ from types import FrameType
 from protocol.errors import ExitCode
 
 
-def run_group(arguments: list[str], indices: list[int], name: str) -> int:
+def run_group(arguments: list[str], devices: list[int | str], name: str) -> int:
     """Run this command once for each device, and wait for all.
 
     Args:
         arguments: This command's own, without the program's name.
-        indices: Device numbers.
+        devices: Their numbers or parts of their names.
         name: Each process is named after it and its device.
 
     Returns:
@@ -25,9 +25,9 @@ def run_group(arguments: list[str], indices: list[int], name: str) -> int:
     base = _without(arguments, "--gpus", "--name")
     children = [
         subprocess.Popen(  # noqa: S603 -- our own command line again
-            [sys.executable, "-m", "worker", *base, "--gpus", str(i), "--name", f"{name}-gpu{i}"]
+            [sys.executable, "-m", "worker", *base, "--gpus", str(d), "--name", _name(name, d)]
         )
-        for i in indices
+        for d in devices
     ]
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -42,6 +42,11 @@ def run_group(arguments: list[str], indices: list[int], name: str) -> int:
     codes = [child.wait() for child in children]
     # A child that a signal ended has a negative code; a command's own must fit a byte.
     return next((code if code > 0 else int(ExitCode.FAILED) for code in codes if code), 0)
+
+
+def _name(group: str, device: int | str) -> str:
+    """A part of a device's name may hold spaces, which a worker's name may not."""
+    return f"{group}-gpu{device}".replace(" ", "-")
 
 
 def _without(arguments: list[str], *options: str) -> list[str]:

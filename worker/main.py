@@ -21,14 +21,25 @@ from protocol.trace import Tracer
 from worker.client import Client, Target
 from worker.credentials import Credentials
 from worker.tasks.base import Task
+from worker.this_machine import HERE, someone_listens
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The command line of one worker process, checked."""
+    """The command line of one worker process, checked.
 
-    target: Target
-    device_index: int
+    Attributes:
+        address: Of the coordinator; None to look for it.
+        coordinator: Its name, if it is one by name that is looked for.
+        name: This worker's.
+    """
+
+    address: tuple[str, int] | None
+    coordinator: str
+    name: str
+    backend: str
+    retry_for_s: float
+    device: int | str
     trace: Path | None
     quiet: bool
     credentials: Credentials
@@ -37,9 +48,9 @@ class Options:
 class LocalDevice:
     """The engine's toolbox: chooses the backend once, and builds tasks for it."""
 
-    def __init__(self, name: str, index: int, tell: Callable[[str], None]) -> None:
+    def __init__(self, name: str, wanted: int | str, tell: Callable[[str], None]) -> None:
         self._name = name
-        self._index = index
+        self._wanted = wanted
         self._tell = tell
         self._backend: Backend | None = None
 
@@ -48,7 +59,7 @@ class LocalDevice:
         if self._backend is None:
             from backends.registry import choose  # noqa: PLC0415 -- may import torch: seconds
 
-            choice = choose(self._name, self._index)
+            choice = choose(self._name, self._wanted)
             self._tell(f"device: {choice.backend.info.name}: {choice.reason}")
             self._backend = choice.backend
         return self._backend
@@ -78,22 +89,37 @@ async def _serve(options: Options) -> ExitCode:
         if options.quiet:
             return
         if journal is not None:
-            journal.write(text, client.place())
+            journal.write(text, client.place() if client else {})
         else:
             print(f"worker: {text}", flush=True)
 
+    client: Client | None = None
     supervisor = Supervisor()
-    tracer = Tracer.to_file(options.trace, options.target.name) if options.trace else None
-    toolbox = LocalDevice(options.target.backend, options.device_index, tell)
-    client = Client(options.target, toolbox, options.credentials, tell, tracer)
+    supervisor.ready(lambda: client.status() if client else "looking for the coordinator")
+    address = options.address or await _find(options, tell)
+    target = Target(*address, options.name, options.backend, options.retry_for_s)
+    tracer = Tracer.to_file(options.trace, options.name) if options.trace else None
+    toolbox = LocalDevice(options.backend, options.device, tell)
+    client = Client(target, toolbox, options.credentials, tell, tracer)
     _end_on_signals(client, supervisor)
-    supervisor.ready(client.status)
     try:
         return await client.serve()
     finally:
         supervisor.close()
         if tracer is not None:
             tracer.close()
+
+
+async def _find(options: Options, tell: Callable[[str], None]) -> tuple[str, int]:
+    """Where the coordinator is; the network is asked only if none is on this machine."""
+    if not options.coordinator and someone_listens(*HERE):
+        return HERE
+    from worker.discovery import find  # noqa: PLC0415 -- 0.1 s, and seldom needed
+
+    def is_ours(certificate: str) -> bool:
+        return options.credentials.is_for(bytes.fromhex(certificate), options.name)
+
+    return await find(options.coordinator, is_ours, options.retry_for_s, tell)
 
 
 def _end_on_signals(client: Client, supervisor: Supervisor) -> None:

@@ -16,12 +16,13 @@ from typing import Final
 
 from protocol import limits
 from protocol.blob_list import BlobFile, Role
+from protocol.cache_directory import cache_directory
 from protocol.errors import DataError, SamestepError
 from protocol.file_digest import FileDigests
 from protocol.run_files import source_files
 from protocol.run_spec import RunSpec
 from worker.actions import Assemble, DropFiles, FileAction, Locate, OpenPart, StoreChunk
-from worker.blob_cache import BlobCache, Part, cache_directory, storing
+from worker.blob_cache import BlobCache, Part, storing
 from worker.fetching import (
     Assembled,
     BlobDamaged,

@@ -86,6 +86,7 @@ class Session:
         self._place: Place | None = None
         self._microbatches = 0
         self._blocks: tuple[Block, ...] = ()
+        self._parts = 0
         self._averages: dict[tuple[int, int], Averages] = {}
         self._nodes: set[Node] = set()
         self._built = False
@@ -225,7 +226,8 @@ class Session:
             # The second comes where a connection was lost while its task was being built.
             return []
         manifest: Manifest = event.task.manifest
-        self._blocks, self._built, self.step = manifest.blocks, True, event.step
+        self._blocks, self._parts = manifest.blocks, manifest.evaluation_parts
+        self._built, self.step = True, event.step
         ready = Ready(
             run_id=self.run_id,
             backend=event.backend,
@@ -381,6 +383,8 @@ class Session:
         self._check_epoch(message.epoch)
         if not self._built or message.step != self.step:
             raise OutOfPlace(f"EvalPlan: expected step {self.step}, got {message.step}")
+        if message.hi > self._parts:
+            raise OutOfPlace(f"EvalPlan: expected parts below {self._parts}, got {message.hi}")
         return [Evaluate(message.step, part) for part in range(message.lo, message.hi)]
 
     def _check_built(self, message: StateChunk | StateRequest) -> None:

@@ -33,7 +33,7 @@ def machine(monkeypatch):
     def set_up(*kinds: str) -> None:
         rows = {kind: (usable if kind in kinds else unusable)(kind) for kind in registry.AUTO_ORDER}
         monkeypatch.setattr(registry, "_cuda_devices", lambda: [rows["cuda"]])
-        monkeypatch.setattr(registry, "_vulkan_device", lambda: rows["vulkan"])
+        monkeypatch.setattr(registry, "_vulkan_devices", lambda: [rows["vulkan"]])
         monkeypatch.setattr(registry, "_cpu_device", lambda: rows["cpu"])
         monkeypatch.setattr(registry, "_make", lambda kind, index: (kind, index))
 
@@ -74,12 +74,54 @@ def test_an_index_past_the_last_cuda_device_is_not_usable(machine):
     machine("cuda", "cpu")
     with pytest.raises(BackendUnavailable, match="no device 1"):
         registry.choose("cuda", 1)
-    assert made(registry.choose("auto", 1)) == ("cpu", 1)
+    assert made(registry.choose("auto", 1)) == ("cpu", 0)
 
 
-def test_vulkan_is_not_in_this_version():
-    with pytest.raises(BackendUnavailable, match="not in this version"):
-        registry.choose("vulkan")
+CARDS = [
+    DeviceInfo("vulkan", "AMD Radeon RX 7900", True, "", 0, 20 * 2**30),
+    DeviceInfo("vulkan", "Intel(R) Arc(TM) A770", True, "", 1, 16 * 2**30),
+    DeviceInfo("vulkan", "llvmpipe (LLVM 15.0.6)", True, "", 2, software=True),
+]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "index"), [(0, 0), (1, 1), (2, 2), ("arc", 1), ("LLVMPIPE", 2), ("r", 0)]
+)
+def test_a_card_is_chosen_by_number_or_part_of_its_name(machine, monkeypatch, wanted, index):
+    machine()
+    monkeypatch.setattr(registry, "_vulkan_devices", lambda: CARDS)
+    assert made(registry.choose("vulkan", wanted)) == ("vulkan", index)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "reason"),
+    [(3, "there is no device 3; this machine has 3"), ("geforce", "'geforce'.*'AMD Radeon RX")],
+)
+def test_a_card_that_is_not_there(machine, monkeypatch, wanted, reason):
+    machine()
+    monkeypatch.setattr(registry, "_vulkan_devices", lambda: CARDS)
+    with pytest.raises(BackendUnavailable, match=reason):
+        registry.choose("vulkan", wanted)
+
+
+def test_auto_takes_a_card_but_no_software(machine, monkeypatch):
+    machine("cpu")
+    monkeypatch.setattr(registry, "_vulkan_devices", lambda: CARDS)
+    assert made(registry.choose("auto")) == ("vulkan", 0)
+    choice = registry.choose("auto", "llvm")
+    assert made(choice) == ("cpu", 0)
+    assert "no vulkan: llvmpipe (LLVM 15.0.6) is software; ask for it" in choice.reason
+
+
+def test_without_wgpu_the_vulkan_row_says_what_to_install(monkeypatch):
+    from backends.wgpu import adapters
+
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "wgpu" else object()
+    )
+    found = adapters.adapters.__wrapped__()
+    assert isinstance(found, str)
+    assert "pip install 'samestep[vulkan]'" in found
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import durability, overlap, recovery, sync, uneven
+from benchmarks import durability, hostile, overlap, recovery, sync, uneven
 from benchmarks.timeline import StepTimes, Timeline, intervals_us, step_times
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +83,19 @@ def test_durability_measures_both_modes_and_none():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["sync", "uneven", "overlap", "recovery", "durability"])
+@pytest.mark.full
+def test_hostile_measures_calm_and_attacked_turns():
+    calm, attacked, begun = hostile.measure(turns=1, seconds=2, connections=50)
+    for each in (calm, attacked):
+        assert len(each.joins_ms) == 2 * hostile.JOINS_A_SECOND
+        assert min(each.joins_ms) > 0
+        assert min(each.steps_ms) > 0
+        assert each.processor_s > 0
+        assert each.row("name")[0] == "name"
+    assert begun.total() > 50
+
+
+@pytest.mark.parametrize("name", ["sync", "uneven", "overlap", "recovery", "durability", "hostile"])
 def test_each_benchmark_says_what_it_is(name):
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}", "--help"],

@@ -90,7 +90,7 @@ def run_campaign(
 def _undisturbed(directory: Path, spec: Path) -> dict[str, Any]:
     """One worker that does not even take its time: its speed is in no bit."""
     with Coordinator(directory, ["--run", str(spec), "--expect-workers", "1"]) as coordinator:
-        worker = Worker(coordinator.address, "alone", "scripted:0", directory / "alone.log")
+        worker = Worker(coordinator.address, "alone", "scripted:0", directory)
         try:
             end = coordinator.wait_for("the end", _is_end, patience_s=1800.0)
             assert end.fields["outcome"] == "finished", coordinator.told("not finished")
@@ -109,7 +109,6 @@ class _Campaign:
         self.outcome = Outcome()
         self._workers: dict[str, Worker] = {}
         self._leaving: list[Worker] = []
-        self._hired = 0
         self._timers: list[threading.Timer] = []
         self._disturbed: list[tuple[float, float]] = []
 
@@ -216,11 +215,9 @@ class _Campaign:
         return at_s
 
     def _hire(self, name: str) -> None:
-        # A file of its own: one of the same name may still be writing to the last.
-        log = self.coordinator.directory / f"{name}-{self._hired}.log"
-        self._hired += 1
         backend = f"scripted:{MICROBATCH_MS:g}"
-        self._workers[name] = Worker(self.coordinator.address, name, backend, log)
+        coordinator = self.coordinator
+        self._workers[name] = Worker(coordinator.address, name, backend, coordinator.directory)
 
     def _check_workers(self) -> None:
         """Nobody leaves unless told to; who was told to leaves well."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import http.client
+import itertools
 import json
 import os
 import random
@@ -20,12 +21,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
 from coordinator.control_client import control_token
+from tests.resident_memory import Growth, measured_growth
 
 ROOT: Final = Path(__file__).parents[2]
 PATIENCE_S: Final = 60.0
@@ -146,6 +149,11 @@ class Coordinator:
         # A process's clock by its number, made as in glibc's clock_getcpuclockid.
         return time.clock_gettime((~self._process.pid << 3) | 2)
 
+    def memory(self) -> AbstractContextManager[Growth]:
+        """How much its memory grows during the body of a with statement."""
+        assert self._process is not None
+        return measured_growth(self._process.pid)
+
     def wait_for(
         self, what: str, accept: Callable[[Event], bool], since: int = 0,
         patience_s: float = PATIENCE_S,
@@ -229,14 +237,18 @@ class Coordinator:
             self._changed.notify_all()
 
 
-class Worker:
-    """One worker process."""
+_NUMBERS = itertools.count(1)
 
-    def __init__(self, address: str, name: str, backend: str, log: Path) -> None:
+
+class Worker:
+    """One worker process; what it says goes to a file in `logs`."""
+
+    def __init__(self, address: str, name: str, backend: str, logs: Path) -> None:
         self.name = name
         self.stopped = False
-        self.log = log
-        with log.open("x") as output:
+        # A file of its own: one of the same name may still be writing to the last.
+        self.log = logs / f"{name}-{next(_NUMBERS)}.log"
+        with self.log.open("x") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "worker", "--coordinator", address, "--name", name,
                  "--backend", backend, "--retry-for", "120"],

@@ -8,6 +8,7 @@ import os
 import pytest
 
 from coordinator.audit import audit
+from coordinator.durable_file import TEMPORARY_SUFFIX
 from coordinator.phase import RunPhase
 from protocol.errors import StorageFailed, UsageError
 from tests.durable_run import small_disk
@@ -96,6 +97,25 @@ async def test_a_full_disk_at_submission(tmp_path):
             (disk / "filler").unlink()
             live.worker("w0")
             assert (await live.result(live.service.submit(SPEC)))["steps"] == 6
+
+
+async def test_a_result_that_cannot_be_written_waits_for_the_operator(tmp_path, reference):
+    async with live_service(tmp_path / "runs", 1) as live:
+        run_id = live.service.submit(SPEC)
+        directory = directory_of(live, run_id)
+        hindrance = directory / ("result.json" + TEMPORARY_SUFFIX)
+        hindrance.mkdir()
+        live.worker("w0")
+        for halts in range(2):  # not mended at first: it halts again
+            assert await halt_or_end(live, halts)
+            reason = live.every("halted")[-1]["reason"]
+            assert "all is committed, but the result is not written" in reason
+            if halts:
+                hindrance.rmdir()
+            go_on(live)
+        result = await live.result(run_id)
+    assert result["weights_digest"] == reference["weights_digest"]
+    assert audit(directory).ok
 
 
 async def interrupted(live, run_id, hinder, mend, expected):

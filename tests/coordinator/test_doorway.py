@@ -64,7 +64,8 @@ def leave(strangers: list[Stranger]) -> None:
 
 @pytest.mark.parametrize("data", [b"", HELLO_OF_TLS[:20]], ids=["silent", "half a TLS handshake"])
 @on_uvloop
-async def test_one_address_has_eight_places_and_others_have_theirs(tmp_path, data):
+async def test_one_address_has_eight_places_and_others_have_theirs(tmp_path, data, monkeypatch):
+    monkeypatch.setattr(limits, "UNAUTHENTICATED_PLACE_MS", 0)
     async with live_service(tmp_path, 1) as live:
         most = limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS
         here = await crowd(live, most, "127.0.0.1", data)
@@ -111,6 +112,25 @@ async def test_who_does_not_finish_the_tls_handshake_is_closed_in_time(tmp_path,
             assert await stranger.closed()
         await inside(live, 0)
         stranger.endpoint.close()
+
+
+@on_uvloop
+async def test_who_does_not_become_a_member_keeps_its_place_for_a_while(tmp_path, monkeypatch):
+    most = limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS
+    monkeypatch.setattr(limits, "UNAUTHENTICATED_PLACE_MS", 600_000)
+    async with live_service(tmp_path, 1) as live:
+        async with HostileWorker(live.port) as member:
+            await member.join()
+        for _ in range(most):
+            (stranger,) = await crowd(live, 1, "127.0.0.1")
+            await inside(live, 1)
+            leave([stranger])
+            await inside(live, 0)
+        (refused,) = await crowd(live, 1, "127.0.0.1")
+        assert await refused.closed()
+        async with HostileWorker(live.port, host="127.0.0.2") as elsewhere:
+            await elsewhere.join()
+        leave([refused])
 
 
 @on_uvloop

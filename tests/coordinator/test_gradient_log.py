@@ -447,7 +447,7 @@ class Faults:
 
 @pytest.mark.parametrize(
     ("call", "number"),
-    [(call, n) for call, calls in (("writev", 12), ("fdatasync", 6)) for n in range(1, calls + 1)],
+    [(call, n) for call, calls in (("writev", 12), ("fdatasync", 3)) for n in range(1, calls + 1)],
 )
 def test_any_call_of_the_system_may_fail_and_be_made_again(tmp_path, monkeypatch, call, number):
     log = opened(tmp_path)
@@ -465,7 +465,6 @@ def test_any_call_of_the_system_may_fail_and_be_made_again(tmp_path, monkeypatch
         for block, values in enumerate(averages(step)):
             place = ChunkPlace(1, step, 0, block, 0)
             insist(lambda place=place, values=values: log.append_chunk(place, values))
-        insist(log.flush)
         insist(lambda step=step: log.commit(record_of(step, step + 1)))
         insist(log.roll)
     log.close()

@@ -13,6 +13,8 @@ import pytest
 
 from coordinator.certificate import self_signed
 from coordinator.credentials import Credentials
+from coordinator.journal import read_journal
+from coordinator.journal_records import ViewChanged
 from protocol import limits, messages, tls
 from protocol.authentication import METHOD, NO_CERTIFICATE, Exchange, answer, new_key, new_nonce
 from protocol.connection import Connection, encode
@@ -21,7 +23,7 @@ from protocol.join_token import JoinToken
 from protocol.messages import Challenge, Hello, Proof, Welcome
 from tests.event_loop import on_uvloop
 from tests.hostile_worker import HostileWorker
-from tests.live_service import PATIENCE_S, LiveService, Scripted, live_service
+from tests.live_service import PATIENCE_S, LiveService, Scripted, live_service, scripted_spec
 from tests.message_samples import EXAMPLES, flat, frame
 from worker.client import Client, Target
 from worker.credentials import Credentials as WorkersCredentials
@@ -142,6 +144,24 @@ async def test_a_key_of_one_name_is_none_of_another(tmp_path):
         goodbye = await hostile.farewell()
         assert goodbye is not None
         assert goodbye.exit_code == ExitCode.NOT_AUTHORISED
+
+
+@on_uvloop
+async def test_the_journal_says_by_what_each_worker_was_admitted(tmp_path):
+    async with live_service(tmp_path, 1) as live:
+        credentials = Credentials.open()
+        token = credentials.join_token().reveal()
+        for nth in (1, 2):
+            async with serving(live, client(live.port, elsewhere(tmp_path, token)), nth=nth):
+                run_id = live.service.submit(scripted_spec())
+                await live.result(run_id)
+            mark = credentials.keys.marks()["w"]
+            expected = "the join token" if nth == 1 else f"the key {mark} of 'w'"
+            assert live.every("worker_connected")[-1]["admitted_by"] == expected
+            journal = read_journal(tmp_path / run_id / "journal.jsonl")
+            views = [e.record for e in journal if isinstance(e.record, ViewChanged)]
+            assert views[0].change == "started"
+            assert [member.admitted_by for member in views[0].members] == [expected]
 
 
 # Strangers.

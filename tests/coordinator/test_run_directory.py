@@ -214,7 +214,7 @@ def test_the_tail_that_a_crash_left_is_cut_and_noted(tmp_path):
     log_step(log, 0)
     log_step(log, 1)
     log.close()
-    os.truncate(log.segment, log.segment_bytes - 1)
+    os.truncate(log.segment, log.segment.stat().st_size - 1)
     (directory.checkpoints / "step-0000000001.part").mkdir()
     found = recover(directory)
     assert found is not None

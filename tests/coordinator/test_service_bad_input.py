@@ -95,8 +95,11 @@ async def test_another_version_is_told_which_side_to_upgrade(tmp_path, version):
         goodbye = await says(live, bytes(hello))
     assert goodbye is not None
     assert goodbye.exit_code == ExitCode.MISMATCH
-    side = "this side" if version > PROTOCOL_VERSION else "the other side"
-    assert goodbye.reason.endswith(f"upgrade {side}")
+    side = "the coordinator" if version > PROTOCOL_VERSION else "this worker"
+    assert goodbye.reason == (
+        f"the coordinator speaks protocol version {PROTOCOL_VERSION}, this worker {version}: "
+        f"upgrade {side}"
+    )
 
 
 @on_uvloop

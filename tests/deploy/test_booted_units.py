@@ -49,7 +49,7 @@ def undisturbed(tmp_path_factory):
         "--backend", "scripted", "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
     )  # fmt: skip
     yield process, directory / "out/result.json"
-    process.kill()
+    process.terminate()  # its worker with it, who has its output open too
     process.communicate()
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,7 +118,7 @@ class Cluster:
             "samestep_devices": ["scripted"],
             "samestep_pip_environment": {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": WHEELS},
         }
-        children = {
+        children: dict[str, Any] = {
             "samestep_coordinator": {"hosts": {"desk": {}}},
             "samestep_workers": {"hosts": {"desk": {}, "tower": {}}},
         }

@@ -28,7 +28,8 @@ def machine(tmp_path) -> Path:
     document = yaml.safe_load((RUNS / SPAM).read_text())
     document["model"]["source"] = "models/minilm"
     document["data"]["train"] = "spam.csv"
-    document |= {"steps": 3, "evaluate_every": 0}
+    document["data"]["holdout"] = 0.02
+    document |= {"steps": 3, "evaluate_every": 0, "batch": {"samples": 12, "microbatch": 2}}
     (place / "run.yaml").write_text(yaml.safe_dump(document))
     return place
 

@@ -6,7 +6,8 @@ from tests.cluster import RUNS, Cluster, start
 
 
 def test_a_flipped_bit_names_its_worker_and_continue_puts_it_right(tmp_path):
-    with Cluster(tmp_path, "--expect-workers", "3", "--run", str(RUNS / "regress.yaml")) as cluster:
+    job = ("--run", str(RUNS / "regress.yaml"), "--set", "steps=60")
+    with Cluster(tmp_path, "--expect-workers", "3", *job) as cluster:
         arguments = ("--coordinator", cluster.address["data"], "--backend", "cpu", "--name")
         cluster.workers["odd"] = start("tests.odd_worker", "20", *arguments, "odd")
         cluster.worker("w0", "--backend", "cpu")
@@ -20,9 +21,7 @@ def test_a_flipped_bit_names_its_worker_and_continue_puts_it_right(tmp_path):
         assert status["step"] == 20
         cluster.ask("POST", "/continue", {})
         disturbed = cluster.result()
-    with Cluster(
-        tmp_path / "alone", "--expect-workers", "1", "--run", str(RUNS / "regress.yaml")
-    ) as cluster:
+    with Cluster(tmp_path / "alone", "--expect-workers", "1", *job) as cluster:
         cluster.worker("w0", "--backend", "cpu")
         alone = cluster.result()
     assert disturbed["weights_digest"] == alone["weights_digest"]

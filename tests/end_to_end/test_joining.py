@@ -163,9 +163,10 @@ def test_plaintext_is_by_flag_on_both_sides_and_is_shown(tmp_path, job):
 
 def test_a_worker_that_was_told_not_to_use_tls(tmp_path):
     with Cluster(tmp_path, "--expect-workers", "1") as cluster:
-        plain = cluster.worker("plain", "--plaintext", "--retry-for", "1")
-        assert cluster.wait_for_exit(plain) == 69
-        assert "it may want TLS: then start this without --plaintext" in last_line(plain)
+        plain = cluster.worker("plain", "--plaintext")
+        assert cluster.wait_for_exit(plain) == 78
+        line = "worker: the coordinator speaks TLS: start this worker without --plaintext"
+        assert last_line(plain) == line
 
 
 def test_local_workers_need_nothing_and_no_argument_holds_a_token(tmp_path, own_home):
@@ -184,9 +185,10 @@ def test_local_workers_need_nothing_and_no_argument_holds_a_token(tmp_path, own_
 # What is printed.
 
 
-def printed(own_home, host, *, plaintext=False, to_terminal=False) -> list[str]:
+def printed(own_home, host, *, plaintext=False, to_terminal=False, name="") -> list[str]:
     credentials = Credentials.open(own_home)
-    return list(invitation(credentials, (host, 9000), plaintext=plaintext, to_terminal=to_terminal))
+    options = {"plaintext": plaintext, "to_terminal": to_terminal, "name": name}
+    return list(invitation(credentials, (host, 9000), **options))
 
 
 def test_on_loopback_there_is_one_line_and_no_secret(own_home):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from tests.cluster import RUNS, Cluster
 
+WORKERS = [3, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 4, 8))]
 DIGITS = ("--set", "steps=60", "--set", "evaluate_every=0")
 
 
@@ -35,9 +37,7 @@ def reference_directory(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("reference")
 
 
-@pytest.mark.parametrize(
-    "workers", [2, 3, *(pytest.param(n, marks=pytest.mark.full) for n in (4, 8))]
-)
+@pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize(("run", "arguments"), [("regress.yaml", ()), ("digits.yaml", DIGITS)])
 def test_any_number_of_workers(tmp_path, reference_directory, run, arguments, workers):
     alone = undisturbed(reference_directory / run, run, *arguments)
@@ -50,18 +50,18 @@ def test_any_number_of_workers(tmp_path, reference_directory, run, arguments, wo
 
 
 SHORT = ("--set", "steps=5", "--set", "evaluate_every=0")
+ONE_PACKAGE = Path(asyncio.__file__).parent  # all of Python would be tokenized for half a minute
 MAIN_JOBS = {
     # Dropout on: it too is the same on every worker.
     "sms-spam.yaml": (*SHORT, "--set", "lora.dropout=0.1", "--set", "data.holdout=0.02"),
     "small-llama.yaml": (
-        *SHORT, "--set", "model.config.attention_dropout=0.1", "--set", "data.holdout_samples=24"
+        *SHORT, "--set", "model.config.attention_dropout=0.1", "--set", "data.holdout_samples=24",
+        "--set", f"data.train={ONE_PACKAGE}", "--set", "data.pattern='*.py'",
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "workers", [2, 3, *(pytest.param(n, marks=pytest.mark.full) for n in (4, 8))]
-)
+@pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("run", MAIN_JOBS)
 def test_the_main_jobs(tmp_path, reference_directory, run, workers):
     """MiniLM with LoRA on real SMS, and a small Llama from scratch."""
@@ -73,7 +73,9 @@ def test_the_main_jobs(tmp_path, reference_directory, run, workers):
     assert together["eval"] == alone["eval"]
 
 
-@pytest.mark.parametrize("run", MAIN_JOBS)
+@pytest.mark.parametrize(
+    "run", ["sms-spam.yaml", pytest.param("small-llama.yaml", marks=pytest.mark.full)]
+)
 def test_the_main_jobs_with_a_worker_killed_and_another_joining(tmp_path, reference_directory, run):
     alone = undisturbed(reference_directory / run, run, *MAIN_JOBS[run])
     with Cluster(
@@ -138,7 +140,7 @@ def test_a_worker_joins_in_the_middle(tmp_path, reference_directory):
 
 
 def test_others_go_on_without_a_stopped_worker_and_it_comes_back(tmp_path, reference_directory):
-    longer = ("--set", "steps=300", "--set", "evaluate_every=0")
+    longer = ("--set", "steps=150", "--set", "evaluate_every=0")
     alone = undisturbed(reference_directory / "longer", "digits.yaml", *longer)
     with Cluster(
         tmp_path, "--expect-workers", "2", "--run", str(RUNS / "digits.yaml"), *longer

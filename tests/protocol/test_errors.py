@@ -72,5 +72,6 @@ def test_errors_with_attributes_build_their_text():
     unavailable = BackendUnavailable("cuda", "no driver")
     assert (unavailable.backend, unavailable.reason) == ("cuda", "no driver")
     assert str(unavailable) == "backend 'cuda' is not usable here: no driver"
-    assert str(VersionMismatch(1, 2)) == "expected protocol version 1, got 2: upgrade this side"
+    text = "this side speaks protocol version 1, the other side 2: upgrade this side"
+    assert str(VersionMismatch(1, 2)) == text
     assert str(VersionMismatch(2, 1)).endswith("upgrade the other side")

@@ -93,6 +93,11 @@ def test_the_mean_of_ratios():
     half = Ratio(numerator={"a": 1}, denominator={"b": 1})
     whole = Ratio(numerator={"b": 1}, denominator={"b": 1})
     assert Metric(name="mean", mean_of=(half, whole)).value({"a": 1, "b": 2}) == 0.75
+    for large in (math.inf, 1e308):
+        figure = Metric(name="mean", mean_of=(half, half, half))
+        assert figure.value({"a": large, "b": 0.5}) == math.inf
+    opposite = Ratio(numerator={"a": -1}, denominator={"b": 1})
+    assert math.isnan(Metric(name="m", mean_of=(half, opposite)).value({"a": math.inf, "b": 1}))
     for rule in ({}, {"numerator": {"a": 1}, "mean_of": (half,)}):
         with pytest.raises(ValidationError, match="either a numerator or mean_of"):
             Metric.model_validate({"name": "mean"} | rule)

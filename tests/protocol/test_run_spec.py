@@ -292,3 +292,19 @@ def test_a_spec_cannot_be_changed():
     spec = parse_run_spec(REGRESS)
     with pytest.raises(ValidationError):
         spec.steps = 5  # type: ignore[misc]
+
+
+def test_only_a_frozen_base_is_stored_in_fewer_bits():
+    document = {
+        "task": "classify",
+        "model": {"source": "package:x", "base_dtype": "int8"},
+        "data": {"train": "a.jsonl"},
+        "steps": 1,
+    }
+    with pytest.raises(RunSpecError, match="base_dtype int8 needs lora"):
+        parse_run_spec(document)
+    spec = parse_run_spec({**document, "lora": {}})
+    assert spec.model is not None
+    assert spec.model.base_dtype == "int8"
+    with pytest.raises(RunSpecError, match="base_dtype"):
+        parse_run_spec({**document, "lora": {}}, ["model.base_dtype=int2"])

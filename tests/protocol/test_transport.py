@@ -335,7 +335,7 @@ async def test_a_peer_that_vanishes_is_reported_once(sent, close, reason):
     ("broken", "kind", "text"),
     [
         (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", FrameError, "start with b'GE'"),
-        (b"ss\x63" + bytes(15), VersionMismatch, "upgrade this side"),
+        (b"ss\x63" + bytes(15), VersionMismatch, "upgrade the coordinator"),
         (frame(Heartbeat())[:-1] + b"\x90", ProtocolError, "Heartbeat"),
         (frame(EXAMPLES[messages.StepPlan]), OutOfPlace, "not expected"),
         (frame(EXAMPLES[messages.StepApplied])[:-1] + b"x", ProtocolError, "StepApplied"),

@@ -21,6 +21,7 @@ action a line, in order; the phase in brackets when it changes. `#` begins a rem
     tick MS                       the time goes on until then
     durable STEP, saved STEP  what the disk answers; at once unless it is slow
     full [commit=lost]        or it refuses; maybe it was the commit that did not get there
+    unwritten                 it refuses the result of a run that is done
 """
 
 from __future__ import annotations
@@ -148,6 +149,7 @@ class Stage:
             "tick": self._tick,
             "durable": lambda step: run.durable(int(step)),
             "saved": lambda step: run.checkpointed(int(step)),
+            "unwritten": lambda: run.result_refused("the disk is full"),
             "full": lambda commit="": run.storage_failed(
                 "the disk is full", lost_commit=bool(commit)
             ),

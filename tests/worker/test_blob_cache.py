@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ from protocol.errors import StorageFailed
 from protocol.file_digest import FileDigests
 from tests.cluster import ROOT
 from tests.durable_run import small_disk
-from worker.blob_cache import BlobCache, Part, cache_directory
+from worker.blob_cache import BlobCache, Part
 
 CONTENT = np.random.default_rng(1).integers(0, 256, 3_000_000, np.uint8)
 DIGEST = blake3(CONTENT.data).hexdigest()
@@ -186,12 +184,3 @@ def test_a_place_that_cannot_be_a_cache_is_one_line(tmp_path):
         assert "\n" not in str(caught.value)
     assert cache.find(DIGEST, SIZE) is None
     assert cache.part_bytes(DIGEST) == 0
-
-
-def test_where_the_cache_is():
-    every = {"SAMESTEP_CACHE": "/a", "CACHE_DIRECTORY": "/b:/c", "XDG_CACHE_HOME": "/d"}
-    assert cache_directory(every) == Path("/a")
-    assert cache_directory({**every, "SAMESTEP_CACHE": ""}) == Path("/b")
-    assert cache_directory({"XDG_CACHE_HOME": "/d"}) == Path("/d/samestep")
-    assert cache_directory({"XDG_CACHE_HOME": "d"}) == Path("~/.cache/samestep").expanduser()
-    assert cache_directory({"SAMESTEP_CACHE": "here"}) == Path(os.getcwd()) / "here"  # noqa: PTH109

@@ -55,9 +55,9 @@ def test_devices_says_of_each_whether_it_is_usable():
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--gpus", "0,x"], "--gpus"),
+        (["--gpus", "0,-"], "--gpus"),
         (["--gpus", "1,1"], "--gpus"),
-        (["--coordinator", "nowhere"], "--coordinator"),
+        (["--coordinator", "no.where"], "--coordinator"),
         (["--coordinator", "host:notaport"], "--coordinator"),
         (["--backend", "abacus"], "abacus"),
         (["--backend", "abacus0"], "abacus0"),

@@ -39,7 +39,7 @@ def own_home(tmp_path, monkeypatch) -> Path:
 
 def plan(**changes) -> Plan:
     values = {
-        "coordinator": None, "name": "w", "backend": "scripted", "indices": (0,),
+        "coordinator": None, "name": "w", "backend": "scripted", "devices": (0,),
         "token_file": None, "plaintext": False,
     }  # fmt: skip
     return Plan(**(values | changes))

@@ -25,6 +25,7 @@ MANIFEST = Manifest(
         Block(name="layer", kind="block", tensors=(TensorSpec(name="w", shape=(3,)),)),
     ),
     train_samples=8,
+    evaluation_parts=4,
 )
 DIGEST = "0" * 64
 WHERE = {"epoch": EPOCH, "step": 0, "attempt": 0}
@@ -219,6 +220,8 @@ def test_another_epoch_is_out_of_place(message, values):
         commit(step=2),
         commit(),
         msg.EvalPlan(epoch=EPOCH, step=1, lo=0, hi=1),
+        msg.EvalPlan(epoch=EPOCH, step=0, lo=0, hi=5),
+        msg.EvalPlan(epoch=EPOCH, step=0, lo=0, hi=2**62),
     ],
 )
 def test_what_does_not_fit_ends_the_connection(message):

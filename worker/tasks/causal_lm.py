@@ -125,6 +125,7 @@ class CausalLM:
             seed=spec.seed,
             threads=spec.threads,
             precision=spec.model.precision,
+            base_dtype=spec.model.base_dtype,
         )
 
     def initial_parameters(self) -> list[Array]:

@@ -86,6 +86,7 @@ class Classify:
             seed=spec.seed,
             threads=spec.threads,
             precision=spec.model.precision,
+            base_dtype=spec.model.base_dtype,
         )
 
     def initial_parameters(self) -> list[Array]:

@@ -1,0 +1,44 @@
+"""What a program is made of on the device: shaders, and dispatches of them over buffers.
+
+Plain values that plans are written in. They know neither a device nor torch, so that a plan can be
+made, compared and counted anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+WORKGROUPS_PER_DIMENSION: Final = 65_535
+"""What every adapter offers; a larger grid is folded into its next dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shader:
+    """A WGSL module with one entry point, `main`.
+
+    Attributes:
+        source: The module; its storage buffers are `@group(0) @binding(i)`.
+        bindings: How many there are. Binding i is the i-th buffer of a dispatch; the last one is
+            the output (read_write), unless a template says otherwise.
+    """
+
+    source: str
+    bindings: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """One run of a shader.
+
+    Attributes:
+        shader: What runs.
+        buffers: Numbers of the plan's buffers, one for each binding.
+        grid: Workgroups in x, y and z; each at most WORKGROUPS_PER_DIMENSION.
+        label: What it computes, for errors and measurements.
+    """
+
+    shader: Shader
+    buffers: tuple[int, ...]
+    grid: tuple[int, int, int]
+    label: str

@@ -1,0 +1,104 @@
+"""How much of a device's memory a plan needs, and by how much it is too much, before any is taken.
+
+What counts: the module's tensors that the plan reads (each once, as they are stored), memory that
+its buffers share over time, constants, the upload, and the buffers that results come back through.
+Drivers keep some for themselves and pad; `ROOM` stands for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from backends.wgpu.plan import Plan
+from protocol.errors import SamestepError
+
+ROOM: Final = 0.05
+"""Of a device's memory, that no plan is given."""
+
+_GIB: Final = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Bytes of a plan on a device.
+
+    Attributes:
+        weights: The module's tensors, as they are stored.
+        activations: What forward and backward compute, at the widest point.
+        transfers: Constants, the upload and what results come back through.
+        largest: Of any one buffer, and what it is.
+    """
+
+    weights: int
+    activations: int
+    transfers: int
+    largest: tuple[int, str]
+
+    @property
+    def total(self) -> int:
+        """Everything together."""
+        return self.weights + self.activations + self.transfers
+
+    def __str__(self) -> str:
+        return (
+            f"{self.total / _GIB:.2f} GiB (weights {self.weights / _GIB:.2f}, "
+            f"activations {self.activations / _GIB:.2f}, transfers {self.transfers / _GIB:.2f})"
+        )
+
+
+def estimate(plan: Plan, tensor_bytes: Mapping[str, int]) -> Estimate:
+    """Add up a plan.
+
+    Args:
+        plan: What is to run.
+        tensor_bytes: Of each of the module's tensors on the device.
+    """
+    named = {place.tensor for place in plan.places if place.tensor}
+    sizes = [(tensor_bytes[name], name) for name in sorted(named)]
+    sizes += [(size, "an intermediate result") for size in plan.slots]
+    constants = sum(
+        4 * place.constant.numel() for place in plan.places if place.constant is not None
+    )
+    back = 4 * sum(
+        plan.elements[output]
+        for segment in plan.segments
+        for output in segment.outputs
+        if plan.outputs[output] is not None
+    )
+    weights = sum(tensor_bytes[name] for name in named)
+    # A staging buffer is a power of two: at most twice what it brings.
+    transfers = constants + 4 * plan.words + 2 * back
+    return Estimate(weights, sum(plan.slots), transfers, max(sizes, default=(0, "")))
+
+
+def refuse_what_does_not_fit(
+    needed: Sequence[Estimate], memory_bytes: int, largest_bytes: int, device: str
+) -> None:
+    """Say so before anything is uploaded.
+
+    Args:
+        needed: Of all plans of a program; they share weights, and memory over time.
+        memory_bytes: The device's; 0 where it is not known: then only `largest_bytes` is looked at.
+        largest_bytes: What one buffer may have.
+        device: Its name.
+
+    Raises:
+        SamestepError: By how much it does not fit.
+    """
+    for one in needed:
+        size, what = one.largest
+        if size > largest_bytes:
+            raise SamestepError(
+                f"{what!r} needs a buffer of {size / _GIB:.2f} GiB, and {device!r} has at most "
+                f"{largest_bytes / _GIB:.2f}: expected a smaller vocabulary or batch"
+            )
+    usable = int(memory_bytes * (1 - ROOM))
+    worst = max(needed, key=lambda one: one.total)
+    if memory_bytes and worst.total > usable:
+        raise SamestepError(
+            f"expected at most {usable / _GIB:.2f} GiB for {device!r}, but this needs {worst}: "
+            f"{(worst.total - usable) / _GIB:.2f} GiB too much; lower batch.microbatch or "
+            "data.max_tokens, set model.gradient_checkpointing, or with lora model.base_dtype"
+        )

@@ -1,0 +1,73 @@
+"""The frozen base of a module as the device keeps it: few bits, under the names of its tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from backends.frozen_base import STORAGE, frozen_base, round_frozen_base
+from backends.quantise import quantise, stored_bytes
+from backends.wgpu.capture import Capture, Kind
+from backends.wgpu.narrow import Narrow
+from backends.wgpu.opaque import LAYER_FORWARD
+from protocol.run_spec import BaseDtype
+
+Forms = tuple[Narrow | None, ...]
+
+
+class BaseLayout:
+    """Which weights are stored narrower, and how: by shapes alone, so that plans need no values."""
+
+    def __init__(self, module: torch.nn.Module, base_dtype: BaseDtype) -> None:
+        self._storage = STORAGE[base_dtype]
+        self._shapes: dict[str, tuple[int, int]] = {}
+        if self._storage != "f32":
+            self._shapes = {
+                name: (parameter.shape[0], parameter.shape[1])
+                for name, parameter in frozen_base(module).items()
+            }
+
+    def nbytes(self, name: str) -> int | None:
+        """Of a stored weight on the device."""
+        shape = self._shapes.get(name)
+        return None if shape is None else stored_bytes(*shape, self._storage)
+
+    def forms(self, capture: Capture) -> Forms:
+        """How the device holds each of the capture's tensors."""
+        return tuple(
+            Narrow.of_shape(*self._shapes[name], self._storage) if name in self._shapes else None
+            for name in capture.tensors
+        )
+
+    def layer_forms(self, capture: Capture) -> list[tuple[Kind, Forms]]:
+        """For each layer call its kind, and how its inputs are held."""
+        tensors = [node for node in capture.graph.graph.nodes if node.op == "placeholder"]
+        outer = dict(zip(tensors, self.forms(capture), strict=False))
+        found: dict[int, Forms] = {}
+        for node in capture.graph.graph.nodes:
+            if node.target is LAYER_FORWARD:
+                inputs, number = node.args
+                found[int(number)] = tuple(outer.get(tensor) for tensor in inputs)
+        return [(kind, found.get(i, ())) for i, kind in enumerate(capture.kinds)]
+
+
+class NarrowBase(BaseLayout):
+    """Stored weights by name; empty where they stay float32.
+
+    The module's own weights become what the stored ones stand for, since the host reads them too.
+    """
+
+    def __init__(self, module: torch.nn.Module, base_dtype: BaseDtype) -> None:
+        super().__init__(module, base_dtype)
+        held = dict(module.named_parameters())
+        self._stored = {
+            name: quantise(held[name].detach().cpu().float().numpy(), self._storage)
+            for name in self._shapes
+        }
+        round_frozen_base(module, base_dtype)
+
+    def words(self, name: str) -> NDArray[np.uint32] | None:
+        """A stored weight as it is uploaded."""
+        stored = self._stored.get(name)
+        return None if stored is None else stored.packed()

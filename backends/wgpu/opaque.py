@@ -1,0 +1,87 @@
+"""Operators of our own that stand for one node each: a dropout mask, a part of a long reduction,
+and a whole layer.
+
+They are never computed by torch; the lowering knows what they stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from backends.wgpu.layer_call import LayerCall
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_library: Any = torch.library.Library("samestep", "DEF")  # type: ignore[no-untyped-call]
+_library.define("keep(Tensor seed, int[] shape, float drop, int site) -> Tensor")
+_library.define("partial(Tensor x, int[] dims, int parts, str fold) -> Tensor")
+_library.define("layer_forward(Tensor[] inputs, int call) -> Tensor[]")
+_library.define("layer_backward(Tensor[] tangents, int call) -> Tensor[]")
+
+
+def _fake(name: str) -> Callable[[_Function], _Function]:
+    """Registers what an operator gives for fake tensors."""
+    register: Any = torch.library.register_fake
+    decorate: Callable[[_Function], _Function] = register(f"samestep::{name}", lib=_library)
+    return decorate
+
+
+_calls: list[LayerCall] = []
+"""Of the trace that is under way: what a number in the operators above means."""
+
+
+class CallsOfTrace:
+    """While it is entered, these calls are what the operators' numbers mean."""
+
+    def __init__(self) -> None:
+        self.calls: list[LayerCall] = []
+
+    def __enter__(self) -> list[LayerCall]:
+        _calls.clear()
+        return self.calls
+
+    def __exit__(self, *_: object) -> None:
+        _calls.clear()
+
+    @staticmethod
+    def add(call: LayerCall) -> None:
+        """Make the call known; its number is its place."""
+        assert call.number == len(_calls)
+        _calls.append(call)
+
+
+@_fake("keep")
+def _keep(seed: torch.Tensor, shape: Sequence[int], _drop: float, _site: int) -> torch.Tensor:
+    return seed.new_empty(shape, dtype=torch.float32)
+
+
+@_fake("partial")
+def _partial(x: torch.Tensor, dims: Sequence[int], parts: int, _fold: str) -> torch.Tensor:
+    kept = [size for dim, size in enumerate(x.shape) if dim not in dims]
+    return x.new_empty([*kept, parts])
+
+
+@_fake("layer_forward")
+def _layer_forward(inputs: Sequence[torch.Tensor], call: int) -> list[torch.Tensor]:
+    del inputs
+    return [torch.empty(like.shape, dtype=like.dtype) for like in _calls[call].outputs]
+
+
+@_fake("layer_backward")
+def _layer_backward(tangents: Sequence[torch.Tensor], call: int) -> list[torch.Tensor]:
+    del tangents
+    return [
+        torch.empty(like.shape, dtype=like.dtype)
+        for like in _calls[call].inputs
+        if like.differentiable
+    ]
+
+
+KEEP: Final[Any] = torch.ops.samestep.keep.default
+PARTIAL: Final[Any] = torch.ops.samestep.partial.default
+LAYER_FORWARD: Final[Any] = torch.ops.samestep.layer_forward.default
+LAYER_BACKWARD: Final[Any] = torch.ops.samestep.layer_backward.default

@@ -1,0 +1,229 @@
+"""A task on a Vulkan device: plans for each shape of batch over one set of weights."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils import _pytree as pytree
+
+from backends.interface import Array, Batch, BlockGradient, Loss, Sums, Trainable
+from backends.stream import GradientStream
+from backends.wgpu.additivity import refuse_loss_that_does_not_add_up
+from backends.wgpu.capture import Capture, capture_forward, capture_step
+from backends.wgpu.device import Buffer, Device
+from backends.wgpu.estimate import Estimate, estimate, refuse_what_does_not_fit
+from backends.wgpu.lowered_plan import lowered_plan
+from backends.wgpu.lowering import Templates
+from backends.wgpu.packing import from_words, pack, seed_words, tensor_words
+from backends.wgpu.plan import Plan
+from backends.wgpu.running import Ready, Running, submissions
+from backends.wgpu.stand_in import StandIn
+from backends.wgpu.weights import Weights, check_parameters
+from protocol.errors import SamestepError
+
+
+class VulkanProgram:
+    """A torch module captured for the device. See `backends.interface.Program`.
+
+    Attributes:
+        estimates: Of the memory of each plan so far.
+    """
+
+    def __init__(self, device: Device, trainable: Trainable, template: Templates) -> None:
+        if trainable.module is None or trainable.loss is None:
+            raise SamestepError("the vulkan backend needs a torch module and a loss")
+        self._device = device
+        self._trainable = trainable
+        self._loss = trainable.loss
+        self._template = template
+        self._blocks = trainable.blocks
+        self._trained = [tensor.name for block in self._blocks for tensor in block.tensors]
+        self._weights = Weights(device, trainable)
+        self._slots: list[Buffer] = []
+        self._plans: dict[Any, Ready] = {}
+        self._running: Running | None = None
+        self._lock = threading.RLock()
+        self.estimates: list[Estimate] = []
+
+    def check(self, example: Batch) -> None:
+        """Make the plan of a training step for batches like this one.
+
+        Raises:
+            SamestepError: The step cannot be captured, an operator has no rule, or it does not
+                fit in the device's memory.
+        """
+        check_parameters(self._trainable)
+        arrays = _tensors(example)
+        refuse_loss_that_does_not_add_up(self._weights.module, self._loss, arrays)
+        self._step(example)
+
+    def warm_up(self, batch: Batch) -> None:
+        """Run a microbatch of another shape once: drivers compile shaders when they first run."""
+        for _ in self.gradients(batch, 0):
+            pass
+
+    def load(self, parameters: list[Array]) -> None:
+        """Upload new values; see `Program.load`.
+
+        Raises:
+            SamestepError: The arrays do not fit the blocks.
+        """
+        with self._lock:
+            self._weights.load(parameters)
+
+    def gradients(self, batch: Batch, seed: int) -> GradientStream:
+        """One microbatch; see `Program.gradients`."""
+        if any(array.shape[:1] == (0,) for array in batch.arrays.values()):
+            return GradientStream(self._zeros(batch), lambda: None)
+        with self._lock:
+            ready = self._step(batch)
+            running = Running(self._device, ready, _packed(ready, batch.arrays, seed))
+            self._running = running
+        return GradientStream(self._items(ready, running, batch.weight), running.stop)
+
+    def evaluate(self, batch: Batch) -> Sums:
+        """Evaluation sums; the model's forward runs on the device, the sums on the host.
+
+        Raises:
+            SamestepError: The task has no evaluation, or it needs more of the model than a call.
+        """
+        if self._trainable.evaluate is None:
+            raise SamestepError("this task has no evaluation")
+        stand_in = StandIn(self._weights.module, self.forward)
+        arrays = {name: torch.tensor(array) for name, array in batch.arrays.items()}
+        with torch.no_grad():
+            return self._trainable.evaluate(stand_in, arrays)
+
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the module gives in evaluation mode, with tensors on the host."""
+        leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+        key = (str(structure), tuple(_described(leaf) for leaf in leaves))
+        arrays = {str(i): x.numpy() for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
+        with self._lock:
+            if key not in self._plans:
+                capture = capture_forward(self._weights.module, args, kwargs)
+                self._plans[key] = self._ready(capture, [list(range(len(capture.outputs)))])
+            ready = self._plans[key]
+            results = Running(self._device, ready, _packed(ready, arrays, 0)).next()
+        assert results is not None
+        assert ready.capture.results is not None
+        likes = [like for like in ready.capture.outputs if like is not None]
+        tensors = [
+            from_words(result, like.shape, like.dtype)
+            for result, like in zip(results, likes, strict=True)
+        ]
+        return pytree.tree_unflatten(tensors, ready.capture.results)
+
+    def close(self) -> None:
+        """Abandon what runs and let go of the device's memory; the device stays open."""
+        with self._lock:
+            if self._running is not None:
+                self._running.stop()
+            self._plans.clear()
+            self._slots.clear()
+            self._weights.forget()
+
+    def _items(
+        self, ready: Ready, running: Running, weight: float
+    ) -> Iterator[BlockGradient | Loss]:
+        loss = 0.0
+        for number in reversed(range(len(self._blocks))):
+            arrays = running.next()
+            if arrays is None:
+                return
+            if number == 0:
+                loss = float(arrays.pop()[0])
+            yield BlockGradient(number, self._flat(ready.plan, number, arrays))
+        yield Loss(loss, weight)
+
+    def _flat(self, plan: Plan, number: int, arrays: Sequence[Array]) -> Array:
+        """The block's gradient; tensors that the loss does not reach are zeros."""
+        rest = iter(arrays)
+        parts = [
+            np.zeros(tensor.elements, np.float32) if plan.outputs[output] is None else next(rest)
+            for tensor, output in zip(
+                self._blocks[number].tensors, self._outputs_of(number), strict=True
+            )
+        ]
+        return np.concatenate(parts) if len(parts) > 1 else np.array(parts[0])
+
+    def _outputs_of(self, number: int) -> range:
+        """The outputs of a step that are a block's gradients; output 0 is the loss."""
+        first = 1 + sum(len(block.tensors) for block in self._blocks[:number])
+        return range(first, first + len(self._blocks[number].tensors))
+
+    def _zeros(self, batch: Batch) -> Iterator[BlockGradient | Loss]:
+        for number in reversed(range(len(self._blocks))):
+            yield BlockGradient(number, np.zeros(self._blocks[number].elements, np.float32))
+        yield Loss(0.0, batch.weight)
+
+    def _step(self, batch: Batch) -> Ready:
+        shapes = tuple((name, a.shape, str(a.dtype)) for name, a in sorted(batch.arrays.items()))
+        if shapes not in self._plans:
+            arrays = _tensors(batch)
+            capture = capture_step(self._weights.module, self._loss, self._trained, arrays)
+            groups = [list(self._outputs_of(n)) for n in reversed(range(len(self._blocks)))]
+            groups[-1].append(0)  # the loss comes with the last block
+            self._plans[shapes] = self._ready(capture, groups)
+        return self._plans[shapes]
+
+    def _ready(self, capture: Capture, groups: Sequence[Sequence[int]]) -> Ready:
+        """Lower, plan, and make all that the device needs."""
+        base, constants = self._weights.base, self._weights.constants
+        plan = lowered_plan(capture, base, constants, self._template, groups)
+        self.estimates.append(estimate(plan, self._weights.nbytes()))
+        adapter, largest = self._device.adapter, self._device.largest_buffer_bytes
+        refuse_what_does_not_fit(self.estimates, adapter.memory_bytes, largest, adapter.name)
+        upload = self._device.buffer(4 * plan.words)
+        buffers = self._buffers(plan, upload)
+        return Ready(plan, capture, upload, tuple(submissions(plan, buffers, self._device)))
+
+    def _buffers(self, plan: Plan, upload: Buffer) -> list[Buffer]:
+        slots = self._take_slots(plan.slots)
+        buffers = []
+        for place in plan.places:
+            if place.packed:
+                buffers.append(upload)
+            elif place.tensor:
+                buffers.append(self._weights.buffer(place.tensor))
+            elif place.constant is not None:
+                words = tensor_words(place.constant)
+                buffers.append(self._device.buffer(words.nbytes))
+                self._device.upload(buffers[-1], words)
+            else:
+                buffers.append(slots[place.slot])
+        return buffers
+
+    def _take_slots(self, sizes: Sequence[int]) -> list[Buffer]:
+        """Memory for a plan's slots. Plans run one after the other, so they share it."""
+        free = sorted(self._slots, key=lambda buffer: buffer.nbytes)
+        found: dict[int, Buffer] = {}
+        for slot in sorted(range(len(sizes)), key=lambda slot: -sizes[slot]):
+            fitting = [b for b in free if sizes[slot] <= b.nbytes <= 2 * sizes[slot]]
+            if fitting:
+                found[slot] = fitting[0]
+                free.remove(fitting[0])
+            else:
+                found[slot] = self._device.buffer(sizes[slot])
+                self._slots.append(found[slot])
+        return [found[slot] for slot in range(len(sizes))]
+
+
+def _tensors(batch: Batch) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array) for name, array in batch.arrays.items()}
+
+
+def _packed(ready: Ready, arrays: Mapping[str, NDArray[Any]], seed: int) -> NDArray[np.uint32]:
+    plan, capture = ready.plan, ready.capture
+    return pack(capture.arrays, plan.packed, plan.words, arrays, seed_words(seed, capture.seeds))
+
+
+def _described(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{tuple(leaf.shape)} {leaf.dtype}"
+    return repr(leaf)

@@ -1,0 +1,108 @@
+"""A module's tensors on the device: uploaded once, each as it is stored, shared by all plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from backends.interface import Array, Trainable
+from backends.wgpu.device import Buffer, Device
+from backends.wgpu.narrow_base import NarrowBase
+from backends.wgpu.packing import tensor_words
+from backends.wgpu.substitution import named_tensors
+from protocol.errors import SamestepError
+
+
+class Weights:
+    """Every tensor goes by the first of its names.
+
+    Attributes:
+        module: On the host, with the values last loaded.
+        base: What of it is stored in fewer bits.
+    """
+
+    def __init__(self, device: Device, trainable: Trainable) -> None:
+        assert trainable.module is not None
+        self.module: torch.nn.Module = trainable.module
+        self._device = device
+        self._blocks = trainable.blocks
+        self._held = named_tensors(self.module)
+        first: dict[int, str] = {}
+        self._first = {name: first.setdefault(id(t), name) for name, t in self._held.items()}
+        self.base = NarrowBase(self.module, trainable.base_dtype)
+        self._buffers: dict[str, Buffer] = {}
+
+    @property
+    def constants(self) -> Mapping[str, torch.Tensor]:
+        """The module's buffers, which never change."""
+        parameters = {id(parameter) for parameter in self.module.parameters()}
+        return {name: t for name, t in self._held.items() if id(t) not in parameters}
+
+    def nbytes(self) -> Mapping[str, int]:
+        """What each tensor takes on the device."""
+        return {
+            name: self.base.nbytes(name) or 4 * self._held[name].numel()
+            for name in self._first.values()
+        }
+
+    def buffer(self, name: str) -> Buffer:
+        """The tensor on the device; uploaded now if it was not yet."""
+        if name not in self._buffers:
+            words = self.base.words(name)
+            if words is None:
+                words = tensor_words(self._held[name])
+            self._buffers[name] = self._device.buffer(words.nbytes)
+            self._device.upload(self._buffers[name], words)
+        return self._buffers[name]
+
+    def load(self, parameters: Sequence[Array]) -> None:
+        """Take new values of the trainable tensors; see `Program.load`.
+
+        Raises:
+            SamestepError: The arrays do not fit the blocks.
+        """
+        sizes = [len(values) for values in parameters]
+        expected = [block.elements for block in self._blocks]
+        if sizes != expected:
+            raise SamestepError(f"expected blocks of {expected} elements, got {sizes}")
+        for block, values in zip(self._blocks, parameters, strict=True):
+            for tensor, place in block.slices():
+                value = torch.from_numpy(values[place].reshape(tensor.shape))
+                with torch.no_grad():
+                    self._held[tensor.name].copy_(value)
+                if (buffer := self._buffers.get(self._first[tensor.name])) is not None:
+                    self._device.upload(buffer, values[place])
+
+    def forget(self) -> None:
+        """Let go of the device's memory."""
+        self._buffers.clear()
+
+
+def check_parameters(trainable: Trainable) -> None:
+    """Refuse what cannot be trained exactly.
+
+    Raises:
+        SamestepError: A tensor is missing, frozen or not float32, or a layer has running
+            statistics.
+    """
+    assert trainable.module is not None
+    held = dict(trainable.module.named_parameters())
+    for block in trainable.blocks:
+        for tensor in block.tensors:
+            found = held.get(tensor.name)
+            if found is None:
+                raise SamestepError(f"the module has no {tensor.name!r}, which is in a block")
+            if found.dtype != torch.float32 or tuple(found.shape) != tensor.shape:
+                raise SamestepError(
+                    f"expected {tensor.name!r} as float32 of shape {tensor.shape}, got "
+                    f"{found.dtype} of shape {tuple(found.shape)}; trainable tensors are float32"
+                )
+            if not found.requires_grad:
+                raise SamestepError(f"expected {tensor.name!r} not frozen: it is in a block")
+    for name, layer in trainable.module.named_modules():
+        if getattr(layer, "track_running_stats", False):
+            raise SamestepError(
+                f"{name!r} ({type(layer).__name__}) keeps running statistics, which no replica "
+                "could follow; use LayerNorm or GroupNorm"
+            )

@@ -1,0 +1,154 @@
+"""Hostile connections from one address, as many at a time as are asked for.
+
+`python -m benchmarks.attack PORT`: reads lines on standard input, `attack`, `rest` and `count`,
+and answers each with how many connections of each kind it has begun since the last. A connection
+that is closed to it is begun anew a moment later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import socket
+import ssl
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Final
+
+import uvloop
+
+from protocol import tls
+
+FROM: Final = "127.0.0.2"
+"""Another address of this machine than its members have."""
+PAUSE_S: Final = 1.0
+_SLOW_S: Final = 0.25
+_context: Final = tls.client_context()
+
+Kind = Callable[[int], Awaitable[None]]
+"""One connection to a port, from its beginning to its end."""
+
+
+async def silent(port: int) -> None:
+    """Say nothing."""
+    async with _connected(port) as endpoint:
+        await _read_to_the_end(endpoint)
+
+
+async def slow(port: int) -> None:
+    """A TLS handshake, byte by byte."""
+    async with _connected(port) as endpoint:
+        for byte in client_hello():
+            await asyncio.get_running_loop().sock_sendall(endpoint, bytes([byte]))
+            await asyncio.sleep(_SLOW_S)
+
+
+async def garbage(port: int) -> None:
+    """Bytes that are nothing."""
+    async with _connected(port) as endpoint:
+        await asyncio.get_running_loop().sock_sendall(endpoint, random.randbytes(2_000))
+        await _read_to_the_end(endpoint)
+
+
+async def half_tls(port: int) -> None:
+    """Begin a TLS handshake, for which the other side computes, and say no more."""
+    async with _connected(port) as endpoint:
+        await asyncio.get_running_loop().sock_sendall(endpoint, client_hello())
+        await _read_to_the_end(endpoint)
+
+
+async def whole_tls(port: int) -> None:
+    """A whole TLS handshake, and then garbage."""
+    reader, writer = await asyncio.open_connection(
+        "127.0.0.1", port, ssl=_context, local_addr=(FROM, 0)
+    )
+    try:
+        writer.write(random.randbytes(200))
+        while await reader.read(65_536):
+            pass
+    finally:
+        writer.transport.abort()
+
+
+KINDS: Final[tuple[Kind, ...]] = (silent, slow, garbage, half_tls, whole_tls)
+
+
+def client_hello() -> bytes:
+    """The first flight of a TLS 1.3 client."""
+    outgoing = ssl.MemoryBIO()
+    begun = _context.wrap_bio(ssl.MemoryBIO(), outgoing)
+    with contextlib.suppress(ssl.SSLWantReadError):
+        begun.do_handshake()
+    return outgoing.read()
+
+
+@contextlib.asynccontextmanager
+async def _connected(port: int) -> AsyncIterator[socket.socket]:
+    with socket.socket() as endpoint:
+        endpoint.setblocking(False)
+        endpoint.bind((FROM, 0))
+        await asyncio.get_running_loop().sock_connect(endpoint, ("127.0.0.1", port))
+        yield endpoint
+
+
+async def _read_to_the_end(endpoint: socket.socket) -> None:
+    while await asyncio.get_running_loop().sock_recv(endpoint, 65_536):
+        pass
+
+
+class Attack:
+    """So many connections at a time, of all kinds in turn, until it is cancelled."""
+
+    def __init__(self, port: int, connections: int) -> None:
+        self.begun: Counter[str] = Counter()
+        self._port = port
+        self._connections = connections
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for number in range(self._connections):
+                group.create_task(self._again_and_again(KINDS[number % len(KINDS)]))
+
+    async def _again_and_again(self, kind: Kind) -> None:
+        await asyncio.sleep(random.uniform(0, PAUSE_S))
+        while True:
+            self.begun[kind.__name__] += 1
+            with contextlib.suppress(OSError, EOFError):
+                await kind(self._port)
+            await asyncio.sleep(random.uniform(0.5, 1.5) * PAUSE_S)
+
+
+async def obey(port: int, connections: int) -> None:
+    """Attack and rest as standard input says."""
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda *_: None)  # connections end as they end
+    attack, task = Attack(port, connections), None
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        word = line.strip()
+        if word != "count" and task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            task = None
+        if word == "attack":
+            task = loop.create_task(attack.run())
+        print(json.dumps(attack.begun), flush=True)
+        attack.begun.clear()
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("port", type=int)
+    parser.add_argument("--connections", type=int, default=1_000)
+    options = parser.parse_args()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(obey(options.port, options.connections))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Which weights are a module's frozen base, and that the eager backend computes with them."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from backends.frozen_base import frozen_base, round_frozen_base
+from backends.quantise import dequantise, quantise
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(16, 64)
+        self.frozen = nn.Linear(64, 8)
+        self.narrow = nn.Linear(12, 8)
+        self.trained = nn.Linear(64, 8)
+        self.head = nn.Linear(64, 16, bias=False)
+        self.head.weight = self.embedding.weight
+        self.requires_grad_(False)
+        self.trained.weight.requires_grad_(True)
+
+
+def test_only_weights_of_frozen_linear_layers():
+    assert list(frozen_base(Tied())) == ["frozen.weight"]
+
+
+@pytest.mark.parametrize("base_dtype", ["float32", "bfloat16", "float16", "int8", "int4"])
+def test_a_rounded_module_holds_what_the_stored_form_stands_for(base_dtype):
+    torch.manual_seed(1)
+    module = Tied()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    round_frozen_base(module, base_dtype)
+    changed = {
+        name for name, value in module.state_dict().items() if not torch.equal(value, before[name])
+    }
+    assert changed == (set() if base_dtype == "float32" else {"frozen.weight"})
+    if base_dtype == "int8":
+        expected = dequantise(quantise(before["frozen.weight"].numpy(), "int8"))
+        np.testing.assert_array_equal(module.frozen.weight.numpy(), expected)

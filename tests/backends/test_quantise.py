@@ -1,0 +1,81 @@
+"""Frozen weights in fewer bits: what they stand for, and how far that is from what they were."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from backends.quantise import dequantise, group_of, quantise, stored_bytes
+from protocol.errors import DataError
+
+WHOLE = {"int8": 127, "int4": 7}
+matrices = st.tuples(st.integers(1, 4), st.sampled_from([8, 24, 64, 128])).flatmap(
+    lambda shape: arrays(np.float32, shape, elements=st.floats(-(2.0**100), 2.0**100, width=32))
+)
+
+
+@given(matrices, st.sampled_from(["int8", "int4"]))
+def test_no_value_moves_by_more_than_half_a_step_of_its_group(values, storage):
+    stored = quantise(values, storage)
+    grouped = values.reshape(-1, stored.group)
+    largest = np.abs(grouped).max(axis=1, keepdims=True)
+    moved = np.abs(dequantise(stored).reshape(grouped.shape).astype(np.float64) - grouped)
+    step = largest.astype(np.float64) / WHOLE[storage]
+    assert (moved <= 0.5001 * step + 1e-36).all()
+
+
+@given(matrices)
+def test_bfloat16_is_the_nearest(values):
+    near = dequantise(quantise(values, "bf16"))
+    assert (np.abs(near.astype(np.float64) - values) <= np.abs(values) * 2.0**-8 + 1e-40).all()
+    assert (near.view(np.uint32) & 0xFFFF == 0).all()
+
+
+def test_bfloat16_ties_go_to_even():
+    bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0xBF808000, 0, 0, 0, 0], np.uint32)
+    near = dequantise(quantise(bits.view(np.float32)[None], "bf16")).view(np.uint32)[0]
+    assert [hex(b) for b in near[:4]] == ["0x3f800000", "0x3f820000", "0x3f810000", "0xbf800000"]
+
+
+def test_float16_is_numpys():
+    values = np.linspace(-3, 3, 64, dtype=np.float32).reshape(2, 32)
+    assert (dequantise(quantise(values, "f16")) == values.astype(np.float16)).all()
+
+
+@pytest.mark.parametrize("storage", ["bf16", "f16", "int8", "int4"])
+def test_what_is_stored_stands_for_itself(storage):
+    """Values that a form can hold come back as they were, and sizes are as foretold."""
+    whole = np.arange(-7, 9, dtype=np.float32).clip(-7, 7).reshape(2, 8)
+    stored = quantise(whole, storage)
+    assert (dequantise(stored) == whole).all() or storage == "int8"
+    assert stored.nbytes == stored_bytes(2, 8, storage)
+
+
+def test_the_layout_of_int4():
+    values = np.array([[-7, -1, 0, 1, 2, 3, 6, 7]], np.float32)
+    stored = quantise(values, "int4")
+    assert f"{stored.words[0]:08x}" == "feba9871"
+    assert stored.scales.tolist() == [1.0]
+
+
+def test_a_group_of_zeros_stays_zero():
+    assert not dequantise(quantise(np.zeros((2, 64), np.float32), "int4")).any()
+
+
+@pytest.mark.parametrize(
+    ("value", "storage"),
+    [(np.inf, "int8"), (np.nan, "bf16"), (1e5, "f16"), (3.4e38, "bf16")],
+)
+def test_what_cannot_be_stored(value, storage):
+    values = np.zeros((1, 8), np.float32)
+    values[0, 3] = value
+    with pytest.raises(DataError, match="expected"):
+        quantise(values, storage)
+
+
+@pytest.mark.parametrize(
+    ("columns", "group"), [(64, 64), (384, 64), (96, 32), (8, 8), (12, 0), (7, 0)]
+)
+def test_groups_divide_a_row(columns, group):
+    assert group_of(columns) == group

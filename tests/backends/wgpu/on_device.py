@@ -1,0 +1,59 @@
+"""Runs a function of torch tensors on the device, without a training step around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from backends.interface import Trainable
+from backends.wgpu.device import Device
+from backends.wgpu.lowering import Templates
+from backends.wgpu.matmul_tuning import MatmulTuner
+from backends.wgpu.program import VulkanProgram
+
+
+class Function(nn.Module):
+    """A module that is a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        return self.function(*tensors)
+
+
+def on_device(
+    device: Device,
+    function: Callable[..., Any],
+    tensors: Sequence[torch.Tensor],
+    *,
+    cooperative: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """What the function gives, computed there; `cooperative` as on a GPU."""
+    module = Function(function)
+    template = Templates(cooperative=cooperative, matmul=MatmulTuner(device).shader)
+    program = VulkanProgram(device, Trainable((), module, lambda m, a: m(a)), template)
+    try:
+        result = program.forward(tuple(tensors), {})
+    finally:
+        program.close()
+    return result if isinstance(result, tuple) else (result,)
+
+
+def gradients_on_device(
+    device: Device, function: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """The gradients of the function's sum by its float tensors, computed there."""
+
+    def backward(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_(x.dtype.is_floating_point) for x in given]
+            return torch.autograd.grad(
+                function(*leaves).sum(), [x for x in leaves if x.requires_grad]
+            )
+
+    return on_device(device, backward, tensors)

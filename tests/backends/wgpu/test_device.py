@@ -1,0 +1,156 @@
+"""The device itself: what goes there and comes back, in which order, and how it fails."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from backends.wgpu.adapters import adapters
+from backends.wgpu.additions import differing_additions, hard_cases
+from backends.wgpu.device import Copy, Device
+from backends.wgpu.dispatch import Dispatch, Shader
+from backends.wgpu.memory_heaps import memory_heaps
+from protocol.errors import DeviceError, ExitCode, SamestepError
+
+DOUBLE = Shader(
+    """\
+@group(0) @binding(0) var<storage, read> a: array<f32>;
+@group(0) @binding(1) var<storage, read_write> out: array<f32>;
+@compute @workgroup_size(64)
+fn main(@builtin(global_invocation_id) id: vec3u) {
+  if (id.x < arrayLength(&out)) { out[id.x] = 2.0 * a[id.x]; }
+}
+""",
+    2,
+)
+ELEMENTS = 256
+NUMBERS = np.arange(ELEMENTS, dtype=np.float32)
+
+
+def doubling(device, count):
+    """A chain of buffers, each twice the one before."""
+    buffers = [device.buffer(4 * ELEMENTS) for _ in range(count + 1)]
+    steps = [Dispatch(DOUBLE, (i, i + 1), (4, 1, 1), f"double {i}") for i in range(count)]
+    return buffers, steps
+
+
+@pytest.fixture
+def own_device():
+    """One that a test may break."""
+    found = adapters()
+    if isinstance(found, str):
+        pytest.skip(found)
+    opened = Device(found[0])
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("elements", [1, 3, 4, 1000])
+def test_what_is_uploaded_comes_back(device, elements):
+    buffer = device.buffer(4 * elements)
+    device.upload(buffer, NUMBERS.repeat(4)[:elements])
+    np.testing.assert_array_equal(device.read(buffer, 4 * elements), NUMBERS.repeat(4)[:elements])
+
+
+@pytest.mark.parametrize("nbytes", [1, 2, 6, 7])
+def test_bytes_that_fill_no_word(device, nbytes):
+    buffer = device.buffer(nbytes)
+    device.upload(buffer, np.arange(nbytes, dtype=np.uint8) + 1)
+    assert device.read(buffer).view(np.uint8)[: nbytes + 1].tolist() == [*range(1, nbytes + 1), 0]
+
+
+def test_new_memory_is_zero(device):
+    assert not device.read(device.buffer(4096)).any()
+
+
+def test_more_than_a_buffer_holds_is_refused(device):
+    with pytest.raises(SamestepError, match="at most 16 bytes, got 20"):
+        device.upload(device.buffer(16), np.zeros(5, np.float32))
+
+
+def test_a_large_upload_goes_in_parts(device, monkeypatch):
+    monkeypatch.setattr("backends.wgpu.device._UPLOAD_PART_BYTES", 1024)
+    values = np.arange(1000, dtype=np.float32)
+    buffer = device.buffer(values.nbytes)
+    device.upload(buffer, values)
+    np.testing.assert_array_equal(device.read(buffer, values.nbytes), values)
+
+
+def test_dispatches_run_in_order_and_parts_come_back(device):
+    buffers, steps = doubling(device, 5)
+    device.upload(buffers[0], NUMBERS)
+    copies = [Copy(buffers[5], 16, 64), Copy(buffers[1], 8), Copy(buffers[3], 4, 4)]
+    parts = device.run(device.prepare(steps, buffers), copies).result()
+    assert [part.tolist() for part in parts] == [[512.0, 544.0, 576.0, 608.0], [0.0, 2.0], [8.0]]
+
+
+def test_submissions_and_uploads_keep_their_order(device):
+    """Each run reads what was uploaded before it, also while earlier ones still run."""
+    buffers, steps = doubling(device, 3)
+    prepared = device.prepare(steps, buffers)
+    readbacks = []
+    for factor in range(6):
+        device.upload(buffers[0], NUMBERS * factor)
+        readbacks.append(device.run(prepared, [Copy(buffers[3], 4 * ELEMENTS)]))
+    for factor, readback in reversed(list(enumerate(readbacks))):
+        np.testing.assert_array_equal(readback.result()[0], NUMBERS * factor * 8)
+
+
+def test_what_went_over_the_bus_is_counted(own_device):
+    buffers, steps = doubling(own_device, 2)
+    own_device.upload(buffers[0], NUMBERS)
+    prepared = own_device.prepare(steps, buffers)
+    own_device.run(prepared).result()
+    own_device.run(prepared, [Copy(buffers[2], 16)]).result()
+    counts = own_device.counts
+    assert (counts.uploads, counts.submissions, counts.readbacks) == (1, 2, 1)
+
+
+def test_a_lost_device_is_one_clear_error_wherever_it_shows(own_device):
+    buffers, steps = doubling(own_device, 2)
+    prepared = own_device.prepare(steps, buffers)
+    own_device._device.destroy()
+    attempts = [
+        lambda: own_device.buffer(64),
+        lambda: own_device.run(prepared, [Copy(buffers[2], 16)]).result(),
+        lambda: own_device.read(buffers[0]),
+    ]
+    for attempt in attempts:
+        with pytest.raises(DeviceError, match="failed: ") as caught:
+            attempt()
+        assert caught.value.exit_code == ExitCode.UNREACHABLE
+
+
+def test_memory_that_is_not_there_is_one_clear_error(device):
+    with pytest.raises(DeviceError, match=r"failed: .*expected a buffer of at most [0-9]+ bytes"):
+        device.buffer(device.limits["max-buffer-size"] + 16)
+
+
+def test_a_shader_that_is_wrong_is_our_own_bug(device):
+    with pytest.raises(Exception, match="Shader") as caught:
+        device.prepare([Dispatch(Shader("fn main( {", 0), (), (1, 1, 1), "broken")], [])
+    assert not isinstance(caught.value, SamestepError)
+
+
+def test_additions_are_probed_with_cases_that_would_show_a_difference(device):
+    a, b = hard_cases()
+    tiny = np.finfo(np.float32).tiny
+    with np.errstate(all="ignore"):
+        sums = a + b
+        flushed = np.where(np.abs(sums) < tiny, np.float32(0), sums)
+        exact = a.astype(np.float64) + b.astype(np.float64)
+        down = exact.astype(np.float32)
+        rounded = exact != down
+    assert np.count_nonzero(flushed != sums) > 100, "flushing subnormal sums would show"
+    assert np.count_nonzero((np.abs(a) < tiny) & (a != 0)) > 100, "so would flushing operands"
+    assert np.count_nonzero(rounded) > 1000, "and another rounding"
+    if device.adapter.software:
+        assert differing_additions(device) == 0
+
+
+def test_adapters_know_who_they_are(device):
+    adapter = device.adapter
+    row = adapter.info(3)
+    assert (row.backend, row.index, row.name) == ("vulkan", 3, adapter.name)
+    assert adapter.name in {heaps.name for heaps in memory_heaps()}
+    assert set(device.traits()) == {"adapter", "driver", "wgpu"}

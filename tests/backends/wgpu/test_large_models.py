@@ -1,0 +1,65 @@
+"""What models too large for this machine would take: accounts of plans, without weights."""
+
+from __future__ import annotations
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from backends.wgpu.capture import capture_step
+from backends.wgpu.estimate import ROOM, estimate
+from backends.wgpu.lowered_plan import lowered_plan
+from backends.wgpu.lowering import Templates
+from backends.wgpu.matmul import matmul_shader
+from backends.wgpu.narrow_base import BaseLayout
+from backends.wgpu.substitution import named_tensors
+
+TOKENS = 512
+EIGHT_GB = 8 * 10**9
+QWEN3_4B = Qwen3Config(
+    vocab_size=151_936,
+    hidden_size=2560,
+    intermediate_size=9728,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    tie_word_embeddings=True,
+    use_cache=False,
+)
+
+
+def loss(module, arrays):
+    logits = module(input_ids=arrays["input_ids"], use_cache=False).logits
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), arrays["labels"].flatten(), reduction="sum"
+    )
+
+
+def account(base_dtype, *, checkpointing):
+    """The estimate of a microbatch of 1 x 512 tokens of Qwen3-4B with LoRA."""
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(QWEN3_4B)
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        lora = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        module = get_peft_model(model, lora)
+    model.model.rotary_emb = Qwen3RotaryEmbedding(QWEN3_4B)
+    trained = [name for name, p in module.named_parameters() if p.requires_grad]
+    ids = torch.zeros((1, TOKENS), dtype=torch.int64)
+    capture = capture_step(module, loss, trained, {"input_ids": ids, "labels": ids})
+    held = named_tensors(module)
+    base = BaseLayout(module, base_dtype)
+    constants = {name: t for name, t in held.items() if name in dict(module.named_buffers())}
+    templates = Templates(cooperative=True, matmul=matmul_shader)
+    plan = lowered_plan(capture, base, constants, templates, [[*range(1 + len(trained))]])
+    sizes = {name: base.nbytes(name) or 4 * t.numel() for name, t in held.items()}
+    return estimate(plan, sizes)
+
+
+def test_qwen3_4b_in_int8_with_checkpointing_fits_in_8_gb():
+    needed = account("int8", checkpointing=True)
+    assert needed.total <= EIGHT_GB * (1 - ROOM)
+    assert 5e9 < needed.weights < 6e9
+    assert needed.largest[0] <= 2**31, "what one binding may have"

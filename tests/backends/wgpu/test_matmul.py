@@ -1,0 +1,192 @@
+"""Matrix products on the device: against float64, for all layouts, kernels and stored forms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from backends.quantise import dequantise, quantise
+from backends.wgpu.device import Copy
+from backends.wgpu.dispatch import Dispatch
+from backends.wgpu.matmul import (
+    Lanes,
+    MatmulProblem,
+    MatmulTraits,
+    Operand,
+    Tiles,
+    candidates,
+    matmul_shader,
+)
+from backends.wgpu.matmul_tuning import MatmulTuner
+from backends.wgpu.narrow import Narrow
+from backends.wgpu.subgroups import matmul_traits
+
+SMALL_TILES = Tiles(16, 32, 8, 4, 4)
+
+
+@dataclass
+class Product:
+    """A problem with its operands, and what it should give."""
+
+    problem: MatmulProblem
+    bindings: list[Any]
+    expected: np.ndarray
+
+    def on(self, device, choice=None):
+        shader, grid = matmul_shader(self.problem, choice)
+        shape = self.expected.shape
+        buffers = [device.buffer(array.nbytes) for array in self.bindings]
+        for buffer, array in zip(buffers, self.bindings, strict=True):
+            device.upload(buffer, array)
+        out = device.buffer(self.expected.size * 4)
+        device.upload(out, np.full(self.expected.size, np.nan, np.float32))
+        buffers.append(out)
+        dispatch = Dispatch(shader, tuple(range(len(buffers))), grid, "product")
+        prepared = device.prepare([dispatch], buffers)
+        (values,) = device.run(prepared, [Copy(out, self.expected.size * 4)]).result()
+        return values.reshape(shape)
+
+    def error(self, values):
+        return np.abs(values - self.expected).max() / np.abs(self.expected).max()
+
+
+def product(batch, m, k, n, *, a_turned=False, b_turned=False, offset=0, seed=0):
+    """Random operands, each either as written or with its two dimensions turned in memory."""
+    draw = np.random.default_rng(seed)
+    a = draw.standard_normal((batch, m, k)).astype(np.float32)
+    b = draw.standard_normal((batch, k, n)).astype(np.float32)
+    held = []
+    for values, turned in ((a, a_turned), (b, b_turned)):
+        laid = values.swapaxes(1, 2) if turned else values
+        held.append(np.concatenate([np.zeros(offset, np.float32), laid.reshape(-1)]))
+    strides_a = (m * k, 1, m) if a_turned else (m * k, k, 1)
+    strides_b = (k * n, 1, k) if b_turned else (k * n, n, 1)
+    problem = MatmulProblem(batch, m, k, n, Operand(strides_a, offset), Operand(strides_b, offset))
+    return Product(problem, held, a.astype(np.float64) @ b)
+
+
+def same_bits(one, other):
+    return np.array_equal(one.view(np.uint32), other.view(np.uint32))
+
+
+# 64 x 128 by 128 x 32, and shapes of MiniLM: 2 x 64 tokens forward, backward, weights, attention.
+@pytest.mark.parametrize(
+    ("shape", "a_turned", "b_turned"),
+    [
+        ((1, 64, 128, 32), False, False),
+        ((1, 128, 384, 1536), False, True),
+        ((1, 128, 1536, 384), False, False),
+        ((1, 384, 128, 384), True, False),
+        ((24, 64, 32, 64), False, True),
+    ],
+)
+def test_within_1e_4_of_the_cpu(device, shape, a_turned, b_turned):
+    it = product(*shape, a_turned=a_turned, b_turned=b_turned)
+    tuner = MatmulTuner(device)
+    assert it.error(it.on(device, tuner.choice(it.problem))) < 1e-4
+
+
+def test_the_quickest_and_the_default_kernel_give_the_same_bits(device):
+    it = product(2, 40, 36, 24)
+    traits = matmul_traits(device)
+    kernels = [None, SMALL_TILES, *candidates(it.problem, traits)[:2]]
+    first, *others = [it.on(device, kernel) for kernel in kernels]
+    assert it.error(first) < 1e-5
+    assert all(same_bits(first, other) for other in others)
+
+
+@settings(
+    max_examples=8,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    shape=st.tuples(st.integers(1, 3), *[st.integers(1, 20)] * 3),
+    turned=st.tuples(st.booleans(), st.booleans()),
+    offset=st.sampled_from([0, 1, 2, 4]),
+    data=st.data(),
+)
+def test_any_shape_layout_and_kernel(device, shape, turned, offset, data):
+    it = product(*shape, a_turned=turned[0], b_turned=turned[1], offset=offset)
+    lanes = matmul_traits(device).subgroup
+    kernels: list[Lanes | Tiles] = [SMALL_TILES]
+    if lanes:
+        rows, columns = (
+            data.draw(st.sampled_from([4, 8, 16])),
+            data.draw(st.sampled_from([1, 2, 4])),
+        )
+        kernels.append(Lanes(rows, columns, data.draw(st.booleans()), lanes))
+    results = [it.on(device, kernel) for kernel in kernels]
+    assert it.error(results[0]) < 1e-5
+    assert all(same_bits(results[0], other) for other in results)
+
+
+@pytest.mark.parametrize("k", [130_001, 130_002])
+def test_a_sum_longer_than_lavapipes_loops(device, k):
+    it = product(1, 4, k, 8)
+    choice = MatmulTuner(device).choice(it.problem)
+    if isinstance(choice, Lanes):
+        assert it.error(it.on(device, choice)) < 1e-4
+
+
+def test_a_stride_of_zero_repeats_an_operand(device):
+    it = product(3, 8, 12, 8)
+    one = it.problem.b.strides
+    it.problem = MatmulProblem(3, 8, 12, 8, it.problem.a, Operand((0, *one[1:])))
+    a = it.bindings[0].reshape(3, 8, 12).astype(np.float64)
+    it.expected = a @ it.bindings[1].reshape(3, 12, 8)[0]
+    assert it.error(it.on(device, SMALL_TILES)) < 1e-5
+    assert it.error(it.on(device, MatmulTuner(device).choice(it.problem))) < 1e-5
+
+
+@pytest.mark.parametrize("storage", ["bf16", "f16", "int8", "int4"])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("shape", [(20, 64, 24)])
+def test_a_stored_weight_gives_the_bits_of_its_float32_values(device, storage, backward, shape):
+    """x @ W^T forward and g @ W backward, W (out, in) in fewer bits."""
+    tokens, columns, rows = shape
+    draw = np.random.default_rng(3)
+    stored = quantise(draw.standard_normal((rows, columns)).astype(np.float32), storage)
+    weight = dequantise(stored)
+    k, n = (rows, columns) if backward else (columns, rows)
+    x = draw.standard_normal((tokens, k)).astype(np.float32)
+    b = Operand((0, columns, 1) if backward else (0, 1, columns))
+    a = Operand((0, k, 1))
+    narrow = MatmulProblem(1, tokens, k, n, a, b, Narrow.of(stored))
+    bindings = [x, stored.packed()]
+    expected = x.astype(np.float64) @ (weight if backward else weight.T)
+    it = Product(narrow, bindings, expected)
+    wide = Product(MatmulProblem(1, tokens, k, n, a, b), [x, weight], expected)
+    choice = MatmulTuner(device).choice(narrow)
+    values = it.on(device, choice)
+    assert it.error(values) < 1e-5
+    assert same_bits(values, wide.on(device, SMALL_TILES))
+
+
+def test_the_tuner_measures_once_per_adapter_and_shape(device, tmp_path, monkeypatch):
+    """On a software adapter it does not measure, so here it is told that this is none."""
+    problem = product(1, 16, 8, 16).problem
+    monkeypatch.setattr("backends.wgpu.matmul_tuning._WORTH_PRODUCTS", 1)
+    monkeypatch.setattr(type(device.adapter), "software", property(lambda _: False))
+    first = MatmulTuner(device, tmp_path)
+    choice = first.choice(problem)
+    assert choice in candidates(problem, first.traits)
+    assert first.choice(problem) == choice
+    second = MatmulTuner(device, tmp_path)
+    assert second.choice(problem) == choice
+    assert (first.measured, second.measured) == (1, 0)
+    (path,) = tmp_path.iterdir()
+    path.write_text("not JSON")
+    assert MatmulTuner(device, tmp_path).choice(problem) in candidates(problem, first.traits)
+
+
+def test_tiles_that_do_not_fit_are_no_candidates():
+    problem = product(1, 512, 64, 512).problem
+    small = candidates(problem, MatmulTraits(workgroup_bytes=8192, invocations=256))
+    assert small
+    assert all(isinstance(t, Tiles) and t.workgroup_bytes <= 8192 for t in small)

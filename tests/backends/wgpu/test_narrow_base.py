@@ -1,0 +1,117 @@
+"""Frozen bases in fewer bits: the same gradients as on the CPU, and less memory."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from backends.eager import EagerBackend
+from backends.interface import Batch, Loss, Trainable
+from backends.quantise import GROUP, stored_bytes
+from backends.wgpu.estimate import Estimate, refuse_what_does_not_fit
+from backends.wgpu.lowering import Templates
+from backends.wgpu.matmul_tuning import MatmulTuner
+from backends.wgpu.program import VulkanProgram
+from protocol.errors import SamestepError
+from worker.blocks import cut_into_blocks
+
+WIDTH, RANK, SAMPLES = 64, 4, 6
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trained low-rank path beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH)
+        self.base.requires_grad_(False)
+        self.down = nn.Linear(WIDTH, RANK, bias=False)
+        self.up = nn.Linear(RANK, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Adapted() for _ in range(3)])
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def loss(module, arrays):
+    return ((module(arrays["x"]) - arrays["y"]) ** 2).sum()
+
+
+def trainable(module, base_dtype):
+    return Trainable(cut_into_blocks(module), module, loss, base_dtype=base_dtype)
+
+
+def gradients(program, batch):
+    items = list(program.gradients(batch, 0))
+    assert isinstance(items[-1], Loss)
+    return items[-1].loss_sum, [item.values for item in items[:-1]]
+
+
+@pytest.mark.parametrize("base_dtype", ["bfloat16", "float16", "int8", "int4"])
+def test_gradients_are_those_of_the_cpu_with_the_same_weights(device, base_dtype):
+    torch.manual_seed(5)
+    module = Model()
+    draw = np.random.default_rng(2)
+    arrays = {
+        "x": draw.standard_normal((SAMPLES, WIDTH)).astype(np.float32),
+        "y": draw.standard_normal((SAMPLES, 1)).astype(np.float32),
+    }
+    batch = Batch(arrays, SAMPLES)
+    exact = gradients(
+        EagerBackend("cpu").compile(trainable(copy.deepcopy(module), "float32"), batch), batch
+    )
+    reference = EagerBackend("cpu").compile(trainable(copy.deepcopy(module), base_dtype), batch)
+    template = Templates(not device.adapter.software, MatmulTuner(device).shader)
+    program = VulkanProgram(device, trainable(module, base_dtype), template)
+    program.check(batch)
+    expected, found = gradients(reference, batch), gradients(program, batch)
+    program.close()
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    for one, other in zip(found[1], expected[1], strict=True):
+        assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
+    assert exact[0] != pytest.approx(expected[0], rel=1e-5), "fewer bits would show"
+    (needed,) = program.estimates
+    whole = sum(p.numel() * 4 for p in module.parameters())
+    storage = {"bfloat16": "bf16", "float16": "f16"}.get(base_dtype, base_dtype)
+    saved = 3 * (WIDTH * WIDTH * 4 - stored_bytes(WIDTH, WIDTH, storage))
+    assert GROUP == WIDTH
+    assert needed.weights == whole - saved
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("memory", "largest", "message"),
+    [
+        (8 * GIB, 4 * GIB, None),
+        (0, 4 * GIB, None),
+        (6 * GIB, 4 * GIB, r"at most 5.70 GiB for 'a card', .* 0.80 GiB too much; lower"),
+        (8 * GIB, 2 * GIB, r"'embedding' needs a buffer of 3.00 GiB, and 'a card' has at most 2"),
+    ],
+)
+def test_what_does_not_fit_is_said_with_how_much(memory, largest, message):
+    needed = [
+        Estimate(GIB, GIB, 0, (GIB // 2, "head")),
+        Estimate(5 * GIB, GIB, GIB // 2, (3 * GIB, "embedding")),
+    ]
+    if message is None:
+        refuse_what_does_not_fit(needed, memory, largest, "a card")
+        return
+    with pytest.raises(SamestepError, match=message):
+        refuse_what_does_not_fit(needed, memory, largest, "a card")

@@ -1,0 +1,211 @@
+"""Operators on the device against torch on the CPU: shapes, strides, broadcasting, masks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from backends.wgpu.values import NoRule
+from tests.backends.wgpu.on_device import gradients_on_device, on_device
+
+FEW = settings(
+    max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+RTOL, ATOL = 2e-5, 2e-6
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def agree(device: Any, function: Callable[..., Any], *tensors: torch.Tensor) -> None:
+    expected = function(*tensors)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    got = on_device(device, function, tensors)
+    assert len(got) == len(expected)
+    for one, other in zip(got, expected, strict=True):
+        assert one.shape == other.shape
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=RTOL, atol=ATOL)
+
+
+SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
+
+
+@FEW
+@given(shape=SHAPES, data=st.data())
+def test_elementwise_with_broadcasting(device, shape, data):
+    thin = [data.draw(st.sampled_from([1, size])) for size in shape]
+    thin = thin[data.draw(st.integers(0, len(thin))) :]
+
+    def function(x: torch.Tensor, y: torch.Tensor, n: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        both = torch.exp(-(x * x)) + y * 3 - torch.tanh(y / 2)
+        return (
+            both,
+            torch.add(x, y, alpha=0.5).clamp(-1, 2),
+            torch.where((x > y) | (n == 2), x.sigmoid(), y.abs().sqrt()),
+            (n * 3 - 7) // 2,
+            (x <= y).logical_not(),
+            torch.relu(x) ** 3 + torch.rsqrt(y.abs() + 1) + torch.erf(x),
+            (n % 3).float() * functional.gelu(x) + functional.silu(x),
+        )
+
+    numbers = torch.arange(math.prod(shape)).reshape(shape) - 3
+    agree(device, function, drawn(*shape), drawn(*thin, seed=1), numbers)
+
+
+@FEW
+@given(shape=st.lists(st.integers(1, 7), min_size=2, max_size=4), data=st.data())
+def test_reductions_over_any_dimensions(device, shape, data):
+    dims = data.draw(
+        st.lists(st.integers(0, len(shape) - 1), min_size=1, max_size=len(shape), unique=True)
+    )
+    keep = data.draw(st.booleans())
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (
+            x.sum(dims, keep),
+            (x * x).mean(dims, keep),
+            x.amax(dims, keep),
+            (-x).amin(dims, keep),
+            x.argmax(dims[0], keep),
+            x.var(dims[0], unbiased=False),
+            x.softmax(dims[0]),
+            torch.log_softmax(x.transpose(0, -1), 0),
+            x.cumsum(dims[0]),
+            (x > 1).any(dims[0]),
+        )
+
+    agree(device, function, drawn(*shape))
+
+
+@FEW
+@given(
+    shape=st.lists(st.integers(2, 6), min_size=3, max_size=4), data=st.data(), random=st.randoms()
+)
+def test_views_and_copies_between_operators(device, shape, data, random):
+    order = list(range(len(shape)))
+    random.shuffle(order)
+    cut = data.draw(st.integers(0, shape[0] - 1))
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        turned = x.permute(order)
+        return (
+            (turned.reshape(-1) * 2).reshape(turned.shape).contiguous(),
+            turned[..., 1:].flatten(0, 1) + 1,
+            torch.cat([x[cut:], x[:cut] * 2, x], 0),
+            functional.pad(x, (1, 2, -1, 0)),
+            x.unsqueeze(1).expand(-1, 3, *x.shape[1:]).flatten(1, 2),
+            torch.stack([x[0], x[-1]], 1)[:, 0],
+            x.flip(0) - x.select(0, cut),
+            sum(part.sum() for part in x.split(2, 0)),
+            x.tril() if x.dim() > 1 else x,
+        )
+
+    agree(device, function, drawn(*shape))
+
+
+@FEW
+@given(
+    batch=st.integers(1, 3),
+    m=st.integers(1, 20),
+    k=st.integers(1, 20),
+    n=st.integers(2, 20),
+    turn=st.booleans(),
+)
+def test_products_of_strided_operands(device, batch, m, k, n, turn):  # noqa: PLR0917
+    a = drawn(batch, k, m).transpose(1, 2) if turn else drawn(batch, m, k)
+    b = drawn(k, batch, n, seed=1)
+
+    def function(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        heads = b.permute(1, 0, 2)
+        return a @ heads, a[0] @ heads[0], (a * 2) @ heads, a[:, :1] @ heads[:, :, 1:]
+
+    agree(device, function, a.contiguous(), b)
+
+
+def test_indices_negative_ones_too(device):
+    table, numbers = drawn(7, 3), torch.tensor([[0, 6, 2], [5, 5, 1]])
+
+    def function(table: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = torch.arange(2)
+        picked = functional.embedding(numbers, table)
+        return (
+            picked,
+            picked[rows, -numbers[:, 0] - 1 + numbers[:, 0]],
+            picked.gather(2, numbers[..., None] % 3),
+            table[numbers - 7],
+            functional.one_hot(numbers, 7).float() @ table,
+        )
+
+    agree(device, function, table, numbers)
+
+
+@pytest.mark.parametrize("fill", [-math.inf, torch.finfo(torch.float32).min])
+def test_masked_attention_weights(device, fill):
+    """A padded row, and a causal triangle; -inf and the lowest float alike."""
+    scores = drawn(2, 3, 5, 5) * 4
+    padding = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+
+    def function(scores: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        causal = torch.ones(5, 5, dtype=torch.bool).tril()
+        allowed = causal & padding[:, None, None, :].bool()
+        return scores.masked_fill(~allowed, fill).softmax(-1)
+
+    agree(device, function, scores, padding)
+
+
+def test_fused_attention_is_written_out(device):
+    query, key = drawn(2, 4, 6, 8), drawn(2, 2, 6, 8, seed=1)
+
+    def function(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(
+            query, key, key.cos(), is_causal=True, enable_gqa=True
+        )
+
+    agree(device, function, query, key)
+
+
+def test_gradients_of_gathers_add_up_in_one_order(device):
+    """Rows that are read several times, and a cross-entropy that leaves some out."""
+    table, numbers = drawn(5, 4), torch.tensor([0, 3, 3, 0, 3, 1])
+    labels = torch.tensor([1, -100, 2, 0, 3, -100])
+
+    def function(table: torch.Tensor, numbers: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = functional.embedding(numbers, table) * table[numbers].tanh()
+        return functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+
+    got = gradients_on_device(device, function, (table, numbers, labels))
+    leaf = table.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(function(leaf, numbers, labels), leaf)
+    torch.testing.assert_close(got[0], expected, rtol=RTOL, atol=ATOL)
+
+
+@pytest.mark.parametrize("cooperative", [False, True])
+def test_long_reductions_lose_little(device, cooperative):
+    """By one invocation each, and by a workgroup each, as on a GPU."""
+    x = drawn(3, 100_003).abs()
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (
+            x.sum(1),
+            x.mean(),
+            x.amax(1),
+            x.amin(),
+            (x > 4.5).any(1),
+            (x > 1).sum(1),
+            x[:, :200].sum(1),
+        )
+
+    got = on_device(device, function, (x,), cooperative=cooperative)
+    with pytest.raises(NoRule, match=r"'argmax.default' .over 100003 terms"):
+        on_device(device, lambda x: x.argmax(1), (x,))
+    for one, other in zip(got, function(x.double()), strict=True):
+        torch.testing.assert_close(one, other.to(one.dtype), rtol=1e-6, atol=0.0)

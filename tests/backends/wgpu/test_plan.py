@@ -1,0 +1,110 @@
+"""Plans: layers share their shaders, and no buffer is written while its value is still wanted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from backends.wgpu.capture import capture_step
+from backends.wgpu.layer_kernels import LayerKernels, lower_layer
+from backends.wgpu.lowering import Templates, lower
+from backends.wgpu.matmul import matmul_shader
+from backends.wgpu.plan import Plan, make_plan
+from tests.backends.wgpu.small_models import (
+    bert,
+    class_loss,
+    labelled,
+    llama,
+    next_token_loss,
+    text,
+)
+from worker.blocks import cut_into_blocks
+
+
+def planned(module, loss, batch) -> Plan:
+    """As a program does it, without a device."""
+    names = [tensor.name for block in cut_into_blocks(module) for tensor in block.tensors]
+    arrays = {name: torch.tensor(array) for name, array in batch.arrays.items()}
+    capture = capture_step(module, loss, names, arrays)
+    template = Templates(cooperative=True, matmul=matmul_shader)
+    kinds: dict[int, LayerKernels] = {}
+    for kind in capture.kinds:
+        if id(kind) not in kinds:
+            kinds[id(kind)] = lower_layer(kind, (), template)
+    known = [None] * (len(capture.tensors) + len(capture.arrays) + 1)
+    outer = lower(capture.graph, known, (), template)
+    groups = [[1 + number] for number in reversed(range(len(names)))]
+    groups[-1].append(0)
+    return make_plan(capture, outer, [kinds[id(kind)] for kind in capture.kinds], groups)
+
+
+def shaders(plan: Plan) -> set[str]:
+    return {dispatch.shader.source for dispatch in plan.dispatches}
+
+
+def test_depth_adds_no_shader():
+    shallow, deep = (planned(llama(layers=n), next_token_loss, text()) for n in (3, 9))
+    assert shaders(deep) == shaders(shallow)
+    per_layer = (len(deep.dispatches) - len(shallow.dispatches)) / 6
+    assert 30 < per_layer < 80
+
+
+def test_layers_that_compute_otherwise_are_told_apart():
+    """GPT-2 can scale a layer's attention by its number."""
+    import transformers
+
+    sizes: dict[str, Any] = {
+        "vocab_size": 97,
+        "n_embd": 16,
+        "n_layer": 3,
+        "n_head": 2,
+        "n_positions": 32,
+    }
+    found = []
+    for scaled in (False, True):
+        config = transformers.GPT2Config(
+            **sizes, scale_attn_by_inverse_layer_idx=scaled, bos_token_id=0, eos_token_id=0
+        )
+        torch.manual_seed(0)
+        module = transformers.GPT2LMHeadModel(config)
+        found.append(shaders(planned(module, next_token_loss, text())))
+    plain, scaled_ones = found
+    assert len(scaled_ones) > len(plain)
+
+
+def test_memory_is_shared_only_between_values_of_different_times():
+    """Replays the plan: every read finds the value that was written for it."""
+    plan = planned(bert(dropout=0.1), class_loss, labelled())
+    slots = [place.slot for place in plan.places]
+    last_read: dict[int, int] = {}
+    for at, dispatch in enumerate(plan.dispatches):
+        for number in dispatch.buffers:
+            last_read[number] = at
+    for segment in plan.segments:
+        held = [plan.outputs[output] for output in segment.outputs]
+        for number in (number for number in held if number is not None):
+            last_read[number] = max(last_read[number], segment.end - 1)
+    holds: dict[int, int] = {}
+    written: set[int] = set()
+    for at, dispatch in enumerate(plan.dispatches):
+        *reads, output = dispatch.buffers
+        for number in reads:
+            if slots[number] >= 0:
+                assert holds[slots[number]] == number
+        assert slots[output] >= 0, "an input was written"
+        assert slots[output] not in {slots[number] for number in reads}
+        before = holds.get(slots[output])
+        if before is not None and before != output:
+            assert last_read[before] < at
+        holds[slots[output]] = output
+        written.add(output)
+    assert len({slots[number] for number in written}) < len(written) / 2
+
+
+def test_the_first_blocks_gradients_are_complete_long_before_the_last():
+    plan = planned(llama(layers=6), next_token_loss, text())
+    ends = [segment.end for segment in plan.segments]
+    assert ends == sorted(ends)
+    assert ends[0] < 0.5 * len(plan.dispatches)
+    assert ends[-1] == len(plan.dispatches)

@@ -1,0 +1,265 @@
+"""Whole models on the device against torch's CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from backends.interface import Batch, BlockGradient, Loss, Trainable
+from backends.wgpu import threefry
+from backends.wgpu.lowering import Templates
+from backends.wgpu.matmul_tuning import MatmulTuner
+from backends.wgpu.packing import seed_words
+from backends.wgpu.program import VulkanProgram
+from protocol.errors import DataError, SamestepError
+from tests.backends.wgpu.small_models import (
+    assert_like_the_cpu,
+    bert,
+    class_loss,
+    gradients,
+    labelled,
+    llama,
+    next_token_loss,
+    qwen3_with_lora,
+    text,
+    trainable,
+)
+
+
+@pytest.fixture
+def compiled(device) -> Iterator[Any]:
+    made: list[VulkanProgram] = []
+
+    def compile_(job: Trainable, example: Batch) -> VulkanProgram:
+        template = Templates(not device.adapter.software, MatmulTuner(device).shader)
+        program = VulkanProgram(device, job, template)
+        made.append(program)
+        program.check(example)
+        return program
+
+    yield compile_
+    for program in made:
+        program.close()
+
+
+MODELS: dict[str, Any] = {
+    "a Qwen3 with LoRA": (qwen3_with_lora, next_token_loss, text),
+    "a Llama whose embeddings are its head": (
+        lambda: llama(tie_word_embeddings=True), next_token_loss, text,
+    ),
+    "a BERT, embeddings too": (bert, class_loss, labelled),
+    "fused attention": (lambda: llama(attn_implementation="sdpa"), next_token_loss, text),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_the_cpu_and_the_same_again(compiled, name):
+    make, loss, batch = MODELS[name]
+    module = make()
+    job = trainable(module, loss)
+    program = compiled(job, batch())
+    first = gradients(program, batch())
+    again = gradients(program, batch(), seed=5)
+    assert_like_the_cpu(module, job.blocks, loss, batch(), first)
+    assert all(first[n].tobytes() == again[n].tobytes() for n in first)
+    # A shorter last microbatch, and another length.
+    for other in (batch(samples=1), batch(length=8)):
+        assert_like_the_cpu(module, job.blocks, loss, other, gradients(program, other))
+
+
+def test_checkpointing_gives_the_same_bits_in_less_memory(compiled):
+    found = []
+    for checkpoint in (False, True):
+        module = llama(layers=4)
+        if checkpoint:
+            module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        program = compiled(trainable(module, next_token_loss), text())
+        found.append((gradients(program, text()), program.estimates[0].activations))
+        assert any(getattr(m, "gradient_checkpointing", False) for m in module.modules()) == (
+            checkpoint
+        )
+    (plain, more), (checkpointed, less) = found
+    assert all(plain[n].tobytes() == checkpointed[n].tobytes() for n in plain)
+    assert less < 0.7 * more
+
+
+def test_loaded_values_count_and_evaluation_runs_on_the_device(compiled):
+    def evaluate(module: nn.Module, arrays: Any) -> dict[str, float]:
+        return {"loss": float(next_token_loss(module, arrays))}
+
+    module = llama()
+    job = trainable(module, next_token_loss, evaluate=evaluate)
+    program = compiled(job, text())
+    draws = np.random.default_rng(1)
+    values = [draws.normal(0, 0.05, block.elements).astype(np.float32) for block in job.blocks]
+    before = program.evaluate(text())["loss"]
+    program.load(values)
+    for array in values:
+        array.fill(9.0)
+    after = program.evaluate(text())["loss"]
+    (*_, loss) = program.gradients(text(), 0)
+    assert after != before
+    with torch.no_grad():  # the host's copy has the values too
+        module.eval()
+        assert after == pytest.approx(evaluate(module, _tensors(text()))["loss"], rel=1e-6)
+    assert loss.loss_sum == pytest.approx(after, rel=1e-6)
+
+
+def test_an_evaluation_that_computes_with_parts_of_the_model_is_refused(compiled):
+    def evaluate(module: Any, arrays: Any) -> dict[str, float]:
+        return {"norm": float(module.lm_head(arrays["input_ids"].float()).norm())}
+
+    program = compiled(trainable(llama(), next_token_loss, evaluate=evaluate), text())
+    with pytest.raises(SamestepError, match="reads 'lm_head' of the model"):
+        program.evaluate(text())
+
+
+class Dropped(nn.Module):
+    """Layers whose gradient shows the mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scaled() for _ in range(2))
+        self.outside = nn.Dropout(0.25)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.outside(x)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(40))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(x * self.scale)
+
+
+def test_dropout_is_the_function_of_its_seed_that_the_host_knows(compiled):
+    def loss(module: nn.Module, arrays: Any) -> torch.Tensor:
+        return module(arrays["x"]).sum()
+
+    x = np.ones((3, 40), np.float32)
+    batch = Batch({"x": x}, 3.0)
+    program = compiled(trainable(Dropped(), loss), batch)
+    for seed in (1, 2**63 + 9):
+        words = seed_words(seed, 3)
+
+        def noise(number: int, drop: float, words: Any = words) -> Any:
+            drawn = threefry.words((int(words[number, 0]), int(words[number, 1])), 0, 120)
+            kept = drawn >= threefry.threshold(drop)
+            return (kept / np.float32(1 - drop)).reshape(3, 40)
+
+        outside, first, second = noise(0, 0.25), noise(1, 0.5), noise(2, 0.5)
+        after_first = x + first
+        got = gradients(program, batch, seed)
+        np.testing.assert_allclose(got[1], (outside * second * after_first).sum(0), rtol=1e-6)
+        tangent = outside * (1 + second)
+        np.testing.assert_allclose(got[0], (tangent * first).sum(0), rtol=1e-6)
+
+
+def test_one_upload_and_one_readback_per_block_for_a_microbatch(compiled, device):
+    module = bert(dropout=0.1)
+    job = trainable(module, class_loss)
+    program = compiled(job, labelled())
+    gradients(program, labelled())
+    before = (device.counts.uploads, device.counts.readbacks)
+    gradients(program, labelled(seed=1))
+    assert device.counts.uploads - before[0] == 1
+    assert device.counts.readbacks - before[1] == len(job.blocks)
+
+
+def test_blocks_come_in_reverse_order_and_the_loss_last(compiled):
+    job = trainable(llama(layers=3), next_token_loss)
+    items = list(compiled(job, text()).gradients(text(), 0))
+    numbers = [item.block for item in items if isinstance(item, BlockGradient)]
+    assert numbers == list(reversed(range(len(job.blocks))))
+    assert isinstance(items[-1], Loss)
+
+
+class Sorted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), Sorting())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class Sorting(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sort(-1).values
+
+
+class Branching(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.sum() > 0 else x
+
+
+class Counting(nn.Linear):
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Normed(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+
+def total(module: nn.Module, arrays: Any) -> torch.Tensor:
+    return (module(arrays["x"]) ** 2).sum()
+
+
+@pytest.mark.parametrize(
+    ("module", "loss", "message"),
+    [
+        (Sorted, total, r"no rule for 'sort.default', .* shape \[2, 4\] in inner.1"),
+        (lambda: Branching(4, 4), total, "cannot capture .*values of tensors"),
+        (Counting, total, "changes in forward"),
+        (Normed, total, "running statistics"),
+        (lambda: nn.Linear(4, 4), lambda m, a: total(m, a) / len(a["x"]), "summed over samples"),
+        (lambda: nn.Linear(4, 4), lambda m, a: m(a["x"]).sum(1), "one sum"),
+        (lambda: nn.Linear(4, 4).half(), total, "got torch.float16"),
+        (lambda: nn.Linear(4, 4).double(), total, "got torch.float64"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_training(compiled, module, loss, message):
+    x = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
+    with pytest.raises(SamestepError, match=message):
+        compiled(trainable(module(), loss), Batch({"x": x}, 2.0))
+
+
+def test_a_microbatch_without_samples_counts_as_zeros(compiled):
+    job = trainable(nn.Linear(4, 4), total)
+    program = compiled(job, Batch({"x": np.ones((2, 4), np.float32)}, 2.0))
+    *blocks, loss = program.gradients(Batch({"x": np.ones((0, 4), np.float32)}, 0.0), 0)
+    assert all(not item.values.any() for item in blocks)
+    assert loss == Loss(0.0, 0.0)
+
+
+def test_numbers_that_do_not_fit_in_32_bits_are_refused(compiled):
+    program = compiled(trainable(llama(), next_token_loss), text())
+    batch = text()
+    batch.arrays["input_ids"][0, 0] = 2**40
+    with pytest.raises(DataError, match="32 bits in input_ids"):
+        program.gradients(batch, 0)
+
+
+def _tensors(batch: Batch) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(array) for name, array in batch.arrays.items()}

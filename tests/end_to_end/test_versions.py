@@ -1,0 +1,38 @@
+"""A worker and a coordinator of unlike protocol versions: each says which of them to upgrade."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from protocol import PROTOCOL_VERSION
+from protocol.errors import ExitCode
+from tests.cluster import ROOT, Cluster
+
+AS_OF_ANOTHER_RELEASE = """
+import sys, protocol
+protocol.PROTOCOL_VERSION = int(sys.argv.pop(1))
+from worker.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("version", "old"),
+    [(PROTOCOL_VERSION + 1, "the coordinator"), (PROTOCOL_VERSION - 1, "this worker")],
+    ids=["newer worker", "older worker"],
+)
+@pytest.mark.parametrize("options", [(), ("--plaintext",)], ids=["tls", "plaintext"])
+def test_both_say_which_side_to_upgrade(tmp_path, version, old, options):
+    with Cluster(tmp_path, "--expect-workers", "1", *options) as cluster:
+        worker = subprocess.run(
+            [sys.executable, "-c", AS_OF_ANOTHER_RELEASE, str(version),
+             "--coordinator", cluster.address["data"], *options],
+            cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert worker.returncode == ExitCode.MISMATCH == 78
+        words = f"this worker speaks protocol version {version}, the coordinator {PROTOCOL_VERSION}"
+        assert worker.stderr.splitlines() == [f"worker: {words}: upgrade {old}"]
+        assert not cluster.every("worker_connected")

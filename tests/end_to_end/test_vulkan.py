@@ -1,0 +1,59 @@
+"""Real runs whose workers compute on a Vulkan device: on CI, Mesa's software one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backends.wgpu.adapters import adapters
+from tests.cluster import RUNS, Cluster
+
+SHORT = ("--set", "steps=12", "--set", "evaluate_every=0")
+
+
+@pytest.fixture(autouse=True)
+def _a_device_is_there():
+    if isinstance(why := adapters(), str):
+        pytest.skip(why)
+
+
+def train(directory: Path, run: str, backends: tuple[str, ...], *arguments: str) -> dict[str, Any]:
+    count = str(len(backends))
+    with Cluster(
+        directory, "--expect-workers", count, "--run", str(RUNS / run), *arguments
+    ) as cluster:
+        for number, backend in enumerate(backends):
+            cluster.worker(f"w{number}", "--backend", backend)
+        return cluster.result()
+
+
+def test_one_worker_and_two_give_the_same_bits(tmp_path):
+    alone = train(tmp_path / "one", "digits.yaml", ("vulkan",), *SHORT)
+    together = train(tmp_path / "two", "digits.yaml", ("vulkan", "vulkan"), *SHORT)
+    assert together["exact"]
+    assert together["weights_digest"] == alone["weights_digest"]
+    assert together["losses"] == alone["losses"]
+    assert together["eval"] == alone["eval"]
+
+
+def test_a_run_of_unlike_workers_is_mixed_and_its_replicas_agree(tmp_path):
+    """A digest that differed would halt the run."""
+    mixed = train(tmp_path / "mixed", "digits.yaml", ("cpu", "vulkan"), *SHORT)
+    assert mixed["outcome"] == "finished"
+    assert not mixed["exact"]
+    assert all(mixed["workers"].values())
+    alone = train(tmp_path / "cpu", "digits.yaml", ("cpu",), *SHORT)
+    assert mixed["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("run", ["sms-spam.yaml", "small-llama.yaml"])
+def test_the_main_jobs(tmp_path, run):
+    short = ("--set", "steps=3", "--set", "evaluate_every=0")
+    few = "data.holdout=0.02" if run == "sms-spam.yaml" else "data.holdout_samples=8"
+    alone = train(tmp_path / "one", run, ("vulkan",), *short, "--set", few)
+    together = train(tmp_path / "two", run, ("vulkan", "vulkan"), *short, "--set", few)
+    assert together["weights_digest"] == alone["weights_digest"]
+    assert together["eval"] == alone["eval"]

@@ -1,0 +1,69 @@
+"""Connections that are as far as they would be after a real handshake, in memory.
+
+The bytes are those of one real handshake, with a join token and proofs; they are fed to every
+connection, so that what comes before the broken frame is never a short cut.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from protocol.authentication import Exchange, answer, new_key
+from protocol.connection import FROM_COORDINATOR, FROM_WORKER, Connection, Encoded, Phase, Role
+from protocol.connection import encode as encoded
+from protocol.messages import Hello, Welcome
+from tests.message_samples import BLOCKS, EXAMPLES, flat, frame
+
+PHASES = (Phase.GREETING, Phase.PROVING, Phase.OPEN)
+ROLES: tuple[Role, ...] = ("coordinator", "worker")
+_CERTIFICATE = bytes(range(32))
+
+
+class Handshake(NamedTuple):
+    """The four messages of one, in order; they are sent from the worker's side first."""
+
+    hello: Encoded
+    challenge: Encoded
+    proof: Encoded
+    welcome: Encoded
+
+
+def handshake() -> Handshake:
+    """A real one, both of whose proofs are right."""
+    secret, hello = new_key(), EXAMPLES[Hello]
+    assert isinstance(hello, Hello)
+    exchange = Exchange(hello, bytes(range(32, 64)), _CERTIFICATE)
+    challenge = exchange.challenge(secret)
+    proof = answer(hello, challenge, _CERTIFICATE, secret)
+    exchange.check_worker(secret, proof)
+    return Handshake(*(encoded(each) for each in (hello, challenge, proof, EXAMPLES[Welcome])))
+
+
+_SENT = handshake()
+_FROM_WORKER = (flat(_SENT.hello), flat(_SENT.proof))
+_FROM_COORDINATOR = (flat(_SENT.challenge), flat(_SENT.welcome))
+
+
+def connection(role: Role, phase: Phase) -> Connection:
+    """This side of a connection whose handshake has come to `phase`."""
+    made = Connection(role)
+    coordinator = role == "coordinator"
+    if not coordinator:
+        made.send(_SENT.hello)
+    if phase is not Phase.GREETING:
+        made.receive_data(_FROM_WORKER[0] if coordinator else _FROM_COORDINATOR[0])
+        made.send(_SENT.challenge if coordinator else _SENT.proof)
+    if phase is Phase.OPEN:
+        made.receive_data(_FROM_WORKER[1] if coordinator else _FROM_COORDINATOR[1])
+        if coordinator:
+            made.send(_SENT.welcome)
+        made.blocks = BLOCKS
+    assert made.phase is phase
+    return made
+
+
+def legal_frames(role: Role, phase: Phase) -> list[bytes]:
+    """What the peer may say in this phase."""
+    table = FROM_WORKER if role == "coordinator" else FROM_COORDINATOR
+    kinds = sorted(table[phase], key=lambda kind: kind.tag)
+    return [frame(EXAMPLES[kind]) for kind in kinds]

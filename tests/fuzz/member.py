@@ -1,0 +1,113 @@
+"""A worker's end of a connection: it says what an honest one says, frame by frame."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from protocol.connection import Connection, Phase, encode
+from protocol.messages import (
+    Assign,
+    BlockGradientPayload,
+    Commit,
+    EndRun,
+    EvalPlan,
+    EvalResult,
+    Goodbye,
+    Message,
+    NodeLoss,
+    Ready,
+    StartRun,
+    StateChunk,
+    StateRequest,
+    StepApplied,
+    StepPlan,
+)
+from tests.message_samples import flat
+from worker.engine import Built
+
+WAIT = b""
+"""Nothing is to be said before more is heard."""
+
+
+class Member:
+    """A connection whose handshake is done.
+
+    Args:
+        built: What a worker's engine makes of the run.
+        digest_after: The digest of the right state after so many steps, once it is known.
+    """
+
+    def __init__(self, built: Built, digest_after: Callable[[int], str | None]) -> None:
+        self.connection = Connection("worker")
+        self.connection.phase, self.connection.blocks = Phase.OPEN, built.task.manifest.blocks
+        self._built = built
+        self._digest_after = digest_after
+        self._heard: deque[Message] = deque()
+
+    def hear(self, data: bytes) -> None:
+        """What the coordinator has said."""
+        self._heard.extend(received.message for received in self.connection.receive_data(data))
+
+    def words(self) -> Iterator[bytes]:
+        """What it says, up to the end of the run or the connection; `WAIT` in between."""
+        while True:
+            while not self._heard:
+                yield WAIT
+            match message := self._heard.popleft():
+                case StartRun():
+                    yield self._ready(message)
+                case StateRequest():
+                    yield from self._state(message)
+                case StepPlan() | Assign():
+                    yield from self._gradients(message)
+                case StateChunk() if message.last:
+                    yield from self._applied(message.step)
+                case Commit():
+                    yield from self._applied(message.step + 1)
+                case EvalPlan():
+                    yield from self._results(message)
+                case EndRun() | Goodbye():
+                    return
+
+    def _ready(self, start: StartRun) -> bytes:
+        built = self._built
+        message = Ready(
+            run_id=start.run_id, backend=built.backend, device=built.device,
+            initial_digest=built.initial_digest, step=built.step, state_digest=built.state_digest,
+            signature=built.signature, signature_text=built.signature_text,
+        )  # fmt: skip
+        return flat(encode(message, built.manifest))
+
+    def _state(self, request: StateRequest) -> Iterator[bytes]:
+        parameters = self._built.task.initial_parameters()
+        for block, values in enumerate(parameters):
+            chunk = StateChunk(
+                run_id=request.run_id, kind="parameters", block=block, chunk=0, step=0,
+                optimizer_step=0, last=block == len(parameters) - 1,
+            )  # fmt: skip
+            yield flat(encode(chunk, values))
+
+    def _gradients(self, plan: StepPlan | Assign) -> Iterator[bytes]:
+        blocks = self._built.task.manifest.blocks
+        place = {"epoch": plan.epoch, "step": plan.step, "attempt": plan.attempt}
+        for lo, hi in plan.nodes:
+            node: dict[str, Any] = {**place, "lo": lo, "hi": hi, "weight": float(hi - lo)}
+            for number, block in reversed([*enumerate(blocks)]):
+                payload = BlockGradientPayload(**node, block=number, chunk=0)
+                yield flat(encode(payload, np.zeros(block.elements, np.float32)))
+            yield flat(encode(NodeLoss(**node, loss_sum=1.0, elapsed_ms=1.0)))
+
+    def _applied(self, step: int) -> Iterator[bytes]:
+        while (digest := self._digest_after(step)) is None:
+            yield WAIT
+        yield flat(encode(StepApplied(epoch=1, step=step, state_digest=digest)))
+
+    def _results(self, plan: EvalPlan) -> Iterator[bytes]:
+        for part in range(plan.lo, plan.hi):
+            sums = {"samples": 1.0, "parts": 1.0}
+            result = EvalResult(epoch=plan.epoch, step=plan.step, part=part, sums=sums)
+            yield flat(encode(result))

@@ -1,0 +1,92 @@
+"""A transport whose other end is the test itself: no socket, and no wait.
+
+It does what asyncio's and uvloop's do as far as a channel can tell: once closed it reads no more,
+writes what it was given, and says later, in a turn of the loop of its own, that the connection is
+lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+from protocol.transport import Channel
+
+
+class _Secured:
+    """What there is to know of TLS."""
+
+    def __init__(self, certificate: bytes) -> None:
+        self._certificate = certificate
+
+    def getpeercert(self, *, binary_form: bool) -> bytes:
+        assert binary_form
+        return self._certificate
+
+
+class MemoryTransport(asyncio.Transport):
+    """One end of a connection.
+
+    Attributes:
+        written: By the channel, and not yet taken.
+        stirred: Set when something was written or the channel has closed.
+
+    Args:
+        channel: Whose connection it is.
+        certificate: What the other end has shown in TLS, in DER; None on the coordinator's side.
+    """
+
+    def __init__(self, channel: Channel, certificate: bytes | None = None) -> None:
+        super().__init__({"peername": ("127.0.0.1", 1)})
+        self.written = bytearray()
+        self.stirred = asyncio.Event()
+        self._channel = channel
+        self._closing = False
+        if certificate is not None:
+            self._extra["ssl_object"] = _Secured(certificate)  # type: ignore[attr-defined]
+        channel.connection_made(self)
+
+    def feed(self, data: bytes) -> None:
+        """The peer sends bytes."""
+        view = memoryview(data)
+        while view and not self._closing:
+            buffer = self._channel.get_buffer(-1)
+            count = min(len(buffer), len(view))
+            buffer[:count] = view[:count]
+            self._channel.buffer_updated(count)
+            view = view[count:]
+
+    def take(self) -> bytes:
+        """What was written since the last time."""
+        taken = bytes(self.written)
+        self.written.clear()
+        return taken
+
+    def hang_up(self) -> None:
+        """The peer closes."""
+        if not self._closing:
+            self._channel.eof_received()
+            self.close()
+
+    def write(self, data: Any) -> None:
+        self.written += data
+        self.stirred.set()
+
+    def writelines(self, list_of_data: Iterable[Any]) -> None:
+        for data in list_of_data:
+            self.write(data)
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        del high, low
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def close(self) -> None:
+        if not self._closing:
+            self._closing = True
+            self.stirred.set()
+            asyncio.get_running_loop().call_soon(self._channel.connection_lost, None)
+
+    abort = close

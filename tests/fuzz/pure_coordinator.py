@@ -1,0 +1,194 @@
+"""A coordinator's logic with everything around it done at once, and in memory.
+
+Connection, run, chronicle and replica are the product's; disk, threads and sockets are not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from coordinator import actions as act
+from coordinator.chronicle import Chronicle
+from coordinator.phase import RunPhase
+from coordinator.replica_keeper import ReplicaKeeper
+from coordinator.run import Run
+from protocol.connection import Connection, Encoded, Phase, Received, encode
+from protocol.errors import OutOfPlace, ProtocolError, RemoteProtocolError
+from protocol.messages import AveragedGradient, Commit, Drain, Goodbye, Message, Ready, StateChunk
+from protocol.run_spec import RunSpec
+from tests.fuzz.handshakes import connection
+from tests.message_samples import flat
+
+
+class PureCoordinator:
+    """One run after the other, with one member after the other.
+
+    Attributes:
+        run: The present one.
+        runs: How many there were.
+        ended: Outcomes and reasons of those that are over.
+        open: Whether the member's connection is.
+    """
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.runs = 0
+        self.ended: list[tuple[str, str]] = []
+        self.open = False
+        self._spec = spec
+        self._begin()
+
+    def _begin(self) -> None:
+        self.run = Run("r", self._spec, 1, 1)
+        self.runs += 1
+        self._chronicle = Chronicle(self.run)
+        self._keeper: ReplicaKeeper | None = None
+        self._digests: dict[int, str] = {}
+        self._tail: list[Encoded] = []
+        self._following = False
+
+    def digest_after(self, step: int) -> str | None:
+        """Of the replica after so many steps."""
+        return self._digests.get(step)
+
+    def connect(self) -> bytes:
+        """A member has joined; what it is told. There is always a run, and it is not halted."""
+        if self.run.phase is RunPhase.OVER:
+            self._begin()
+        self._connection: Connection = connection("coordinator", Phase.OPEN)
+        self._connection.blocks = None
+        self._told = bytearray()
+        self.open, self._following = True, False
+        if self.run.phase is RunPhase.HALTED:
+            self._do(lambda: self.run.resume(skip_step=False))
+        self._do(lambda: self.run.invite("m"))
+        return self._take()
+
+    def feed(self, data: bytes) -> bytes:
+        """The member's bytes; what it is told."""
+        try:
+            for received in self._connection.receive_data(data):
+                if self.open:
+                    self._receive(received)
+        except RemoteProtocolError as error:
+            self._lose(str(error))
+        return self._take()
+
+    def hang_up(self) -> None:
+        """The member closes."""
+        if self.open:
+            try:
+                self._connection.receive_eof()
+            except ProtocolError as error:
+                self._lose(str(error))
+            else:
+                self._lose("closed")
+
+    def _lose(self, reason: str) -> None:
+        self.open = False
+        self._do(lambda: self.run.lost("m", reason))
+
+    def _take(self) -> bytes:
+        told = bytes(self._told)
+        self._told.clear()
+        return told
+
+    def _receive(self, received: Received) -> None:
+        """As `Service` and `Execution` do."""
+        message, raw = received
+        if isinstance(message, Goodbye):
+            self._lose(message.reason)
+        elif "m" not in self.run.members:
+            if isinstance(message, Drain):
+                self._lose("drained")
+        elif isinstance(message, StateChunk):
+            self._state_chunk(message, raw)
+        else:
+            body = None
+            if raw is not None:
+                body = raw.tobytes() if message.body == "document" else raw.view("<f4")
+            self._do(lambda: self.run.receive("m", message, body))
+            if isinstance(message, Ready) and self.run.manifest is not None:
+                self._connection.blocks = self.run.manifest.blocks
+
+    def _state_chunk(self, message: StateChunk, raw: object) -> None:
+        admission = self.run.admission
+        if message.run_id != self.run.run_id:
+            return
+        if self._keeper is None or admission is None or not admission.was_asked("m"):
+            raise OutOfPlace("StateChunk was not asked for")
+        if not admission.awaits("m"):
+            return
+        self._keeper.fill(message, raw.view("<f4"))  # type: ignore[attr-defined]
+        if message.last:
+            self._digests[0] = self._keeper._digests().state_digest
+            self._do(lambda: self.run.replica_loaded(self._digests[0]))
+
+    def _do(self, event: Callable[[], Sequence[act.Action]]) -> None:
+        actions = event()
+        self._chronicle.records(actions)
+        for action in actions:
+            self._do_one(action)
+
+    def _do_one(self, action: act.Action) -> None:
+        run = self.run
+        match action:
+            case act.Send():
+                self._tell(encode(action.message, action.body))
+            case act.Broadcast():
+                self._broadcast(action.message, encode(action.message, action.body))
+            case act.Follow():
+                self._follow(action.step)
+            case act.Seed() | act.Replay():
+                self._seed()
+            case act.Adopt():
+                self._keeper = ReplicaKeeper(action.manifest, run.spec)
+            case act.Persist():
+                self._do(lambda: run.durable(action.record.commit.step))
+            case act.MakeCheckpoint():
+                self._do(lambda: run.checkpointed(action.step))
+            case act.ApplyStep():
+                self._apply(action)
+            case act.Dismiss():
+                self._lose(action.reason)
+            case act.Finish():
+                self.ended.append((action.outcome, action.reason))
+
+    def _apply(self, action: act.ApplyStep) -> None:
+        assert self._keeper is not None
+        replica = self._keeper._replica
+        if action.scalars is None:
+            replica.skip()
+        else:
+            replica.apply(action.averages, action.scalars)
+        self._digests[replica.step] = replica.state_digest()
+        self._tail.clear()
+        self._do(lambda: self.run.replica_applied(replica.step, self._digests[replica.step]))
+
+    def _tell(self, encoded: Encoded) -> None:
+        if self.open:
+            self._told += flat(self._connection.send(encoded))
+
+    def _broadcast(self, message: Message, encoded: Encoded) -> None:
+        if self._following:
+            self._tell(encoded)
+        if isinstance(message, AveragedGradient | Commit):
+            self._tail.append(encoded)
+
+    def _follow(self, step: int) -> None:
+        self._following = True
+        for encoded in self._tail:
+            if encoded.message.step >= step:  # type: ignore[attr-defined]
+                self._tell(encoded)
+
+    def _seed(self) -> None:
+        assert self._keeper is not None
+        assert self.run.manifest is not None
+        replica = self._keeper._replica
+        parts = replica.parts()
+        for index, part in enumerate(parts):
+            chunk = StateChunk(
+                run_id="r", kind=part.kind, block=part.block, chunk=0, step=replica.step,
+                optimizer_step=replica.optimizer_step, last=index == len(parts) - 1,
+            )  # fmt: skip
+            self._tell(encode(chunk, part.values))
+        self._follow(replica.step)

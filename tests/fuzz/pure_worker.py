@@ -1,0 +1,125 @@
+"""A worker's logic with a device that answers at once: connection, session and replica, no more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from backends.interface import Loss
+from protocol.connection import Phase, encode
+from protocol.errors import RemoteProtocolError
+from protocol.messages import Welcome
+from protocol.replica import Replica
+from protocol.run_spec import RunSpec
+from tests.fuzz.handshakes import connection
+from tests.message_samples import EXAMPLES, flat
+from worker import actions as act
+from worker import engine
+from worker.session import Session
+
+
+class PureWorker:
+    """One connection.
+
+    Attributes:
+        open: Whether it is.
+
+    Args:
+        built: What its engine makes of the run, which is always the same.
+        spec: The run's.
+    """
+
+    def __init__(self, built: engine.Built, spec: RunSpec) -> None:
+        self.open = True
+        self._built = built
+        self._connection = connection("worker", Phase.OPEN)
+        self._connection.blocks = None
+        self._replica = Replica(built.task.manifest.blocks, spec.optimizer)
+        self._session = Session()
+        self._said = bytearray()
+        welcome = EXAMPLES[Welcome]
+        assert isinstance(welcome, Welcome)
+        self._session.welcome(welcome)
+
+    def feed(self, data: bytes) -> bytes:
+        """The coordinator's bytes; what the worker says to them."""
+        try:
+            for message, body in self._connection.receive_data(data):
+                if self.open:
+                    self._do(self._session.receive(message, body))
+        except RemoteProtocolError:
+            self.open = False
+        said = bytes(self._said)
+        self._said.clear()
+        return said
+
+    def _do(self, actions: Sequence[act.Action]) -> None:
+        for action in actions:
+            for event in self._device(action):
+                self._do(self._session.result(event))
+
+    def _device(self, action: act.Action) -> list[engine.Event]:
+        match action:
+            case act.Transmit():
+                if self.open:
+                    encoded = encode(action.message, action.body)
+                    self._said += flat(self._connection.send(encoded))
+            case act.Leave():
+                self.open = False
+            case act.Expect():
+                self._connection.blocks = action.blocks
+            case act.Build():
+                return self._build(action)
+            case act.Compute():
+                return self._compute(action)
+            case act.Apply():
+                return self._apply(action)
+            case act.LoadChunk():
+                self._load(action)
+            case act.Restore():
+                self._replica.restore(action.step, action.optimizer_step)
+                return [engine.Applied(action.step, self._replica.state_digest())]
+            case act.Evaluate():
+                sums = {"samples": 1.0, "parts": 1.0}
+                return [engine.Evaluated(action.step, action.part, sums)]
+            case act.CopyState():
+                replica = self._replica
+                return [engine.StateCopied(replica.parts(), replica.step, replica.optimizer_step)]
+        return []
+
+    def _build(self, action: act.Build) -> list[engine.Event]:
+        self._replica.load_parameters(self._built.task.initial_parameters())
+        built = self._built
+        return [
+            engine.Built(
+                run_id=action.run_id, manifest=built.manifest, initial_digest=built.initial_digest,
+                step=built.step, state_digest=built.state_digest, signature=built.signature,
+                signature_text=built.signature_text, backend=built.backend, device=built.device,
+                task=built.task,
+            )
+        ]  # fmt: skip
+
+    def _compute(self, action: act.Compute) -> list[engine.Event]:
+        weight = float(action.node.leaves)
+        blocks = [*enumerate(self._built.task.manifest.blocks)]
+        sums: list[engine.Event] = [
+            engine.BlockSum(
+                action.place, action.node, number, np.zeros(block.elements, np.float32), weight
+            )
+            for number, block in reversed(blocks)
+        ]
+        return [*sums, engine.NodeDone(action.place, action.node, Loss(1.0, weight), 1.0)]
+
+    def _apply(self, action: act.Apply) -> list[engine.Event]:
+        if action.scalars is None:
+            self._replica.skip()
+        else:
+            self._replica.apply(action.averages, action.scalars)
+        return [engine.Applied(self._replica.step, self._replica.state_digest())]
+
+    def _load(self, action: act.LoadChunk) -> None:
+        piece = self._built.task.manifest.blocks[action.block].chunk_slice(action.chunk)
+        for part in self._replica.parts():
+            if (part.kind, part.block) == (action.kind, action.block):
+                part.values[piece] = action.values

@@ -1,0 +1,238 @@
+"""A member breaks what it says, at any stage of a run: its connection may end, and no more.
+
+First against the coordinator's logic alone, many times; then against a whole one, from the bytes
+to the disk. `SAMESTEP_FUZZ_SEED` gives other breaks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+from collections.abc import Callable
+
+import pytest
+import structlog
+
+from coordinator.phase import RunPhase
+from protocol import frames
+from protocol.authentication import answer, new_nonce
+from protocol.connection import Connection, Phase
+from protocol.errors import MessageError
+from protocol.manifest import Manifest
+from protocol.messages import Challenge, Drain, Goodbye, Heartbeat, Hello, Ready
+from tests.event_loop import on_uvloop
+from tests.fuzz.member import WAIT, Member
+from tests.fuzz.memory_transport import MemoryTransport
+from tests.fuzz.mutations import MUTATIONS, taken_apart
+from tests.fuzz.pure_coordinator import PureCoordinator
+from tests.live_service import LiveService, Scripted, live_service, scripted_spec
+from tests.message_samples import EXAMPLES, flat, frame
+from tests.resident_memory import MIB, measured_growth
+from worker.engine import Built, Engine, Event
+
+SEED = int(os.environ.get("SAMESTEP_FUZZ_SEED", "0"))
+MEMORY_GROWTH_BYTES = 32 * MIB
+LARGE_ELEMENTS = 1_000_000
+"""A manifest says how much memory a run takes; a broken one must not take this machine's."""
+SPEC = scripted_spec(steps=2, evaluate_every=1)
+ALWAYS = [frame(EXAMPLES[kind]) for kind in (Heartbeat, Drain, Goodbye)]
+LONGEST = 24
+"""More than an honest member says in this run."""
+PATIENCE_S = 120.0
+
+pytestmark = pytest.mark.fuzz
+
+
+async def build() -> Built:
+    """What a worker's engine makes of the run."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Event] = loop.create_future()
+
+    def emit(event: Event) -> None:
+        loop.call_soon_threadsafe(done.set_result, event)
+
+    engine = Engine(Scripted(), emit)
+    engine.build("r", SPEC)
+    made = await done
+    await loop.run_in_executor(None, engine.close)
+    assert isinstance(made, Built)
+    return made
+
+
+def takes_much_memory(data: bytes) -> bool:
+    """Whether it is a frame with a manifest of more than this machine is to spend on it."""
+    if len(data) < 20 or data[3] != Ready.tag:
+        return False
+    try:
+        return Manifest.from_bytes(taken_apart(data)[2]).elements > LARGE_ELEMENTS
+    except MessageError:
+        return False
+
+
+def broken(rng: random.Random, legal: list[bytes]) -> bytes:
+    while takes_much_memory(data := rng.choice(MUTATIONS)(rng, legal)):
+        pass
+    return data
+
+
+def story(rng: random.Random) -> Callable[[int, list[bytes]], bytes]:
+    """The n-th word, broken if that is its turn; what was said before is legal too."""
+    turn = rng.randrange(LONGEST)
+    return lambda number, said: broken(rng, [*said[-3:], *ALWAYS]) if number == turn else said[-1]
+
+
+# The logic alone.
+
+
+def play(coordinator: PureCoordinator, built: Built, seed: int) -> None:
+    """One connection: honest for a while, one broken frame, then honest again to the end."""
+    told = story(random.Random(seed))
+    member = Member(built, coordinator.digest_after)
+    member.hear(coordinator.connect())
+    said: list[bytes] = []
+    for number, word in enumerate(member.words()):
+        if word == WAIT or not coordinator.open:
+            break
+        said.append(word)
+        member.hear(coordinator.feed(told(number, said)))
+    coordinator.hang_up()
+
+
+@pytest.mark.parametrize(
+    "connections", [500, pytest.param(20_000, marks=pytest.mark.full, id="20,000")]
+)
+def test_a_run_s_logic_outlives_members_that_break_what_they_say(connections):
+    built = asyncio.run(build())
+    coordinator = PureCoordinator(SPEC)
+    for seed in range(100):
+        play(coordinator, built, seed)
+    with measured_growth() as growth:
+        for seed in range(SEED, SEED + connections):
+            try:
+                play(coordinator, built, seed)
+            except Exception as error:
+                raise AssertionError(f"seed {seed}") from error
+    assert growth.peak_bytes <= MEMORY_GROWTH_BYTES
+    outcomes = [outcome for outcome, _ in coordinator.ended]
+    assert outcomes.count("finished") > connections // 50
+    # Before the start a first worker that cannot build the task ends the run; nothing else does.
+    assert set(outcomes) <= {"finished", "failed"}
+
+
+# The whole coordinator.
+
+
+@pytest.fixture
+def _quick_and_quiet(monkeypatch):
+    """Many connections come and go, and the disk is not what this is about."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    yield
+    structlog.reset_defaults()
+
+
+class Joined:
+    """A member of a whole service, in memory."""
+
+    def __init__(self, live: LiveService, built: Built) -> None:
+        self.live = live
+        self.member = Member(built, self._digest_after)
+        channel = live.service._connection(("127.0.0.1", 1))
+        assert channel is not None
+        self.transport = MemoryTransport(channel)
+        self._shake_hands()
+
+    def _shake_hands(self) -> None:
+        side = Connection("worker")
+        hello = EXAMPLES[Hello].model_copy(update={"nonce": new_nonce(), "name": "m"})
+        assert isinstance(hello, Hello)
+        self.transport.feed(flat(side.send(hello)))
+        ((challenge, _),) = side.receive_data(self.transport.take())
+        token = self.live.service.credentials.join_token()
+        assert isinstance(challenge, Challenge)
+        proof = answer(hello, challenge, token.fingerprint, token.secret)
+        self.transport.feed(flat(side.send(proof)))
+        taken = self.transport.take()
+        length = welcome_bytes(taken)
+        side.receive_data(taken[:length])
+        assert side.phase is Phase.OPEN
+        self.member.hear(taken[length:])
+
+    def _digest_after(self, step: int) -> str | None:
+        current = self.live.service.current
+        applied = current.applied if current is not None else None
+        return applied.state_digest if applied is not None and applied.step == step else None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will be said."""
+        current = self.live.service.current
+        idle = current is None or current.run.phase in (RunPhase.HALTED, RunPhase.OVER)
+        return idle or self.transport.is_closing()
+
+    async def listen(self) -> None:
+        """Take in what is said, or wait a little; what the run does unsaid is looked for so."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.transport.stirred.wait(), 0.005)
+        self.transport.stirred.clear()
+        self.member.hear(self.transport.take())
+
+
+def welcome_bytes(data: bytes) -> int:
+    """How long the first frame is; it has no body."""
+    return frames.PREFIX_BYTES + int.from_bytes(data[4:6], "big")
+
+
+async def play_live(live: LiveService, built: Built, seed: int) -> None:
+    """As `play`, with all that is around the logic."""
+    await go_on(live)
+    told = story(random.Random(seed))
+    joined = Joined(live, built)
+    said: list[bytes] = []
+    async with asyncio.timeout(PATIENCE_S):
+        for word in joined.member.words():
+            if word == WAIT:
+                if joined.over:
+                    break
+                await joined.listen()
+                continue
+            said.append(word)
+            joined.transport.feed(told(len(said) - 1, said))
+    joined.transport.hang_up()
+    await asyncio.sleep(0)
+    assert not live.every("internal_error")
+
+
+async def go_on(live: LiveService) -> None:
+    """There is always a run, and it is not halted."""
+    service = live.service
+    current = service.current
+    if current is not None and current.run.phase is RunPhase.OVER:
+        await live.wait_for("run_ended", run_id=current.run.run_id)
+    if service.current is None:
+        service.submit(SPEC)
+    elif service.current.run.phase is RunPhase.HALTED:
+        run = service.current.run
+        service.current.command("continue", lambda: run.resume(skip_step=False))
+
+
+@pytest.mark.usefixtures("_quick_and_quiet")
+@pytest.mark.parametrize(
+    "connections", [40, pytest.param(2_000, marks=pytest.mark.full, id="2,000")]
+)
+@on_uvloop
+async def test_a_service_outlives_members_that_break_what_they_say(tmp_path, connections):
+    async with live_service(tmp_path, 1) as live:
+        built = await build()
+        with measured_growth() as growth:
+            for seed in range(SEED, SEED + connections):
+                try:
+                    await play_live(live, built, seed)
+                except Exception as error:
+                    raise AssertionError(f"seed {seed}") from error
+        assert growth.peak_bytes <= MEMORY_GROWTH_BYTES
+        assert len(live.every("run_ended")) > 1
+        assert not live.service._joining

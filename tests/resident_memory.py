@@ -1,0 +1,42 @@
+"""How much memory a process takes while something goes on, as the system counts it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, Literal
+
+MIB: Final = 1 << 20
+_FORGET_PEAK: Final = "5"
+"""For clear_refs of proc(5): the peak starts anew at what is resident now."""
+
+
+class Growth:
+    """Of resident memory from the start on, at its peak.
+
+    Attributes:
+        peak_bytes: Known at the end.
+    """
+
+    peak_bytes = 0
+
+
+@contextlib.contextmanager
+def measured_growth(process: int | Literal["self"] = "self") -> Iterator[Growth]:
+    """Measure during the body; a process of this user, by its number."""
+    growth, directory = Growth(), Path("/proc") / str(process)
+    gc.collect()
+    before = _resident(directory, "VmRSS")
+    (directory / "clear_refs").write_text(_FORGET_PEAK)
+    yield growth
+    growth.peak_bytes = _resident(directory, "VmHWM") - before
+
+
+def _resident(directory: Path, field: str) -> int:
+    for line in (directory / "status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    raise AssertionError(field)

@@ -1,0 +1,30 @@
+"""A microbatch of each shape that a run begins with."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from backends.interface import Batch
+from protocol.run_spec import BatchSpec
+from protocol.samples import SampleOrder
+from worker.batch_shapes import microbatch_of_each_shape
+
+
+class Texts:
+    """Sample n has 16 or 32 tokens."""
+
+    def batch(self, samples):
+        width = max(16 if sample % 4 else 32 for sample in samples)
+        return Batch({"ids": np.zeros((len(samples), width), np.int64)}, float(len(samples)))
+
+
+def test_each_shape_comes_once_and_the_first_microbatch_first():
+    order = SampleOrder(3, 21, BatchSpec(samples=5, microbatch=2))
+    task = Texts()
+    found = microbatch_of_each_shape(task, order)  # type: ignore[arg-type]
+    shapes = [batch.arrays["ids"].shape for batch in found]
+    assert shapes[0] == task.batch(order.microbatches(0)[0]).arrays["ids"].shape
+    assert len(shapes) == len({*shapes})
+    steps = range(order.steps_per_epoch)
+    every = (samples for step in steps for samples in order.microbatches(step))
+    assert {*shapes} == {task.batch(samples).arrays["ids"].shape for samples in every}
