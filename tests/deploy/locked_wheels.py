@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
 from tests.cluster import ROOT
 
@@ -19,12 +20,18 @@ def locked_wheels(cache: pytest.Cache) -> Path:
     Skips the test where they cannot be had.
     """
     folder = cache.mkdir("wheels")
+    lock = ROOT / "requirements" / "coordinator.txt"
+    whole = folder / f"{blake3(lock.read_bytes()).hexdigest()}.whole"
+    if whole.exists():
+        whole.touch()
+    return folder
     done = subprocess.run(
         [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes",
          "--only-binary=:all:", "--python-version", DEBIAN_PYTHON, "--dest", folder,
-         "-r", ROOT / "requirements" / "coordinator.txt"],
+         "-r", lock],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
         pytest.skip(f"the packages cannot be had: {done.stderr.strip().splitlines()[-1]}")
+    whole.touch()
     return folder

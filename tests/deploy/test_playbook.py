@@ -178,12 +178,21 @@ def cluster(wheels, tmp_path_factory) -> Iterator[Cluster]:
 
 
 @pytest.mark.full
-def test_first_all_is_made_and_then_nothing_changes(cluster):
+@pytest.mark.timeout(1800)
+def test_first_all_is_made_then_nothing_changes_then_what_is_wanted(cluster, tmp_path):
+    first_run(cluster)
+    assert cluster.play()[0] == {"desk": 0, "tower": 0}
+    options = {"samestep_wheel": str(built_wheel(tmp_path)), "samestep_devices": ["scripted:1"]}
+    arguments = ("-e", json.dumps(options))
+    with_another_token(cluster, arguments)
+    assert cluster.play(*arguments)[0] == {"desk": 0, "tower": 0}
+
+
+def first_run(cluster: Cluster) -> None:
+    """Two bare machines become a coordinator and two workers."""
     changed, said = cluster.play()
     assert all(changed.values())
     assert cluster.workers() == {"desk-scripted", "tower-scripted"}
-    again, _ = cluster.play()
-    assert again == {"desk": 0, "tower": 0}
 
     secret = cluster.on_desk("token", "show").partition(".")[2]
     assert len(secret) == 43
@@ -197,3 +206,37 @@ def test_first_all_is_made_and_then_nothing_changes(cluster):
     assert (
         cluster.machines["desk"].show("samestep-coordinator.service", "UnitFileState") == "enabled"
     )
+
+
+def with_another_token(cluster: Cluster, arguments: tuple[str, ...]) -> None:
+    """The token is new, the code comes from a wheel, and the devices are others."""
+    cluster.on_desk("token", "rotate")
+    changed, _ = cluster.play(*arguments)
+    assert all(changed.values())
+    assert cluster.workers() == {"desk-scripted:1", "tower-scripted:1"}
+    token = cluster.on_desk("token", "show")
+    for machine in cluster.machines.values():
+        assert machine.path("/etc/credstore/samestep.join.token").read_text().strip() == token
+        for name, value in (("ActiveState", "inactive"), ("UnitFileState", "disabled")):
+            assert machine.show("samestep-worker@scripted.service", name) == value
+        where = machine.run(
+            f"{INSTALLED}/bin/python", "-c", "import protocol; print(protocol.__file__)"
+        )
+        assert where.startswith(INSTALLED)
+
+
+def built_wheel(directory: Path) -> Path:
+    """A wheel of this checkout."""
+    source = directory / "source"
+    source.mkdir()
+    for name in ("backends", "coordinator", "protocol", "worker"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
+         "--no-index", "--wheel-dir", directory, source],
+        check=True,
+    )  # fmt: skip
+    (wheel,) = directory.glob("*.whl")
+    return wheel
