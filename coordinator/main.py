@@ -78,13 +78,7 @@ def main(options: Options) -> int:
 
 
 async def _serve(options: Options, journal: SystemJournal | None) -> int:
-    directory = options.out or DEFAULT_OUT
-    if options.resume and options.spec is not None and options.out is None:
-        raise UsageError("--resume with a run spec needs --out: the directory to begin or go on in")
-    if options.out is None and options.spec is not None and not options.resume:
-        directory = new_directory(options.spec.name)
-    if options.resume and options.spec is None and not directory.is_dir():
-        raise UsageError(f"expected runs to resume in {str(directory)!r}, found no such directory")
+    directory = _directory(options)
     alone = options.resume and RunDirectory(directory).run_file.exists()
     service = Service(
         Settings(
@@ -139,6 +133,18 @@ async def _serve(options: Options, journal: SystemJournal | None) -> int:
         await control.stop()
         supervisor.close()
     return _conclude(service, console)
+
+
+def _directory(options: Options) -> Path:
+    """Where runs are kept, or the one run that is told."""
+    if options.resume and options.spec is not None and options.out is None:
+        raise UsageError("--resume with a run spec needs --out: the directory to begin or go on in")
+    if options.out is None and options.spec is not None and not options.resume:
+        return new_directory(options.spec.name)
+    directory = options.out or DEFAULT_OUT
+    if options.resume and options.spec is None and not directory.is_dir():
+        raise UsageError(f"expected runs to resume in {str(directory)!r}, found no such directory")
+    return directory
 
 
 def new_directory(name: str) -> Path:

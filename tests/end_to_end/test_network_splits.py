@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster import RUNS, Cluster
+from tests.cluster import Cluster
 from tests.network_hosts import Network, network
 
-JOB = ("--run", str(RUNS / "digits.yaml"), "--set", "steps=150", "--set", "evaluate_every=0")
+JOB = (
+    "task: scripted\nsteps: 150\nbatch: {samples: 24, microbatch: 2}\n"
+    "scripted: {blocks: 3, block_bytes: 8192, samples: 480}\n"
+)
+MICROBATCH_MS = 15
+"""Alone a worker needs 0.18 s for a step: the run is not over when a cut is noticed."""
 NOTICED_WITHIN_S = 10.0
+
+
+def written(directory) -> Path:
+    spec = directory / "job.yaml"
+    spec.write_text(JOB)
+    return spec
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("reference")
-    with Cluster(directory, "--expect-workers", "1", *JOB) as cluster:
-        cluster.worker("w0", "--backend", "cpu")
+    arguments = ("--expect-workers", "1", "--run", str(written(directory)))
+    with Cluster(directory, *arguments) as cluster:
+        cluster.worker("w0", "--backend", "scripted")
         return cluster.result()
 
 
@@ -32,7 +45,7 @@ class Split:
             name = f"w{number}"
             cluster.workers[name] = hosts.start(
                 name, "worker", "--coordinator", cluster.address["data"], "--name", name,
-                "--backend", "cpu",
+                "--backend", f"scripted:{MICROBATCH_MS}",
             )  # fmt: skip
 
 
@@ -42,7 +55,8 @@ def split_run(tmp_path, workers, story):
         at = f"{hosts.address('c')}:0"
 
         def on_coordinator() -> dict[str, Any]:
-            arguments = ("--expect-workers", str(workers), "--bind", at, "--control", at, *JOB)
+            arguments = ("--expect-workers", str(workers), "--bind", at, "--control", at,
+                         "--run", str(written(tmp_path)))  # fmt: skip
             with Cluster(tmp_path, *arguments) as cluster:
                 story(Split(hosts, cluster, workers))
                 return cluster.result()
