@@ -64,6 +64,14 @@ def test_the_lock_holds_what_the_project_asks_for(extra):
                 assert requirement.specifier.contains(held[name]), requirement
 
 
+def test_a_coordinator_gets_a_part_of_what_all_get():
+    assert pins("coordinator").items() < pins("run").items()
+    asked = [*PROJECT["project"]["dependencies"], *PROJECT["build-system"]["requires"]]
+    names = {packaging_requirements.Requirement(each).name.lower() for each in asked}
+    assert names <= pins("coordinator").keys()
+    assert not pins("coordinator").keys() & {"torch", "transformers", "scikit-learn"}
+
+
 def test_a_set_is_installed_in_one_version_only():
     separate = [pins("run"), pins("cpu"), pins("dev"), pins("assets")]
     assert len({name for held in separate for name in held}) == sum(map(len, separate))

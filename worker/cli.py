@@ -144,10 +144,9 @@ def doctor(
 
     backend, wanted = _devices(backend, gpus)
     address, named = _coordinator(coordinator)
-    if named:
-        raise UsageError(f"--coordinator: expected HOST:PORT to check, got the name {named!r}")
     plan = Plan(
         coordinator=address,
+        coordinator_name=named,
         name=name or _host_name(),
         backend=backend,
         devices=wanted,

@@ -5,8 +5,9 @@ It changes nothing, neither here nor at the coordinator.
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -14,15 +15,17 @@ from typing import Final
 from backends.device_checks import Machine, device_findings
 from protocol import host_checks, limits
 from protocol.cache_directory import cache_directory
-from protocol.doctor import Finding, failure, ok
-from protocol.errors import NotAuthorised, SamestepError, UsageError
+from protocol.doctor import Finding, failure, ok, warning
+from protocol.errors import SamestepError, Unreachable, UsageError
 from protocol.secret_file import read_secret, state_home
 from worker.credentials import Credentials
+from worker.this_machine import HERE, someone_listens
 from worker.trial_join import trial_join
 
 _LEAST_FREE_BYTES: Final = 5 * 1024 * limits.MIB
 _LEAST_MEMORY_BYTES: Final = 2 * 1024 * limits.MIB
 _FILES_NEEDED, _FILES_ENOUGH = 64, 256
+_NOT_FOUND: Final = "networks that drop multicast (many wireless ones) need the address"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,8 @@ class Plan:
     """How the worker is, or will be, started.
 
     Attributes:
-        coordinator: Host and port; None if the user has not said which.
+        coordinator: Host and port; None to look for one.
+        coordinator_name: What it announces itself as, where there is no address; empty for any.
         name: The worker's.
         backend: As given to --backend.
         devices: By number or by part of their names.
@@ -39,6 +43,7 @@ class Plan:
     """
 
     coordinator: tuple[str, int] | None
+    coordinator_name: str
     name: str
     backend: str
     devices: tuple[int | str, ...]
@@ -63,10 +68,11 @@ def examine(plan: Plan) -> Iterator[Finding]:
     except SamestepError as error:
         yield failure("token", str(error))
         return
-    if plan.coordinator is None:
-        yield _token_alone(credentials)
-        return
-    yield from trial_join(*plan.coordinator, plan.name, credentials)
+    address = plan.coordinator
+    if address is None:
+        address = yield from _found(plan, credentials)
+    if address is not None:
+        yield from trial_join(*address, plan.name, credentials)
 
 
 def _directories() -> Iterator[Finding]:
@@ -93,13 +99,28 @@ def _keys() -> Iterator[Finding]:
     yield ok("keys", f"of {len(files)} coordinators and names" if files else "none yet")
 
 
-def _token_alone(credentials: Credentials) -> Finding:
-    """Without a coordinator to show it to: is there one."""
+def _found(
+    plan: Plan, credentials: Credentials
+) -> Generator[Finding, None, tuple[str, int] | None]:
+    """Look for the coordinator as a worker does that was given no address; gives where it is."""
+    if not plan.coordinator_name and someone_listens(*HERE):
+        yield ok("coordinator", "no address was given; one may be on this machine")
+        return HERE
+    from worker.discovery import find  # noqa: PLC0415 -- 0.1 s, and seldom needed
+
+    def is_ours(certificate: str) -> bool:
+        return credentials.is_for(bytes.fromhex(certificate), plan.name)
+
+    told: list[str] = []
     try:
-        credentials.secret(None, "")
-    except NotAuthorised:
-        return ok("coordinator", "not looked for: say where with --coordinator HOST:PORT")
-    except SamestepError as error:
-        return failure("token", str(error))
-    note = "there is a join token; what it is worth shows with --coordinator HOST:PORT"
-    return ok("coordinator", f"not looked for; {note}")
+        address = asyncio.run(find(plan.coordinator_name, is_ours, 0.0, told.append))
+    except Unreachable as error:
+        # Not yet a fault: this machine may be looked at before there is a coordinator.
+        make = failure if plan.coordinator_name else warning
+        yield make("coordinator", str(error), _NOT_FOUND)
+        return None
+    except UsageError as error:
+        yield failure("coordinator", str(error))
+        return None
+    yield ok("coordinator", told[-1])
+    return address

@@ -16,6 +16,7 @@ from tests.network_hosts import Network, network
 
 SPEC = "task: scripted\nsteps: 3\nbatch: {samples: 4, microbatch: 1}\n"
 WORKER = ("worker", "--backend", "scripted", "--name", "w")
+DOCTOR = ("worker", "doctor", "--backend", "scripted")
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,12 @@ def test_one_is_found_and_the_token_is_still_needed(hosts, tmp_path, job, monkey
         assert f"worker: found coordinator 'den' at {at}" in out.splitlines()
         assert code == 77
         assert "no join token" in err
+        doctor = hosts.start("b", *DOCTOR, environment=elsewhere(tmp_path, home))
+        code, out, err = ended(doctor)
+        assert code == 0, out + err
+        *_, token = (line for line in out.splitlines() if line.startswith("ok       "))
+        assert f"ok       coordinator: found coordinator 'den' at {at}" in out.splitlines()
+        assert "the join token fits" in token
         hosts_worker = hosts.start("b", *WORKER, environment=elsewhere(tmp_path, home))
         assert cluster.result()["workers"].keys() == {"w"}
         assert ended(hosts_worker)[0] == 0

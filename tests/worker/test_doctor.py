@@ -23,6 +23,7 @@ from protocol.secret_file import write_secret
 from tests.cluster import Cluster
 from tests.durable_run import small_disk
 from tests.live_service import live_service
+from tests.network_hosts import network
 from worker.credentials import Credentials
 from worker.doctor import Plan, examine
 from worker.trial_join import trial_join
@@ -39,8 +40,8 @@ def own_home(tmp_path, monkeypatch) -> Path:
 
 def plan(**changes) -> Plan:
     values = {
-        "coordinator": None, "name": "w", "backend": "scripted", "devices": (0,),
-        "token_file": None, "plaintext": False,
+        "coordinator": ("127.0.0.1", 1), "coordinator_name": "", "name": "w",
+        "backend": "scripted", "devices": (0,), "token_file": None, "plaintext": False,
     }  # fmt: skip
     return Plan(**(values | changes))
 
@@ -86,9 +87,9 @@ def answering(answer: bytes, context=None):
 
 def test_a_sound_machine_has_no_failure_and_nothing_is_left(tmp_path):
     found = checks(plan())
-    assert "failure" not in {each.outcome for each in found.values()}
+    failed = [each.check for each in found.values() if each.outcome == "failure"]
+    assert failed == ["connection"]  # there is no coordinator
     assert found.keys() >= {"release", "cache", "open files", "memory", "clock", "keys"}
-    assert "say where with --coordinator" in found["coordinator"].found
     assert list(tmp_path.iterdir()) == []
 
 
@@ -118,6 +119,15 @@ def test_a_token_file_that_cannot_be_used(tmp_path):
 
 
 # The way to the coordinator.
+
+
+@pytest.mark.parametrize(("name", "outcome"), [("", "warning"), ("den", "failure")])
+def test_no_coordinator_is_to_be_found(name, outcome):
+    with network("alone", subnet="10.8.3") as made:
+        found = made.run_on("alone", lambda: checks(plan(coordinator=None, coordinator_name=name)))
+    assert found["coordinator"].outcome == outcome
+    assert "worker --coordinator HOST:PORT" in found["coordinator"].found
+    assert "connection" not in found
 
 
 def test_a_name_that_nobody_knows():
@@ -250,8 +260,8 @@ async def test_another_protocol_version(tmp_path, own_home):
         )  # fmt: skip
     found = json.loads(done.stdout)["checks"][-1]
     assert done.returncode == 1
-    assert found["outcome"] == "failure"
-    assert "upgrade this side" in found["found"]
+    assert (found["check"], found["outcome"]) == ("version", "failure")
+    assert found["found"].endswith("upgrade this worker")
 
 
 def test_plaintext(tmp_path, own_home):
