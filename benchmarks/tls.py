@@ -127,7 +127,7 @@ class Steps:
 
 def steps(block_bytes: int, rounds: int, turns: int = 2) -> dict[str, Steps]:
     """The same job over TLS and without, by turns; six blocks of so many bytes."""
-    document = {
+    document: dict[str, Any] = {
         "name": "tls", "task": "scripted", "steps": rounds + _WARMING_STEPS,
         "scripted": {"blocks": 6, "block_bytes": block_bytes},
         "batch": {"samples": 8, "microbatch": 1}, "optimizer": {"name": "sgd", "lr": 1e-3},
