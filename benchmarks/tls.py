@@ -1,8 +1,9 @@
-"""What TLS costs: gradient-sized frames through our transport on loopback, with it and without.
+"""What TLS costs: gradient-sized frames through our transport on loopback, and whole steps.
 
-`python -m benchmarks.tls [--megabytes N]`. Two processes, one connection, chunks of 4 MiB, every
-frame checked; turn by turn. "A core each" is what the busier of the two processes does in a
-second of processor time: the rate where each has a core, also when this machine has other work.
+`python -m benchmarks.tls [--megabytes N] [--rounds N]`, with it and without, turn by turn. First
+two processes, one connection, chunks of 4 MiB, every frame checked. "A core each" is what the
+busier of the two does in a second of processor time: the rate where each has a core, also when this
+machine has other work. Then steps of a coordinator and two workers whose devices sleep.
 """
 
 from __future__ import annotations
@@ -10,16 +11,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
+import os
 import ssl
 import tempfile
 import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 import numpy as np
 import uvloop
 
-from benchmarks.machine import describe, print_table
+from benchmarks.cluster import Cluster, Interval, scripted
+from benchmarks.machine import print_heading, print_table
+from benchmarks.timeline import intervals_us, step_times
 from coordinator.credentials import Credentials
 from protocol import limits, tls
 from protocol.allocator import keep_freed_memory
@@ -29,6 +36,10 @@ from protocol.messages import BlobChunk
 from protocol.transport import Channel
 
 _TURNS: Final = 5
+_SIZES: Final = (883_332, 5_555_556)
+_MICROBATCH_MS: Final = 50.0
+_WARMING_STEPS: Final = 3
+"""Speeds are measured and work moves."""
 
 
 class _End:
@@ -101,12 +112,62 @@ async def _send(pipe: Any, megabytes: int, context: ssl.SSLContext | None) -> tu
     return sent_mb / elapsed_s, sent_mb / max(receiver_s, sender_s)
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--megabytes", type=int, default=1024)
-    megabytes = parser.parse_args().megabytes
-    keep_freed_memory()
+@dataclass(slots=True)
+class Steps:
+    """Of all turns of one way.
+
+    Attributes:
+        elapsed_ms: Of each step.
+        processor_ms: Of coordinator and workers together, by step.
+    """
+
+    elapsed_ms: list[float] = field(default_factory=list)
+    processor_ms: list[float] = field(default_factory=list)
+
+
+def steps(block_bytes: int, rounds: int, turns: int = 2) -> dict[str, Steps]:
+    """The same job over TLS and without, by turns; six blocks of so many bytes."""
+    document: dict[str, Any] = {
+        "name": "tls", "task": "scripted", "steps": rounds + _WARMING_STEPS,
+        "scripted": {"blocks": 6, "block_bytes": block_bytes},
+        "batch": {"samples": 8, "microbatch": 1}, "optimizer": {"name": "sgd", "lr": 1e-3},
+    }  # fmt: skip
+    ways = {"TLS 1.3": (), "--plaintext": ("--plaintext",)}
+    measured = {way: Steps() for way in ways}
+    runs: dict[str, list[Interval]] = {way: [] for way in ways}
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        clusters = {}
+        for way, options in ways.items():
+            worker = [*scripted(_MICROBATCH_MS), *options]
+            cluster = Cluster([worker] * 2, Path(name) / way, ("coordinator", *options))
+            clusters[way] = stack.enter_context(cluster)
+        for _ in range(turns):
+            for way, cluster in clusters.items():
+                begin_s = sum(cluster.cpu_s())
+                runs[way].append(cluster.run(document))
+                spent_ms = (sum(cluster.cpu_s()) - begin_s) * 1e3
+                measured[way].processor_ms.append(spent_ms / document["steps"])
+        stack.close()
+        for way, cluster in clusters.items():
+            timelines = cluster.timelines()
+            for run in runs[way]:
+                found = step_times(timelines, run.start_us, run.end_us)[_WARMING_STEPS:]
+                measured[way].elapsed_ms += [us / 1e3 for us in intervals_us(found)]
+    return measured
+
+
+def step_rows(block_bytes: int, measured: dict[str, Steps]) -> list[list[str]]:
+    """The lines of the table for one size."""
+    size = f"{6 * block_bytes / 1e6:.1f} MB"
+    return [
+        [f"{size}: {way}", f"{median(each.elapsed_ms):.1f}", f"{min(each.elapsed_ms):.1f}",
+         f"{min(each.processor_ms):.1f}"]
+        for way, each in measured.items()
+    ]  # fmt: skip
+
+
+def throughput(megabytes: int) -> None:
+    """Measure and print the first table."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(
         target=_receiver, args=(theirs, megabytes)
@@ -121,12 +182,27 @@ def main() -> None:
                     rates[name].append(runner.run(_send(ours, megabytes, used)))
     ours.send(None)
     process.join()
-    print(describe())
     rows = []
     for name, turns in rates.items():
         clock, core = (sorted(each) for each in zip(*turns, strict=True))
         rows.append([name, *(f"{each:.0f}" for each in (clock[-1], clock[2], core[-1], core[2]))])
     print_table(["way", "best MB/s", "median", "a core each: best", "median"], rows)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--megabytes", type=int, default=1024, help="in each turn; 0: none")
+    parser.add_argument("--rounds", type=int, default=12, help="steps in each turn; 0: none")
+    options = parser.parse_args()
+    keep_freed_memory()
+    print_heading("What TLS costs")
+    if options.megabytes:
+        throughput(options.megabytes)
+    if options.rounds:
+        rows = [row for size in _SIZES for row in step_rows(size, steps(size, options.rounds))]
+        print_table(["steps", "median ms", "min ms", "processor ms"], rows)
+    print(f"load {os.getloadavg()[0]:.1f}")
 
 
 if __name__ == "__main__":
