@@ -96,6 +96,7 @@ class Execution:
         self._followers = Followers(sessions, run.step)
         self._state_from = ""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     # Events.
 
@@ -180,6 +181,8 @@ class Execution:
     # Actions.
 
     def _do(self, actions: Sequence[Action]) -> None:
+        if self._closed:
+            return
         self._storage.record(self._chronicle.records(actions))
         for action in actions:
             match action:
@@ -215,8 +218,7 @@ class Execution:
                     self._spawn(self._finish(action))
 
     def _send(self, action: Send) -> None:
-        session = self._sessions.get(action.worker)
-        if session is not None:
+        if (session := self._sessions.get(action.worker)) is not None:
             session.channel.send(encode(action.message, action.body))
 
     def _broadcast(self, action: Broadcast) -> None:
@@ -248,8 +250,7 @@ class Execution:
 
     def _dismiss(self, action: Dismiss) -> None:
         self._followers.discard(action.worker)
-        session = self._sessions.get(action.worker)
-        if session is not None:
+        if (session := self._sessions.get(action.worker)) is not None:
             session.channel.goodbye(action.reason, retry=False, exit_code=action.exit_code)
 
     async def _apply(self, action: ApplyStep) -> None:
@@ -365,6 +366,11 @@ class Execution:
 
     async def close(self) -> None:
         """Let go of files and threads; a run that goes on can be resumed."""
+        if self._closed:
+            return
+        self._closed = True
+        others = self._tasks - {asyncio.current_task()}
+        await asyncio.gather(*(t for t in others if t.cancel()), return_exceptions=True)
         self._followers.clear()
         if self._keeper is not None:
             self._keeper.close()
