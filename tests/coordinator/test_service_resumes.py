@@ -19,6 +19,7 @@ async def interrupted(directory, *specs):
         ids = [live.service.submit(spec) for spec in specs]
         live.worker("w0")
         await live.wait_for("committed", step=12)
+    assert not live.every("internal_error")  # what was under way is over before files are closed
     return ids
 
 
