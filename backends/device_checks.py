@@ -68,7 +68,10 @@ def device_findings(name: str, wanted: Sequence[int | str], machine: Machine) ->
             "device files", f"this user may not open {', '.join(closed)}",
             "usermod -aG render,video USER, then log in anew",
         )  # fmt: skip
-    rows = [row for row in devices() if kind in {"auto", row.backend}]
+    # As the registry does, auto passes software over that only looks like a card.
+    rows = [
+        row for row in devices() if kind == row.backend or (kind == "auto" and not row.software)
+    ]
     cards = machine.cards()
     for row in rows:
         if row.usable:
@@ -94,23 +97,19 @@ def _is(row: DeviceInfo, wanted: int | str) -> bool:
 
 
 def _tried(row: DeviceInfo) -> Finding:
-    """Compute something small on a device that torch calls usable."""
+    """Compute a gradient on a device that is called usable."""
+    from backends.device_trial import gradient_is_right  # noqa: PLC0415 -- imports torch: seconds
+
     memory = f", {row.memory_bytes / 2**30:.1f} GiB" if row.memory_bytes else ""
     found = f"{row.backend} {row.index}: {row.name}{memory}"
-    if row.backend not in {"cpu", "cuda"}:
-        return ok("device", found)
-    import torch  # noqa: PLC0415 -- seconds
-
     try:
-        place = torch.device("cuda", row.index) if row.backend == "cuda" else torch.device("cpu")
-        ones = torch.ones(64, 64, device=place)
-        right = bool((ones @ ones == 64).all())
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        advice = "is another program using all its memory? see: nvidia-smi"
-        return failure("device", f"{found} cannot compute: {reason[:300]}", advice)
+        right = gradient_is_right(row.backend, row.index)
+    except Exception as error:  # noqa: BLE001 -- whatever a driver raises is what was found
+        reason = " ".join(str(error).split())[:300]
+        advice = "is another program using all its memory? else install its driver anew"
+        return failure("device", f"{found} cannot compute: {reason}", advice)
     if not right:
-        return failure("device", f"{found} computes wrongly", "its memory or driver is damaged")
+        return failure("device", f"{found} computes wrongly", "do not use it, or update its driver")
     return ok("device", f"{found}, computes")
 
 

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 NVIDIA, AMD, INTEL = "0x10de", "0x1002", "0x8086"
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.57.02  Tue Jul 13 16:14:05 UTC 2021\n"
+HAS_VULKAN = any(row.backend == "vulkan" and row.usable for row in devices())
 HAS_CUDA = any(row.backend == "cuda" and row.usable for row in devices())
 
 
@@ -45,6 +46,30 @@ def test_the_cpu_computes(machine):
     (line,) = told("cpu", machine())
     assert line.startswith("ok       device: cpu 0: ")
     assert line.endswith(", computes")
+
+
+@pytest.mark.skipif(not HAS_VULKAN, reason="no Vulkan device here")
+def test_a_vulkan_device_computes_and_software_is_taken_by_name_only(machine):
+    lines = told("vulkan", machine())
+    assert lines
+    assert all(line.startswith("ok       device: vulkan ") for line in lines)
+    assert all(line.endswith(", computes") for line in lines)
+    assert not any("llvmpipe" in line for line in told("auto", machine()))
+
+
+def test_a_device_that_computes_wrongly_or_not_at_all(machine, monkeypatch):
+    monkeypatch.setattr("backends.device_trial._squared_error", lambda m, a: m(a["x"]).sum())
+    (wrong,) = told("cpu", machine())
+    assert wrong.startswith("failure  device: cpu 0: ")
+    assert "computes wrongly" in wrong
+
+    def broken(*_):
+        raise RuntimeError("out of\n memory")
+
+    monkeypatch.setattr("backends.device_trial._squared_error", broken)
+    (broken_line,) = told("cpu", machine())
+    assert broken_line.startswith("failure  device: cpu 0: ")
+    assert "cannot compute: out of memory" in broken_line
 
 
 def test_cards_are_counted_by_maker(machine):

@@ -128,9 +128,7 @@ class Cluster:
     def play(self, *arguments: str) -> tuple[dict[str, int], str]:
         """Run the playbook; how much it has changed on each machine, and what it said."""
         inventory = ("-i", str(self._inventory))
-        done = run_ansible(
-            "ansible-playbook", *inventory, "site.yml", "-v", *arguments, home=self._home
-        )
+        done = run_ansible("ansible-playbook", *inventory, "site.yml", *arguments, home=self._home)
         assert done.returncode == 0, done.stdout + done.stderr
         changed = {name: int(count) for name, count in RECAP.findall(done.stdout)}
         assert changed.keys() == self.machines.keys(), done.stdout
@@ -182,6 +180,7 @@ def cluster(wheels, tmp_path_factory) -> Iterator[Cluster]:
 def test_first_all_is_made_then_nothing_changes_then_what_is_wanted(cluster, tmp_path):
     first_run(cluster)
     assert cluster.play()[0] == {"desk": 0, "tower": 0}
+    assert cluster.play("--check", "--diff")[0] == {"desk": 0, "tower": 0}
     options = {"samestep_wheel": str(built_wheel(tmp_path)), "samestep_devices": ["scripted:1"]}
     arguments = ("-e", json.dumps(options))
     with_another_token(cluster, arguments)
@@ -190,7 +189,7 @@ def test_first_all_is_made_then_nothing_changes_then_what_is_wanted(cluster, tmp
 
 def first_run(cluster: Cluster) -> None:
     """Two bare machines become a coordinator and two workers."""
-    changed, said = cluster.play()
+    changed, said = cluster.play("-vvv", "--diff")
     assert all(changed.values())
     assert cluster.workers() == {"desk-scripted", "tower-scripted"}
 

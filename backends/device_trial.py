@@ -1,0 +1,56 @@
+"""One microbatch whose gradient is known: a driver may promise more than it does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from backends.interface import Batch, BlockGradient, Trainable
+from backends.registry import choose
+from protocol.manifest import Block, TensorSpec
+
+_SAMPLES: Final = 8
+_WIDTH: Final = 16
+
+
+def gradient_is_right(kind: str, index: int) -> bool:
+    """Whether a linear layer's gradient comes out as it must, to the last bit.
+
+    The layer's weights are zero and its targets minus one, so the gradient of the squared error is
+    2 * sum(x) for each weight, in small whole numbers, which every order of adding gives exactly.
+
+    Args:
+        kind: The backend.
+        index: The device's number.
+
+    Raises:
+        Exception: Whatever the driver has to say.
+    """
+    x = np.arange(_SAMPLES * _WIDTH, dtype=np.float32).reshape(_SAMPLES, _WIDTH)
+    batch = Batch({"x": x, "y": np.full((_SAMPLES, _WIDTH), -1, np.float32)}, _SAMPLES)
+    program = choose(kind, index).backend.compile(_trainable(), batch)
+    try:
+        found = [
+            each.values for each in program.gradients(batch, 0) if isinstance(each, BlockGradient)
+        ]
+    finally:
+        program.close()
+    expected = np.tile(2 * x.sum(axis=0), _WIDTH)
+    return len(found) == 1 and np.array_equal(found[0], expected)
+
+
+def _trainable() -> Trainable:
+    module = torch.nn.Linear(_WIDTH, _WIDTH, bias=False)
+    torch.nn.init.zeros_(module.weight)
+    weight = TensorSpec(name="weight", shape=(_WIDTH, _WIDTH))
+    return Trainable(
+        (Block(name="layer", kind="block", tensors=(weight,)),), module, _squared_error
+    )
+
+
+def _squared_error(module: torch.nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
+    error: torch.Tensor = module(arrays["x"]) - arrays["y"]
+    return (error**2).sum()
