@@ -19,6 +19,17 @@ _PATIENCE_S = 60.0
 
 def on_uvloop(story: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     """A synchronous test that runs `story`, with the same fixtures and parameters."""
+    return on_uvloop_for(_PATIENCE_S)(story)
+
+
+def on_uvloop_for(
+    patience_s: float,
+) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
+    """`on_uvloop` for stories that take longer than others."""
+    return lambda story: _on_uvloop(story, patience_s)
+
+
+def _on_uvloop(story: Callable[..., Awaitable[None]], patience_s: float) -> Callable[..., None]:
 
     @functools.wraps(story)
     def test(*args: Any, **kwargs: Any) -> None:
@@ -27,7 +38,7 @@ def on_uvloop(story: Callable[..., Awaitable[None]]) -> Callable[..., None]:
         async def run() -> None:
             loop = asyncio.get_running_loop()
             loop.set_exception_handler(lambda _, context: swallowed.append(context))
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(patience_s):
                 await story(*args, **kwargs)
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -23,7 +23,7 @@ from protocol.connection import Connection, Phase
 from protocol.errors import MessageError
 from protocol.manifest import Manifest
 from protocol.messages import Challenge, Drain, Goodbye, Heartbeat, Hello, Ready
-from tests.event_loop import on_uvloop
+from tests.event_loop import on_uvloop_for
 from tests.fuzz.member import WAIT, Member
 from tests.fuzz.memory_transport import MemoryTransport
 from tests.fuzz.mutations import MUTATIONS, taken_apart
@@ -102,7 +102,7 @@ def play(coordinator: PureCoordinator, built: Built, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "connections", [500, pytest.param(5_000, marks=pytest.mark.full, id="5,000")]
+    "connections", [500, pytest.param(20_000, marks=pytest.mark.full, id="20,000")]
 )
 def test_a_run_s_logic_outlives_members_that_break_what_they_say(connections):
     built = asyncio.run(build())
@@ -221,7 +221,7 @@ async def go_on(live: LiveService) -> None:
 
 @pytest.mark.usefixtures("_quick_and_quiet")
 @pytest.mark.parametrize("connections", [40, pytest.param(500, marks=pytest.mark.full, id="500")])
-@on_uvloop
+@on_uvloop_for(1_800.0)
 async def test_a_service_outlives_members_that_break_what_they_say(tmp_path, connections):
     async with live_service(tmp_path, 1) as live:
         built = await build()
