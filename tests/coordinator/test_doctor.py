@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -48,10 +49,19 @@ def found(plan: Plan, check: str) -> Finding:
 
 @contextlib.contextmanager
 def taken_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
+    """A port of some other service, which closes each connection at once."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    listener.accept()[0].close()
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
         yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
 
 
 def test_a_sound_machine_has_no_failure_and_nothing_is_left(plan, tmp_path):
