@@ -19,8 +19,10 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.modules import module as module_hooks
 from torch.utils import _pytree as pytree
 
+from backends.wgpu.attention import Fuses, written_out
 from backends.wgpu.decompositions import decompositions
 from backends.wgpu.layer_call import LayerCall, Like, closed_layers
+from backends.wgpu.model_attention import own_attention
 from backends.wgpu.rewrites import Rewrites
 from backends.wgpu.substitution import named_tensors, substituted
 from protocol.errors import SamestepError
@@ -78,6 +80,7 @@ def capture_step(
     loss: Callable[[Any, Arrays], torch.Tensor],
     trained: Sequence[str],
     arrays: Arrays,
+    fuses: Fuses = written_out,
 ) -> Capture:
     """Loss and gradients of a training step.
 
@@ -86,6 +89,7 @@ def capture_step(
         loss: Gives the summed loss.
         trained: Names of the trainable tensors.
         arrays: Of the shapes and types to trace for; their values are not looked at.
+        fuses: Which attention stays in one piece.
 
     Returns:
         Outputs of the graph: the loss, then for each name of `trained` its gradient or None.
@@ -104,12 +108,17 @@ def capture_step(
             grads = torch.autograd.grad(value, wanted, allow_unused=True)
         return [value.detach(), *grads]
 
-    with prepared(module, train=True) as checkpoint:
-        trace = _Trace(module, frozenset(trained), checkpoint)
+    with prepared(module, train=True, fuses=fuses) as checkpoint:
+        trace = _Trace(module, frozenset(trained), checkpoint, fuses)
         return trace.capture(step, arrays)
 
 
-def capture_forward(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Capture:
+def capture_forward(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    fuses: Fuses = written_out,
+) -> Capture:
     """A call of the module in evaluation mode; outputs of the graph are its tensors, flat.
 
     Raises:
@@ -128,8 +137,8 @@ def capture_forward(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str,
         found.append(spec)
         return results
 
-    with prepared(module, train=False):
-        trace = _Trace(module, frozenset(), checkpoint=False)
+    with prepared(module, train=False, fuses=fuses):
+        trace = _Trace(module, frozenset(), checkpoint=False, fuses=fuses)
         captured = trace.capture(forward, arrays)
     captured.results = found[-1]
     return captured
@@ -154,7 +163,7 @@ def output_shapes(
             seed = torch.empty(2, dtype=torch.int32)
             with (
                 substituted(module, held),
-                closed_layers(module, lambda: seed, checkpoint=False),
+                closed_layers(module, lambda: seed, checkpoint=False, fuses=written_out),
                 torch.no_grad(),
             ):
                 results, structure = pytree.tree_flatten(module(*again, **words))
@@ -166,10 +175,11 @@ def output_shapes(
 
 
 @contextmanager
-def prepared(module: nn.Module, *, train: bool) -> Iterator[bool]:
+def prepared(module: nn.Module, *, train: bool, fuses: Fuses = written_out) -> Iterator[bool]:
     """Set the module's modes for a trace, and put them back; gives whether to checkpoint.
 
-    Attention is the model's own written-out form, which has rules in core operators.
+    Attention that is neither torch's own function nor the model's written-out form becomes the
+    latter, which has rules in core operators.
     """
     modes = [(each, each.training) for each in module.modules()]
     flags = [each for each in module.modules() if getattr(each, "gradient_checkpointing", False)]
@@ -184,8 +194,10 @@ def prepared(module: nn.Module, *, train: bool) -> Iterator[bool]:
         for each in flags:
             each.gradient_checkpointing = False  # type: ignore[assignment]
         for config, _ in attention:
-            config._attn_implementation = "eager"  # noqa: SLF001
-        yield bool(flags)
+            if config._attn_implementation != "sdpa":  # noqa: SLF001
+                config._attn_implementation = "eager"  # noqa: SLF001
+        with own_attention(module, fuses):
+            yield bool(flags)
     finally:
         for config, before in attention:
             config._attn_implementation = before  # noqa: SLF001
@@ -202,6 +214,7 @@ class _Trace:
     module: nn.Module
     trained: frozenset[str]
     checkpoint: bool
+    fuses: Fuses
 
     def capture(
         self, function: Callable[[Arrays, Arrays], list[torch.Tensor | None]], arrays: Arrays
@@ -224,9 +237,11 @@ class _Trace:
             everywhere = {name: by_name[first[id(tensor)]] for name, tensor in held.items()}
             with ExitStack() as stack:
                 stack.enter_context(substituted(self.module, everywhere))
-                closed = closed_layers(self.module, next_seed, checkpoint=self.checkpoint)
+                closed = closed_layers(
+                    self.module, next_seed, checkpoint=self.checkpoint, fuses=self.fuses
+                )
                 inside = stack.enter_context(closed)
-                stack.enter_context(Rewrites(seeds[0]))
+                stack.enter_context(Rewrites(seeds[0], self.fuses))
                 results = function(dict(zip(arrays, given, strict=True)), everywhere)
                 calls.extend(inside)
                 return results

@@ -14,13 +14,24 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from backends.wgpu.opaque import KEEP, LAYER_BACKWARD, LAYER_FORWARD, PARTIAL
+from backends.wgpu.opaque import (
+    ATTENTION,
+    ATTENTION_KEYS,
+    ATTENTION_QUERIES,
+    KEEP,
+    LAYER_BACKWARD,
+    LAYER_FORWARD,
+    PARTIAL,
+)
 from backends.wgpu.values import elements_of
 from backends.wgpu.views import above, is_copy, is_own, is_view, strided, whole_buffer
 
 _aten = torch.ops.aten
 
 MATMULS: Final = frozenset({_aten.mm.default, _aten.bmm.default})
+ATTENTIONS: Final = frozenset({ATTENTION, ATTENTION_QUERIES, ATTENTION_KEYS})
+_STRIDED: Final = MATMULS | ATTENTIONS
+"""What reads strided views of buffers."""
 SCATTERS: Final = frozenset({_aten.index_put.default, _aten.scatter_add.default})
 SCANS: Final = frozenset({_aten.cumsum.default})
 REDUCTIONS: Final = frozenset({
@@ -99,7 +110,7 @@ def decide(nodes: Iterable[fx.Node], folded: Collection[fx.Node], kept: list[fx.
             continue
         _consider(fusion, node, readers[node])
     for node in fusion.nodes:  # what a product reads may have been kept in pieces only
-        if node.op == "call_function" and node.target in MATMULS and node not in folded:
+        if node.op == "call_function" and node.target in _STRIDED and node not in folded:
             for operand in node.all_input_nodes:
                 if strided(operand, fusion.buffers) is None:
                     fusion.buffers.add(operand)
@@ -143,7 +154,7 @@ def _consider(fusion: Fusion, node: fx.Node, readers: set[Any]) -> None:
         return
     _limit_reads(fusion, node)
     target = node.target
-    if target in MATMULS:
+    if target in _STRIDED:
         for operand in node.all_input_nodes:
             _strided_operand(fusion, operand)
         _keep(fusion, node)
@@ -162,7 +173,7 @@ def _consider(fusion: Fusion, node: fx.Node, readers: set[Any]) -> None:
 def _is_kept(node: fx.Node, readers: set[Any], cost: int) -> bool:
     if "output" in readers or any(r.target in LAYERS for r in readers):
         return not is_copy(node)  # a copy of what lies in a buffer may be that buffer
-    by_matmul = any(r.target in MATMULS for r in readers)
+    by_matmul = any(r.target in _STRIDED for r in readers)
     if by_matmul:
         return not is_copy(node)  # a product may read a strided view without the copy
     return (len(readers) > 1 and cost > _SHARED_COST) or cost > _CHAIN_COST

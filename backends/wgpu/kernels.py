@@ -1,5 +1,5 @@
 """One kernel for each value that gets a buffer: elementwise chains, reductions, scatters, scans,
-and matrix products.
+attention, and matrix products.
 
 No kernel uses atomics, and every sum has one order, so results are the same from run to run.
 """
@@ -15,9 +15,11 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from backends.wgpu.attention_operands import attention_problem
+from backends.wgpu.attention_tiles import attention_shader
 from backends.wgpu.dispatch import WORKGROUPS_PER_DIMENSION, Shader
 from backends.wgpu.elementwise import ELEMENTWISE
-from backends.wgpu.fusion import MATMULS, REDUCTIONS, SCANS, SCATTERS
+from backends.wgpu.fusion import ATTENTIONS, MATMULS, REDUCTIONS, SCANS, SCATTERS
 from backends.wgpu.index import Coordinate, broadcast, plain, split
 from backends.wgpu.kernel_text import KernelText, stored
 from backends.wgpu.matmul import MatmulProblem, Operand, matmul_shader
@@ -83,6 +85,8 @@ class Emitter:
         target = node.target
         if target in MATMULS:
             return [self._product(node)]
+        if target in ATTENTIONS:
+            return [self._attention(node)]
         if target in REDUCTIONS:
             return [self._reduction(node)]
         if target in SCATTERS:
@@ -197,6 +201,11 @@ class Emitter:
         shader, grid = self.matmul(problem)
         sizes = f"{problem.batch}x{problem.m}x{problem.k}x{problem.n}"
         return Kernel(shader, (a_base, b_base), node, grid, f"{_label(node)} {sizes}")
+
+    def _attention(self, node: fx.Node) -> Kernel:
+        problem, reads = attention_problem(node, self.buffers)
+        shader, grid = attention_shader(problem)
+        return Kernel(shader, reads, node, grid, _label(node))
 
     def _operand(self, node: fx.Node) -> tuple[Operand, fx.Node]:
         found = strided(node, self.buffers)
@@ -356,5 +365,5 @@ def _folded_grid(workgroups: int) -> tuple[int, int, int]:
 
 def is_known(node: fx.Node) -> bool:
     """Whether there is a rule for the operator; a rule may still refuse its arguments."""
-    known = REDUCTIONS | MATMULS | SCATTERS | SCANS
+    known = REDUCTIONS | MATMULS | ATTENTIONS | SCATTERS | SCANS
     return node.target in known or node.target in _RULES or is_view(node) or is_copy(node)

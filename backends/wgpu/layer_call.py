@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from backends.wgpu.attention import Fuses, written_out
 from backends.wgpu.layer_structure import structure, without_number
 from backends.wgpu.opaque import LAYER_BACKWARD, LAYER_FORWARD, CallsOfTrace
 from backends.wgpu.rewrites import Rewrites
@@ -68,6 +69,7 @@ class LayerCall:
         fingerprint: Of the operators that forward runs.
         tangents: For each output, whether backward came through it; None without backward.
         checkpoint: Whether to compute forward again in backward.
+        fuses: Which attention stays in one piece.
     """
 
     number: int
@@ -78,7 +80,8 @@ class LayerCall:
     names: dict[str, int]
     leaves: list[Any]
     arguments: pytree.TreeSpec
-    checkpoint: bool
+    checkpoint: bool = False
+    fuses: Fuses = written_out
     outputs: list[Like] = field(default_factory=list)
     results: pytree.TreeSpec | None = None
     draws: bool = False
@@ -96,7 +99,7 @@ class LayerCall:
         leaves = [tensors[x.place] if isinstance(x, _Place) else x for x in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.arguments)
         seed = tensors[-1] if self.draws else torch.empty(2, dtype=torch.int32)
-        with substituted(self.layer, by_name), Rewrites(seed) as rewrites:
+        with substituted(self.layer, by_name), Rewrites(seed, self.fuses) as rewrites:
             results, self.results = pytree.tree_flatten(self.forward(*args, **kwargs))
         return results, rewrites
 
@@ -115,7 +118,7 @@ class NotOpaque(Exception):
 
 @contextmanager
 def closed_layers(
-    module: nn.Module, seeds: Callable[[], torch.Tensor], *, checkpoint: bool
+    module: nn.Module, seeds: Callable[[], torch.Tensor], *, checkpoint: bool, fuses: Fuses
 ) -> Iterator[list[LayerCall]]:
     """While it is entered, calls of the module's repeated layers are traced as one node each.
 
@@ -123,6 +126,7 @@ def closed_layers(
         module: The model.
         seeds: Gives a (2,) int32 tensor for each call that draws.
         checkpoint: Whether calls shall be computed again in backward.
+        fuses: Which attention stays in one piece.
     """
     layers = dict(repeated_layers(module, ""))
     seen: dict[Any, LayerCall] = {}
@@ -134,6 +138,7 @@ def closed_layers(
             def stand_in(*args: Any, **kwargs: Any) -> Any:
                 try:
                     call, tensors = _described(len(calls), path, layer, forward, args, kwargs)
+                    call.fuses = fuses
                     _look(call, seen)
                 except NotOpaque:
                     return forward(*args, **kwargs)
@@ -226,7 +231,7 @@ def _described(  # noqa: PLR0917
         else:
             raise NotOpaque
     inputs = [Like.of(tensor) for tensor in tensors]
-    return LayerCall(number, path, layer, forward, inputs, names, leaves, arguments, False), tensors
+    return LayerCall(number, path, layer, forward, inputs, names, leaves, arguments), tensors
 
 
 def _look(call: LayerCall, seen: dict[Any, LayerCall]) -> None:

@@ -11,6 +11,8 @@ import torch
 from torch import fx
 
 from backends.wgpu import passes
+from backends.wgpu.attention import pays
+from backends.wgpu.attention_problem import AttentionSizes
 from backends.wgpu.fusion import LAYERS, decide, is_part
 from backends.wgpu.kernels import Emitter, Kernel, MatmulShader, is_known
 from backends.wgpu.narrow import Narrow, mark
@@ -33,6 +35,10 @@ class Templates:
 
     cooperative: bool
     matmul: MatmulShader
+
+    def fuses(self, sizes: AttentionSizes) -> bool:
+        """Whether a trace shall keep attention of these sizes in one piece."""
+        return pays(sizes, cooperative=self.cooperative)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
 """Operators of our own that stand for one node each: a dropout mask, a part of a long reduction,
-and a whole layer.
+attention, and a whole layer.
 
 They are never computed by torch; the lowering knows what they stand for.
 """
@@ -19,6 +19,15 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _library: Any = torch.library.Library("samestep", "DEF")  # type: ignore[no-untyped-call]
 _library.define("keep(Tensor seed, int[] shape, float drop, int site) -> Tensor")
 _library.define("partial(Tensor x, int[] dims, int parts, str fold) -> Tensor")
+for _name, _more in {
+    "attention": "",
+    "attention_queries": "Tensor packed, Tensor tangent, Tensor delta, ",
+    "attention_keys": "Tensor packed, Tensor tangent, Tensor delta, ",
+}.items():
+    _library.define(
+        f"{_name}(Tensor query, Tensor key, Tensor value, Tensor? mask, {_more}"
+        "float scale, bool causal) -> Tensor"
+    )
 _library.define("layer_forward(Tensor[] inputs, int call) -> Tensor[]")
 _library.define("layer_backward(Tensor[] tangents, int call) -> Tensor[]")
 
@@ -65,6 +74,24 @@ def _partial(x: torch.Tensor, dims: Sequence[int], parts: int, _fold: str) -> to
     return x.new_empty([*kept, parts])
 
 
+@_fake("attention")
+def _attention(query: torch.Tensor, *_: object) -> torch.Tensor:
+    batch, heads, queries, _size = query.shape
+    return query.new_empty(query.numel() + batch * heads * -(-queries // 4) * 8)
+
+
+@_fake("attention_queries")
+def _attention_queries(query: torch.Tensor, *_: object) -> torch.Tensor:
+    batch, heads, queries, size = query.shape
+    return query.new_empty((batch, queries, heads, size))
+
+
+@_fake("attention_keys")
+def _attention_keys(_query: torch.Tensor, key: torch.Tensor, *_: object) -> torch.Tensor:
+    batch, groups, keys, size = key.shape
+    return key.new_empty((2, batch, keys, groups, size))
+
+
 @_fake("layer_forward")
 def _layer_forward(inputs: Sequence[torch.Tensor], call: int) -> list[torch.Tensor]:
     del inputs
@@ -83,5 +110,10 @@ def _layer_backward(tangents: Sequence[torch.Tensor], call: int) -> list[torch.T
 
 KEEP: Final[Any] = torch.ops.samestep.keep.default
 PARTIAL: Final[Any] = torch.ops.samestep.partial.default
+ATTENTION: Final[Any] = torch.ops.samestep.attention.default
+"""Flat: the output as (B, T, H, D); then for each 4 rows of (B, H, T) their 4 maxima and the
+reciprocals of their 4 sums."""
+ATTENTION_QUERIES: Final[Any] = torch.ops.samestep.attention_queries.default
+ATTENTION_KEYS: Final[Any] = torch.ops.samestep.attention_keys.default
 LAYER_FORWARD: Final[Any] = torch.ops.samestep.layer_forward.default
 LAYER_BACKWARD: Final[Any] = torch.ops.samestep.layer_backward.default

@@ -46,7 +46,15 @@ _PARTS = frozenset({
     _aten.split_with_sizes.default,
     _aten.unbind.int,
 })  # fmt: skip
-_IMPURE = frozenset({"samestep::layer_forward", "samestep::layer_backward", "samestep::keep"})
+_UNKNOWN = frozenset({
+    "samestep::attention",
+    "samestep::attention_keys",
+    "samestep::attention_queries",
+    "samestep::keep",
+    "samestep::layer_backward",
+    "samestep::layer_forward",
+})  # fmt: skip
+"""Torch cannot compute these, whatever is known of their inputs."""
 
 
 def simplified(graph: fx.GraphModule) -> fx.GraphModule:
@@ -83,7 +91,7 @@ def _foldable(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
     return (
         isinstance(value, torch.Tensor)
         and value.numel() <= _FOLDED_ELEMENTS
-        and _name(node) not in _IMPURE
+        and _name(node) not in _UNKNOWN
         and all(above in values for above in node.all_input_nodes)
     )
 

@@ -106,7 +106,8 @@ class VulkanProgram:
         arrays = {str(i): x.numpy() for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
         with self._lock:
             if key not in self._plans:
-                capture = capture_forward(self._weights.module, args, kwargs)
+                fuses = self._template.fuses
+                capture = capture_forward(self._weights.module, args, kwargs, fuses)
                 self._plans[key] = self._ready(capture, [list(range(len(capture.outputs)))])
             ready = self._plans[key]
             results = Running(self._device, ready, _packed(ready, arrays, 0)).next()
@@ -166,7 +167,9 @@ class VulkanProgram:
         shapes = tuple((name, a.shape, str(a.dtype)) for name, a in sorted(batch.arrays.items()))
         if shapes not in self._plans:
             arrays = _tensors(batch)
-            capture = capture_step(self._weights.module, self._loss, self._trained, arrays)
+            capture = capture_step(
+                self._weights.module, self._loss, self._trained, arrays, self._template.fuses
+            )
             groups = [list(self._outputs_of(n)) for n in reversed(range(len(self._blocks)))]
             groups[-1].append(0)  # the loss comes with the last block
             self._plans[shapes] = self._ready(capture, groups)

@@ -1,7 +1,8 @@
 """What a trace sees in place of torch's own dropout and attention.
 
-Dropout becomes a product with a mask that is a function of (seed, site, element); attention is
-written out, since its fused kernels have no rule in other operators.
+Dropout becomes a product with a mask that is a function of (seed, site, element). Attention becomes
+an operator of our own where that pays, and is written out elsewhere: torch's fused kernels have no
+rule in other operators.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from backends.wgpu.attention import Fuses, fused_attention, sizes_of
 from backends.wgpu.opaque import KEEP
 
 
@@ -24,9 +26,10 @@ class Rewrites(TorchFunctionMode):
         sites: How many draws there were: each has a number of its own.
     """
 
-    def __init__(self, seed: torch.Tensor) -> None:
+    def __init__(self, seed: torch.Tensor, fuses: Fuses) -> None:
         super().__init__()
         self.seed = seed
+        self._fuses = fuses
         self.sites = 0
 
     def __torch_function__(
@@ -77,17 +80,31 @@ class Rewrites(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,  # noqa: FBT001, FBT002
     ) -> torch.Tensor:
-        """The formula in the documentation of torch's `scaled_dot_product_attention`."""
+        scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
+        sizes = sizes_of(query, key, value, attn_mask)
+        if sizes is not None and dropout_p == 0.0 and self._fuses(sizes):
+            return fused_attention(query, key, value, attn_mask, scale, causal=is_causal)
+        # The formula in the documentation of torch's `scaled_dot_product_attention`.
         if enable_gqa:
             key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
             value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
         scores = query @ key.transpose(-2, -1)  # (..., queries, keys)
-        scores = scores * (1 / math.sqrt(query.size(-1)) if scale is None else scale)
+        scores = scores * scale
         if is_causal:
             attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(attn_mask.logical_not(), -torch.inf)
-        elif attn_mask is not None:
-            scores = scores + attn_mask
-        weights = self._dropout(torch.softmax(scores, dim=-1), dropout_p, dropout_p > 0)
+        weights = _softmax(scores, attn_mask)
+        weights = self._dropout(weights, dropout_p, dropout_p > 0)
         return weights @ value
+
+
+def _softmax(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Over the keys; as torch's, it gives zeros for a row that is masked as a whole."""
+    if mask is None:
+        return torch.softmax(scores, dim=-1)
+    if mask.dtype == torch.bool:
+        hidden = mask.logical_not()
+    else:
+        scores = scores + mask
+        hidden = scores == -torch.inf
+    lowest = torch.finfo(scores.dtype).min
+    return torch.softmax(scores.masked_fill(hidden, lowest), dim=-1).masked_fill(hidden, 0.0)
