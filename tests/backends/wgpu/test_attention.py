@@ -1,0 +1,283 @@
+"""Attention in one piece against torch on the CPU: masks, grouped heads, whole models, memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from backends.interface import Batch
+from backends.wgpu.attention import pays
+from backends.wgpu.attention_problem import AttentionSizes
+from backends.wgpu.capture import Capture, capture_forward, capture_step
+from backends.wgpu.estimate import estimate
+from backends.wgpu.fusion import ATTENTIONS
+from backends.wgpu.lowered_plan import lowered_plan
+from backends.wgpu.lowering import Templates
+from backends.wgpu.matmul import matmul_shader
+from backends.wgpu.matmul_tuning import MatmulTuner
+from backends.wgpu.narrow_base import BaseLayout
+from backends.wgpu.opaque import ATTENTION, ATTENTION_KEYS, ATTENTION_QUERIES
+from backends.wgpu.program import VulkanProgram
+from tests.backends.wgpu.on_device import Function, on_device
+from tests.backends.wgpu.small_models import (
+    TOKENS,
+    assert_like_the_cpu,
+    bert,
+    class_loss,
+    gradients,
+    labelled,
+    llama,
+    next_token_loss,
+    qwen3_with_lora,
+    text,
+    trainable,
+)
+
+FEW = settings(
+    max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+WITHIN = 1e-5
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def fused(sizes: AttentionSizes) -> bool:
+    del sizes
+    return True
+
+
+def with_gradients(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tangent: torch.Tensor,
+    mask: torch.Tensor | None = None, **words: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+        result = functional.scaled_dot_product_attention(*leaves, attn_mask=mask, **words)
+        return result.detach(), *torch.autograd.grad((result * tangent).sum(), leaves)
+
+
+def agree(device: Any, *tensors: torch.Tensor, cooperative: bool = True, **words: Any) -> None:
+    """Output and gradients, twice: like torch's, and the same bits."""
+
+    def function(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return with_gradients(*given, **words)
+
+    # Torch's quick kernel on the CPU loses the sum of a row whose scores are all the lowest float.
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = function(*tensors)
+    first = on_device(device, function, tensors, cooperative=cooperative)
+    again = on_device(device, function, tensors, cooperative=cooperative)
+    for one, other, wanted in zip(first, again, expected, strict=True):
+        assert one.numpy().tobytes() == other.numpy().tobytes()
+        assert one.shape == wanted.shape
+        assert float((one - wanted).norm()) <= WITHIN * max(float(wanted.norm()), 1e-3)
+
+
+@pytest.mark.parametrize("cooperative", [True, False], ids=["fused", "written out"])
+@FEW
+@given(
+    heads=st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 3)),
+    sizes=st.tuples(st.integers(1, 70), st.integers(1, 70), st.sampled_from([4, 8, 20, 36, 64])),
+    kind=st.sampled_from(["plain", "causal", "truth", "added"]),
+)
+def test_any_shape_and_mask(device, cooperative, heads, sizes, kind):
+    """Single rows, parts of tiles, more queries than keys, heads that share keys."""
+    batch, groups, shared = heads
+    queries, keys, size = sizes
+    given = [
+        drawn(batch, groups * shared, queries, size),
+        drawn(batch, groups, keys, size, seed=1),
+        drawn(batch, groups, keys, size, seed=2),
+        drawn(batch, groups * shared, queries, size, seed=3),
+    ]
+    if kind in {"truth", "added"}:
+        mask = drawn(batch, 1, queries, keys, seed=4)
+        given.append(mask > -0.5 if kind == "truth" else mask)
+    words = {"is_causal": kind == "causal", "enable_gqa": shared > 1}
+    agree(device, *given, cooperative=cooperative, **words)
+
+
+@pytest.mark.parametrize("cooperative", [True, False], ids=["fused", "written out"])
+@pytest.mark.parametrize("hide", ["truth", "minus infinity", "lowest"])
+def test_rows_that_are_masked_as_a_whole(device, cooperative, hide):
+    """Zeros where nothing may be seen, the mean where all is equally unlikely."""
+    seen = torch.ones(2, 1, 6, 40, dtype=torch.bool).tril(2)
+    seen[1, 0, :3] = False
+    fill = -math.inf if hide == "minus infinity" else torch.finfo(torch.float32).min
+    mask = seen if hide == "truth" else torch.zeros(seen.shape).masked_fill(~seen, fill)
+    q, k, v, tangent = (drawn(2, 2, n, 8, seed=n) for n in (6, 40, 40, 6))
+    expected = functional.scaled_dot_product_attention(q, k, v, mask)
+    assert bool((expected[1, :, :3] == 0).all()) == (hide != "lowest")
+    agree(device, q, k, v, tangent, mask, cooperative=cooperative)
+
+
+def test_operands_are_read_where_they_lie(device):
+    """Heads cut out of one projection, as vectors of four or not; masks by head, row or key."""
+    q, k, v = drawn(2, 40, 3, 3, 16).unbind(2)  # (2, 40, 3, 16) each
+    tangent = drawn(2, 3, 40, 16, seed=1)
+    wide = drawn(2, 3, 40, 19, seed=2)
+
+    def function(packed: torch.Tensor, tangent: torch.Tensor, wide: torch.Tensor) -> Any:
+        q, k, v = (x.transpose(1, 2) for x in packed.unbind(2))
+        odd = wide[..., 3:]
+        return (
+            *with_gradients(q, k, v, tangent, odd[..., :1] > 0),
+            *with_gradients(odd, k.mT.contiguous().mT, v, tangent, (wide[:1, :, :1, :1] * 2)),
+            *with_gradients(q, odd, v, tangent, odd[0, 0] @ odd[0, 0].T > 0, scale=0.5),
+        )
+
+    tensors = (torch.stack([q, k, v], 2), tangent, wide)
+    got = on_device(device, function, tensors, cooperative=True)
+    for one, wanted in zip(got, function(*tensors), strict=True):
+        assert float((one - wanted).norm()) <= WITHIN * max(float(wanted.norm()), 1e-3)
+
+
+def test_large_heads_and_maxima_that_grow_with_every_tile(device):
+    key = drawn(1, 1, 150, 128) + torch.linspace(0, 3, 150)[:, None]
+    query = drawn(1, 2, 10, 128, seed=1).abs()
+    value, tangent = drawn(1, 1, 150, 128, seed=2), drawn(1, 2, 10, 128, seed=3)
+    agree(device, query, key, value, tangent, enable_gqa=True)
+
+
+def targets(capture: Capture) -> set[Any]:
+    graphs = [capture.graph, *(kind.graph for kind in capture.kinds)]
+    return {node.target for graph in graphs for node in graph.graph.nodes}
+
+
+@pytest.mark.parametrize(
+    ("change", "one_piece"),
+    [
+        ({}, True),
+        ({"dropout_p": 0.5}, False),
+        ({"size": 6}, False),
+        ({"size": 132}, False),
+        ({"dims": 3}, False),
+        ({"learned": True}, False),
+    ],
+)
+def test_what_has_no_kernels_is_written_out(change, one_piece):
+    """Dropped weights, odd or large heads, no batch, a mask that is learned."""
+    change = dict(change)
+    shape = (2, 3, 5, change.pop("size", 8))[-change.pop("dims", 4) :]
+    learned = change.pop("learned", False)
+
+    def function(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            mask = mask.requires_grad_(learned)
+            return functional.scaled_dot_product_attention(x, x, x, attn_mask=mask, **change)
+
+    given = (drawn(*shape), drawn(5, 5))
+    found = targets(capture_forward(Function(function), given, {}, fused))
+    assert (ATTENTION in found) == one_piece
+
+
+def test_a_model_with_a_formula_of_its_own_keeps_it():
+    """Gemma 2 caps its scores."""
+    config = transformers.Gemma2Config(
+        vocab_size=TOKENS, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, use_cache=False,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    model = transformers.Gemma2ForCausalLM(config)
+    arrays = {"input_ids": torch.zeros((2, 8), dtype=torch.int64)}
+    capture = capture_forward(model, (), arrays, fused)
+    assert len(capture.kinds) == 2
+    assert not targets(capture) & ATTENTIONS
+
+
+def padded_loss(module: nn.Module, arrays: Any) -> torch.Tensor:
+    """Of texts whose ends are padding, told by a mask."""
+    logits = module(
+        input_ids=arrays["input_ids"], attention_mask=(arrays["labels"] >= 0).long()
+    ).logits
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1), arrays["labels"].flatten(), ignore_index=-100, reduction="sum"
+    )
+
+
+MODELS: dict[str, Any] = {
+    "a Llama, causal by a flag": (llama, "sdpa", next_token_loss, text),
+    "a padded Qwen3 with LoRA, truth values": (qwen3_with_lora, "sdpa", padded_loss, text),
+    "a padded Llama, added masks": (llama, "eager", padded_loss, text),
+    "a BERT": (bert, "eager", class_loss, labelled),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_compute_attention_in_one_piece(device, name):
+    make, implementation, loss, batch = MODELS[name]
+    module = make(attn_implementation=implementation)
+    job = trainable(module, loss)
+    program, found = trained(device, job, batch())
+    assert_like_the_cpu(module, job.blocks, loss, batch(), found)
+    again = gradients(program, batch(), seed=5)
+    program.close()
+    assert all(found[n].tobytes() == again[n].tobytes() for n in found)
+    arrays = {name: torch.from_numpy(array) for name, array in batch().arrays.items()}
+    names = [tensor.name for block in job.blocks for tensor in block.tensors]
+    kept = targets(capture_step(module, loss, names, arrays, fused))
+    assert kept >= {ATTENTION, ATTENTION_QUERIES, ATTENTION_KEYS}
+    assert torch.ops.aten._softmax.default not in kept
+    assert torch.ops.aten.bmm.default not in kept
+
+
+def trained(device: Any, job: Any, batch: Batch) -> tuple[VulkanProgram, Any]:
+    """As on a GPU."""
+    templates = Templates(cooperative=True, matmul=MatmulTuner(device).shader)
+    program = VulkanProgram(device, job, templates)
+    program.check(batch)
+    return program, gradients(program, batch)
+
+
+def test_checkpointing_computes_the_same_bits(device):
+    found = []
+    for checkpoint in (False, True):
+        module = llama(attn_implementation="sdpa")
+        if checkpoint:
+            module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        program, got = trained(device, trainable(module, next_token_loss), text())
+        found.append(got)
+        program.close()
+    plain, checkpointed = found
+    assert all(plain[n].tobytes() == checkpointed[n].tobytes() for n in plain)
+
+
+def activation_bytes(length: int, *, cooperative: bool) -> int:
+    """Of a training step of four small layers."""
+    module = llama(layers=4, max_position_embeddings=length)
+    names = [name for name, _ in module.named_parameters()]
+    batch = text(1, length)
+    arrays = {name: torch.from_numpy(array) for name, array in batch.arrays.items()}
+    templates = Templates(cooperative=cooperative, matmul=matmul_shader)
+    capture = capture_step(module, next_token_loss, names, arrays, templates.fuses)
+    constants = dict(module.named_buffers())
+    base = BaseLayout(module, "float32")
+    plan = lowered_plan(capture, base, constants, templates, [[*range(1 + len(names))]])
+    sizes = {name: 4 * t.numel() for name, t in [*module.named_parameters(), *constants.items()]}
+    return estimate(plan, sizes).activations
+
+
+def test_memory_grows_with_the_length_not_with_its_square():
+    short, long = (activation_bytes(length, cooperative=True) for length in (256, 1024))
+    assert long < 4.2 * short
+    assert long < 0.2 * activation_bytes(1024, cooperative=False)
+
+
+def test_where_it_pays():
+    long = AttentionSizes(2, 16, 4, 2048, 2048, 64)
+    assert pays(AttentionSizes(1, 1, 1, 1, 1, 4), cooperative=True)
+    assert not pays(AttentionSizes(8, 16, 4, 512, 512, 64), cooperative=False)
+    assert pays(long, cooperative=False), "the scores of a layer are 512 MiB"
+    endless = AttentionSizes(1, 16, 1, 40_000, 40_000, 64)
+    assert not pays(endless, cooperative=False), "its loops would be cut short"
