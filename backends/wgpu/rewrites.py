@@ -86,15 +86,22 @@ class Rewrites(TorchFunctionMode):
             return fused_attention(query, key, value, attn_mask, scale, causal=is_causal)
         # The formula in the documentation of torch's `scaled_dot_product_attention`.
         if enable_gqa:
-            key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
-            value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
+            key, value = (_repeated(x, query.size(-3) // x.size(-3)) for x in (key, value))
         scores = query @ key.transpose(-2, -1)  # (..., queries, keys)
         scores = scores * scale
-        if is_causal:
-            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
-        weights = _softmax(scores, attn_mask)
+        if is_causal:  # every query sees a key
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
+            weights = torch.softmax(scores.masked_fill(later, -torch.inf), dim=-1)
+        else:
+            weights = _softmax(scores, attn_mask)
         weights = self._dropout(weights, dropout_p, dropout_p > 0)
         return weights @ value
+
+
+def _repeated(x: torch.Tensor, times: int) -> torch.Tensor:
+    """(..., G, S, D) as (..., G * times, S, D): each group for all of its heads."""
+    wide = x.unsqueeze(-3).expand(*x.shape[:-2], times, *x.shape[-2:])
+    return wide.flatten(-4, -3)
 
 
 def _softmax(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
