@@ -13,14 +13,12 @@ from __future__ import annotations
 
 from typing import Final
 
+from backends.wgpu.attention_mask import ACROSS, BLOCK, needed, seen
 from backends.wgpu.attention_problem import AttentionProblem, AttentionSizes, View
 from backends.wgpu.dispatch import Shader
 from backends.wgpu.values import literal
 
-_BLOCK: Final = 32
-"""Rows and columns of a tile of scores; four of each are an invocation's."""
-_ACROSS: Final = _BLOCK // 4
-_INVOCATIONS: Final = _ACROSS * _ACROSS
+_INVOCATIONS: Final = ACROSS * ACROSS
 _DEPTH: Final = 32
 """Elements of a vector that are in workgroup memory at a time."""
 _LOWEST: Final = "-3.4028234663852886e38"
@@ -32,9 +30,9 @@ def rounds(sizes: AttentionSizes) -> int:
     chunks = -(-sizes.size // _DEPTH)
     unrolled = _unroll(sizes)
     products = 2 * chunks * (1 + _DEPTH // unrolled)
-    block = 1 + products + 2 * chunks * _BLOCK // unrolled
-    blocks = sizes.heads // sizes.groups * -(-sizes.queries // _BLOCK)
-    return block * max(blocks, -(-sizes.keys // _BLOCK))
+    block = 1 + products + 2 * chunks * BLOCK // unrolled
+    blocks = sizes.heads // sizes.groups * -(-sizes.queries // BLOCK)
+    return block * max(blocks, -(-sizes.keys // BLOCK))
 
 
 def attention_shader(problem: AttentionProblem) -> tuple[Shader, tuple[int, int, int]]:
@@ -46,9 +44,9 @@ def attention_shader(problem: AttentionProblem) -> tuple[Shader, tuple[int, int,
     kernel = _Kernel(problem)
     sizes = problem.sizes
     if problem.part == "keys":
-        return kernel.shader(kernel.keys()), (-(-sizes.keys // _BLOCK), sizes.groups, sizes.batch)
+        return kernel.shader(kernel.keys()), (-(-sizes.keys // BLOCK), sizes.groups, sizes.batch)
     body = kernel.forward() if problem.part == "forward" else kernel.queries()
-    return kernel.shader(body), (-(-sizes.queries // _BLOCK), sizes.heads, sizes.batch)
+    return kernel.shader(body), (-(-sizes.queries // BLOCK), sizes.heads, sizes.batch)
 
 
 def _unroll(sizes: AttentionSizes) -> int:
@@ -81,7 +79,7 @@ class _Kernel:
             f"@group(0) @binding({i}) var<storage, read> {name}: array<{element}>;"
             for i, (name, element) in enumerate(held.items())
         ]
-        tile = f"array<vec4f, {_DEPTH * _ACROSS}>"
+        tile = f"array<vec4f, {_DEPTH * ACROSS}>"
         declared += [
             f"@group(0) @binding({len(held)}) var<storage, read_write> out: array<vec4f>;",
             *(f"var<workgroup> {name}: {tile};" for name in ("left", "right", "weights")),
@@ -90,8 +88,8 @@ class _Kernel:
             f"@compute @workgroup_size({_INVOCATIONS})",
             "fn main(@builtin(workgroup_id) group: vec3u,",
             "  @builtin(local_invocation_index) me: u32) {",
-            f"let down = me / {_ACROSS}u; let across = me % {_ACROSS}u;",
-            f"let first_row = group.x * {_BLOCK}u; let batch = group.z;",
+            f"let down = me / {ACROSS}u; let across = me % {ACROSS}u;",
+            f"let first_row = group.x * {BLOCK}u; let batch = group.z;",
         ]
         return Shader("\n".join([*declared, *body, "}\n"]), len(held) + 1)
 
@@ -104,8 +102,10 @@ class _Kernel:
             *self._sums("sum"),
             f"var highest = vec4f({_LOWEST}); var total = vec4f(0.0);",
             self._walk_keys(),
+            *seen(self.problem),
+            *needed(self.problem),
             *self._products("s", "query", "key"),
-            *self._masked(),
+            *self._scaled(),
             *(f"let top{i} = select(vec4f({_LOWEST}), s{i}, on{i});" for i in range(4)),
             *self._fold_across("max", "top"),
             "let before = highest;",
@@ -121,6 +121,7 @@ class _Kernel:
             *scale_down,
             *self._to_memory("p"),
             *self._accumulate("sum", "value"),
+            "}",
             "}",
             "let own = total;",
             *(f"let share{i} = vec4f(own[{i}], 0.0, 0.0, 0.0);" for i in range(4)),
@@ -144,9 +145,11 @@ class _Kernel:
             "let highest = packed[rows]; let share_of = packed[rows + 1u];",
             *self._delta("first_row + down * 4u"),
             self._walk_keys(),
+            *seen(self.problem),
+            *needed(self.problem),
             *self._products("s", "query", "key"),
             *self._products("t", "tangent", "value"),
-            *self._masked(),
+            *self._scaled(),
             *(
                 f"let p{i} = select(vec4f(0.0), "
                 f"exp(s{i} - vec4f(highest[{i}])) * share_of[{i}], on{i});"
@@ -156,25 +159,28 @@ class _Kernel:
             *self._to_memory("g"),
             *self._accumulate("sum", "key"),
             "}",
+            "}",
             *self._store("sum", "query"),
         ]
 
     def keys(self) -> list[str]:
         """For keys and values: d value = weights^T tangent; d key as d query, transposed."""
         group = self.sizes.heads // self.sizes.groups
-        first = f"first_row / {_BLOCK}u * {_BLOCK}u" if self.problem.causal else "0u"
+        first = f"first_row / {BLOCK}u * {BLOCK}u" if self.problem.causal else "0u"
         return [
             "let pair = group.y;",
             *self._sums("by_key"),
             *self._sums("by_value"),
             f"for (var head = pair * {group}u; head < (pair + 1u) * {group}u; head++) {{",
             self._walk(first, f"{self.sizes.queries}u"),
-            *self._products("s", "key", "query"),
-            *self._products("t", "value", "tangent"),
-            *self._masked(),
             f"let last = {-(-self.sizes.queries // 4) - 1}u;",
             f"let rows = {self._statistics('min(first_column / 4u + across, last)')};",
             "let highest = packed[rows]; let share_of = packed[rows + 1u];",
+            *seen(self.problem),
+            *needed(self.problem),
+            *self._products("s", "key", "query"),
+            *self._products("t", "value", "tangent"),
+            *self._scaled(),
             *self._delta("first_column + across * 4u"),
             *(
                 f"let p{i} = select(vec4f(0.0), exp(s{i} - highest) * share_of, on{i});"
@@ -185,6 +191,7 @@ class _Kernel:
             *self._accumulate("by_value", "tangent"),
             *self._to_memory("g"),
             *self._accumulate("by_key", "query"),
+            "}",
             "}",
             "}",
             *self._store("by_key", "key", 0),
@@ -215,12 +222,12 @@ class _Kernel:
     def _walk_keys(self) -> str:
         end = f"{self.sizes.keys}u"
         if self.problem.causal:
-            end = f"min({end}, first_row + {_BLOCK}u)"
+            end = f"min({end}, first_row + {BLOCK}u)"
         return self._walk("0u", end)
 
     def _walk(self, first: str, end: str) -> str:
         return (
-            f"for (var first_column = {first}; first_column < {end}; first_column += {_BLOCK}u) {{"
+            f"for (var first_column = {first}; first_column < {end}; first_column += {BLOCK}u) {{"
         )
 
     def _products(self, name: str, one: str, two: str) -> list[str]:
@@ -234,8 +241,8 @@ class _Kernel:
         lines.append("workgroupBarrier();")
         lines.append(f"for (var d = 0u; d < {depth}; d += {self.unroll}u) {{")
         for u in range(self.unroll):
-            lines.append(f"let x{u} = left[(d + {u}u) * {_ACROSS}u + down];")
-            lines.append(f"let y{u} = right[(d + {u}u) * {_ACROSS}u + across];")
+            lines.append(f"let x{u} = left[(d + {u}u) * {ACROSS}u + down];")
+            lines.append(f"let y{u} = right[(d + {u}u) * {ACROSS}u + across];")
             lines += [f"{name}{i} = fma(vec4f(x{u}[{i}]), y{u}, {name}{i});" for i in range(4)]
         return [*lines, "}", "workgroupBarrier();", "}"]
 
@@ -249,7 +256,7 @@ class _Kernel:
             for i in range(4)
         ]
         stores = [
-            f"{into}[(c + {t}u) * {_ACROSS}u + r / 4u] = vec4f(w0[{t}], w1[{t}], w2[{t}], w3[{t}]);"
+            f"{into}[(c + {t}u) * {ACROSS}u + r / 4u] = vec4f(w0[{t}], w1[{t}], w2[{t}], w3[{t}]);"
             for t in range(4)
         ]
         return [
@@ -262,38 +269,16 @@ class _Kernel:
             "}",
         ]
 
-    def _masked(self) -> list[str]:
-        """Scores `s` scaled and masked, and `on`: which of them are there."""
-        by_key = self.problem.part == "keys"
-        sizes, mask = self.sizes, self.problem.mask
-        rows, columns = (sizes.keys, sizes.queries) if by_key else (sizes.queries, sizes.keys)
-        lines = ["let columns = vec4u(first_column + across * 4u) + vec4u(0u, 1u, 2u, 3u);"]
-        for i in range(4):
-            row = f"row{i}"
-            lines.append(f"let {row} = first_row + down * 4u + {i}u;")
-            there = [f"(columns < vec4u({columns}u))", f"vec4<bool>({row} < {rows}u)"]
-            if self.problem.causal:
-                order = "<=" if by_key else ">="
-                there.append(f"(vec4u({row}) {order} columns)")
-            scaled = f"s{i} * {self._scale}"
-            if mask is not None:
-                near = f"min({row}, {rows - 1}u)"
-                each = [f"min(columns[{c}], {columns - 1}u)" for c in range(4)]
-                pairs = [(other, near) if by_key else (near, other) for other in each]
-                reads = [f"mask[{mask.at('batch', 'head', *pair)}]" for pair in pairs]
-                if self.problem.truth:
-                    there.append(f"(vec4u({', '.join(reads)}) != vec4u(0u))")
-                else:
-                    scaled += f" + vec4f({', '.join(reads)})"
-            lines += [f"let on{i} = {' & '.join(there)};", f"s{i} = {scaled};"]
-        return lines
+    def _scaled(self) -> list[str]:
+        bias = self.problem.mask is not None and not self.problem.truth
+        return [f"s{i} = s{i} * {self._scale}{f' + bias{i}' if bias else ''};" for i in range(4)]
 
     def _fold_across(self, fold: str, name: str) -> list[str]:
         """`top`: for each of the four rows the maximum, or sum, over all columns of the tile."""
         each = f"{name}{{i}}"
         four = "max(max({0}.x, {0}.y), max({0}.z, {0}.w))" if fold == "max" else "{0}.x"
         own = ", ".join(four.format(each.format(i=i)) for i in range(4))
-        reads = [f"folds[down * {_ACROSS}u + {t}u]" for t in range(_ACROSS)]
+        reads = [f"folds[down * {ACROSS}u + {t}u]" for t in range(ACROSS)]
         folded = reads[0]
         for read in reads[1:]:
             folded = f"max({folded}, {read})" if fold == "max" else f"{folded} + {read}"
@@ -302,7 +287,7 @@ class _Kernel:
     def _to_memory(self, name: str) -> list[str]:
         """The tile into workgroup memory, by column: four rows at each place."""
         return [
-            f"weights[(across * 4u + {c}u) * {_ACROSS}u + down] = "
+            f"weights[(across * 4u + {c}u) * {ACROSS}u + down] = "
             f"vec4f({', '.join(f'{name}{i}[{c}]' for i in range(4))});"
             for c in range(4)
         ]
@@ -312,17 +297,17 @@ class _Kernel:
         last = self.vectors[vectors][1] - 1
         lines: list[str] = []
         for n in range(self.chunks):
-            lines += [f"if ({n * _ACROSS}u + across < {self.fours}u) {{"]
+            lines += [f"if ({n * ACROSS}u + across < {self.fours}u) {{"]
             for i in range(4):
-                row = f"down + {_ACROSS * i}u"
+                row = f"down + {ACROSS * i}u"
                 near = f"min(first_column + {row}, {last}u)"
                 at = self._address(vectors, near, f"{n * _DEPTH}u + across * 4u")
-                lines.append(f"right[({row}) * {_ACROSS}u + across] = {vectors}4({at});")
+                lines.append(f"right[({row}) * {ACROSS}u + across] = {vectors}4({at});")
             lines += ["}", "workgroupBarrier();"]
-            lines.append(f"for (var k = 0u; k < {_BLOCK}u; k += {self.unroll}u) {{")
+            lines.append(f"for (var k = 0u; k < {BLOCK}u; k += {self.unroll}u) {{")
             for u in range(self.unroll):
-                lines.append(f"let x{u} = weights[(k + {u}u) * {_ACROSS}u + down];")
-                lines.append(f"let y{u} = right[(k + {u}u) * {_ACROSS}u + across];")
+                lines.append(f"let x{u} = weights[(k + {u}u) * {ACROSS}u + down];")
+                lines.append(f"let y{u} = right[(k + {u}u) * {ACROSS}u + across];")
                 lines += [
                     f"{name}{i}_{n} = fma(vec4f(x{u}[{i}]), y{u}, {name}{i}_{n});" for i in range(4)
                 ]
@@ -356,7 +341,7 @@ class _Kernel:
             start = f"{number * self.sizes.batch}u + batch"
             at = f"((({start}) * {extent}u + {row}) * {count}u + {head}) * {self.fours}u"
             for n in range(self.chunks):
-                four = f"{n * _ACROSS}u + across"
+                four = f"{n * ACROSS}u + across"
                 guard = f"{row} < {extent}u && {four} < {self.fours}u"
                 lines.append(f"if ({guard}) {{ out[{at} + {four}] = {name}{i}_{n}; }}")
         return lines

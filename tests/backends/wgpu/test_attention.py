@@ -110,13 +110,13 @@ def test_any_shape_and_mask(device, cooperative, heads, sizes, kind):
 
 @pytest.mark.parametrize("cooperative", [True, False], ids=["fused", "written out"])
 @pytest.mark.parametrize("hide", ["truth", "minus infinity", "lowest"])
-def test_rows_that_are_masked_as_a_whole(device, cooperative, hide):
-    """Zeros where nothing may be seen, the mean where all is equally unlikely."""
-    seen = torch.ones(2, 1, 6, 40, dtype=torch.bool).tril(2)
+def test_rows_and_tiles_that_are_masked_as_a_whole(device, cooperative, hide):
+    """A window. Zeros where nothing may be seen, the mean where all is equally unlikely."""
+    seen = torch.ones(2, 1, 70, 100, dtype=torch.bool).tril(2).triu(-5)
     seen[1, 0, :3] = False
     fill = -math.inf if hide == "minus infinity" else torch.finfo(torch.float32).min
     mask = seen if hide == "truth" else torch.zeros(seen.shape).masked_fill(~seen, fill)
-    q, k, v, tangent = (drawn(2, 2, n, 8, seed=n) for n in (6, 40, 40, 6))
+    q, k, v, tangent = (drawn(2, 2, n, 8, seed=n) for n in (70, 100, 100, 70))
     expected = functional.scaled_dot_product_attention(q, k, v, mask)
     assert bool((expected[1, :, :3] == 0).all()) == (hide != "lowest")
     agree(device, q, k, v, tangent, mask, cooperative=cooperative)
