@@ -1,13 +1,14 @@
 """A Vulkan device against torch on the same machine: matrix products, and whole training steps.
 
-    python -m benchmarks.vulkan [--device llvmpipe] [--rounds 10] [--only matmul|steps]
+    python -m benchmarks.vulkan [--device llvmpipe] [--rounds 10] [--only matmul|attention|steps]
 
 Products are those of a decoder of hidden size 1024 and 2048 at 8 x 512 tokens on a card, smaller
-ones on a software adapter. Steps are microbatches of the runs `sms-spam` (classify: MiniLM with
-LoRA) and `small-llama` (causal-lm from scratch), forward and backward with all gradients brought to
-the host; torch's eager mode computes the same beside it, in turn, on as many threads as a software
-adapter takes: all of the machine's. Of a software adapter the ratio of CPU time is shown too: other
-processes disturb it less.
+ones on a software adapter. Attention is fused beside written out, both on the device, in
+microbatches of one text for a decoder of two layers. Steps are microbatches of the runs `sms-spam`
+(classify: MiniLM with LoRA) and `small-llama` (causal-lm from scratch), forward and backward with
+all gradients brought to the host; torch's eager mode computes the same beside it, in turn, on as
+many threads as a software adapter takes: all of the machine's. Of a software adapter the ratio of
+CPU time is shown too: other processes disturb it less.
 """
 
 from __future__ import annotations
@@ -17,20 +18,24 @@ import copy
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 import numpy as np
 import torch
+from torch import nn
 
 from backends.eager import EagerBackend
-from backends.interface import Batch, Program
+from backends.interface import Batch, Program, Trainable
 from backends.registry import choose
+from backends.wgpu.attention_problem import AttentionSizes
 from backends.wgpu.backend import VulkanBackend
 from backends.wgpu.dispatch import Dispatch
+from backends.wgpu.lowering import Templates
 from backends.wgpu.matmul import MatmulProblem, Operand, matmul_shader
+from backends.wgpu.program import VulkanProgram
 from benchmarks.jobs import short
 from benchmarks.machine import print_heading, print_table
 from protocol.run_spec import parse_run_spec
@@ -44,6 +49,8 @@ CARD_SHAPES: Final = (
     (4096, 2048, 6144),
 )
 SOFTWARE_SHAPES: Final = ((64, 128, 32), (128, 384, 384), (128, 384, 1536), (512, 512, 512))
+CARD_LENGTHS: Final = (128, 512, 2048, 8192)
+SOFTWARE_LENGTHS: Final = (64, 512, 1024)
 _DISPATCHES: Final = 8
 
 
@@ -128,6 +135,56 @@ def _microbatch(program: Program, batch: Batch, seed: int) -> None:
         pass
 
 
+@dataclass(frozen=True, slots=True)
+class _Forced(Templates):
+    """Fuses attention whether it pays or not."""
+
+    fused: bool = False
+
+    def fuses(self, sizes: AttentionSizes) -> bool:
+        del sizes
+        return self.fused
+
+
+def attention_row(backend: VulkanBackend, length: int, rounds: int) -> list[str]:
+    """A microbatch of one text of so many tokens, both ways."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  (seconds)
+
+    from worker.blocks import cut_into_blocks  # noqa: PLC0415
+
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=length,
+        use_cache=False,
+    )  # fmt: skip
+
+    def loss(module: nn.Module, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        logits = module(input_ids=arrays["input_ids"]).logits
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1), arrays["input_ids"].flatten(), reduction="sum"
+        )
+
+    ids = np.random.default_rng(0).integers(0, 256, (1, length))
+    batch = Batch({"input_ids": ids}, 1.0)
+    programs = []
+    for fused in (False, True):
+        module: nn.Module = LlamaForCausalLM(config)
+        template = _Forced(not backend.adapter.software, backend.tuner.shader, fused)
+        job = Trainable(cut_into_blocks(module), module, loss)
+        programs.append(VulkanProgram(backend.device, job, template))
+        programs[-1].check(batch)
+    apart, joined = by_turns([partial(_microbatch, p, batch, 0) for p in programs], rounds)
+    memory = [program.estimates[0].activations / 2**20 for program in programs]
+    for program in programs:
+        program.close()
+    return [
+        f"{length}",
+        *(f"{side.median_ms:.0f} ({side.spread_ms})" for side in (apart, joined)),
+        ratios(joined.wall_s, apart.wall_s),
+        *(f"{mib:.1f}" for mib in memory),
+    ]
+
+
 def step_row(backend: VulkanBackend, task: str, rounds: int, threads: int) -> list[str]:
     """Microbatches of one job, here and in torch's eager mode on the CPU."""
     from worker.tasks.registry import build  # noqa: PLC0415  (transformers: seconds)
@@ -166,11 +223,11 @@ def step_row(backend: VulkanBackend, task: str, rounds: int, threads: int) -> li
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="0", help="number or part of the name")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--only", choices=("matmul", "steps"))
+    parser.add_argument("--only", choices=("matmul", "attention", "steps"))
     parser.add_argument("--tasks", nargs="+", choices=tuple(JOBS), default=list(JOBS))
     options = parser.parse_args()
     wanted = int(options.device) if options.device.isdecimal() else options.device
@@ -181,11 +238,15 @@ def main() -> None:
     print_heading(
         f"Vulkan on {backend.adapter.name} ({backend.adapter.driver}) against torch's CPU"
     )
-    if options.only != "steps":
+    if options.only in {None, "matmul"}:
         shapes = SOFTWARE_SHAPES if backend.adapter.software else CARD_SHAPES
         head = ["product", "TFLOP/s", "torch", "ratio of time", "of CPU time", "error", "kernel"]
         print_table(head, [matmul_row(backend, shape, options.rounds) for shape in shapes])
-    if options.only != "matmul":
+    if options.only in {None, "attention"}:
+        lengths = SOFTWARE_LENGTHS if backend.adapter.software else CARD_LENGTHS
+        head = ["tokens", "written out ms", "fused ms", "ratio", "written out MiB", "fused MiB"]
+        print_table(head, [attention_row(backend, each, options.rounds) for each in lengths])
+    if options.only in {None, "steps"}:
         head = [
             "microbatch", "ms", "from-to", "torch ms", "from-to", "ratio", "of CPU time",
             "compile s", "first s",

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from backends.wgpu.attention import Fuses, written_out
 from backends.wgpu.decompositions import decompositions
 from backends.wgpu.layer_call import LayerCall, Like, closed_layers
-from backends.wgpu.model_attention import own_attention
+from backends.wgpu.model_attention import own_attention, sdpa_can_be_traced
 from backends.wgpu.rewrites import Rewrites
 from backends.wgpu.substitution import named_tensors, substituted
 from protocol.errors import SamestepError
@@ -193,8 +193,8 @@ def prepared(module: nn.Module, *, train: bool, fuses: Fuses = written_out) -> I
         module.train(train)
         for each in flags:
             each.gradient_checkpointing = False  # type: ignore[assignment]
-        for config, _ in attention:
-            if config._attn_implementation != "sdpa":  # noqa: SLF001
+        for config, before in attention:
+            if before != "sdpa" or not sdpa_can_be_traced():
                 config._attn_implementation = "eager"  # noqa: SLF001
         with own_attention(module, fuses):
             yield bool(flags)

@@ -23,6 +23,14 @@ _OTHERWISE: Final = ("cache", "position_bias", "s_aux", "softcap")
 """What some models add to the formula."""
 
 
+def sdpa_can_be_traced() -> bool:
+    """Whether the masks for torch's function can be made without looking at their values.
+
+    Older releases of `transformers` leave a mask out if it hides nothing.
+    """
+    return hasattr(sys.modules.get("transformers.utils.import_utils"), "is_fake_tensor")
+
+
 @contextmanager
 def own_attention(module: nn.Module, fuses: Fuses) -> Iterator[None]:
     """While it is entered, parts of the module ask us first. Without `transformers`: nothing."""

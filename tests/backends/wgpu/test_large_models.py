@@ -48,11 +48,12 @@ def account(base_dtype, *, checkpointing):
     model.model.rotary_emb = Qwen3RotaryEmbedding(QWEN3_4B)
     trained = [name for name, p in module.named_parameters() if p.requires_grad]
     ids = torch.zeros((1, TOKENS), dtype=torch.int64)
-    capture = capture_step(module, loss, trained, {"input_ids": ids, "labels": ids})
+    templates = Templates(cooperative=True, matmul=matmul_shader)
+    arrays = {"input_ids": ids, "labels": ids}
+    capture = capture_step(module, loss, trained, arrays, templates.fuses)
     held = named_tensors(module)
     base = BaseLayout(module, base_dtype)
     constants = {name: t for name, t in held.items() if name in dict(module.named_buffers())}
-    templates = Templates(cooperative=True, matmul=matmul_shader)
     plan = lowered_plan(capture, base, constants, templates, [[*range(1 + len(trained))]])
     sizes = {name: base.nbytes(name) or 4 * t.numel() for name, t in held.items()}
     return estimate(plan, sizes)
