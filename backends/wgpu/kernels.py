@@ -205,7 +205,9 @@ class Emitter:
     def _attention(self, node: fx.Node) -> Kernel:
         problem, reads = attention_problem(node, self.buffers)
         shader, grid = attention_shader(problem)
-        return Kernel(shader, reads, node, grid, _label(node))
+        s = problem.sizes
+        sizes = f"{s.batch}x{s.heads}x{s.queries}x{s.keys}x{s.size}"
+        return Kernel(shader, reads, node, grid, f"{_label(node)} {sizes}")
 
     def _operand(self, node: fx.Node) -> tuple[Operand, fx.Node]:
         found = strided(node, self.buffers)
