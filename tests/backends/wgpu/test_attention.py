@@ -62,8 +62,8 @@ def with_gradients(
     mask: torch.Tensor | None = None, **words: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-        result = functional.scaled_dot_product_attention(*leaves, attn_mask=mask, **words)
+        q, k, v = leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+        result = functional.scaled_dot_product_attention(q, k, v, mask, **words)
         return result.detach(), *torch.autograd.grad((result * tangent).sum(), leaves)
 
 
