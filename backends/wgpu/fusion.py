@@ -14,13 +14,25 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from backends.wgpu.opaque import KEEP, LAYER_BACKWARD, LAYER_FORWARD, PARTIAL
+from backends.wgpu.opaque import (
+    KEEP,
+    LAYER_BACKWARD,
+    LAYER_FORWARD,
+    PARTIAL,
+    PRODUCTS_BESIDE,
+    SUM_OF_PRODUCTS,
+)
 from backends.wgpu.values import elements_of
 from backends.wgpu.views import above, is_copy, is_own, is_view, strided, whole_buffer
 
 _aten = torch.ops.aten
 
-MATMULS: Final = frozenset({_aten.mm.default, _aten.bmm.default})
+MATMULS: Final = frozenset({
+    _aten.mm.default,
+    _aten.bmm.default,
+    PRODUCTS_BESIDE,
+    SUM_OF_PRODUCTS,
+})  # fmt: skip
 SCATTERS: Final = frozenset({_aten.index_put.default, _aten.scatter_add.default})
 SCANS: Final = frozenset({_aten.cumsum.default})
 REDUCTIONS: Final = frozenset({

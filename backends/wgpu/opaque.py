@@ -1,5 +1,5 @@
 """Operators of our own that stand for one node each: a dropout mask, a part of a long reduction,
-and a whole layer.
+products with a matrix in parts, and a whole layer.
 
 They are never computed by torch; the lowering knows what they stand for.
 """
@@ -19,6 +19,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _library: Any = torch.library.Library("samestep", "DEF")  # type: ignore[no-untyped-call]
 _library.define("keep(Tensor seed, int[] shape, float drop, int site) -> Tensor")
 _library.define("partial(Tensor x, int[] dims, int parts, str fold) -> Tensor")
+_library.define("products_beside(Tensor left, Tensor[] rights) -> Tensor")
+_library.define("sum_of_products(Tensor[] lefts, Tensor[] rights) -> Tensor")
 _library.define("layer_forward(Tensor[] inputs, int call) -> Tensor[]")
 _library.define("layer_backward(Tensor[] tangents, int call) -> Tensor[]")
 
@@ -65,6 +67,20 @@ def _partial(x: torch.Tensor, dims: Sequence[int], parts: int, _fold: str) -> to
     return x.new_empty([*kept, parts])
 
 
+@_fake("products_beside")
+def _products_beside(left: torch.Tensor, rights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`left @ cat(rights, 1)`."""
+    return left.new_empty((left.shape[0], sum(right.shape[1] for right in rights)))
+
+
+@_fake("sum_of_products")
+def _sum_of_products(
+    lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """`cat(lefts, 1) @ cat(rights, 0)`."""
+    return lefts[0].new_empty((lefts[0].shape[0], rights[0].shape[1]))
+
+
 @_fake("layer_forward")
 def _layer_forward(inputs: Sequence[torch.Tensor], call: int) -> list[torch.Tensor]:
     del inputs
@@ -83,5 +99,7 @@ def _layer_backward(tangents: Sequence[torch.Tensor], call: int) -> list[torch.T
 
 KEEP: Final[Any] = torch.ops.samestep.keep.default
 PARTIAL: Final[Any] = torch.ops.samestep.partial.default
+PRODUCTS_BESIDE: Final[Any] = torch.ops.samestep.products_beside.default
+SUM_OF_PRODUCTS: Final[Any] = torch.ops.samestep.sum_of_products.default
 LAYER_FORWARD: Final[Any] = torch.ops.samestep.layer_forward.default
 LAYER_BACKWARD: Final[Any] = torch.ops.samestep.layer_backward.default

@@ -22,6 +22,7 @@ from backends.wgpu.lowering import Templates
 from backends.wgpu.packing import from_words, pack, seed_words, tensor_words
 from backends.wgpu.plan import Plan
 from backends.wgpu.running import Ready, Running, submissions
+from backends.wgpu.split_tables import split_tables
 from backends.wgpu.stand_in import StandIn
 from backends.wgpu.weights import Weights, check_parameters
 from protocol.errors import SamestepError
@@ -30,11 +31,23 @@ from protocol.errors import SamestepError
 class VulkanProgram:
     """A torch module captured for the device. See `backends.interface.Program`.
 
+    Args:
+        device: Where it runs.
+        trainable: The task.
+        template: How kernels are written for the device.
+        largest_bytes: Of a buffer; by default what the device allows.
+
     Attributes:
         estimates: Of the memory of each plan so far.
     """
 
-    def __init__(self, device: Device, trainable: Trainable, template: Templates) -> None:
+    def __init__(
+        self,
+        device: Device,
+        trainable: Trainable,
+        template: Templates,
+        largest_bytes: int | None = None,
+    ) -> None:
         if trainable.module is None or trainable.loss is None:
             raise SamestepError("the vulkan backend needs a torch module and a loss")
         self._device = device
@@ -43,7 +56,8 @@ class VulkanProgram:
         self._template = template
         self._blocks = trainable.blocks
         self._trained = [tensor.name for block in self._blocks for tensor in block.tensors]
-        self._weights = Weights(device, trainable)
+        self._largest_bytes = largest_bytes or device.largest_buffer_bytes
+        self._weights = Weights(device, trainable, self._largest_bytes)
         self._slots: list[Buffer] = []
         self._plans: dict[Any, Ready] = {}
         self._running: Running | None = None
@@ -175,9 +189,10 @@ class VulkanProgram:
     def _ready(self, capture: Capture, groups: Sequence[Sequence[int]]) -> Ready:
         """Lower, plan, and make all that the device needs."""
         base, constants = self._weights.base, self._weights.constants
+        split_tables(capture, self._weights.tables)
         plan = lowered_plan(capture, base, constants, self._template, groups)
         self.estimates.append(estimate(plan, self._weights.nbytes()))
-        adapter, largest = self._device.adapter, self._device.largest_buffer_bytes
+        adapter, largest = self._device.adapter, self._largest_bytes
         refuse_what_does_not_fit(self.estimates, adapter.memory_bytes, largest, adapter.name)
         upload = self._device.buffer(4 * plan.words)
         buffers = self._buffers(plan, upload)

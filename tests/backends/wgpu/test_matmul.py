@@ -20,6 +20,7 @@ from backends.wgpu.matmul import (
     Operand,
     Tiles,
     candidates,
+    dispatched,
     matmul_shader,
 )
 from backends.wgpu.matmul_tuning import MatmulTuner
@@ -38,7 +39,6 @@ class Product:
     expected: np.ndarray
 
     def on(self, device, choice=None):
-        shader, grid = matmul_shader(self.problem, choice)
         shape = self.expected.shape
         buffers = [device.buffer(array.nbytes) for array in self.bindings]
         for buffer, array in zip(buffers, self.bindings, strict=True):
@@ -46,8 +46,10 @@ class Product:
         out = device.buffer(self.expected.size * 4)
         device.upload(out, np.full(self.expected.size, np.nan, np.float32))
         buffers.append(out)
-        dispatch = Dispatch(shader, tuple(range(len(buffers))), grid, "product")
-        prepared = device.prepare([dispatch], buffers)
+        numbers = tuple(range(len(buffers)))
+        parts = [matmul_shader(part, choice) for part in dispatched(self.problem)]
+        dispatches = [Dispatch(shader, numbers, grid, "product") for shader, grid in parts]
+        prepared = device.prepare(dispatches, buffers)
         (values,) = device.run(prepared, [Copy(out, self.expected.size * 4)]).result()
         return values.reshape(shape)
 
