@@ -18,6 +18,7 @@ ROOM: Final = 0.05
 """Of a device's memory, that no plan is given."""
 
 _GIB: Final = 2**30
+_COMPUTED: Final = "an intermediate result"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def estimate(plan: Plan, tensor_bytes: Mapping[str, int]) -> Estimate:
     """
     named = {place.tensor for place in plan.places if place.tensor}
     sizes = [(tensor_bytes[name], name) for name in sorted(named)]
-    sizes += [(size, "an intermediate result") for size in plan.slots]
+    sizes += [(size, _COMPUTED) for size in plan.slots]
     constants = sum(
         4 * place.constant.numel() for place in plan.places if place.constant is not None
     )
@@ -90,9 +91,12 @@ def refuse_what_does_not_fit(
     for one in needed:
         size, what = one.largest
         if size > largest_bytes:
+            advice = "fewer tokens in a batch, or a smaller vocabulary"
+            if what != _COMPUTED:
+                advice = "it smaller, or a frozen table, which is cut into parts"
             raise SamestepError(
                 f"{what!r} needs a buffer of {size / _GIB:.2f} GiB, and {device!r} has at most "
-                f"{largest_bytes / _GIB:.2f}: expected a smaller vocabulary or batch"
+                f"{largest_bytes / _GIB:.2f}: expected {advice}"
             )
     usable = int(memory_bytes * (1 - ROOM))
     worst = max(needed, key=lambda one: one.total)

@@ -74,9 +74,7 @@ def _products_beside(left: torch.Tensor, rights: Sequence[torch.Tensor]) -> torc
 
 
 @_fake("sum_of_products")
-def _sum_of_products(
-    lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]
-) -> torch.Tensor:
+def _sum_of_products(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> torch.Tensor:
     """`cat(lefts, 1) @ cat(rights, 0)`."""
     return lefts[0].new_empty((lefts[0].shape[0], rights[0].shape[1]))
 

@@ -190,13 +190,13 @@ class _Table:
         return value
 
     def _beside(self, reader: fx.Node) -> fx.Node:
-        """x @ table^T: columns of the output, part by part."""
+        """X @ table^T: columns of the output, part by part."""
         turned = [add(self._graph, reader, _aten.permute.default, n, [1, 0]) for n in self._nodes]
         product = add(self._graph, reader, PRODUCTS_BESIDE, self._left(reader), turned)
         return self._shaped(reader, product)
 
     def _summed(self, reader: fx.Node) -> fx.Node:
-        """g @ table: one sum over the rows of all parts, in their order."""
+        """G @ table: one sum over the rows of all parts, in their order."""
         left = self._left(reader)
         lefts = [
             add(self._graph, reader, _aten.slice.Tensor, left, 1, part.first, part.end)

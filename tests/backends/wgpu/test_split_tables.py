@@ -16,7 +16,6 @@ from backends.wgpu.program import VulkanProgram
 from backends.wgpu.split_tables import row_parts
 from protocol.errors import SamestepError
 from tests.backends.wgpu.small_models import (
-    TOKENS,
     assert_like_the_cpu,
     bert,
     class_loss,
@@ -127,3 +126,126 @@ def tokens(samples=1, length=3, most=600):
 @pytest.mark.parametrize(("module", "batch"), [(Tied, tokens()), (Sliced, tokens(2, 2))])
 def test_more_parts_than_a_shader_binds(device, module, batch):
     assert_the_bits_of_the_whole(device, module(), token_loss, batch, 8000)
+
+
+class WithHead(nn.Module):
+    """A frozen head that may be stored in fewer bits."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 600).requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.middle(x)))
+
+
+def square_loss(module, arrays):
+    return (module(arrays["x"]) ** 2).sum()
+
+
+@pytest.mark.parametrize(
+    ("base_dtype", "largest"),
+    [("float32", 30_000), ("bfloat16", 20_000), ("int8", 17_000), ("int4", 16_500)],
+)
+def test_a_frozen_head_in_any_stored_form(device, base_dtype, largest):
+    x = np.random.default_rng(0).standard_normal((3, WIDTH)).astype(np.float32)
+    batch = Batch({"x": x}, 3.0)
+    module = WithHead()
+    assert_the_bits_of_the_whole(device, module, square_loss, batch, largest, base_dtype=base_dtype)
+
+
+def test_an_evaluation_and_its_loss_are_those_of_the_whole_table(device):
+    def evaluate(module, arrays):
+        return {"loss": float(token_loss(module, arrays))}
+
+    module = Tied()
+    job = trainable(module, token_loss, evaluate=evaluate)
+    program = program_of(device, job, tokens(), 8000)
+    (*_, loss) = program.gradients(tokens(), 0)
+    assert isinstance(loss, Loss)
+    found = program.evaluate(tokens())["loss"]
+    program.close()
+    arrays = {name: torch.tensor(array) for name, array in tokens().arrays.items()}
+    with torch.no_grad():
+        assert found == pytest.approx(evaluate(module, arrays)["loss"], rel=1e-6)
+    assert loss.loss_sum == pytest.approx(found, rel=1e-6)
+
+
+class Penalised(Tied):
+    def forward(self, ids):
+        return super().forward(ids) + self.table.weight.square().sum()
+
+
+class Layer(nn.Module):
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+
+    def forward(self, ids):
+        return ids + 0.0 * self.table(ids.long()).sum(-1)
+
+
+class InLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.layers = nn.ModuleList(
+            Layer(nn.Embedding(600, 32).requires_grad_(False)) for _ in range(2)
+        )
+
+    def forward(self, ids):
+        x = ids.float()
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale
+
+
+def trained():
+    module = Tied()
+    module.table.requires_grad_(True)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "loss", "batch", "largest", "message"),
+    [
+        (Penalised, token_loss, tokens(), 8000, r"'table.weight' .*the loss reads it by"),
+        (InLayers, lambda m, a: m(a["ids"]).sum(), tokens(), 8000, r"layers.0 reads it"),
+        (trained, token_loss, tokens(), 8000, r"'table.weight' needs a buffer .*frozen table"),
+        (Tied, token_loss, tokens(1, 6), 8000, r"'an intermediate result' needs .*fewer tokens"),
+        (Tied, token_loss, tokens(), 5000, r"'an intermediate result' needs .*fewer tokens"),
+    ],
+)
+def test_what_cannot_be_had_in_parts_is_refused_before_the_start(
+    device, module, loss, batch, largest, message
+):
+    with pytest.raises(SamestepError, match=message):
+        program_of(device, trainable(module(), loss), batch, largest)
+
+
+def test_a_table_of_140_mib_on_a_device_that_binds_128(device):
+    if device.largest_buffer_bytes >= 140 * 2**20:
+        pytest.skip("this device binds it whole")
+    rows, width = 143_360, 256
+    module = Tied(1, width)
+    module.table = nn.Embedding.from_pretrained(torch.rand(rows, width) - 0.5)
+    job = trainable(module, token_loss)
+    batch = tokens(most=rows)
+    program = program_of(device, job, batch, None)
+    assert_like_the_cpu(module, job.blocks, token_loss, batch, gradients(program, batch))
+    assert program.estimates[-1].weights == 4 * (rows * width + width * width + width)
+    program.close()
+
+
+def test_parts_are_even_and_begin_at_multiples_of_64():
+    parts = row_parts("t", 151_936, 4 * 151_936 * 2560, 128 * 2**20)
+    assert [part.first for part in parts] == [*range(0, 151_936, parts[0].rows)]
+    assert parts[0].rows % 64 == 0
+    assert all(4 * 2560 * part.rows <= 128 * 2**20 for part in parts)
+    assert parts[-1].end == 151_936
+    assert len(parts) == 12
+    assert row_parts("t", 10, 4000, 999) == row_parts("t", 10, 4000, 800)
+    assert [part.rows for part in row_parts("t", 10, 4000, 999)] == [2] * 5
+    assert len(row_parts("t", 10, 4000, 399)) == 1, "not a row fits: refused elsewhere"
