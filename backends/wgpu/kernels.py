@@ -190,10 +190,10 @@ class Emitter:
             b, b_base = self._operand(two)
             refuse_on_the_left(a_base, _label(node))
             batch = shape_of(node)[0] if len(shape_of(node)) == 3 else 1
-            sizes = batch, *shape_of(one)[-2:], shape_of(two)[-1]
-            for part in dispatched(MatmulProblem(*sizes, a, b, form_of(b_base), into)):
+            (m, k), n, form = shape_of(one)[-2:], shape_of(two)[-1], form_of(b_base)
+            label = f"{_label(node)} {batch}x{m}x{k}x{n}"
+            for part in dispatched(MatmulProblem(batch, m, k, n, a, b, form, into)):
                 shader, grid = self.matmul(part)
-                label = f"{_label(node)} {'x'.join(map(str, sizes))}"
                 yield Kernel(shader, (a_base, b_base), node, grid, label)
 
     def _operand(self, node: fx.Node) -> tuple[Operand, fx.Node]:

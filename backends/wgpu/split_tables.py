@@ -96,13 +96,14 @@ def split_tables(capture: Capture, tables: Tables) -> None:
 
 
 class _Table:
-    """One table in a graph."""
+    """One table in a graph: its placeholder, the nodes of its parts, and the views of it."""
 
     def __init__(self, graph: fx.Graph, node: fx.Node, parts: Sequence[RowPart]) -> None:
         self._graph = graph
         self._node = node
         self._parts = parts
         self._nodes: list[fx.Node] = []
+        self._views: list[fx.Node] = []
 
     def replace(self) -> None:
         """Parts in place of the table, and of all that reads it."""
@@ -122,15 +123,15 @@ class _Table:
 
     def _readers(self) -> list[fx.Node]:
         """Who reads the table, looking through views of it."""
-        self._views: list[fx.Node] = []
         readers: dict[fx.Node, None] = {}
-        for source in (found := [self._node]):
-            for user in source.users:
+        sources = [self._node]
+        while sources:
+            for user in sources.pop().users:
                 if is_view(user):
-                    found.append(user)
+                    self._views.append(user)
+                    sources.append(user)
                 else:
                     readers[user] = None
-        self._views = found[1:]
         return [*readers]
 
     def _instead(self, reader: fx.Node) -> fx.Node:
