@@ -82,9 +82,11 @@ class VulkanProgram:
                 fit in the device's memory.
         """
         check_parameters(self._trainable)
-        arrays = _tensors(example)
-        refuse_loss_that_does_not_add_up(self._weights.module, self._loss, arrays)
-        self._step(example)
+        capture, arrays = self._capture(example), _tensors(example)
+        refuse_loss_that_does_not_add_up(
+            self._weights.module, self._loss, arrays, capture.model_results
+        )
+        self._plans[_shapes(example)] = self._ready_step(capture)
 
     def warm_up(self, batch: Batch) -> None:
         """Run a microbatch of another shape once: drivers compile shaders when they first run."""
@@ -235,14 +237,18 @@ class VulkanProgram:
         yield Loss(0.0, batch.weight)
 
     def _step(self, batch: Batch) -> Ready:
-        shapes = tuple((name, a.shape, str(a.dtype)) for name, a in sorted(batch.arrays.items()))
+        shapes = _shapes(batch)
         if shapes not in self._plans:
-            arrays = _tensors(batch)
-            capture = capture_step(self._weights.module, self._loss, self._trained, arrays)
-            groups = [list(self._outputs_of(n)) for n in self._order()]
-            groups[-1].append(0)  # the loss comes with the last block
-            self._plans[shapes] = self._ready(capture, groups)
+            self._plans[shapes] = self._ready_step(self._capture(batch))
         return self._plans[shapes]
+
+    def _capture(self, batch: Batch) -> Capture:
+        return capture_step(self._weights.module, self._loss, self._trained, _tensors(batch))
+
+    def _ready_step(self, capture: Capture) -> Ready:
+        groups = [list(self._outputs_of(n)) for n in self._order()]
+        groups[-1].append(0)  # the loss comes with the last block
+        return self._ready(capture, groups)
 
     def _ready(self, capture: Capture, groups: Sequence[Sequence[int]]) -> Ready:
         """Lower, plan, and make all that the device needs."""
@@ -290,6 +296,10 @@ class VulkanProgram:
 
 def _tensors(batch: Batch) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(array) for name, array in batch.arrays.items()}
+
+
+def _shapes(batch: Batch) -> Any:
+    return tuple((name, a.shape, str(a.dtype)) for name, a in sorted(batch.arrays.items()))
 
 
 def _is_empty(batch: Batch) -> bool:
