@@ -25,10 +25,12 @@ from backends.interface import (
     BlockGradient,
     DeviceInfo,
     Loss,
+    MicrobatchItem,
     Program,
     Sums,
     Trainable,
 )
+from backends.node_sum import HostNodeSum
 from backends.stream import GradientStream
 from protocol.errors import SamestepError
 
@@ -116,7 +118,7 @@ class EagerProgram:
             raise SamestepError(f"expected blocks of {expected} elements, got {sizes}")
         self._thread.submit(self._load, parameters).result()
 
-    def gradients(self, batch: Batch, seed: int) -> GradientStream:
+    def gradients(self, batch: Batch, seed: int) -> GradientStream[MicrobatchItem]:
         """One microbatch; the device thread starts on it at once."""
         abandoned = threading.Event()
         out: queue.SimpleQueue[_Item] = queue.SimpleQueue()
@@ -129,6 +131,10 @@ class EagerProgram:
             wait([running])
 
         return GradientStream(_items(out, abandoned), stop)
+
+    def node_sum(self, leaves: int) -> HostNodeSum:
+        """Added on the host."""
+        return HostNodeSum(self, len(self._blocks), leaves)
 
     def evaluate(self, batch: Batch) -> Sums:
         """Evaluation sums of one batch.
@@ -290,9 +296,7 @@ class _Abandoned(Exception):
 _Item = BlockGradient | tuple[int, torch.Tensor, torch.cuda.Event] | Future[Loss]
 
 
-def _items(
-    out: queue.SimpleQueue[_Item], abandoned: threading.Event
-) -> Iterator[BlockGradient | Loss]:
+def _items(out: queue.SimpleQueue[_Item], abandoned: threading.Event) -> Iterator[MicrobatchItem]:
     """What the device thread puts out; its errors are raised here."""
     while not abandoned.is_set():
         item = out.get()

@@ -76,7 +76,7 @@ class VulkanBackend:
                 "computes in float32 only"
             )
         template = Templates(not self.adapter.software, self.tuner.shader)
-        program = VulkanProgram(self.device, trainable, template)
+        program = VulkanProgram(self.device, trainable, template, adds=self.exact_additions)
         program.check(example)
         for other in others:
             program.warm_up(other)

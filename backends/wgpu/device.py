@@ -76,6 +76,9 @@ class Prepared:
         self.calls = calls
         self._kept = kept
 
+    def __add__(self, other: Prepared) -> Prepared:
+        return Prepared(self.calls + other.calls, self._kept + other._kept)
+
 
 class Readback:
     """What a submission brings back, once it is done."""

@@ -74,6 +74,13 @@ def estimate(plan: Plan, tensor_bytes: Mapping[str, int]) -> Estimate:
     return Estimate(weights, sum(plan.slots), transfers, max(sizes, default=(0, "")))
 
 
+def has_room(needed: Sequence[Estimate], nbytes: int, memory_bytes: int) -> bool:
+    """Whether so many bytes more fit beside a program's plans; so where memory is not known, for
+    there it is the host's, which would hold them otherwise."""
+    most = max((one.total for one in needed), default=0)
+    return not memory_bytes or most + nbytes <= _usable(memory_bytes)
+
+
 def refuse_what_does_not_fit(
     needed: Sequence[Estimate], memory_bytes: int, largest_bytes: int, device: str
 ) -> None:
@@ -98,7 +105,7 @@ def refuse_what_does_not_fit(
                 f"{what!r} needs a buffer of {size / _GIB:.2f} GiB, and {device!r} has at most "
                 f"{largest_bytes / _GIB:.2f}: expected {advice}"
             )
-    usable = int(memory_bytes * (1 - ROOM))
+    usable = _usable(memory_bytes)
     worst = max(needed, key=lambda one: one.total)
     if memory_bytes and worst.total > usable:
         raise SamestepError(
@@ -106,3 +113,7 @@ def refuse_what_does_not_fit(
             f"{(worst.total - usable) / _GIB:.2f} GiB too much; lower batch.microbatch or "
             "data.max_tokens, set model.gradient_checkpointing, or with lora model.base_dtype"
         )
+
+
+def _usable(memory_bytes: int) -> int:
+    return int(memory_bytes * (1 - ROOM))

@@ -11,9 +11,12 @@ import torch
 from torch import nn
 
 from backends.interface import Batch, BlockGradient, Loss, Trainable
+from backends.node_sum import HostNodeSum
 from backends.wgpu import threefry
+from backends.wgpu.estimate import Estimate, has_room
 from backends.wgpu.lowering import Templates
 from backends.wgpu.matmul_tuning import MatmulTuner
+from backends.wgpu.node_sum import DeviceNodeSum
 from backends.wgpu.packing import seed_words
 from backends.wgpu.program import VulkanProgram
 from protocol.errors import DataError, SamestepError
@@ -37,7 +40,7 @@ def compiled(device) -> Iterator[Any]:
 
     def compile_(job: Trainable, example: Batch) -> VulkanProgram:
         template = Templates(not device.adapter.software, MatmulTuner(device).shader)
-        program = VulkanProgram(device, job, template)
+        program = VulkanProgram(device, job, template, adds=True)
         made.append(program)
         program.check(example)
         return program
@@ -164,6 +167,36 @@ def test_dropout_is_the_function_of_its_seed_that_the_host_knows(compiled):
         np.testing.assert_allclose(got[1], (outside * second * after_first).sum(0), rtol=1e-6)
         tangent = outside * (1 + second)
         np.testing.assert_allclose(got[0], (tangent * first).sum(0), rtol=1e-6)
+
+
+def test_one_upload_for_a_microbatch_and_one_readback_per_block_for_a_node(compiled, device):
+    module = bert(dropout=0.1)
+    job = trainable(module, class_loss)
+    program = compiled(job, labelled())
+
+    def node(leaves: int) -> tuple[int, int]:
+        before = (device.counts.uploads, device.counts.readbacks)
+        sums = program.node_sum(leaves)
+        assert isinstance(sums, DeviceNodeSum)
+        for leaf in range(leaves):
+            for _ in sums.add(labelled(seed=leaf), leaf):
+                pass
+        return device.counts.uploads - before[0], device.counts.readbacks - before[1]
+
+    for leaves in (2, 5, 8):
+        assert node(leaves) == (leaves, len(job.blocks))
+
+
+def test_sums_are_added_on_the_host_where_the_device_has_no_room_or_is_not_exact(device):
+    job = trainable(llama(), next_token_loss)
+    template = Templates(not device.adapter.software, MatmulTuner(device).shader)
+    inexact = VulkanProgram(device, job, template, adds=False)
+    assert isinstance(inexact.node_sum(2), HostNodeSum)
+    inexact.close()
+    needed = [Estimate(10, 60, 5, (0, ""))]
+    assert has_room(needed, 20, 100)
+    assert not has_room(needed, 21, 100)
+    assert has_room(needed, 21, 0)
 
 
 def test_one_upload_and_one_readback_per_block_for_a_microbatch(compiled, device):

@@ -36,7 +36,7 @@ LARGEST = 17_000
 
 def program_of(device, job, batch, largest_bytes=LARGEST):
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
-    program = VulkanProgram(device, job, template, largest_bytes)
+    program = VulkanProgram(device, job, template, adds=False, largest_bytes=largest_bytes)
     program.check(batch)
     return program
 
