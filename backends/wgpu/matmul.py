@@ -2,8 +2,8 @@
 
 Every variant sums one accumulator per output in float32 over k in rising order, each term by one
 `fma`, from zero: so all variants and sizes give the same bits on one adapter, and which one is
-chosen decides speed alone. No atomics; a long k is summed by several dispatches, one after the
-other, each going on from the sums of the one before it (`dispatched`).
+chosen decides speed alone. No atomics. A long k is cut at the same places for all of them, into
+dispatches that add up their sums one after the other (`dispatched`).
 
 The right operand may be stored as bf16, f16, int8 or int4 (see `backends.wgpu.narrow`): it is
 widened, and multiplied by its group's scale, as it is loaded; the sum is over float32.

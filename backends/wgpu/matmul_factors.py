@@ -15,9 +15,8 @@ from backends.wgpu.values import shape_of
 def factors(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, Result | None]]:
     """Left, right and where their product goes, in the order in which they must run.
 
-    Products beside each other each fill columns of the output. A sum of products is one sum over
-    all their inner dimensions: each goes on from the one before it, so its bits are those of the
-    product of the whole matrices.
+    Products beside each other each fill columns of the output. In a sum of products each is added
+    to those before it.
     """
     one: Any
     two: Any

@@ -11,7 +11,7 @@ Which operand is broadcast is free (`swap`); the order of summation is k's in an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from backends.wgpu.dispatch import Shader
@@ -104,7 +104,6 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
   let first_row = group.y * {self.lanes.rows}u;
   let first_column = group.x * {self.lanes.columns * self.lanes.subgroup}u;
 {self._places()}
-{self._begin()}
   for (var k = 0u; k < {self.problem.k - rest}u; k += {self.unroll}u) {{
 {self._round(self.unroll)}
   }}
@@ -225,28 +224,26 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
             return "rows"
         return ""
 
-    def _begin(self) -> str:
-        """Where the outputs are, and what the sums go on from if not from zero."""
-        start = self.problem.result.offset
-        lines = [f"  let out_base = group.z * {self.problem.m * self.problem.n}u + {start}u;"]
-        if self.problem.result.onto:
-            for sums, at, row, column in self._outputs():
-                load = f"{sums[0]} = out[{at}];"
-                if len(sums) == 2:
-                    halves = f"{sums[0]} = low(pair); {sums[1]} = high(pair);"
-                    load = f"{{ let pair = out[({at}) / 2u]; {halves} }}"
-                lines.append(self._guarded(load, row, column))
-        return "\n".join(lines)
-
     def _store(self) -> str:
-        lines = []
+        result = self.problem.result
+        size = self.problem.m * self.problem.n
+        lines = [f"  let out_base = group.z * {size}u + {result.offset}u;"]
         for sums, at, row, column in self._outputs():
-            store = f"out[{at}] = {sums[0]};"
             if len(sums) == 2:
-                low, high = (f"u64(bitcast<u32>({each}))" for each in sums)
-                store = f"out[({at}) / 2u] = {low} | ({high} << 32u);"
+                place = f"out[({at}) / 2u]"
+                values = self._onto(sums, [f"low({place})", f"high({place})"])
+                low, high = (f"u64(bitcast<u32>({value}))" for value in values)
+                store = f"{place} = {low} | ({high} << 32u);"
+            else:
+                (value,) = self._onto(sums, [f"out[{at}]"])
+                store = f"out[{at}] = {value};"
             lines.append(self._guarded(store, row, column))
         return "\n".join(lines)
+
+    def _onto(self, sums: Sequence[str], there: Sequence[str]) -> list[str]:
+        if not self.problem.result.onto:
+            return [*sums]
+        return [f"{held} + {each}" for held, each in zip(there, sums, strict=True)]
 
     def _outputs(self) -> Iterator[tuple[tuple[str, ...], str, str, str]]:
         """The sums of each output (or pair), its index, its row and its column."""

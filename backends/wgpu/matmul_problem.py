@@ -9,8 +9,8 @@ from typing import Final
 from backends.wgpu.narrow import Narrow
 
 MOST_TERMS: Final = 1 << 15
-"""Of one dispatch: whatever its tiles, a kernel's loops then take fewer than 60,000 rounds in all.
-Mesa's software Vulkan ends them after 65,535, without a word."""
+"""Of one dispatch, for every kernel. Whatever its tiles, its loops then take fewer than 60,000
+rounds in all: Mesa's software Vulkan ends them after 65,535, without a word."""
 _ALIGNMENT: Final = 8
 """Elements: what matters of an offset is whether so many can be read at once."""
 
@@ -36,7 +36,7 @@ class Result:
     Attributes:
         row: From one row to the next.
         offset: Of the first element; a multiple of 4 elements is stored quicker.
-        onto: Whether the sums go on from what is there.
+        onto: Whether the sums are added to what is there.
     """
 
     row: int
@@ -90,7 +90,8 @@ class MatmulProblem:
 def dispatched(problem: MatmulProblem) -> Iterator[MatmulProblem]:
     """The same product in as many dispatches as its sums are too long for one, in their order.
 
-    Each goes on from the sums of the one before it, so the bits are those of one dispatch.
+    Each adds its sums to those of the ones before it. One running sum over a vocabulary would lose
+    more than that: 9e-6 of the norm at 151,936 terms, against 4e-6 to 6e-6.
     """
     into = problem.result
     for first in range(0, max(problem.k, 1), MOST_TERMS):

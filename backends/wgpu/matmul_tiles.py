@@ -67,8 +67,6 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_index) me
   let my_m = me / {tiles.columns // tiles.own_columns}u * {tiles.own_rows // 4}u;
   let my_n = me % {tiles.columns // tiles.own_columns}u * {tiles.own_columns // 4}u;
 {_sums(tiles)}
-{_places(problem, tiles)}
-{_begin(problem, tiles, vector=vector_out)}
   for (var k0 = 0u; k0 < {problem.k}u; k0 += {tiles.depth}u) {{
 {_bring(left, "left", "first_m", tiles.rows, tiles)}
 {_bring(right, "right", "first_n", tiles.columns, tiles)}
@@ -78,6 +76,7 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_index) me
     }}
     workgroupBarrier();
   }}
+{_places(problem, tiles)}
 {_store(problem, tiles, vector=vector_out)}
 }}
 """
@@ -166,17 +165,12 @@ def _places(problem: MatmulProblem, tiles: Tiles) -> str:
     return "\n".join(lines)
 
 
-def _begin(problem: MatmulProblem, tiles: Tiles, *, vector: bool) -> str:
-    """Where the sums go on: what is there, into the registers."""
-    if not problem.result.onto:
-        return ""
-    outputs = _outputs(problem, tiles, vector=vector)
-    return "\n".join(f"  if ({guard}) {{ {sums} = {place}; }}" for sums, place, guard in outputs)
-
-
 def _store(problem: MatmulProblem, tiles: Tiles, *, vector: bool) -> str:
-    outputs = _outputs(problem, tiles, vector=vector)
-    return "\n".join(f"  if ({guard}) {{ {place} = {sums}; }}" for sums, place, guard in outputs)
+    lines = []
+    for sums, place, guard in _outputs(problem, tiles, vector=vector):
+        value = f"{place} + {sums}" if problem.result.onto else sums
+        lines.append(f"  if ({guard}) {{ {place} = {value}; }}")
+    return "\n".join(lines)
 
 
 def _outputs(

@@ -2,9 +2,8 @@
 
 An embedding table or the weight of a head is cut where its rows allow it, and what reads it is
 rewritten before the graph is lowered: a gather takes each row from the part that has it, a product
-along the rows fills the output's columns part by part, and one over the rows goes on from part to
-part. The bits are those of the whole table. Frozen tables only: the gradient of a trained one is
-as large as itself.
+along the rows fills the output's columns part by part, and one over the rows adds up the parts'
+in their order. Frozen tables only: the gradient of a trained one is as large as itself.
 """
 
 from __future__ import annotations
@@ -197,7 +196,7 @@ class _Table:
         return self._shaped(reader, product)
 
     def _summed(self, reader: fx.Node) -> fx.Node:
-        """G @ table: one sum over the rows of all parts, in their order."""
+        """G @ table: the sum of the products with the parts, in their order."""
         left = self._left(reader)
         lefts = [
             add(self._graph, reader, _aten.slice.Tensor, left, 1, part.first, part.end)

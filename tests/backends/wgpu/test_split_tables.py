@@ -1,4 +1,4 @@
-"""Tables larger than a binding: in parts, with the bits of the whole."""
+"""Tables larger than a binding: in parts, with the gradients of the whole."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ MODELS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_have_the_bits_of_the_whole_table(device, name):
+def test_gradients_are_those_of_the_whole_table(device, name):
     make, loss, batch = MODELS[name]
-    assert_the_bits_of_the_whole(device, make(), loss, batch(), LARGEST)
+    assert_as_the_whole(device, make(), loss, batch(), LARGEST)
 
 
-def assert_the_bits_of_the_whole(device, module, loss, batch, largest, **changes):
+def assert_as_the_whole(device, module, loss, batch, largest, **changes):
     job = trainable(module, loss, **changes)
     found = []
     for limit in (None, largest):
@@ -88,7 +88,8 @@ def assert_the_bits_of_the_whole(device, module, loss, batch, largest, **changes
         program.close()
     whole, parts = found
     assert_like_the_cpu(module, job.blocks, loss, batch, parts)
-    assert all(whole[n].tobytes() == parts[n].tobytes() for n in whole)
+    for number, values in whole.items():
+        assert np.linalg.norm(values - parts[number]) <= 2e-6 * np.linalg.norm(values)
 
 
 class Tied(nn.Module):
@@ -125,7 +126,7 @@ def tokens(samples=1, length=3, most=600):
 
 @pytest.mark.parametrize(("module", "batch"), [(Tied, tokens()), (Sliced, tokens(2, 2))])
 def test_more_parts_than_a_shader_binds(device, module, batch):
-    assert_the_bits_of_the_whole(device, module(), token_loss, batch, 8000)
+    assert_as_the_whole(device, module(), token_loss, batch, 8000)
 
 
 class WithHead(nn.Module):
@@ -153,7 +154,7 @@ def test_a_frozen_head_in_any_stored_form(device, base_dtype, largest):
     x = np.random.default_rng(0).standard_normal((3, WIDTH)).astype(np.float32)
     batch = Batch({"x": x}, 3.0)
     module = WithHead()
-    assert_the_bits_of_the_whole(device, module, square_loss, batch, largest, base_dtype=base_dtype)
+    assert_as_the_whole(device, module, square_loss, batch, largest, base_dtype=base_dtype)
 
 
 def test_an_evaluation_and_its_loss_are_those_of_the_whole_table(device):
