@@ -50,10 +50,14 @@ class ScriptedBackend:
         return {"device": "scripted"}
 
     def compile(
-        self, trainable: Trainable, example: Batch, others: Sequence[Batch] = ()
+        self,
+        trainable: Trainable,
+        example: Batch,
+        others: Sequence[Batch] = (),
+        evaluations: Sequence[Batch] = (),
     ) -> Program:
         """Needs the blocks alone; a torch model or loss is not looked at."""
-        del example, others
+        del example, others, evaluations
         return ScriptedProgram(trainable, self.microbatch_ms)
 
 

@@ -24,7 +24,7 @@ from protocol.samples import SampleOrder, microbatch_seed
 from protocol.trace import Tracer, now_us
 from protocol.tree import Node
 from protocol.update import StepScalars
-from worker.batch_shapes import microbatch_of_each_shape
+from worker.batch_shapes import evaluation_of_each_shape, microbatch_of_each_shape
 from worker.signature import probe_digest, signature_digest
 from worker.tasks.base import Task
 
@@ -268,7 +268,8 @@ class Engine:
         task = self._toolbox.task(spec)
         order = SampleOrder(spec.seed, task.manifest.train_samples, spec.batch)
         example, *others = microbatch_of_each_shape(task, order)
-        program = self._toolbox.backend().compile(task.trainable, example, others)
+        evaluations = evaluation_of_each_shape(task)
+        program = self._toolbox.backend().compile(task.trainable, example, others, evaluations)
         replica, initial = Replica(task.manifest.blocks, spec.optimizer), task.initial_parameters()
         program.load(initial)
         probe = probe_digest(program, example)
