@@ -136,6 +136,11 @@ class EagerProgram:
 
         return GradientStream(_items(out, abandoned), stop)
 
+    @property
+    def memory(self) -> str:
+        """Not known."""
+        return ""
+
     def node_sum(self, leaves: int) -> HostNodeSum:
         """Added on the host."""
         return HostNodeSum(self, len(self._blocks), leaves)

@@ -130,6 +130,10 @@ class NodeSum(Protocol):
 class Program(Protocol):
     """A compiled task on one device."""
 
+    @property
+    def memory(self) -> str:
+        """What it needs of the device's memory, in words; empty where that is not known."""
+
     def load(self, parameters: list[Array]) -> None:
         """Take these values of all trainable tensors: one flat array per block, copied."""
 

@@ -104,6 +104,11 @@ class ScriptedProgram:
         if not closed.is_set():
             yield Loss(mean * batch.weight, batch.weight)
 
+    @property
+    def memory(self) -> str:
+        """Not known."""
+        return ""
+
     def node_sum(self, leaves: int) -> HostNodeSum:
         """Added on the host."""
         return HostNodeSum(self, len(self._patterns), leaves)

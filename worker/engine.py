@@ -51,6 +51,7 @@ class Built:
     backend: str
     device: str
     task: Task
+    memory: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +257,7 @@ class Engine:
                 backend=cut_text(backend.info.backend, 64),
                 device=cut_text(backend.info.name, 64),
                 task=job.task,
+                memory=job.program.memory,
             )
         )
 

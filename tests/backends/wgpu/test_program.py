@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,6 +89,7 @@ def test_checkpointing_gives_the_same_bits_in_less_memory(compiled):
         assert any(getattr(m, "gradient_checkpointing", False) for m in module.modules()) == (
             checkpoint
         )
+    assert re.match(r"[\d.]+ MiB \(weights [\d.]+ MiB, activations ", program.memory)
     (plain, more), (checkpointed, less) = found
     assert all(plain[n].tobytes() == checkpointed[n].tobytes() for n in plain)
     assert less < 0.7 * more
