@@ -60,7 +60,11 @@ class EagerBackend:
         return numerics.signature(self.device, threads)
 
     def compile(
-        self, trainable: Trainable, example: Batch, others: Sequence[Batch] = ()
+        self,
+        trainable: Trainable,
+        example: Batch,
+        others: Sequence[Batch] = (),
+        evaluations: Sequence[Batch] = (),
     ) -> Program:
         """Take over the module: move it to the device and hook its parameters.
 
@@ -68,7 +72,7 @@ class EagerBackend:
             SamestepError: A tensor is missing or not float32, a buffer changes in forward, or the
                 loss does not add up over samples.
         """
-        del others  # a new shape takes no time
+        del others, evaluations  # a new shape takes no time
         program = EagerProgram(self.device, trainable)
         try:
             program.check(example)
@@ -131,6 +135,11 @@ class EagerProgram:
             wait([running])
 
         return GradientStream(_items(out, abandoned), stop)
+
+    @property
+    def memory(self) -> str:
+        """Not known."""
+        return ""
 
     def node_sum(self, leaves: int) -> HostNodeSum:
         """Added on the host."""

@@ -130,6 +130,10 @@ class NodeSum(Protocol):
 class Program(Protocol):
     """A compiled task on one device."""
 
+    @property
+    def memory(self) -> str:
+        """What it needs of the device's memory, in words; empty where that is not known."""
+
     def load(self, parameters: list[Array]) -> None:
         """Take these values of all trainable tensors: one flat array per block, copied."""
 
@@ -189,14 +193,20 @@ class Backend(Protocol):
         instruction set."""
 
     def compile(
-        self, trainable: Trainable, example: Batch, others: Sequence[Batch] = ()
+        self,
+        trainable: Trainable,
+        example: Batch,
+        others: Sequence[Batch] = (),
+        evaluations: Sequence[Batch] = (),
     ) -> Program:
         """Make the task ready on the device.
 
         Args:
             trainable: The task.
             example: A microbatch.
-            others: Microbatches of other shapes; what takes time for each shape is done now.
+            others: Microbatches of other shapes; what takes time for each shape is done now, and
+                what a shape would be refused for is found now.
+            evaluations: Held-out parts, one of each shape.
 
         Raises:
             SamestepError: It cannot be, with the reason.

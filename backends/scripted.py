@@ -50,10 +50,14 @@ class ScriptedBackend:
         return {"device": "scripted"}
 
     def compile(
-        self, trainable: Trainable, example: Batch, others: Sequence[Batch] = ()
+        self,
+        trainable: Trainable,
+        example: Batch,
+        others: Sequence[Batch] = (),
+        evaluations: Sequence[Batch] = (),
     ) -> Program:
         """Needs the blocks alone; a torch model or loss is not looked at."""
-        del example, others
+        del example, others, evaluations
         return ScriptedProgram(trainable, self.microbatch_ms)
 
 
@@ -99,6 +103,11 @@ class ScriptedProgram:
         mean = float(draws.uniforms(draws.key_of(seed, "loss"), 1)[0])
         if not closed.is_set():
             yield Loss(mean * batch.weight, batch.weight)
+
+    @property
+    def memory(self) -> str:
+        """Not known."""
+        return ""
 
     def node_sum(self, leaves: int) -> HostNodeSum:
         """Added on the host."""

@@ -53,9 +53,13 @@ class ReadyBackend(ScriptedBackend):
     """Makes `ReadyProgram`s."""
 
     def compile(
-        self, trainable: Trainable, example: Batch, others: Sequence[Batch] = ()
+        self,
+        trainable: Trainable,
+        example: Batch,
+        others: Sequence[Batch] = (),
+        evaluations: Sequence[Batch] = (),
     ) -> Program:
-        del example, others
+        del example, others, evaluations
         return ReadyProgram(trainable, self.microbatch_ms)
 
 

@@ -24,7 +24,7 @@ from protocol.samples import SampleOrder, microbatch_seed
 from protocol.trace import Tracer, now_us
 from protocol.tree import Node
 from protocol.update import StepScalars
-from worker.batch_shapes import microbatch_of_each_shape
+from worker.batch_shapes import evaluation_of_each_shape, microbatch_of_each_shape
 from worker.signature import probe_digest, signature_digest
 from worker.tasks.base import Task
 
@@ -51,6 +51,7 @@ class Built:
     backend: str
     device: str
     task: Task
+    memory: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +257,7 @@ class Engine:
                 backend=cut_text(backend.info.backend, 64),
                 device=cut_text(backend.info.name, 64),
                 task=job.task,
+                memory=job.program.memory,
             )
         )
 
@@ -268,7 +270,8 @@ class Engine:
         task = self._toolbox.task(spec)
         order = SampleOrder(spec.seed, task.manifest.train_samples, spec.batch)
         example, *others = microbatch_of_each_shape(task, order)
-        program = self._toolbox.backend().compile(task.trainable, example, others)
+        evaluations = evaluation_of_each_shape(task)
+        program = self._toolbox.backend().compile(task.trainable, example, others, evaluations)
         replica, initial = Replica(task.manifest.blocks, spec.optimizer), task.initial_parameters()
         program.load(initial)
         probe = probe_digest(program, example)

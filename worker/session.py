@@ -238,10 +238,11 @@ class Session:
             signature=event.signature,
             signature_text=event.signature_text,
         )
+        memory = f"; memory: {event.memory}" if event.memory else ""
         return [
             Expect(manifest.blocks),
             Transmit(ready, event.manifest),
-            Tell(f"run {self.run_id}: ready on {event.device}"),
+            Tell(f"run {self.run_id}: ready on {event.device}{memory}"),
         ]
 
     def _build_failed(self, event: engine.BuildFailed) -> list[Action]:

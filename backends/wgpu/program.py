@@ -26,7 +26,13 @@ from backends.stream import GradientStream
 from backends.wgpu.additivity import refuse_loss_that_does_not_add_up
 from backends.wgpu.capture import Capture, capture_forward, capture_step
 from backends.wgpu.device import Buffer, Device
-from backends.wgpu.estimate import Estimate, estimate, has_room, refuse_what_does_not_fit
+from backends.wgpu.estimate import (
+    Estimate,
+    estimate,
+    has_room,
+    refuse_what_does_not_fit,
+    size,
+)
 from backends.wgpu.lowered_plan import lowered_plan
 from backends.wgpu.lowering import Templates
 from backends.wgpu.node_sum import DeviceNodeSum
@@ -82,6 +88,13 @@ class VulkanProgram:
         self._running: Running | None = None
         self._lock = threading.RLock()
         self.estimates: list[Estimate] = []
+
+    @property
+    def memory(self) -> str:
+        """The estimate of the plan that needs most, and what the device has."""
+        most = max(self.estimates, key=lambda one: one.total)
+        has = self._device.adapter.memory_bytes
+        return f"{most} of {size(has)}" if has else str(most)
 
     def check(self, example: Batch) -> None:
         """Make the plan of a training step for batches like this one.

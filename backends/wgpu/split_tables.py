@@ -17,6 +17,7 @@ from torch import fx
 
 from backends.wgpu import passes
 from backends.wgpu.capture import Capture
+from backends.wgpu.estimate import size
 from backends.wgpu.opaque import PRODUCTS_BESIDE, SUM_OF_PRODUCTS
 from backends.wgpu.passes import add
 from backends.wgpu.values import shape_of
@@ -26,7 +27,6 @@ from protocol.errors import SamestepError
 _aten = torch.ops.aten
 _ROWS: Final = 64
 """Parts are of whole multiples of it where that fits: what a product reads is then aligned."""
-_GIB: Final = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +143,9 @@ class _Table:
                 return self._summed(reader)
             if self._shows(right, turned=True) and not self._is_of_table(left):
                 return self._beside(reader)
-        size = 4 * self._node.meta["val"].numel() / _GIB
+        whole = size(4 * self._node.meta["val"].numel())
         raise SamestepError(
-            f"{self._parts[0].table!r} ({size:.2f} GiB) does not fit in one buffer of the device; "
+            f"{self._parts[0].table!r} ({whole}) does not fit in one buffer of the device; "
             "it can be cut into parts for an embedding and for products, but "
             f"{reader.meta.get('module') or 'the loss'} reads it by {reader.target}; "
             "use a cpu or cuda worker for this model"

@@ -1,5 +1,7 @@
 """A worker's side of a connection, message by message."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -99,6 +101,16 @@ def kinds(actions):
 
 
 # Handshake and start.
+
+
+def test_what_a_task_needs_of_the_devices_memory_is_told_where_it_is_known():
+    for known, said in ("", "a processor"), ("1.00 GiB of 2.00 GiB", "; memory: 1.00 GiB of 2.00"):
+        session = welcomed()
+        session.receive(*start_run())
+        actions = session.result(replace(built(), memory=known))
+        (told,) = [action.text for action in actions if isinstance(action, act.Tell)]
+        assert said in told
+        assert ("memory" in told) == bool(known)
 
 
 def test_what_it_is_doing_is_one_line():

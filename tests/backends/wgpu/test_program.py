@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import nn
 from backends.interface import Batch, BlockGradient, Loss, Trainable
 from backends.node_sum import HostNodeSum
 from backends.wgpu import threefry
+from backends.wgpu.adapters import adapters
+from backends.wgpu.backend import VulkanBackend
 from backends.wgpu.estimate import Estimate, has_room
 from backends.wgpu.lowering import Templates
 from backends.wgpu.matmul_tuning import MatmulTuner
@@ -86,6 +89,7 @@ def test_checkpointing_gives_the_same_bits_in_less_memory(compiled):
         assert any(getattr(m, "gradient_checkpointing", False) for m in module.modules()) == (
             checkpoint
         )
+    assert re.match(r"[\d.]+ MiB \(weights [\d.]+ MiB, activations ", program.memory)
     (plain, more), (checkpointed, less) = found
     assert all(plain[n].tobytes() == checkpointed[n].tobytes() for n in plain)
     assert less < 0.7 * more
@@ -111,6 +115,21 @@ def test_loaded_values_count_and_evaluation_runs_on_the_device(compiled):
         module.eval()
         assert after == pytest.approx(evaluate(module, _tensors(text()))["loss"], rel=1e-6)
     assert loss.loss_sum == pytest.approx(after, rel=1e-6)
+
+
+def test_what_an_evaluation_would_be_refused_for_is_found_before_training():
+    """Its shapes are compiled then."""
+
+    def evaluate(module: Any, arrays: Any) -> dict[str, float]:
+        return {"norm": float(module.lm_head(arrays["input_ids"].float()).norm())}
+
+    if isinstance(why := adapters(), str):
+        pytest.skip(why)
+    backend = VulkanBackend()
+    with pytest.raises(SamestepError, match="reads 'lm_head' of the model"):
+        backend.compile(
+            trainable(llama(), next_token_loss, evaluate=evaluate), text(), (), [text(length=8)]
+        )
 
 
 def test_an_evaluation_that_computes_with_parts_of_the_model_is_refused(compiled):
@@ -208,6 +227,21 @@ def test_one_upload_and_one_readback_per_block_for_a_microbatch(compiled, device
     gradients(program, labelled(seed=1))
     assert device.counts.uploads - before[0] == 1
     assert device.counts.readbacks - before[1] == len(job.blocks)
+
+
+def test_a_block_comes_while_the_backward_of_earlier_ones_is_yet_to_run(compiled, device):
+    job = trainable(llama(layers=8), next_token_loss)
+    program = compiled(job, text())
+    gradients(program, text())
+    for leaves in (1, 2):
+        sums = program.node_sum(leaves)
+        for leaf in range(leaves):
+            before = device.counts.submissions
+            stream = sums.add(text(), leaf)
+            next(stream)
+            begun = device.counts.submissions - before
+            list(stream)
+            assert begun <= device.counts.submissions - before - len(job.blocks) // 2
 
 
 def test_blocks_come_in_reverse_order_and_the_loss_last(compiled):
