@@ -34,6 +34,7 @@ BUFFER_ALIGNMENT_BYTES: Final = 16
 
 _CALLBACK_S: Final = 20.0
 """For a callback that is due, and runs in another thread."""
+_STAGING_PART_BYTES: Final = 64 * 2**20
 _UPLOAD_PART_BYTES: Final = 64 * 2**20
 """wgpu stages an upload in memory of its own until the next submission."""
 
@@ -256,8 +257,10 @@ class Device:
         return np.split(whole, ends[:-1])
 
     def _take_staging(self, nbytes: int) -> Any:
-        """A buffer to map, of a power of two of bytes, so that few sizes do for all."""
+        """A buffer to map, of a power of two of bytes or of large parts: few sizes do for all."""
         size = max(256, 1 << (nbytes - 1).bit_length())
+        if nbytes > _STAGING_PART_BYTES:  # a power of two might be more than a buffer may have
+            size = -(-nbytes // _STAGING_PART_BYTES) * _STAGING_PART_BYTES
         free = self._staging[size]
         return free.pop() if free else self._device.create_buffer(size=size, usage=_STAGING)
 

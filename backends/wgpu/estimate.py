@@ -73,7 +73,7 @@ def estimate(plan: Plan, tensor_bytes: Mapping[str, int]) -> Estimate:
         if plan.outputs[output] is not None
     )
     weights = sum(tensor_bytes[name] for name in named)
-    # A staging buffer is a power of two: at most twice what it brings.
+    # A staging buffer has at most twice the size of what it brings.
     transfers = constants + 4 * plan.words + 2 * back
     return Estimate(weights, sum(plan.slots), transfers, max(sizes, default=(0, "")))
 
