@@ -138,7 +138,7 @@ class Client:
                 self._tell(f"{leaving.reason}; trying the join token")
                 continue
             if leaving is not None and not leaving.retry:
-                if leaving.exit_code in (ExitCode.OK, ExitCode.FAILED):
+                if leaving.exit_code in (ExitCode.OK, ExitCode.FAILED) and not leaving.failed:
                     self._tell(f"goodbye: {leaving.reason}")
                     return ExitCode(leaving.exit_code)
                 raise error_for(leaving.exit_code, leaving.reason)

@@ -118,7 +118,7 @@ def test_a_lost_device_is_one_clear_error_wherever_it_shows(own_device):
     for attempt in attempts:
         with pytest.raises(DeviceError, match="failed: ") as caught:
             attempt()
-        assert caught.value.exit_code == ExitCode.UNREACHABLE
+        assert caught.value.exit_code == ExitCode.FAILED
 
 
 def test_memory_that_is_not_there_is_one_clear_error(device):
