@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +13,10 @@ from backends.wgpu.adapters import adapters
 from tests.cluster import ROOT, RUNS, Cluster
 from tests.faulty_vulkan import FaultyVulkan, compiled_layer
 
-STEPS = 60
+STEPS = 40
 JOB = (
     "--run", str(RUNS / "digits.yaml"), "--set", f"steps={STEPS}", "--set", "evaluate_every=0",
-    "--set", "digits.hidden=[16]",
+    "--set", "digits.hidden=[16]", "--set", "batch.samples=48",
 )  # fmt: skip
 VULKAN = ("--backend", "vulkan")
 
@@ -50,6 +49,13 @@ def is_undisturbed(cluster: Cluster, alone: dict[str, Any]) -> bool:
     return [result[key] for key in same] == [alone[key] for key in same]
 
 
+def part_of_the_name() -> str:
+    """Of the device that a worker takes which is told none."""
+    found = adapters()
+    assert not isinstance(found, str)
+    return found[0].name.split()[0].upper()
+
+
 def last_words(cluster: Cluster, name: str) -> list[str]:
     """What a worker that has failed wrote on standard error."""
     worker = cluster.workers[name]
@@ -69,7 +75,7 @@ def test_one_is_killed_in_the_middle_of_a_step_and_another_comes_late(tmp_path, 
         cluster.wait_for("worker_lost", worker="w1")
         # The newcomer needs seconds to import; the run waits for it, or would be over before.
         first.send_signal(signal.SIGSTOP)
-        cluster.worker("late", *VULKAN)
+        cluster.worker("late", *VULKAN, "--gpus", part_of_the_name())
         cluster.wait_for("worker_ready", worker="late")
         first.send_signal(signal.SIGCONT)
         assert cluster.wait_for("worker_joined", worker="late")["step"] < STEPS
