@@ -371,6 +371,8 @@ class Client:
             self._tracer.instant(f"{direction} block {fields['block']}", "network", **fields)
 
     def _leave(self, action: act.Leave) -> None:
-        self._leaving = action
+        # The first failure says why; what else the engine had to do may have failed after it.
+        if self._leaving is None or not self._leaving.failed:
+            self._leaving = action
         if self._channel is not None:
             self._channel.abort(action.reason)
