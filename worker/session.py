@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from backends.interface import Array
 from protocol.connection import Body
-from protocol.errors import BackendUnavailable, ExitCode, OutOfPlace
+from protocol.errors import BackendUnavailable, DeviceError, ExitCode, OutOfPlace
 from protocol.manifest import Block, Manifest
 from protocol.messages import (
     Assign,
@@ -182,9 +182,9 @@ class Session:
             case engine.StateCopied():
                 return self._upload(event)
             case engine.DeviceFailed():
-                reason = f"the device failed: {event.error}"
-                goodbye = Goodbye(reason=cut_text(reason), retry=False, exit_code=ExitCode.FAILED)
-                return [Transmit(goodbye), Leave(reason, retry=False, exit_code=ExitCode.FAILED)]
+                own = isinstance(event.error, DeviceError)
+                words = " ".join(str(event.error).split())
+                return self._fail(words if own else f"the device failed: {words}", ExitCode.FAILED)
 
     def drain(self) -> list[Action]:
         """An operator wants this worker to leave: finish what it has, take no more."""
@@ -250,12 +250,16 @@ class Session:
             return []
         reason = self.files.in_the_users_words(str(event.error))
         exit_code = event.error.exit_code
-        if isinstance(event.error, BackendUnavailable):
+        if isinstance(event.error, BackendUnavailable | DeviceError):
             # This machine's matter, not the run's: leave, and let the run wait for another.
-            goodbye = Goodbye(reason=cut_text(reason), retry=False, exit_code=exit_code)
-            return [Transmit(goodbye), Leave(reason, retry=False, exit_code=exit_code)]
+            return self._fail(reason, exit_code)
         unready = Unready(run_id=self.run_id, reason=cut_text(reason), exit_code=exit_code)
         return [Transmit(unready), Tell(f"cannot take part in {self.run_id}: {reason}")]
+
+    def _fail(self, reason: str, exit_code: int) -> list[Action]:
+        """The device is of no use: others go on without it."""
+        goodbye = Goodbye(reason=cut_text(reason), retry=False, exit_code=exit_code)
+        return [Transmit(goodbye), Leave(reason, retry=False, exit_code=exit_code, failed=True)]
 
     def _upload(self, event: engine.StateCopied) -> list[Action]:
         if not self._built or event.step:

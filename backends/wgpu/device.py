@@ -11,6 +11,7 @@ An error of a call that encodes shows at `finish`, which is called through the c
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -118,11 +119,15 @@ class Device:
         self.adapter = adapter
         self.counts = Counts()
         offered = adapter.handle.features
-        with failures(adapter.name):
+        logging.getLogger("wgpu").addFilter(_is_told_nowhere_else)
+        try:
             self._device = adapter.handle.request_device_sync(
                 required_features=[name for name in _FEATURES if name in offered],
                 required_limits=dict(adapter.handle.limits),
             )
+        except RuntimeError as error:  # all that wgpu raises here
+            reason = f"it cannot be opened ({_line(error)})"
+            raise DeviceError(adapter.name, reason) from None
         self.features: frozenset[str] = frozenset(self._device.features)
         self.limits: Mapping[str, int] = dict(self._device.limits)
         self._queue = self._device.queue
@@ -326,12 +331,20 @@ def failures(name: str) -> Iterator[None]:
     """Turn a lost device and spent memory into `DeviceError`; other errors are our own."""
     try:
         yield
-    except wgpu.GPUOutOfMemoryError as error:
-        raise DeviceError(name, f"out of memory ({_line(error)})") from None
     except wgpu.GPUError as error:
-        if "lost" in str(error).lower():
-            raise DeviceError(name, f"the device was lost ({_line(error)})") from None
+        # wgpu-native calls both validation errors; its words are all that tells them apart.
+        words = _line(error)
+        if isinstance(error, wgpu.GPUOutOfMemoryError) or "not enough memory" in words.lower():
+            raise DeviceError(name, f"out of memory ({words})") from None
+        if "device is lost" in words.lower():
+            raise DeviceError(name, f"the device was lost ({words})") from None
         raise
+
+
+def _is_told_nowhere_else(record: logging.LogRecord) -> bool:
+    """For wgpu's log, which goes to standard error: a loss is raised as `DeviceError`."""
+    words = record.getMessage()
+    return words != "DEVICE LOST!" and not words.startswith("The WGPU device was lost")
 
 
 def _line(error: Exception) -> str:
