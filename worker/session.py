@@ -162,23 +162,13 @@ class Session:
             case engine.NodeDone():
                 return self._node_done(event)
             case engine.Applied():
-                if not self._built:
-                    return []
-                applied = StepApplied(
-                    epoch=self.epoch, step=event.step, state_digest=event.state_digest
-                )
-                return [Transmit(applied)]
+                step, digest = event.step, event.state_digest
+                applied = StepApplied(epoch=self.epoch, step=step, state_digest=digest)
+                return [Transmit(applied)] if self._built else []
             case engine.Evaluated():
-                if not self._built:
-                    return []
-                return [
-                    Transmit(
-                        EvalResult(
-                            epoch=self.epoch, step=event.step, part=event.part,
-                            sums=dict(event.sums),
-                        )
-                    )
-                ]  # fmt: skip
+                step, part, sums = event.step, event.part, dict(event.sums)
+                result = EvalResult(epoch=self.epoch, step=step, part=part, sums=sums)
+                return [Transmit(result)] if self._built else []
             case engine.StateCopied():
                 return self._upload(event)
             case engine.DeviceFailed():
