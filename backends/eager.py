@@ -25,10 +25,12 @@ from backends.interface import (
     BlockGradient,
     DeviceInfo,
     Loss,
+    MicrobatchItem,
     Program,
     Sums,
     Trainable,
 )
+from backends.node_sum import HostNodeSum
 from backends.stream import GradientStream
 from protocol.errors import SamestepError
 
@@ -58,7 +60,11 @@ class EagerBackend:
         return numerics.signature(self.device, threads)
 
     def compile(
-        self, trainable: Trainable, example: Batch, others: Sequence[Batch] = ()
+        self,
+        trainable: Trainable,
+        example: Batch,
+        others: Sequence[Batch] = (),
+        evaluations: Sequence[Batch] = (),
     ) -> Program:
         """Take over the module: move it to the device and hook its parameters.
 
@@ -66,7 +72,7 @@ class EagerBackend:
             SamestepError: A tensor is missing or not float32, a buffer changes in forward, or the
                 loss does not add up over samples.
         """
-        del others  # a new shape takes no time
+        del others, evaluations  # a new shape takes no time
         program = EagerProgram(self.device, trainable)
         try:
             program.check(example)
@@ -116,7 +122,7 @@ class EagerProgram:
             raise SamestepError(f"expected blocks of {expected} elements, got {sizes}")
         self._thread.submit(self._load, parameters).result()
 
-    def gradients(self, batch: Batch, seed: int) -> GradientStream:
+    def gradients(self, batch: Batch, seed: int) -> GradientStream[MicrobatchItem]:
         """One microbatch; the device thread starts on it at once."""
         abandoned = threading.Event()
         out: queue.SimpleQueue[_Item] = queue.SimpleQueue()
@@ -129,6 +135,15 @@ class EagerProgram:
             wait([running])
 
         return GradientStream(_items(out, abandoned), stop)
+
+    @property
+    def memory(self) -> str:
+        """Not known."""
+        return ""
+
+    def node_sum(self, leaves: int) -> HostNodeSum:
+        """Added on the host."""
+        return HostNodeSum(self, len(self._blocks), leaves)
 
     def evaluate(self, batch: Batch) -> Sums:
         """Evaluation sums of one batch.
@@ -290,9 +305,7 @@ class _Abandoned(Exception):
 _Item = BlockGradient | tuple[int, torch.Tensor, torch.cuda.Event] | Future[Loss]
 
 
-def _items(
-    out: queue.SimpleQueue[_Item], abandoned: threading.Event
-) -> Iterator[BlockGradient | Loss]:
+def _items(out: queue.SimpleQueue[_Item], abandoned: threading.Event) -> Iterator[MicrobatchItem]:
     """What the device thread puts out; its errors are raised here."""
     while not abandoned.is_set():
         item = out.get()

@@ -85,17 +85,54 @@ class Loss:
     weight: float
 
 
+@dataclass(frozen=True, slots=True)
+class BlockAdded:
+    """A microbatch's gradient of a block is in its node's sum, which more are to come to."""
+
+    block: int
+
+
+MicrobatchItem = BlockGradient | Loss
+NodeItem = BlockGradient | BlockAdded | Loss
+
+
 class Gradients(Protocol):
     """What one microbatch gives, as it comes: blocks in reverse order, then the loss."""
 
-    def __iter__(self) -> Iterator[BlockGradient | Loss]: ...
+    def __iter__(self) -> Iterator[MicrobatchItem]: ...
 
     def close(self) -> None:
         """Abandon the rest; the program stays usable."""
 
 
+class NodeGradients(Protocol):
+    """What one microbatch of a node gives, as it comes."""
+
+    def __iter__(self) -> Iterator[NodeItem]: ...
+
+    def close(self) -> None:
+        """Abandon the rest, and the node; the program stays usable."""
+
+
+class NodeSum(Protocol):
+    """The gradient sums of one node of the reduction tree: those of its microbatches, added in
+    float32 along the tree, wherever that is; losses and weights in float64."""
+
+    def add(self, batch: Batch, seed: int) -> NodeGradients:
+        """Forward and backward of the node's next microbatch; arguments as for `gradients`.
+
+        Gives for each block, last block first, `BlockAdded`, or with the node's last microbatch
+        the node's sum as a `BlockGradient`; after it the node's `Loss`. One microbatch is done
+        before the next is added.
+        """
+
+
 class Program(Protocol):
     """A compiled task on one device."""
+
+    @property
+    def memory(self) -> str:
+        """What it needs of the device's memory, in words; empty where that is not known."""
 
     def load(self, parameters: list[Array]) -> None:
         """Take these values of all trainable tensors: one flat array per block, copied."""
@@ -110,6 +147,9 @@ class Program(Protocol):
             batch: Shapes as in the example batch, or fewer samples.
             seed: Seeds every random draw (dropout) of this microbatch.
         """
+
+    def node_sum(self, leaves: int) -> NodeSum:
+        """Start on a node of so many microbatches; one node is in work at a time."""
 
     def evaluate(self, batch: Batch) -> Sums:
         """Evaluation sums over one batch, in evaluation mode."""
@@ -153,14 +193,20 @@ class Backend(Protocol):
         instruction set."""
 
     def compile(
-        self, trainable: Trainable, example: Batch, others: Sequence[Batch] = ()
+        self,
+        trainable: Trainable,
+        example: Batch,
+        others: Sequence[Batch] = (),
+        evaluations: Sequence[Batch] = (),
     ) -> Program:
         """Make the task ready on the device.
 
         Args:
             trainable: The task.
             example: A microbatch.
-            others: Microbatches of other shapes; what takes time for each shape is done now.
+            others: Microbatches of other shapes; what takes time for each shape is done now, and
+                what a shape would be refused for is found now.
+            evaluations: Held-out parts, one of each shape.
 
         Raises:
             SamestepError: It cannot be, with the reason.

@@ -53,6 +53,18 @@ class Quantised:
         """Words, then scales: one buffer."""
         return np.concatenate([self.words, self.scales.view(np.uint32)])
 
+    def part(self, first: int, end: int) -> Quantised:
+        """Rows `first` to `end`."""
+        words, scales = len(self.words) // self.rows, len(self.scales) // self.rows
+        return Quantised(
+            self.storage,
+            end - first,
+            self.columns,
+            self.words[first * words : end * words],
+            self.scales[first * scales : end * scales],
+            self.group,
+        )
+
     @property
     def nbytes(self) -> int:
         """Of words and scales together."""

@@ -43,7 +43,8 @@ def choose(name: str, wanted: int | str = 0) -> BackendChoice:
         info = _device(kind, wanted)
         if not info.usable:
             raise BackendUnavailable(kind, info.reason)
-        return BackendChoice(_make(kind, info.index), f"{kind} was asked for by name")
+        reason = f"{kind} was asked for by name{_among_others(kind, wanted)}"
+        return BackendChoice(_make(kind, info.index), reason)
     return _auto(wanted)
 
 
@@ -113,6 +114,18 @@ def _device(kind: str, wanted: int | str) -> DeviceInfo:
         reason = f"there is no device {wanted}; this machine has {len(found)}, counted from 0"
         return DeviceInfo(kind, kind.upper(), False, reason, wanted)
     return found[wanted]
+
+
+def _among_others(kind: str, wanted: int | str) -> str:
+    """Says so where a part of a name is in several devices' names."""
+    if kind == "cpu" or isinstance(wanted, int):
+        return ""
+    found = _vulkan_devices() if kind == "vulkan" else _cuda_devices()
+    fitting = [info.name for info in found if wanted.lower() in info.name.lower()]
+    if len(fitting) == 1:
+        return ""
+    names = ", ".join(map(repr, fitting))
+    return f", the first of {len(fitting)} whose names have {wanted!r} in them: {names}"
 
 
 def _cuda_devices() -> list[DeviceInfo]:

@@ -19,10 +19,12 @@ from backends.interface import (
     BlockGradient,
     DeviceInfo,
     Loss,
+    MicrobatchItem,
     Program,
     Sums,
     Trainable,
 )
+from backends.node_sum import HostNodeSum
 from backends.stream import GradientStream
 from protocol.errors import SamestepError
 
@@ -48,10 +50,14 @@ class ScriptedBackend:
         return {"device": "scripted"}
 
     def compile(
-        self, trainable: Trainable, example: Batch, others: Sequence[Batch] = ()
+        self,
+        trainable: Trainable,
+        example: Batch,
+        others: Sequence[Batch] = (),
+        evaluations: Sequence[Batch] = (),
     ) -> Program:
         """Needs the blocks alone; a torch model or loss is not looked at."""
-        del example, others
+        del example, others, evaluations
         return ScriptedProgram(trainable, self.microbatch_ms)
 
 
@@ -79,14 +85,12 @@ class ScriptedProgram:
         for mine, given in zip(self.parameters, parameters, strict=True):
             np.copyto(mine, given)
 
-    def gradients(self, batch: Batch, seed: int) -> GradientStream:
+    def gradients(self, batch: Batch, seed: int) -> GradientStream[MicrobatchItem]:
         """Time runs from the first `next`; a slow receiver does not slow the device down."""
         closed = threading.Event()
         return GradientStream(self._run(batch, seed, closed), closed.set)
 
-    def _run(
-        self, batch: Batch, seed: int, closed: threading.Event
-    ) -> Iterator[BlockGradient | Loss]:
+    def _run(self, batch: Batch, seed: int, closed: threading.Event) -> Iterator[MicrobatchItem]:
         start_s = time.perf_counter()
         count = len(self._patterns)
         for done, block in enumerate(reversed(range(count)), start=1):
@@ -99,6 +103,15 @@ class ScriptedProgram:
         mean = float(draws.uniforms(draws.key_of(seed, "loss"), 1)[0])
         if not closed.is_set():
             yield Loss(mean * batch.weight, batch.weight)
+
+    @property
+    def memory(self) -> str:
+        """Not known."""
+        return ""
+
+    def node_sum(self, leaves: int) -> HostNodeSum:
+        """Added on the host."""
+        return HostNodeSum(self, len(self._patterns), leaves)
 
     def evaluate(self, batch: Batch) -> Sums:
         """Only counts: samples and parts."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import uvloop
 
-from backends.interface import Batch, BlockGradient, Loss, Program, Trainable
+from backends.interface import Batch, BlockGradient, Loss, MicrobatchItem, Program, Trainable
 from backends.scripted import ScriptedBackend, ScriptedProgram
 from backends.stream import GradientStream
 from protocol.allocator import keep_freed_memory
@@ -35,13 +35,13 @@ class ReadyProgram(ScriptedProgram):
         super().__init__(trainable, 0.0)
         self._quiet_s = quiet_ms / 1e3
 
-    def gradients(self, batch: Batch, seed: int) -> GradientStream:
+    def gradients(self, batch: Batch, seed: int) -> GradientStream[MicrobatchItem]:
         """Every block at once after the quiet time."""
         del seed
         closed = threading.Event()
         return GradientStream(self._ready(batch, closed), closed.set)
 
-    def _ready(self, batch: Batch, closed: threading.Event) -> Iterator[BlockGradient | Loss]:
+    def _ready(self, batch: Batch, closed: threading.Event) -> Iterator[MicrobatchItem]:
         if closed.wait(self._quiet_s):
             return
         for block in reversed(range(len(self._patterns))):
@@ -53,9 +53,13 @@ class ReadyBackend(ScriptedBackend):
     """Makes `ReadyProgram`s."""
 
     def compile(
-        self, trainable: Trainable, example: Batch, others: Sequence[Batch] = ()
+        self,
+        trainable: Trainable,
+        example: Batch,
+        others: Sequence[Batch] = (),
+        evaluations: Sequence[Batch] = (),
     ) -> Program:
-        del example, others
+        del example, others, evaluations
         return ReadyProgram(trainable, self.microbatch_ms)
 
 

@@ -171,7 +171,7 @@ def attention_row(backend: VulkanBackend, length: int, rounds: int) -> list[str]
         module: nn.Module = LlamaForCausalLM(config)
         template = _Forced(not backend.adapter.software, backend.tuner.shader, fused)
         job = Trainable(cut_into_blocks(module), module, loss)
-        programs.append(VulkanProgram(backend.device, job, template))
+        programs.append(VulkanProgram(backend.device, job, template, adds=True))
         programs[-1].check(batch)
     apart, joined = by_turns([partial(_microbatch, p, batch, 0) for p in programs], rounds)
     memory = [program.estimates[0].activations / 2**20 for program in programs]

@@ -7,8 +7,8 @@ SamestepError
 ├── RunFailed             exit 1   the run failed or is halted at exit
 │   └── Superseded                 another coordinator has the run's directory
 ├── Unreachable           exit 69  nothing answers at the address, or a device is not there
-│   ├── BackendUnavailable         a named backend cannot be used here, with the reason
-│   └── DeviceError                a device was lost, or has no memory left, while it computed
+│   └── BackendUnavailable         a named backend cannot be used here, with the reason
+├── DeviceError           exit 1   a device was lost, or has no memory left, while it computed
 ├── NotAuthorised         exit 77  the other side does not accept who we are
 ├── Mismatch              exit 78  versions, manifests or configurations differ
 ├── StorageFailed         exit 1   nothing can be written just now: full, read-only, gone
@@ -91,7 +91,7 @@ class BackendUnavailable(Unreachable):
         return f"backend {self.backend!r} is not usable here: {self.reason}"
 
 
-class DeviceError(Unreachable):
+class DeviceError(SamestepError):
     """A device stopped computing: it was lost, or has no memory left.
 
     Attributes:

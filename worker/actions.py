@@ -114,11 +114,16 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The connection is over."""
+    """The connection is over.
+
+    Attributes:
+        failed: Whether it is this worker that failed: then the reason is told as an error.
+    """
 
     reason: str
     retry: bool
     exit_code: int
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

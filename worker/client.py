@@ -138,7 +138,7 @@ class Client:
                 self._tell(f"{leaving.reason}; trying the join token")
                 continue
             if leaving is not None and not leaving.retry:
-                if leaving.exit_code in (ExitCode.OK, ExitCode.FAILED):
+                if leaving.exit_code in (ExitCode.OK, ExitCode.FAILED) and not leaving.failed:
                     self._tell(f"goodbye: {leaving.reason}")
                     return ExitCode(leaving.exit_code)
                 raise error_for(leaving.exit_code, leaving.reason)
@@ -371,6 +371,8 @@ class Client:
             self._tracer.instant(f"{direction} block {fields['block']}", "network", **fields)
 
     def _leave(self, action: act.Leave) -> None:
-        self._leaving = action
+        # The first failure says why; what else the engine had to do may have failed after it.
+        if self._leaving is None or not self._leaving.failed:
+            self._leaving = action
         if self._channel is not None:
             self._channel.abort(action.reason)

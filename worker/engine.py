@@ -14,7 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from backends.interface import Array, Backend, Batch, Loss, Program, Sums
+from backends.accumulate import TreeAccumulator
+from backends.interface import Array, Backend, Batch, BlockGradient, Loss, Program, Sums
 from protocol.errors import DataError, SamestepError
 from protocol.messages import cut_text
 from protocol.replica import PartKind, Replica, StatePart
@@ -23,8 +24,7 @@ from protocol.samples import SampleOrder, microbatch_seed
 from protocol.trace import Tracer, now_us
 from protocol.tree import Node
 from protocol.update import StepScalars
-from worker.accumulate import TreeAccumulator
-from worker.batch_shapes import microbatch_of_each_shape
+from worker.batch_shapes import evaluation_of_each_shape, microbatch_of_each_shape
 from worker.signature import probe_digest, signature_digest
 from worker.tasks.base import Task
 
@@ -51,6 +51,7 @@ class Built:
     backend: str
     device: str
     task: Task
+    memory: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +257,7 @@ class Engine:
                 backend=cut_text(backend.info.backend, 64),
                 device=cut_text(backend.info.name, 64),
                 task=job.task,
+                memory=job.program.memory,
             )
         )
 
@@ -268,7 +270,8 @@ class Engine:
         task = self._toolbox.task(spec)
         order = SampleOrder(spec.seed, task.manifest.train_samples, spec.batch)
         example, *others = microbatch_of_each_shape(task, order)
-        program = self._toolbox.backend().compile(task.trainable, example, others)
+        evaluations = evaluation_of_each_shape(task)
+        program = self._toolbox.backend().compile(task.trainable, example, others, evaluations)
         replica, initial = Replica(task.manifest.blocks, spec.optimizer), task.initial_parameters()
         program.load(initial)
         probe = probe_digest(program, example)
@@ -288,29 +291,28 @@ class Engine:
                 f"the coordinator plans {microbatches} microbatches, this task has {len(samples)}"
             )
         batches = [job.task.batch(samples[leaf]) for leaf in range(node.lo, node.hi)]
-        sums = TreeAccumulator(node, len(job.task.manifest.blocks))
+        sums = job.program.node_sum(node.leaves)
         weight = _node_weight(node, batches)
         loss: Loss | None = None
         for leaf, batch in zip(range(node.lo, node.hi), batches, strict=True):
             seed = microbatch_seed(job.spec.seed, place.step, leaf)
-            stream = job.program.gradients(batch, seed)
+            stream = sums.add(batch, seed)
             since_us = now_us()
             for item in stream:
                 if self._is_cancelled(generation, place, node):
                     stream.close()
                     return
                 if isinstance(item, Loss):
-                    loss = sums.add_loss(leaf, item.loss_sum, item.weight)
+                    loss = item
                     continue
-                total = sums.add(leaf, item.block, item.values)
                 if self._tracer is not None:
                     self._tracer.span(
                         f"backward block {item.block}", "device", since_us,
                         step=place.step, microbatch=leaf, block=item.block,
                     )  # fmt: skip
                     since_us = now_us()
-                if total is not None:
-                    self._emit(BlockSum(place, node, item.block, total, weight))
+                if isinstance(item, BlockGradient):
+                    self._emit(BlockSum(place, node, item.block, item.values, weight))
         assert loss is not None
         if self._tracer is not None:
             self._tracer.span(f"node {node}", "nodes", start_us, step=place.step)

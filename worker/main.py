@@ -13,10 +13,10 @@ import uvloop
 
 from backends.interface import Backend
 from protocol.allocator import keep_freed_memory
-from protocol.errors import ExitCode
+from protocol.errors import DeviceError, ExitCode
 from protocol.run_spec import RunSpec
 from protocol.supervisor import Supervisor
-from protocol.system_journal import SystemJournal
+from protocol.system_journal import SystemJournal, write_error
 from protocol.trace import Tracer
 from worker.client import Client, Target
 from worker.credentials import Credentials
@@ -60,7 +60,10 @@ class LocalDevice:
             from backends.registry import choose  # noqa: PLC0415 -- may import torch: seconds
 
             choice = choose(self._name, self._wanted)
-            self._tell(f"device: {choice.backend.info.name}: {choice.reason}")
+            info = choice.backend.info
+            self._tell(f"device: {info.name}: {choice.reason}")
+            if info.backend == "vulkan":
+                _end_in_order(info.name)
             self._backend = choice.backend
         return self._backend
 
@@ -69,6 +72,17 @@ class LocalDevice:
         from worker.tasks.registry import build  # noqa: PLC0415 -- may import torch: seconds
 
         return build(spec)
+
+
+def _end_in_order(device: str) -> None:
+    """One line and exit code 1 also where wgpu's library ends the process."""
+    from backends.wgpu.last_words import on_abort  # noqa: PLC0415 -- for Vulkan alone
+
+    reason = (
+        "a library ended the process; wgpu does when the driver loses the device or has no memory "
+        "left for a submission, and its own words stand above"
+    )
+    on_abort(lambda: write_error("worker", DeviceError(device, reason)), ExitCode.FAILED)
 
 
 def main(options: Options) -> ExitCode:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from backends.interface import Array
 from protocol.connection import Body
-from protocol.errors import BackendUnavailable, ExitCode, OutOfPlace
+from protocol.errors import BackendUnavailable, DeviceError, ExitCode, OutOfPlace
 from protocol.manifest import Block, Manifest
 from protocol.messages import (
     Assign,
@@ -162,29 +162,19 @@ class Session:
             case engine.NodeDone():
                 return self._node_done(event)
             case engine.Applied():
-                if not self._built:
-                    return []
-                applied = StepApplied(
-                    epoch=self.epoch, step=event.step, state_digest=event.state_digest
-                )
-                return [Transmit(applied)]
+                step, digest = event.step, event.state_digest
+                applied = StepApplied(epoch=self.epoch, step=step, state_digest=digest)
+                return [Transmit(applied)] if self._built else []
             case engine.Evaluated():
-                if not self._built:
-                    return []
-                return [
-                    Transmit(
-                        EvalResult(
-                            epoch=self.epoch, step=event.step, part=event.part,
-                            sums=dict(event.sums),
-                        )
-                    )
-                ]  # fmt: skip
+                step, part, sums = event.step, event.part, dict(event.sums)
+                result = EvalResult(epoch=self.epoch, step=step, part=part, sums=sums)
+                return [Transmit(result)] if self._built else []
             case engine.StateCopied():
                 return self._upload(event)
             case engine.DeviceFailed():
-                reason = f"the device failed: {event.error}"
-                goodbye = Goodbye(reason=cut_text(reason), retry=False, exit_code=ExitCode.FAILED)
-                return [Transmit(goodbye), Leave(reason, retry=False, exit_code=ExitCode.FAILED)]
+                own = isinstance(event.error, DeviceError)
+                words = " ".join(str(event.error).split())
+                return self._fail(words if own else f"the device failed: {words}", ExitCode.FAILED)
 
     def drain(self) -> list[Action]:
         """An operator wants this worker to leave: finish what it has, take no more."""
@@ -238,10 +228,11 @@ class Session:
             signature=event.signature,
             signature_text=event.signature_text,
         )
+        memory = f"; memory: {event.memory}" if event.memory else ""
         return [
             Expect(manifest.blocks),
             Transmit(ready, event.manifest),
-            Tell(f"run {self.run_id}: ready on {event.device}"),
+            Tell(f"run {self.run_id}: ready on {event.device}{memory}"),
         ]
 
     def _build_failed(self, event: engine.BuildFailed) -> list[Action]:
@@ -249,12 +240,16 @@ class Session:
             return []
         reason = self.files.in_the_users_words(str(event.error))
         exit_code = event.error.exit_code
-        if isinstance(event.error, BackendUnavailable):
+        if isinstance(event.error, BackendUnavailable | DeviceError):
             # This machine's matter, not the run's: leave, and let the run wait for another.
-            goodbye = Goodbye(reason=cut_text(reason), retry=False, exit_code=exit_code)
-            return [Transmit(goodbye), Leave(reason, retry=False, exit_code=exit_code)]
+            return self._fail(reason, exit_code)
         unready = Unready(run_id=self.run_id, reason=cut_text(reason), exit_code=exit_code)
         return [Transmit(unready), Tell(f"cannot take part in {self.run_id}: {reason}")]
+
+    def _fail(self, reason: str, exit_code: int) -> list[Action]:
+        """The device is of no use: others go on without it."""
+        goodbye = Goodbye(reason=cut_text(reason), retry=False, exit_code=exit_code)
+        return [Transmit(goodbye), Leave(reason, retry=False, exit_code=exit_code, failed=True)]
 
     def _upload(self, event: engine.StateCopied) -> list[Action]:
         if not self._built or event.step:

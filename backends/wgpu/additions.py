@@ -2,8 +2,9 @@
 
 Node sums must have the same bits wherever they are added. IEEE 754 leaves a float32 addition one
 result, but Vulkan lets a device flush subnormals to zero and round otherwise. So hard cases are
-added on the device and compared, bit by bit, with numpy: only if all agree may a program add node
-sums there; else the host does. Cases of NaN are left out: a gradient with a NaN ends its step.
+added by the very kernels of node sums and compared, bit by bit, with numpy: only if all agree may
+a program add node sums there; else the host does. Cases of NaN are left out: a gradient with a NaN
+ends its step.
 """
 
 from __future__ import annotations
@@ -14,23 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.wgpu.device import Copy, Device
-from backends.wgpu.dispatch import Dispatch, Shader
+from backends.wgpu.sum_kernels import add, keep
 
-_WORKGROUP: Final = 64
 _RANDOM_CASES: Final = 60_000
-_SHADER: Final = Shader(
-    f"""\
-@group(0) @binding(0) var<storage, read> a: array<f32>;
-@group(0) @binding(1) var<storage, read> b: array<f32>;
-@group(0) @binding(2) var<storage, read_write> out: array<f32>;
-@compute @workgroup_size({_WORKGROUP})
-fn main(@builtin(global_invocation_id) id: vec3u) {{
-  if (id.x < arrayLength(&out)) {{ out[id.x] = a[id.x] + b[id.x]; }}
-}}
-""",
-    3,
-)
-
 _EDGES: Final = (
     0x00000000,  # 0
     0x00000001,  # the smallest subnormal
@@ -80,8 +67,8 @@ def differing_additions(device: Device) -> int:
     buffers = [device.buffer(values.nbytes) for values in (a, b, a)]
     device.upload(buffers[0], a)
     device.upload(buffers[1], b)
-    grid = (-(-buffers[2].nbytes // 4 // _WORKGROUP), 1, 1)
-    prepared = device.prepare([Dispatch(_SHADER, (0, 1, 2), grid, "additions")], buffers)
+    nbytes = buffers[2].nbytes
+    prepared = device.prepare([keep(0, 2, nbytes), add(1, 2, nbytes)], buffers)
     (sums,) = device.run(prepared, [Copy(buffers[2], a.nbytes)]).result()
     with np.errstate(all="ignore"):
         expected = a + b

@@ -1,19 +1,19 @@
 """Whether a loss is a sum over samples: its halves must add up to the whole.
 
-Only the loss is computed, on made-up outputs of the model, whose shapes come from a trace. So the
-check costs little however large the model is.
+Only the loss is computed, on made-up outputs of the model, whose shapes are those of the trace. So
+the check costs little however large the model is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from backends.wgpu.capture import output_shapes
+from backends.wgpu.capture import ModelResult
 from backends.wgpu.stand_in import StandIn
 from protocol.errors import SamestepError
 
@@ -26,8 +26,15 @@ def refuse_loss_that_does_not_add_up(
     module: nn.Module,
     loss: Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor],
     arrays: Mapping[str, torch.Tensor],
+    results: Sequence[ModelResult | None],
 ) -> None:
     """Where all arrays, and all that the model gives, have samples first.
+
+    Args:
+        module: The model.
+        loss: Of the model and the arrays.
+        arrays: A microbatch.
+        results: What each of the loss's calls of the model gave for it.
 
     Raises:
         SamestepError: The loss of the whole is not the sum of its halves' losses.
@@ -36,7 +43,7 @@ def refuse_loss_that_does_not_add_up(
     samples = counts.pop() if len(counts) == 1 else 0
     if samples < 2:
         return
-    made = _MadeUp(module, samples)
+    made = _MadeUp(module, samples, results)
     try:
         whole = made.loss(loss, arrays, slice(0, samples))
         half = samples // 2
@@ -58,8 +65,11 @@ class _NotBySample(Exception):
 class _MadeUp:
     """Gives the same made-up outputs for a sample, whatever part of the batch it is in."""
 
-    def __init__(self, module: nn.Module, samples: int) -> None:
+    def __init__(
+        self, module: nn.Module, samples: int, results: Sequence[ModelResult | None]
+    ) -> None:
         self._module = module
+        self._results = results
         self._samples = samples
         self._part = slice(0, samples)
         self._calls = 0
@@ -82,16 +92,19 @@ class _MadeUp:
         return float(value)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        del args, kwargs
         number, self._calls = self._calls, self._calls + 1
         if number == len(self._outputs):
-            shapes, structure = output_shapes(self._module, args, kwargs)
+            result = self._results[number] if number < len(self._results) else None
+            if result is None:
+                raise _NotBySample
             draws = torch.Generator().manual_seed(_SEED + number)
             made = []
-            for like in shapes:
+            for like in result.tensors:
                 if not like.shape or like.shape[0] != self._samples:
                     raise _NotBySample
                 value = torch.rand(like.shape, generator=draws)
                 made.append(value.to(like.dtype))
-            self._outputs.append((made, structure))
+            self._outputs.append((made, result.structure))
         made, structure = self._outputs[number]
         return pytree.tree_unflatten([x[self._part] for x in made], structure)

@@ -62,13 +62,17 @@ class VulkanBackend:
         }
 
     def compile(
-        self, trainable: Trainable, example: Batch, others: Sequence[Batch] = ()
+        self,
+        trainable: Trainable,
+        example: Batch,
+        others: Sequence[Batch] = (),
+        evaluations: Sequence[Batch] = (),
     ) -> Program:
         """Capture the step for batches like the example, and upload the weights.
 
         Raises:
-            SamestepError: The precision is not to be had, the step cannot be captured, or an
-                operator has no rule.
+            SamestepError: The precision is not to be had, the step or an evaluation cannot be
+                captured, or an operator has no rule.
         """
         if trainable.precision != "float32":
             raise SamestepError(
@@ -76,8 +80,11 @@ class VulkanBackend:
                 "computes in float32 only"
             )
         template = Templates(not self.adapter.software, self.tuner.shader)
-        program = VulkanProgram(self.device, trainable, template)
+        program = VulkanProgram(self.device, trainable, template, adds=self.exact_additions)
         program.check(example)
         for other in others:
             program.warm_up(other)
+        if trainable.evaluate is not None:
+            for part in evaluations:
+                program.evaluate(part)
         return program

@@ -51,6 +51,14 @@ class Kind:
     checkpoint: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ModelResult:
+    """What a call of the whole module gave, flat, and its structure."""
+
+    tensors: tuple[Like, ...]
+    structure: pytree.TreeSpec
+
+
 @dataclass(slots=True)
 class Capture:
     """What was traced.
@@ -63,6 +71,8 @@ class Capture:
         seeds: How many (2,) seeds there are.
         outputs: What the graph's outputs are like.
         results: For a forward: the structure of what the module gave.
+        model_results: For a step: of each of the loss's calls of the module; None for a call that
+            gave what is no tensor.
     """
 
     graph: fx.GraphModule
@@ -73,6 +83,7 @@ class Capture:
     seeds: int = 1
     outputs: tuple[Like | None, ...] = ()
     results: pytree.TreeSpec | None = None
+    model_results: tuple[ModelResult | None, ...] = ()
 
 
 def capture_step(
@@ -108,9 +119,21 @@ def capture_step(
             grads = torch.autograd.grad(value, wanted, allow_unused=True)
         return [value.detach(), *grads]
 
-    with prepared(module, train=True, fuses=fuses) as checkpoint:
+    found: list[ModelResult | None] = []
+
+    def note(_module: nn.Module, _args: Any, output: Any) -> None:
+        flat, structure = pytree.tree_flatten(output)
+        tensors = all(isinstance(each, torch.Tensor) for each in flat)
+        found.append(ModelResult(tuple(map(Like.of, flat)), structure) if tensors else None)
+
+    with (
+        prepared(module, train=True, fuses=fuses) as checkpoint,
+        module.register_forward_hook(note),
+    ):
         trace = _Trace(module, frozenset(trained), checkpoint, fuses)
-        return trace.capture(step, arrays)
+        captured = trace.capture(step, arrays)
+    captured.model_results = tuple(found)
+    return captured
 
 
 def capture_forward(
@@ -142,36 +165,6 @@ def capture_forward(
         captured = trace.capture(forward, arrays)
     captured.results = found[-1]
     return captured
-
-
-def output_shapes(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[list[Like], pytree.TreeSpec]:
-    """What a call of the module gives, without computing it: flat, and its structure.
-
-    Raises:
-        SamestepError: Forward depends on values, or gives what is no tensor.
-    """
-    with FakeTensorMode(allow_non_fake_inputs=True), prepared(module, train=False):
-
-        def faked(value: Any) -> Any:
-            return _fake(value) if isinstance(value, torch.Tensor) else value
-
-        held = {name: faked(tensor) for name, tensor in named_tensors(module).items()}
-        again, words = pytree.tree_map(faked, (tuple(args), dict(kwargs)))
-        try:
-            seed = torch.empty(2, dtype=torch.int32)
-            with (
-                substituted(module, held),
-                closed_layers(module, lambda: seed, checkpoint=False, fuses=written_out),
-                torch.no_grad(),
-            ):
-                results, structure = pytree.tree_flatten(module(*again, **words))
-        except Exception as error:
-            raise _cannot("forward", error) from error
-    if not all(isinstance(result, torch.Tensor) for result in results):
-        raise SamestepError("expected the model to give tensors only")
-    return [Like.of(result) for result in results], structure
 
 
 @contextmanager

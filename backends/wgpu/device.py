@@ -4,12 +4,14 @@ A submission may block until the one before it is done (lavapipe does), so every
 the queue, uploads too, goes through one thread of its own, in the order it was asked for. Whoever
 waits for a readback polls for just that submission; earlier ones are read while later ones run.
 
-Encoding calls wgpu-native directly: its Python layer takes several times as long per dispatch.
+What is done for each dispatch calls wgpu-native directly: its Python layer takes several times as
+long.
 An error of a call that encodes shows at `finish`, which is called through the checking layer.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +35,7 @@ BUFFER_ALIGNMENT_BYTES: Final = 16
 
 _CALLBACK_S: Final = 20.0
 """For a callback that is due, and runs in another thread."""
+_STAGING_PART_BYTES: Final = 64 * 2**20
 _UPLOAD_PART_BYTES: Final = 64 * 2**20
 """wgpu stages an upload in memory of its own until the next submission."""
 
@@ -76,6 +79,9 @@ class Prepared:
         self.calls = calls
         self._kept = kept
 
+    def __add__(self, other: Prepared) -> Prepared:
+        return Prepared(self.calls + other.calls, self._kept + other._kept)
+
 
 class Readback:
     """What a submission brings back, once it is done."""
@@ -113,11 +119,15 @@ class Device:
         self.adapter = adapter
         self.counts = Counts()
         offered = adapter.handle.features
-        with failures(adapter.name):
+        logging.getLogger("wgpu").addFilter(_is_told_nowhere_else)
+        try:
             self._device = adapter.handle.request_device_sync(
                 required_features=[name for name in _FEATURES if name in offered],
                 required_limits=dict(adapter.handle.limits),
             )
+        except RuntimeError as error:  # all that wgpu raises here
+            reason = f"it cannot be opened ({_line(error)})"
+            raise DeviceError(adapter.name, reason) from None
         self.features: frozenset[str] = frozenset(self._device.features)
         self.limits: Mapping[str, int] = dict(self._device.limits)
         self._queue = self._device.queue
@@ -177,11 +187,7 @@ class Device:
         for dispatch in dispatches:
             with failures(self.adapter.name):
                 pipeline, layout = self._pipeline(dispatch.shader, dispatch.label)
-                entries = [
-                    {"binding": i, "resource": {"buffer": buffers[number].handle}}
-                    for i, number in enumerate(dispatch.buffers)
-                ]
-                group = self._device.create_bind_group(layout=layout, entries=entries)
+                group = self._bind_group(layout, [buffers[n].handle for n in dispatch.buffers])
             kept.append(group)
             calls.append((pipeline._internal, group._internal, *dispatch.grid))  # noqa: SLF001
         return Prepared(calls, kept)
@@ -256,10 +262,24 @@ class Device:
         return np.split(whole, ends[:-1])
 
     def _take_staging(self, nbytes: int) -> Any:
-        """A buffer to map, of a power of two of bytes, so that few sizes do for all."""
+        """A buffer to map, of a power of two of bytes or of large parts: few sizes do for all."""
         size = max(256, 1 << (nbytes - 1).bit_length())
+        if nbytes > _STAGING_PART_BYTES:  # a power of two might be more than a buffer may have
+            size = -(-nbytes // _STAGING_PART_BYTES) * _STAGING_PART_BYTES
         free = self._staging[size]
         return free.pop() if free else self._device.create_buffer(size=size, usage=_STAGING)
+
+    def _bind_group(self, layout: Any, handles: Sequence[Any]) -> Any:
+        """Wgpu's own `create_bind_group` takes several times as long, of which plans feel much."""
+        entries = [
+            {"binding": i, "buffer": handle._internal, "offset": 0, "size": handle.size}  # noqa: SLF001
+            for i, handle in enumerate(handles)
+        ]
+        held = ffi.new("WGPUBindGroupEntry[]", entries)
+        fields = {"layout": layout._internal, "entryCount": len(entries), "entries": held}  # noqa: SLF001
+        descriptor = ffi.new("WGPUBindGroupDescriptor *", fields)
+        made = native.libf.wgpuDeviceCreateBindGroup(self._device._internal, descriptor)  # noqa: SLF001
+        return native.GPUBindGroup("", made, self._device)
 
     def _pipeline(self, shader: Shader, label: str) -> tuple[Any, Any]:
         made = self._pipelines.get(shader.source)
@@ -311,12 +331,20 @@ def failures(name: str) -> Iterator[None]:
     """Turn a lost device and spent memory into `DeviceError`; other errors are our own."""
     try:
         yield
-    except wgpu.GPUOutOfMemoryError as error:
-        raise DeviceError(name, f"out of memory ({_line(error)})") from None
     except wgpu.GPUError as error:
-        if "lost" in str(error).lower():
-            raise DeviceError(name, f"the device was lost ({_line(error)})") from None
+        # wgpu-native calls both validation errors; its words are all that tells them apart.
+        words = _line(error)
+        if isinstance(error, wgpu.GPUOutOfMemoryError) or "not enough memory" in words.lower():
+            raise DeviceError(name, f"out of memory ({words})") from None
+        if "device is lost" in words.lower():
+            raise DeviceError(name, f"the device was lost ({words})") from None
         raise
+
+
+def _is_told_nowhere_else(record: logging.LogRecord) -> bool:
+    """For wgpu's log, which goes to standard error: a loss is raised as `DeviceError`."""
+    words = record.getMessage()
+    return words != "DEVICE LOST!" and not words.startswith("The WGPU device was lost")
 
 
 def _line(error: Exception) -> str:

@@ -18,6 +18,7 @@ ROOM: Final = 0.05
 """Of a device's memory, that no plan is given."""
 
 _GIB: Final = 2**30
+_COMPUTED: Final = "an intermediate result"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +43,14 @@ class Estimate:
         return self.weights + self.activations + self.transfers
 
     def __str__(self) -> str:
-        return (
-            f"{self.total / _GIB:.2f} GiB (weights {self.weights / _GIB:.2f}, "
-            f"activations {self.activations / _GIB:.2f}, transfers {self.transfers / _GIB:.2f})"
-        )
+        parts = (("weights", self.weights), ("activations", self.activations),
+                 ("transfers", self.transfers))  # fmt: skip
+        return f"{size(self.total)} ({', '.join(f'{name} {size(n)}' for name, n in parts)})"
+
+
+def size(nbytes: int) -> str:
+    """In GiB, less than one in MiB."""
+    return f"{nbytes / _GIB:.2f} GiB" if nbytes >= _GIB else f"{nbytes / 2**20:.1f} MiB"
 
 
 def estimate(plan: Plan, tensor_bytes: Mapping[str, int]) -> Estimate:
@@ -57,7 +62,7 @@ def estimate(plan: Plan, tensor_bytes: Mapping[str, int]) -> Estimate:
     """
     named = {place.tensor for place in plan.places if place.tensor}
     sizes = [(tensor_bytes[name], name) for name in sorted(named)]
-    sizes += [(size, "an intermediate result") for size in plan.slots]
+    sizes += [(nbytes, _COMPUTED) for nbytes in plan.slots]
     constants = sum(
         4 * place.constant.numel() for place in plan.places if place.constant is not None
     )
@@ -68,9 +73,16 @@ def estimate(plan: Plan, tensor_bytes: Mapping[str, int]) -> Estimate:
         if plan.outputs[output] is not None
     )
     weights = sum(tensor_bytes[name] for name in named)
-    # A staging buffer is a power of two: at most twice what it brings.
+    # A staging buffer has at most twice the size of what it brings.
     transfers = constants + 4 * plan.words + 2 * back
     return Estimate(weights, sum(plan.slots), transfers, max(sizes, default=(0, "")))
+
+
+def has_room(needed: Sequence[Estimate], nbytes: int, memory_bytes: int) -> bool:
+    """Whether so many bytes more fit beside a program's plans; so where memory is not known, for
+    there it is the host's, which would hold them otherwise."""
+    most = max((one.total for one in needed), default=0)
+    return not memory_bytes or most + nbytes <= _usable(memory_bytes)
 
 
 def refuse_what_does_not_fit(
@@ -88,17 +100,24 @@ def refuse_what_does_not_fit(
         SamestepError: By how much it does not fit.
     """
     for one in needed:
-        size, what = one.largest
-        if size > largest_bytes:
+        nbytes, what = one.largest
+        if nbytes > largest_bytes:
+            advice = "fewer tokens in a batch, or a smaller vocabulary"
+            if what != _COMPUTED:
+                advice = "it smaller, or a frozen table, which is cut into parts"
             raise SamestepError(
-                f"{what!r} needs a buffer of {size / _GIB:.2f} GiB, and {device!r} has at most "
-                f"{largest_bytes / _GIB:.2f}: expected a smaller vocabulary or batch"
+                f"{what!r} needs a buffer of {size(nbytes)}, and {device!r} has at most "
+                f"{size(largest_bytes)}: expected {advice}"
             )
-    usable = int(memory_bytes * (1 - ROOM))
+    usable = _usable(memory_bytes)
     worst = max(needed, key=lambda one: one.total)
     if memory_bytes and worst.total > usable:
         raise SamestepError(
-            f"expected at most {usable / _GIB:.2f} GiB for {device!r}, but this needs {worst}: "
-            f"{(worst.total - usable) / _GIB:.2f} GiB too much; lower batch.microbatch or "
+            f"expected at most {size(usable)} for {device!r}, but this needs {worst}: "
+            f"{size(worst.total - usable)} too much; lower batch.microbatch or "
             "data.max_tokens, set model.gradient_checkpointing, or with lora model.base_dtype"
         )
+
+
+def _usable(memory_bytes: int) -> int:
+    return int(memory_bytes * (1 - ROOM))

@@ -22,13 +22,20 @@ from backends.wgpu.opaque import (
     LAYER_BACKWARD,
     LAYER_FORWARD,
     PARTIAL,
+    PRODUCTS_BESIDE,
+    SUM_OF_PRODUCTS,
 )
 from backends.wgpu.values import elements_of
 from backends.wgpu.views import above, is_copy, is_own, is_view, strided, whole_buffer
 
 _aten = torch.ops.aten
 
-MATMULS: Final = frozenset({_aten.mm.default, _aten.bmm.default})
+MATMULS: Final = frozenset({
+    _aten.mm.default,
+    _aten.bmm.default,
+    PRODUCTS_BESIDE,
+    SUM_OF_PRODUCTS,
+})  # fmt: skip
 ATTENTIONS: Final = frozenset({ATTENTION, ATTENTION_QUERIES, ATTENTION_KEYS})
 _STRIDED: Final = MATMULS | ATTENTIONS
 """What reads strided views of buffers."""

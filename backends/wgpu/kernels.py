@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,7 +22,8 @@ from backends.wgpu.elementwise import ELEMENTWISE
 from backends.wgpu.fusion import ATTENTIONS, MATMULS, REDUCTIONS, SCANS, SCATTERS
 from backends.wgpu.index import Coordinate, broadcast, plain, split
 from backends.wgpu.kernel_text import KernelText, stored
-from backends.wgpu.matmul import MatmulProblem, Operand, matmul_shader
+from backends.wgpu.matmul import MatmulProblem, Operand, dispatched, matmul_shader
+from backends.wgpu.matmul_factors import factors
 from backends.wgpu.narrow import form_of, refuse_on_the_left
 from backends.wgpu.opaque import PARTIAL
 from backends.wgpu.placement import PLACEMENT, broadcast_shape, leading_indices
@@ -84,7 +85,7 @@ class Emitter:
         """
         target = node.target
         if target in MATMULS:
-            return [self._product(node)]
+            return [*self._products(node)]
         if target in ATTENTIONS:
             return [self._attention(node)]
         if target in REDUCTIONS:
@@ -187,20 +188,17 @@ class Emitter:
         value = text.element(base, split(plain("i", count), shape_of(node)), scalar_of(node))
         return _kernel(text, node, [*guard, *text.lines, f"out[i] = {value};"], grid)
 
-    def _product(self, node: fx.Node) -> Kernel:
-        one, two = node.args
-        assert isinstance(one, fx.Node)
-        assert isinstance(two, fx.Node)
-        shape = shape_of(node)
-        batch = shape[0] if len(shape) == 3 else 1
-        a, a_base = self._operand(one)
-        b, b_base = self._operand(two)
-        refuse_on_the_left(a_base, _label(node))
-        form = form_of(b_base)
-        problem = MatmulProblem(batch, shape[-2], shape_of(one)[-1], shape[-1], a, b, form)
-        shader, grid = self.matmul(problem)
-        sizes = f"{problem.batch}x{problem.m}x{problem.k}x{problem.n}"
-        return Kernel(shader, (a_base, b_base), node, grid, f"{_label(node)} {sizes}")
+    def _products(self, node: fx.Node) -> Iterator[Kernel]:
+        for one, two, into in factors(node):
+            a, a_base = self._operand(one)
+            b, b_base = self._operand(two)
+            refuse_on_the_left(a_base, _label(node))
+            batch = shape_of(node)[0] if len(shape_of(node)) == 3 else 1
+            (m, k), n, form = shape_of(one)[-2:], shape_of(two)[-1], form_of(b_base)
+            label = f"{_label(node)} {batch}x{m}x{k}x{n}"
+            for part in dispatched(MatmulProblem(batch, m, k, n, a, b, form, into)):
+                shader, grid = self.matmul(part)
+                yield Kernel(shader, (a_base, b_base), node, grid, label)
 
     def _attention(self, node: fx.Node) -> Kernel:
         problem, reads = attention_problem(node, self.buffers)

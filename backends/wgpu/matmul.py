@@ -1,8 +1,9 @@
 """Strided batched matrix product as WGSL: out[b, m, n] = sum over k of a[b, m, k] * b[b, k, n].
 
-The output is contiguous (batch, m, n) in float32. Every variant sums one accumulator per output
-over k in rising order, each term by one `fma`, from zero: so all variants and sizes give the same
-bits on one adapter, and which one is chosen decides speed alone. No atomics, no split of k.
+Every variant sums one accumulator per output in float32 over k in rising order, each term by one
+`fma`, from zero: so all variants and sizes give the same bits on one adapter, and which one is
+chosen decides speed alone. No atomics. A long k is cut at the same places for all of them, into
+dispatches that add up their sums one after the other (`dispatched`).
 
 The right operand may be stored as bf16, f16, int8 or int4 (see `backends.wgpu.narrow`): it is
 widened, and multiplied by its group's scale, as it is loaded; the sum is over float32.
@@ -15,7 +16,7 @@ from typing import Final
 
 from backends.wgpu.dispatch import Shader
 from backends.wgpu.matmul_lanes import Lanes, lanes_shader
-from backends.wgpu.matmul_problem import MatmulProblem, Operand
+from backends.wgpu.matmul_problem import MatmulProblem, Operand, Result, dispatched
 from backends.wgpu.matmul_side import sides
 from backends.wgpu.matmul_tiles import Tiles, tiles_shader
 
@@ -24,8 +25,10 @@ __all__ = (
     "MatmulProblem",
     "MatmulTraits",
     "Operand",
+    "Result",
     "Tiles",
     "candidates",
+    "dispatched",
     "matmul_shader",
 )
 
@@ -73,7 +76,7 @@ def matmul_shader(
     """The shader of a product and its grid; bindings as in `MatmulProblem`.
 
     Args:
-        problem: Shapes.
+        problem: Shapes; k at most `MOST_TERMS`, see `dispatched`.
         choice: One of `candidates`; by default a kernel that runs everywhere.
     """
     if isinstance(choice, Lanes):

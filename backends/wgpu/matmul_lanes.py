@@ -11,15 +11,12 @@ Which operand is broadcast is free (`swap`); the order of summation is k's in an
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from backends.wgpu.dispatch import Shader
 from backends.wgpu.matmul_problem import MatmulProblem
 from backends.wgpu.matmul_side import sides
-
-_ROUNDS: Final = 60_000
-"""lavapipe ends an invocation's loops after 65,535 rounds in all, without a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +49,8 @@ class _Kernel:
         self.row, self.column = (right, left) if lanes.swap else (left, right)
         assert self.row.form is None, "only the operand of the lanes is widened"
         # How far outputs are apart along the rows and along the lanes.
-        self.steps = (1, problem.n) if lanes.swap else (problem.n, 1)
+        row = problem.result.row
+        self.steps = (1, row) if lanes.swap else (row, 1)
         self.row_pairs_k = self.row.along_k(2)
         self.row_pairs = not self.row_pairs_k and self.row.along_outer(2)
         self.column_pairs_k = self.column.form is None and self.column.along_k(2)
@@ -61,8 +59,6 @@ class _Kernel:
         self.column_pairs = not self.column_pairs_k and self._columns_together(2) and self._is_f32
         self.together = self._together()
         self.unroll = 4 if self.fours_k else 2 if problem.k % 2 == 0 else 1
-        while problem.k // self.unroll > _ROUNDS:
-            self.unroll *= 2
 
     @property
     def _is_f32(self) -> bool:
@@ -220,6 +216,8 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
 
     def _paired_stores(self) -> str:
         """Along which dimension two outputs are stored as one u64: columns, rows or neither."""
+        if not self.problem.result.aligned(2):
+            return ""
         if self.steps[1] == 1 and self.together % 2 == 0:
             return "columns"
         if self.steps[0] == 1 and self.row.extent % 2 == 0 and self.lanes.rows % 2 == 0:
@@ -227,20 +225,38 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
         return ""
 
     def _store(self) -> str:
-        lines = [f"  let out_base = group.z * {self.problem.m * self.problem.n}u;"]
+        result = self.problem.result
+        size = self.problem.m * self.problem.n
+        lines = [f"  let out_base = group.z * {size}u + {result.offset}u;"]
+        for sums, at, row, column in self._outputs():
+            if len(sums) == 2:
+                place = f"out[({at}) / 2u]"
+                values = self._onto(sums, [f"low({place})", f"high({place})"])
+                low, high = (f"u64(bitcast<u32>({value}))" for value in values)
+                store = f"{place} = {low} | ({high} << 32u);"
+            else:
+                (value,) = self._onto(sums, [f"out[{at}]"])
+                store = f"out[{at}] = {value};"
+            lines.append(self._guarded(store, row, column))
+        return "\n".join(lines)
+
+    def _onto(self, sums: Sequence[str], there: Sequence[str]) -> list[str]:
+        if not self.problem.result.onto:
+            return [*sums]
+        return [f"{held} + {each}" for held, each in zip(there, sums, strict=True)]
+
+    def _outputs(self) -> Iterator[tuple[tuple[str, ...], str, str, str]]:
+        """The sums of each output (or pair), its index, its row and its column."""
         paired = self._paired_stores()
         di, dc = (2 if paired == "rows" else 1), (2 if paired == "columns" else 1)
         for i in range(0, self.lanes.rows, di):
             for c in range(0, self.lanes.columns, dc):
                 row, column = f"first_row + {i}u", f"column{c}"
                 at = f"out_base + ({row}) * {self.steps[0]}u + {column} * {self.steps[1]}u"
-                store = f"out[{at}] = c{i}_{c};"
+                sums: tuple[str, ...] = (f"c{i}_{c}",)
                 if paired:
-                    other = f"c{i + 1}_{c}" if paired == "rows" else f"c{i}_{c + 1}"
-                    low, high = f"u64(bitcast<u32>(c{i}_{c}))", f"u64(bitcast<u32>({other}))"
-                    store = f"out[({at}) / 2u] = {low} | ({high} << 32u);"
-                lines.append(self._guarded(store, row, column))
-        return "\n".join(lines)
+                    sums += (f"c{i + 1}_{c}" if paired == "rows" else f"c{i}_{c + 1}",)
+                yield sums, at, row, column
 
     def _guarded(self, store: str, row: str, column: str) -> str:
         guards = []

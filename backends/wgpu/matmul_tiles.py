@@ -7,6 +7,7 @@ is the contiguous dimension; then each invocation adds 4i x 4j products in regis
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from backends.wgpu.dispatch import Shader
@@ -48,7 +49,7 @@ def tiles_shader(problem: MatmulProblem, tiles: Tiles) -> tuple[Shader, tuple[in
     left, right = sides(problem)
     across = -(-problem.n // tiles.columns)
     down = -(-problem.m // tiles.rows)
-    vector_out = problem.n % 4 == 0
+    vector_out = problem.n % 4 == 0 and problem.result.aligned(4)
     source = f"""\
 @group(0) @binding(0) var<storage, read> a: array<{left.element_type(vector=_vector(left))}>;
 @group(0) @binding(1) var<storage, read> b: array<{right.element_type(vector=_vector(right))}>;
@@ -75,6 +76,7 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_index) me
     }}
     workgroupBarrier();
   }}
+{_places(problem, tiles)}
 {_store(problem, tiles, vector=vector_out)}
 }}
 """
@@ -156,19 +158,33 @@ def _products(tiles: Tiles) -> str:
     return "\n".join(lines)
 
 
+def _places(problem: MatmulProblem, tiles: Tiles) -> str:
+    """Rows of this invocation's outputs."""
+    lines = [f"  let out_base = group.z * {problem.m * problem.n}u + {problem.result.offset}u;"]
+    lines += [f"  let m{i} = first_m + my_m * 4u + {i}u;" for i in range(tiles.own_rows)]
+    return "\n".join(lines)
+
+
 def _store(problem: MatmulProblem, tiles: Tiles, *, vector: bool) -> str:
+    lines = []
+    for sums, place, guard in _outputs(problem, tiles, vector=vector):
+        value = f"{place} + {sums}" if problem.result.onto else sums
+        lines.append(f"  if ({guard}) {{ {place} = {value}; }}")
+    return "\n".join(lines)
+
+
+def _outputs(
+    problem: MatmulProblem, tiles: Tiles, *, vector: bool
+) -> Iterator[tuple[str, str, str]]:
+    """The registers of each output (or four), its place, and when it is there."""
     m, n = problem.m, problem.n
-    lines = ["  let out_base = group.z * " + f"{m * n}u;"]
     for i in range(tiles.own_rows):
-        lines.append(f"  let m{i} = first_m + my_m * 4u + {i}u;")
         for j in range(tiles.own_columns // 4):
             column = f"first_n + (my_n + {j}u) * 4u"
-            at = f"out_base + m{i} * {n}u + {column}"
+            at = f"out_base + m{i} * {problem.result.row}u + {column}"
             if vector:
-                store = f"out[({at}) / 4u] = c{i}_{j};"
-                lines.append(f"  if (m{i} < {m}u && {column} < {n}u) {{ {store} }}")
+                yield f"c{i}_{j}", f"out[({at}) / 4u]", f"m{i} < {m}u && {column} < {n}u"
                 continue
             for c in range(4):
                 guard = f"m{i} < {m}u && {column} + {c}u < {n}u"
-                lines.append(f"  if ({guard}) {{ out[{at} + {c}u] = c{i}_{j}[{c}]; }}")
-    return "\n".join(lines)
+                yield f"c{i}_{j}[{c}]", f"out[{at} + {c}u]", guard

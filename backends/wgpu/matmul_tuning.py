@@ -67,7 +67,7 @@ class MatmulTuner:
 
     def choice(self, problem: MatmulProblem) -> Choice:
         """The chosen kernel; measured now if it is worth it and was not yet."""
-        key = repr(problem)
+        key = repr(problem.alike)
         if key not in self._chosen:
             best = candidates(problem, self.traits)[:_TRIED]
             products = problem.batch * problem.m * problem.k * problem.n
@@ -155,7 +155,8 @@ def _buffer_bytes(problem: MatmulProblem) -> list[int]:
 
     a = elements(left.batch, left.outer, left.inner, left.extent, left.offset)
     b = elements(right.batch, right.outer, right.inner, right.extent, right.offset)
-    form = problem.b_form
+    form, into = problem.b_form, problem.result
+    last = (problem.batch - 1) * problem.m * problem.n + (problem.m - 1) * into.row + problem.n
     # As if stored in rows of eight, which every form divides.
     stored = 4 * b if form is None else stored_bytes(-(-b // 64), 64, form.storage)
-    return [4 * a, stored, 4 * problem.batch * problem.m * problem.n]
+    return [4 * a, stored, 4 * (into.offset + last)]

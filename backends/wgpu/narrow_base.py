@@ -11,6 +11,7 @@ from backends.quantise import quantise, stored_bytes
 from backends.wgpu.capture import Capture, Kind
 from backends.wgpu.narrow import Narrow
 from backends.wgpu.opaque import LAYER_FORWARD
+from backends.wgpu.split_tables import Tables
 from protocol.run_spec import BaseDtype
 
 Forms = tuple[Narrow | None, ...]
@@ -27,6 +28,12 @@ class BaseLayout:
                 name: (parameter.shape[0], parameter.shape[1])
                 for name, parameter in frozen_base(module).items()
             }
+
+    def cut(self, tables: Tables) -> None:
+        """Know the parts of these tables by their own names."""
+        for name in tables.keys() & self._shapes.keys():
+            columns = self._shapes[name][1]
+            self._shapes |= {str(part): (part.rows, columns) for part in tables[name]}
 
     def nbytes(self, name: str) -> int | None:
         """Of a stored weight on the device."""
@@ -66,6 +73,13 @@ class NarrowBase(BaseLayout):
             for name in self._shapes
         }
         round_frozen_base(module, base_dtype)
+
+    def cut(self, tables: Tables) -> None:
+        """Know the parts of these tables by their own names."""
+        super().cut(tables)
+        for name in tables.keys() & self._stored.keys():
+            whole = self._stored.pop(name)
+            self._stored |= {str(part): whole.part(part.first, part.end) for part in tables[name]}
 
     def words(self, name: str) -> NDArray[np.uint32] | None:
         """A stored weight as it is uploaded."""

@@ -1,5 +1,5 @@
 """Operators of our own that stand for one node each: a dropout mask, a part of a long reduction,
-attention, and a whole layer.
+products with a matrix in parts, attention, and a whole layer.
 
 They are never computed by torch; the lowering knows what they stand for.
 """
@@ -28,6 +28,8 @@ for _name, _more in {
         f"{_name}(Tensor query, Tensor key, Tensor value, Tensor? mask, {_more}"
         "float scale, bool causal) -> Tensor"
     )
+_library.define("products_beside(Tensor left, Tensor[] rights) -> Tensor")
+_library.define("sum_of_products(Tensor[] lefts, Tensor[] rights) -> Tensor")
 _library.define("layer_forward(Tensor[] inputs, int call) -> Tensor[]")
 _library.define("layer_backward(Tensor[] tangents, int call) -> Tensor[]")
 
@@ -92,6 +94,18 @@ def _attention_keys(_query: torch.Tensor, key: torch.Tensor, *_: object) -> torc
     return key.new_empty((2, batch, keys, groups, size))
 
 
+@_fake("products_beside")
+def _products_beside(left: torch.Tensor, rights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`left @ cat(rights, 1)`."""
+    return left.new_empty((left.shape[0], sum(right.shape[1] for right in rights)))
+
+
+@_fake("sum_of_products")
+def _sum_of_products(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`cat(lefts, 1) @ cat(rights, 0)`."""
+    return lefts[0].new_empty((lefts[0].shape[0], rights[0].shape[1]))
+
+
 @_fake("layer_forward")
 def _layer_forward(inputs: Sequence[torch.Tensor], call: int) -> list[torch.Tensor]:
     del inputs
@@ -115,5 +129,7 @@ ATTENTION: Final[Any] = torch.ops.samestep.attention.default
 reciprocals of their 4 sums."""
 ATTENTION_QUERIES: Final[Any] = torch.ops.samestep.attention_queries.default
 ATTENTION_KEYS: Final[Any] = torch.ops.samestep.attention_keys.default
+PRODUCTS_BESIDE: Final[Any] = torch.ops.samestep.products_beside.default
+SUM_OF_PRODUCTS: Final[Any] = torch.ops.samestep.sum_of_products.default
 LAYER_FORWARD: Final[Any] = torch.ops.samestep.layer_forward.default
 LAYER_BACKWARD: Final[Any] = torch.ops.samestep.layer_backward.default

@@ -185,10 +185,10 @@ def _cut(graph: fx.Graph, node: fx.Node) -> None:
         number: Any = user.args[1]
         with graph.inserting_before(user):
             if node.target is _aten.unbind.int:
-                cut = _add(graph, user, _aten.select.int, source, dim[0], number)
+                cut = add(graph, user, _aten.select.int, source, dim[0], number)
             else:
                 ends = starts[number], starts[number + 1]
-                cut = _add(graph, user, _aten.slice.Tensor, source, dim[0], *ends)
+                cut = add(graph, user, _aten.slice.Tensor, source, dim[0], *ends)
         user.replace_all_uses_with(cut)
         graph.erase_node(user)
     graph.erase_node(node)
@@ -208,14 +208,14 @@ def _split_long(graph: fx.Graph, node: fx.Node) -> None:
     stage = "sum" if fold == "mean" else fold
     with graph.inserting_before(node):
         if fold == "any":
-            source = _add(graph, node, _aten.ne.Scalar, source, 0)
+            source = add(graph, node, _aten.ne.Scalar, source, 0)
         elif (dtype := node.meta["val"].dtype) != source.meta["val"].dtype:
-            source = _add(graph, node, _aten._to_copy.default, source, dtype=dtype)  # noqa: SLF001
-        parts = _add(graph, node, PARTIAL, source, dims, math.isqrt(terms), stage)
-        total = _add(graph, node, _STAGES[fold], parts, [len(shape) - len(dims)])
+            source = add(graph, node, _aten._to_copy.default, source, dtype=dtype)  # noqa: SLF001
+        parts = add(graph, node, PARTIAL, source, dims, math.isqrt(terms), stage)
+        total = add(graph, node, _STAGES[fold], parts, [len(shape) - len(dims)])
         if fold == "mean":
-            total = _add(graph, node, _aten.mul.Tensor, total, 1.0 / terms)
-        result = _add(graph, node, _aten.view.default, total, list(shape_of(node)))
+            total = add(graph, node, _aten.mul.Tensor, total, 1.0 / terms)
+        result = add(graph, node, _aten.view.default, total, list(shape_of(node)))
     node.replace_all_uses_with(result)
     graph.erase_node(node)
 
@@ -231,13 +231,13 @@ def _split_variance(graph: fx.Graph, node: fx.Node) -> None:
     less = 1 if correction is None else correction
     keep = bool(node.kwargs.get("keepdim", False))
     with graph.inserting_before(node):
-        mean = _add(graph, node, _aten.mean.dim, x, dims, True)
-        centred = _add(graph, node, _aten.sub.Tensor, x, mean)
-        square = _add(graph, node, _aten.mul.Tensor, centred, centred)
-        total = _add(graph, node, _aten.sum.dim_IntList, square, dims, keep)
-        variance = _add(graph, node, _aten.div.Scalar, total, float(count - less))
+        mean = add(graph, node, _aten.mean.dim, x, dims, True)
+        centred = add(graph, node, _aten.sub.Tensor, x, mean)
+        square = add(graph, node, _aten.mul.Tensor, centred, centred)
+        total = add(graph, node, _aten.sum.dim_IntList, square, dims, keep)
+        variance = add(graph, node, _aten.div.Scalar, total, float(count - less))
         if not keep:
-            mean = _add(graph, node, _aten.squeeze.dims, mean, dims)
+            mean = add(graph, node, _aten.squeeze.dims, mean, dims)
     if node.target is _aten.var.correction:
         node.replace_all_uses_with(variance)
     for user in list(node.users):
@@ -246,9 +246,10 @@ def _split_variance(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def _add(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+def add(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A node where the graph inserts now, of the module that `like` came from."""
     made = graph.call_function(target, args, kwargs)
-    values = [x.meta["val"] if isinstance(x, fx.Node) else x for x in args]
+    values: Any = fx.map_arg(args, lambda node: node.meta["val"])
     made.meta["val"] = target(*values, **kwargs)
     made.meta["module"] = like.meta.get("module", "")
     return made

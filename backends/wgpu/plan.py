@@ -7,6 +7,7 @@ different times share memory.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -257,7 +258,7 @@ def _allocate(
     for number, at in last.items():
         ending[at].append(number)
     slots: list[int] = []
-    free: list[int] = []
+    free: list[tuple[int, int]] = []  # (bytes, slot), sorted
     places = dict(builder.fixed)
     take: Callable[[int], int] = lambda nbytes: _take(nbytes, slots, free)  # noqa: E731
     for at, dispatch in enumerate(builder.dispatches):
@@ -267,19 +268,17 @@ def _allocate(
         for gone in ending[at]:
             slot = places[gone].slot
             if slot >= 0:
-                free.append(slot)
+                insort(free, (slots[slot], slot))
     unused = Place(slot=0) if slots else Place(packed=True)
     numbered = tuple(places.get(number, unused) for number in range(len(builder.nbytes)))
     return numbered, tuple(slots)
 
 
-def _take(nbytes: int, slots: list[int], free: list[int]) -> int:
+def _take(nbytes: int, slots: list[int], free: list[tuple[int, int]]) -> int:
     """The smallest free slot that is large enough and not twice as large; else a new one."""
-    fitting = [slot for slot in free if nbytes <= slots[slot] <= 2 * nbytes]
-    if fitting:
-        slot = min(fitting, key=slots.__getitem__)
-        free.remove(slot)
-        return slot
+    at = bisect_left(free, (nbytes, 0))
+    if at < len(free) and free[at][0] <= 2 * nbytes:
+        return free.pop(at)[1]
     slots.append(nbytes)
     return len(slots) - 1
 

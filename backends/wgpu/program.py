@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,18 +12,36 @@ import torch
 from numpy.typing import NDArray
 from torch.utils import _pytree as pytree
 
-from backends.interface import Array, Batch, BlockGradient, Loss, Sums, Trainable
+from backends.interface import (
+    Array,
+    Batch,
+    BlockGradient,
+    Loss,
+    MicrobatchItem,
+    Sums,
+    Trainable,
+)
+from backends.node_sum import HostNodeSum
 from backends.stream import GradientStream
 from backends.wgpu.additivity import refuse_loss_that_does_not_add_up
 from backends.wgpu.capture import Capture, capture_forward, capture_step
 from backends.wgpu.device import Buffer, Device
-from backends.wgpu.estimate import Estimate, estimate, refuse_what_does_not_fit
+from backends.wgpu.estimate import (
+    Estimate,
+    estimate,
+    has_room,
+    refuse_what_does_not_fit,
+    size,
+)
 from backends.wgpu.lowered_plan import lowered_plan
 from backends.wgpu.lowering import Templates
+from backends.wgpu.node_sum import DeviceNodeSum
 from backends.wgpu.packing import from_words, pack, seed_words, tensor_words
 from backends.wgpu.plan import Plan
-from backends.wgpu.running import Ready, Running, submissions
+from backends.wgpu.running import Ready, Running, Submission, nothing, submissions
+from backends.wgpu.split_tables import split_tables
 from backends.wgpu.stand_in import StandIn
+from backends.wgpu.sum_stack import Sources, SumStack, levels_of, merge_of
 from backends.wgpu.weights import Weights, check_parameters
 from protocol.errors import SamestepError
 
@@ -30,11 +49,26 @@ from protocol.errors import SamestepError
 class VulkanProgram:
     """A torch module captured for the device. See `backends.interface.Program`.
 
+    Args:
+        device: Where it runs.
+        trainable: The task.
+        template: How kernels are written for the device.
+        adds: Whether node sums may be added on the device: its additions are exact.
+        largest_bytes: Of a buffer; by default what the device allows.
+
     Attributes:
         estimates: Of the memory of each plan so far.
     """
 
-    def __init__(self, device: Device, trainable: Trainable, template: Templates) -> None:
+    def __init__(
+        self,
+        device: Device,
+        trainable: Trainable,
+        template: Templates,
+        *,
+        adds: bool,
+        largest_bytes: int | None = None,
+    ) -> None:
         if trainable.module is None or trainable.loss is None:
             raise SamestepError("the vulkan backend needs a torch module and a loss")
         self._device = device
@@ -43,12 +77,24 @@ class VulkanProgram:
         self._template = template
         self._blocks = trainable.blocks
         self._trained = [tensor.name for block in self._blocks for tensor in block.tensors]
-        self._weights = Weights(device, trainable)
+        self._largest_bytes = largest_bytes or device.largest_buffer_bytes
+        self._weights = Weights(device, trainable, self._largest_bytes)
         self._slots: list[Buffer] = []
+        sizes = [[4 * tensor.elements for tensor in b.tensors] for b in reversed(self._blocks)]
+        self._sums = SumStack(device, sizes) if adds else None
+        self._summing: dict[Any, tuple[Submission, ...]] = {}
+        self._zero: Buffer | None = None
         self._plans: dict[Any, Ready] = {}
         self._running: Running | None = None
         self._lock = threading.RLock()
         self.estimates: list[Estimate] = []
+
+    @property
+    def memory(self) -> str:
+        """The estimate of the plan that needs most, and what the device has."""
+        most = max(self.estimates, key=lambda one: one.total)
+        has = self._device.adapter.memory_bytes
+        return f"{most} of {size(has)}" if has else str(most)
 
     def check(self, example: Batch) -> None:
         """Make the plan of a training step for batches like this one.
@@ -58,9 +104,11 @@ class VulkanProgram:
                 fit in the device's memory.
         """
         check_parameters(self._trainable)
-        arrays = _tensors(example)
-        refuse_loss_that_does_not_add_up(self._weights.module, self._loss, arrays)
-        self._step(example)
+        capture, arrays = self._capture(example), _tensors(example)
+        refuse_loss_that_does_not_add_up(
+            self._weights.module, self._loss, arrays, capture.model_results
+        )
+        self._plans[_shapes(example)] = self._ready_step(capture)
 
     def warm_up(self, batch: Batch) -> None:
         """Run a microbatch of another shape once: drivers compile shaders when they first run."""
@@ -76,15 +124,27 @@ class VulkanProgram:
         with self._lock:
             self._weights.load(parameters)
 
-    def gradients(self, batch: Batch, seed: int) -> GradientStream:
+    def gradients(self, batch: Batch, seed: int) -> GradientStream[MicrobatchItem]:
         """One microbatch; see `Program.gradients`."""
-        if any(array.shape[:1] == (0,) for array in batch.arrays.values()):
-            return GradientStream(self._zeros(batch), lambda: None)
+        if _is_empty(batch):
+            return GradientStream(self._nothing(batch), lambda: None)
         with self._lock:
             ready = self._step(batch)
-            running = Running(self._device, ready, _packed(ready, batch.arrays, seed))
+            words = _packed(ready, batch.arrays, seed)
+            running = Running(self._device, ready.submissions, ready.upload, words)
             self._running = running
         return GradientStream(self._items(ready, running, batch.weight), running.stop)
+
+    def node_sum(self, leaves: int) -> DeviceNodeSum | HostNodeSum:
+        """Added on the device if its additions are exact and it has room, else on the host."""
+        if self._sums is not None and leaves > 1:
+            levels = levels_of(leaves)
+            needed = levels * self._sums.level_bytes
+            if has_room(self.estimates, needed, self._device.adapter.memory_bytes):
+                self._sums.hold(levels)
+                start = partial(self._start, self._sums, leaves)
+                return DeviceNodeSum(start, len(self._blocks), leaves)
+        return HostNodeSum(self, len(self._blocks), leaves)
 
     def evaluate(self, batch: Batch) -> Sums:
         """Evaluation sums; the model's forward runs on the device, the sums on the host.
@@ -110,7 +170,8 @@ class VulkanProgram:
                 capture = capture_forward(self._weights.module, args, kwargs, fuses)
                 self._plans[key] = self._ready(capture, [list(range(len(capture.outputs)))])
             ready = self._plans[key]
-            results = Running(self._device, ready, _packed(ready, arrays, 0)).next()
+            words = _packed(ready, arrays, 0)
+            results = Running(self._device, ready.submissions, ready.upload, words).next()
         assert results is not None
         assert ready.capture.results is not None
         likes = [like for like in ready.capture.outputs if like is not None]
@@ -126,14 +187,49 @@ class VulkanProgram:
             if self._running is not None:
                 self._running.stop()
             self._plans.clear()
+            self._summing.clear()
             self._slots.clear()
+            self._sums = self._zero = None
             self._weights.forget()
 
-    def _items(
-        self, ready: Ready, running: Running, weight: float
-    ) -> Iterator[BlockGradient | Loss]:
+    def _start(self, sums: SumStack, leaves: int, batch: Batch, seed: int, leaf: int) -> Running:
+        """Microbatch `leaf` of a node, added to its sums."""
+        with self._lock:
+            ready = None if _is_empty(batch) else self._step(batch)
+            merge = merge_of(leaf, leaves)
+            key = (id(ready), merge, leaf == 0, merge.last and leaves)
+            if key not in self._summing:
+                parts = nothing(len(self._blocks)) if ready is None else ready.submissions
+                summing = sums.summing(parts, self._sources(ready), leaf, leaves)
+                self._summing[key] = tuple(summing)
+            if ready is None:
+                self._running = Running(self._device, self._summing[key])
+            else:
+                words = _packed(ready, batch.arrays, seed)
+                self._running = Running(self._device, self._summing[key], ready.upload, words)
+            return self._running
+
+    def _sources(self, ready: Ready | None) -> Sources:
+        """Where a step's results are; what the loss does not reach is zero."""
+        outputs = ready.outputs if ready else (None,) * (1 + len(self._trained))
+        loss, *found = (self._zeros() if held is None else held for held in outputs)
+        gradients = [[found[o - 1] for o in self._outputs_of(n)] for n in self._order()]
+        return Sources(gradients, loss)
+
+    def _zeros(self) -> Buffer:
+        """As many as the largest tensor has elements; made when first needed."""
+        if self._zero is None:
+            largest = max(t.elements for block in self._blocks for t in block.tensors)
+            self._zero = self._device.buffer(4 * largest)
+        return self._zero
+
+    def _order(self) -> Sequence[int]:
+        """Blocks as backward gives them."""
+        return range(len(self._blocks) - 1, -1, -1)
+
+    def _items(self, ready: Ready, running: Running, weight: float) -> Iterator[MicrobatchItem]:
         loss = 0.0
-        for number in reversed(range(len(self._blocks))):
+        for number in self._order():
             arrays = running.next()
             if arrays is None:
                 return
@@ -158,33 +254,39 @@ class VulkanProgram:
         first = 1 + sum(len(block.tensors) for block in self._blocks[:number])
         return range(first, first + len(self._blocks[number].tensors))
 
-    def _zeros(self, batch: Batch) -> Iterator[BlockGradient | Loss]:
-        for number in reversed(range(len(self._blocks))):
+    def _nothing(self, batch: Batch) -> Iterator[MicrobatchItem]:
+        for number in self._order():
             yield BlockGradient(number, np.zeros(self._blocks[number].elements, np.float32))
         yield Loss(0.0, batch.weight)
 
     def _step(self, batch: Batch) -> Ready:
-        shapes = tuple((name, a.shape, str(a.dtype)) for name, a in sorted(batch.arrays.items()))
+        shapes = _shapes(batch)
         if shapes not in self._plans:
-            arrays = _tensors(batch)
-            capture = capture_step(
-                self._weights.module, self._loss, self._trained, arrays, self._template.fuses
-            )
-            groups = [list(self._outputs_of(n)) for n in reversed(range(len(self._blocks)))]
-            groups[-1].append(0)  # the loss comes with the last block
-            self._plans[shapes] = self._ready(capture, groups)
+            self._plans[shapes] = self._ready_step(self._capture(batch))
         return self._plans[shapes]
+
+    def _capture(self, batch: Batch) -> Capture:
+        module, fuses = self._weights.module, self._template.fuses
+        return capture_step(module, self._loss, self._trained, _tensors(batch), fuses)
+
+    def _ready_step(self, capture: Capture) -> Ready:
+        groups = [list(self._outputs_of(n)) for n in self._order()]
+        groups[-1].append(0)  # the loss comes with the last block
+        return self._ready(capture, groups)
 
     def _ready(self, capture: Capture, groups: Sequence[Sequence[int]]) -> Ready:
         """Lower, plan, and make all that the device needs."""
         base, constants = self._weights.base, self._weights.constants
+        split_tables(capture, self._weights.tables)
         plan = lowered_plan(capture, base, constants, self._template, groups)
         self.estimates.append(estimate(plan, self._weights.nbytes()))
-        adapter, largest = self._device.adapter, self._device.largest_buffer_bytes
+        adapter, largest = self._device.adapter, self._largest_bytes
         refuse_what_does_not_fit(self.estimates, adapter.memory_bytes, largest, adapter.name)
         upload = self._device.buffer(4 * plan.words)
         buffers = self._buffers(plan, upload)
-        return Ready(plan, capture, upload, tuple(submissions(plan, buffers, self._device)))
+        outputs = tuple(None if o is None else buffers[o] for o in plan.outputs)
+        parts = tuple(submissions(plan, buffers, self._device))
+        return Ready(plan, capture, upload, parts, outputs)
 
     def _buffers(self, plan: Plan, upload: Buffer) -> list[Buffer]:
         slots = self._take_slots(plan.slots)
@@ -219,6 +321,15 @@ class VulkanProgram:
 
 def _tensors(batch: Batch) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(array) for name, array in batch.arrays.items()}
+
+
+def _shapes(batch: Batch) -> Any:
+    return tuple((name, a.shape, str(a.dtype)) for name, a in sorted(batch.arrays.items()))
+
+
+def _is_empty(batch: Batch) -> bool:
+    """Whether it has no samples at all."""
+    return any(array.shape[:1] == (0,) for array in batch.arrays.values())
 
 
 def _packed(ready: Ready, arrays: Mapping[str, NDArray[Any]], seed: int) -> NDArray[np.uint32]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,10 +16,12 @@ from backends.interface import Array
 from backends.wgpu.capture import Capture
 from backends.wgpu.device import Buffer, Copy, Device, Prepared, Readback
 from backends.wgpu.plan import Plan
+from protocol.errors import DeviceError
 
 _DISPATCHES: Final = 128
 """Of one submission: cards end programs that run for seconds, and an abandoned microbatch ends
 with the submission that runs."""
+_NOTHING: Final = np.empty(0, np.uint32)
 _AHEAD: Final = 3
 """Submissions that wait for the device, so that it never waits for us."""
 
@@ -39,12 +42,13 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A plan on the device."""
+    """A plan on the device; where its outputs are, None for those that are zero."""
 
     plan: Plan
     capture: Capture
     upload: Buffer
     submissions: tuple[Submission, ...]
+    outputs: tuple[Buffer | None, ...]
 
 
 def submissions(plan: Plan, buffers: Sequence[Buffer], device: Device) -> Iterator[Submission]:
@@ -65,17 +69,28 @@ def submissions(plan: Plan, buffers: Sequence[Buffer], device: Device) -> Iterat
         start = segment.end
 
 
-class Running:
-    """One run of a plan. Any thread may stop it."""
+def nothing(blocks: int) -> tuple[Submission, ...]:
+    """The submissions of a microbatch without samples."""
+    return tuple(Submission(Prepared([], []), (), True) for _ in range(blocks))
 
-    def __init__(self, device: Device, ready: Ready, words: NDArray[np.uint32]) -> None:
+
+class Running:
+    """One run of submissions, after an upload. Any thread may stop it."""
+
+    def __init__(
+        self,
+        device: Device,
+        parts: Sequence[Submission],
+        upload: Buffer | None = None,
+        words: NDArray[np.uint32] = _NOTHING,
+    ) -> None:
         self._device = device
-        self._left = deque(ready.submissions)
+        self._left = deque(parts)
         self._flying: deque[tuple[Submission, Readback]] = deque()
         self._stopped = threading.Event()
         self._lock = threading.Lock()
-        if words.size:
-            device.upload(ready.upload, words)
+        if upload is not None and words.size:
+            device.upload(upload, words)
         self._submit()
 
     def next(self) -> list[Array] | None:
@@ -99,7 +114,8 @@ class Running:
         with self._lock:
             self._left.clear()
             while self._flying:
-                self._flying.popleft()[1].result()
+                with suppress(DeviceError):  # whoever computes next meets it again
+                    self._flying.popleft()[1].result()
 
     def _submit(self) -> None:
         while self._left and len(self._flying) < _AHEAD:

@@ -10,6 +10,7 @@ from backends.interface import Array, Trainable
 from backends.wgpu.device import Buffer, Device
 from backends.wgpu.narrow_base import NarrowBase
 from backends.wgpu.packing import tensor_words
+from backends.wgpu.split_tables import RowPart, Tables, row_parts
 from backends.wgpu.substitution import named_tensors
 from protocol.errors import SamestepError
 
@@ -20,9 +21,18 @@ class Weights:
     Attributes:
         module: On the host, with the values last loaded.
         base: What of it is stored in fewer bits.
+        tables: Of each frozen table that is larger than one buffer its parts, which go by names
+            of their own.
     """
 
-    def __init__(self, device: Device, trainable: Trainable) -> None:
+    def __init__(self, device: Device, trainable: Trainable, largest_bytes: int) -> None:
+        """Upload nothing yet.
+
+        Args:
+            device: Where the tensors are to be.
+            trainable: Whose they are.
+            largest_bytes: Of a buffer.
+        """
         assert trainable.module is not None
         self.module: torch.nn.Module = trainable.module
         self._device = device
@@ -31,7 +41,21 @@ class Weights:
         first: dict[int, str] = {}
         self._first = {name: first.setdefault(id(t), name) for name, t in self._held.items()}
         self.base = NarrowBase(self.module, trainable.base_dtype)
+        self.tables: Tables = self._cut(largest_bytes)
+        self._parts = {str(part): part for parts in self.tables.values() for part in parts}
+        self.base.cut(self.tables)
         self._buffers: dict[str, Buffer] = {}
+
+    def _cut(self, largest_bytes: int) -> Tables:
+        tables: dict[str, list[RowPart]] = {}
+        for name, parameter in self.module.named_parameters():
+            if parameter.dim() != 2 or parameter.requires_grad:
+                continue
+            nbytes = self.base.nbytes(name) or 4 * parameter.numel()
+            parts = row_parts(name, parameter.shape[0], nbytes, largest_bytes)
+            if len(parts) > 1:
+                tables[name] = parts
+        return tables
 
     @property
     def constants(self) -> Mapping[str, torch.Tensor]:
@@ -40,18 +64,20 @@ class Weights:
         return {name: t for name, t in self._held.items() if id(t) not in parameters}
 
     def nbytes(self) -> Mapping[str, int]:
-        """What each tensor takes on the device."""
-        return {
-            name: self.base.nbytes(name) or 4 * self._held[name].numel()
-            for name in self._first.values()
-        }
+        """What each tensor, and each part of a table, takes on the device."""
+        elements = {name: self._held[name].numel() for name in self._first.values()}
+        for name, part in self._parts.items():
+            elements[name] = part.rows * self._held[part.table].shape[1]
+        return {name: self.base.nbytes(name) or 4 * count for name, count in elements.items()}
 
     def buffer(self, name: str) -> Buffer:
-        """The tensor on the device; uploaded now if it was not yet."""
+        """The tensor, or part, on the device; uploaded now if it was not yet."""
         if name not in self._buffers:
             words = self.base.words(name)
             if words is None:
-                words = tensor_words(self._held[name])
+                part = self._parts.get(name)
+                held = self._held[part.table][part.first : part.end] if part else self._held[name]
+                words = tensor_words(held)
             self._buffers[name] = self._device.buffer(words.nbytes)
             self._device.upload(self._buffers[name], words)
         return self._buffers[name]

@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from backends.interface import Batch, BlockGradient, Loss, Program, Trainable
+from backends.accumulate import TreeAccumulator
+from backends.interface import Batch, BlockAdded, BlockGradient, Loss, Program, Trainable
 from backends.registry import choose
 from backends.stream import GradientStream
 from backends.wgpu.adapters import adapters
 from protocol.errors import SamestepError
 from protocol.manifest import Block, TensorSpec
+from protocol.tree import Node
 
 BACKENDS = ["scripted", "cpu", *(["cuda"] if torch.cuda.is_available() else []), "vulkan"]
 WIDTH = 6
@@ -145,6 +147,47 @@ def test_leaving_a_loop_early_abandons_too(program):
     for _ in program.gradients(make_batch(seed=9), 8):
         break
     assert bits(run(program, make_batch(), 5)[0]) == whole
+
+
+@pytest.mark.parametrize("leaves", [1, 2, 3, 7, 8])
+def test_a_nodes_sums_are_those_of_its_microbatches_along_the_tree(program, leaves):
+    blocks = make_trainable().blocks
+    # The third has no samples at all.
+    batches = [make_batch(0 if leaf == 2 else 4, seed=leaf) for leaf in range(leaves)]
+    expected = TreeAccumulator(Node(0, leaves), len(blocks))
+    sums: dict[int, bytes] = {}
+    loss: Loss | None = None
+    for leaf, batch in enumerate(batches):
+        gradients, alone = run(program, batch, leaf)
+        loss = expected.add_loss(leaf, alone.loss_sum, alone.weight)
+        for item in gradients:
+            total = expected.add(leaf, item.block, item.values)
+            if total is not None:
+                sums[item.block] = total.tobytes()
+    for _ in range(2):  # a node leaves nothing behind for the next
+        node = program.node_sum(leaves)
+        for leaf, batch in enumerate(batches[:-1]):
+            added = [BlockAdded(n) for n in reversed(range(len(blocks)))]
+            assert list(node.add(batch, leaf)) == added
+        *gradients, found = node.add(batches[-1], leaves - 1)
+        assert [item.block for item in gradients] == list(reversed(range(len(blocks))))
+        assert {item.block: item.values.tobytes() for item in gradients} == sums
+        assert found == loss
+
+
+def test_a_node_that_is_abandoned_leaves_the_next_whole(program):
+    def whole() -> list[bytes]:
+        node = program.node_sum(3)
+        items = [item for leaf in range(3) for item in node.add(make_batch(seed=leaf), leaf)]
+        return [item.values.tobytes() for item in items if isinstance(item, BlockGradient)]
+
+    expected = whole()
+    node = program.node_sum(3)
+    list(node.add(make_batch(seed=7), 7))
+    stream = node.add(make_batch(seed=8), 8)
+    next(iter(stream))
+    stream.close()
+    assert whole() == expected
 
 
 def test_fewer_samples_than_in_the_example_are_legal(program):

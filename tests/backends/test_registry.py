@@ -93,6 +93,15 @@ def test_a_card_is_chosen_by_number_or_part_of_its_name(machine, monkeypatch, wa
     assert made(registry.choose("vulkan", wanted)) == ("vulkan", index)
 
 
+def test_a_part_of_several_names_takes_the_first_and_says_so(machine, monkeypatch):
+    machine()
+    monkeypatch.setattr(registry, "_vulkan_devices", lambda: CARDS)
+    reason = registry.choose("vulkan", "a").reason
+    assert "the first of 2 whose names have 'a' in them: 'AMD Radeon" in reason
+    for clear in (1, "arc"):
+        assert registry.choose("vulkan", clear).reason == "vulkan was asked for by name"
+
+
 @pytest.mark.parametrize(
     ("wanted", "reason"),
     [(3, "there is no device 3; this machine has 3"), ("geforce", "'geforce'.*'AMD Radeon RX")],

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,11 +51,11 @@ class TestText:
 
 
 class Podman:
-    """Images and containers in a folder of their own."""
+    """Images and containers in folders of their own; podman takes no long path for `running`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, running: str) -> None:
         self._storage = [
-            "--root", str(directory / "storage"), "--runroot", str(directory / "run"),
+            "--root", str(directory / "storage"), "--runroot", running,
             "--storage-driver", "overlay",
         ]  # fmt: skip
 
@@ -87,7 +88,8 @@ def podman(request, tmp_path_factory) -> Iterator[Podman]:
             pytest.skip(f"no images can be built here: {command} is missing")
     wheels = locked_wheels(request.config.cache)
     directory = tmp_path_factory.mktemp("podman")
-    made = Podman(directory)
+    running = tempfile.mkdtemp(prefix="podman-", dir="/run")
+    made = Podman(directory, running)
     made.run("import", str(base_system(request.config.cache, directory)), BASE)
     settings = directory / "pip.conf"
     settings.write_text(f"# {SECRET}\n[global]\nno-index = true\nfind-links = /wheels\n")
@@ -96,6 +98,7 @@ def podman(request, tmp_path_factory) -> Iterator[Podman]:
     yield made
     made.run("rm", "--all", "--force", "--depend", check=False)
     made.run("system", "reset", "--force", check=False)
+    shutil.rmtree(running, ignore_errors=True)
 
 
 def base_system(cache: pytest.Cache, directory: Path) -> Path:

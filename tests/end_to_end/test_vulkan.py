@@ -48,12 +48,37 @@ def test_a_run_of_unlike_workers_is_mixed_and_its_replicas_agree(tmp_path):
     assert mixed["losses"] == pytest.approx(alone["losses"], rel=1e-4)
 
 
+def test_an_adapter_that_is_not_there_is_one_line_and_69(tmp_path):
+    job = ("--run", str(RUNS / "regress.yaml"), "--set", "steps=5")
+    found = adapters()
+    assert not isinstance(found, str)
+    with Cluster(tmp_path, "--expect-workers", "1", *job) as cluster:
+        wanted = {
+            str(len(found)): f"there is no device {len(found)}; this machine has {len(found)}, ",
+            "voodoo": f"no device's name has 'voodoo' in it; this machine has '{found[0].name}'",
+        }
+        for gpus in wanted:
+            cluster.worker(gpus, "--backend", "vulkan", "--gpus", gpus)
+        for gpus, reason in wanted.items():
+            worker = cluster.workers[gpus]
+            assert cluster.wait_for_exit(worker) == 69
+            assert worker.stderr is not None
+            (line,) = worker.stderr.read().splitlines()
+            assert line.startswith(f"worker: backend 'vulkan' is not usable here: {reason}")
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("run", ["sms-spam.yaml", "small-llama.yaml"])
-def test_the_main_jobs(tmp_path, run):
+@pytest.mark.parametrize("run", ["digits.yaml", "sms-spam.yaml", "small-llama.yaml"])
+def test_the_main_jobs_on_one_two_and_three(tmp_path, run):
     short = ("--set", "steps=3", "--set", "evaluate_every=0")
-    few = "data.holdout=0.02" if run == "sms-spam.yaml" else "data.holdout_samples=8"
-    alone = train(tmp_path / "one", run, ("vulkan",), *short, "--set", few)
-    together = train(tmp_path / "two", run, ("vulkan", "vulkan"), *short, "--set", few)
-    assert together["weights_digest"] == alone["weights_digest"]
-    assert together["eval"] == alone["eval"]
+    few = {
+        "sms-spam.yaml": ("--set", "data.holdout=0.02"),
+        "small-llama.yaml": ("--set", "data.holdout_samples=8"),
+    }.get(run, ())
+    alone = train(tmp_path / "one", run, ("vulkan",), *short, *few)
+    for count in (2, 3):
+        together = train(tmp_path / str(count), run, ("vulkan",) * count, *short, *few)
+        assert together["exact"]
+        assert together["weights_digest"] == alone["weights_digest"]
+        assert together["losses"] == alone["losses"]
+        assert together["eval"] == alone["eval"]

@@ -45,6 +45,7 @@ def test_the_picture_is_the_tree():
         ("RunFailed", 1),
         ("Unreachable", 69),
         ("BackendUnavailable", 69),
+        ("DeviceError", 1),
         ("NotAuthorised", 77),
         ("Mismatch", 78),
         ("LocalProtocolError", 1),

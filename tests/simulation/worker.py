@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from backends.accumulate import TreeAccumulator
 from backends.interface import Loss
 from protocol.errors import DataError, OutOfPlace
 from protocol.messages import Cancel, GradientPayload, NodeLoss, Welcome
@@ -25,7 +26,6 @@ from tests.simulation.job import Job
 from tests.simulation.link import LOST, Link
 from worker import actions as act
 from worker import engine
-from worker.accumulate import TreeAccumulator
 from worker.session import Session
 
 if TYPE_CHECKING:

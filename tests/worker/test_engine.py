@@ -57,8 +57,8 @@ class Backend(ScriptedBackend):
         super().__init__()
         self._gate, self._reached = gate, reached
 
-    def compile(self, trainable, example, others=()):
-        del example, others
+    def compile(self, trainable, example, others=(), evaluations=()):
+        del example, others, evaluations
         return GatedProgram(trainable, self._gate, self._reached)
 
 

@@ -1,11 +1,13 @@
 """A worker's side of a connection, message by message."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from backends.interface import Loss
 from protocol import messages as msg
-from protocol.errors import DataError, MessageError, OutOfPlace
+from protocol.errors import BackendUnavailable, DataError, DeviceError, MessageError, OutOfPlace
 from protocol.manifest import Block, Manifest, TensorSpec
 from protocol.replica import StatePart
 from protocol.run_spec import OptimizerSpec, RunSpec
@@ -101,6 +103,16 @@ def kinds(actions):
 # Handshake and start.
 
 
+def test_what_a_task_needs_of_the_devices_memory_is_told_where_it_is_known():
+    for known, said in ("", "a processor"), ("1.00 GiB of 2.00 GiB", "; memory: 1.00 GiB of 2.00"):
+        session = welcomed()
+        session.receive(*start_run())
+        actions = session.result(replace(built(), memory=known))
+        (told,) = [action.text for action in actions if isinstance(action, act.Tell)]
+        assert said in told
+        assert ("memory" in told) == bool(known)
+
+
 def test_what_it_is_doing_is_one_line():
     session = welcomed()
     assert session.status() == "ann: waiting for a run"
@@ -156,6 +168,17 @@ def test_a_task_that_can_not_be_built_is_told_with_its_exit_code():
     session.receive(*start_run())
     (message,) = sent(session.result(engine.BuildFailed("run", DataError("no such file"))))
     assert message == msg.Unready(run_id="run", reason="no such file", exit_code=2)
+
+
+@pytest.mark.parametrize(
+    "error", [BackendUnavailable("vulkan", "no driver"), DeviceError("card", "out of memory")]
+)
+def test_a_device_that_cannot_be_used_ends_the_worker_and_not_the_run(error):
+    session = welcomed()
+    session.receive(*start_run())
+    goodbye, leave = session.result(engine.BuildFailed("run", error))
+    assert isinstance(goodbye.message, msg.Goodbye)
+    assert leave == act.Leave(str(error), False, error.exit_code, failed=True)
 
 
 def test_results_of_another_run_or_connection_are_nobody_s():
@@ -399,9 +422,16 @@ def test_a_drain_is_said_once():
     assert session.drain() == []
 
 
+def test_a_lost_device_is_told_in_its_own_words():
+    lost = DeviceError("card", "the device was lost")
+    assert working().result(engine.DeviceFailed(lost))[-1] == act.Leave(
+        "the device 'card' failed: the device was lost", False, 1, failed=True
+    )
+
+
 def test_a_broken_device_is_told_and_ends_the_worker():
-    actions = working().result(engine.DeviceFailed(RuntimeError("out of memory")))
+    actions = working().result(engine.DeviceFailed(RuntimeError("out of\n memory")))
     (goodbye,) = sent(actions)
     assert isinstance(goodbye, msg.Goodbye)
     assert "out of memory" in goodbye.reason
-    assert actions[-1] == act.Leave("the device failed: out of memory", False, 1)
+    assert actions[-1] == act.Leave("the device failed: out of memory", False, 1, failed=True)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from backends.accumulate import TreeAccumulator
 from backends.interface import Loss
 from backends.registry import choose
 from protocol.replica import Replica
@@ -18,7 +19,6 @@ from protocol.run_spec import RunSpec, parse_run_spec
 from protocol.samples import SampleOrder, microbatch_seed
 from protocol.tree import root
 from protocol.update import global_norm, square_sum, step_scalars
-from worker.accumulate import TreeAccumulator
 from worker.tasks.base import Task
 from worker.tasks.registry import build
 

@@ -20,3 +20,16 @@ def device() -> Iterator[object]:
     opened = Device(found[0])
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def own_device() -> Iterator[object]:
+    """One that a test may break."""
+    found = adapters()
+    if isinstance(found, str):
+        pytest.skip(found)
+    from backends.wgpu.device import Device
+
+    opened = Device(found[0])
+    yield opened
+    opened.close()

@@ -36,7 +36,7 @@ def on_device(
     """What the function gives, computed there; `cooperative` as on a GPU."""
     module = Function(function)
     template = Templates(cooperative=cooperative, matmul=MatmulTuner(device).shader)
-    program = VulkanProgram(device, Trainable((), module, lambda m, a: m(a)), template)
+    program = VulkanProgram(device, Trainable((), module, lambda m, a: m(a)), template, adds=True)
     try:
         result = program.forward(tuple(tensors), {})
     finally:

@@ -234,7 +234,7 @@ def assert_in_one_piece(module: nn.Module, loss: Any, batch: Batch) -> None:
 def trained(device: Any, job: Any, batch: Batch) -> tuple[VulkanProgram, Any]:
     """As on a GPU."""
     templates = Templates(cooperative=True, matmul=MatmulTuner(device).shader)
-    program = VulkanProgram(device, job, templates)
+    program = VulkanProgram(device, job, templates, adds=True)
     program.check(batch)
     return program, gradients(program, batch)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from backends.wgpu.adapters import adapters
 from backends.wgpu.additions import differing_additions, hard_cases
-from backends.wgpu.device import Copy, Device
+from backends.wgpu.device import Copy
 from backends.wgpu.dispatch import Dispatch, Shader
 from backends.wgpu.memory_heaps import memory_heaps
 from protocol.errors import DeviceError, ExitCode, SamestepError
@@ -32,17 +31,6 @@ def doubling(device, count):
     buffers = [device.buffer(4 * ELEMENTS) for _ in range(count + 1)]
     steps = [Dispatch(DOUBLE, (i, i + 1), (4, 1, 1), f"double {i}") for i in range(count)]
     return buffers, steps
-
-
-@pytest.fixture
-def own_device():
-    """One that a test may break."""
-    found = adapters()
-    if isinstance(found, str):
-        pytest.skip(found)
-    opened = Device(found[0])
-    yield opened
-    opened.close()
 
 
 @pytest.mark.parametrize("elements", [1, 3, 4, 1000])
@@ -106,19 +94,22 @@ def test_what_went_over_the_bus_is_counted(own_device):
     assert (counts.uploads, counts.submissions, counts.readbacks) == (1, 2, 1)
 
 
-def test_a_lost_device_is_one_clear_error_wherever_it_shows(own_device):
+def test_a_lost_device_is_one_clear_error_wherever_it_shows(own_device, capfd):
     buffers, steps = doubling(own_device, 2)
     prepared = own_device.prepare(steps, buffers)
     own_device._device.destroy()
     attempts = [
         lambda: own_device.buffer(64),
+        lambda: own_device.upload(buffers[0], NUMBERS),
+        lambda: own_device.prepare(steps, buffers),
         lambda: own_device.run(prepared, [Copy(buffers[2], 16)]).result(),
         lambda: own_device.read(buffers[0]),
     ]
     for attempt in attempts:
         with pytest.raises(DeviceError, match="failed: ") as caught:
             attempt()
-        assert caught.value.exit_code == ExitCode.UNREACHABLE
+        assert caught.value.exit_code == ExitCode.FAILED
+    assert capfd.readouterr().err == "", "the error says it"
 
 
 def test_memory_that_is_not_there_is_one_clear_error(device):

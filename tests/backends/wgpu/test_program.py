@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +12,14 @@ import torch
 from torch import nn
 
 from backends.interface import Batch, BlockGradient, Loss, Trainable
+from backends.node_sum import HostNodeSum
 from backends.wgpu import threefry
+from backends.wgpu.adapters import adapters
+from backends.wgpu.backend import VulkanBackend
+from backends.wgpu.estimate import Estimate, has_room
 from backends.wgpu.lowering import Templates
 from backends.wgpu.matmul_tuning import MatmulTuner
+from backends.wgpu.node_sum import DeviceNodeSum
 from backends.wgpu.packing import seed_words
 from backends.wgpu.program import VulkanProgram
 from protocol.errors import DataError, SamestepError
@@ -37,7 +43,7 @@ def compiled(device) -> Iterator[Any]:
 
     def compile_(job: Trainable, example: Batch) -> VulkanProgram:
         template = Templates(not device.adapter.software, MatmulTuner(device).shader)
-        program = VulkanProgram(device, job, template)
+        program = VulkanProgram(device, job, template, adds=True)
         made.append(program)
         program.check(example)
         return program
@@ -83,6 +89,7 @@ def test_checkpointing_gives_the_same_bits_in_less_memory(compiled):
         assert any(getattr(m, "gradient_checkpointing", False) for m in module.modules()) == (
             checkpoint
         )
+    assert re.match(r"[\d.]+ MiB \(weights [\d.]+ MiB, activations ", program.memory)
     (plain, more), (checkpointed, less) = found
     assert all(plain[n].tobytes() == checkpointed[n].tobytes() for n in plain)
     assert less < 0.7 * more
@@ -108,6 +115,21 @@ def test_loaded_values_count_and_evaluation_runs_on_the_device(compiled):
         module.eval()
         assert after == pytest.approx(evaluate(module, _tensors(text()))["loss"], rel=1e-6)
     assert loss.loss_sum == pytest.approx(after, rel=1e-6)
+
+
+def test_what_an_evaluation_would_be_refused_for_is_found_before_training():
+    """Its shapes are compiled then."""
+
+    def evaluate(module: Any, arrays: Any) -> dict[str, float]:
+        return {"norm": float(module.lm_head(arrays["input_ids"].float()).norm())}
+
+    if isinstance(why := adapters(), str):
+        pytest.skip(why)
+    backend = VulkanBackend()
+    with pytest.raises(SamestepError, match="reads 'lm_head' of the model"):
+        backend.compile(
+            trainable(llama(), next_token_loss, evaluate=evaluate), text(), (), [text(length=8)]
+        )
 
 
 def test_an_evaluation_that_computes_with_parts_of_the_model_is_refused(compiled):
@@ -166,6 +188,36 @@ def test_dropout_is_the_function_of_its_seed_that_the_host_knows(compiled):
         np.testing.assert_allclose(got[0], (tangent * first).sum(0), rtol=1e-6)
 
 
+def test_one_upload_for_a_microbatch_and_one_readback_per_block_for_a_node(compiled, device):
+    module = bert(dropout=0.1)
+    job = trainable(module, class_loss)
+    program = compiled(job, labelled())
+
+    def node(leaves: int) -> tuple[int, int]:
+        before = (device.counts.uploads, device.counts.readbacks)
+        sums = program.node_sum(leaves)
+        assert isinstance(sums, DeviceNodeSum)
+        for leaf in range(leaves):
+            for _ in sums.add(labelled(seed=leaf), leaf):
+                pass
+        return device.counts.uploads - before[0], device.counts.readbacks - before[1]
+
+    for leaves in (2, 5, 8):
+        assert node(leaves) == (leaves, len(job.blocks))
+
+
+def test_sums_are_added_on_the_host_where_the_device_has_no_room_or_is_not_exact(device):
+    job = trainable(llama(), next_token_loss)
+    template = Templates(not device.adapter.software, MatmulTuner(device).shader)
+    inexact = VulkanProgram(device, job, template, adds=False)
+    assert isinstance(inexact.node_sum(2), HostNodeSum)
+    inexact.close()
+    needed = [Estimate(10, 60, 5, (0, ""))]
+    assert has_room(needed, 20, 100)
+    assert not has_room(needed, 21, 100)
+    assert has_room(needed, 21, 0)
+
+
 def test_one_upload_and_one_readback_per_block_for_a_microbatch(compiled, device):
     module = bert(dropout=0.1)
     job = trainable(module, class_loss)
@@ -175,6 +227,21 @@ def test_one_upload_and_one_readback_per_block_for_a_microbatch(compiled, device
     gradients(program, labelled(seed=1))
     assert device.counts.uploads - before[0] == 1
     assert device.counts.readbacks - before[1] == len(job.blocks)
+
+
+def test_a_block_comes_while_the_backward_of_earlier_ones_is_yet_to_run(compiled, device):
+    job = trainable(llama(layers=8), next_token_loss)
+    program = compiled(job, text())
+    gradients(program, text())
+    for leaves in (1, 2):
+        sums = program.node_sum(leaves)
+        for leaf in range(leaves):
+            before = device.counts.submissions
+            stream = sums.add(text(), leaf)
+            next(stream)
+            begun = device.counts.submissions - before
+            list(stream)
+            assert begun <= device.counts.submissions - before - len(job.blocks) // 2
 
 
 def test_blocks_come_in_reverse_order_and_the_loss_last(compiled):

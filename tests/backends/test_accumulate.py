@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from backends.accumulate import TreeAccumulator
 from protocol.tree import Node, children
-from worker.accumulate import TreeAccumulator
 
 Floats = NDArray[np.float32]
 

@@ -1,0 +1,94 @@
+"""How long a deep decoder takes to compile for a Vulkan device, against a shallow one.
+
+    python -m benchmarks.vulkan_compile [--rounds 5] [--cold]
+
+A Qwen3-like model of small width with LoRA, 36 layers against 4, each compiled in a process of its
+own, by turns: from `Backend.compile` until it returns, and until its first microbatch is done. With
+`--cold` Mesa's software driver keeps no shaders from one process to the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any, Final
+
+from benchmarks.machine import print_heading, print_table
+
+LAYERS: Final = (4, 36)
+
+
+def measure(layers: int) -> dict[str, float]:
+    """Seconds in this process."""
+    import numpy as np  # noqa: PLC0415  (only the children need them)
+    import peft  # noqa: PLC0415
+    import torch  # noqa: PLC0415
+    import transformers  # noqa: PLC0415
+
+    from backends.interface import Batch, Trainable  # noqa: PLC0415
+    from backends.wgpu.backend import VulkanBackend  # noqa: PLC0415
+    from worker.blocks import cut_into_blocks  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False,
+    }  # fmt: skip
+    config = transformers.Qwen3Config(num_hidden_layers=layers, **sizes)
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    module = peft.get_peft_model(transformers.Qwen3ForCausalLM(config), lora)
+
+    def loss(model: torch.nn.Module, arrays: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits = model(input_ids=arrays["ids"]).logits.flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, arrays["ids"].flatten(), reduction="sum")
+
+    batch = Batch({"ids": np.arange(64, dtype=np.int64).reshape(2, 32)}, 2.0)
+    backend = VulkanBackend()
+    _ = backend.exact_additions, backend.tuner
+    start_s = time.perf_counter()
+    program = backend.compile(Trainable(cut_into_blocks(module), module, loss), batch)  # type: ignore[arg-type]
+    compiled_s = time.perf_counter()
+    for _ in program.gradients(batch, 0):
+        pass
+    first_s = time.perf_counter()
+    program.close()
+    return {"compile": compiled_s - start_s, "with the first microbatch": first_s - start_s}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.layers is not None:
+        print(json.dumps(measure(options.layers)))
+        return
+    print_heading("Compiling 36 layers against 4 for a Vulkan device")
+    cold = {"MESA_SHADER_CACHE_DISABLE": "true"} if options.cold else {}
+    taken: dict[int, list[dict[str, float]]] = {layers: [] for layers in LAYERS}
+    for number in range(options.rounds + (not options.cold)):
+        for layers in LAYERS:
+            command = [sys.executable, "-m", "benchmarks.vulkan_compile", "--layers", str(layers)]
+            done = subprocess.run(  # noqa: S603 -- our own command
+                command, env={**os.environ, **cold}, stdout=subprocess.PIPE, check=True
+            )
+            if number or options.cold:  # the first round fills the driver's cache
+                taken[layers].append(json.loads(done.stdout.splitlines()[-1]))
+    rows = []
+    for what in taken[LAYERS[0]][0]:
+        few, many = ([each[what] for each in taken[layers]] for layers in LAYERS)
+        each = sorted(many_s / few_s for few_s, many_s in zip(few, many, strict=True))
+        spread = f"{statistics.median(each):.2f} ({each[0]:.2f}-{each[-1]:.2f})"
+        rows.append([what, *(f"{statistics.median(side):.2f}" for side in (few, many)), spread])
+    print_table(["seconds", *(f"{layers} layers" for layers in LAYERS), "ratio"], rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""One run of a plan on a device that fails under it."""
+
+from __future__ import annotations
+
+import pytest
+
+from backends.wgpu.device import Copy
+from backends.wgpu.running import Running, Submission
+from protocol.errors import DeviceError
+from tests.backends.wgpu.test_device import doubling
+
+
+def test_what_fails_is_told_once_and_can_still_be_stopped(own_device):
+    buffers, steps = doubling(own_device, 2)
+    prepared = own_device.prepare(steps, buffers)
+    submission = Submission(prepared, (Copy(buffers[2], 16),), last=True)
+    own_device._device.destroy()
+    running = Running(own_device, (submission,) * 5)
+    with pytest.raises(DeviceError, match="lost"):
+        running.next()
+    assert running._flying, "more of it fails"
+    running.stop()
+    assert running.next() is None

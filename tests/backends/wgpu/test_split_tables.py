@@ -1,0 +1,254 @@
+"""Tables larger than a binding: in parts, with the gradients of the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from backends.interface import Batch, Loss
+from backends.wgpu.lowering import Templates
+from backends.wgpu.matmul_tuning import MatmulTuner
+from backends.wgpu.program import VulkanProgram
+from backends.wgpu.split_tables import row_parts
+from protocol.errors import SamestepError
+from tests.backends.wgpu.small_models import (
+    assert_like_the_cpu,
+    bert,
+    class_loss,
+    gradients,
+    labelled,
+    llama,
+    next_token_loss,
+    qwen3_with_lora,
+    text,
+    trainable,
+)
+
+WIDTH = 64
+ROW_BYTES = 4 * WIDTH
+LARGEST = 17_000
+"""A table of 97 x 64 has 24,832 bytes; nothing else of these models has so many as this."""
+
+
+def program_of(device, job, batch, largest_bytes=LARGEST):
+    template = Templates(not device.adapter.software, MatmulTuner(device).shader)
+    program = VulkanProgram(device, job, template, adds=False, largest_bytes=largest_bytes)
+    program.check(batch)
+    return program
+
+
+def wide(model, **changes):
+    return model(hidden_size=WIDTH, intermediate_size=48, **changes)
+
+
+def frozen_embeddings(module):
+    """All is trained but the tables."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Embedding):
+            layer.requires_grad_(False)
+    module.get_output_embeddings() and module.get_output_embeddings().requires_grad_(False)
+    return module
+
+
+def short(samples=2, length=8):
+    return text(samples, length)
+
+
+MODELS: dict[str, Any] = {
+    "a Qwen3 with LoRA": (lambda: wide(qwen3_with_lora), next_token_loss, short),
+    "a Qwen3 with LoRA, its head tied": (
+        lambda: wide(qwen3_with_lora, tie_word_embeddings=True), next_token_loss, short,
+    ),
+    "a Llama in full but for its tied table": (
+        lambda: frozen_embeddings(wide(llama, tie_word_embeddings=True)), next_token_loss, short,
+    ),
+    "a BERT in full but for its embeddings": (
+        lambda: frozen_embeddings(wide(bert)), class_loss, lambda: labelled(2, 8),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_the_whole_table(device, name):
+    make, loss, batch = MODELS[name]
+    assert_as_the_whole(device, make(), loss, batch(), LARGEST)
+
+
+def assert_as_the_whole(device, module, loss, batch, largest, **changes):
+    job = trainable(module, loss, **changes)
+    found = []
+    for limit in (None, largest):
+        program = program_of(device, job, batch, limit)
+        found.append(gradients(program, batch))
+        assert (program.estimates[-1].largest[0] > largest) == (limit is None)
+        program.close()
+    whole, parts = found
+    assert_like_the_cpu(module, job.blocks, loss, batch, parts)
+    for number, values in whole.items():
+        assert np.linalg.norm(values - parts[number]) <= 2e-6 * np.linalg.norm(values)
+
+
+class Tied(nn.Module):
+    """A frozen table as embedding and head."""
+
+    def __init__(self, tokens=600, width=32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(tokens, width).requires_grad_(False)
+        self.middle = nn.Linear(width, width)
+
+    def forward(self, ids):
+        return torch.tanh(self.middle(self.table(ids))) @ self.table.weight.T
+
+
+class Sliced(Tied):
+    """What meets the head is no contiguous matrix: a batch of products with one table."""
+
+    def forward(self, ids):
+        return (torch.tanh(self.middle(self.table(ids)))[:, :-1]) @ self.table.weight.T
+
+
+def token_loss(module, arrays):
+    logits = module(arrays["ids"])
+    labels = arrays["ids"][:, -logits.shape[1] :]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def tokens(samples=1, length=3, most=600):
+    ids = np.random.default_rng(0).integers(0, most, (samples, length))
+    ids[0, :2] = 0, most - 1
+    return Batch({"ids": ids}, float(samples))
+
+
+@pytest.mark.parametrize(("module", "batch"), [(Tied, tokens()), (Sliced, tokens(2, 2))])
+def test_more_parts_than_a_shader_binds(device, module, batch):
+    assert_as_the_whole(device, module(), token_loss, batch, 8000)
+
+
+class WithHead(nn.Module):
+    """A frozen head that may be stored in fewer bits."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 600).requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.middle(x)))
+
+
+def square_loss(module, arrays):
+    return (module(arrays["x"]) ** 2).sum()
+
+
+@pytest.mark.parametrize(
+    ("base_dtype", "largest"),
+    [("float32", 30_000), ("bfloat16", 20_000), ("int8", 17_000), ("int4", 16_500)],
+)
+def test_a_frozen_head_in_any_stored_form(device, base_dtype, largest):
+    x = np.random.default_rng(0).standard_normal((3, WIDTH)).astype(np.float32)
+    batch = Batch({"x": x}, 3.0)
+    module = WithHead()
+    assert_as_the_whole(device, module, square_loss, batch, largest, base_dtype=base_dtype)
+
+
+def test_an_evaluation_and_its_loss_are_those_of_the_whole_table(device):
+    def evaluate(module, arrays):
+        return {"loss": float(token_loss(module, arrays))}
+
+    module = Tied()
+    job = trainable(module, token_loss, evaluate=evaluate)
+    program = program_of(device, job, tokens(), 8000)
+    (*_, loss) = program.gradients(tokens(), 0)
+    assert isinstance(loss, Loss)
+    found = program.evaluate(tokens())["loss"]
+    program.close()
+    arrays = {name: torch.tensor(array) for name, array in tokens().arrays.items()}
+    with torch.no_grad():
+        assert found == pytest.approx(evaluate(module, arrays)["loss"], rel=1e-6)
+    assert loss.loss_sum == pytest.approx(found, rel=1e-6)
+
+
+class Penalised(Tied):
+    def forward(self, ids):
+        return super().forward(ids) + self.table.weight.square().sum()
+
+
+class Layer(nn.Module):
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+
+    def forward(self, ids):
+        return ids + 0.0 * self.table(ids.long()).sum(-1)
+
+
+class InLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.layers = nn.ModuleList(
+            Layer(nn.Embedding(600, 32).requires_grad_(False)) for _ in range(2)
+        )
+
+    def forward(self, ids):
+        x = ids.float()
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale
+
+
+def trained():
+    module = Tied()
+    module.table.requires_grad_(True)
+    return module
+
+
+def summed_loss(module, arrays):
+    return module(arrays["ids"]).sum()
+
+
+REFUSED: dict[str, Any] = {
+    r"'table.weight' .*the loss reads it by": (Penalised, token_loss, tokens(), 8000),
+    r"layers.0 reads it": (InLayers, summed_loss, tokens(), 8000),
+    r"'table.weight' needs a buffer .*frozen table": (trained, token_loss, tokens(), 8000),
+    r"'an intermediate result' .*fewer tokens": (Tied, token_loss, tokens(1, 6), 8000),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_had_in_parts_is_refused_before_the_start(device, message):
+    module, loss, batch, largest = REFUSED[message]
+    with pytest.raises(SamestepError, match=message):
+        program_of(device, trainable(module(), loss), batch, largest)
+
+
+def test_a_table_of_140_mib_on_a_device_that_binds_128(device):
+    if device.largest_buffer_bytes >= 140 * 2**20:
+        pytest.skip("this device binds it whole")
+    rows, width = 143_360, 256
+    module = Tied(1, width)
+    module.table = nn.Embedding.from_pretrained(torch.rand(rows, width) - 0.5)
+    job = trainable(module, token_loss)
+    batch = tokens(most=rows)
+    program = program_of(device, job, batch, None)
+    assert_like_the_cpu(module, job.blocks, token_loss, batch, gradients(program, batch))
+    assert program.estimates[-1].weights == 4 * (rows * width + width * width + width)
+    program.close()
+
+
+def test_parts_are_even_and_begin_at_multiples_of_64():
+    parts = row_parts("t", 151_936, 4 * 151_936 * 2560, 128 * 2**20)
+    assert [part.first for part in parts] == [*range(0, 151_936, parts[0].rows)]
+    assert parts[0].rows % 64 == 0
+    assert all(4 * 2560 * part.rows <= 128 * 2**20 for part in parts)
+    assert parts[-1].end == 151_936
+    assert len(parts) == 12
+    assert row_parts("t", 10, 4000, 999) == row_parts("t", 10, 4000, 800)
+    assert [part.rows for part in row_parts("t", 10, 4000, 999)] == [2] * 5
+    assert len(row_parts("t", 10, 4000, 399)) == 1, "not a row fits: refused elsewhere"

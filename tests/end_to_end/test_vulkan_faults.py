@@ -1,0 +1,111 @@
+"""Vulkan workers that are killed, come late, or lose their device: the same bits all the same."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from backends.wgpu.adapters import adapters
+from tests.cluster import ROOT, RUNS, Cluster
+from tests.faulty_vulkan import FaultyVulkan, compiled_layer
+
+STEPS = 60
+JOB = (
+    "--run", str(RUNS / "digits.yaml"), "--set", f"steps={STEPS}", "--set", "evaluate_every=0",
+    "--set", "digits.hidden=[16]", "--set", "batch.samples=48",
+)  # fmt: skip
+VULKAN = ("--backend", "vulkan")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _a_device_is_there():
+    if isinstance(why := adapters(), str):
+        pytest.skip(why)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> dict[str, Any]:
+    """The result of one worker whom nothing disturbs."""
+    with Cluster(tmp_path_factory.mktemp("alone"), "--expect-workers", "1", *JOB) as cluster:
+        cluster.worker("w0", *VULKAN)
+        return cluster.result()
+
+
+def is_undisturbed(cluster: Cluster, alone: dict[str, Any]) -> bool:
+    """Whether a run ended as if nothing had happened, and says so itself."""
+    result = cluster.result()
+    audited = subprocess.run(
+        [sys.executable, "-m", "coordinator", "audit", str(cluster.directory / "out")],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert audited.returncode == 0, audited.stdout
+    assert "samples covered exactly once" in audited.stdout
+    assert audited.stdout.rstrip().endswith("sound")
+    same = ("exact", "weights_digest", "losses", "eval")
+    return [result[key] for key in same] == [alone[key] for key in same]
+
+
+def part_of_the_name() -> str:
+    """Of the device that a worker takes which is told none."""
+    found = adapters()
+    assert not isinstance(found, str)
+    return found[0].name.split()[0].upper()
+
+
+def last_words(cluster: Cluster, name: str) -> list[str]:
+    """What a worker that has failed wrote on standard error."""
+    worker = cluster.workers[name]
+    assert cluster.wait_for_exit(worker) == 1
+    assert worker.stderr is not None
+    said = worker.stderr.read()
+    assert "Traceback" not in said, said
+    return said.splitlines()
+
+
+def test_one_is_killed_in_the_middle_of_a_step_and_another_comes_late(tmp_path, alone):
+    with Cluster(tmp_path, "--expect-workers", "2", *JOB) as cluster:
+        first = cluster.worker("w0", *VULKAN)
+        cluster.worker("w1", *VULKAN)
+        cluster.wait_for("committed", step=5)
+        cluster.workers["w1"].kill()
+        cluster.wait_for("worker_lost", worker="w1")
+        # The newcomer needs seconds to import; the run waits for it, or would be over before.
+        first.send_signal(signal.SIGSTOP)
+        cluster.worker("late", *VULKAN, "--gpus", part_of_the_name())
+        cluster.wait_for("worker_ready", worker="late")
+        first.send_signal(signal.SIGCONT)
+        assert cluster.wait_for("worker_joined", worker="late")["step"] < STEPS
+        assert is_undisturbed(cluster, alone)
+        # Anew, if it died before its state after the last step was compared with the others'.
+        assert cluster.every("reassigned") or cluster.every("restarted"), cluster.events()
+        assert cluster.result()["workers"]["late"] > 0
+
+
+def test_devices_are_lost_and_run_out_of_memory(tmp_path, tmp_path_factory, alone):
+    layer = compiled_layer(tmp_path_factory.mktemp("layer"))
+    faulty = {name: FaultyVulkan(layer, tmp_path / name) for name in ("lost", "full", "never")}
+    faulty["never"].fill()
+    with Cluster(tmp_path / "run", "--expect-workers", "3", *JOB) as cluster:
+        cluster.worker("steady", *VULKAN)
+        for name, driver in faulty.items():
+            cluster.worker(name, *VULKAN, environment=driver.environment)
+        cluster.wait_for("committed", step=3)
+        faulty["full"].fill()
+        cluster.wait_for("worker_lost", worker="full")
+        faulty["lost"].lose()
+        cluster.wait_for("worker_lost", worker="lost")
+        assert is_undisturbed(cluster, alone)
+        assert cluster.every("reassigned") or cluster.every("restarted"), cluster.events()
+
+        (line,) = last_words(cluster, "never")
+        assert "cannot be opened" in line
+        (line,) = last_words(cluster, "full")
+        assert "failed: out of memory" in line
+        # wgpu has no way but to end the process, and says something itself before.
+        line = last_words(cluster, "lost")[-1]
+        assert line.startswith("worker: the device ")
+        assert "loses the device" in line
