@@ -7,6 +7,7 @@ blocks. At most log2(leaves) + 1 arrays are held of a block.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from backends.interface import Array, Loss
@@ -46,6 +47,12 @@ class TreeAccumulator:
         loss = self._losses.add(leaf - self.node.lo, loss_sum)
         total = self._weights.add(leaf - self.node.lo, weight)
         return None if loss is None or total is None else Loss(loss, total)
+
+
+def tree_sum(terms: Sequence[float]) -> float:
+    """The terms of all leaves of a node along the tree, in float64."""
+    sums = _TreeSum[float](len(terms))
+    return [sums.add(leaf, term) for leaf, term in enumerate(terms)][-1] or 0.0
 
 
 class _TreeSum(Generic[_Term]):

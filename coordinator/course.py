@@ -75,6 +75,8 @@ class Course:
         self.admission: Admission | None = None
         self.saves = Saves(spec.checkpoint)
         self.blobs: str | None = None
+        self.unfit: dict[str, str] = {}
+        """Workers whose device cannot take part in this run, and why."""
         self._odd: set[str] = set()
         self._skip_asked = False
         self._drain_asked = False

@@ -55,6 +55,7 @@ class Run(Course):
         if self.phase is RunPhase.OVER:
             return []
         self.members.add(worker, admitted_by)
+        self.unfit.pop(worker, None)
         message = StartRun(run_id=self.run_id, epoch=self.epoch, step=self.step, blobs=self.blobs)
         return [Send(worker, message, self.spec.to_bytes())]
 
@@ -209,8 +210,13 @@ class Run(Course):
     def _unready(self, worker: str, message: Unready) -> list[Action]:
         self.members.remove(worker)
         report = Report("worker_unready", {"worker": worker, "reason": message.reason})
+        if message.own:
+            self.unfit[worker] = message.reason
         if self.phase is not RunPhase.WAITING:
             return [report]
+        able = self.members.names(MemberState.PREPARING, MemberState.READY)
+        if message.own and (able or len(self.unfit) < self.expect_workers):
+            return [report]  # others may do
         reason = f"worker {worker!r}: {message.reason}"
         return [report, *self._finish("failed", reason, message.exit_code)]
 

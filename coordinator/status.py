@@ -122,9 +122,12 @@ def waiting_for(run: Run, connected: list[str]) -> str:
     preparing = run.members.names(MemberState.PREPARING)
     if run.phase is RunPhase.WAITING:
         ready = run.members.names(MemberState.READY)
-        missing = run.expect_workers - len(connected)
+        able = [name for name in connected if name not in run.unfit]
+        missing = run.expect_workers - len(able)
         if missing > 0:
-            return f"{missing} more workers: {len(connected)} of {run.expect_workers} are here"
+            cannot = [f"; {n} cannot take part: {why}" for n, why in sorted(run.unfit.items())]
+            here = f"{len(able)} of {run.expect_workers} are here"
+            return f"{missing} more workers: {here}{''.join(cannot)}"
         if len(ready) < run.expect_workers:
             return f"{', '.join(preparing)} to build the task"
         return "the initial state"

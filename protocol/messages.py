@@ -134,11 +134,12 @@ class Ready(Message):
 
 
 class Unready(Message):
-    """Worker: this run's task cannot be built here, and why."""
+    """Worker: this run's task cannot be built here, and why; `own` if others may be able to."""
 
     tag = 7
     run_id: Small
     reason: Text
+    own: bool
     exit_code: Annotated[int, Field(ge=1, le=125)]
 
 

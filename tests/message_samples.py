@@ -53,7 +53,7 @@ EXAMPLES: dict[type[Message], Message] = {
             state_digest=DIGEST, signature=DIGEST,
             signature_text="t",
         ),
-        messages.Unready(run_id="r", reason="no data", exit_code=2),
+        messages.Unready(run_id="r", reason="no data", own=False, exit_code=2),
         messages.StateRequest(run_id="r"),
         messages.StateChunk(**_STATE, block=1, chunk=0),
         messages.StepPlan(**PLACE, view=1, microbatches=8, nodes=((0, 4), (4, 6))),

@@ -14,8 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from backends.accumulate import TreeAccumulator
-from backends.interface import Array, Backend, Batch, BlockGradient, Loss, Program, Sums
+from backends.accumulate import tree_sum
+from backends.interface import Array, Backend, BlockGradient, Loss, Program, Sums
 from protocol.errors import DataError, SamestepError
 from protocol.messages import cut_text
 from protocol.replica import PartKind, Replica, StatePart
@@ -56,10 +56,19 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class BuildFailed:
-    """The task cannot be built here."""
+    """The task cannot be built here; `own` if other devices may be able to."""
 
     run_id: str
     error: SamestepError
+    own: bool = False
+
+
+class _Unfit(Exception):
+    """The device refuses the task."""
+
+    def __init__(self, error: SamestepError) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +239,9 @@ class Engine:
     def _build(self, run_id: str, spec: RunSpec, inputs: str | None, *, keep: bool) -> None:
         try:
             job = self._job_for(spec, inputs)
+        except _Unfit as unfit:
+            self._emit(BuildFailed(run_id, unfit.error, own=True))
+            return
         except SamestepError as error:
             self._emit(BuildFailed(run_id, error))
             return
@@ -271,7 +283,10 @@ class Engine:
         order = SampleOrder(spec.seed, task.manifest.train_samples, spec.batch)
         example, *others = microbatch_of_each_shape(task, order)
         evaluations = evaluation_of_each_shape(task)
-        program = self._toolbox.backend().compile(task.trainable, example, others, evaluations)
+        try:
+            program = self._toolbox.backend().compile(task.trainable, example, others, evaluations)
+        except SamestepError as error:
+            raise _Unfit(error) from error
         replica, initial = Replica(task.manifest.blocks, spec.optimizer), task.initial_parameters()
         program.load(initial)
         probe = probe_digest(program, example)
@@ -292,7 +307,7 @@ class Engine:
             )
         batches = [job.task.batch(samples[leaf]) for leaf in range(node.lo, node.hi)]
         sums = job.program.node_sum(node.leaves)
-        weight = _node_weight(node, batches)
+        weight = tree_sum([batch.weight for batch in batches])  # known before the backward
         loss: Loss | None = None
         for leaf, batch in zip(range(node.lo, node.hi), batches, strict=True):
             seed = microbatch_seed(job.spec.seed, place.step, leaf)
@@ -380,13 +395,3 @@ class Engine:
     def _built(self) -> _Job:
         assert self._job is not None, "the session asks for work only after Built"
         return self._job
-
-
-def _node_weight(node: Node, batches: list[Batch]) -> float:
-    """The node's weight along the tree, known before its backward: it goes with every payload."""
-    weights = TreeAccumulator(node, 0)
-    total: Loss | None = None
-    for leaf, batch in zip(range(node.lo, node.hi), batches, strict=True):
-        total = weights.add_loss(leaf, 0.0, batch.weight)
-    assert total is not None
-    return total.weight

@@ -220,7 +220,7 @@ class Fetching:
                 build = Build(self._run_id, event.spec, keep=self._keep, inputs=self._list_digest)
                 return [Tell(task), build]
             case FilesFailed():
-                return self._fail(event.error)
+                return self._fail(event.error, own=True)
         return self._more()
 
     def in_the_users_words(self, text: str) -> str:
@@ -324,11 +324,11 @@ class Fetching:
                 )
         raise AssertionError(file)
 
-    def _fail(self, error: SamestepError) -> list[Action]:
+    def _fail(self, error: SamestepError, *, own: bool = False) -> list[Action]:
         self._over = True
         reason = str(error)
         unready = Unready(
-            run_id=self._run_id, reason=cut_text(reason), exit_code=int(error.exit_code)
+            run_id=self._run_id, reason=cut_text(reason), own=own, exit_code=int(error.exit_code)
         )
         return [
             DropFiles(),

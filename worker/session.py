@@ -243,7 +243,9 @@ class Session:
         if isinstance(event.error, BackendUnavailable | DeviceError):
             # This machine's matter, not the run's: leave, and let the run wait for another.
             return self._fail(reason, exit_code)
-        unready = Unready(run_id=self.run_id, reason=cut_text(reason), exit_code=exit_code)
+        unready = Unready(
+            run_id=self.run_id, reason=cut_text(reason), own=event.own, exit_code=exit_code
+        )
         return [Transmit(unready), Tell(f"cannot take part in {self.run_id}: {reason}")]
 
     def _fail(self, reason: str, exit_code: int) -> list[Action]:

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from backends.accumulate import TreeAccumulator
+from backends.accumulate import tree_sum
 from backends.interface import Batch, BlockAdded, BlockGradient, Loss, NodeItem
 from backends.stream import GradientStream
 from backends.wgpu.running import Running
-from protocol.tree import Node
 
 
 class DeviceNodeSum:
@@ -48,12 +47,4 @@ class DeviceNodeSum:
             losses = arrays.pop() if block == 0 else None
             yield BlockGradient(block, np.concatenate(arrays) if len(arrays) > 1 else arrays[0])
             if losses is not None:
-                yield self._loss([float(loss) for loss in losses])
-
-    def _loss(self, losses: list[float]) -> Loss:
-        sums = TreeAccumulator(Node(0, self._leaves), 0)
-        total: Loss | None = None
-        for leaf, (loss, weight) in enumerate(zip(losses, self._weights, strict=True)):
-            total = sums.add_loss(leaf, loss, weight)
-        assert total is not None
-        return total
+                yield Loss(tree_sum([float(loss) for loss in losses]), tree_sum(self._weights))

@@ -101,4 +101,4 @@ def test_what_comes_before_ready_belongs_to_an_earlier_run():
     assert is_stale(fresh, Heartbeat(), "run")
     assert not is_stale(fresh, ready(), "run")
     assert is_stale(old, ready(run_id="other"), "run")
-    assert is_stale(fresh, Unready(run_id="other", reason="", exit_code=1), "run")
+    assert is_stale(fresh, Unready(run_id="other", reason="", own=False, exit_code=1), "run")

@@ -430,7 +430,7 @@ async def test_an_unready_of_another_run(tmp_path, reference):
             await hostile.join()
             live.worker("w1")
             await live.wait_for("worker_connected", worker="w1")
-            hostile.send(messages.Unready(run_id="another", reason="late", exit_code=2))
+            hostile.send(messages.Unready(run_id="another", reason="late", own=False, exit_code=2))
             assert alike(await live.result(run_id), reference)
 
 

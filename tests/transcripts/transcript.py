@@ -9,7 +9,7 @@ action a line, in order; the phase in brackets when it changes. `#` begins a rem
                               a new coordinator, instead of `run`; `state` if it is known at once
     invite NAME               a worker is connected and free
     ready NAME [initial=S] [signature=S] [run=ID] [data=D] [step=N] [state=S]
-    unready NAME [run=ID]
+    unready NAME [run=ID] [own=yes]
     loaded [state=S]          state 0 has come
     node NAME LO-HI [nan=embedding|layer|loss] [step=S] [attempt=A]   its payloads and its loss
     payload NAME LO-HI [block=layer] [value=1]   one payload
@@ -229,8 +229,9 @@ class Stage:
         manifest = self._manifest(data)
         return self.run.receive(name, message, manifest.to_bytes())
 
-    def _unready(self, name: str, run: str = RUN_ID) -> Actions:
-        message = msg.Unready(run_id=run, reason="no such data", exit_code=2)
+    def _unready(self, name: str, run: str = RUN_ID, own: str = "no") -> Actions:
+        reason = "too large for its device" if own == "yes" else "no such data"
+        message = msg.Unready(run_id=run, reason=reason, own=own == "yes", exit_code=2)
         return self.run.receive(name, message, None)
 
     def _node(self, name: str, node: str, nan: str = "", **where: str) -> Actions:

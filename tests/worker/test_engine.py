@@ -8,7 +8,7 @@ import pytest
 
 from backends.interface import BlockGradient, Loss
 from backends.scripted import ScriptedBackend, ScriptedProgram
-from protocol.errors import DataError
+from protocol.errors import DataError, SamestepError
 from protocol.replica import Replica
 from protocol.run_spec import BatchSpec, OptimizerSpec, RunSpec, ScriptedSpec
 from protocol.samples import SampleOrder
@@ -56,9 +56,12 @@ class Backend(ScriptedBackend):
     def __init__(self, gate, reached):
         super().__init__()
         self._gate, self._reached = gate, reached
+        self.refusal: Exception | None = None
 
     def compile(self, trainable, example, others=(), evaluations=()):
         del example, others, evaluations
+        if self.refusal is not None:
+            raise self.refusal
         return GatedProgram(trainable, self._gate, self._reached)
 
 
@@ -235,7 +238,18 @@ def test_a_task_that_can_not_be_built_is_told_and_the_next_may_be(device):
     failed = device.next()
     assert isinstance(failed, engine.BuildFailed)
     assert str(failed.error) == "no such file"
+    assert not failed.own
     device.toolbox.failure = None
+    device.build()
+
+
+def test_what_the_device_refuses_is_its_own_matter(device):
+    device.toolbox.backend().refusal = SamestepError("too large")
+    device.engine.build("run", SPEC)
+    failed = device.next()
+    assert isinstance(failed, engine.BuildFailed)
+    assert (str(failed.error), failed.own) == ("too large", True)
+    device.toolbox.backend().refusal = None
     device.build()
 
 

@@ -167,7 +167,10 @@ def test_a_task_that_can_not_be_built_is_told_with_its_exit_code():
     session = welcomed()
     session.receive(*start_run())
     (message,) = sent(session.result(engine.BuildFailed("run", DataError("no such file"))))
-    assert message == msg.Unready(run_id="run", reason="no such file", exit_code=2)
+    assert message == msg.Unready(run_id="run", reason="no such file", own=False, exit_code=2)
+    refused = engine.BuildFailed("run", DataError("too large"), own=True)
+    (message,) = sent(session.result(refused))
+    assert message == msg.Unready(run_id="run", reason="too large", own=True, exit_code=2)
 
 
 @pytest.mark.parametrize(
