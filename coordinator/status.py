@@ -127,7 +127,8 @@ def waiting_for(run: Run, connected: list[str]) -> str:
         if missing > 0:
             cannot = [f"; {n} cannot take part: {why}" for n, why in sorted(run.unfit.items())]
             here = f"{len(able)} of {run.expect_workers} are here"
-            return f"{missing} more workers: {here}{''.join(cannot)}"
+            more = "1 more worker" if missing == 1 else f"{missing} more workers"
+            return f"{more}: {here}{''.join(cannot)}"
         if len(ready) < run.expect_workers:
             return f"{', '.join(preparing)} to build the task"
         return "the initial state"

@@ -49,7 +49,7 @@ COMMITTED = (*TWO_TRAIN, "node ann 0-2", "node bob 2-4")
         ((), {"workers": "3"}, ["ann"], "2 more workers: 1 of 3 are here"),
         (
             ("invite ann", "invite bob", "unready ann own=yes"), {"workers": "2"}, ["ann", "bob"],
-            "1 more workers: 1 of 2 are here; ann cannot take part: too large for its device",
+            "1 more worker: 1 of 2 are here; ann cannot take part: too large for its device",
         ),
         (("invite ann", "invite bob", "ready ann"), {}, ["ann", "bob"], "bob to build the task"),
         (TWO_TRAIN[:-1], {}, ["ann", "bob"], "the initial state"),
