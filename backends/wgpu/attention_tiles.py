@@ -123,6 +123,8 @@ class _Kernel:
             *self._accumulate("sum", "value"),
             "}",
             "}",
+            # All have read whether the last tile is needed before what they read is written anew.
+            "workgroupBarrier();",
             "let own = total;",
             *(f"let share{i} = vec4f(own[{i}], 0.0, 0.0, 0.0);" for i in range(4)),
             *self._fold_across("+", "share"),
