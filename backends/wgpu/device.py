@@ -266,6 +266,7 @@ class Device:
         size = max(256, 1 << (nbytes - 1).bit_length())
         if nbytes > _STAGING_PART_BYTES:  # a power of two might be more than a buffer may have
             size = -(-nbytes // _STAGING_PART_BYTES) * _STAGING_PART_BYTES
+            size = max(nbytes, min(size, self.limits["max-buffer-size"]))
         free = self._staging[size]
         return free.pop() if free else self._device.create_buffer(size=size, usage=_STAGING)
 

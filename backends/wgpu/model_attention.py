@@ -19,8 +19,22 @@ from torch import nn
 
 from backends.wgpu.attention import Fuses, fused_attention, sizes_of
 
-_OTHERWISE: Final = ("cache", "position_bias", "s_aux", "softcap")
-"""What some models add to the formula."""
+_PLAIN: Final = frozenset(
+    {
+        "cache_position",
+        "deterministic",
+        "dropout",
+        "is_causal",
+        "output_attentions",
+        "output_hidden_states",
+        "position_ids",
+        "scaling",
+        "sliding_window",
+        "use_cache",
+    }
+)
+"""What leaves the formula as it is, or is in the mask already, or is looked at below. Anything else
+that a model hands over may change the formula: such a call is the model's own."""
 
 
 def sdpa_can_be_traced() -> bool:
@@ -74,7 +88,7 @@ def _attend(  # noqa: PLR0917
     Returns:
         (B, T, H, D), and None for the weights.
     """
-    plain = not more and all(words.get(name) is None for name in _OTHERWISE)
+    plain = not more and all(word in _PLAIN for word, given in words.items() if given is not None)
     plain = plain and not words.get("dropout") and not words.get("output_attentions")
     plain = plain and id(module) in parts and not (needs_mask and attention_mask is None)
     sizes = sizes_of(query, key, value, attention_mask) if plain else None

@@ -43,7 +43,7 @@ from backends.wgpu.split_tables import split_tables
 from backends.wgpu.stand_in import StandIn
 from backends.wgpu.sum_stack import Sources, SumStack, levels_of, merge_of
 from backends.wgpu.weights import Weights, check_parameters
-from protocol.errors import SamestepError
+from protocol.errors import DeviceError, SamestepError
 
 
 class VulkanProgram:
@@ -84,6 +84,8 @@ class VulkanProgram:
         self._sums = SumStack(device, sizes) if adds else None
         self._summing: dict[Any, tuple[Submission, ...]] = {}
         self._zero: Buffer | None = None
+        self._adding = False
+        """Whether a node is in work whose sums are on the device."""
         self._plans: dict[Any, Ready] = {}
         self._running: Running | None = None
         self._lock = threading.RLock()
@@ -137,11 +139,13 @@ class VulkanProgram:
 
     def node_sum(self, leaves: int) -> DeviceNodeSum | HostNodeSum:
         """Added on the device if its additions are exact and it has room, else on the host."""
+        self._adding = False
         if self._sums is not None and leaves > 1:
             levels = levels_of(leaves)
-            needed = levels * self._sums.level_bytes
+            needed = max(levels * self._sums.level_bytes, self._sums.held_bytes)
             if has_room(self.estimates, needed, self._device.adapter.memory_bytes):
                 self._sums.hold(levels)
+                self._adding = True
                 start = partial(self._start, self._sums, leaves)
                 return DeviceNodeSum(start, len(self._blocks), leaves)
         return HostNodeSum(self, len(self._blocks), leaves)
@@ -197,7 +201,8 @@ class VulkanProgram:
         with self._lock:
             ready = None if _is_empty(batch) else self._step(batch)
             merge = merge_of(leaf, leaves)
-            key = (id(ready), merge, leaf == 0, merge.last and leaves)
+            shapes = None if ready is None else _shapes(batch)
+            key = (shapes, merge, leaf == 0, merge.last and leaves)
             if key not in self._summing:
                 parts = nothing(len(self._blocks)) if ready is None else ready.submissions
                 summing = sums.summing(parts, self._sources(ready), leaf, leaves)
@@ -207,6 +212,7 @@ class VulkanProgram:
             else:
                 words = _packed(ready, batch.arrays, seed)
                 self._running = Running(self._device, self._summing[key], ready.upload, words)
+            self._adding = not merge.last
             return self._running
 
     def _sources(self, ready: Ready | None) -> Sources:
@@ -282,11 +288,26 @@ class VulkanProgram:
         self.estimates.append(estimate(plan, self._weights.nbytes()))
         adapter, largest = self._device.adapter, self._largest_bytes
         refuse_what_does_not_fit(self.estimates, adapter.memory_bytes, largest, adapter.name)
+        self._make_room()
         upload = self._device.buffer(4 * plan.words)
         buffers = self._buffers(plan, upload)
         outputs = tuple(None if o is None else buffers[o] for o in plan.outputs)
         parts = tuple(submissions(plan, buffers, self._device))
         return Ready(plan, capture, upload, parts, outputs)
+
+    def _make_room(self) -> None:
+        """Memory that is held for node sums gives way to a new plan."""
+        adapter, held = self._device.adapter, self._sums.held_bytes if self._sums else 0
+        if self._sums is None or has_room(self.estimates, held, adapter.memory_bytes):
+            return
+        if self._adding:
+            raise DeviceError(
+                adapter.name,
+                "a microbatch of a new shape needs the memory that holds the sums of the node in "
+                "work; lower batch.microbatch or data.max_tokens",
+            )
+        self._sums.release()
+        self._summing.clear()
 
     def _buffers(self, plan: Plan, upload: Buffer) -> list[Buffer]:
         slots = self._take_slots(plan.slots)

@@ -103,7 +103,8 @@ class Running:
             while not self._stopped.is_set():
                 submission, readback = self._flying.popleft()
                 arrays = readback.result()
-                self._submit()
+                if not self._stopped.is_set():
+                    self._submit()
                 if submission.last:
                     return arrays
         return None

@@ -76,6 +76,15 @@ class SumStack:
         """Memory of one sum of all tensors."""
         return sum(map(sum, self._nbytes))
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory that is held for sums."""
+        return len(self._levels) * self.level_bytes
+
+    def release(self) -> None:
+        """Let go of it."""
+        self._levels.clear()
+
     def hold(self, levels: int) -> None:
         """Make room for so many sums of each tensor."""
         while len(self._levels) < levels:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,13 @@ from backends.node_sum import HostNodeSum
 from backends.wgpu import threefry
 from backends.wgpu.adapters import adapters
 from backends.wgpu.backend import VulkanBackend
-from backends.wgpu.estimate import Estimate, has_room
+from backends.wgpu.estimate import ROOM, Estimate, has_room
 from backends.wgpu.lowering import Templates
 from backends.wgpu.matmul_tuning import MatmulTuner
 from backends.wgpu.node_sum import DeviceNodeSum
 from backends.wgpu.packing import seed_words
 from backends.wgpu.program import VulkanProgram
-from protocol.errors import DataError, SamestepError
+from protocol.errors import DataError, DeviceError, SamestepError
 from tests.backends.wgpu.small_models import (
     assert_like_the_cpu,
     bert,
@@ -216,6 +217,41 @@ def test_sums_are_added_on_the_host_where_the_device_has_no_room_or_is_not_exact
     assert has_room(needed, 20, 100)
     assert not has_room(needed, 21, 100)
     assert has_room(needed, 21, 0)
+
+
+def test_sums_that_are_held_give_way_to_a_plan_that_needs_their_memory(device, monkeypatch):
+    small, large = text(length=8), text(length=30)
+    job = trainable(llama(), next_token_loss)
+    template = Templates(not device.adapter.software, MatmulTuner(device).shader)
+
+    def program() -> VulkanProgram:
+        made = VulkanProgram(device, job, template, adds=True)
+        made.check(small)
+        return made
+
+    def run(stream: Any) -> None:
+        assert len(list(stream)) >= len(job.blocks)
+
+    plain = program()
+    plain.check(large)
+    room = int((plain.estimates[-1].total + 1000) / (1 - ROOM))
+    monkeypatch.setattr(device, "adapter", replace(device.adapter, memory_bytes=room))
+    between = program()
+    node = between.node_sum(2)
+    assert isinstance(node, DeviceNodeSum)
+    run(node.add(small, 0))
+    run(node.add(small, 1))
+    run(between.gradients(large, 0))
+    assert isinstance(between.node_sum(2), HostNodeSum)
+    assert between._sums is not None
+    assert not between._sums.held_bytes
+    within = program()
+    node = within.node_sum(2)
+    run(node.add(small, 0))
+    with pytest.raises(DeviceError, match="needs the memory that holds the sums"):
+        node.add(large, 1)
+    for each in (plain, between, within):
+        each.close()
 
 
 def test_one_upload_and_one_readback_per_block_for_a_microbatch(compiled, device):
