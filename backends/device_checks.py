@@ -118,7 +118,7 @@ def _advice(row: DeviceInfo, cards: dict[str, int], machine: Machine) -> str:
     if row.backend == "cuda":
         return _cuda_advice(cards, machine)
     if row.backend == "vulkan" and (cards.get("AMD") or cards.get("Intel")):
-        return "apt install mesa-vulkan-drivers, and pip install 'samestep[vulkan]'"
+        return "apt install mesa-vulkan-drivers libvulkan1, and pip install 'wgpu>=0.32'"
     return ""
 
 

@@ -44,6 +44,8 @@ def choose(name: str, wanted: int | str = 0) -> BackendChoice:
         if not info.usable:
             raise BackendUnavailable(kind, info.reason)
         reason = f"{kind} was asked for by name{_among_others(kind, wanted)}"
+        if info.software:
+            reason += "; it is software, for tests: --backend cpu is several times as quick"
         return BackendChoice(_make(kind, info.index), reason)
     return _auto(wanted)
 

@@ -187,6 +187,7 @@ main() {
     echo making >"$stamp" || fail 1 "cannot write $stamp"
     install
     printf '%s\n' "$wanted" >"$stamp" || fail 1 "cannot write $stamp"
+    say "ready; next: . $venv/bin/activate"
 }
 
 main

@@ -124,7 +124,7 @@ def devices() -> None:
     for info in all_devices():
         memory = f", {info.memory_bytes / 2**30:.1f} GiB" if info.memory_bytes else ""
         verdict = "usable" if info.usable else f"not usable: {info.reason}"
-        verdict += " (software: only when asked for by name)" if info.software else ""
+        verdict += " (software: taken only with --backend vulkan)" if info.software else ""
         typer.echo(f"{info.backend} {info.index}: {info.name}{memory}: {verdict}")
 
 

@@ -64,7 +64,7 @@ class Adapter:
 def adapters() -> tuple[Adapter, ...] | str:
     """Every Vulkan adapter, best kind first, or why there is none. Asked once per process."""
     if importlib.util.find_spec("wgpu") is None:
-        return "wgpu is not installed; pip install 'samestep[vulkan]'"
+        return "wgpu is not installed; run deploy/environment.sh, or pip install 'wgpu>=0.32'"
     # Mesa's layer that orders devices looks for a desktop and complains where there is none.
     os.environ.setdefault("NODEVICE_SELECT", "1")
     try:

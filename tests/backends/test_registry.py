@@ -130,7 +130,7 @@ def test_without_wgpu_the_vulkan_row_says_what_to_install(monkeypatch):
     )
     found = adapters.adapters.__wrapped__()
     assert isinstance(found, str)
-    assert "pip install 'samestep[vulkan]'" in found
+    assert "pip install 'wgpu>=0.32'" in found
 
 
 @pytest.mark.parametrize(
