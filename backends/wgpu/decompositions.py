@@ -36,4 +36,15 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """By operator: torch's own, to the core operators."""
     table: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
     table.update(get_decompositions(_ALSO))
+    table[_aten.copy.default] = _copy
     return table
+
+
+def _copy(
+    target: torch.Tensor,
+    source: torch.Tensor,
+    non_blocking: bool = False,  # noqa: FBT001, FBT002
+) -> torch.Tensor:
+    """All of the target is written: what it held does not matter, only its shape and type."""
+    del non_blocking
+    return source.to(target.dtype).expand(target.shape).clone()

@@ -79,12 +79,21 @@ def _cat(k: KernelText, node: fx.Node, at: Coordinates) -> str:
 
 
 def _window(  # noqa: PLR0917
-    k: KernelText, part: fx.Node, at: Coordinates, dim: int, start: int, size: int, scalar: Scalar
+    k: KernelText,
+    part: fx.Node,
+    at: Coordinates,
+    dim: int,
+    start: int,
+    size: int,
+    scalar: Scalar,
+    step: int = 1,
 ) -> str:
-    """An element of a part that lies from `start` on; somewhere in it for places outside."""
+    """An element of a part that lies from `start` on, at every `step`-th place; somewhere in it for
+    places outside."""
     inside = [*at]
     if start or size != at[dim].size:
-        text = f"u32(clamp(i32({at[dim]}) - {start}, 0, {size - 1}))"
+        past = f"(i32({at[dim]}) - {start})"
+        text = f"u32(clamp({past if step == 1 else f'{past} / {step}'}, 0, {size - 1}))"
         inside[dim] = plain(k.let(text), size)
     return k.element(part, inside, scalar)
 
@@ -95,14 +104,15 @@ def _slice_scatter(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     under, part, dim, start, _end, step = given
     assert isinstance(under, fx.Node)
     assert isinstance(part, fx.Node)
-    if step != 1:
-        raise NoRule(node, "of every so manieth element")
     place = operator.index(dim) % len(at)
     first: Any = start or 0
     first = first + at[place].size if first < 0 else first
     size = shape_of(part)[place]
-    here = f"({at[place]} >= {first}u && {at[place]} < {first + size}u)"
-    value = _window(k, part, at, place, first, size, scalar)
+    end = first + (size - 1) * step + 1
+    here = f"({at[place]} >= {first}u && {at[place]} < {end}u)"
+    if step != 1:
+        here = f"({here} && ({at[place]} - {first}u) % {step}u == 0u)"
+    value = _window(k, part, at, place, first, size, scalar, step)
     return f"select({k.element(under, at, scalar)}, {value}, {here})"
 
 

@@ -62,6 +62,27 @@ def test_elementwise_with_broadcasting(device, shape, data):
 
 
 @FEW
+@given(
+    rows=st.integers(1, 4), columns=st.integers(1, 9), first=st.integers(0, 4),
+    end=st.integers(1, 9), step=st.integers(1, 4),
+)  # fmt: skip
+def test_every_so_manieth_element_is_written(device, rows, columns, first, end, step):  # noqa: PLR0917
+    """And its gradient read."""
+    first = min(first, columns - 1)
+    count = len(range(columns)[first : max(end, first + 1) : step])
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.enable_grad():
+            leaves = [each.detach().requires_grad_() for each in (x, y)]
+            whole = leaves[0] * 2
+            whole[:, first : max(end, first + 1) : step] = leaves[1]
+            grads = torch.autograd.grad((whole * whole).sum(), leaves)
+            return whole.detach(), *grads
+
+    agree(device, function, drawn(rows, columns), drawn(rows, count, seed=1))
+
+
+@FEW
 @given(shape=st.lists(st.integers(1, 7), min_size=2, max_size=4), data=st.data())
 def test_reductions_over_any_dimensions(device, shape, data):
     dims = data.draw(
