@@ -197,9 +197,10 @@ def test_a_device_that_cannot_be_used_ends_the_worker_and_not_the_run(error):
 def test_the_device_is_opened_without_a_run_and_one_of_no_use_is_no_member(error, words, exit_code):
     session = Session()
     assert act.OpenDevice() in session.welcome(WELCOME)
-    goodbye, leave = session.result(engine.DeviceFailed(error))
-    assert goodbye.message == msg.Goodbye(reason=words, retry=False, exit_code=exit_code)
-    assert leave == act.Leave(words, False, exit_code, failed=True)
+    assert session.result(engine.DeviceFailed(error)) == [
+        act.Transmit(msg.Goodbye(reason=words, retry=False, exit_code=exit_code)),
+        act.Leave(words, False, exit_code, failed=True),
+    ]
 
 
 def test_results_of_another_run_or_connection_are_nobody_s():
