@@ -17,6 +17,7 @@ import yaml
 from coordinator import token_cli
 from protocol import __version__
 from protocol.address import parse_address, parse_devices
+from protocol.command_line import check_options_follow
 from protocol.discovery import check_name
 from protocol.errors import ExitCode, RunSpecError, SamestepError, UsageError
 from protocol.system_journal import write_error
@@ -139,6 +140,7 @@ def serve(
     """Serve runs to workers, or do one run with --run."""
     del version
     if context.invoked_subcommand is not None:
+        check_options_follow(context)
         return
     from coordinator.main import Options, main  # the subcommands need none of it
     from coordinator.short_forms import ShortForms, run_spec_from

@@ -123,7 +123,8 @@ class ProgressConsole:
             self._waiting_since_s, self._tell_after_s = now_s, _FIRST_WAITING_S
         elif now_s - self._waiting_since_s >= self._tell_after_s:
             self._tell_after_s *= 2
-            away = ", ".join(sorted(self._service.known - set(self._service.sessions)))
+            told = {*self._service.sessions, *(execution.run.unfit if execution else ())}
+            away = ", ".join(sorted(self._service.known - told))
             before = f"; was here before: {away}" if away else ""
             seconds = now_s - self._waiting_since_s
             self._tell(f"waiting {seconds:.0f} s for {waiting}{before}", "waiting")

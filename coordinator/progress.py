@@ -216,15 +216,19 @@ class Progress:
         return actions + (self.take_up() if late else [])
 
     def _speculate(self, round_: Round) -> list[Action]:
-        """Give what late workers owe to idle ones as well; whichever is there first counts."""
+        """Give what late workers owe to idle ones as well; whichever is there first counts.
+
+        Where all are late, nobody goes on without them: nothing is told.
+        """
         late = self._stragglers.late_workers(round_)
-        if not late:
+        others = {name: ms for name, ms in self._members.speeds().items() if name not in late}
+        if not late or not others:
             return []
         reports = self._stragglers.reports(late, self.step, "gradients")
         speeds = {
             name: speed
-            for name, speed in self._members.speeds().items()
-            if name not in late and (name not in round_.shares or not round_.shares[name].pending)
+            for name, speed in others.items()
+            if name not in round_.shares or not round_.shares[name].pending
         }
         nodes = round_.unassigned(ignoring=late) if speeds else ()
         if not nodes:

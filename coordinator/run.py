@@ -100,8 +100,8 @@ class Run(Course):
         Args:
             worker: Its name.
             reason: Why.
-            failed: Whether its device failed. When a second one fails at the same microbatches
-                the run halts: the others would follow.
+            failed: Whether its device failed, or cannot be used. When a second one fails at the
+                same microbatches the run halts: the others would follow.
         """
         member = self.members.remove(worker)
         if member is None or self.phase is RunPhase.OVER:
@@ -116,6 +116,8 @@ class Run(Course):
         ]
         if self.admission is not None:
             actions += self.admission.lost(worker)
+        if failed and member.state is MemberState.PREPARING:
+            actions += self._refused(worker, reason, ExitCode.FAILED)
         if self.progress is not None:
             proven = self.progress.lose(worker)
             if self.evaluation is not None:
@@ -211,14 +213,20 @@ class Run(Course):
         self.members.remove(worker)
         report = Report("worker_unready", {"worker": worker, "reason": message.reason})
         if message.own:
-            self.unfit[worker] = message.reason
+            return [report, *self._refused(worker, message.reason, message.exit_code)]
         if self.phase is not RunPhase.WAITING:
             return [report]
-        able = self.members.names(MemberState.PREPARING, MemberState.READY)
-        if message.own and (able or len(self.unfit) < self.expect_workers):
-            return [report]  # others may do
         reason = f"worker {worker!r}: {message.reason}"
         return [report, *self._finish("failed", reason, message.exit_code)]
+
+    def _refused(self, worker: str, reason: str, exit_code: int) -> list[Action]:
+        """Its device cannot take part; others may do, until as many as are expected have refused
+        and nobody is left."""
+        self.unfit[worker] = reason
+        able = self.members.names(MemberState.PREPARING, MemberState.READY)
+        if self.phase is not RunPhase.WAITING or able or len(self.unfit) < self.expect_workers:
+            return []
+        return self._finish("failed", f"worker {worker!r}: {reason}", exit_code)
 
     def _start_if_enough(self) -> list[Action]:
         ready = self.members.names(MemberState.READY)

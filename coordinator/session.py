@@ -38,7 +38,7 @@ class Session:
         host: Where it comes from.
         check: What it had to prove.
         saying_goodbye: Why it leaves, if it said so.
-        failed: Whether it leaves because its device failed.
+        failed: Whether it leaves because its device failed, or cannot be used.
     """
 
     channel: Channel
@@ -73,7 +73,7 @@ class Session:
                 pass
             case Goodbye():
                 self.saying_goodbye = message.reason or "goodbye"
-                self.failed = message.exit_code == ExitCode.FAILED
+                self.failed = message.exit_code != ExitCode.OK
                 channel.abort(self.saying_goodbye)
             case _:
                 if not self.name:

@@ -120,22 +120,22 @@ def _worker_part(service: Service, name: str, now_s: float) -> dict[str, Any]:
 def waiting_for(run: Run, connected: list[str]) -> str:
     """Why the run does not go on right now, and for whom; empty when nothing is waited for."""
     preparing = run.members.names(MemberState.PREPARING)
+    cannot = "".join(f"; {n} cannot take part: {why}" for n, why in sorted(run.unfit.items()))
     if run.phase is RunPhase.WAITING:
         ready = run.members.names(MemberState.READY)
         able = [name for name in connected if name not in run.unfit]
         missing = run.expect_workers - len(able)
         if missing > 0:
-            cannot = [f"; {n} cannot take part: {why}" for n, why in sorted(run.unfit.items())]
             here = f"{len(able)} of {run.expect_workers} are here"
             more = "1 more worker" if missing == 1 else f"{missing} more workers"
-            return f"{more}: {here}{''.join(cannot)}"
+            return f"{more}: {here}{cannot}"
         if len(ready) < run.expect_workers:
             return f"{', '.join(preparing)} to build the task"
         return "the initial state"
     if run.phase is RunPhase.HALTED:
         return f"an operator (continue, or continue --skip-step): {run.reason}"
     if not run.members.names(MemberState.ACTIVE, MemberState.DRAINING):
-        return "a worker: all have left"
+        return f"a worker: all have left{cannot}"
     evaluating = run.evaluation.waiting_for() if run.evaluation is not None else []
     if evaluating:
         return f"{', '.join(evaluating)} to evaluate"

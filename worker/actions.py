@@ -25,6 +25,11 @@ class Transmit:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenDevice:
+    """Open the device if it is not open: one that cannot be used is not to wait for a run."""
+
+
+@dataclass(frozen=True, slots=True)
 class Build:
     """Build a run's task; `keep` the state that the replica has of this very run.
 
@@ -167,6 +172,6 @@ class DropFiles:
 
 FileAction = Locate | OpenPart | StoreChunk | Assemble | DropFiles
 Action = (
-    Transmit | Build | Expect | Compute | CancelWork | CancelNode | Apply | LoadChunk | Restore
-    | Evaluate | CopyState | Tell | Leave | FileAction
+    Transmit | OpenDevice | Build | Expect | Compute | CancelWork | CancelNode | Apply | LoadChunk
+    | Restore | Evaluate | CopyState | Tell | Leave | FileAction
 )  # fmt: skip

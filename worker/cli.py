@@ -14,6 +14,7 @@ from backends.device_name import parse_device_name
 from backends.registry import parse_name
 from protocol import __version__
 from protocol.address import parse_address, parse_devices
+from protocol.command_line import check_options_follow
 from protocol.discovery import check_name
 from protocol.errors import ExitCode, SamestepError, UsageError
 from protocol.system_journal import write_error
@@ -95,6 +96,7 @@ def serve(
     """Serve a coordinator until it says goodbye."""
     del version
     if context.invoked_subcommand is not None:
+        check_options_follow(context)
         return
     backend, wanted = _devices(backend, gpus)
     if len(wanted) > 1:

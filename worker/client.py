@@ -328,6 +328,8 @@ class Client:
         match action:
             case act.Transmit():
                 self._transmit(action)
+            case act.OpenDevice():
+                device.open()
             case act.Build():
                 device.build(action.run_id, action.spec, keep=action.keep, inputs=action.inputs)
             case act.Expect():

@@ -67,7 +67,6 @@ class _Unfit(Exception):
     """The device refuses the task."""
 
     def __init__(self, error: SamestepError) -> None:
-        super().__init__(error)
         self.error = error
 
 
@@ -165,7 +164,7 @@ class Engine:
         self._toolbox = toolbox
         self._emit = emit
         self._tracer = tracer
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._job: _Job | None = None
         self._generation = 0
         self._cancelled: set[tuple[Place, Node]] = set()
@@ -173,6 +172,10 @@ class Engine:
         self._digest: Future[None] | None = None
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
+
+    def open(self) -> None:
+        """Open the device; gives DeviceFailed if it cannot be used."""
+        self._jobs.put(self._toolbox.backend)
 
     def build(
         self, run_id: str, spec: RunSpec, *, keep: bool = False, inputs: str | None = None

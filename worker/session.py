@@ -54,6 +54,7 @@ from worker.actions import (
     Expect,
     Leave,
     LoadChunk,
+    OpenDevice,
     Restore,
     Tell,
     Transmit,
@@ -96,7 +97,7 @@ class Session:
     def welcome(self, message: Welcome) -> list[Action]:
         """The handshake is done."""
         self.name, self.epoch = message.worker, message.epoch
-        return [Tell(f"joined as {self.name!r}; waiting for a run")]
+        return [Tell(f"joined as {self.name!r}; waiting for a run"), OpenDevice()]
 
     def receive(self, message: Message, body: Body | None) -> list[Action]:
         """A message from the coordinator.
@@ -172,9 +173,10 @@ class Session:
             case engine.StateCopied():
                 return self._upload(event)
             case engine.DeviceFailed():
-                own = isinstance(event.error, DeviceError)
                 words = " ".join(str(event.error).split())
-                return self._fail(words if own else f"the device failed: {words}", ExitCode.FAILED)
+                if isinstance(event.error, BackendUnavailable | DeviceError):
+                    return self._fail(words, event.error.exit_code)
+                return self._fail(f"the device failed: {words}", ExitCode.FAILED)
 
     def drain(self) -> list[Action]:
         """An operator wants this worker to leave: finish what it has, take no more."""

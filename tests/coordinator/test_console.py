@@ -11,6 +11,7 @@ from rich.console import Console
 from coordinator.console import ProgressConsole
 from coordinator.structured_log import set_up_logging
 from protocol.system_journal import Priority, SystemJournal
+from tests.coordinator.test_status import staged
 
 
 class Entries(SystemJournal):
@@ -69,6 +70,21 @@ def test_a_service_tells_of_each_run_that_it_takes_and_ends(once):
     told.reported("run_ended", {"run_id": "r-1", "outcome": "failed", "reason": "no data"})
     lines = ["run r-1 accepted: digits, 5 steps", "run r-1 failed: no data"]
     assert screen.getvalue().splitlines() == ([] if once else lines)
+
+
+def test_who_cannot_take_part_is_named_once_while_the_run_waits():
+    told, screen = progress()
+    run = staged("invite ann", "invite bob", "fails ann", workers="3")
+    told._service.current.run = run
+    told._service.sessions["bob"] = None
+    told._service.known.update(("ann", "bob", "cem"))
+    told.tick()
+    told._tell_after_s = 0.0
+    told.tick()
+    assert screen.getvalue() == (
+        "waiting 0 s for 2 more workers: 1 of 3 are here; "
+        "ann cannot take part: the device failed: out of memory; was here before: cem\n"
+    )
 
 
 @pytest.fixture

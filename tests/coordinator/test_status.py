@@ -51,6 +51,11 @@ COMMITTED = (*TWO_TRAIN, "node ann 0-2", "node bob 2-4")
             ("invite ann", "invite bob", "unready ann own=yes"), {"workers": "2"}, ["ann", "bob"],
             "1 more worker: 1 of 2 are here; ann cannot take part: too large for its device",
         ),
+        (
+            ("invite ann", "invite bob", "fails ann"), {"workers": "2"}, ["bob"],
+            ("1 more worker: 1 of 2 are here; "
+                "ann cannot take part: the device failed: out of memory"),
+        ),
         (("invite ann", "invite bob", "ready ann"), {}, ["ann", "bob"], "bob to build the task"),
         (TWO_TRAIN[:-1], {}, ["ann", "bob"], "the initial state"),
         (TWO_TRAIN, {}, ["ann", "bob"], "gradients of ann, bob"),
@@ -58,6 +63,8 @@ COMMITTED = (*TWO_TRAIN, "node ann 0-2", "node bob 2-4")
         ((*TWO_TRAIN, "halt"), {}, ["ann"], ("an operator (continue, or continue --skip-step): "
             "halted by the operator")),
         ((*TWO_TRAIN, "lost ann", "lost bob"), {}, [], "a worker: all have left"),
+        ((*TWO_TRAIN, "invite cem", "fails cem", "lost ann", "lost bob"), {}, [],
+            "a worker: all have left; cem cannot take part: the device failed: out of memory"),
         (COMMITTED, {"steps": "1"}, ["ann"], "ann, bob to apply the step"),
         ((*COMMITTED, "applied ann 1", "applied bob 1"), {"steps": "1"}, ["ann"],
             "ann, bob to apply the step"),

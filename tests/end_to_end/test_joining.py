@@ -105,7 +105,8 @@ def test_a_wrong_token_is_one_line_and_77(tmp_path, own_home):
         wrong_secret = JoinToken(good.fingerprint, new_key()).reveal()
         wrong_certificate = JoinToken(b"x" * 32, good.secret).reveal()
         for name, token in (("a", wrong_secret), ("b", wrong_certificate)):
-            worker = cluster.worker(name, environment=there(tmp_path, SAMESTEP_TOKEN=token))
+            environment = there(tmp_path, SAMESTEP_TOKEN=token)
+            worker = cluster.worker(name, "--backend", "scripted", environment=environment)
             assert cluster.wait_for_exit(worker) == 77
             line = last_line(worker)
             assert "coordinator token show" in line
@@ -119,8 +120,9 @@ def test_a_wrong_token_is_one_line_and_77(tmp_path, own_home):
 def test_a_revoked_worker_ends_with_77(tmp_path):
     with Cluster(tmp_path, "--expect-workers", "2") as cluster:
         token = command("token", "show")
-        far = cluster.worker("far", environment=there(tmp_path, SAMESTEP_TOKEN=token))
-        cluster.worker("near")
+        environment = there(tmp_path, SAMESTEP_TOKEN=token)
+        far = cluster.worker("far", "--backend", "scripted", environment=environment)
+        cluster.worker("near", "--backend", "scripted")
         cluster.wait_for("worker_connected", worker="far")
         cluster.wait_for("worker_connected", worker="near")
         assert "'far' counts no more" in command("token", "revoke", "far")

@@ -397,7 +397,7 @@ class SimulatedWorker(Process):
                     if self.link is not None:
                         self._check_sent(action.message)
                         self.link.send_to_coordinator(action.message, action.body)
-                case act.Expect() | act.Tell():
+                case act.Expect() | act.Tell() | act.OpenDevice():
                     pass
                 case act.Leave():
                     assert not action.retry

@@ -64,6 +64,8 @@ def test_devices_says_of_each_whether_it_is_usable():
         (["--backend", "cuda0", "--gpus", "1"], "cuda0"),
         (["--no-such-option"], "--no-such-option"),
         (["--retry-for", "-1"], "retry-for"),
+        (["--backend", "vulkan", "doctor"], "options of 'worker doctor' after it, got --backend"),
+        (["--quiet", "devices"], "--quiet before it"),
     ],
 )
 def test_what_can_not_be_used_is_one_line_and_exit_2(arguments, named):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.errors import DeviceError, ExitCode, RunFailed
+from protocol.errors import BackendUnavailable, DeviceError, ExitCode, RunFailed, Unreachable
 from tests.event_loop import on_uvloop
-from tests.live_service import live_service, scripted_spec, undisturbed
+from tests.live_service import Scripted, live_service, scripted_spec, undisturbed
 from worker.engine import DeviceFailed
 
 
@@ -29,3 +29,38 @@ async def test_the_first_failure_is_told_and_others_finish_the_run(tmp_path):
         disturbed = await live.result(run_id)
     alone = await undisturbed(tmp_path / "alone", spec)
     assert disturbed["weights_digest"] == alone["weights_digest"]
+
+
+class Missing(Scripted):
+    """A device that was asked for by name and is not there."""
+
+    def backend(self):
+        raise BackendUnavailable("vulkan", "there is no device 7")
+
+
+@on_uvloop
+async def test_a_device_that_is_not_there_leaves_at_once_also_without_a_run(tmp_path):
+    async with live_service(tmp_path, 2) as live:
+        live.worker("seven", toolbox=Missing())
+        reason = "backend 'vulkan' is not usable here: there is no device 7"
+        with pytest.raises(Unreachable, match=f"^{reason}$") as caught:
+            await live.workers["seven"]
+        assert caught.value.exit_code == ExitCode.UNREACHABLE
+        await live.wait_for("worker_connected", worker="seven")
+        await live.wait_for("worker_disconnected", worker="seven", reason=reason)
+
+
+@on_uvloop
+async def test_a_run_ends_once_as_many_devices_as_it_expects_are_not_there(tmp_path):
+    async with live_service(tmp_path, 2) as live:
+        run_id = live.service.submit(scripted_spec())
+        live.worker("seven", toolbox=Missing())
+        await live.wait_for("worker_disconnected", worker="seven")
+        assert live.service.current is not None
+        assert live.service.current.run.unfit.keys() == {"seven"}
+        live.worker("eight", toolbox=Missing())
+        ended = await live.wait_for("run_ended", run_id=run_id)
+        assert (ended["outcome"], ended["reason"]) == (
+            "failed",
+            "worker 'eight': backend 'vulkan' is not usable here: there is no device 7",
+        )

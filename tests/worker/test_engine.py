@@ -8,7 +8,7 @@ import pytest
 
 from backends.interface import BlockGradient, Loss
 from backends.scripted import ScriptedBackend, ScriptedProgram
-from protocol.errors import DataError, SamestepError
+from protocol.errors import BackendUnavailable, DataError, SamestepError
 from protocol.replica import Replica
 from protocol.run_spec import BatchSpec, OptimizerSpec, RunSpec, ScriptedSpec
 from protocol.samples import SampleOrder
@@ -66,16 +66,19 @@ class Backend(ScriptedBackend):
 
 
 class Toolbox:
-    """Counts the tasks that are built; `failure` is raised instead."""
+    """Counts the tasks that are built; `failure` is raised instead, and `missing` of the device."""
 
     def __init__(self):
         self.gate, self.reached = threading.Event(), threading.Event()
         self.gate.set()
         self.built = 0
         self.failure: Exception | None = None
+        self.missing: Exception | None = None
         self._backend = Backend(self.gate, self.reached)
 
     def backend(self):
+        if self.missing is not None:
+            raise self.missing
         return self._backend
 
     def task(self, spec):
@@ -114,6 +117,16 @@ def device():
     made.toolbox.gate.set()
     made.engine.close()
     assert not made.engine._thread.is_alive()
+
+
+def test_a_device_is_opened_without_a_task_and_only_trouble_is_told(device):
+    device.toolbox.missing = error = BackendUnavailable("cuda", "no driver")
+    device.engine.open()
+    assert device.next() == engine.DeviceFailed(error)
+    device.toolbox.missing = None
+    device.engine.open()
+    device.engine.build("run", SPEC)
+    assert isinstance(device.next(), engine.Built)
 
 
 def naive_replica():

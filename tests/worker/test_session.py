@@ -52,13 +52,14 @@ def built(run_id="run", step=0):
     )  # fmt: skip
 
 
+WELCOME = msg.Welcome(
+    worker="ann", epoch=EPOCH, heartbeat_interval_ms=1000, liveness_timeout_ms=8000, key=b""
+)
+
+
 def welcomed(epochs=None):
     session = Session(epochs)
-    session.welcome(
-        msg.Welcome(
-            worker="ann", epoch=EPOCH, heartbeat_interval_ms=1000, liveness_timeout_ms=8000, key=b""
-        )
-    )
+    session.welcome(WELCOME)
     return session
 
 
@@ -182,6 +183,24 @@ def test_a_device_that_cannot_be_used_ends_the_worker_and_not_the_run(error):
     goodbye, leave = session.result(engine.BuildFailed("run", error))
     assert isinstance(goodbye.message, msg.Goodbye)
     assert leave == act.Leave(str(error), False, error.exit_code, failed=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "exit_code"),
+    [
+        (BackendUnavailable("vulkan", "no\ndriver"),
+            "backend 'vulkan' is not usable here: no driver", 69),
+        (DeviceError("card", "lost"), "the device 'card' failed: lost", 1),
+        (OSError("no such library"), "the device failed: no such library", 1),
+    ],
+)  # fmt: skip
+def test_the_device_is_opened_without_a_run_and_one_of_no_use_is_no_member(error, words, exit_code):
+    session = Session()
+    assert act.OpenDevice() in session.welcome(WELCOME)
+    assert session.result(engine.DeviceFailed(error)) == [
+        act.Transmit(msg.Goodbye(reason=words, retry=False, exit_code=exit_code)),
+        act.Leave(words, False, exit_code, failed=True),
+    ]
 
 
 def test_results_of_another_run_or_connection_are_nobody_s():
