@@ -214,7 +214,9 @@ async def _until_over(service: Service, local: LocalWorkers | None) -> None:
         assert local is not None
         await local.all_ended()
         if not service.sessions and service.settings.once:
-            service.give_up("all local workers have ended, and no other is connected")
+            unfit = service.current.run.unfit if service.current is not None else {}
+            cannot = "".join(f"; {name}: {why}" for name, why in sorted(unfit.items()))
+            service.give_up(f"all local workers have ended, and no other is connected{cannot}")
 
     watch = asyncio.create_task(end_with_workers()) if local is not None else None
     await service.over.wait()

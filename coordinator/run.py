@@ -117,7 +117,7 @@ class Run(Course):
         if self.admission is not None:
             actions += self.admission.lost(worker)
         if failed and member.state is MemberState.PREPARING:
-            actions += self._refused(worker, reason, ExitCode.FAILED)
+            self.unfit[worker] = reason  # it may come again, mended, or another in its place
         if self.progress is not None:
             proven = self.progress.lose(worker)
             if self.evaluation is not None:
@@ -213,20 +213,13 @@ class Run(Course):
         self.members.remove(worker)
         report = Report("worker_unready", {"worker": worker, "reason": message.reason})
         if message.own:
-            return [report, *self._refused(worker, message.reason, message.exit_code)]
-        if self.phase is not RunPhase.WAITING:
+            self.unfit[worker] = message.reason
+        able = self.members.names(MemberState.PREPARING, MemberState.READY)
+        others_may = message.own and (able or len(self.unfit) < self.expect_workers)
+        if self.phase is not RunPhase.WAITING or others_may:
             return [report]
         reason = f"worker {worker!r}: {message.reason}"
         return [report, *self._finish("failed", reason, message.exit_code)]
-
-    def _refused(self, worker: str, reason: str, exit_code: int) -> list[Action]:
-        """Its device cannot take part; others may do, until as many as are expected have refused
-        and nobody is left."""
-        self.unfit[worker] = reason
-        able = self.members.names(MemberState.PREPARING, MemberState.READY)
-        if self.phase is not RunPhase.WAITING or able or len(self.unfit) < self.expect_workers:
-            return []
-        return self._finish("failed", f"worker {worker!r}: {reason}", exit_code)
 
     def _start_if_enough(self) -> list[Action]:
         ready = self.members.names(MemberState.READY)

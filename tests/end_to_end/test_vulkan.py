@@ -52,7 +52,7 @@ def test_an_adapter_that_is_not_there_is_one_line_and_69(tmp_path):
     job = ("--run", str(RUNS / "regress.yaml"), "--set", "steps=5")
     found = adapters()
     assert not isinstance(found, str)
-    with Cluster(tmp_path, "--expect-workers", "3", *job) as cluster:
+    with Cluster(tmp_path, "--expect-workers", "1", *job) as cluster:
         wanted = {
             str(len(found)): f"there is no device {len(found)}; this machine has {len(found)}, ",
             "voodoo": f"no device's name has 'voodoo' in it; this machine has '{found[0].name}'",
