@@ -104,7 +104,7 @@ def refuse_what_does_not_fit(
         if nbytes > largest_bytes:
             advice = "fewer tokens in a batch, or a smaller vocabulary"
             if what != _COMPUTED:
-                advice = "it smaller, or frozen tables (lora), or a cpu or cuda worker"
+                advice = "it smaller, or a cpu or cuda worker"
             raise SamestepError(
                 f"{what!r} needs a buffer of {size(nbytes)}, and {device!r} has at most "
                 f"{size(largest_bytes)}: expected {advice}"

@@ -11,7 +11,7 @@ from backends.quantise import quantise, stored_bytes
 from backends.wgpu.capture import Capture, Kind
 from backends.wgpu.narrow import Narrow
 from backends.wgpu.opaque import LAYER_FORWARD
-from backends.wgpu.split_tables import Tables
+from backends.wgpu.table_parts import Tables
 from protocol.run_spec import BaseDtype
 
 Forms = tuple[Narrow | None, ...]

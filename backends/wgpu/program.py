@@ -44,6 +44,7 @@ from backends.wgpu.stand_in import StandIn
 from backends.wgpu.sum_stack import Sources, SumStack, levels_of, merge_of
 from backends.wgpu.weights import Weights, check_parameters
 from protocol.errors import DeviceError, SamestepError
+from protocol.manifest import Block
 
 
 class VulkanProgram:
@@ -80,7 +81,8 @@ class VulkanProgram:
         self._largest_bytes = largest_bytes or device.largest_buffer_bytes
         self._weights = Weights(device, trainable, self._largest_bytes)
         self._slots: list[Buffer] = []
-        sizes = [[4 * tensor.elements for tensor in b.tensors] for b in reversed(self._blocks)]
+        self._results = [self._results_of(block) for block in self._blocks]
+        sizes = [[4 * elements for elements in results] for results in reversed(self._results)]
         self._sums = SumStack(device, sizes) if adds else None
         self._summing: dict[Any, tuple[Submission, ...]] = {}
         self._zero: Buffer | None = None
@@ -217,7 +219,7 @@ class VulkanProgram:
 
     def _sources(self, ready: Ready | None) -> Sources:
         """Where a step's results are; what the loss does not reach is zero."""
-        outputs = ready.outputs if ready else (None,) * (1 + len(self._trained))
+        outputs = ready.outputs if ready else (None,) * (1 + sum(map(len, self._results)))
         loss, *found = (self._zeros() if held is None else held for held in outputs)
         gradients = [[found[o - 1] for o in self._outputs_of(n)] for n in self._order()]
         return Sources(gradients, loss)
@@ -225,7 +227,7 @@ class VulkanProgram:
     def _zeros(self) -> Buffer:
         """As many as the largest tensor has elements; made when first needed."""
         if self._zero is None:
-            largest = max(t.elements for block in self._blocks for t in block.tensors)
+            largest = max(elements for results in self._results for elements in results)
             self._zero = self._device.buffer(4 * largest)
         return self._zero
 
@@ -248,17 +250,27 @@ class VulkanProgram:
         """The block's gradient; tensors that the loss does not reach are zeros."""
         rest = iter(arrays)
         parts = [
-            np.zeros(tensor.elements, np.float32) if plan.outputs[output] is None else next(rest)
-            for tensor, output in zip(
-                self._blocks[number].tensors, self._outputs_of(number), strict=True
+            np.zeros(elements, np.float32) if plan.outputs[output] is None else next(rest)
+            for elements, output in zip(
+                self._results[number], self._outputs_of(number), strict=True
             )
         ]
         return np.concatenate(parts) if len(parts) > 1 else np.array(parts[0])
 
     def _outputs_of(self, number: int) -> range:
         """The outputs of a step that are a block's gradients; output 0 is the loss."""
-        first = 1 + sum(len(block.tensors) for block in self._blocks[:number])
-        return range(first, first + len(self._blocks[number].tensors))
+        first = 1 + sum(map(len, self._results[:number]))
+        return range(first, first + len(self._results[number]))
+
+    def _results_of(self, block: Block) -> list[int]:
+        """Elements of each gradient that a step gives of a block: a tensor's, or of its parts."""
+        tables = self._weights.tables
+        found = []
+        for tensor in block.tensors:
+            parts = tables.get(tensor.name)
+            columns = tensor.shape[-1] if tensor.shape else 1
+            found += [part.rows * columns for part in parts] if parts else [tensor.elements]
+        return found
 
     def _nothing(self, batch: Batch) -> Iterator[MicrobatchItem]:
         for number in self._order():
@@ -278,12 +290,14 @@ class VulkanProgram:
     def _ready_step(self, capture: Capture) -> Ready:
         groups = [list(self._outputs_of(n)) for n in self._order()]
         groups[-1].append(0)  # the loss comes with the last block
-        return self._ready(capture, groups)
+        return self._ready(capture, groups, self._trained)
 
-    def _ready(self, capture: Capture, groups: Sequence[Sequence[int]]) -> Ready:
+    def _ready(
+        self, capture: Capture, groups: Sequence[Sequence[int]], trained: Sequence[str] = ()
+    ) -> Ready:
         """Lower, plan, and make all that the device needs."""
         base, constants = self._weights.base, self._weights.constants
-        split_tables(capture, self._weights.tables)
+        split_tables(capture, self._weights.tables, trained)
         plan = lowered_plan(capture, base, constants, self._template, groups)
         self.estimates.append(estimate(plan, self._weights.nbytes()))
         adapter, largest = self._device.adapter, self._largest_bytes

@@ -3,14 +3,13 @@
 An embedding table or the weight of a head is cut where its rows allow it, and what reads it is
 rewritten before the graph is lowered: a gather takes each row from the part that has it, a product
 along the rows fills the output's columns part by part, and one over the rows adds up the parts'
-in their order. Frozen tables only: the gradient of a trained one is as large as itself.
+in their order. The gradient of a trained table is computed in the same parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -20,69 +19,32 @@ from backends.wgpu.capture import Capture
 from backends.wgpu.estimate import size
 from backends.wgpu.opaque import PRODUCTS_BESIDE, SUM_OF_PRODUCTS
 from backends.wgpu.passes import add
+from backends.wgpu.split_gradients import split_gradients
+from backends.wgpu.table_parts import RowPart, Tables
 from backends.wgpu.values import shape_of
 from backends.wgpu.views import is_view, strided
 from protocol.errors import SamestepError
 
 _aten = torch.ops.aten
-_ROWS: Final = 64
-"""Parts are of whole multiples of it where that fits: what a product reads is then aligned."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowPart:
-    """Rows `first` to `end` of a table; its name says so."""
-
-    table: str
-    first: int
-    end: int
-
-    @property
-    def rows(self) -> int:
-        """How many."""
-        return self.end - self.first
-
-    def __str__(self) -> str:
-        return f"{self.table}[{self.first}:{self.end}]"
-
-
-Tables = Mapping[str, Sequence[RowPart]]
-
-
-def row_parts(table: str, rows: int, nbytes: int, largest_bytes: int) -> list[RowPart]:
-    """Parts of nearly the same size.
-
-    Args:
-        table: Its name.
-        rows: Of the table.
-        nbytes: Of the table on the device.
-        largest_bytes: Of a part.
-
-    Returns:
-        The parts in order; one where the table fits, or where a single row would not.
-    """
-    most = largest_bytes // max(1, nbytes // max(rows, 1))
-    if nbytes <= largest_bytes or most == 0:
-        return [RowPart(table, 0, rows)]
-    unit = _ROWS if most >= _ROWS else 1
-    count = -(-rows // (most // unit * unit))
-    each = -(-rows // (count * unit)) * unit
-    return [RowPart(table, first, min(first + each, rows)) for first in range(0, rows, each)]
-
-
-def split_tables(capture: Capture, tables: Tables) -> None:
+def split_tables(capture: Capture, tables: Tables, trained: Sequence[str] = ()) -> None:
     """Put the parts in place of the tables that are cut; the capture is changed.
 
     Args:
         capture: As traced.
         tables: Of each table that is cut its parts.
+        trained: Names of the tensors whose gradients are the graph's outputs after the first. That
+            of a table becomes as many outputs as it has parts.
 
     Raises:
-        SamestepError: Something else than a gather or a product reads one.
+        SamestepError: Something else than a gather or a product reads one, or adds to its gradient.
     """
     if not tables.keys() & {*capture.tensors}:
         return
     capture.graph = passes.simplified(capture.graph)
+    if tables.keys() & {*trained}:
+        split_gradients(capture.graph, tables, trained)
     holders = [node for node in capture.graph.graph.nodes if node.op == "placeholder"]
     names: list[str] = []
     for name, node in zip(capture.tensors, holders, strict=False):

@@ -10,8 +10,8 @@ from backends.interface import Array, Trainable
 from backends.wgpu.device import Buffer, Device
 from backends.wgpu.narrow_base import NarrowBase
 from backends.wgpu.packing import tensor_words
-from backends.wgpu.split_tables import RowPart, Tables, row_parts
 from backends.wgpu.substitution import named_tensors
+from backends.wgpu.table_parts import RowPart, Tables, row_parts
 from protocol.errors import SamestepError
 
 
@@ -21,8 +21,8 @@ class Weights:
     Attributes:
         module: On the host, with the values last loaded.
         base: What of it is stored in fewer bits.
-        tables: Of each frozen table that is larger than one buffer its parts, which go by names
-            of their own.
+        tables: Of each table that is larger than one buffer its parts, which go by names of their
+            own.
     """
 
     def __init__(self, device: Device, trainable: Trainable, largest_bytes: int) -> None:
@@ -49,7 +49,7 @@ class Weights:
     def _cut(self, largest_bytes: int) -> Tables:
         tables: dict[str, list[RowPart]] = {}
         for name, parameter in self.module.named_parameters():
-            if parameter.dim() != 2 or parameter.requires_grad:
+            if parameter.dim() != 2:
                 continue
             nbytes = self.base.nbytes(name) or 4 * parameter.numel()
             parts = row_parts(name, parameter.shape[0], nbytes, largest_bytes)
@@ -97,8 +97,14 @@ class Weights:
                 value = torch.from_numpy(values[place].reshape(tensor.shape))
                 with torch.no_grad():
                     self._held[tensor.name].copy_(value)
-                if (buffer := self._buffers.get(self._first[tensor.name])) is not None:
-                    self._device.upload(buffer, values[place])
+                self._upload(self._first[tensor.name], value)
+
+    def _upload(self, name: str, value: torch.Tensor) -> None:
+        """What is on the device of a tensor, whole or in parts."""
+        pieces = {str(part): value[part.first : part.end] for part in self.tables.get(name, ())}
+        for piece, values in (pieces or {name: value}).items():
+            if (buffer := self._buffers.get(piece)) is not None:
+                self._device.upload(buffer, values.numpy())
 
     def forget(self) -> None:
         """Let go of the device's memory."""

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from backends.interface import Batch, Loss
+from backends.interface import Batch, BlockGradient, Loss
+from backends.node_sum import HostNodeSum
 from backends.wgpu.lowering import Templates
 from backends.wgpu.matmul_tuning import MatmulTuner
 from backends.wgpu.program import VulkanProgram
-from backends.wgpu.split_tables import row_parts
+from backends.wgpu.table_parts import row_parts
 from protocol.errors import SamestepError
 from tests.backends.wgpu.small_models import (
     assert_like_the_cpu,
@@ -69,6 +70,11 @@ MODELS: dict[str, Any] = {
     "a BERT in full but for its embeddings": (
         lambda: frozen_embeddings(wide(bert)), class_loss, lambda: labelled(2, 8),
     ),
+    "a Llama in full": (lambda: wide(llama), next_token_loss, short),
+    "a Llama in full, its head tied": (
+        lambda: wide(llama, tie_word_embeddings=True), next_token_loss, short,
+    ),
+    "a BERT in full": (lambda: wide(bert), class_loss, lambda: labelled(2, 8)),
 }  # fmt: skip
 
 
@@ -203,12 +209,6 @@ class InLayers(nn.Module):
         return x * self.scale
 
 
-def trained():
-    module = Tied()
-    module.table.requires_grad_(True)
-    return module
-
-
 def summed_loss(module, arrays):
     return module(arrays["ids"]).sum()
 
@@ -216,9 +216,29 @@ def summed_loss(module, arrays):
 REFUSED: dict[str, Any] = {
     r"'table.weight' .*the loss reads it by": (Penalised, token_loss, tokens(), 8000),
     r"layers.0 reads it": (InLayers, summed_loss, tokens(), 8000),
-    r"'table.weight' needs a buffer .*frozen table": (trained, token_loss, tokens(), 8000),
     r"'an intermediate result' .*fewer tokens": (Tied, token_loss, tokens(1, 6), 8000),
 }
+
+
+def test_a_trained_table_takes_values_and_gives_a_nodes_sums_in_parts(device):
+    module = wide(llama, tie_word_embeddings=True)
+    job = trainable(module, next_token_loss)
+    draws = np.random.default_rng(1)
+    values = [draws.normal(0, 0.05, block.elements).astype(np.float32) for block in job.blocks]
+    template = Templates(not device.adapter.software, MatmulTuner(device).shader)
+    program = VulkanProgram(device, job, template, adds=True, largest_bytes=LARGEST)
+    program.check(short())
+    before = gradients(program, short())
+    program.load(values)
+    after = gradients(program, short())
+    assert_like_the_cpu(module, job.blocks, next_token_loss, short(), after)
+    assert any(before[n].tobytes() != after[n].tobytes() for n in before)
+    found = []
+    for node in (program.node_sum(2), HostNodeSum(program, len(job.blocks), 2)):
+        items = [item for leaf in range(2) for item in node.add(short(), leaf)]
+        found.append([x.values.tobytes() for x in items if isinstance(x, BlockGradient)])
+    program.close()
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("message", REFUSED)
