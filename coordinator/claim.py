@@ -67,6 +67,7 @@ class Claim:
             StorageFailed: It is not there, or not readable.
             Superseded: Another coordinator has it now; this one is to end.
         """
+        held = self._holds_lock()  # looked at first: without the directory there is no epoch either
         try:
             stored = stored_epoch(self.directory)
         except (OSError, ValueError) as error:
@@ -79,11 +80,14 @@ class Claim:
                 f"{str(self.directory)!r} has another coordinator now, of epoch {stored}; "
                 f"this one, of epoch {self.epoch}, ends"
             )
-        if not is_same_file(self._lock, self.directory / LOCK_FILE):
+        if not held and not self._holds_lock():
             raise Superseded(
                 f"the lock file of {str(self.directory)!r} was removed or replaced, so another "
                 "coordinator may start there; this one ends"
             )
+
+    def _holds_lock(self) -> bool:
+        return is_same_file(self._lock, self.directory / LOCK_FILE)
 
     def raise_to(self, epoch: int) -> None:
         """Make this epoch at least as great as one that was found below this directory.

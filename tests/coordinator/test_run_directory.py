@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator import claim as claim_module
 from coordinator.checkpoint import checkpoint_path, write_checkpoint
 from coordinator.claim import Claim, stored_epoch
 from coordinator.gradient_log import GradientLog
@@ -107,6 +108,27 @@ def test_a_claim_sees_that_it_is_lost(tmp_path):
     with pytest.raises(RunFailed, match="of epoch 2"):
         claim.check()
     second.check()
+
+
+@pytest.mark.parametrize("look", ["is_same_file", "stored_epoch"])
+def test_a_directory_that_vanishes_while_it_is_looked_at_is_gone_not_another_s(
+    tmp_path, monkeypatch, look
+):
+    runs, away = tmp_path / "runs", tmp_path / "away"
+    claim = Claim.take(runs)
+    usual = getattr(claim_module, look)
+
+    def vanished_first(*arguments):
+        if runs.exists():
+            runs.rename(away)
+        return usual(*arguments)
+
+    monkeypatch.setattr(claim_module, look, vanished_first)
+    with pytest.raises(StorageFailed, match="bring the directory back"):
+        claim.check()
+    monkeypatch.undo()
+    away.rename(runs)
+    claim.check()
 
 
 def test_a_claim_on_a_directory_that_is_away_is_good_when_it_is_back(tmp_path):
