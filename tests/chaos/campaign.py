@@ -154,7 +154,8 @@ class _Campaign:
         for timer in self._timers:
             timer.join()
         for worker in (*self._workers.values(), *self._leaving):
-            assert _goes_home(worker) == 0, f"{worker.name}, {worker.code}: {worker.words()}"
+            code = _goes_home(worker)
+            assert _is_well(worker, code), f"{worker.name}, {code}: {worker.words()}"
         self._sum_up(end.at_s)
 
     def _strike(self, fault: Fault) -> tuple[float, int]:
@@ -224,9 +225,8 @@ class _Campaign:
         for worker in self._workers.values():
             assert worker.code is None, f"{worker.name} has ended: {worker.words()}"
         for worker in self._leaving:
-            # One that has said nothing yet was told before Python could listen.
-            well = (None, 0) if worker.words() else (None, 0, -signal.SIGTERM)
-            assert worker.code in well, f"{worker.name} left with {worker.code}: {worker.words()}"
+            well = worker.code is None or _is_well(worker, worker.code)
+            assert well, f"{worker.name} left with {worker.code}: {worker.words()}"
         self._leaving = [worker for worker in self._leaving if worker.code is None]
 
     def _sum_up(self, end_s: float) -> None:
@@ -244,6 +244,12 @@ class _Campaign:
         ]
         calm = _undisturbed_gaps(gaps, self._disturbed)
         outcome.step_s = median(calm) if calm else math.nan
+
+
+def _is_well(worker: Worker, code: int) -> bool:
+    """Whether one that was told to leave did so with this exit code. One that has said nothing
+    yet was told before Python could listen."""
+    return code == 0 or (code == -signal.SIGTERM and not worker.words())
 
 
 def _goes_home(worker: Worker) -> int:
