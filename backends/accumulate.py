@@ -52,7 +52,11 @@ class TreeAccumulator:
 def tree_sum(terms: Sequence[float]) -> float:
     """The terms of all leaves of a node along the tree, in float64."""
     sums = _TreeSum[float](len(terms))
-    return [sums.add(leaf, term) for leaf, term in enumerate(terms)][-1] or 0.0
+    total: float | None = None
+    for leaf, term in enumerate(terms):
+        total = sums.add(leaf, term)
+    assert total is not None, "a node has a leaf"
+    return total
 
 
 class _TreeSum(Generic[_Term]):

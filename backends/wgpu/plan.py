@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -286,8 +286,3 @@ def _take(nbytes: int, slots: list[int], free: list[tuple[int, int]]) -> int:
 def memory_bytes(plan: Plan) -> int:
     """Of all slots together."""
     return sum(plan.slots)
-
-
-def tensors_read(plan: Plan) -> Mapping[str, int]:
-    """Names of the module's tensors that the plan reads, and their buffers."""
-    return {place.tensor: number for number, place in enumerate(plan.places) if place.tensor}

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from backends.wgpu.adapters import adapters
 
 
-@pytest.fixture(scope="session")
-def device() -> Iterator[object]:
-    """The first adapter, opened once for all tests of a process."""
+@contextmanager
+def opened() -> Iterator[object]:
+    """The first adapter."""
     found = adapters()
     if isinstance(found, str):
         pytest.skip(found)
     from backends.wgpu.device import Device
 
-    opened = Device(found[0])
-    yield opened
-    opened.close()
+    made = Device(found[0])
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def device() -> Iterator[object]:
+    """Opened once for all tests of a process."""
+    with opened() as made:
+        yield made
 
 
 @pytest.fixture
 def own_device() -> Iterator[object]:
     """One that a test may break."""
-    found = adapters()
-    if isinstance(found, str):
-        pytest.skip(found)
-    from backends.wgpu.device import Device
-
-    opened = Device(found[0])
-    yield opened
-    opened.close()
+    with opened() as made:
+        yield made

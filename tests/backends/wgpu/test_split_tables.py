@@ -248,12 +248,13 @@ def test_what_cannot_be_had_in_parts_is_refused_before_the_start(device, message
         program_of(device, trainable(module(), loss), batch, largest)
 
 
-def test_a_table_of_140_mib_on_a_device_that_binds_128(device):
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_table_of_140_mib_on_a_device_that_binds_128(device, frozen):
     if device.largest_buffer_bytes >= 140 * 2**20:
         pytest.skip("this device binds it whole")
     rows, width = 143_360, 256
     module = Tied(1, width)
-    module.table = nn.Embedding.from_pretrained(torch.rand(rows, width) - 0.5)
+    module.table = nn.Embedding.from_pretrained(torch.rand(rows, width) - 0.5, freeze=frozen)
     job = trainable(module, token_loss)
     batch = tokens(most=rows)
     program = program_of(device, job, batch, None)
