@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import math
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -17,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from coordinator.blob_index import find_blobs
 from coordinator.control_guard import Guard, Handler
+from coordinator.event_stream import EventStream
 from coordinator.listening import bind_failure, require_loopback
 from coordinator.metrics import ServiceMetrics
 from coordinator.phase import RunPhase
@@ -25,10 +23,6 @@ from coordinator.status import status_document
 from protocol import limits
 from protocol.errors import SamestepError, UsageError
 from protocol.run_spec import parse_run_spec
-
-_LISTENER_EVENTS: Final = 256
-"""Events that may wait for one slow reader of /events before it is dropped."""
-
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -53,7 +47,7 @@ class ControlPort:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._readers: set[asyncio.Queue[str]] = set()
+        self._stream = EventStream(first_id=time.time_ns() // 1000)
         self._runner: web.AppRunner | None = None
         self._metrics = ServiceMetrics(service)
         self.guard = Guard()
@@ -90,22 +84,14 @@ class ControlPort:
 
     async def stop(self) -> None:
         """Close the port and every event stream."""
-        for queue in self._readers:
-            _offer(queue, "")
+        self._stream.end()
         if self._runner is not None:
             await self._runner.cleanup()
         self.guard.close()
 
     def reported(self, event: str, fields: Mapping[str, object]) -> None:
         """Pass a report on to every reader; see `service.Listener`."""
-        line = json.dumps(
-            {"event": event, **{k: _finite(v) for k, v in fields.items()}}, default=str
-        )
-        for queue in list(self._readers):
-            if not _offer(queue, line):
-                self._readers.discard(queue)
-                queue.get_nowait()
-                _offer(queue, "")  # ends the stream once what waits is written
+        self._stream.publish(event, fields)
 
     @web.middleware
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -139,16 +125,11 @@ class ControlPort:
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events, one per report."""
-        queue: asyncio.Queue[str] = asyncio.Queue(_LISTENER_EVENTS)
+        """Server-sent events, one per report; see `event_stream`."""
+        start = self._stream.start_after(request.headers.get("Last-Event-ID"))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        self._readers.add(queue)
-        try:
-            while line := await queue.get():
-                await response.write(f"data: {line}\n\n".encode())
-        finally:
-            self._readers.discard(queue)
+        await self._stream.follow(start, response.write)
         return response
 
     async def _submit(self, request: web.Request) -> web.Response:
@@ -203,21 +184,8 @@ async def _body(request: web.Request, model: type[Model]) -> Model:
         raise UsageError(f"{request.path}: {first['msg']} at {where or 'the document'!r}") from None
 
 
-def _finite(value: object) -> object:
-    """JSON has no NaN: a skipped step has no loss."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _conflict(reason: str) -> web.Response:
     return web.json_response({"error": reason}, status=409)
-
-
-def _offer(queue: asyncio.Queue[str], line: str) -> bool:
-    try:
-        queue.put_nowait(line)
-    except asyncio.QueueFull:
-        return False
-    return True
 
 
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:

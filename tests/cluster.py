@@ -153,20 +153,28 @@ class Cluster:
         self.output = list(self.coordinator.stdout)
 
     def _read_events(self) -> None:
-        host, _, port = self.address["control"].rpartition(":")
-        connection = http.client.HTTPConnection(host, int(port))
-        with (
-            contextlib.suppress(OSError, http.client.HTTPException),
-            contextlib.closing(connection),
-        ):
-            connection.request("GET", "/events", headers=self._bearing())
-            with connection.getresponse() as response:
-                for event in _server_sent(response):
+        """Read every event from the first on, until the coordinator has ended."""
+        last_id = "0"
+        while not self._ended():
+            try:
+                for number, event in self._stream(last_id):
+                    last_id = number
                     with self._changed:
                         self._events.append(event)
                         self._changed.notify_all()
+            except (OSError, http.client.HTTPException):
+                self.coordinator.wait()  # its port is closed
         with self._changed:
             self._changed.notify_all()
+
+    def _stream(self, last_id: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        host, _, port = self.address["control"].rpartition(":")
+        connection = http.client.HTTPConnection(host, int(port))
+        with contextlib.closing(connection):
+            headers = {**self._bearing(), "Last-Event-ID": last_id}
+            connection.request("GET", "/events", headers=headers)
+            with connection.getresponse() as response:
+                yield from _server_sent(response)
 
 
 def start(
@@ -192,10 +200,13 @@ def start(
     )
 
 
-def _server_sent(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+def _server_sent(response: http.client.HTTPResponse) -> Iterator[tuple[str, dict[str, Any]]]:
+    number = ""
     for line in response:
+        if line.startswith(b"id: "):
+            number = line.removeprefix(b"id: ").decode().strip()
         if line.startswith(b"data: "):
-            yield json.loads(line.removeprefix(b"data: "))
+            yield number, json.loads(line.removeprefix(b"data: "))
 
 
 def _streams(process: subprocess.Popen[str]) -> Iterator[Any]:

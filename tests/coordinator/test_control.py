@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import socket
 import subprocess
 import sys
@@ -315,7 +316,7 @@ async def test_the_event_stream_tells_everything_in_order(tmp_path):
                         if told[-1]["event"] == "run_ended":
                             break
                     else:
-                        assert line == b"\n"
+                        assert line == b"\n" or line.startswith(b"id: ")
         assert [each["event"] for each in told] == [
             each["event"] for each in operator.live.events[: len(told)]
         ]
@@ -337,17 +338,45 @@ async def test_an_event_stream_ends_with_the_port(tmp_path):
 
 
 @on_uvloop
-async def test_a_reader_that_does_not_read_is_dropped(tmp_path):
+async def test_a_reader_that_comes_back_gets_what_it_missed(tmp_path):
+    async with operating(tmp_path) as operator:
+        for number in range(3):
+            operator.control.reported("tick", {"number": number, "loss": math.nan})
+        first = await read_events(operator, last_id="0", count=2)
+        assert [each["number"] for _, each in first] == [0, 1]
+        assert [each["loss"] for _, each in first] == [None, None]
+        last, _ = first[-1]
+        rest = await read_events(operator, last_id=last, count=1)
+        assert [each["number"] for _, each in rest] == [2]
+
+
+@on_uvloop
+async def test_the_last_event_must_be_a_number(tmp_path):
+    async with operating(tmp_path) as operator:
+        headers = {"Last-Event-ID": "yesterday"}
+        url = f"http://{operator.address}/events"
+        async with operator.http.get(url, headers=headers) as answer:
+            assert answer.status == 400
+            assert "Last-Event-ID: expected" in (await answer.json())["error"]
+
+
+async def read_events(operator, last_id, count):
+    """That many (number, event) of the stream."""
+    told: list[tuple[str, dict[str, Any]]] = []
+    url = f"http://{operator.address}/events"
     async with (
-        operating(tmp_path) as operator,
-        operator.http.get(f"http://{operator.address}/events") as stream,
+        asyncio.timeout(20),
+        operator.http.get(url, headers={"Last-Event-ID": last_id}) as stream,
     ):
-        for number in range(300):
-            operator.control.reported("tick", {"number": number})
-        assert not operator.control._readers
-        async with asyncio.timeout(10):
-            told = (await stream.content.read()).count(b"data: ")
-        assert told < 300
+        number = ""
+        async for line in stream.content:
+            if line.startswith(b"id: "):
+                number = line.removeprefix(b"id: ").strip().decode()
+            if line.startswith(b"data: "):
+                told.append((number, json.loads(line.removeprefix(b"data: "))))
+            if len(told) == count:
+                break
+    return told
 
 
 # Where it listens.
