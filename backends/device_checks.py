@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from backends.interface import DeviceInfo
-from backends.registry import devices, parse_name
+from backends.registry import devices
+from protocol.device_name import parse_backend
 from protocol.doctor import Finding, failure, ok, warning
 
 _DISPLAYS: Final = "0x03"
@@ -61,7 +62,7 @@ def device_findings(name: str, wanted: Sequence[int | str], machine: Machine) ->
         wanted: Devices, by number or by part of their names.
         machine: Where to look.
     """
-    kind, _ = parse_name(name)
+    kind, _ = parse_backend(name)
     closed = machine.closed()
     if closed:
         yield warning(

@@ -8,18 +8,15 @@ looked at.
 from __future__ import annotations
 
 import importlib.util
-import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from backends.interface import Backend, BackendChoice, DeviceInfo
-from protocol.errors import BackendUnavailable, UsageError
+from protocol.device_name import AUTO_ORDER, parse_backend
+from protocol.errors import BackendUnavailable
 
 if TYPE_CHECKING:
     from types import ModuleType
-
-AUTO_ORDER: Final = ("cuda", "vulkan", "cpu")
-NAMES: Final = ("auto", *AUTO_ORDER, "scripted")
 
 
 def choose(name: str, wanted: int | str = 0) -> BackendChoice:
@@ -34,7 +31,7 @@ def choose(name: str, wanted: int | str = 0) -> BackendChoice:
         UsageError: There is no such name.
         BackendUnavailable: The named backend cannot be used here, with the reason.
     """
-    kind, microbatch_ms = parse_name(name)
+    kind, microbatch_ms = parse_backend(name)
     if kind == "scripted":
         from backends.scripted import ScriptedBackend  # noqa: PLC0415
 
@@ -48,24 +45,6 @@ def choose(name: str, wanted: int | str = 0) -> BackendChoice:
             reason += "; it is software, for tests: --backend cpu is several times as quick"
         return BackendChoice(_make(kind, info.index), reason)
     return _auto(wanted)
-
-
-def parse_name(name: str) -> tuple[str, float]:
-    """Kind and, for the scripted backend, milliseconds per microbatch; imports nothing.
-
-    Raises:
-        UsageError: There is no such name.
-    """
-    kind, colon, argument = name.partition(":")
-    if kind not in NAMES or (colon and kind != "scripted"):
-        raise UsageError(f"expected a backend out of {', '.join(NAMES)}[:MS], got {name!r}")
-    try:
-        microbatch_ms = float(argument) if colon else 0.0
-    except ValueError:
-        microbatch_ms = math.nan
-    if not 0.0 <= microbatch_ms < math.inf:
-        raise UsageError(f"expected scripted:MS with MS >= 0, got {name!r}")
-    return kind, microbatch_ms
 
 
 def devices() -> list[DeviceInfo]:

@@ -16,8 +16,9 @@ import yaml
 
 from coordinator import token_cli
 from protocol import __version__
-from protocol.address import parse_address, parse_devices
+from protocol.address import parse_address
 from protocol.command_line import check_options_follow
+from protocol.device_name import parse_devices
 from protocol.discovery import check_name
 from protocol.errors import ExitCode, RunSpecError, SamestepError, UsageError
 from protocol.system_journal import write_error
@@ -145,6 +146,7 @@ def serve(
     from coordinator.main import Options, main  # the subcommands need none of it
     from coordinator.short_forms import ShortForms, run_spec_from
 
+    local_backend, local_devices = parse_devices(backend, gpus)
     options = Options(
         bind=parse_address(bind, "--bind"),
         control=parse_address(control, "--control"),
@@ -155,8 +157,8 @@ def serve(
         resume=resume,
         spec=run_spec_from(run, ShortForms(task, model, data, num_classes, steps), overrides),
         local_workers=local_workers,
-        local_backend=backend,
-        local_devices=parse_devices(gpus, "--gpus"),
+        local_backend=local_backend,
+        local_devices=local_devices,
         address_file=address_file,
         trace=trace,
         log_json=log_json,

@@ -204,7 +204,8 @@ def print_outcome(execution: Execution, console: Console) -> None:
         f"weights digest: {execution.result.get('weights_digest', '-')}",
     ]
     if outcome.outcome == "drained":
-        lines.append(f"go on with it: coordinator --resume --out {execution.directory}")
+        again = f"coordinator --resume --out {execution.directory}"
+        lines.append(f"{outcome.reason}; go on with it: {again}")
     if execution.model_directory is not None:
         lines.append(f"{execution.model_directory.name}: {execution.model_directory}")
         if run.spec.task == "classify":

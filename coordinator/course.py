@@ -80,6 +80,7 @@ class Course:
         self._odd: set[str] = set()
         self._skip_asked = False
         self._drain_asked = False
+        self._evaluated_step = -1
         self._next_owed = False
         self._failures = Failures()
         self._remembered: set[str] = set()
@@ -349,7 +350,7 @@ class Course:
                 return []
             assert self.manifest is not None
             self.metrics = self.evaluation.metrics(self.manifest.metrics)
-            self.evaluation = None
+            self.evaluation, self._evaluated_step = None, self.step
             self.phase = RunPhase.TRAINING
             actions.append(Report("evaluated", {"step": self.step, **self.metrics}))
             if not (progress.all_committed or self._drain_asked):
@@ -360,9 +361,12 @@ class Course:
             return actions
         if progress.agreement.catching_up or self.saves.saved != progress.step:
             return actions + self.saves.save(progress.step)
-        if progress.all_committed:
+        assert self.manifest is not None
+        evaluated = self._evaluated_step == progress.step or not self.manifest.evaluation_parts
+        if progress.all_committed and evaluated:
             return actions + self._finish("finished", "all steps are committed", ExitCode.OK)
-        reason = f"drained after {progress.step} steps"
+        before = ", before their evaluation" if progress.all_committed else ""
+        reason = f"drained after {progress.step} steps{before}"
         return actions + self._finish("drained", reason, ExitCode.OK)
 
     def _finish(self, outcome: Outcome, reason: str, exit_code: int) -> list[Action]:

@@ -18,7 +18,7 @@ class LocalWorkers:
     Args:
         address: Where the coordinator listens.
         backend: Of each worker.
-        devices: Device numbers, dealt out in turn; none for each backend's first device.
+        devices: By number or part of their name, dealt out in turn.
         token_file: What they join with: they are told where it is, not what it holds.
         plaintext: Without TLS.
     """
@@ -38,7 +38,7 @@ class LocalWorkers:
         self._environment = {**os.environ, "SAMESTEP_TOKEN_FILE": str(token_file)}
         self._environment.pop("SAMESTEP_TOKEN", None)
         self._backend = backend
-        self._devices = devices or (0,)
+        self._devices = devices
         self._processes: list[asyncio.subprocess.Process] = []
 
     async def start(self, count: int) -> None:

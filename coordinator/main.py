@@ -226,6 +226,12 @@ async def _until_over(service: Service, local: LocalWorkers | None) -> None:
 
 def _conclude(service: Service, console: Console) -> int:
     if service.current is not None:
+        run, directory = service.current.run, service.current.directory
+        place = f"run {run.run_id!r} was stopped after {run.step} steps"
+        print(
+            f"coordinator: {place}; go on with it: coordinator --resume --out {directory}",
+            file=sys.stderr,
+        )
         return ExitCode.FAILED
     execution = service.finished
     if execution is None or execution.outcome is None:

@@ -10,13 +10,12 @@ from typing import Annotated
 
 import typer
 
-from backends.device_name import parse_device_name
-from backends.registry import parse_name
 from protocol import __version__
-from protocol.address import parse_address, parse_devices
+from protocol.address import parse_address
 from protocol.command_line import check_options_follow
+from protocol.device_name import parse_devices
 from protocol.discovery import check_name
-from protocol.errors import ExitCode, SamestepError, UsageError
+from protocol.errors import ExitCode, SamestepError
 from protocol.system_journal import write_error
 
 app = typer.Typer(
@@ -98,7 +97,7 @@ def serve(
     if context.invoked_subcommand is not None:
         check_options_follow(context)
         return
-    backend, wanted = _devices(backend, gpus)
+    backend, wanted = parse_devices(backend, gpus)
     if len(wanted) > 1:
         from worker.group import run_group
 
@@ -144,7 +143,7 @@ def doctor(
     from protocol.doctor import tell
     from worker.doctor import Plan, examine
 
-    backend, wanted = _devices(backend, gpus)
+    backend, wanted = parse_devices(backend, gpus)
     address, named = _coordinator(coordinator)
     plan = Plan(
         coordinator=address,
@@ -168,15 +167,6 @@ def classify(
 
     for prediction in classify_texts(directory, texts):
         typer.echo(f"{prediction.label} {prediction.probability:.3f}  {prediction.text}")
-
-
-def _devices(backend: str, gpus: str) -> tuple[str, tuple[int | str, ...]]:
-    """Backend and devices, by number or part of their name, out of --backend and --gpus."""
-    backend, number = parse_device_name(backend)
-    if gpus and number is not None:
-        raise UsageError(f"expected a device in --backend {backend}{number} or in --gpus, got both")
-    parse_name(backend)
-    return backend, parse_devices(gpus, "--gpus") or (number or 0,)
 
 
 def _coordinator(coordinator: str) -> tuple[tuple[str, int] | None, str]:

@@ -148,6 +148,7 @@ def _end_on_signals(client: Client, supervisor: Supervisor) -> None:
             supervisor.stopping()
             client.drain()
         else:
+            print("worker: stopped at once; others compute what it had begun", file=sys.stderr)
             sys.exit(ExitCode.FAILED)
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -10,6 +10,7 @@ import pytest
 from backends import registry
 from backends.interface import BackendChoice, DeviceInfo
 from backends.scripted import ScriptedBackend
+from protocol.device_name import AUTO_ORDER
 from protocol.errors import BackendUnavailable, ExitCode, UsageError
 
 
@@ -31,7 +32,7 @@ def machine(monkeypatch):
     """Lets a test say which kinds of device are usable."""
 
     def set_up(*kinds: str) -> None:
-        rows = {kind: (usable if kind in kinds else unusable)(kind) for kind in registry.AUTO_ORDER}
+        rows = {kind: (usable if kind in kinds else unusable)(kind) for kind in AUTO_ORDER}
         monkeypatch.setattr(registry, "_cuda_devices", lambda: [rows["cuda"]])
         monkeypatch.setattr(registry, "_vulkan_devices", lambda: [rows["vulkan"]])
         monkeypatch.setattr(registry, "_cpu_device", lambda: rows["cpu"])
@@ -63,9 +64,9 @@ def test_auto_without_any_device_gives_every_reason(machine):
     assert caught.value.exit_code == ExitCode.UNREACHABLE
 
 
-@pytest.mark.parametrize("kind", registry.AUTO_ORDER)
+@pytest.mark.parametrize("kind", AUTO_ORDER)
 def test_a_named_backend_never_falls_back(machine, kind):
-    machine(*(other for other in registry.AUTO_ORDER if other != kind))
+    machine(*(other for other in AUTO_ORDER if other != kind))
     with pytest.raises(BackendUnavailable, match=f"{kind} is broken"):
         registry.choose(kind)
 

@@ -12,9 +12,7 @@ import http.client
 import itertools
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -28,14 +26,12 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from coordinator.control_client import control_token
+from tests.free_ports import free_ports
 from tests.resident_memory import Growth, measured_growth
 
 ROOT: Final = Path(__file__).parents[2]
 PATIENCE_S: Final = 60.0
 """Longer than anything here may take, on a busy machine too."""
-_PORTS: Final = (15_000, 32_000)
-"""Below those that the system gives out by itself: a worker that tries to connect to a port where
-nobody listens must not be given that very port as its own end."""
 
 
 class Stuck(AssertionError):
@@ -296,17 +292,6 @@ class Worker:
     def words(self) -> str:
         """The last of what it has said."""
         return self.log.read_text(errors="replace")[-2000:]
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody has now."""
-    found: list[int] = []
-    while len(found) < count:
-        port = random.SystemRandom().randrange(*_PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            found.append(port)
-    return found
 
 
 def _event(line: str, life: int) -> Event | None:

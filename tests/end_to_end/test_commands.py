@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import ROOT, RUNS, Cluster, start
+from tests.free_ports import free_address
 
 LOOPBACK = ("--bind", "127.0.0.1:0", "--control", "127.0.0.1:0")
 
@@ -95,19 +96,16 @@ def test_malformed_address(address):
 
 
 def test_worker_without_coordinator_says_so_and_gives_up():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    ended = run("worker", "--coordinator", f"127.0.0.1:{port}", "--retry-for", "1")
+    address = free_address()
+    ended = run("worker", "--coordinator", address, "--retry-for", "1")
     assert ended.returncode == 69
-    assert f"127.0.0.1:{port}" in one_line(ended)
+    assert address in one_line(ended)
     attempts = [line for line in ended.stdout.splitlines() if "trying again" in line]
     assert len(attempts) == 1, "it tries often, and tells it now and then"
 
 
 def test_operator_without_coordinator():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    ended = run("coordinator", "status", "--control", f"127.0.0.1:{port}")
+    ended = run("coordinator", "status", "--control", free_address())
     assert ended.returncode == 69
     assert "--control" in one_line(ended)
 
@@ -138,6 +136,14 @@ def test_a_run_ends_when_no_local_worker_s_device_is_there(tmp_path):
     assert "; local-0: backend 'cuda' is not usable here: " in last
     assert all(line.startswith("worker: backend 'cuda' is not usable here: ") for line in others)
     assert "waiting" not in ended.stdout
+
+
+def test_local_workers_of_no_such_backend_are_not_started(tmp_path):
+    job = ("--run", str(RUNS / "regress.yaml"), "--local-workers", "1", "--backend", "vulcan")
+    ended = coordinator(tmp_path, *job)
+    assert ended.returncode == 2
+    assert "got 'vulcan'" in one_line(ended)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_option_before_a_subcommand_is_not_passed_over():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cluster import RUNS, Cluster, start
+from tests.free_ports import free_address
 
 REGRESS = (
     "--run",
@@ -35,11 +35,6 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def one_line(ended: subprocess.CompletedProcess[str]) -> str:
     (line,) = ended.stderr.strip().splitlines()
     return line
-
-
-def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return f"127.0.0.1:{taken.getsockname()[1]}"
 
 
 def result_of(directory: Path) -> dict[str, Any]:
@@ -141,6 +136,23 @@ def test_a_drained_run_goes_on(tmp_path, finished):
     assert result["weights_digest"] == result_of(finished)["weights_digest"]
     assert result["losses"] == result_of(finished)["losses"]
     assert run("audit", str(tmp_path / "out")).returncode == 0
+
+
+def test_a_second_signal_ends_at_once_and_says_how_to_go_on(tmp_path, finished):
+    with Cluster(tmp_path, "--expect-workers", "1", *REGRESS) as cluster:
+        worker = cluster.worker("w0", "--backend", "cpu")
+        cluster.wait_for("committed", step=30)
+        worker.send_signal(signal.SIGSTOP)  # the step in progress does not end
+        cluster.coordinator.terminate()
+        cluster.wait_for("draining")
+        cluster.coordinator.terminate()
+        assert cluster.wait_for_exit(cluster.coordinator) == 1
+        again = f"--resume --out {tmp_path / 'out'}"
+        assert cluster.coordinator.stderr is not None
+        assert again in cluster.coordinator.stderr.read().splitlines()[-1]
+    ended = run(*ANYWHERE, *REGRESS, *LOCAL, *again.split())
+    assert ended.returncode == 0, ended.stderr
+    assert result_of(tmp_path / "out")["weights_digest"] == result_of(finished)["weights_digest"]
 
 
 @pytest.mark.parametrize("mode", ["full", "checkpoint"])

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.address import parse_address, parse_devices
+from protocol.address import parse_address
 from protocol.errors import ExitCode, UsageError
 
 
@@ -39,23 +39,3 @@ def test_any_text_is_an_address_or_a_usage_error(text):
         return
     assert host
     assert 0 <= port <= 65535
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", ()),
-        ("0", (0,)),
-        ("1,0", (1, 0)),
-        ("Radeon", ("radeon",)),
-        ("rx 7900, 1", ("rx 7900", 1)),
-    ],
-)
-def test_devices_by_number_and_by_name(text, expected):
-    assert parse_devices(text, "--gpus") == expected
-
-
-@pytest.mark.parametrize("text", [",", "0,0", "-1", "a,A", "1,,2", "--quiet"])
-def test_what_is_no_list_of_devices(text):
-    with pytest.raises(UsageError, match="--gpus: expected distinct device numbers such as 0,1"):
-        parse_devices(text, "--gpus")

@@ -274,6 +274,7 @@ class SimulatedExecution:
             case "evaluated":
                 replica = self.ledger.expected(self.run.step).replica
                 assert action.fields["ratio"] == self.job.figure(replica)
+                self.ledger.evaluated_step = self.run.step
             case "speculated":
                 self._speculated = True
             case "committed" | "restarted":

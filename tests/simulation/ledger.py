@@ -27,6 +27,7 @@ class Ledger:
         outcome: How it ended, once it has.
         excused: Workers that the schedule has spoilt, for a halt to name.
         counts: What was reported, by event.
+        evaluated_step: Steps committed at the newest evaluation.
     """
 
     def __init__(self, run_id: str, job: Job, directory: MemoryDirectory) -> None:
@@ -38,6 +39,7 @@ class Ledger:
         self.outcome: Finish | None = None
         self.excused: set[str] = set()
         self.counts: Counter[str] = Counter()
+        self.evaluated_step = -1
         self._durable: set[tuple[int, int, int]] = set()
 
     def expected(self, step: int) -> Taken:
@@ -141,7 +143,9 @@ class Ledger:
         assert replica.step == len(losses)
         # Steps whose gradients are not kept may have been left to be done again.
         assert replica.step == len(self.skips) or self.job.spec.log == "checkpoint"
-        assert outcome.outcome == "drained" or replica.step == self.job.spec.steps
+        if outcome.outcome == "finished":
+            assert replica.step == self.job.spec.steps
+            assert self.evaluated_step == replica.step, "the trained state is evaluated"
         if replica.step:
             assert max(self.directory.saved) == replica.step, "the last state is saved"
 

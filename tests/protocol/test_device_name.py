@@ -1,0 +1,69 @@
+"""Backends and devices as the command line names them."""
+
+from __future__ import annotations
+
+import pytest
+
+from protocol.device_name import parse_backend, parse_devices
+from protocol.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("cuda0", ("cuda", (0,))),
+        ("cuda12", ("cuda", (12,))),
+        ("vulkan1", ("vulkan", (1,))),
+        ("cpu3", ("cpu", (3,))),
+        ("cuda", ("cuda", (0,))),
+        ("auto", ("auto", (0,))),
+        ("scripted:20", ("scripted:20", (0,))),
+    ],
+)
+def test_a_number_is_taken_off_a_device_s_name(name, expected):
+    assert parse_devices(name, "") == expected
+
+
+@pytest.mark.parametrize("name", ["abacus7", "cuda-1", "cuda0x", "vulcan", "auto1", ""])
+def test_what_is_no_backend(name):
+    with pytest.raises(UsageError, match="expected a backend out of auto, cuda, vulkan, cpu"):
+        parse_devices(name, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", (0,)),
+        ("0", (0,)),
+        ("1,0", (1, 0)),
+        ("Radeon", ("radeon",)),
+        ("rx 7900, 1", ("rx 7900", 1)),
+    ],
+)
+def test_devices_by_number_and_by_name(text, expected):
+    assert parse_devices("vulkan", text) == ("vulkan", expected)
+
+
+@pytest.mark.parametrize("text", [",", "0,0", "-1", "a,A", "1,,2", "--quiet"])
+def test_what_is_no_list_of_devices(text):
+    with pytest.raises(UsageError, match="--gpus: expected distinct device numbers such as 0,1"):
+        parse_devices("auto", text)
+
+
+def test_a_device_is_named_once():
+    with pytest.raises(UsageError, match="expected a device in --backend cuda1 or in --gpus"):
+        parse_devices("cuda1", "0")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("cpu", ("cpu", 0.0)), ("scripted", ("scripted", 0.0)), ("scripted:2.5", ("scripted", 2.5))],
+)
+def test_a_scripted_microbatch_takes_so_long(name, expected):
+    assert parse_backend(name) == expected
+
+
+@pytest.mark.parametrize("name", ["scripted:", "scripted:soon", "scripted:-1", "scripted:nan"])
+def test_how_long_a_scripted_microbatch_cannot_take(name):
+    with pytest.raises(UsageError, match="expected scripted:MS with MS >= 0"):
+        parse_backend(name)
