@@ -56,17 +56,25 @@ Body = NDArray[np.uint8]
 
 
 class Phase(Enum):
-    """How far the handshake is; before OPEN only small headers and no bodies are read."""
+    """How far the handshake is; before OPEN only small headers and no bodies are read.
+
+    Each of the four messages Hello, Challenge, Proof and Welcome is legal in one phase and leads to
+    the next, so none can come before the one that it answers.
+    """
 
     GREETING = "greeting"
+    CHALLENGING = "challenging"
     PROVING = "proving"
+    ADMITTING = "admitting"
     OPEN = "open"
     CLOSED = "closed"
 
 
 FROM_WORKER: Final[dict[Phase, frozenset[type[Message]]]] = {
     Phase.GREETING: frozenset({Hello, Goodbye}),
+    Phase.CHALLENGING: frozenset({Goodbye}),
     Phase.PROVING: frozenset({Proof, Goodbye}),
+    Phase.ADMITTING: frozenset({Goodbye}),
     Phase.OPEN: frozenset({
         Ready, Unready, StateChunk, BlockGradientPayload, NonBlockGradientPayload, NodeLoss,
         StepApplied, EvalResult, Heartbeat, Drain, Goodbye, BlobRequest,
@@ -75,8 +83,10 @@ FROM_WORKER: Final[dict[Phase, frozenset[type[Message]]]] = {
 }  # fmt: skip
 
 FROM_COORDINATOR: Final[dict[Phase, frozenset[type[Message]]]] = {
-    Phase.GREETING: frozenset((Challenge, Goodbye)),
-    Phase.PROVING: frozenset({Welcome, Goodbye}),
+    Phase.GREETING: frozenset({Goodbye}),
+    Phase.CHALLENGING: frozenset((Challenge, Goodbye)),
+    Phase.PROVING: frozenset({Goodbye}),
+    Phase.ADMITTING: frozenset({Welcome, Goodbye}),
     Phase.OPEN: frozenset({
         StartRun, StateRequest, StateChunk, StepPlan, AveragedBlockGradient,
         AveragedNonBlockGradient, Commit, Assign, Cancel, EvalPlan, Heartbeat, Halt, Continue,
@@ -84,6 +94,14 @@ FROM_COORDINATOR: Final[dict[Phase, frozenset[type[Message]]]] = {
     }),
     Phase.CLOSED: frozenset(),
 }  # fmt: skip
+
+_LEADS_TO: Final[dict[type[Message], Phase]] = {
+    Hello: Phase.CHALLENGING,
+    Challenge: Phase.PROVING,
+    Proof: Phase.ADMITTING,
+    Welcome: Phase.OPEN,
+    Goodbye: Phase.CLOSED,
+}
 
 _SCRATCH_BYTES: Final = 64 * limits.KIB
 _STRANGERS_SCRATCH_BYTES: Final = 2 * limits.UNAUTHENTICATED_HEADER_BYTES
@@ -327,12 +345,7 @@ class Connection:
 
     def _advance(self, kind: type[Message]) -> None:
         """Move the handshake on; the same messages move both sides."""
-        if kind is Challenge:
-            self.phase = Phase.PROVING
-        elif kind is Welcome:
-            self.phase = Phase.OPEN
-        elif kind is Goodbye:
-            self.phase = Phase.CLOSED
+        self.phase = _LEADS_TO.get(kind, self.phase)
 
 
 def _place(message: Message) -> tuple[int, int]:

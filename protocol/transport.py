@@ -140,6 +140,8 @@ class Channel(asyncio.BufferedProtocol):
             return
         try:
             for received in self.connection.buffer_updated(nbytes):
+                if self._closing:  # what came before has ended it
+                    return
                 self._owner.on_message(self, received)
         except ProtocolError as error:
             self._refuse(error)

@@ -18,7 +18,7 @@ from coordinator.journal_records import ViewChanged
 from protocol import limits, messages, tls
 from protocol.authentication import METHOD, NO_CERTIFICATE, Exchange, answer, new_key, new_nonce
 from protocol.connection import Connection, encode
-from protocol.errors import ExitCode, NotAuthorised
+from protocol.errors import ExitCode, NotAuthorised, Unreachable
 from protocol.join_token import JoinToken
 from protocol.messages import Challenge, Hello, Proof, Welcome
 from tests.event_loop import on_uvloop
@@ -262,7 +262,7 @@ class Impostor:
 
     Args:
         context: Its end of TLS; None for plaintext.
-        reply: What it answers to a Hello.
+        reply: What it answers to a Hello: a message, or bytes.
     """
 
     def __init__(self, context: ssl.SSLContext | None, reply: object = None) -> None:
@@ -285,6 +285,9 @@ class Impostor:
                 self.heard.append(message)
                 if isinstance(message, Hello) and callable(self._reply):
                     reply = self._reply(message)
+                    if isinstance(reply, bytes):
+                        writer.write(reply)
+                        continue
                     connection.send(reply)
                     writer.write(flat(encode(reply)))
         writer.close()
@@ -339,6 +342,31 @@ async def test_an_impostor_that_cannot_prove_itself_gets_no_proof(tmp_path, chea
     async with Impostor(credentials.server_context(), reply) as impostor:
         await refusal(impostor.port, elsewhere(tmp_path, credentials.join_token().reveal()))
         assert [type(message) for message in impostor.heard] in ([Hello], [Hello, messages.Goodbye])
+
+
+@pytest.mark.parametrize("first", ["nothing", "challenge"])
+@on_uvloop
+async def test_an_impostor_that_does_not_wait_for_the_proof_is_not_followed(tmp_path, first):
+    """It welcomes the worker and starts a run, in the very bytes of its wrong challenge."""
+    credentials = Credentials.open()
+
+    def reply(hello: Hello) -> bytes:
+        challenge = Challenge(method=METHOD, nonce=hello.nonce, proof=bytes(32))
+        said = [challenge] if first == "challenge" else []
+        welcome = EXAMPLES[messages.Welcome].model_copy(update={"key": b"k" * 32})
+        sent = [*said, welcome, EXAMPLES[messages.StartRun]]
+        return b"".join(frame(message) for message in sent)
+
+    told: list[str] = []
+    secrets = elsewhere(tmp_path, credentials.join_token().reveal())
+    async with Impostor(credentials.server_context(), reply) as impostor:
+        target = Target("127.0.0.1", impostor.port, "w", "scripted", 0.5)
+        with pytest.raises(Unreachable, match="Welcome is not expected"):
+            async with asyncio.timeout(PATIENCE_S):
+                await Client(target, Scripted(), secrets, told.append).serve()
+    assert Proof not in [type(message) for message in impostor.heard]
+    assert not any("joined" in line or "building" in line for line in told)
+    assert not list((tmp_path / "elsewhere").rglob("*.key"))
 
 
 @on_uvloop

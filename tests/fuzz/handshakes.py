@@ -14,7 +14,7 @@ from protocol.connection import encode as encoded
 from protocol.messages import Hello, Welcome
 from tests.message_samples import BLOCKS, EXAMPLES, flat, frame
 
-PHASES = (Phase.GREETING, Phase.PROVING, Phase.OPEN)
+PHASES = tuple(phase for phase in Phase if phase is not Phase.CLOSED)
 ROLES: tuple[Role, ...] = ("coordinator", "worker")
 _CERTIFICATE = bytes(range(32))
 
@@ -40,23 +40,19 @@ def handshake() -> Handshake:
 
 
 _SENT = handshake()
-_FROM_WORKER = (flat(_SENT.hello), flat(_SENT.proof))
-_FROM_COORDINATOR = (flat(_SENT.challenge), flat(_SENT.welcome))
 
 
 def connection(role: Role, phase: Phase) -> Connection:
     """This side of a connection whose handshake has come to `phase`."""
     made = Connection(role)
-    coordinator = role == "coordinator"
-    if not coordinator:
-        made.send(_SENT.hello)
-    if phase is not Phase.GREETING:
-        made.receive_data(_FROM_WORKER[0] if coordinator else _FROM_COORDINATOR[0])
-        made.send(_SENT.challenge if coordinator else _SENT.proof)
+    for message, sender in zip(_SENT, ("worker", "coordinator") * 2, strict=True):
+        if made.phase is phase:
+            break
+        if sender == role:
+            made.send(message)
+        else:
+            made.receive_data(flat(message))
     if phase is Phase.OPEN:
-        made.receive_data(_FROM_WORKER[1] if coordinator else _FROM_COORDINATOR[1])
-        if coordinator:
-            made.send(_SENT.welcome)
         made.blocks = BLOCKS
     assert made.phase is phase
     return made

@@ -28,10 +28,16 @@ ONLY_WORKER = {
 BOTH = {"StateChunk", "Heartbeat", "Goodbye"}
 IN_HANDSHAKE = {
     ("worker", Phase.GREETING): {"Hello", "Goodbye"},
+    ("worker", Phase.CHALLENGING): {"Goodbye"},
     ("worker", Phase.PROVING): {"Proof", "Goodbye"},
-    ("coordinator", Phase.GREETING): {"Challenge", "Goodbye"},
-    ("coordinator", Phase.PROVING): {"Welcome", "Goodbye"},
+    ("worker", Phase.ADMITTING): {"Goodbye"},
+    ("coordinator", Phase.GREETING): {"Goodbye"},
+    ("coordinator", Phase.CHALLENGING): {"Challenge", "Goodbye"},
+    ("coordinator", Phase.PROVING): {"Goodbye"},
+    ("coordinator", Phase.ADMITTING): {"Welcome", "Goodbye"},
 }
+
+OPEN_AND_BEFORE = [phase for phase in Phase if phase is not Phase.CLOSED]
 
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 each_role = pytest.mark.parametrize("role", ["coordinator", "worker"])
@@ -128,15 +134,30 @@ def test_trailing_bytes_wait_for_their_rest(stream, data):
     reader.receive_eof()
 
 
-def test_the_handshake_and_what_follows_it_may_come_in_one_piece():
-    sent = [EXAMPLES[kind] for kind in (messages.Challenge, messages.Welcome, messages.StartRun)]
+def test_the_welcome_and_what_follows_it_may_come_in_one_piece():
+    sent = [EXAMPLES[kind] for kind in (messages.Welcome, messages.StartRun)]
     data = b"".join(frame(message) for message in sent)
     for sizes in ([len(data)], [1], [7, 60]):
-        reader = Connection("worker")
-        assert [kind for kind, _, _ in in_pieces(reader, data, sizes)] == [
-            messages.Challenge, messages.Welcome, messages.StartRun,
-        ]  # fmt: skip
+        reader = connection("worker", Phase.ADMITTING)
+        kinds = [kind for kind, _, _ in in_pieces(reader, data, sizes)]
+        assert kinds == [messages.Welcome, messages.StartRun]
         assert reader.phase is Phase.OPEN
+
+
+@pytest.mark.parametrize(
+    ("role", "phase", "kinds"),
+    [
+        ("coordinator", Phase.GREETING, (messages.Hello, messages.Proof)),
+        ("worker", Phase.GREETING, (messages.Challenge,)),
+        ("worker", Phase.CHALLENGING, (messages.Challenge, messages.Welcome)),
+        ("coordinator", Phase.PROVING, (messages.Proof, messages.Ready)),
+    ],
+)
+def test_nothing_comes_before_what_it_answers(role, phase, kinds):
+    """All in one piece: nobody has had the time to look at the first."""
+    data = b"".join(frame(EXAMPLES[kind]) for kind in kinds)
+    with pytest.raises((OutOfPlace, FrameError)):
+        connection(role, phase).receive_data(data)
 
 
 def test_large_chunks_come_out_whole_in_every_way():
@@ -210,7 +231,7 @@ def test_nothing_is_read_after_goodbye_or_an_error():
 
 @each_role
 @each_kind
-@pytest.mark.parametrize("phase", [Phase.GREETING, Phase.PROVING, Phase.OPEN])
+@pytest.mark.parametrize("phase", OPEN_AND_BEFORE)
 def test_both_sides_agree_on_what_may_be_sent(role, kind, phase):
     sender, reader = connection(role, phase), connection(OTHER[role], phase)
     message = EXAMPLES[kind]
@@ -324,7 +345,7 @@ def test_a_block_without_elements_has_an_empty_body():
     assert received.body.nbytes == 0
 
 
-@pytest.mark.parametrize("phase", [Phase.GREETING, Phase.PROVING])
+@pytest.mark.parametrize("phase", [phase for phase in OPEN_AND_BEFORE if phase is not Phase.OPEN])
 @each_role
 def test_strangers_may_send_neither_bodies_nor_large_headers(role, phase):
     reader = connection(role, phase)

@@ -138,6 +138,23 @@ def paused(channel: Channel) -> asyncio.Transport:
 
 
 @on_uvloop
+async def test_what_came_with_a_message_that_ended_the_connection_is_not_heard():
+    async with serving() as served:
+        heard: list[Message] = []
+
+        def end_at_the_first(channel: Channel, received: Received) -> None:
+            heard.append(received.message)
+            channel.abort("enough")
+
+        served.owner.on_message = end_at_the_first  # type: ignore[method-assign]
+        _, writer = await raw(served.port)
+        writer.write(flat(encode(Heartbeat())) * 2)
+        await served.owner.until_lost()
+        assert heard == [Heartbeat()]
+        writer.close()
+
+
+@on_uvloop
 async def test_urgent_messages_overtake_gradients_and_order_within_a_queue_holds():
     async with serving() as served:
         channel, _ = await connected(served.port)
