@@ -77,7 +77,9 @@ class Guard:
 
     def _bears_token(self, request: web.Request) -> bool:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        right = hmac.compare_digest(given.strip().encode(), self.token.encode())
+        # aiohttp keeps bytes that are no UTF-8 as lone surrogates.
+        shown = given.strip().encode(errors="surrogateescape")
+        right = hmac.compare_digest(shown, self.token.encode())
         return right and scheme.lower() == "bearer"
 
 

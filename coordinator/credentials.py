@@ -111,10 +111,11 @@ class Credentials:
 
     def enrol(self, name: str) -> bytes:
         """The key of that name, made if it has none; empty if it cannot be kept."""
-        if (known := self.keys.get(name)) is not None:
-            return known
-        with contextlib.suppress(UsageError), _locked(self.token_file.parent):
-            return self.keys.add(name)
+        with contextlib.suppress(UsageError):
+            if (known := self.keys.get(name)) is not None:
+                return known
+            with _locked(self.token_file.parent):
+                return self.keys.add(name)
         return b""
 
     def server_context(self) -> ssl.SSLContext:

@@ -89,7 +89,8 @@ class WorkerKeys:
         if name not in known:
             raise UsageError(
                 f"no worker has a key under the name {name!r}; those that have one: "
-                f"{', '.join(known) or 'none'}"
+                f"{', '.join(known) or 'none'}; to keep out one that joined with the join token "
+                "alone: coordinator token rotate, then restart the coordinator"
             )
         self._write({other: e for other, e in self._entries.items() if other != name})
 
@@ -105,9 +106,12 @@ class WorkerKeys:
     def _refresh(self) -> None:
         try:
             status = self._path.stat()
-        except OSError:
+        except FileNotFoundError:
             self._entries, self._seen = {}, None
             return
+        except OSError as error:
+            # Not as if there were none: members would be sent away for good.
+            raise UsageError(f"cannot read {str(self._path)!r}: {error.strerror}") from None
         seen = (status.st_ino, status.st_mtime_ns, status.st_size)
         if seen == self._seen:
             return

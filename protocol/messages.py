@@ -18,8 +18,10 @@ from protocol.errors import MessageError
 from protocol.tree import Node
 from protocol.update import StepScalars
 
-Small = Annotated[str, Field(max_length=64)]
-Text = Annotated[str, Field(max_length=400)]
+# Texts are shown at consoles, and in lists of a line each.
+_PRINTABLE = r"^[^\p{Cc}\p{Cf}\p{Zl}\p{Zp}]*$"
+Small = Annotated[str, Field(max_length=64, pattern=_PRINTABLE)]
+Text = Annotated[str, Field(max_length=400, pattern=_PRINTABLE)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Number = Annotated[int, Field(ge=0, lt=2**63)]
 Bytes32 = Annotated[bytes, Field(min_length=32, max_length=32)]
@@ -370,8 +372,9 @@ AveragedGradient = AveragedBlockGradient | AveragedNonBlockGradient
 
 
 def cut_text(text: str, limit_bytes: int = 400) -> str:
-    """As much of a text's start as has at most so many bytes in UTF-8: a header has a limit."""
-    return text.encode(errors="replace")[:limit_bytes].decode(errors="ignore")
+    """A text as a message may carry it: its printable characters, cut to so many bytes of UTF-8."""
+    shown = "".join(character if character.isprintable() else " " for character in text)
+    return shown.encode(errors="replace")[:limit_bytes].decode(errors="ignore")
 
 
 def decode_message(tag: int, header: bytes | bytearray | memoryview) -> Message:

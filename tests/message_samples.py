@@ -106,8 +106,9 @@ def flat(encoded: Encoded) -> bytes:
 # Strategies. Floats are drawn as bits, so that every NaN is among them.
 
 _number = st.integers(0, 2**63 - 1)
-_small = st.text(max_size=64)
-_text = st.text(max_size=400)
+_printable = st.characters(exclude_categories=("Cc", "Cf", "Cs", "Zl", "Zp"))
+_small = st.text(_printable, max_size=64)
+_text = st.text(_printable, max_size=400)
 _digest = st.text("0123456789abcdef", min_size=64, max_size=64)
 _any_float = st.integers(0, 2**64 - 1).map(
     lambda bits: struct.unpack("<d", struct.pack("<Q", bits))[0]

@@ -292,6 +292,8 @@ async def test_metrics_are_what_prometheus_reads(tmp_path):
         operator.live.worker("w0")
         await operator.live.wait_for("committed", step=2)
         await operator.post("/halt")
+        halted = await operator.live.wait_for("halted")
+        await operator.live.wait_for("committed", step=halted["step"] - 1)  # if it was on its way
         found, status = await figures(), await operator.status()
         assert found["samestep_workers"] == 1
         assert found["samestep_step"] == status["step"]
@@ -419,7 +421,7 @@ def test_the_command_says_so_too(tmp_path, option):
                 sys.executable, "-m", "coordinator", "--expect-workers", "1", "--out",
                 str(tmp_path), option, f"127.0.0.1:{port}", other, "127.0.0.1:0",
             ],
-            cwd=ROOT, capture_output=True, text=True, timeout=30, check=False,
+            cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
         )  # fmt: skip
     assert ended.returncode == ExitCode.USAGE
     (line,) = ended.stderr.strip().splitlines()

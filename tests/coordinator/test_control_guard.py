@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -118,6 +119,17 @@ async def test_what_is_not_the_token_opens_nothing(tmp_path, path):
         ):  # fmt: skip
             assert await ask(control, method, path, Authorization=wrong) == 401
             assert await ask(control, method, f"{path}?token={token}") == 401
+
+
+@on_uvloop
+async def test_a_token_that_is_no_text_opens_nothing(tmp_path):
+    async with port(tmp_path) as control:
+        reader, writer = await asyncio.open_connection(*control.address)
+        host = f"127.0.0.1:{control.address[1]}".encode()
+        writer.write(b"GET /status HTTP/1.1\r\nHost: " + host + b"\r\n")
+        writer.write(b"Authorization: Bearer \xff\xe9\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
+        writer.close()
 
 
 @pytest.mark.parametrize("path", ROUTES)

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from coordinator.credentials import Credentials
+from coordinator.join_check import JoinCheck
 from coordinator.worker_keys import MOST_KEYS
 from protocol import tls
 from protocol.errors import UsageError
@@ -99,6 +100,25 @@ def test_one_is_revoked_and_others_stay(tmp_path):
     assert credentials.enrol("ann") != ann
     with pytest.raises(UsageError, match="those that have one: ann, bob"):
         credentials.revoke("carl")
+
+
+def test_keys_that_cannot_be_read_now_are_not_revoked(tmp_path):
+    """A passing fault of the disk must not send every member away for good."""
+    credentials = Credentials.open(tmp_path)
+    check = JoinCheck(credentials, encrypted=True)
+    check.name = "ann"
+    assert check.new_key() == credentials.keys.get("ann")
+    path = credentials.keys._path
+    kept = path.rename(tmp_path / "kept")
+    path.symlink_to(path)  # ELOOP, also for root
+    with pytest.raises(UsageError, match="cannot read"):
+        credentials.keys.get("ann")
+    assert not check.revoked
+    assert credentials.enrol("bob") == b""
+    path.unlink()
+    assert check.revoked, "there is none any more"
+    kept.rename(path)
+    assert not check.revoked
 
 
 def test_there_is_an_end_to_keys(tmp_path, monkeypatch):

@@ -46,7 +46,7 @@ def elsewhere(tmp_path: Path, token: str = "") -> WorkersCredentials:
 
 
 def client(port: int, credentials: WorkersCredentials, name: str = "w") -> Client:
-    target = Target("127.0.0.1", port, name, "scripted", 2.0)
+    target = Target("127.0.0.1", port, name, "scripted", 20.0)
     return Client(target, Scripted(), credentials, lambda _: None)
 
 

@@ -156,6 +156,9 @@ def test_what_is_merely_like_the_type_is_not_taken(kind, field, value):
         (messages.EvalResult, "sums", {str(n): 0.0 for n in range(25)}),
         (messages.Goodbye, "exit_code", 126),
         (messages.Halt, "reason", "x" * 401),
+        (messages.Hello, "name", "ann\nbob"),
+        (messages.Hello, "name", "\x1b[2J"),
+        (messages.Unready, "reason", "to the left \u202e"),
     ],
 )
 def test_a_value_out_of_range(kind, field, value):
@@ -200,6 +203,13 @@ def test_random_bytes_give_a_message_or_its_error(kind, header):
     except MessageError:
         return
     assert type(message) is kind
+
+
+def test_a_text_is_made_fit_to_be_sent():
+    cut = messages.cut_text("no such file\n\x1b[31m'\u00fcber'\u2028", 30)
+    assert cut == "no such file  [31m'\u00fcber' "
+    assert messages.cut_text("\u00fc" * 10, 5) == "\u00fc" * 2
+    messages.Halt(epoch=1, step=0, attempt=0, reason=cut)
 
 
 def test_messages_cannot_be_changed():
