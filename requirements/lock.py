@@ -21,7 +21,7 @@ TORCH_CPU_SHA256: Final = {
     "3.12": "4ca4a9394b0c771238a4f73590fdbbc4debad85ed0fa63d026ae1b085da7d6e2",
     "3.13": "3fbf9c9d1f3c10c2d59d04aca426dee9ccc6ceb32d255c61e93acc3b4f75fae6",
 }
-"""By Python's version, of torch-2.13.0+cpu-*-manylinux_2_28_x86_64.whl: the public index has none."""
+"""By Python's version, of torch-*+cpu-*-manylinux_2_28_x86_64.whl: the public index has none."""
 NVIDIA_DRIVER: Final = "580"
 """The oldest that runs any CUDA 13: table 1 of NVIDIA's "CUDA Compatibility"."""
 ASSETS: Final = {
@@ -62,8 +62,8 @@ def main() -> None:
     sets["coordinator"] = [entry for name, entry in everything.items() if name in coordinating]
     # The local version has a set of its own: among several allowed files pip prefers those whose
     # link carries a hash, so it would pass over a CPU build in a folder it was pointed to.
-    digests = sorted(TORCH_CPU_SHA256.values())
-    sets["cpu"] = [" \\\n    ".join([f"torch=={TORCH}+cpu", *(f"--hash=sha256:{d}" for d in digests)])]
+    hashes = [f"--hash=sha256:{digest}" for digest in sorted(TORCH_CPU_SHA256.values())]
+    sets["cpu"] = [" \\\n    ".join([f"torch=={TORCH}+cpu", *hashes])]
     for name, packages in ASSETS.items():
         sets[name] = list(_compile(["--no-deps", "-"], "\n".join(packages)).values())
     sets["ansible"] = list(_compile(["-"], ANSIBLE).values())

@@ -226,7 +226,11 @@ NO_NETWORK = (
         ({"FAKE_PIP": NO_NETWORK}, 69, "cannot reach the package index"),
         ({"FAKE_CPU": NO_NETWORK}, 69, "cannot reach"),
         ({"FAKE_CPU": NOT_OFFERED, "TORCH": "cpu"}, 69, "index of them in PIP_EXTRA_INDEX_URL"),
-        ({"FAKE_MINOR": "3.14", "TORCH": "cpu"}, 78, "locked for Python 3.11 3.12 3.13, found 3.14"),
+        (
+            {"FAKE_MINOR": "3.14", "TORCH": "cpu"},
+            78,
+            "for Python 3.11 3.12 3.13, found 3.14",
+        ),
         ({"TORCH": "gpu"}, 2, "expected TORCH=cpu or TORCH=cuda, got 'gpu'"),
         ({"FAKE_PIP": "ERROR: No matching distribution found for x==1"}, 69, "not offered x==1"),
         ({"FAKE_PIP": "ERROR: [Errno 28] No space left on device"}, 1, "the disk is full"),
