@@ -196,7 +196,7 @@ class _Table:
                 return isinstance(wanted, int) and bool(low <= wanted <= high)
             if "elem" in right:  # of a set, with a timeout or a comment
                 return self._holds(right["elem"]["val"], wanted)
-            among = right.get("set", right.get("|", ()))
+            among: Any = right.get("set", right.get("|", ()))
             return any(self._holds(each, wanted) for each in among)
         return bool(right == wanted)
 
