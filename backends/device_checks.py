@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from backends.interface import DeviceInfo
+from backends.nvidia_driver import is_older, least_driver
 from backends.registry import devices
 from protocol.device_name import parse_backend
 from protocol.doctor import Finding, failure, ok, warning
@@ -21,9 +22,7 @@ _DISPLAYS: Final = "0x03"
 """PCI class of display controllers."""
 _MAKERS: Final = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
 _NODES: Final = ("nvidia[0-9]*", "nvidiactl", "nvidia-uvm", "dri/renderD*", "kfd")
-_NO_DRIVER: Final = (
-    "install NVIDIA's driver (Debian: non-free enabled, apt install nvidia-driver) and reboot"
-)
+_HOW: Final = "from NVIDIA's repository, since Debian's is older (docs/deploying.md), then reboot"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +124,27 @@ def _advice(row: DeviceInfo, cards: dict[str, int], machine: Machine) -> str:
 
 def _cuda_advice(cards: dict[str, int], machine: Machine) -> str:
     driver = machine.nvidia_driver()
+    cuda = _cuda_of_torch()
+    least = least_driver(cuda)
     if not driver:
-        return _NO_DRIVER if cards.get("NVIDIA") else ""
+        return f"install NVIDIA's driver {least} or later {_HOW}" if cards.get("NVIDIA") else ""
+    if is_older(driver, least):
+        needs = f"torch with CUDA {cuda} needs" if cuda else "torch's CUDA build needs"
+        return f"NVIDIA's driver {driver} is loaded, {needs} {least} or later: install that {_HOW}"
     return f"NVIDIA's driver {driver} is loaded; {_torch_says()}"
 
 
+def _cuda_of_torch() -> str | None:
+    """The CUDA that torch was built with; None if with none, or if there is no torch."""
+    try:
+        import torch  # noqa: PLC0415 -- seconds
+    except (ImportError, OSError):
+        return None
+    return torch.version.cuda
+
+
 def _torch_says() -> str:
-    """Why torch does not take the driver, in its own words: too old, or not the one loaded."""
+    """Why torch does not take a driver that should do, in its own words."""
     try:
         import torch  # noqa: PLC0415 -- seconds
     except (ImportError, OSError):

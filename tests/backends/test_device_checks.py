@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from backends.device_checks import Machine, device_findings
+from backends.nvidia_driver import LOCKED_CUDA, least_driver
 from backends.registry import devices
 
 torch = pytest.importorskip("torch")
@@ -88,18 +90,60 @@ class TestWithoutCuda:
     def test_a_card_without_a_driver(self, machine):
         line = next(line for line in told("auto", machine(NVIDIA)) if "cuda" in line)
         assert line.startswith("warning  device: cuda: ")
-        assert "apt install nvidia-driver" in line
+        assert "install NVIDIA's driver 580 or later from NVIDIA's repository" in line
 
     def test_a_backend_that_was_asked_for(self, machine):
         line = told("cuda", machine(NVIDIA))[-1]
         assert line.startswith("failure  device: cuda: ")
 
-    def test_a_driver_that_torch_does_not_take(self, machine):
-        line = next(line for line in told("auto", machine(NVIDIA, driver=DRIVER)) if "cuda" in line)
+    @pytest.mark.parametrize(
+        ("cuda", "loaded", "least"),
+        [
+            (None, "470.57.02", "580"),
+            ("13.0", "470.57.02", "580"),
+            ("13.2", "550.163.01", "580"),
+            ("12.8", "470.57.02", "525"),
+        ],
+    )
+    def test_a_driver_that_is_too_old(self, machine, monkeypatch, cuda, loaded, least):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        line = self.about_cuda(machine, loaded)
+        assert f"NVIDIA's driver {loaded} is loaded, torch" in line
+        assert f"needs {least} or later: install that from NVIDIA's repository" in line
+
+    @pytest.mark.parametrize(
+        ("cuda", "loaded"), [("13.0", "580.65.06"), ("12.8", "535.261.03"), ("99.0", "470.57.02")]
+    )
+    def test_a_driver_that_torch_does_not_take_all_the_same(
+        self, machine, monkeypatch, cuda, loaded
+    ):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        line = self.about_cuda(machine, loaded)
+        assert f"NVIDIA's driver {loaded} is loaded; torch {torch.__version__} says: " in line
+
+    def test_a_driver_that_will_do_for_the_cuda_build_that_is_not_there(self, machine, monkeypatch):
+        monkeypatch.setattr(torch.version, "cuda", None)
+        assert "TORCH=cuda bash deploy/environment.sh" in self.about_cuda(machine, "580.65.06")
+
+    def test_the_open_kernel_module_names_itself_otherwise(self, machine):
+        said = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n"
+        assert machine(NVIDIA, driver=said).nvidia_driver() == "580.65.06"
+
+    @staticmethod
+    def about_cuda(machine, loaded: str) -> str:
+        lines = told("auto", machine(NVIDIA, driver=DRIVER.replace("470.57.02", loaded)))
+        line = next(line for line in lines if "cuda" in line)
         assert line.startswith("warning  device: cuda: ")
-        assert "NVIDIA's driver 470.57.02 is loaded" in line
-        said = "CUDA build" if torch.version.cuda is None else "says: "
-        assert said in line
+        return line
+
+
+def test_the_driver_that_scripts_are_told_is_the_one_for_the_locked_cuda():
+    lock = (Path(__file__).parents[2] / "requirements" / "cuda.txt").read_text()
+    (major,) = re.findall(r"^cuda-toolkit==(\d+)[.]", lock, re.MULTILINE)
+    assert int(major) == LOCKED_CUDA
+    assert re.findall(r"^# Needs NVIDIA's driver (\S+) or later[.]$", lock, re.MULTILINE) == [
+        least_driver(None)
+    ]
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device here")

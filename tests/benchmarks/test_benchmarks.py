@@ -95,6 +95,22 @@ def test_hostile_measures_calm_and_attacked_turns():
     assert begun.total() > 50
 
 
+@pytest.mark.parametrize(
+    ("join_ms", "step_ms", "memory_mib", "missed"),
+    [
+        (250.0, 105.0, 24, []),
+        (251.0, 105.0, 24, ["p99 of joins 251, at most 250 ms"]),
+        (1.0, 106.0, 1, ["step to a calm one 1.06, at most 1.05"]),
+        (1.0, 1.0, 25, ["memory 25, at most 24 MiB"]),
+        (math.nan, 1.0, 25, ["p99 of joins nan, at most 250 ms", "memory 25, at most 24 MiB"]),
+    ],
+)
+def test_hostile_says_which_aim_is_missed(join_ms, step_ms, memory_mib, missed):
+    calm = hostile.Measured(joins_ms=[900.0] * 9, steps_ms=[100.0], memory_bytes=[99 << 20])
+    attacked = hostile.Measured([join_ms] * 9, [step_ms], [1 << 20, memory_mib << 20])
+    assert hostile.missed(calm, attacked) == missed
+
+
 @pytest.mark.parametrize("name", ["sync", "uneven", "overlap", "recovery", "durability", "hostile"])
 def test_each_benchmark_says_what_it_is(name):
     done = subprocess.run(

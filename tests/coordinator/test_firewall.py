@@ -11,16 +11,53 @@ from coordinator.doctor import Plan, examine
 from coordinator.firewall import closed_by
 from tests.network_hosts import network
 
-NFT = shutil.which("nft", path="/usr/sbin:/sbin:/usr/bin")
+SEARCHED = "/usr/sbin:/sbin:/usr/bin"
+NFT = shutil.which("nft", path=SEARCHED)
 DROPS = """
 flush ruleset
 table inet filter {{
+  {sets}
   chain incoming {{
     type filter hook input priority 0; policy {policy};
     {rules}
   }}
 }}
 """
+FIREWALLD = """
+flush ruleset
+table inet firewalld {{
+  chain filter_IN_public_allow {{
+    tcp dport 22 ct state {{ new, untracked }} accept
+    {allowed}
+  }}
+  chain filter_IN_public_pre {{
+  }}
+  chain filter_IN_public {{
+    jump filter_IN_public_pre
+    jump filter_IN_public_allow
+    meta l4proto {{ icmp, ipv6-icmp }} accept
+    reject with icmpx type admin-prohibited
+  }}
+  chain filter_IN_trusted {{
+    jump filter_IN_public_pre
+    accept
+  }}
+  chain filter_INPUT_ZONES {{
+    {zones}
+    goto filter_IN_public
+  }}
+  chain filter_INPUT {{
+    type filter hook input priority 10; policy accept;
+    ct state {{ established, related }} accept
+    ct status dnat accept
+    iifname "lo" accept
+    ct state invalid drop
+    jump filter_INPUT_ZONES
+    reject with icmpx type admin-prohibited
+  }}
+}}
+"""
+"""What firewalld loads, less what is not about connections to this machine."""
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +67,13 @@ def host():
         pytest.skip("no packet filter here: the command nft is missing (nftables)")
     with network("filtered", subnet="10.8.0") as made:
 
-        def run(rules, work, policy="drop"):
+        def run(rules, work, policy="drop", sets="", *, whole="", command=(NFT, "-f", "-")):
+            text = whole or DROPS.format(policy=policy, rules=rules, sets=sets)
+
             def filtered():
                 done = subprocess.run(
-                    [NFT, "-f", "-"],
-                    input=DROPS.format(policy=policy, rules=rules),
-                    text=True, capture_output=True, check=False,
-                )  # fmt: skip
+                    command, input=text, text=True, capture_output=True, check=False
+                )
                 if done.returncode:
                     assert "syntax error" not in done.stderr
                     pytest.skip(f"no packet filter here: {done.stderr.strip()}")
@@ -66,6 +103,91 @@ def test_what_the_filter_lets_in(host, rules, closed):
 
 def test_a_filter_that_lets_all_in(host):
     assert host("", lambda: closed_by(9000), policy="accept") == ""
+
+
+@pytest.mark.parametrize(
+    ("rules", "closed"),
+    [
+        ("tcp dport 22 accept\nreject", True),
+        ("tcp dport 22 accept\ncounter drop", True),
+        ("ct state established accept\niifname lo accept\nlog\nreject with tcp reset", True),
+        ("iif lo accept\nmeta l4proto tcp reject with tcp reset", True),
+        ("iifname != lo drop", True),
+        ("ct state new drop", True),
+        ("tcp dport 9000 drop\ntcp dport 9000 accept", True),
+        ("tcp dport != 22 drop", True),
+        ("tcp dport vmap { 22 : accept, 9000 : drop }", True),
+        ("meta l4proto tcp accept\nreject", False),
+        ("tcp dport 9000 accept\nreject", False),
+        ("ip saddr 10.0.0.0/8 tcp dport 9000 accept\nreject", False),
+        ("ip saddr 10.0.0.7 accept\nreject", True),
+        ("iifname eth1 accept\nreject", False),
+        ("ip saddr 10.0.0.7 drop\nudp dport 9000 reject", False),
+        ("iifname lo tcp dport 9000 accept\nreject", True),
+        ("tcp dport 9000 ct state established accept\nreject", True),
+        ("tcp dport vmap { 22 : drop, 9000-9010 : accept }\nreject", False),
+        ("tcp dport @open accept\nreject", False),
+        ("tcp dport @closed accept\nreject", True),
+        ("tcp dport @timed accept\nreject", False),
+        ("ct state established,new accept\nreject", False),
+        ("ct state vmap { established : accept, invalid : drop, new : jump more }\nreject", False),
+        ("jump more", False),
+        ("goto less\ntcp dport 9000 accept", False),
+        ("jump less\nreject", True),
+        ("iifname lo jump more\nreject", True),
+    ],
+)
+def test_a_chain_that_lets_in_what_no_rule_stops(host, rules, closed):
+    sets = """
+      set open { type inet_service; flags interval; elements = { 22, 9000-9010 }; }
+      set timed { type inet_service; flags timeout; elements = { 9000 timeout 1h }; }
+      set closed { type inet_service; elements = { 22, 80 }; }
+      chain more { tcp dport 9000 accept; }
+      chain less { tcp dport 9000 return; accept; }
+    """.replace("; }", "\n}")
+    found = host(rules, lambda: closed_by(9000), policy="accept", sets=sets)
+    assert found == ("inet filter incoming" if closed else "")
+
+
+@pytest.mark.parametrize(
+    ("allowed", "zones", "closed"),
+    [
+        ("", "", True),
+        ("tcp dport 80 accept", "", True),
+        ("tcp dport 9000 accept", "", False),
+        ("tcp dport 9000 ct state { new, untracked } accept", "", False),
+        ("", "iifname eth0 goto filter_IN_public", True),
+        ("", "iifname eth1 goto filter_IN_trusted", False),
+        ("", "ip saddr 10.0.0.7 goto filter_IN_trusted", True),
+    ],
+)
+def test_a_filter_of_firewalld(host, allowed, zones, closed):
+    whole = FIREWALLD.format(allowed=allowed, zones=zones)
+    found = host("", lambda: closed_by(9000), whole=whole)
+    assert found == ("inet firewalld filter_INPUT" if closed else "")
+
+
+@pytest.mark.parametrize(
+    ("rule", "closed"),
+    [
+        ("-p tcp --dport 22", True),
+        ("-p udp --dport 9000", True),
+        ("-p tcp --dport 9000", False),
+        ("-p tcp --dport 9000 -m conntrack --ctstate NEW", False),
+        ("-p tcp -m comment --comment workers --dport 9000", False),
+    ],
+)
+@pytest.mark.parametrize("last", ["REJECT --reject-with icmp-host-prohibited", "REJECT", "DROP"])
+def test_a_filter_of_iptables(host, rule, closed, last):
+    iptables = shutil.which("iptables-nft", path=SEARCHED)
+    if iptables is None:
+        pytest.skip("no iptables here: the command iptables-nft is missing (iptables)")
+    rules = ["-m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT", "-i lo -j ACCEPT"]
+    rules += [f"{rule} -j ACCEPT", f"-j {last}"]
+    program = [f"{NFT} flush ruleset", *(f"{iptables} -A INPUT {each}" for each in rules)]
+    command = ("sh", "-ec", "\n".join(program))
+    found = host("", lambda: closed_by(9000), command=command)
+    assert found == ("ip filter INPUT" if closed else "")
 
 
 @pytest.mark.parametrize("rules", ["iif lo accept", "iif lo accept\ntcp dport 9000 accept"])

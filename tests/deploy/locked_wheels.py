@@ -14,16 +14,26 @@ from tests.cluster import ROOT
 DEBIAN_PYTHON = "3.11"
 
 
-def locked_wheels(cache: pytest.Cache) -> Path:
-    """A folder with what `requirements/coordinator.txt` names; kept from one run to the next.
+def locked_wheels(cache: pytest.Cache, *sets: str) -> Path:
+    """A folder with what these files of `requirements/` name; kept from one run to the next.
+
+    Args:
+        cache: Of pytest.
+        sets: Without ".txt"; `coordinator` if none is given.
 
     Skips the test where they cannot be had.
     """
-    folder = cache.mkdir("wheels")
-    lock = ROOT / "requirements" / "coordinator.txt"
+    sets = sets or ("coordinator",)
+    folder = cache.mkdir("-".join(("wheels", *sets)))
+    for name in sets:
+        _have(folder, ROOT / "requirements" / f"{name}.txt")
+    return folder
+
+
+def _have(folder: Path, lock: Path) -> None:
     whole = folder / f"{blake3(lock.read_bytes()).hexdigest()}.whole"
     if whole.exists():
-        return folder
+        return
     done = subprocess.run(
         [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes",
          "--only-binary=:all:", "--python-version", DEBIAN_PYTHON, "--dest", folder,
@@ -33,4 +43,3 @@ def locked_wheels(cache: pytest.Cache) -> Path:
     if done.returncode:
         pytest.skip(f"the packages cannot be had: {done.stderr.strip().splitlines()[-1]}")
     whole.touch()
-    return folder

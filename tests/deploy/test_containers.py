@@ -66,13 +66,15 @@ class Podman:
         assert done.returncode == 0 or not check, f"{arguments}: {done.stderr.decode()}"
         return done.stdout.decode().strip()
 
-    def build(self, name: str, settings: Path, wheels: Path, *arguments: str) -> None:
+    def build(
+        self, name: str, settings: Path, wheels: Path, *arguments: str, tag: str = ""
+    ) -> None:
         done = subprocess.run(
             ["buildah", *self._storage, "bud", "--isolation", "chroot", "--pull-never",
              "--format", "docker", "--build-arg", f"BASE={BASE}",
              "--secret", f"id=pip.conf,src={settings}", "--volume", f"{wheels}:/wheels:ro",
-             "--file", str(ROOT / "deploy" / f"{name}.Containerfile"), "--tag", name, *arguments,
-             str(ROOT)],
+             "--file", str(ROOT / "deploy" / f"{name}.Containerfile"), "--tag", tag or name,
+             *arguments, str(ROOT)],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -91,14 +93,19 @@ def podman(request, tmp_path_factory) -> Iterator[Podman]:
     running = tempfile.mkdtemp(prefix="podman-", dir="/run")
     made = Podman(directory, running)
     made.run("import", str(base_system(request.config.cache, directory)), BASE)
-    settings = directory / "pip.conf"
-    settings.write_text(f"# {SECRET}\n[global]\nno-index = true\nfind-links = /wheels\n")
+    settings = settings_of_pip(directory)
     made.build("coordinator", settings, wheels)
     made.build("worker", settings, wheels, "--build-arg", "PACKAGES=coordinator")
     yield made
     made.run("rm", "--all", "--force", "--depend", check=False)
     made.run("system", "reset", "--force", check=False)
     shutil.rmtree(running, ignore_errors=True)
+
+
+def settings_of_pip(directory: Path) -> Path:
+    settings = directory / "pip.conf"
+    settings.write_text(f"# {SECRET}\n[global]\nno-index = true\nfind-links = /wheels\n")
+    return settings
 
 
 def base_system(cache: pytest.Cache, directory: Path) -> Path:
@@ -148,6 +155,17 @@ class TestBuilt:
             assert podman.run("exec", name, "id", "-u") == "10001"
             podman.run("stop", "--time", "60", name)
             assert podman.run("inspect", name, "--format", "{{.State.ExitCode}}") == "0"
+
+    def test_a_worker_with_all_its_packages_computes(self, podman, request, tmp_path):
+        wheels = locked_wheels(request.config.cache, "run", "cpu")
+        podman.build("worker", settings_of_pip(tmp_path), wheels, tag="whole-worker")
+        said = podman.run(
+            "run", "--rm", *LIMITS, "--network=none", "whole-worker", "doctor", "--backend", "cpu",
+            "--coordinator", "127.0.0.1:9", "--json", check=False,
+        )  # fmt: skip
+        checks = {each["check"]: each for each in json.loads(said)["checks"]}
+        assert checks["packages"]["outcome"] == "ok", said
+        assert checks["device"]["found"].endswith("computes"), said
 
     @pytest.mark.parametrize("name", ["coordinator", "worker"])
     def test_no_secret_is_in_a_layer(self, podman, tmp_path, name):

@@ -42,7 +42,9 @@ def ansible(command: str) -> str:
     return found
 
 
-def run_ansible(command: str, *arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
+def run_ansible(
+    command: str, *arguments: str, home: Path, **variables: str
+) -> subprocess.CompletedProcess[str]:
     program = ansible(command)
     return subprocess.run(
         [program, *arguments],
@@ -57,6 +59,7 @@ def run_ansible(command: str, *arguments: str, home: Path) -> subprocess.Complet
             "ANSIBLE_HOST_KEY_CHECKING": "0",
             "ANSIBLE_PIPELINING": "1",
             "ANSIBLE_SSH_TRANSFER_METHOD": "piped",
+            **variables,
         },
         capture_output=True,
         text=True,

@@ -15,6 +15,7 @@ PYTHON = """#!/bin/bash
 # Stands for Python; $FAKE says what goes wrong.
 case "$*" in
 "-V") echo "Python ${FAKE_VERSION:-3.11.7}" ;;
+*%d.%d*) echo "${FAKE_MINOR:-3.11}" ;;
 *version_info*) [ -z "$FAKE_VERSION" ] ;;
 *"import venv"*) [ "$FAKE" != no-venv ] ;;
 "-m venv "*)
@@ -49,9 +50,14 @@ class Place:
         for name, text in (("python3.11", PYTHON), ("df", DF)):
             (self.commands / name).write_text(text)
             (self.commands / name).chmod(0o755)
-        no_driver = self.commands / "nvidia-smi"
-        no_driver.write_text("#!/bin/bash\nexit 9\n")
-        no_driver.chmod(0o755)
+        self.has_driver("NVIDIA-SMI has failed", code=9)
+
+    def has_driver(self, *lines: str, code: int = 0) -> None:
+        """What nvidia-smi says when asked for the driver's version."""
+        said = "".join(f"echo '{line}'\n" for line in lines)
+        command = self.commands / "nvidia-smi"
+        command.write_text(f"#!/bin/bash\n{said}exit {code}\n")
+        command.chmod(0o755)
 
     def run(self, *arguments: str, **fakes: str) -> subprocess.CompletedProcess[str]:
         environment = {
@@ -124,11 +130,16 @@ def test_an_environment_for_development_serves_for_running(place: Place):
     assert place.did() == before
 
 
-def environment(place: Place, name: str) -> None:
+def environment(place: Place, name: str, **fakes: str) -> str:
+    """Make it; what is said on standard error."""
     script = str(place.repository / "deploy" / "environment.sh")
     variables = {"PATH": f"{place.commands}:{os.environ['PATH']}"}
     variables |= {"FAKE_FREE": "99000000", "FAKE_LOG": str(place.log)}
-    subprocess.run(["bash", script, name], env=variables, check=True, capture_output=True)
+    command = ["bash", script, name]
+    done = subprocess.run(
+        command, env=variables | fakes, check=True, capture_output=True, text=True
+    )
+    return done.stderr
 
 
 def test_a_coordinator_gets_no_torch(place: Place):
@@ -143,10 +154,63 @@ def test_a_coordinator_gets_no_torch(place: Place):
     assert place.did() == before
 
 
+NOT_OFFERED = "ERROR: No matching distribution found for torch==2.13.0+cpu"
+CPU, CUDA = "pip -r requirements/cpu.txt", "pip -r requirements/cuda.txt"
+
+
 def test_without_the_cpu_build_takes_what_the_index_has(place: Place):
-    missing = "ERROR: No matching distribution found for torch==2.13.0+cpu"
-    assert place.run(FAKE_CPU=missing).returncode == 0
-    assert "pip -r requirements/cuda.txt" in place.did()
+    assert place.run(FAKE_CPU=NOT_OFFERED).returncode == 0
+    assert CUDA in place.did()
+
+
+@pytest.mark.parametrize("version", ["580", "580.65.06", "610.57.04"])
+def test_a_driver_that_is_new_enough_gets_cuda(place: Place, version):
+    place.has_driver(version, version)  # a line for each of two cards
+    assert "driver" not in environment(place, "worker")
+    assert CUDA in place.did()
+    assert CPU not in place.did()
+
+
+@pytest.mark.parametrize("version", ["535.261.03", "579.99.99", "90.1"])
+def test_a_driver_that_is_too_old_is_said_and_left_out(place: Place, version):
+    place.has_driver(version)
+    said = environment(place, "worker")
+    assert f"NVIDIA's driver is {version}, CUDA here needs 580 or later" in said
+    assert CPU in place.did()
+    assert CUDA not in place.did()
+
+
+def test_the_cpu_build_may_be_wanted_beside_an_old_driver(place: Place):
+    place.has_driver("535.261.03")
+    assert "driver" not in environment(place, "worker", TORCH="cpu")
+    assert CPU in place.did()
+
+
+@pytest.mark.parametrize("version", ["3.12", "3.13"])
+def test_the_cpu_build_of_later_pythons(place: Place, version):
+    environment(place, "worker", FAKE_MINOR=version, TORCH="cpu")
+    assert CPU in place.did()
+
+
+def test_a_python_whose_cpu_build_is_not_locked_takes_what_the_index_has(place: Place):
+    assert "not locked for Python 3.14" in environment(place, "worker", FAKE_MINOR="3.14")
+    assert CPU not in place.did()
+    assert CUDA in place.did()
+
+
+def test_the_other_build_of_torch_takes_the_first_one_s_place(place: Place):
+    environment(place, "worker")
+    environment(place, "worker", TORCH="cpu")
+    before = place.did()
+    assert before.count(CPU) == 1
+    site = place.repository / ".venv" / "lib" / "python3.11" / "site-packages"
+    (site / "torch-2.13.0+cpu.dist-info").mkdir(parents=True)
+    environment(place, "worker", TORCH="cuda")
+    assert place.did()[len(before) :][1:3] == ["pip --yes torch", CUDA]
+    after = place.did()
+    for torch in ("cuda", ""):
+        environment(place, "worker", TORCH=torch)
+    assert place.did() == after
 
 
 NO_NETWORK = (
@@ -161,11 +225,13 @@ NO_NETWORK = (
     [
         ({"FAKE_PIP": NO_NETWORK}, 69, "cannot reach the package index"),
         ({"FAKE_CPU": NO_NETWORK}, 69, "cannot reach"),
+        ({"FAKE_CPU": NOT_OFFERED, "TORCH": "cpu"}, 69, "index of them in PIP_EXTRA_INDEX_URL"),
         (
-            {"FAKE_CPU": "ERROR: No matching distribution found for y", "TORCH": "cpu"},
-            69,
-            "offered y",
+            {"FAKE_MINOR": "3.14", "TORCH": "cpu"},
+            78,
+            "for Python 3.11 3.12 3.13, found 3.14",
         ),
+        ({"TORCH": "gpu"}, 2, "expected TORCH=cpu or TORCH=cuda, got 'gpu'"),
         ({"FAKE_PIP": "ERROR: No matching distribution found for x==1"}, 69, "not offered x==1"),
         ({"FAKE_PIP": "ERROR: [Errno 28] No space left on device"}, 1, "the disk is full"),
         ({"FAKE_FREE": "1000000"}, 1, "expected 2000 MiB free for .venv, found 976"),
@@ -184,3 +250,12 @@ def test_a_failure_is_one_line_and_an_exit_code(place: Place, fakes, code, says)
     assert done.returncode == code
     assert all(line.startswith(("samestep: making", "samestep: installing")) for line in progress)
     assert done.stdout == ""
+
+
+def test_cuda_that_was_asked_for_is_not_installed_for_an_old_driver(place: Place):
+    place.has_driver("550.163.01")
+    done = place.run(TORCH="cuda")
+    assert done.returncode == 78
+    assert done.stderr.startswith("samestep: expected NVIDIA's driver 580 or later, found 550.163")
+    assert done.stderr.count("\n") == 1
+    assert place.did() == []

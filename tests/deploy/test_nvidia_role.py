@@ -1,0 +1,183 @@
+"""What the Ansible role makes of NVIDIA's driver; files and packages stand for card and driver.
+
+The repositories are real ones to apt; their packages are named as Debian's and NVIDIA's and hold
+next to nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.booted_machine import booted_machine
+from tests.deploy.test_playbook import HERE, SSH, run_ansible
+
+pytestmark = pytest.mark.xdist_group("booted machine")
+
+VERSION = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (root)\n"
+RECAP = re.compile(r"^(\S+) +: ok=\d+ +changed=(\d+) +unreachable=0 +failed=(\d+) ", re.MULTILINE)
+
+
+def play(tmp_path: Path, tasks: str, hosts: dict[str, Any], *arguments: str) -> tuple[Any, str]:
+    """Run one file of the role's tasks; by host what has changed and failed, and what was said."""
+    include = {"name": "samestep", "tasks_from": tasks}
+    show = {"msg": "devices: {{ samestep_found_devices | default('none') }}"}
+    steps = [{"ansible.builtin.include_role": include}, {"ansible.builtin.debug": show}]
+    playbook = tmp_path / "play.yml"
+    playbook.write_text(json.dumps([{"hosts": "all", "tasks": steps}]))
+    inventory = tmp_path / "inventory.json"
+    inventory.write_text(json.dumps({"all": {"hosts": hosts}}))
+    done = run_ansible(
+        "ansible-playbook", "-i", str(inventory), str(playbook), *arguments,
+        home=tmp_path, ANSIBLE_ROLES_PATH=str(HERE / "roles"),
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    recap = {name: (int(changed), int(failed)) for name, changed, failed in RECAP.findall(said)}
+    assert recap.keys() == hosts.keys(), said
+    return recap, said
+
+
+def test_a_driver_that_is_too_old_is_named_and_one_that_is_not_there_would_be_installed(tmp_path):
+    hosts = {}
+    for name, loaded, variables in (
+        ("new", "580.65.06", {}),
+        ("old", "550.163.01", {}),
+        ("old-and-only-vulkan", "550.163.01", {"samestep_devices": ["vulkan0"]}),
+        ("old-and-only-cpu", "550.163.01", {"samestep_torch": "cpu"}),
+        ("none", "", {}),
+        ("none-and-left-to-the-user", "", {"samestep_nvidia_driver": False}),
+    ):
+        driver = tmp_path / f"{name}.driver"
+        if loaded:
+            driver.write_text(VERSION.format(loaded))
+        local = {"ansible_connection": "local", "samestep_driver_file": str(driver)}
+        hosts[name] = local | {"ansible_python_interpreter": "/usr/bin/python3"} | variables
+    # That file is one of the role's constants: no inventory changes it, only the command line.
+    named = "{{ samestep_driver_files[inventory_hostname] }}"
+    files = {name: host.pop("samestep_driver_file") for name, host in hosts.items()}
+    given = json.dumps({"samestep_driver_files": files, "samestep_driver_file": named})
+    recap, said = play(tmp_path, "nvidia.yml", hosts, "--check", "-e", given)
+    assert recap == {name: (int(name == "none"), int(name == "old")) for name in hosts}, said
+    said = " ".join(said.split())
+    assert "expected NVIDIA's driver 580 or later, found 550.163.01: remove it" in said
+    assert re.search(r"NVIDIA's driver, 580 or later, from https://\S+/debian\d+/x86_64;", said)
+
+
+class Repositories:
+    """Debian's and NVIDIA's, for apt in a machine that sees this folder as /srv/repositories."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        source = "deb [trusted=yes] file:/srv/repositories/nvidia ./\n"
+        self._package("nvidia", "cuda-keyring", {"etc/apt/sources.list.d/cuda.list": source})
+        (nvidia,) = (folder / "nvidia").iterdir()
+        nvidia.rename(nvidia.with_name("cuda-keyring_1.1-1_all.deb"))
+        version = VERSION.format("610.57.04")
+        devices = "#!/bin/sh\ntouch /dev/nvidia0 /dev/nvidia-uvm\n"
+        depends = "Depends: nvidia-support\n"
+        files = {"var/lib/driver-version": version}
+        entries = [
+            self._package("nvidia", "nvidia-driver-cuda", files, depends),
+            self._package("nvidia", "nvidia-kernel-open-dkms", {}),
+            self._package("nvidia", "nvidia-modprobe", {"usr/bin/nvidia-modprobe": devices}),
+        ]
+        (folder / "nvidia" / "Packages").write_text("\n".join(entries))
+        kernels = [
+            self._package("debian", name, {})
+            for name in ("linux-image-amd64", "linux-headers-amd64")
+        ]
+        release = folder / "debian" / "dists" / "bookworm"
+        support = [self._package("debian", "nvidia-support", {})]
+        for component, packages in (("main", kernels), ("contrib", support)):
+            index = release / component / "binary-amd64"
+            index.mkdir(parents=True)
+            (index / "Packages").write_text("\n".join(packages))
+        listed = "".join(
+            f" {hashlib.sha256(file.read_bytes()).hexdigest()} {file.stat().st_size}"
+            f" {file.relative_to(release)}\n"
+            for file in sorted(release.glob("*/*/Packages"))
+        )
+        (release / "Release").write_text(
+            "Origin: Debian\nSuite: stable\nCodename: bookworm\nArchitectures: amd64\n"
+            f"Components: main contrib\nSHA256:\n{listed}"
+        )
+
+    def _package(self, repository: str, name: str, files: dict[str, str], more: str = "") -> str:
+        """Make a package; its entry in the repository's list."""
+        tree = self._folder / "trees" / name
+        control = (
+            f"Package: {name}\nVersion: 1:9999\nArchitecture: all\nMaintainer: nobody\n"
+            f"{more}Description: stands for a package in a test\n"
+        )
+        for path, text in {"DEBIAN/control": control, **files}.items():
+            file = tree / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+            file.chmod(0o755 if text.startswith("#!") else 0o644)
+        there = self._folder / repository
+        there.mkdir(exist_ok=True)
+        packed = there / f"{name}.deb"
+        command = ["dpkg-deb", "--root-owner-group", "--build", str(tree), str(packed)]
+        subprocess.run(command, check=True, capture_output=True)
+        digest = hashlib.sha256(packed.read_bytes()).hexdigest()
+        size = packed.stat().st_size
+        return f"{control}Filename: ./{packed.name}\nSize: {size}\nSHA256: {digest}\n"
+
+
+ONE_LINE = "deb [trusted=yes] file:/srv/repositories/debian bookworm main\n"
+STANZA = """Types: deb
+URIs: file:/srv/repositories/debian
+Suites: bookworm
+Components: main
+Trusted: yes
+"""
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("file", "source"), [("sources.list", ONE_LINE), ("sources.list.d/debian.sources", STANZA)]
+)
+def test_a_machine_with_a_card_and_no_driver_gets_nvidias(tmp_path, file, source):
+    if shutil.which("dpkg-deb") is None or not Path("/etc/debian_version").exists():
+        pytest.skip("no Debian here to install packages on")
+    repositories = tmp_path / "repositories"
+    repositories.mkdir()
+    Repositories(repositories)
+    with booted_machine(tmp_path, "tower", bare={repositories: "/srv/repositories"}) as machine:
+        machine.run("sh", "-c", "rm -rf /etc/apt/sources.list /etc/apt/sources.list.d/*")
+        machine.write(f"/etc/apt/{file}", source)  # without contrib, which the driver needs
+        machine.run("mount", "-t", "tmpfs", "cards", "/sys/bus/pci/devices")
+        machine.write("/sys/bus/pci/devices/0000:01:00.0/vendor", "0x10de\n")
+        machine.write("/sys/bus/pci/devices/0000:01:00.0/class", "0x030200\n")
+        ssh = tmp_path / "ssh"
+        ssh.write_text(SSH.format(leader=machine.leader))
+        ssh.chmod(0o755)
+        tower = {
+            "ansible_host": "tower",
+            "ansible_user": "root",
+            "ansible_ssh_executable": str(ssh),
+            "ansible_python_interpreter": "/usr/bin/python3",
+            "samestep_nvidia_repository": "/srv/repositories/nvidia",
+        }
+        given = ("-e", "samestep_driver_file=/var/lib/driver-version", "--skip-tags", "restart")
+        recap, said = play(tmp_path, "devices.yml", {"tower": tower}, *given)
+        assert recap["tower"][0] > 0, said
+        assert recap["tower"][1] == 0, said
+        assert "devices: ['cuda0']" in said
+        for name in ("linux-headers-amd64", "nvidia-driver-cuda", "nvidia-kernel-open-dkms"):
+            machine.run("dpkg-query", "--show", name)
+
+        recap, said = play(tmp_path, "devices.yml", {"tower": tower}, *given)
+        assert recap == {"tower": (0, 0)}, said
+        machine.write("/var/lib/driver-version", VERSION.format("550.163.01"))
+        recap, said = play(tmp_path, "devices.yml", {"tower": tower}, *given)
+        assert recap == {"tower": (0, 1)}, said
+        assert "found 550.163.01: remove it" in " ".join(said.split())
