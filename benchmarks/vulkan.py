@@ -1,34 +1,37 @@
 """A Vulkan device against torch on the same machine: matrix products, and whole training steps.
 
-    python -m benchmarks.vulkan [--device llvmpipe] [--rounds 10] [--only matmul|attention|steps]
+    python -m benchmarks.vulkan [--device llvmpipe] [--against cpu|cuda] [--rounds 10]
+        [--only matmul|attention|steps|decoder|sums] [--peak-tflops 30]
+
+Torch computes the same in float32 beside it, in turn: on CUDA where it has such a device (without
+TF32), else on as many threads as a software adapter takes: all of the machine's. Of a software
+adapter beside torch's CPU the ratio of CPU time is shown too: other processes disturb it less.
 
 Products are those of a decoder of hidden size 1024 and 2048 at 8 x 512 tokens on a card, smaller
-ones on a software adapter. Attention is fused beside written out, both on the device, in
-microbatches of one text for a decoder of two layers. Steps are microbatches of the runs `sms-spam`
-(classify: MiniLM with LoRA) and `small-llama` (causal-lm from scratch), forward and backward with
-all gradients brought to the host; torch's eager mode computes the same beside it, in turn, on as
-many threads as a software adapter takes: all of the machine's. Of a software adapter the ratio of
-CPU time is shown too: other processes disturb it less.
+ones on a software adapter, with the rate of the card's own float32 peak where that is known or
+given. Attention is fused beside written out, both on the device, in microbatches of one text for a
+decoder of two layers. Steps are microbatches of the runs `sms-spam` (classify: MiniLM with LoRA)
+and `small-llama` (causal-lm from scratch), forward and backward with all gradients brought to the
+host; then, on a card or by `--only decoder`, those of Llama-like decoders of hidden size 1024 and
+2048, with LoRA and whole, 8 x 512 tokens (1 x 64 on a software adapter). Sums are nodes of eight
+such microbatches whose gradients are added on the device, beside the same with the host adding.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import os
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, get_args
 
 import numpy as np
 import torch
 from torch import nn
 
-from backends.eager import EagerBackend
-from backends.interface import Batch, Program, Trainable
+from backends.interface import Batch, Trainable
 from backends.registry import choose
 from backends.wgpu.attention_problem import AttentionSizes
 from backends.wgpu.backend import VulkanBackend
@@ -36,12 +39,20 @@ from backends.wgpu.dispatch import Dispatch
 from backends.wgpu.lowering import Templates
 from backends.wgpu.matmul import MatmulProblem, Operand, matmul_shader
 from backends.wgpu.program import VulkanProgram
-from benchmarks.jobs import short
 from benchmarks.machine import print_heading, print_table
-from protocol.run_spec import parse_run_spec
-from protocol.samples import SampleOrder, microbatch_seed
+from benchmarks.torch_side import Against, TorchSide, torch_side
+from benchmarks.turns import by_turns, ratios
+from benchmarks.vulkan_steps import (
+    JOBS,
+    Decoder,
+    Trained,
+    cpu_ratios,
+    decoder_row,
+    job_row,
+    microbatch,
+    sums_row,
+)
 
-JOBS: Final = {"classify": "sms-spam", "causal-lm": "small-llama"}
 CARD_SHAPES: Final = (
     (4096, 1024, 1024),
     (4096, 1024, 3072),
@@ -54,45 +65,14 @@ SOFTWARE_LENGTHS: Final = (64, 512, 1024)
 _DISPATCHES: Final = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """Rounds of one side: seconds on the clock and of the process's CPU."""
-
-    wall_s: list[float]
-    cpu_s: list[float]
-
-    @property
-    def median_ms(self) -> float:
-        """On the clock."""
-        return statistics.median(self.wall_s) * 1e3
-
-    @property
-    def spread_ms(self) -> str:
-        """From the quickest to the slowest."""
-        return f"{min(self.wall_s) * 1e3:.1f}-{max(self.wall_s) * 1e3:.1f}"
-
-
-def by_turns(sides: Sequence[Callable[[], None]], rounds: int) -> list[Timed]:
-    """Run the sides one after the other, so many times; the first round is left out."""
-    timed = [Timed([], []) for _ in sides]
-    for number in range(rounds + 1):
-        for side, into in zip(sides, timed, strict=True):
-            wall, cpu = time.perf_counter(), time.process_time()
-            side()
-            if number:
-                into.wall_s.append(time.perf_counter() - wall)
-                into.cpu_s.append(time.process_time() - cpu)
-    return timed
-
-
-def ratios(ours: list[float], theirs: list[float]) -> str:
-    """The median of the rounds' ratios, and its spread."""
-    each = sorted(one / other for one, other in zip(ours, theirs, strict=True))
-    return f"{statistics.median(each):.2f} ({each[0]:.2f}-{each[-1]:.2f})"
-
-
-def matmul_row(backend: VulkanBackend, shape: tuple[int, int, int], rounds: int) -> list[str]:
-    """Inputs times transposed weights, of one shape."""
+def matmul_row(
+    backend: VulkanBackend,
+    side: TorchSide,
+    shape: tuple[int, int, int],
+    rounds: int,
+    peak: float | None = None,
+) -> list[str]:
+    """Inputs times transposed weights, of one shape; the device's peak is in TFLOP/s."""
     m, k, n = shape
     device = backend.device
     problem = MatmulProblem(1, m, k, n, Operand((0, k, 1)), Operand((0, 1, k)))
@@ -105,16 +85,17 @@ def matmul_row(backend: VulkanBackend, shape: tuple[int, int, int], rounds: int)
     device.upload(buffers[0], x)
     device.upload(buffers[1], w)
     prepared = device.prepare([Dispatch(shader, (0, 1, 2), grid, "x @ W^T")] * _DISPATCHES, buffers)
-    on_host = torch.from_numpy(x), torch.from_numpy(w).T
+    theirs_x, theirs_w = (torch.from_numpy(each).to(side.device) for each in (x, w))
 
-    def on_cpu() -> None:
+    def in_torch() -> None:
         for _ in range(_DISPATCHES):
-            torch.mm(*on_host)
+            torch.mm(theirs_x, theirs_w.T)
+        side.synchronise()
 
     def on_device() -> None:
         device.run(prepared).result()
 
-    ours, theirs = by_turns([on_device, on_cpu], rounds)
+    ours, theirs = by_turns([on_device, in_torch], rounds)
     operations = 2 * m * k * n * _DISPATCHES
     found = device.read(buffers[2], 4 * m * n).reshape(m, n)
     exact = x.astype(np.float64) @ w.T
@@ -122,17 +103,14 @@ def matmul_row(backend: VulkanBackend, shape: tuple[int, int, int], rounds: int)
     rates = [operations / statistics.median(side.wall_s) / 1e12 for side in (ours, theirs)]
     return [
         f"{m} x {k} by {k} x {n}",
-        *(f"{rate:.3f}" for rate in rates),
+        f"{rates[0]:.3f}",
+        "" if peak is None else f"{rates[0] / peak:.1%}",
+        f"{rates[1]:.3f}",
         ratios(ours.wall_s, theirs.wall_s),
-        ratios(ours.cpu_s, theirs.cpu_s) if backend.adapter.software else "",
+        cpu_ratios(backend, side, ours, theirs),
         f"{error:.0e}",
         f"{choice}",
     ]
-
-
-def _microbatch(program: Program, batch: Batch, seed: int) -> None:
-    for _ in program.gradients(batch, seed):
-        pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +151,7 @@ def attention_row(backend: VulkanBackend, length: int, rounds: int) -> list[str]
         job = Trainable(cut_into_blocks(module), module, loss)
         programs.append(VulkanProgram(backend.device, job, template, adds=True))
         programs[-1].check(batch)
-    apart, joined = by_turns([partial(_microbatch, p, batch, 0) for p in programs], rounds)
+    apart, joined = by_turns([partial(microbatch, p, batch, 0) for p in programs], rounds)
     memory = [program.estimates[0].activations / 2**20 for program in programs]
     for program in programs:
         program.close()
@@ -185,75 +163,76 @@ def attention_row(backend: VulkanBackend, length: int, rounds: int) -> list[str]
     ]
 
 
-def step_row(backend: VulkanBackend, task: str, rounds: int, threads: int) -> list[str]:
-    """Microbatches of one job, here and in torch's eager mode on the CPU."""
-    from worker.tasks.registry import build  # noqa: PLC0415  (transformers: seconds)
-
-    spec = parse_run_spec({**short(JOBS[task], 1), "threads": threads})
-    built = build(spec)
-    order = SampleOrder(spec.seed, built.manifest.train_samples, spec.batch)
-    batch = built.batch(order.microbatches(0)[0])
-    other = copy.deepcopy(built.trainable)
-    start = time.perf_counter()
-    ours: Program = backend.compile(built.trainable, batch)
-    compiled_s = time.perf_counter() - start
-    theirs: Program = EagerBackend("cpu").compile(other, batch)
-    for program in (ours, theirs):
-        program.load(built.initial_parameters())
-    seed = microbatch_seed(spec.seed, 0, 0)
-    start = time.perf_counter()
-    _microbatch(ours, batch, seed)
-    first_s = time.perf_counter() - start
-    sides = [partial(_microbatch, program, batch, seed) for program in (ours, theirs)]
-    mine, torchs = by_turns(sides, rounds)
-    for program in (ours, theirs):
-        program.close()
-    shape = " x ".join(str(size) for size in next(iter(batch.arrays.values())).shape)
-    return [
-        f"{task}, {shape}",
-        f"{mine.median_ms:.1f}",
-        mine.spread_ms,
-        f"{torchs.median_ms:.1f}",
-        torchs.spread_ms,
-        ratios(mine.wall_s, torchs.wall_s),
-        ratios(mine.cpu_s, torchs.cpu_s) if backend.adapter.software else "",
-        f"{compiled_s:.1f}",
-        f"{first_s:.1f}",
-    ]
+_PRODUCTS: Final = (
+    "product", "TFLOP/s", "of peak", "torch", "ratio of time", "of CPU time", "error", "kernel",
+)  # fmt: skip
+_ATTENTION: Final = (
+    "tokens", "written out ms", "fused ms", "ratio", "written out MiB", "fused MiB",
+)  # fmt: skip
+_STEPS: Final = (
+    "microbatch", "ms", "from-to", "torch ms", "from-to", "ratio", "of CPU time", "difference",
+    "compile s", "first s",
+)  # fmt: skip
+_SUMS: Final = (
+    "node of 8", "device adds, ms", "host adds, ms", "ratio", "of CPU time", "readbacks", "host",
+)  # fmt: skip
 
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="0", help="number or part of the name")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--only", choices=("matmul", "attention", "steps"))
-    parser.add_argument("--tasks", nargs="+", choices=tuple(JOBS), default=list(JOBS))
-    options = parser.parse_args()
+    options = _options()
     wanted = int(options.device) if options.device.isdecimal() else options.device
     backend = choose("vulkan", wanted).backend
     assert isinstance(backend, VulkanBackend)
     threads = len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
-    print_heading(
-        f"Vulkan on {backend.adapter.name} ({backend.adapter.driver}) against torch's CPU"
-    )
-    if options.only in {None, "matmul"}:
-        shapes = SOFTWARE_SHAPES if backend.adapter.software else CARD_SHAPES
-        head = ["product", "TFLOP/s", "torch", "ratio of time", "of CPU time", "error", "kernel"]
-        print_table(head, [matmul_row(backend, shape, options.rounds) for shape in shapes])
-    if options.only in {None, "attention"}:
-        lengths = SOFTWARE_LENGTHS if backend.adapter.software else CARD_LENGTHS
-        head = ["tokens", "written out ms", "fused ms", "ratio", "written out MiB", "fused MiB"]
-        print_table(head, [attention_row(backend, each, options.rounds) for each in lengths])
-    if options.only in {None, "steps"}:
-        head = [
-            "microbatch", "ms", "from-to", "torch ms", "from-to", "ratio", "of CPU time",
-            "compile s", "first s",
-        ]  # fmt: skip
-        rows = [step_row(backend, task, options.rounds, threads) for task in options.tasks]
-        print_table(head, rows)
+    side, software, rounds = torch_side(options.against), backend.adapter.software, options.rounds
+    ours = f"{backend.adapter.name} ({backend.adapter.driver})"
+    print_heading(f"Vulkan on {ours} against torch on {side.name}")
+
+    def shows(table: str) -> bool:
+        return options.only == table or (
+            options.only is None and (table != "decoder" or not software)
+        )
+
+    if shows("matmul"):
+        peak = options.peak_tflops or side.peak_tflops_of(backend.adapter.name)
+        shapes = SOFTWARE_SHAPES if software else CARD_SHAPES
+        print_table(_PRODUCTS, [matmul_row(backend, side, each, rounds, peak) for each in shapes])
+    if shows("attention"):
+        lengths = SOFTWARE_LENGTHS if software else CARD_LENGTHS
+        print_table(_ATTENTION, [attention_row(backend, each, rounds) for each in lengths])
+    steps = []
+    if shows("steps"):
+        steps += [job_row(backend, side, task, rounds, threads) for task in options.tasks]
+    if shows("decoder"):
+        samples, tokens = options.batch or ((1, 64) if software else (8, 512))
+        for hidden in options.hidden:
+            for trained in get_args(Trained):
+                decoder = Decoder(hidden, samples, tokens, trained)
+                steps.append(decoder_row(backend, side, decoder, rounds, threads))
+    if steps:
+        print_table(_STEPS, steps)
+    if shows("sums"):
+        print_table(_SUMS, [sums_row(backend, task, rounds, threads) for task in options.tasks])
     backend.device.close()
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="0", help="number or part of the name")
+    parser.add_argument("--against", default="auto", choices=get_args(Against))
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--only", choices=("matmul", "attention", "steps", "decoder", "sums"))
+    parser.add_argument("--tasks", nargs="+", choices=tuple(JOBS), default=list(JOBS))
+    parser.add_argument("--hidden", nargs="+", type=int, default=[1024, 2048], help="of decoders")
+    parser.add_argument(
+        "--batch", nargs=2, type=int, metavar=("TEXTS", "TOKENS"), help="of decoders"
+    )
+    parser.add_argument("--peak-tflops", type=float, help="the card's, in float32")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

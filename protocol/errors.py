@@ -9,6 +9,7 @@ SamestepError
 ├── Unreachable           exit 69  nothing answers at the address, or a device is not there
 │   └── BackendUnavailable         a named backend cannot be used here, with the reason
 ├── DeviceError           exit 1   a device was lost, or has no memory left, while it computed
+├── MainMemoryTooSmall    exit 1   this machine has no room to read the model; others may
 ├── NotAuthorised         exit 77  the other side does not accept who we are
 ├── Mismatch              exit 78  versions, manifests or configurations differ
 ├── StorageFailed         exit 1   nothing can be written just now: full, read-only, gone
@@ -106,6 +107,27 @@ class DeviceError(SamestepError):
 
     def __str__(self) -> str:
         return f"the device {self.device!r} failed: {self.reason}"
+
+
+class MainMemoryTooSmall(SamestepError):
+    """This machine cannot even read the model; others may.
+
+    Attributes:
+        needed_bytes: For the model in float32.
+        free_bytes: What there is.
+    """
+
+    def __init__(self, needed_bytes: int, free_bytes: int) -> None:
+        super().__init__(needed_bytes, free_bytes)
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+
+    def __str__(self) -> str:
+        needed, free = (nbytes / 2**30 for nbytes in (self.needed_bytes, self.free_bytes))
+        return (
+            f"reading the model takes {needed:.2f} GiB of main memory, and {free:.2f} GiB can be "
+            "had: end other programs, or add memory or swap"
+        )
 
 
 class NotAuthorised(SamestepError):

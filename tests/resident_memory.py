@@ -14,13 +14,15 @@ _FORGET_PEAK: Final = "5"
 
 
 class Growth:
-    """Of resident memory from the start on, at its peak.
+    """Of resident memory from the start on.
 
     Attributes:
-        peak_bytes: Known at the end.
+        peak_bytes: The most; known at the end.
+        kept_bytes: What is left at the end; less than nothing where memory was given back.
     """
 
     peak_bytes = 0
+    kept_bytes = 0
 
 
 @contextlib.contextmanager
@@ -32,6 +34,7 @@ def measured_growth(process: int | Literal["self"] = "self") -> Iterator[Growth]
     (directory / "clear_refs").write_text(_FORGET_PEAK)
     yield growth
     growth.peak_bytes = _resident(directory, "VmHWM") - before
+    growth.kept_bytes = _resident(directory, "VmRSS") - before
 
 
 def _resident(directory: Path, field: str) -> int:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from backends.accumulate import tree_sum
 from backends.interface import Array, Backend, BlockGradient, Loss, Program, Sums
-from protocol.errors import DataError, SamestepError
+from protocol.errors import DataError, MainMemoryTooSmall, SamestepError
 from protocol.messages import cut_text
 from protocol.replica import PartKind, Replica, StatePart
 from protocol.run_spec import RunSpec
@@ -56,7 +56,7 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class BuildFailed:
-    """The task cannot be built here; `own` if other devices may be able to."""
+    """The task cannot be built here; `own` if other devices or machines may be able to."""
 
     run_id: str
     error: SamestepError
@@ -246,7 +246,7 @@ class Engine:
             self._emit(BuildFailed(run_id, unfit.error, own=True))
             return
         except SamestepError as error:
-            self._emit(BuildFailed(run_id, error))
+            self._emit(BuildFailed(run_id, error, own=isinstance(error, MainMemoryTooSmall)))
             return
         except Exception as error:  # noqa: BLE001 -- a bad run must not end the worker
             self._emit(BuildFailed(run_id, DataError(f"the task cannot be built: {error!r}")))

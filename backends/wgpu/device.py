@@ -37,7 +37,7 @@ _CALLBACK_S: Final = 20.0
 """For a callback that is due, and runs in another thread."""
 _STAGING_PART_BYTES: Final = 64 * 2**20
 _UPLOAD_PART_BYTES: Final = 64 * 2**20
-"""wgpu stages an upload in memory of its own until the next submission."""
+"""wgpu stages uploads in memory of its own until the next submission: no more than so many."""
 
 _FEATURES: Final = ("shader-f16", "shader-int64", "subgroup")
 _STORAGE = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
@@ -134,6 +134,7 @@ class Device:
         self._pipelines: dict[str, tuple[Any, Any]] = {}
         self._staging: dict[int, list[Any]] = defaultdict(list)
         self._thread = ThreadPoolExecutor(1, "vulkan-submit")
+        self._staged_bytes = 0
 
     def traits(self) -> dict[str, str]:
         """What decides the bits of a shader's results, by name; see `Backend.signature`."""
@@ -214,10 +215,12 @@ class Device:
             flat = np.concatenate([flat, np.zeros(-flat.nbytes % 4, np.uint8)])
         for start in range(0, flat.nbytes, _UPLOAD_PART_BYTES):
             part = flat[start : start + _UPLOAD_PART_BYTES]
-            self._queue.write_buffer(buffer.handle, start, part)
-            if start + part.nbytes < flat.nbytes:
+            if self._staged_bytes + part.nbytes > _UPLOAD_PART_BYTES:
                 self._queue.submit([])
                 self._device._poll_wait()  # noqa: SLF001
+                self._staged_bytes = 0
+            self._queue.write_buffer(buffer.handle, start, part)
+            self._staged_bytes += part.nbytes
 
     def _submit(self, prepared: Prepared, copies: tuple[Copy, ...]) -> _Mapping:
         encoder = self._device.create_command_encoder()
@@ -234,6 +237,7 @@ class Device:
         finished = encoder.finish()  # held until it is submitted: its end would free the commands
         commands = ffi.new("WGPUCommandBuffer[1]", [finished._internal])  # noqa: SLF001
         submission = native.libf.wgpuQueueSubmitForIndex(self._queue._internal, 1, commands)  # noqa: SLF001
+        self._staged_bytes = 0
         del finished
         mapping = _Mapping(submission, staging, sizes, [], threading.Event(), None)
         if staging is not None:

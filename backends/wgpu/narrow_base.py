@@ -6,9 +6,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from backends.frozen_base import STORAGE, frozen_base, round_frozen_base
-from backends.quantise import quantise, stored_bytes
+from backends.frozen_base import STORAGE, frozen_base
+from backends.quantise import Quantised, quantise, stored_bytes
 from backends.wgpu.capture import Capture, Kind
+from backends.wgpu.host_copy import release
 from backends.wgpu.narrow import Narrow
 from backends.wgpu.opaque import LAYER_FORWARD
 from backends.wgpu.table_parts import Tables
@@ -62,17 +63,18 @@ class BaseLayout:
 class NarrowBase(BaseLayout):
     """Stored weights by name; empty where they stay float32.
 
-    The module's own weights become what the stored ones stand for, since the host reads them too.
+    The module's own copy of each goes at once, and the stored one when it is fetched for upload.
     """
 
     def __init__(self, module: torch.nn.Module, base_dtype: BaseDtype) -> None:
         super().__init__(module, base_dtype)
         held = dict(module.named_parameters())
-        self._stored = {
-            name: quantise(held[name].detach().cpu().float().numpy(), self._storage)
-            for name in self._shapes
-        }
-        round_frozen_base(module, base_dtype)
+        self._stored: dict[str, Quantised] = {}
+        for name in self._shapes:
+            values = held[name].detach().cpu().float().numpy()
+            self._stored[name] = quantise(values, self._storage)
+            del values
+            release(held[name])
 
     def cut(self, tables: Tables) -> None:
         """Know the parts of these tables by their own names."""
@@ -81,7 +83,7 @@ class NarrowBase(BaseLayout):
             whole = self._stored.pop(name)
             self._stored |= {str(part): whole.part(part.first, part.end) for part in tables[name]}
 
-    def words(self, name: str) -> NDArray[np.uint32] | None:
-        """A stored weight as it is uploaded."""
-        stored = self._stored.get(name)
+    def take_words(self, name: str) -> NDArray[np.uint32] | None:
+        """A stored weight as it is uploaded, which is once; None for what stays float32."""
+        stored = self._stored.pop(name, None)
         return None if stored is None else stored.packed()

@@ -8,6 +8,7 @@ import torch
 
 from backends.interface import Array, Trainable
 from backends.wgpu.device import Buffer, Device
+from backends.wgpu.host_copy import refuse_released, release
 from backends.wgpu.narrow_base import NarrowBase
 from backends.wgpu.packing import tensor_words
 from backends.wgpu.substitution import named_tensors
@@ -19,7 +20,8 @@ class Weights:
     """Every tensor goes by the first of its names.
 
     Attributes:
-        module: On the host, with the values last loaded.
+        module: On the host, with the values last loaded; those of a frozen parameter go when the
+            device has them.
         base: What of it is stored in fewer bits.
         tables: Of each table that is larger than one buffer its parts, which go by names of their
             own.
@@ -32,12 +34,17 @@ class Weights:
             device: Where the tensors are to be.
             trainable: Whose they are.
             largest_bytes: Of a buffer.
+
+        Raises:
+            SamestepError: Another program has taken the module's frozen weights.
         """
         assert trainable.module is not None
+        refuse_released(trainable.module)
         self.module: torch.nn.Module = trainable.module
         self._device = device
         self._blocks = trainable.blocks
         self._held = named_tensors(self.module)
+        self._frozen = {n for n, p in self.module.named_parameters() if not p.requires_grad}
         first: dict[int, str] = {}
         self._first = {name: first.setdefault(id(t), name) for name, t in self._held.items()}
         self.base = NarrowBase(self.module, trainable.base_dtype)
@@ -73,14 +80,21 @@ class Weights:
     def buffer(self, name: str) -> Buffer:
         """The tensor, or part, on the device; uploaded now if it was not yet."""
         if name not in self._buffers:
-            words = self.base.words(name)
+            part = self._parts.get(name)
+            words = self.base.take_words(name)
             if words is None:
-                part = self._parts.get(name)
                 held = self._held[part.table][part.first : part.end] if part else self._held[name]
                 words = tensor_words(held)
             self._buffers[name] = self._device.buffer(words.nbytes)
             self._device.upload(self._buffers[name], words)
+            self._release(part.table if part else name)
         return self._buffers[name]
+
+    def _release(self, name: str) -> None:
+        """Of a frozen parameter that is on the device as a whole, the host's copy."""
+        parts = [str(part) for part in self.tables.get(name, ())]
+        if name in self._frozen and all(part in self._buffers for part in parts):
+            release(self._held[name])
 
     def load(self, parameters: Sequence[Array]) -> None:
         """Take new values of the trainable tensors; see `Program.load`.

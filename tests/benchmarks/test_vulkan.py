@@ -1,27 +1,88 @@
 """The Vulkan benchmark in its smallest size: that it measures and checks, never how much."""
 
+import sys
+
 import pytest
+import torch
 
 from backends.wgpu.adapters import adapters
-from benchmarks import vulkan
+from benchmarks import turns, vulkan, vulkan_steps
+from benchmarks.torch_side import peak_tflops, torch_side
 
 
-def test_sides_take_turns_and_the_first_round_is_left_out():
-    order = []
-    timed = vulkan.by_turns([lambda: order.append("a"), lambda: order.append("b")], 2)
-    assert order == ["a", "b"] * 3
-    assert [len(side.wall_s) for side in timed] == [2, 2]
-    assert vulkan.ratios([2.0, 6.0, 1.0], [1.0, 2.0, 1.0]) == "2.00 (1.00-3.00)"
-
-
-def test_a_product_is_measured_and_right():
+@pytest.fixture(scope="module")
+def backend():
     found = adapters()
     if isinstance(found, str):
         pytest.skip(found)
     from backends.wgpu.backend import VulkanBackend
 
-    backend = VulkanBackend(0)
-    row = vulkan.matmul_row(backend, (16, 32, 8), 1)
-    backend.device.close()
-    assert row[0] == "16 x 32 by 32 x 8"
-    assert float(row[-2]) < 1e-5
+    made = VulkanBackend(0)
+    yield made
+    made.device.close()
+
+
+def test_sides_take_turns_and_the_first_round_is_left_out():
+    order = []
+    timed = turns.by_turns([lambda: order.append("a"), lambda: order.append("b")], 2)
+    assert order == ["a", "b"] * 3
+    assert [len(side.wall_s) for side in timed] == [2, 2]
+    assert turns.ratios([2.0, 6.0, 1.0], [1.0, 2.0, 1.0]) == "2.00 (1.00-3.00)"
+
+
+def test_a_product_is_measured_and_right(backend):
+    row = vulkan.matmul_row(backend, torch_side("cpu"), (16, 32, 8), 1, peak=1e-9)
+    named = dict(zip(vulkan._PRODUCTS, row, strict=True))
+    assert named["product"] == "16 x 32 by 32 x 8"
+    assert float(named["error"]) < 1e-5
+    assert float(named["of peak"].rstrip("%")) > 0
+    assert bool(named["of CPU time"]) is backend.adapter.software
+    assert vulkan.matmul_row(backend, torch_side("cpu"), (16, 32, 8), 1)[2] == ""
+
+
+def test_a_decoder_computes_the_same_on_both_sides(backend):
+    decoder = vulkan_steps.Decoder(64, 2, 8, "LoRA")
+    row = vulkan_steps.decoder_row(backend, torch_side("cpu"), decoder, 1, 2)
+    named = dict(zip(vulkan._STEPS, row, strict=True))
+    assert named["microbatch"] == "decoder 64, 4 layers, LoRA, 2 x 8"
+    assert float(named["difference"]) < 1e-5
+    assert float(named["ms"]) > 0
+    assert float(named["torch ms"]) > 0
+
+
+@pytest.mark.full
+def test_node_sums_come_back_once(backend):
+    row = vulkan_steps.sums_row(backend, "causal-lm", 1, 2)
+    device, host = map(int, row[-2:])
+    assert host == vulkan_steps.NODE_LEAVES * device
+
+
+def test_which_torch_is_measured_against():
+    there = torch.cuda.is_available()
+    assert torch_side("auto").device.type == ("cuda" if there else "cpu")
+    assert torch_side("cpu").shares_cpu
+    assert torch.get_float32_matmul_precision() == "highest", "no TF32"
+    if not there:
+        with pytest.raises(SystemExit, match="no CUDA device here"):
+            torch_side("cuda")
+
+
+def test_the_peak_of_a_card():
+    assert peak_tflops(132, (9, 0), 1_980_000) == pytest.approx(66.9, rel=1e-3)  # H100 SXM
+    assert peak_tflops(108, (8, 0), 1_410_000) == pytest.approx(19.5, rel=1e-3)  # A100
+    assert peak_tflops(82, (8, 6), 1_695_000) == pytest.approx(35.6, rel=1e-3)  # RTX 3090
+    assert peak_tflops(82, (8, 6), 0) is None
+    assert peak_tflops(82, (99, 0), 1_695_000) is None
+    assert torch_side("cpu").peak_tflops_of("llvmpipe") is None
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("backend")
+def test_only_one_table(monkeypatch, capsys):
+    given = "--only decoder --hidden 64 --batch 2 8 --rounds 1 --against cpu"
+    monkeypatch.setattr(sys, "argv", ["vulkan", *given.split()])
+    vulkan.main()
+    out = capsys.readouterr().out
+    assert "against torch on cpu, " in out
+    assert out.count("decoder 64, 4 layers") == 2
+    assert "TFLOP/s" not in out

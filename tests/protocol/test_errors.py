@@ -46,6 +46,7 @@ def test_the_picture_is_the_tree():
         ("Unreachable", 69),
         ("BackendUnavailable", 69),
         ("DeviceError", 1),
+        ("MainMemoryTooSmall", 1),
         ("NotAuthorised", 77),
         ("Mismatch", 78),
         ("LocalProtocolError", 1),

@@ -8,7 +8,7 @@ import pytest
 
 from backends.interface import BlockGradient, Loss
 from backends.scripted import ScriptedBackend, ScriptedProgram
-from protocol.errors import BackendUnavailable, DataError, SamestepError
+from protocol.errors import BackendUnavailable, DataError, MainMemoryTooSmall, SamestepError
 from protocol.replica import Replica
 from protocol.run_spec import BatchSpec, OptimizerSpec, RunSpec, ScriptedSpec
 from protocol.samples import SampleOrder
@@ -263,6 +263,16 @@ def test_what_the_device_refuses_is_its_own_matter(device):
     assert isinstance(failed, engine.BuildFailed)
     assert (str(failed.error), failed.own) == ("too large", True)
     device.toolbox.backend().refusal = None
+    device.build()
+
+
+def test_too_little_main_memory_is_this_machines_matter(device):
+    device.toolbox.failure = MainMemoryTooSmall(2, 1)
+    device.engine.build("run", SPEC)
+    failed = device.next()
+    assert isinstance(failed, engine.BuildFailed)
+    assert failed.own
+    device.toolbox.failure = None
     device.build()
 
 

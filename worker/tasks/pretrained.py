@@ -26,6 +26,7 @@ from protocol import sources
 from protocol.errors import DataError
 from protocol.manifest import Block
 from protocol.run_spec import ModelSpec
+from worker.tasks import main_memory
 from worker.tasks.digest import digest_arrays
 
 _DEVIATION: Final = 0.02
@@ -58,6 +59,7 @@ def load_classifier(spec: ModelSpec, labels: Sequence[str], padding: int, seed: 
 
     Raises:
         DataError: The source has no such model, or it cannot be loaded without running its code.
+        MainMemoryTooSmall: This machine has no room for it.
     """
     labelled = {
         "id2label": dict(enumerate(labels)),
@@ -175,6 +177,7 @@ def _load(kind: Any, spec: ModelSpec, seed: int, extra: Mapping[str, Any]) -> Pr
     assert spec.source is not None
     quiet()
     place, keywords = locate(spec.source)
+    main_memory.refuse_what_does_not_fit(place)
     try:
         model, report = kind.from_pretrained(
             place,

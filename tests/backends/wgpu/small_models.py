@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -106,7 +107,12 @@ def labelled(samples: int = SAMPLES, length: int = LENGTH, seed: int = 0) -> Bat
 
 
 def trainable(module: nn.Module, loss: Any, **changes: Any) -> Trainable:
-    return Trainable(cut_into_blocks(module), module, loss, **changes)
+    """With frozen tensors of its own, for a device takes those; trained ones are the module's."""
+    trained = {
+        id(parameter): parameter for parameter in module.parameters() if parameter.requires_grad
+    }
+    taken = copy.deepcopy(module, trained)
+    return Trainable(cut_into_blocks(taken), taken, loss, **changes)
 
 
 def gradients(program: Program, batch: Batch, seed: int = 0) -> dict[int, Array]:

@@ -1,0 +1,63 @@
+"""The second start is warm: drivers keep compiled shaders in a directory of the user's."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from backends.wgpu.adapters import adapters
+from tests.cluster import ROOT
+
+COMPUTES = (
+    "from backends.device_trial import gradient_is_right\nassert gradient_is_right('vulkan', 0)\n"
+)
+
+
+def kept_after_a_start(cache: Path, **more: str) -> dict[str, tuple[int, int]]:
+    """Sizes and times of all that lies in the user's cache once a process has computed."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MESA_")}
+    environment |= {"HOME": str(cache / "home"), "XDG_CACHE_HOME": str(cache), **more}
+    subprocess.run([sys.executable, "-c", COMPUTES], cwd=ROOT, env=environment, check=True)
+    return {
+        str(file.relative_to(cache)): (file.stat().st_size, file.stat().st_mtime_ns)
+        for file in cache.rglob("*")
+        if file.is_file()
+    }
+
+
+@pytest.mark.full
+def test_the_second_start_compiles_nothing(tmp_path):
+    found = adapters()
+    if isinstance(found, str):
+        pytest.skip(found)
+    if not found[0].software:
+        pytest.skip("only Mesa's drivers keep their shaders where this looks")
+    without = kept_after_a_start(tmp_path / "none", MESA_SHADER_CACHE_DISABLE="true")
+    first = kept_after_a_start(tmp_path / "cache")
+    second = kept_after_a_start(tmp_path / "cache")
+    assert not without
+    assert len(first) > 1
+    assert second == first, "what is compiled again is written again"
+
+
+def settings(text: str) -> dict[str, str]:
+    """Variables that a unit or a container file sets."""
+    lines = re.findall(r"^(?:Environment=|ENV |    )(\S+=.*)$", text, re.MULTILINE)
+    words = [word for line in lines for word in line.rstrip("\\").split() if "=" in word]
+    return dict(word.split("=", 1) for word in words)
+
+
+def test_services_and_containers_keep_the_cache():
+    unit = (ROOT / "deploy/systemd/samestep-worker@.service").read_text()
+    assert "CacheDirectory=samestep-worker\n" in unit
+    image = (ROOT / "deploy/worker.Containerfile").read_text()
+    # NVIDIA's driver makes no directory that is named to it: these are there.
+    for variable in ("XDG_CACHE_HOME", "__GL_SHADER_DISK_CACHE_PATH"):
+        assert settings(unit)[variable] == "%C/samestep-worker"
+        assert settings(image)[variable] == "/var/cache/samestep"
+    assert "\nVOLUME /var/cache/samestep\n" in image

@@ -1,0 +1,98 @@
+"""What the run spec's precision is to a Vulkan device: float32, or a refusal in one line."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from backends.wgpu.adapters import adapters
+from protocol import messages as msg
+from protocol.errors import SamestepError
+from protocol.run_spec import BatchSpec, OptimizerSpec, RunSpec
+from worker import engine
+from worker.actions import Transmit
+from worker.engine import Engine
+from worker.session import Session
+from worker.tasks.regress import Regress
+
+PATIENCE_S = 60.0
+LINE = "expected model.precision float32, got bfloat16: the vulkan backend computes in float32 only"
+SPEC = RunSpec(
+    task="regress", steps=1, batch=BatchSpec(samples=8, microbatch=8),
+    optimizer=OptimizerSpec(name="sgd", lr=0.1),
+)  # fmt: skip
+
+
+class InBfloat16(Regress):
+    """The smallest task, in the precision that models can be asked for."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        super().__init__(spec)
+        self.trainable = replace(self.trainable, precision="bfloat16")
+
+
+class Toolbox:
+    """The real device; the task that a test wants."""
+
+    def __init__(self, task: type[Regress]) -> None:
+        from backends.wgpu.backend import VulkanBackend
+
+        self._task = task
+        self._backend = VulkanBackend(0)
+
+    def backend(self):
+        return self._backend
+
+    def task(self, spec: RunSpec) -> Regress:
+        return self._task(spec)
+
+    def close(self) -> None:
+        self._backend.device.close()
+
+
+@pytest.fixture
+def toolbox(request: pytest.FixtureRequest) -> Iterator[Toolbox]:
+    found = adapters()
+    if isinstance(found, str):
+        pytest.skip(found)
+    made = Toolbox(request.param)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("toolbox", [InBfloat16], indirect=True)
+def test_bfloat16_is_refused_before_anything_is_captured(toolbox):
+    task = toolbox.task(SPEC)
+    with pytest.raises(SamestepError, match=LINE):
+        toolbox.backend().compile(task.trainable, task.batch([0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("toolbox", "refused"), [(InBfloat16, True), (Regress, False)], indirect=["toolbox"]
+)
+def test_the_coordinator_is_told_that_this_device_cannot_and_why(toolbox, refused):
+    events: queue.Queue[engine.Event] = queue.Queue()
+    device = Engine(toolbox, events.put)
+    device.build("run", SPEC)
+    event = events.get(timeout=PATIENCE_S)
+    device.close()
+
+    session = Session()
+    session.welcome(
+        msg.Welcome(
+            worker="ann", epoch=1, heartbeat_interval_ms=1000, liveness_timeout_ms=8000, key=b""
+        )
+    )
+    session.receive(
+        msg.StartRun(run_id="run", epoch=1, step=0, blobs=None),
+        np.frombuffer(SPEC.to_bytes(), np.uint8),
+    )
+    (sent,) = (each.message for each in session.result(event) if isinstance(each, Transmit))
+    if refused:
+        assert sent == msg.Unready(run_id="run", reason=LINE, own=True, exit_code=1)
+    else:
+        assert isinstance(sent, msg.Ready)

@@ -1,0 +1,83 @@
+"""A model that main memory has no room for is refused before it is read, by how much."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from protocol.errors import MainMemoryTooSmall
+from worker.tasks.main_memory import float32_bytes, refuse_what_does_not_fit
+
+GIB = 2**30
+
+
+def machine(directory, available_kib, *, swap_kib=0, bound=None):
+    """A procfs and a tree of control groups."""
+    (directory / "self").mkdir(parents=True)
+    (directory / "meminfo").write_text(
+        f"MemTotal: 99 kB\nMemAvailable: {available_kib} kB\nSwapFree: {swap_kib} kB\n"
+    )
+    (directory / "self" / "cgroup").write_text("0::/slice\n")
+    if bound is not None:
+        (directory / "slice").mkdir()
+        (directory / "slice" / "memory.max").write_text(f"{bound}\n")
+    return directory
+
+
+def model(directory):
+    """Of 3,000 numbers, most of them of two bytes, over two files, and one that is not read."""
+    half, whole = np.zeros((20, 100), np.float16), np.zeros(1000, np.float32)
+    save_file({"a": half}, directory / "model-1.safetensors")
+    save_file({"b": whole}, directory / "model-2.safetensors")
+    save_file({"a": half, "b": whole}, directory / "consolidated.safetensors")
+    names = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    index = json.dumps({"weight_map": names})
+    (directory / "model.safetensors.index.json").write_text(index)
+    return str(directory)
+
+
+def test_what_a_model_takes_in_float32(tmp_path):
+    assert float32_bytes(tmp_path) == 0
+    assert float32_bytes(tmp_path / "org" / "name") == 0
+    save_file({"a": np.zeros((4, 5), np.float16)}, tmp_path / "model.safetensors")
+    assert float32_bytes(tmp_path) == 4 * 20
+    model(tmp_path)
+    assert float32_bytes(tmp_path) == 4 * 3000
+
+
+@pytest.mark.parametrize(
+    ("free", "fits"),
+    [
+        ({"available_kib": 12}, True),
+        ({"available_kib": 11}, False),
+        ({"available_kib": 8, "swap_kib": 4}, True),
+        ({"available_kib": 99, "bound": 11999}, False),
+        ({"available_kib": 99, "bound": "max"}, True),
+    ],
+)
+def test_it_is_refused_only_where_it_cannot_fit(tmp_path, free, fits):
+    proc = machine(tmp_path / "proc", **free)
+    place = model(tmp_path)
+    if fits:
+        refuse_what_does_not_fit(place, proc, proc)
+        return
+    with pytest.raises(MainMemoryTooSmall):
+        refuse_what_does_not_fit(place, proc, proc)
+
+
+def test_a_machine_that_tells_nothing_is_tried(tmp_path):
+    refuse_what_does_not_fit(model(tmp_path), tmp_path / "none", tmp_path / "none")
+
+
+def test_a_broken_file_is_the_readers_to_tell(tmp_path):
+    proc = machine(tmp_path / "proc", 0)
+    (tmp_path / "model.safetensors").write_bytes(b"none")
+    refuse_what_does_not_fit(str(tmp_path), proc, proc)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    refuse_what_does_not_fit(str(tmp_path), proc, proc)
+
+
+def test_how_it_is_said():
+    said = str(MainMemoryTooSmall(16 * GIB, 7 * GIB))
+    assert said.startswith("reading the model takes 16.00 GiB of main memory, and 7.00 GiB can be")
