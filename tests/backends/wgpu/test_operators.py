@@ -169,6 +169,31 @@ def test_indices_negative_ones_too(device):
     agree(device, function, table, numbers)
 
 
+@FEW
+@given(
+    shape=st.lists(st.integers(2, 4), min_size=3, max_size=4), data=st.data(), several=st.booleans()
+)
+def test_indices_of_later_dimensions(device, shape, data, several):
+    """Of one, or of two neighbours; their gradients add up where a place is read twice."""
+    first = data.draw(st.integers(1, len(shape) - 1 - several))
+
+    def numbers(size: int) -> torch.Tensor:
+        drawn_ = data.draw(st.lists(st.integers(-size, size - 1), min_size=3, max_size=3))
+        return torch.tensor(drawn_)
+
+    given = [numbers(size) for size in shape[first : first + 1 + several]]
+    given[0] = given[0][:, None] if several else given[0]
+
+    def function(x: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            picked = leaf[(*(slice(None),) * first, *given)]
+            (grad,) = torch.autograd.grad((picked * picked).sum(), leaf)
+            return picked.detach(), grad
+
+    agree(device, function, drawn(*shape), *given)
+
+
 @pytest.mark.parametrize("fill", [-math.inf, torch.finfo(torch.float32).min])
 def test_masked_attention_weights(device, fill):
     """A padded row, and a causal triangle; -inf and the lowest float alike."""
