@@ -73,11 +73,17 @@ def _index_put(
         return NotImplemented
     order, given, back = turned
     laid = under.permute(order)
-    made = torch.broadcast_shapes(*(each.shape for each in given))
-    shape = torch.Size([*made, *laid.shape[len(given) :]])
+    shape = [*_made_by(given), *laid.shape[len(given) :]]
     values = values.expand([shape[dim] for dim in back]).permute(_inverse(back))
     placed = _aten.index_put(laid, given, values, accumulate)
     return placed.permute(_inverse(order))
+
+
+def _made_by(indices: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """The shape of the places that they name together."""
+    shape: tuple[int, ...]
+    shape = torch.broadcast_shapes(*(each.shape for each in indices))  # type: ignore[no-untyped-call]
+    return shape
 
 
 def _inverse(order: Sequence[int]) -> list[int]:
@@ -95,7 +101,7 @@ def _first_ones(
     beside = places == list(range(first, first + len(places)))
     if not first or not beside or any(each.dtype == torch.bool for each in given):
         return None
-    made = len(torch.broadcast_shapes(*(each.shape for each in given)))
+    made = len(_made_by(given))
     order = [*places, *(dim for dim in range(dims) if dim not in places)]
     rest = dims - len(places)
     back = [*range(made, made + first), *range(made), *range(made + first, made + rest)]

@@ -131,7 +131,7 @@ def model(kind: str, sizes: Mapping[str, Any], attention: str, *, decoder: bool)
     made: nn.Module
     if kind == "t5":
         config._attn_implementation = attention
-        made = Pooled(transformers.T5EncoderModel(config))
+        made = Pooled(transformers.T5EncoderModel(config))  # type: ignore[arg-type]
     elif decoder:
         made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     else:
