@@ -85,8 +85,8 @@ def stored_product(storage, tokens, columns, rows, *, backward):
     return Product(narrow, [x, stored.packed()], expected), Product(wide, [x, weight], expected)
 
 
-CARD = MatmulTraits(workgroup_bytes=2**15, invocations=1024)
+_CARD = MatmulTraits(workgroup_bytes=2**15, invocations=1024)
 TILES = tuple(
-    choice for choice in candidates(product(1, 1, 1, 1).problem, CARD) if isinstance(choice, Tiles)
+    choice for choice in candidates(product(1, 1, 1, 1).problem, _CARD) if isinstance(choice, Tiles)
 )
 """All that a card may be given."""
