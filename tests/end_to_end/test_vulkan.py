@@ -89,7 +89,8 @@ def test_the_main_jobs_on_one_two_and_three(tmp_path, run):
         assert together["eval"] == alone["eval"]
 
 
-def many_lengths(run: Path) -> set[int]:
+def lengths(run: Path) -> set[int]:
+    """That batches of one sample have."""
     task = build(load_run_spec(run))
     count = task.manifest.train_samples
     return {task.batch([n]).arrays["input_ids"].shape[1] for n in range(count)}
@@ -100,13 +101,13 @@ def many_lengths(run: Path) -> set[int]:
 def test_jobs_that_the_plain_run_leaves_out(tmp_path, job):
     """LoRA of a decoder on an int8 base, with dropout, checkpointing, texts of several lengths
     (classify) and microbatches of two and of one."""
+    few: tuple[str, ...] = ()
     if job == "regress":
-        few = ("--set", "regress.samples=60", "--set", "batch.samples=17", "--set", "steps=9")
         run = RUNS / "regress.yaml"
+        few = ("--set", "regress.samples=60", "--set", "batch.samples=17", "--set", "steps=9")
     else:
-        few = ()
         run = decoder_run(job, tmp_path)
-        assert len(many_lengths(run)) == (3 if job == "classify" else 1)
+        assert len(lengths(run)) == (3 if job == "classify" else 1)
     alone = train(tmp_path / "one", run, ("vulkan",), *few)
     together = train(tmp_path / "two", run, ("vulkan", "vulkan"), *few)
     assert together["exact"]
