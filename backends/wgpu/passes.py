@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from backends.wgpu.decompositions import decompositions
 from backends.wgpu.opaque import PARTIAL
+from backends.wgpu.quiet_torch import quiet_torch
 from backends.wgpu.values import shape_of
 from protocol.errors import SamestepError
 
@@ -112,7 +113,7 @@ def _without_mutations(graph: fx.GraphModule) -> fx.GraphModule:
     if not any(schema is not None and schema.is_mutable for schema in schemas):
         return graph
     holders = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), quiet_torch():
         fakes = [torch.empty(value.shape, dtype=value.dtype) for value in holders]
 
         def run(*arguments: torch.Tensor) -> Any:

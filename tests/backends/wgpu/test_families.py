@@ -6,6 +6,7 @@ card and written out as in software.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from backends.wgpu.lowering import Templates
 from backends.wgpu.matmul_tuning import MatmulTuner
 from backends.wgpu.opaque import ATTENTION
 from backends.wgpu.program import VulkanProgram
+from backends.wgpu.quiet_torch import LOGGER
 from protocol.errors import SamestepError
 from tests.backends.wgpu.small_models import (
     TOKENS,
@@ -223,7 +225,8 @@ def test_gradients_are_those_of_the_cpu(compiled, family, cooperative, attention
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", REFUSED)
-def test_what_is_refused_is_refused_in_one_line(compiled, family):
+def test_what_is_refused_is_refused_in_one_line(compiled, family, caplog):
+    logging.getLogger(LOGGER).addHandler(caplog.handler)
     kind, sizes, reason = REFUSED[family]
     decoder = not family.startswith("DeBERTa")
     loss = decoder_loss if decoder else class_loss
@@ -231,4 +234,6 @@ def test_what_is_refused_is_refused_in_one_line(compiled, family):
     program = compiled(module, loss, cooperative=False)
     with pytest.raises(SamestepError, match=reason) as refused:
         program.check(padded("right", decoder=decoder))
+    logging.getLogger(LOGGER).removeHandler(caplog.handler)
     assert "\n" not in str(refused.value)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
