@@ -23,6 +23,7 @@ from backends.wgpu.attention import Fuses, written_out
 from backends.wgpu.decompositions import decompositions
 from backends.wgpu.layer_call import LayerCall, Like, closed_layers
 from backends.wgpu.model_attention import own_attention, sdpa_can_be_traced
+from backends.wgpu.quiet_torch import quiet_torch
 from backends.wgpu.rewrites import Rewrites
 from backends.wgpu.substitution import named_tensors, substituted
 from protocol.errors import SamestepError
@@ -290,7 +291,7 @@ def _trace(
     """Trace to core operators without mutations; nodes know their module in `meta["module"]`."""
     places = _Places(module, prefix)
     try:
-        with places:
+        with places, quiet_torch():
             graph = make_fx(
                 function,
                 decomposition_table=decompositions(),

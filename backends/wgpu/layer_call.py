@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from blake3 import blake3
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -319,4 +320,5 @@ class _Fingerprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise NotOpaque  # of the model around it, which no input stands for
         if value.numel() > _HASHED_ELEMENTS:
             raise NotOpaque
-        return number, value.detach().cpu().numpy().tobytes(), str(value.dtype)
+        with unset_fake_temporarily():  # a constant of forward: the mode would hide its values
+            return number, value.detach().cpu().numpy().tobytes(), str(value.dtype)

@@ -13,7 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from backends.wgpu.decompositions import decompositions
 from backends.wgpu.opaque import PARTIAL
+from backends.wgpu.quiet_torch import quiet_torch
 from backends.wgpu.values import shape_of
+from protocol.errors import SamestepError
 
 _aten = torch.ops.aten
 _FOLDED_ELEMENTS: Final = 1 << 20
@@ -102,12 +104,16 @@ def _name(node: fx.Node) -> str:
 
 
 def _without_mutations(graph: fx.GraphModule) -> fx.GraphModule:
-    """Trace again with in-place operators turned into plain ones, if there are any."""
+    """Trace again with in-place operators turned into plain ones, if there are any.
+
+    Raises:
+        SamestepError: Torch cannot.
+    """
     schemas = [getattr(node.target, "_schema", None) for node in graph.graph.nodes]
     if not any(schema is not None and schema.is_mutable for schema in schemas):
         return graph
     holders = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), quiet_torch():
         fakes = [torch.empty(value.shape, dtype=value.dtype) for value in holders]
 
         def run(*arguments: torch.Tensor) -> Any:
@@ -115,7 +121,14 @@ def _without_mutations(graph: fx.GraphModule) -> fx.GraphModule:
 
         pure: Callable[..., Any] = torch.func.functionalize(run, remove="mutations")
         again = make_fx(pure, decomposition_table=dict(decompositions()), tracing_mode="real")
-        return again(*fakes)
+        try:
+            return again(*fakes)
+        except Exception as error:
+            reason = str(error).split("\n", maxsplit=1)[0][:400]
+            raise SamestepError(
+                "the vulkan backend cannot turn what changes in place into plain operators: "
+                f"{type(error).__name__}: {reason}; use a cpu or cuda worker for this model"
+            ) from error
 
 
 def _share(graph: fx.Graph) -> None:

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from backends.wgpu.adapters import adapters
+from protocol.run_spec import load_run_spec
 from tests.cluster import RUNS, Cluster
+from tests.small_decoder import decoder_run
+from worker.tasks.registry import build
 
 SHORT = ("--set", "steps=12", "--set", "evaluate_every=0")
 
@@ -19,7 +22,9 @@ def _a_device_is_there():
         pytest.skip(why)
 
 
-def train(directory: Path, run: str, backends: tuple[str, ...], *arguments: str) -> dict[str, Any]:
+def train(
+    directory: Path, run: str | Path, backends: tuple[str, ...], *arguments: str
+) -> dict[str, Any]:
     count = str(len(backends))
     with Cluster(
         directory, "--expect-workers", count, "--run", str(RUNS / run), *arguments
@@ -82,3 +87,31 @@ def test_the_main_jobs_on_one_two_and_three(tmp_path, run):
         assert together["weights_digest"] == alone["weights_digest"]
         assert together["losses"] == alone["losses"]
         assert together["eval"] == alone["eval"]
+
+
+def lengths(run: Path) -> set[int]:
+    """That batches of one sample have."""
+    task = build(load_run_spec(run))
+    count = task.manifest.train_samples
+    return {task.batch([n]).arrays["input_ids"].shape[1] for n in range(count)}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("job", ["causal-lm", "classify", "regress"])
+def test_jobs_that_the_plain_run_leaves_out(tmp_path, job):
+    """LoRA of a decoder on an int8 base, with dropout, checkpointing, texts of several lengths
+    (classify) and microbatches of two and of one."""
+    few: tuple[str, ...] = ()
+    if job == "regress":
+        run = RUNS / "regress.yaml"
+        few = ("--set", "regress.samples=60", "--set", "batch.samples=17", "--set", "steps=9")
+    else:
+        run = decoder_run(job, tmp_path)
+        assert len(lengths(run)) == (3 if job == "classify" else 1)
+    alone = train(tmp_path / "one", run, ("vulkan",), *few)
+    together = train(tmp_path / "two", run, ("vulkan", "vulkan"), *few)
+    assert together["exact"]
+    assert all(together["workers"].values())
+    assert together["weights_digest"] == alone["weights_digest"]
+    assert together["losses"] == alone["losses"]
+    assert together["eval"] == alone["eval"]

@@ -12,12 +12,13 @@ import pytest
 from backends.wgpu.adapters import adapters
 from tests.cluster import ROOT, RUNS, Cluster
 from tests.faulty_vulkan import FaultyVulkan, compiled_layer
+from tests.small_decoder import decoder_run
 
-STEPS = 60
-JOB = (
-    "--run", str(RUNS / "digits.yaml"), "--set", f"steps={STEPS}", "--set", "evaluate_every=0",
+DIGITS = (
+    "--run", str(RUNS / "digits.yaml"), "--set", "steps=60", "--set", "evaluate_every=0",
     "--set", "digits.hidden=[16]", "--set", "batch.samples=48",
 )  # fmt: skip
+DECODERS = ("causal-lm", "classify")
 VULKAN = ("--backend", "vulkan")
 
 
@@ -27,10 +28,22 @@ def _a_device_is_there():
         pytest.skip(why)
 
 
+@pytest.fixture(
+    scope="module",
+    params=["digits", *(pytest.param(job, marks=pytest.mark.full) for job in DECODERS)],
+)
+def job(request, tmp_path_factory) -> tuple[str, ...]:
+    """Digits, or a small Llama with LoRA."""
+    if request.param == "digits":
+        return DIGITS
+    directory = tmp_path_factory.mktemp(request.param)
+    return ("--run", str(decoder_run(request.param, directory, steps=30)))
+
+
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> dict[str, Any]:
+def alone(job, tmp_path_factory) -> dict[str, Any]:
     """The result of one worker whom nothing disturbs."""
-    with Cluster(tmp_path_factory.mktemp("alone"), "--expect-workers", "1", *JOB) as cluster:
+    with Cluster(tmp_path_factory.mktemp("alone"), "--expect-workers", "1", *job) as cluster:
         cluster.worker("w0", *VULKAN)
         return cluster.result()
 
@@ -66,8 +79,8 @@ def last_words(cluster: Cluster, name: str) -> list[str]:
     return said.splitlines()
 
 
-def test_one_is_killed_in_the_middle_of_a_step_and_another_comes_late(tmp_path, alone):
-    with Cluster(tmp_path, "--expect-workers", "2", *JOB) as cluster:
+def test_one_is_killed_in_the_middle_of_a_step_and_another_comes_late(tmp_path, job, alone):
+    with Cluster(tmp_path, "--expect-workers", "2", *job) as cluster:
         first = cluster.worker("w0", *VULKAN)
         cluster.worker("w1", *VULKAN)
         cluster.wait_for("committed", step=5)
@@ -78,18 +91,18 @@ def test_one_is_killed_in_the_middle_of_a_step_and_another_comes_late(tmp_path, 
         cluster.worker("late", *VULKAN, "--gpus", part_of_the_name())
         cluster.wait_for("worker_ready", worker="late")
         first.send_signal(signal.SIGCONT)
-        assert cluster.wait_for("worker_joined", worker="late")["step"] < STEPS
+        assert cluster.wait_for("worker_joined", worker="late")["step"] < len(alone["losses"])
         assert is_undisturbed(cluster, alone)
         # Anew, if it died before its state after the last step was compared with the others'.
         assert cluster.every("reassigned") or cluster.every("restarted"), cluster.events()
         assert cluster.result()["workers"]["late"] > 0
 
 
-def test_devices_are_lost_and_run_out_of_memory(tmp_path, tmp_path_factory, alone):
+def test_devices_are_lost_and_run_out_of_memory(tmp_path, tmp_path_factory, job, alone):
     layer = compiled_layer(tmp_path_factory.mktemp("layer"))
     faulty = {name: FaultyVulkan(layer, tmp_path / name) for name in ("lost", "full", "never")}
     faulty["never"].fill()
-    with Cluster(tmp_path / "run", "--expect-workers", "3", *JOB) as cluster:
+    with Cluster(tmp_path / "run", "--expect-workers", "3", *job) as cluster:
         cluster.worker("steady", *VULKAN)
         for name, driver in faulty.items():
             cluster.worker(name, *VULKAN, environment=driver.environment)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
@@ -24,10 +24,10 @@ from backends.wgpu.fusion import ATTENTIONS
 from backends.wgpu.lowered_plan import lowered_plan
 from backends.wgpu.lowering import Templates
 from backends.wgpu.matmul import matmul_shader
-from backends.wgpu.matmul_tuning import MatmulTuner
 from backends.wgpu.narrow_base import BaseLayout
 from backends.wgpu.opaque import ATTENTION, ATTENTION_KEYS, ATTENTION_QUERIES
 from backends.wgpu.program import VulkanProgram
+from tests.backends.wgpu.examples import examples
 from tests.backends.wgpu.on_device import Function, on_device
 from tests.backends.wgpu.small_models import (
     TOKENS,
@@ -43,9 +43,7 @@ from tests.backends.wgpu.small_models import (
     trainable,
 )
 
-FEW = settings(
-    max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+FEW = examples(4)
 WITHIN = 1e-5
 
 
@@ -89,9 +87,12 @@ def agree(device: Any, *tensors: torch.Tensor, cooperative: bool = True, **words
     heads=st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 3)),
     sizes=st.tuples(st.integers(1, 70), st.integers(1, 70), st.sampled_from([4, 8, 20, 36, 64])),
     kind=st.sampled_from(["plain", "causal", "truth", "added"]),
+    thin=st.tuples(*[st.booleans()] * 4),
+    lead=st.integers(0, 2),
 )
-def test_any_shape_and_mask(device, cooperative, heads, sizes, kind):
-    """Single rows, parts of tiles, more queries than keys, heads that share keys."""
+def test_any_shape_and_mask(device, cooperative, heads, sizes, kind, thin, lead):  # noqa: PLR0917
+    """Single rows, parts of tiles, more queries than keys, heads that share keys; a mask for all
+    or some of the batch, heads, queries and keys."""
     batch, groups, shared = heads
     queries, keys, size = sizes
     given = [
@@ -101,7 +102,9 @@ def test_any_shape_and_mask(device, cooperative, heads, sizes, kind):
         drawn(batch, groups * shared, queries, size, seed=3),
     ]
     if kind in {"truth", "added"}:
-        mask = drawn(batch, 1, queries, keys, seed=4)
+        whole = (batch, groups * shared, queries, keys)
+        shape = [1 if one else size for one, size in zip(thin, whole, strict=True)][lead:]
+        mask = drawn(*shape, seed=4)
         given.append(mask > -0.5 if kind == "truth" else mask)
     words = {"is_causal": kind == "causal", "enable_gqa": shared > 1}
     agree(device, *given, cooperative=cooperative, **words)
@@ -249,7 +252,7 @@ def assert_in_one_piece(module: nn.Module, loss: Any, batch: Batch) -> None:
 
 def trained(device: Any, job: Any, batch: Batch) -> tuple[VulkanProgram, Any]:
     """As on a GPU."""
-    templates = Templates(cooperative=True, matmul=MatmulTuner(device).shader)
+    templates = Templates(cooperative=True, matmul=matmul_shader)
     program = VulkanProgram(device, job, templates, adds=True)
     program.check(batch)
     return program, gradients(program, batch)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.quantise import dequantise, quantise
 from backends.wgpu.device import Copy
 from backends.wgpu.dispatch import Dispatch
 from backends.wgpu.matmul import (
@@ -21,61 +19,13 @@ from backends.wgpu.matmul import (
     Result,
     Tiles,
     candidates,
-    dispatched,
     matmul_shader,
 )
 from backends.wgpu.matmul_problem import MOST_TERMS
 from backends.wgpu.matmul_tuning import MatmulTuner
-from backends.wgpu.narrow import Narrow
 from backends.wgpu.subgroups import matmul_traits
-
-SMALL_TILES = Tiles(16, 32, 8, 4, 4)
-
-
-@dataclass
-class Product:
-    """A problem with its operands, and what it should give."""
-
-    problem: MatmulProblem
-    bindings: list[Any]
-    expected: np.ndarray
-
-    def on(self, device, choice=None):
-        shape = self.expected.shape
-        buffers = [device.buffer(array.nbytes) for array in self.bindings]
-        for buffer, array in zip(buffers, self.bindings, strict=True):
-            device.upload(buffer, array)
-        out = device.buffer(self.expected.size * 4)
-        device.upload(out, np.full(self.expected.size, np.nan, np.float32))
-        buffers.append(out)
-        numbers = tuple(range(len(buffers)))
-        parts = [matmul_shader(part, choice) for part in dispatched(self.problem)]
-        dispatches = [Dispatch(shader, numbers, grid, "product") for shader, grid in parts]
-        prepared = device.prepare(dispatches, buffers)
-        (values,) = device.run(prepared, [Copy(out, self.expected.size * 4)]).result()
-        return values.reshape(shape)
-
-    def error(self, values):
-        return np.abs(values - self.expected).max() / np.abs(self.expected).max()
-
-
-def product(batch, m, k, n, *, a_turned=False, b_turned=False, offset=0, seed=0):
-    """Random operands, each either as written or with its two dimensions turned in memory."""
-    draw = np.random.default_rng(seed)
-    a = draw.standard_normal((batch, m, k)).astype(np.float32)
-    b = draw.standard_normal((batch, k, n)).astype(np.float32)
-    held = []
-    for values, turned in ((a, a_turned), (b, b_turned)):
-        laid = values.swapaxes(1, 2) if turned else values
-        held.append(np.concatenate([np.zeros(offset, np.float32), laid.reshape(-1)]))
-    strides_a = (m * k, 1, m) if a_turned else (m * k, k, 1)
-    strides_b = (k * n, 1, k) if b_turned else (k * n, n, 1)
-    problem = MatmulProblem(batch, m, k, n, Operand(strides_a, offset), Operand(strides_b, offset))
-    return Product(problem, held, a.astype(np.float64) @ b)
-
-
-def same_bits(one, other):
-    return np.array_equal(one.view(np.uint32), other.view(np.uint32))
+from tests.backends.wgpu.examples import examples
+from tests.backends.wgpu.products import SMALL_TILES, TILES, product, same_bits, stored_product
 
 
 # 64 x 128 by 128 x 32, and shapes of MiniLM: 2 x 64 tokens forward, backward, weights, attention.
@@ -104,11 +54,7 @@ def test_the_quickest_and_the_default_kernel_give_the_same_bits(device):
     assert all(same_bits(first, other) for other in others)
 
 
-@settings(
-    max_examples=8,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@examples(8)
 @given(
     shape=st.tuples(st.integers(1, 3), *[st.integers(1, 20)] * 3),
     turned=st.tuples(st.booleans(), st.booleans()),
@@ -118,7 +64,7 @@ def test_the_quickest_and_the_default_kernel_give_the_same_bits(device):
 def test_any_shape_layout_and_kernel(device, shape, turned, offset, data):
     it = product(*shape, a_turned=turned[0], b_turned=turned[1], offset=offset)
     lanes = matmul_traits(device).subgroup
-    kernels: list[Lanes | Tiles] = [SMALL_TILES]
+    kernels: list[Lanes | Tiles] = [SMALL_TILES, data.draw(st.sampled_from(TILES))]
     if lanes:
         rows, columns = (
             data.draw(st.sampled_from([4, 8, 16])),
@@ -195,25 +141,11 @@ def test_a_stride_of_zero_repeats_an_operand(device):
 
 @pytest.mark.parametrize("storage", ["bf16", "f16", "int8", "int4"])
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("shape", [(20, 64, 24)])
+@pytest.mark.parametrize("shape", [(20, 64, 24), (7, 192, 9)])
 def test_a_stored_weight_gives_the_bits_of_its_float32_values(device, storage, backward, shape):
-    """x @ W^T forward and g @ W backward, W (out, in) in fewer bits."""
-    tokens, columns, rows = shape
-    draw = np.random.default_rng(3)
-    stored = quantise(draw.standard_normal((rows, columns)).astype(np.float32), storage)
-    weight = dequantise(stored)
-    k, n = (rows, columns) if backward else (columns, rows)
-    x = draw.standard_normal((tokens, k)).astype(np.float32)
-    b = Operand((0, columns, 1) if backward else (0, 1, columns))
-    a = Operand((0, k, 1))
-    narrow = MatmulProblem(1, tokens, k, n, a, b, Narrow.of(stored))
-    bindings = [x, stored.packed()]
-    expected = x.astype(np.float64) @ (weight if backward else weight.T)
-    it = Product(narrow, bindings, expected)
-    wide = Product(MatmulProblem(1, tokens, k, n, a, b), [x, weight], expected)
-    choice = MatmulTuner(device).choice(narrow)
-    values = it.on(device, choice)
-    assert it.error(values) < 1e-5
+    narrow, wide = stored_product(storage, *shape, backward=backward)
+    values = narrow.on(device, MatmulTuner(device).choice(narrow.problem))
+    assert narrow.error(values) < 1e-5
     assert same_bits(values, wide.on(device, SMALL_TILES))
 
 

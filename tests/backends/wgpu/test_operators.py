@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
 from backends.wgpu.values import NoRule
+from tests.backends.wgpu.examples import examples
 from tests.backends.wgpu.on_device import gradients_on_device, on_device
 
-FEW = settings(
-    max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+FEW = examples(4)
 RTOL, ATOL = 2e-5, 2e-6
 
 
@@ -169,18 +168,56 @@ def test_indices_negative_ones_too(device):
     agree(device, function, table, numbers)
 
 
-@pytest.mark.parametrize("fill", [-math.inf, torch.finfo(torch.float32).min])
-def test_masked_attention_weights(device, fill):
-    """A padded row, and a causal triangle; -inf and the lowest float alike."""
-    scores = drawn(2, 3, 5, 5) * 4
-    padding = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+@FEW
+@given(
+    shape=st.lists(st.integers(2, 4), min_size=3, max_size=4), data=st.data(), several=st.booleans()
+)
+def test_indices_of_later_dimensions(device, shape, data, several):
+    """Of one, or of two neighbours; their gradients add up where a place is read twice."""
+    first = data.draw(st.integers(1, len(shape) - 1 - several))
 
-    def function(scores: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
-        causal = torch.ones(5, 5, dtype=torch.bool).tril()
-        allowed = causal & padding[:, None, None, :].bool()
-        return scores.masked_fill(~allowed, fill).softmax(-1)
+    def numbers(size: int) -> torch.Tensor:
+        drawn_ = data.draw(st.lists(st.integers(-size, size - 1), min_size=3, max_size=3))
+        return torch.tensor(drawn_)
 
-    agree(device, function, scores, padding)
+    given = [numbers(size) for size in shape[first : first + 1 + several]]
+    given[0] = given[0][:, None] if several else given[0]
+
+    def function(x: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            picked = leaf[(*(slice(None),) * first, *given)]
+            (grad,) = torch.autograd.grad((picked * picked).sum(), leaf)
+            return picked.detach(), grad
+
+    agree(device, function, drawn(*shape), *given)
+
+
+@FEW
+@given(
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)),
+    thin=st.tuples(*[st.booleans()] * 4),
+    diagonal=st.integers(-3, 9),
+    fill=st.sampled_from([-math.inf, torch.finfo(torch.float32).min]),
+    added=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_masked_attention_weights(device, sizes, thin, diagonal, fill, added, seed):  # noqa: PLR0917
+    """A mask for all or some of the dimensions, and a triangle; -inf and the lowest float alike."""
+    scores = drawn(*sizes) * 4
+    shape = [1 if one else size for one, size in zip(thin, sizes, strict=True)]
+    seen = drawn(*shape, seed=seed) > -0.3
+
+    def function(scores: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        triangle = torch.ones(sizes[2:], dtype=torch.bool).tril(diagonal)
+        allowed = triangle & seen
+        if fill == -math.inf:  # a row of nothing else has no weights
+            allowed = allowed | (torch.arange(sizes[3]) == 0)
+        if not added:
+            return scores.masked_fill(~allowed, fill).softmax(-1)
+        return (scores + torch.zeros(allowed.shape).masked_fill(~allowed, fill)).softmax(-1)
+
+    agree(device, function, scores, seen)
 
 
 def test_fused_attention_is_written_out(device):

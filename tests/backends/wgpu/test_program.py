@@ -189,6 +189,40 @@ def test_dropout_is_the_function_of_its_seed_that_the_host_knows(compiled):
         np.testing.assert_allclose(got[0], (tangent * first).sum(0), rtol=1e-6)
 
 
+class Stacked(nn.Module):
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Picking(nn.Module):
+    """A layer whose forward holds numbers that no input has."""
+
+    def __init__(self, columns: list[int]) -> None:
+        super().__init__()
+        self.columns = columns
+        self.scale = nn.Parameter(torch.arange(4.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        picked = x[:, self.columns] * self.scale[[1, 2]]
+        return x + picked.sum(1, keepdim=True) * torch.tensor([0.5, 1.0, 2.0, 4.0])
+
+
+@pytest.mark.parametrize("columns", [[[1, -1], [1, -1]], [[1, -1], [0, 2]]])
+def test_layers_that_hold_numbers_of_their_own(compiled, columns):
+    """Lists of numbers, alike in both layers or not."""
+    module = Stacked(nn.ModuleList(Picking(each) for each in columns))
+    x = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+    job, batch = trainable(module, total), Batch({"x": x}, 3.0)
+    found = gradients(compiled(job, batch), batch)
+    assert_like_the_cpu(module, job.blocks, total, batch, found)
+
+
 def test_one_upload_for_a_microbatch_and_one_readback_per_block_for_a_node(compiled, device):
     module = bert(dropout=0.1)
     job = trainable(module, class_loss)

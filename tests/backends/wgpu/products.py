@@ -1,0 +1,92 @@
+"""Matrix products with what they should give, for tests of the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from backends.quantise import dequantise, quantise
+from backends.wgpu.device import Copy
+from backends.wgpu.dispatch import Dispatch
+from backends.wgpu.matmul import (
+    MatmulProblem,
+    MatmulTraits,
+    Operand,
+    Tiles,
+    candidates,
+    dispatched,
+    matmul_shader,
+)
+from backends.wgpu.narrow import Narrow
+
+SMALL_TILES = Tiles(16, 32, 8, 4, 4)
+
+
+@dataclass
+class Product:
+    """A problem with its operands, and what it should give."""
+
+    problem: MatmulProblem
+    bindings: list[Any]
+    expected: np.ndarray
+
+    def on(self, device, choice=None):
+        shape = self.expected.shape
+        buffers = [device.buffer(array.nbytes) for array in self.bindings]
+        for buffer, array in zip(buffers, self.bindings, strict=True):
+            device.upload(buffer, array)
+        out = device.buffer(self.expected.size * 4)
+        device.upload(out, np.full(self.expected.size, np.nan, np.float32))
+        buffers.append(out)
+        numbers = tuple(range(len(buffers)))
+        parts = [matmul_shader(part, choice) for part in dispatched(self.problem)]
+        dispatches = [Dispatch(shader, numbers, grid, "product") for shader, grid in parts]
+        prepared = device.prepare(dispatches, buffers)
+        (values,) = device.run(prepared, [Copy(out, self.expected.size * 4)]).result()
+        return values.reshape(shape)
+
+    def error(self, values):
+        return np.abs(values - self.expected).max() / np.abs(self.expected).max()
+
+
+def product(batch, m, k, n, *, a_turned=False, b_turned=False, offset=0, seed=0):
+    """Random operands, each either as written or with its two dimensions turned in memory."""
+    draw = np.random.default_rng(seed)
+    a = draw.standard_normal((batch, m, k)).astype(np.float32)
+    b = draw.standard_normal((batch, k, n)).astype(np.float32)
+    held = []
+    for values, turned in ((a, a_turned), (b, b_turned)):
+        laid = values.swapaxes(1, 2) if turned else values
+        held.append(np.concatenate([np.zeros(offset, np.float32), laid.reshape(-1)]))
+    strides_a = (m * k, 1, m) if a_turned else (m * k, k, 1)
+    strides_b = (k * n, 1, k) if b_turned else (k * n, n, 1)
+    problem = MatmulProblem(batch, m, k, n, Operand(strides_a, offset), Operand(strides_b, offset))
+    return Product(problem, held, a.astype(np.float64) @ b)
+
+
+def same_bits(one, other):
+    return np.array_equal(one.view(np.uint32), other.view(np.uint32))
+
+
+def stored_product(storage, tokens, columns, rows, *, backward):
+    """x @ W^T forward or g @ W backward, W (rows, columns) in fewer bits; and with its values."""
+    draw = np.random.default_rng(3)
+    stored = quantise(draw.standard_normal((rows, columns)).astype(np.float32), storage)
+    weight = dequantise(stored)
+    k, n = (rows, columns) if backward else (columns, rows)
+    x = draw.standard_normal((tokens, k)).astype(np.float32)
+    b = Operand((0, columns, 1) if backward else (0, 1, columns))
+    a = Operand((0, k, 1))
+    expected = x.astype(np.float64) @ (weight if backward else weight.T)
+    narrow = MatmulProblem(1, tokens, k, n, a, b, Narrow.of(stored))
+    wide = MatmulProblem(1, tokens, k, n, a, b)
+    return Product(narrow, [x, stored.packed()], expected), Product(wide, [x, weight], expected)
+
+
+_CARD = MatmulTraits(workgroup_bytes=2**15, invocations=1024)
+TILES = tuple(
+    choice for choice in candidates(product(1, 1, 1, 1).problem, _CARD) if isinstance(choice, Tiles)
+)
+"""All that a card may be given."""

@@ -1,0 +1,239 @@
+"""Every family of models that docs/vulkan.md names: gradients as on torch's CPU, or one clear line.
+
+Each is a tiny one of transformers' own, with padding on either side, its attention fused as on a
+card and written out as in software.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from backends.interface import Batch
+from backends.wgpu.capture import capture_step
+from backends.wgpu.lowering import Templates
+from backends.wgpu.matmul_tuning import MatmulTuner
+from backends.wgpu.opaque import ATTENTION
+from backends.wgpu.program import VulkanProgram
+from backends.wgpu.quiet_torch import LOGGER
+from protocol.errors import SamestepError
+from tests.backends.wgpu.small_models import (
+    TOKENS,
+    assert_like_the_cpu,
+    class_loss,
+    gradients,
+    trainable,
+)
+
+SAMPLES, LENGTH, PADDING = 3, 12, 0
+PAGE = Path(__file__).parents[3] / "docs" / "vulkan.md"
+SIZES = {
+    "vocab_size": TOKENS,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "pad_token_id": PADDING,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": False,
+}
+SHARED = {"num_key_value_heads": 2}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+
+# By the name that the page gives it: transformers' model_type, and what its sizes need.
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("llama", SHARED),
+    "Qwen2": ("qwen2", SHARED),
+    "Qwen3": ("qwen3", {**SHARED, "head_dim": 8}),
+    "Mistral": ("mistral", {**SHARED, "sliding_window": 8, "head_dim": 8}),
+    "Gemma 2": ("gemma2", {**SHARED, "head_dim": 8, "sliding_window": 8}),
+    "Gemma 3": ("gemma3_text", {**SHARED, "head_dim": 8, "sliding_window": 8}),
+    "Phi": ("phi", SHARED),
+    "GPT-2": ("gpt2", GPT2),
+    "GPT-NeoX": ("gpt_neox", {}),
+    "GPTBigCode": ("gpt_bigcode", GPT2),
+    "OPT": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "StableLM": ("stablelm", SHARED),
+    "Granite": ("granite", SHARED),
+    "OLMo 2": ("olmo2", SHARED),
+    "Cohere": ("cohere", SHARED),
+    "Bloom": ("bloom", {"n_layer": 2, "n_head": 4}),
+    "GPT-Neo": (
+        "gpt_neo",
+        {
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 8,
+        },
+    ),
+    "Falcon": ("falcon", {}),
+}
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "BERT": ("bert", {}),
+    "RoBERTa": ("roberta", {"max_position_embeddings": 40}),
+    "DistilBERT": ("distilbert", {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}),
+    "ALBERT": ("albert", {"embedding_size": 16}),
+    "ModernBERT": ("modernbert", {"local_attention": 8}),
+    "ELECTRA": ("electra", {"embedding_size": 16}),
+    "ESM": ("esm", {"mask_token_id": 3, "token_dropout": False}),
+    "MPNet": ("mpnet", {"max_position_embeddings": 40}),
+    "T5": ("t5", {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}),
+}
+WITHOUT_SDPA = {"Gemma 2", "GPT-Neo", "Bloom", "MPNet"}
+WRITTEN_OUT = {*((family, "eager") for family in (*WITHOUT_SDPA, "Falcon", "T5")), ("T5", "sdpa")}
+"""In any case: their formulas, or learned biases, are their own."""
+EXPERTS = {
+    "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+}  # fmt: skip
+DISENTANGLED = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "Mixtral": ("mixtral", {**SHARED, **EXPERTS}, "cannot capture model.layers.0.mlp.experts"),
+    "Qwen3-MoE": ("qwen3_moe", {**SHARED, **EXPERTS}, "cannot capture model.layers.0.mlp.experts"),
+    "DeBERTa": ("deberta", DISENTANGLED, "cannot turn what changes in place into plain"),
+    "DeBERTa v2": ("deberta-v2", DISENTANGLED, "no rule for 'repeat.default'"),
+}
+
+
+class Pooled(nn.Module):
+    """A classifier on the mean of an encoder's output, where transformers has none without a
+    decoder."""
+
+    def __init__(self, encoder: Any) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.head = nn.Linear(32, 3)
+
+    def forward(self, input_ids: Any, attention_mask: Any) -> Any:
+        hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask)[0]
+        hidden = hidden * attention_mask[..., None]
+        pooled = hidden.sum(1) / attention_mask.sum(1, keepdim=True)
+        return transformers.modeling_outputs.SequenceClassifierOutput(logits=self.head(pooled))
+
+
+def model(kind: str, sizes: Mapping[str, Any], attention: str, *, decoder: bool) -> nn.Module:
+    """A tiny one with weights drawn, and no dropout: its draws are not torch's."""
+    torch.manual_seed(0)
+    known = transformers.AutoConfig.for_model(kind)
+    rates = {key: 0.0 for key, rate in known.to_dict().items() if "drop" in key and rate}
+    heads = {} if decoder else {"num_labels": 3}
+    given = {**SIZES, **rates, **heads, **sizes}
+    config = transformers.AutoConfig.for_model(kind, **given)
+    made: nn.Module
+    if kind == "t5":
+        config._attn_implementation = attention
+        made = Pooled(transformers.T5EncoderModel(config))  # type: ignore[arg-type]
+    elif decoder:
+        made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    else:
+        made = transformers.AutoModelForSequenceClassification.from_config(
+            config, attn_implementation=attention
+        )
+    with torch.no_grad():  # what begins as zeros or ones would hide where it is used
+        for parameter in made.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.02)
+    return made
+
+
+def decoder_loss(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
+    logits = module(input_ids=arrays["input_ids"], attention_mask=arrays["attention_mask"]).logits
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1), arrays["labels"].flatten(), ignore_index=-100, reduction="sum"
+    )
+
+
+def padded(side: str, *, decoder: bool) -> Batch:
+    """Texts of three lengths, one of them the longest."""
+    draws = np.random.default_rng(1)
+    place = np.arange(LENGTH) if side == "right" else np.arange(LENGTH)[::-1]
+    mask = (place < np.array([[LENGTH], [7], [4]])).astype(np.int64)
+    ids = draws.integers(4, TOKENS, (SAMPLES, LENGTH)) * mask + PADDING * (1 - mask)
+    # Of classes, not one of each: the gradients of a head's bias would cancel to rounding.
+    classes = np.array([0, 2, 2])
+    labels = np.where(mask == 1, np.roll(ids, -1, 1), -100) if decoder else classes
+    arrays = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    return Batch(arrays, float(SAMPLES))
+
+
+@pytest.fixture
+def compiled(device) -> Iterator[Callable[..., VulkanProgram]]:
+    made: list[VulkanProgram] = []
+
+    def compile_(module: nn.Module, loss: Any, *, cooperative: bool) -> VulkanProgram:
+        templates = Templates(cooperative, MatmulTuner(device).shader)
+        job = trainable(module, loss)
+        made.append(VulkanProgram(device, job, templates, adds=True))
+        return made[-1]
+
+    yield compile_
+    for program in made:
+        program.close()
+
+
+def attention_in_one_piece(module: nn.Module, loss: Any, batch: Batch) -> bool:
+    arrays = {name: torch.from_numpy(array) for name, array in batch.arrays.items()}
+    names = [name for name, tensor in module.named_parameters() if tensor.requires_grad]
+    capture = capture_step(module, loss, names, arrays, lambda _: True)
+    graphs = [capture.graph, *(kind.graph for kind in capture.kinds)]
+    return any(node.target is ATTENTION for graph in graphs for node in graph.graph.nodes)
+
+
+def test_the_page_names_these():
+    text = " ".join(PAGE.read_text().split())
+    named = re.search(r"with padding on either side: (.*?)'s encoder\. What is refused", text)
+    assert named is not None
+    assert re.split("[,;] ", named[1]) == [*DECODERS, *ENCODERS]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cooperative", [True, False], ids=["fused", "written out"])
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [
+        (family, attention)
+        for family in (*DECODERS, *ENCODERS)
+        for attention in ("eager", "sdpa")
+        if attention == "eager" or family not in WITHOUT_SDPA
+    ],
+)
+def test_gradients_are_those_of_the_cpu(compiled, family, cooperative, attention):
+    decoder = family in DECODERS
+    kind, sizes = (DECODERS if decoder else ENCODERS)[family]
+    loss = decoder_loss if decoder else class_loss
+    module = model(kind, sizes, attention, decoder=decoder)
+    job = trainable(module, loss)
+    program = compiled(module, loss, cooperative=cooperative)
+    program.check(padded("right", decoder=decoder))
+    for side in ("right", "left"):
+        batch = padded(side, decoder=decoder)
+        assert_like_the_cpu(module, job.blocks, loss, batch, gradients(program, batch))
+    if cooperative:
+        in_one_piece = attention_in_one_piece(module, loss, batch)
+        assert in_one_piece == ((family, attention) not in WRITTEN_OUT)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_is_refused_is_refused_in_one_line(compiled, family, caplog):
+    logging.getLogger(LOGGER).addHandler(caplog.handler)
+    kind, sizes, reason = REFUSED[family]
+    decoder = not family.startswith("DeBERTa")
+    loss = decoder_loss if decoder else class_loss
+    module = model(kind, sizes, "eager", decoder=decoder)
+    program = compiled(module, loss, cooperative=False)
+    with pytest.raises(SamestepError, match=reason) as refused:
+        program.check(padded("right", decoder=decoder))
+    logging.getLogger(LOGGER).removeHandler(caplog.handler)
+    assert "\n" not in str(refused.value)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
