@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from coordinator.credentials import Credentials
-from tests.cluster import Cluster
+from tests.cluster import PATIENCE_S, Cluster
 from tests.network_hosts import Network, network
 
 SPEC = "task: scripted\nsteps: 3\nbatch: {samples: 4, microbatch: 1}\n"
@@ -51,7 +51,7 @@ def beside(hosts: Network, host: str, cluster: Callable[[], Cluster], story: Any
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=PATIENCE_S)
     return process.returncode, out, err
 
 
