@@ -87,6 +87,8 @@ def test_another_machine_comes_in_with_the_token_and_comes_back_without(tmp_path
             "far", "--backend", "scripted", environment=there(tmp_path, SAMESTEP_TOKEN=token)
         )
         cluster.wait_for("worker_connected", worker="far")
+        assert first.stdout is not None
+        assert any("joined as 'far'" in line for line in first.stdout)  # and has kept its key
         assert command("token", "workers").endswith("  far")
         first.kill()
         forget(first)

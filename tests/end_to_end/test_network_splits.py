@@ -99,7 +99,9 @@ def test_a_coordinator_that_is_cut_off_commits_nothing_and_all_come_back(tmp_pat
         assert cluster.ask("GET", "/status")["waiting_for"] == "a worker: all have left"
         mark = cluster.mark()
         split.hosts.mend("c")
-        assert cluster.wait_for("worker_joined", since=mark)["step"] == step, "nothing was committed without workers"
+        assert cluster.wait_for("worker_joined", since=mark)["step"] == step, (
+            "nothing was committed without workers"
+        )
 
     result = split_run(tmp_path, 2, story)
     assert result["weights_digest"] == reference["weights_digest"]
