@@ -41,7 +41,7 @@ class Hold:
         return int(self._door.getsockname()[1])
 
     def reached(self) -> int:
-        """Wait until the worker is there; the step of which it has computed nothing."""
+        """Wait until the worker is there; the step, of which it has computed nothing."""
         self._caller, _ = self._door.accept()
         with self._caller.makefile("rb") as lines:
             return int(lines.readline())
@@ -122,8 +122,8 @@ class Cluster:
     def held_worker(
         self, name: str, step: int, *arguments: str, environment: Mapping[str, str] | None = None
     ) -> Hold:
-        """Start a worker that waits, with its nodes of this step (or of a later one) given to it
-        and none computed: the run cannot be over before the test has done what it is about."""
+        """Start a worker that waits in this step, or in a later one, with none of its nodes
+        computed: the run cannot be over before the test has done what it is about."""
         hold = Hold()
         self._holds.append(hold)
         self.workers[name] = start(
