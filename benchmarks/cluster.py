@@ -17,7 +17,7 @@ from benchmarks.timeline import Timeline, read_trace
 from coordinator.control_client import control_token
 from protocol.trace import now_us
 
-_START_TIMEOUT_S: Final = 30.0
+_START_TIMEOUT_S: Final = 200.0
 _RUN_TIMEOUT_S: Final = 600.0
 _END_TIMEOUT_S: Final = 20.0
 _POLL_S: Final = 0.02

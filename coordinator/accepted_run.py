@@ -130,7 +130,7 @@ def unfinished_runs(path: Path) -> list[Path]:
     if not path.is_dir():
         raise UsageError(f"expected runs to resume in {str(path)!r}, found no such directory")
     found = [child for child in path.iterdir() if _seems_unfinished(child)]
-    return sorted(found, key=lambda child: RunDirectory(child).run_file.stat().st_mtime_ns)
+    return sorted(found, key=lambda child: RunDirectory(child).accepted_ns())
 
 
 def _seems_unfinished(path: Path) -> bool:

@@ -97,6 +97,8 @@ class ProgressConsole:
 
     def reported(self, event: str, fields: Mapping[str, object]) -> None:
         """Tell one report; see `service.Listener`."""
+        if event in ("started", "run_resumed"):
+            self._last_line_s = 0.0  # a run's first step is told at once
         if event in self._sentences:
             self._tell(self._sentences[event].format(**fields), event, fields)
             notes = fields.get("notes")

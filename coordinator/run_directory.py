@@ -1,7 +1,7 @@
 """What a run keeps, and where: the files of one run's directory.
 
     lock, epoch.json          whose it is (`claim`)
-    run.json                  the run's id and its spec
+    run.json                  the run's id, its spec, and when it was accepted
     manifest.json             what the workers agreed on
     terms.json                what workers were accepted by (`terms`)
     journal.jsonl             what happened (`journal`)
@@ -16,6 +16,7 @@ The coordinator's own directory has lock and epoch too. When it runs one run alo
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -96,7 +97,12 @@ class RunDirectory:
             )
         with storing("make", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-        document = {"format": FORMAT, "run_id": run_id, "spec": spec.model_dump(mode="json")}
+        document = {
+            "format": FORMAT,
+            "run_id": run_id,
+            "accepted_ns": time.time_ns(),
+            "spec": spec.model_dump(mode="json"),
+        }
         replace_file(self.run_file, (json.dumps(document, indent=2) + "\n").encode())
 
     def settle(self, manifest: Manifest) -> None:
@@ -166,6 +172,17 @@ class RunDirectory:
             reason = f"expected a run of this release, got {error}"
             raise StorageDamaged(str(self.run_file), "", reason) from None
         return StoredRun(str(run_id), parsed, spec)
+
+    def accepted_ns(self) -> int:
+        """When the run was accepted, in nanoseconds since 1970.
+
+        Where `run.json` does not say, that is when the file was last changed: two that came one
+        after the other may then have the same time, as file systems count in milliseconds.
+        """
+        try:
+            return int(json.loads(self.run_file.read_bytes())["accepted_ns"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return self.run_file.stat().st_mtime_ns
 
     def read_manifest(self) -> Manifest | None:
         """The manifest that was settled, if any.

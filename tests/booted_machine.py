@@ -150,6 +150,8 @@ class Machine:
         assert self._follower.stdout is not None
         with self._follower.stdout as lines:
             for line in lines:
+                if not line.endswith("\n"):
+                    return  # the machine has ended while it was told
                 with self._changed:
                     self._entries.append(json.loads(line))
                     self._changed.notify_all()

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +25,36 @@ from coordinator.control_client import control_token
 ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "deploy" / "runs"
 PATIENCE_S = 200.0
+"""For whatever has to come: only a test that fails waits so long."""
+
+
+class Hold:
+    """Where a worker waits in the middle of a run: see `Cluster.held_worker`."""
+
+    def __init__(self) -> None:
+        self._door = socket.create_server(("127.0.0.1", 0))
+        self._door.settimeout(PATIENCE_S)
+        self._caller: socket.socket | None = None
+
+    @property
+    def port(self) -> int:
+        return int(self._door.getsockname()[1])
+
+    def reached(self) -> int:
+        """Wait until the worker is there; the step, of which it has computed nothing."""
+        self._caller, _ = self._door.accept()
+        with self._caller.makefile("rb") as lines:
+            return int(lines.readline())
+
+    def release(self) -> None:
+        """It goes on."""
+        assert self._caller is not None, "it was not waited for"
+        self._caller.close()
+
+    def close(self) -> None:
+        if self._caller is not None:
+            self._caller.close()
+        self._door.close()
 
 
 class Cluster:
@@ -38,6 +69,8 @@ class Cluster:
         self._address_file = directory / "address.json"
         self._events: list[dict[str, Any]] = []
         self._changed = threading.Condition()
+        self._all_read = False
+        self._holds: list[Hold] = []
         self.workers: dict[str, subprocess.Popen[str]] = {}
         self.coordinator = start(
             "coordinator", "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
@@ -68,6 +101,8 @@ class Cluster:
         for process in (self.coordinator, *self.workers.values()):
             for stream in _streams(process):
                 stream.close()
+        for hold in self._holds:
+            hold.close()
 
     def worker(
         self,
@@ -84,18 +119,50 @@ class Cluster:
         self.workers[name] = process
         return process
 
-    def wait_for(self, event: str, nth: int = 1, **fields: object) -> dict[str, Any]:
-        """The first (or nth) event of this kind with these fields, from the beginning on."""
+    def held_worker(
+        self, name: str, step: int, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> Hold:
+        """Start a worker that waits in this step, or in a later one, with none of its nodes
+        computed: the run cannot be over before the test has done what it is about."""
+        hold = Hold()
+        self._holds.append(hold)
+        self.workers[name] = start(
+            "tests.held_worker", str(step), str(hold.port),
+            "--coordinator", self.address["data"], "--name", name, *arguments,
+            environment=environment,
+        )  # fmt: skip
+        return hold
+
+    def wait_for(
+        self, event: str, nth: int = 1, *, since: int = 0, from_step: int = 0, **fields: object
+    ) -> dict[str, Any]:
+        """The first (or nth) event of this kind with these fields.
+
+        Args:
+            event: Its kind.
+            nth: How many such there are to be.
+            since: A place from `mark`; those before it do not count.
+            from_step: Those of earlier steps do not count.
+            fields: What it has to say.
+        """
+
+        def fits(each: dict[str, Any]) -> bool:
+            fitting = each["event"] == event and fields.items() <= each.items()
+            return fitting and (not from_step or each["step"] >= from_step)
 
         def found() -> dict[str, Any] | None:
-            fitting = (e for e in self.every(event) if fields.items() <= e.items())
+            fitting = filter(fits, self._events[since:])
             return next(itertools.islice(fitting, nth - 1, None), None)
 
         with self._changed:
-            self._changed.wait_for(lambda: found() or self._ended(), PATIENCE_S)
+            self._changed.wait_for(lambda: found() or self._all_read, PATIENCE_S)
             answer = found()
         assert answer is not None, f"no {event} {fields} in {self.events()} {self._told()}"
         return answer
+
+    def mark(self) -> int:
+        """A place in the events, for `wait_for`: after all that have come so far."""
+        return len(self._events)
 
     def events(self) -> list[str]:
         """Names of all events so far, for a failing test's text."""
@@ -121,15 +188,13 @@ class Cluster:
     def result(self) -> dict[str, Any]:
         """Wait for the one run's end and read its result."""
         self.wait_for_exit(self.coordinator)
+        self._reader.join()
         document: dict[str, Any] = json.loads((self.directory / "out/result.json").read_text())
         return document
 
     def wait_for_exit(self, process: subprocess.Popen[str]) -> int:
         """The exit code."""
         return process.wait(PATIENCE_S)
-
-    def _ended(self) -> bool:
-        return self.coordinator.poll() is not None
 
     def _told(self) -> str:
         if self.coordinator.poll() is None:
@@ -155,17 +220,20 @@ class Cluster:
     def _read_events(self) -> None:
         """Read every event from the first on, until the coordinator has ended."""
         last_id = "0"
-        while not self._ended():
-            try:
-                for number, event in self._stream(last_id):
-                    last_id = number
-                    with self._changed:
-                        self._events.append(event)
-                        self._changed.notify_all()
-            except (OSError, http.client.HTTPException):
-                self.coordinator.wait()  # its port is closed
-        with self._changed:
-            self._changed.notify_all()
+        try:
+            while self.coordinator.poll() is None:
+                try:
+                    for number, event in self._stream(last_id):
+                        last_id = number
+                        with self._changed:
+                            self._events.append(event)
+                            self._changed.notify_all()
+                except (OSError, http.client.HTTPException):
+                    self.coordinator.wait()  # its port is closed
+        finally:
+            with self._changed:
+                self._all_read = True
+                self._changed.notify_all()
 
     def _stream(self, last_id: str) -> Iterator[tuple[str, dict[str, Any]]]:
         host, _, port = self.address["control"].rpartition(":")

@@ -13,8 +13,9 @@ from typing import Any
 
 import uvloop
 
-_PATIENCE_S = 60.0
-"""A signal, as pytest-timeout's, may be lost in a loop that waits."""
+_PATIENCE_S = 250.0
+"""A signal, as pytest-timeout's, may be lost in a loop that waits; the waits of a story itself are
+shorter, and say what did not come."""
 
 
 def on_uvloop(story: Callable[..., Awaitable[None]]) -> Callable[..., None]:

@@ -35,10 +35,9 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.run_spec import RunSpec, parse_run_spec_bytes
-from tests.live_service import Scripted
+from tests.live_service import PATIENCE_S, Scripted
 from worker.engine import Built, Engine, Event
 
-PATIENCE_S = 30.0
 M = TypeVar("M", bound=Message)
 
 

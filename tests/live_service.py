@@ -16,13 +16,15 @@ from backends.scripted import ScriptedBackend
 from coordinator.service import Service, Settings
 from protocol.errors import ExitCode
 from protocol.run_spec import RunSpec, parse_run_spec
+from tests.cluster import PATIENCE_S
 from worker.client import Client, Target
 from worker.credentials import Credentials
 from worker.engine import Toolbox
 from worker.tasks.base import Task
 from worker.tasks.registry import build
 
-PATIENCE_S = 30.0
+RETRY_FOR_S = 20.0
+"""How long a worker tries to come in: less than a test's patience."""
 
 
 def scripted_spec(**changes: object) -> RunSpec:
@@ -62,6 +64,7 @@ class LiveService:
         self.service.listeners.append(self)
         self.events: list[dict[str, Any]] = []
         self.workers: dict[str, asyncio.Task[ExitCode]] = {}
+        self.clients: list[Client] = []
         self.changed = asyncio.Event()
 
     @property
@@ -80,9 +83,10 @@ class LiveService:
         cache: Path | None = None,
     ) -> Client:
         """The product's own worker, or one derived from it."""
-        target = Target("127.0.0.1", self.port, name, "scripted", 2.0)
+        target = Target("127.0.0.1", self.port, name, "scripted", RETRY_FOR_S)
         client = kind(target, toolbox or Scripted(), Credentials(), lambda _: None, cache=cache)
         self.workers[name] = asyncio.create_task(client.serve())
+        self.clients.append(client)
         return client
 
     def first(self, event: str, **fields: object) -> dict[str, Any] | None:
@@ -122,6 +126,8 @@ async def live_service(directory: Path, expect_workers: int) -> AsyncIterator[Li
         yield live
     finally:
         await live.service.stop()
+        for client in live.clients:
+            client.drain()  # or it would look for another coordinator
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.gather(*live.workers.values(), return_exceptions=True)
 

@@ -9,6 +9,7 @@ import structlog
 from rich.console import Console
 
 from coordinator.console import ProgressConsole
+from coordinator.phase import RunPhase
 from coordinator.structured_log import set_up_logging
 from protocol.system_journal import Priority, SystemJournal
 from tests.coordinator.test_status import staged
@@ -70,6 +71,19 @@ def test_a_service_tells_of_each_run_that_it_takes_and_ends(once):
     told.reported("run_ended", {"run_id": "r-1", "outcome": "failed", "reason": "no data"})
     lines = ["run r-1 accepted: digits, 5 steps", "run r-1 failed: no data"]
     assert screen.getvalue().splitlines() == ([] if once else lines)
+
+
+def test_the_first_step_of_every_run_is_told_at_once():
+    told, screen = progress()
+    told._service.current.started_s = None
+    told._service.current.run.phase = RunPhase.TRAINING
+    for step in (0, 1):
+        told.reported("committed", {"step": step})
+    told.reported("started", {"workers": ["ann"]})
+    for step in (0, 1):
+        told.reported("committed", {"step": step})
+    line = "r-1: training"
+    assert screen.getvalue().splitlines() == [line, "training starts", line]
 
 
 def test_who_cannot_take_part_is_named_once_while_the_run_waits():

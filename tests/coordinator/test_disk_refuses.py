@@ -140,7 +140,7 @@ async def interrupted(live, run_id, hinder, mend, expected):
 
 
 LONG = scripted_spec(
-    steps=400,
+    steps=100,
     scripted={"blocks": 3, "block_bytes": 8192, "samples": 64},
     checkpoint={"every": 50, "keep_last": 1},
 )

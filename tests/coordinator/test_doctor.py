@@ -20,7 +20,7 @@ from coordinator.doctor import Plan, examine
 from coordinator.run_directory import RunDirectory
 from protocol.doctor import Finding
 from protocol.secret_file import write_secret
-from tests.cluster import Cluster
+from tests.cluster import PATIENCE_S, Cluster
 from tests.durable_run import small_disk
 from tests.live_service import scripted_spec
 from tests.network_hosts import network
@@ -229,7 +229,8 @@ def test_beside_a_coordinator_that_works(tmp_path, monkeypatch):
         done = subprocess.run(
             [sys.executable, "-m", "coordinator", "doctor", *arguments, "--out",
              str(tmp_path / "out"), "--json"],
-            cwd=ROOT, capture_output=True, text=True, timeout=60, check=False, env=os.environ,
+            cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+            env=os.environ,
         )  # fmt: skip
         checks = {each["check"]: each for each in json.loads(done.stdout)["checks"]}
         assert done.returncode == 0, done.stdout
@@ -243,7 +244,8 @@ def test_a_failure_is_exit_code_1_and_a_line_on_standard_output(tmp_path):
         done = subprocess.run(
             [sys.executable, "-m", "coordinator", "doctor", "--bind", f"127.0.0.1:{port}",
              "--control", "127.0.0.1:0", "--out", str(tmp_path)],
-            cwd=ROOT, capture_output=True, text=True, timeout=60, check=False, env=os.environ,
+            cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+            env=os.environ,
         )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr == ""

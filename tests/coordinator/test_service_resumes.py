@@ -1,5 +1,7 @@
 """A service that starts where another has ended takes up the runs that are not finished."""
 
+import json
+import os
 import shutil
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from coordinator.accepted_run import unfinished_runs
 from coordinator.audit import audit
 from coordinator.checkpoint import checkpoint_path, checkpoint_steps
+from coordinator.run_directory import RunDirectory
 from protocol.errors import Mismatch, StorageDamaged, UsageError
 from tests.live_service import live_service, scripted_spec, undisturbed
 
@@ -38,6 +41,31 @@ async def test_unfinished_runs_go_on_in_their_order(tmp_path):
         assert (await live.result(ids[1]))["steps"] == 5
     assert unfinished_runs(tmp_path / "runs") == []
     assert all(audit(tmp_path / "runs" / run_id).ok for run_id in ids)
+
+
+def test_the_oldest_is_first_where_files_have_one_time(tmp_path):
+    """File systems may count in steps of milliseconds: both are accepted in one."""
+    names = [f"run-{number}" for number in range(9)]
+    for name in names:
+        directory = RunDirectory(tmp_path / name)
+        directory.begin(name, SPEC)
+        os.utime(directory.run_file, ns=(0, 0))
+    assert [path.name for path in unfinished_runs(tmp_path)] == names
+
+
+def test_a_run_that_does_not_say_when_it_came_has_its_file_s_time(tmp_path):
+    for number, name in enumerate(("younger", "older")):
+        directory = RunDirectory(tmp_path / name)
+        directory.begin(name, SPEC)
+        document = json.loads(directory.run_file.read_text())
+        del document["accepted_ns"]
+        directory.run_file.write_text(json.dumps(document))
+        os.utime(directory.run_file, (10 - number, 10 - number))
+    damaged = RunDirectory(tmp_path / "damaged").run_file
+    damaged.parent.mkdir()
+    damaged.write_text("{")
+    found = [path.name for path in unfinished_runs(tmp_path)]
+    assert found == ["older", "younger", "damaged"]
 
 
 async def test_a_finished_run_is_not_taken_up(tmp_path):

@@ -17,7 +17,7 @@ from protocol.errors import ExitCode, OutOfPlace
 from protocol.messages import Challenge, Message, Welcome
 from tests.event_loop import on_uvloop
 from tests.hostile_worker import HostileWorker
-from tests.live_service import live_service
+from tests.live_service import PATIENCE_S, live_service
 from tests.message_samples import EXAMPLES
 
 WELCOME = EXAMPLES[Welcome]
@@ -138,7 +138,7 @@ async def test_the_handshake_has_its_time(monkeypatch):
     monkeypatch.setattr(limits, "HANDSHAKE_TIMEOUT_MS", 30)
     slow, _, wire = begun()
     hear(slow, messages.Hello)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await wire.aborted.wait()
     assert wire.reason == "no member after 0.03 s of handshake"
     slow.on_lost(slow.channel, wire.reason, None)
@@ -153,7 +153,7 @@ async def test_the_clock_stops_for_members_and_for_the_lost(monkeypatch):
     lost, _, lost_wire = begun()
     lost.on_lost(lost.channel, "closed", None)
     _, _, late_wire = begun()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await late_wire.aborted.wait()
     assert not member_wire.aborted.is_set()
     assert not lost_wire.aborted.is_set()

@@ -63,6 +63,8 @@ async def beat(hostile: HostileWorker) -> None:
 async def test_a_member_that_reads_no_more_holds_nobody_back(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "SEND_QUEUE_BYTES", QUEUE_BYTES)
     monkeypatch.setattr(limits, "WRITE_HIGH_WATER_BYTES", MIB)
+    # It is the queue that is to be full first, however slow this machine is.
+    monkeypatch.setattr(limits, "LIVENESS_TIMEOUT_MS", 60_000)
     async with live_service(tmp_path, 2) as live:
         run_id = live.service.submit(SPEC)
         live.worker("w0")

@@ -13,13 +13,14 @@ from tests.cluster import PATIENCE_S, start
 COORDINATOR = "samestep-coordinator.service"
 WORKERS = ("samestep-worker@scripted:20.service", "samestep-worker@scripted:21.service")
 NAMES = ("lab-scripted:20", "lab-scripted:21")
-# At their speed two workers take five seconds, however busy this machine is with other tests.
-RUN = """
+STEPS = 240
+# At their speed two workers take ten seconds, however busy this machine is with other tests.
+RUN = f"""
 name: paced
 task: scripted
-steps: 120
-batch: {samples: 4, microbatch: 1}
-optimizer: {name: adamw, lr: 5.0e-3}
+steps: {STEPS}
+batch: {{samples: 4, microbatch: 1}}
+optimizer: {{name: adamw, lr: 5.0e-3}}
 """
 RUN_ON_DEVICES = """
 name: digits
@@ -168,9 +169,9 @@ def test_a_stop_drains_and_a_start_goes_on(cluster, digest):
     assert json.loads(stopped)["outcome"] == "drained"
     since = cluster.now()
     cluster.run("systemctl", "start", COORDINATOR, WORKERS[0])
-    cluster.wait_for_status(COORDINATOR, rf"\w+, run {run_id} step \d+ of 120, \d of 2 workers")
+    cluster.wait_for_status(COORDINATOR, rf"\w+, run {run_id} step \d+ of {STEPS}, \d of 2 workers")
     assert ended(cluster, run_id, since)["weights_digest"] == digest
-    cluster.wait_for_status(COORDINATOR, f"finished, run {run_id} step 120 of 120")
+    cluster.wait_for_status(COORDINATOR, f"finished, run {run_id} step {STEPS} of {STEPS}")
     cluster.wait_for_status(WORKERS[0], f"{NAMES[0]}: waiting for a run")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from coordinator.credentials import Credentials
-from tests.cluster import Cluster
+from tests.cluster import PATIENCE_S, Cluster
 from tests.network_hosts import Network, network
 
 SPEC = "task: scripted\nsteps: 3\nbatch: {samples: 4, microbatch: 1}\n"
@@ -50,8 +50,23 @@ def beside(hosts: Network, host: str, cluster: Callable[[], Cluster], story: Any
     hosts.run_on(host, there)
 
 
+def announced(cluster: Cluster) -> None:
+    """Wait until it is: only then does it answer those who look for it."""
+    assert cluster.coordinator.stderr is not None
+    assert any('"event": "announced"' in line for line in cluster.coordinator.stderr)
+
+
+def asked(start: Callable[[], subprocess.Popen[str]], fits: Callable[[str], bool]) -> Any:
+    """What one says that gives the network a moment to answer: on a busy machine ask it again."""
+    for _ in range(5):
+        code, out, err = ended(start())
+        if fits(out + err):
+            break
+    return code, out, err
+
+
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=PATIENCE_S)
     return process.returncode, out, err
 
 
@@ -66,8 +81,10 @@ def test_one_is_found_and_the_token_is_still_needed(hosts, tmp_path, job, monkey
         assert f"worker: found coordinator 'den' at {at}" in out.splitlines()
         assert code == 77
         assert "no join token" in err
-        doctor = hosts.start("b", *DOCTOR, environment=elsewhere(tmp_path, home))
-        code, out, err = ended(doctor)
+        code, out, err = asked(
+            lambda: hosts.start("b", *DOCTOR, environment=elsewhere(tmp_path, home)),
+            lambda told: "found coordinator" in told,
+        )
         assert code == 0, out + err
         *_, token = (line for line in out.splitlines() if line.startswith("ok       "))
         assert f"ok       coordinator: found coordinator 'den' at {at}" in out.splitlines()
@@ -90,7 +107,11 @@ def test_of_several_the_token_s_own_is_taken_else_a_name_is_asked_for(
 
     def on_c(lab: Cluster) -> None:
         clusters["lab"] = lab
-        code, _, err = ended(hosts.start("b", *WORKER, environment=elsewhere(tmp_path)))
+        announced(lab)
+        code, _, err = asked(
+            lambda: hosts.start("b", *WORKER, environment=elsewhere(tmp_path)),
+            lambda told: "several" in told,
+        )
         assert code == 2
         (line,) = err.splitlines()
         assert line.startswith("worker: found several coordinators: den (192.0.2.1:")
@@ -111,12 +132,14 @@ def test_of_several_the_token_s_own_is_taken_else_a_name_is_asked_for(
             monkeypatch.setenv("SAMESTEP_HOME", str(homes[name]))
             directory = tmp_path / name
             directory.mkdir()
-            return Cluster(directory, "--bind", "0.0.0.0:0", "--name", name, *job)
+            at = ("--bind", "0.0.0.0:0", "--name", name)
+            return Cluster(directory, "--log-json", *at, *job)
 
         return start
 
     def on_a(den: Cluster) -> None:
         clusters["den"] = den
+        announced(den)
         beside(hosts, "c", coordinator("lab"), on_c)
 
     beside(hosts, "a", coordinator("den"), on_a)

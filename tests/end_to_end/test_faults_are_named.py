@@ -10,8 +10,8 @@ def test_a_flipped_bit_names_its_worker_and_continue_puts_it_right(tmp_path):
     with Cluster(tmp_path, "--expect-workers", "3", *job) as cluster:
         arguments = ("--coordinator", cluster.address["data"], "--backend", "cpu", "--name")
         cluster.workers["odd"] = start("tests.odd_worker", "20", *arguments, "odd")
-        cluster.worker("w0", "--backend", "cpu")
-        cluster.worker("w1", "--backend", "cpu")
+        # However late the odd one's answer is, they do not go on without it.
+        holds = [cluster.held_worker(name, 20, "--backend", "cpu") for name in ("w0", "w1")]
         halted = cluster.wait_for("halted")
         assert "'odd'" in halted["reason"]
         assert "'w0'" not in halted["reason"]
@@ -19,6 +19,9 @@ def test_a_flipped_bit_names_its_worker_and_continue_puts_it_right(tmp_path):
         status = cluster.ask("GET", "/status")
         assert status["phase"] == "halted"
         assert status["step"] == 20
+        for hold in holds:
+            hold.reached()
+            hold.release()
         cluster.ask("POST", "/continue", {})
         disturbed = cluster.result()
     with Cluster(tmp_path / "alone", "--expect-workers", "1", *job) as cluster:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from coordinator.credentials import Credentials
 from coordinator.invitation import invitation, reachable_address, status_line
 from protocol.authentication import new_key
 from protocol.join_token import JoinToken
-from tests.cluster import ROOT, Cluster
+from tests.cluster import PATIENCE_S, ROOT, Cluster
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,7 @@ def there(tmp_path: Path, **more: str) -> dict[str, str]:
 def command(*arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "coordinator", *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False, env=os.environ,
+        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=os.environ,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -68,6 +69,15 @@ def secrets_of(home: Path) -> list[str]:
     return found + [path.read_text().strip() for path in home.rglob("control/*.token")]
 
 
+def command_lines() -> list[bytes]:
+    """Of all processes that there are; one may end while it is looked at."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found.append(path.read_bytes())
+    return found
+
+
 def test_another_machine_comes_in_with_the_token_and_comes_back_without(tmp_path, own_home, job):
     arguments = ("--bind", "0.0.0.0:0", "--log-json", *job)
     with Cluster(tmp_path, "--expect-workers", "2", *arguments) as cluster:
@@ -77,6 +87,8 @@ def test_another_machine_comes_in_with_the_token_and_comes_back_without(tmp_path
             "far", "--backend", "scripted", environment=there(tmp_path, SAMESTEP_TOKEN=token)
         )
         cluster.wait_for("worker_connected", worker="far")
+        assert first.stdout is not None
+        assert any("joined as 'far'" in line for line in first.stdout)  # and has kept its key
         assert command("token", "workers").endswith("  far")
         first.kill()
         forget(first)
@@ -143,7 +155,7 @@ def test_a_token_file_that_others_may_read(tmp_path, own_home):
     path.chmod(0o644)
     ended = subprocess.run(
         [sys.executable, "-m", "worker", "--token-file", str(path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert ended.returncode == 2
     assert "chmod 600" in ended.stderr
@@ -178,7 +190,7 @@ def test_local_workers_need_nothing_and_no_argument_holds_a_token(tmp_path, own_
     with Cluster(tmp_path, "--bind", "0.0.0.0:0", *arguments) as cluster:
         cluster.wait_for("committed", step=1)
         hidden = secrets_of(own_home)
-        shown = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
+        shown = command_lines()
         assert any(b"local-1" in line for line in shown)
         assert not any(secret.encode() in line for secret in hidden for line in shown)
         assert cluster.result()["workers"].keys() == {"local-0", "local-1"}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster import RUNS, Cluster, start
+from tests.cluster import PATIENCE_S, RUNS, Cluster, start
 from tests.free_ports import free_address
 
 REGRESS = (
@@ -28,7 +28,7 @@ ANYWHERE = ("--bind", "127.0.0.1:0", "--control", "127.0.0.1:0")
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The coordinator command, to its end."""
     process = start("coordinator", *arguments)
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=PATIENCE_S)
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
@@ -123,9 +123,11 @@ def test_a_drained_run_goes_on(tmp_path, finished):
     address = free_address()
     at = ("--bind", address, "--control", "127.0.0.1:0", "--expect-workers", "1", *REGRESS)
     with Cluster(tmp_path, *at, "--resume") as cluster:
-        cluster.worker("w0", "--backend", "cpu")
-        cluster.wait_for("committed", step=30)
+        worker = cluster.held_worker("w0", 31, "--backend", "cpu")
+        worker.reached()
         cluster.coordinator.terminate()
+        cluster.wait_for("draining")
+        worker.release()  # the step in progress is finished first
         drained = cluster.result()
         assert drained["outcome"] == "drained"
         assert 30 < drained["steps"] < 120
@@ -140,9 +142,8 @@ def test_a_drained_run_goes_on(tmp_path, finished):
 
 def test_a_second_signal_ends_at_once_and_says_how_to_go_on(tmp_path, finished):
     with Cluster(tmp_path, "--expect-workers", "1", *REGRESS) as cluster:
-        worker = cluster.worker("w0", "--backend", "cpu")
-        cluster.wait_for("committed", step=30)
-        worker.send_signal(signal.SIGSTOP)  # the step in progress does not end
+        # The step in progress does not end.
+        cluster.held_worker("w0", 31, "--backend", "cpu").reached()
         cluster.coordinator.terminate()
         cluster.wait_for("draining")
         cluster.coordinator.terminate()
@@ -162,15 +163,17 @@ def test_a_killed_coordinator_goes_on_with_the_same_worker(tmp_path, finished, m
         "--set", f"log={mode}", "--set", "checkpoint.keep_log=true", "--resume",
     )  # fmt: skip
     with Cluster(tmp_path, *at) as first:
-        worker = first.worker("w0", "--backend", "cpu")
-        first.wait_for("committed", step=60)
+        worker = first.held_worker("w0", 61, "--backend", "cpu")
+        worker.reached()
+        first.wait_for("checkpoint", step=50)
         first.coordinator.send_signal(signal.SIGKILL)
         first.wait_for_exit(first.coordinator)
         with Cluster(tmp_path, *at) as second:
+            worker.release()
             resumed = second.wait_for("worker_joined", worker="w0")
             assert resumed["step"] >= (61 if mode == "full" else 50)
             result = second.result()
-        first.wait_for_exit(worker)
+        first.wait_for_exit(first.workers["w0"])
     assert result["weights_digest"] == result_of(finished)["weights_digest"]
     assert result["losses"] == result_of(finished)["losses"]
     audited = run("audit", str(tmp_path / "out"))

@@ -81,21 +81,24 @@ def test_the_main_jobs_with_a_worker_killed_and_another_joining(tmp_path, refere
     with Cluster(
         tmp_path, "--expect-workers", "2", "--run", str(RUNS / run), *MAIN_JOBS[run]
     ) as cluster:
-        first = cluster.worker("w0", "--backend", "cpu")
-        cluster.worker("w1", "--backend", "cpu")
-        cluster.wait_for("committed", step=0)
+        first, second = (cluster.held_worker(f"w{n}", 1, "--backend", "cpu") for n in range(2))
+        first.reached()
+        second.reached()
         cluster.workers["w1"].kill()
         cluster.wait_for("worker_lost", worker="w1")
         # The newcomer needs seconds to import; the run waits for it, or would be over before.
-        first.send_signal(signal.SIGSTOP)
         cluster.worker("w2", "--backend", "cpu")
-        cluster.wait_for("worker_ready", worker="w2")
-        first.send_signal(signal.SIGCONT)
         cluster.wait_for("worker_joined", worker="w2")
+        first.release()
         disturbed = cluster.result()
-        assert cluster.every("reassigned") or cluster.every("restarted"), cluster.events()
+        assert handed_over(cluster), cluster.events()
     assert disturbed["weights_digest"] == alone["weights_digest"]
     assert disturbed["losses"] == alone["losses"]
+
+
+def handed_over(cluster: Cluster) -> bool:
+    """Whether others have computed what one had not: once it was lost, or late before that."""
+    return any(map(cluster.every, ("reassigned", "restarted", "speculated")))
 
 
 def test_regress_reaches_the_noise_free_solution(reference_directory):
@@ -108,14 +111,15 @@ def test_a_worker_killed_in_the_middle_of_a_step(tmp_path, reference_directory):
     with Cluster(
         tmp_path, "--expect-workers", "3", "--run", str(RUNS / "digits.yaml"), *DIGITS
     ) as cluster:
-        for number in range(3):
-            cluster.worker(f"w{number}", "--backend", "cpu")
-        cluster.wait_for("committed", step=10)
+        holds = [cluster.held_worker(f"w{number}", 11, "--backend", "cpu") for number in range(3)]
+        for hold in holds:
+            hold.reached()
         cluster.workers["w1"].kill()
         cluster.wait_for("worker_lost", worker="w1")
+        for hold in holds:
+            hold.release()
         disturbed = cluster.result()
-        # Anew, if it died before its state after the last step was compared with the others'.
-        assert cluster.every("reassigned") or cluster.every("restarted"), cluster.events()
+        assert handed_over(cluster), cluster.events()
     assert disturbed["weights_digest"] == alone["weights_digest"]
     assert disturbed["losses"] == alone["losses"]
 
@@ -125,14 +129,12 @@ def test_a_worker_joins_in_the_middle(tmp_path, reference_directory):
     with Cluster(
         tmp_path, "--expect-workers", "1", "--run", str(RUNS / "digits.yaml"), *DIGITS
     ) as cluster:
-        first = cluster.worker("w0", "--backend", "cpu")
-        cluster.wait_for("committed", step=5)
+        first = cluster.held_worker("w0", 6, "--backend", "cpu")
+        first.reached()
         # The newcomer needs seconds to import; the run waits for it, or would be over before.
-        first.send_signal(signal.SIGSTOP)
         cluster.worker("w1", "--backend", "cpu")
-        cluster.wait_for("worker_ready", worker="w1")
-        first.send_signal(signal.SIGCONT)
         joined = cluster.wait_for("worker_joined", worker="w1")
+        first.release()
         result = cluster.result()
     assert joined["step"] < 60
     assert result["workers"]["w1"] > 0
@@ -145,17 +147,21 @@ def test_others_go_on_without_a_stopped_worker_and_it_comes_back(tmp_path, refer
     with Cluster(
         tmp_path, "--expect-workers", "2", "--run", str(RUNS / "digits.yaml"), *longer
     ) as cluster:
-        for number in range(2):
-            cluster.worker(f"w{number}", "--backend", "cpu")
-        cluster.wait_for("committed", step=10)
+        # Each is stopped in a step that it was given and computes nothing of.
+        first = cluster.held_worker("w0", 60, "--backend", "cpu")
+        second = cluster.held_worker("w1", 11, "--backend", "cpu")
+        slept_from = second.reached()
         cluster.workers["w1"].send_signal(signal.SIGSTOP)
-        late = cluster.wait_for("straggler", worker="w1")
-        cluster.wait_for("committed", step=late["step"] + 5)
+        second.release()
+        cluster.wait_for("straggler", worker="w1", from_step=slept_from)
+        step = first.reached()
         cluster.workers["w0"].send_signal(signal.SIGSTOP)
+        first.release()
+        mark = cluster.mark()
         cluster.workers["w1"].send_signal(signal.SIGCONT)
         # It takes the steps it has slept through, and goes on alone.
-        joined = cluster.wait_for("worker_joined", worker="w1")
-        cluster.wait_for("straggler", worker="w0")
+        joined = cluster.wait_for("worker_joined", worker="w1", since=mark)
+        cluster.wait_for("straggler", worker="w0", from_step=step)
         cluster.wait_for("committed", step=joined["step"] + 5)
         cluster.workers["w0"].send_signal(signal.SIGCONT)
         result = cluster.result()
@@ -181,11 +187,10 @@ def test_a_run_is_mixed_also_when_the_unlike_came_one_after_the_other(tmp_path):
     with Cluster(
         tmp_path, "--expect-workers", "1", "--run", str(RUNS / "digits.yaml"), *DIGITS
     ) as cluster:
-        first = cluster.worker(
-            "w0", "--backend", "cpu", environment={"ATEN_CPU_CAPABILITY": "avx2"}
-        )
-        cluster.wait_for("committed", step=5)
-        first.kill()
+        cluster.held_worker(
+            "w0", 6, "--backend", "cpu", environment={"ATEN_CPU_CAPABILITY": "avx2"}
+        ).reached()
+        cluster.workers["w0"].kill()
         cluster.wait_for("worker_lost", worker="w0")
         cluster.worker("w1", "--backend", "cpu", environment={"ATEN_CPU_CAPABILITY": "default"})
         assert cluster.result()["exact"] is False

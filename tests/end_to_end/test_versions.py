@@ -9,7 +9,7 @@ import pytest
 
 from protocol import PROTOCOL_VERSION
 from protocol.errors import ExitCode
-from tests.cluster import ROOT, Cluster
+from tests.cluster import PATIENCE_S, ROOT, Cluster
 
 AS_OF_ANOTHER_RELEASE = """
 import sys, protocol
@@ -30,7 +30,7 @@ def test_both_say_which_side_to_upgrade(tmp_path, version, old, options):
         worker = subprocess.run(
             [sys.executable, "-c", AS_OF_ANOTHER_RELEASE, str(version),
              "--coordinator", cluster.address["data"], *options],
-            cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+            cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
         )  # fmt: skip
         assert worker.returncode == ExitCode.MISMATCH == 78
         words = f"this worker speaks protocol version {version}, the coordinator {PROTOCOL_VERSION}"

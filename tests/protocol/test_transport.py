@@ -23,6 +23,7 @@ from protocol.errors import (
 )
 from protocol.messages import Cancel, Goodbye, Halt, Heartbeat, Message
 from protocol.transport import Channel
+from tests.cluster import PATIENCE_S
 from tests.event_loop import on_uvloop
 from tests.message_samples import BLOCKS, EXAMPLES, PAYLOAD, flat, frame
 
@@ -62,7 +63,7 @@ class Recorder:
         self._task = asyncio.get_running_loop().create_task(wake())
 
     async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(20), self._changed:
+        async with asyncio.timeout(PATIENCE_S), self._changed:
             await self._changed.wait_for(condition)
 
     async def until_messages(self, count: int) -> None:
@@ -123,7 +124,7 @@ async def raw(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
 
 async def said(reader: asyncio.StreamReader) -> list[Message]:
     """Everything the coordinator's side said until it closed."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         data = await reader.read()
     peer = Connection("worker")
     peer.phase, peer.blocks = Phase.OPEN, BLOCKS
@@ -430,7 +431,7 @@ async def test_a_channel_that_is_aborted_before_it_is_connected_closes_at_once()
         return channel
 
     server = await loop.create_server(refused, "127.0.0.1", 0)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         reader, writer = await raw(server.sockets[0].getsockname()[1])
         with contextlib.suppress(ConnectionResetError):
             assert await reader.read() == b""

@@ -3,13 +3,12 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from protocol import __version__
+from tests.cluster import PATIENCE_S, ROOT
 
-ROOT = Path(__file__).parents[2]
 TELL_IMPORTS = """
 import atexit, sys
 heavy = {"torch", "transformers"}
@@ -22,7 +21,7 @@ main()
 def worker(*arguments, program=("-m", "worker"), **environment):
     done = subprocess.run(
         [sys.executable, *program, *arguments], cwd=ROOT, capture_output=True, text=True,
-        timeout=60, check=False, env={**os.environ, **environment},
+        timeout=PATIENCE_S, check=False, env={**os.environ, **environment},
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 

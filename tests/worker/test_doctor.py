@@ -20,7 +20,7 @@ from protocol.authentication import new_key
 from protocol.doctor import Finding
 from protocol.join_token import JoinToken
 from protocol.secret_file import write_secret
-from tests.cluster import Cluster
+from tests.cluster import PATIENCE_S, Cluster
 from tests.durable_run import small_disk
 from tests.live_service import live_service
 from tests.network_hosts import network
@@ -256,7 +256,7 @@ async def test_another_protocol_version(tmp_path, own_home):
         there = {"SAMESTEP_HOME": str(tmp_path / "there"), "SAMESTEP_TOKEN": token}
         done = await asyncio.to_thread(
             subprocess.run, command, cwd=ROOT, env={**os.environ, **there},
-            capture_output=True, text=True, timeout=120, check=False,
+            capture_output=True, text=True, timeout=PATIENCE_S, check=False,
         )  # fmt: skip
     found = json.loads(done.stdout)["checks"][-1]
     assert done.returncode == 1

@@ -14,11 +14,11 @@ from protocol.run_spec import BatchSpec, OptimizerSpec, RunSpec, ScriptedSpec
 from protocol.samples import SampleOrder
 from protocol.tree import Node
 from protocol.update import step_scalars
+from tests.cluster import PATIENCE_S
 from worker import engine
 from worker.engine import Engine, Place
 from worker.tasks.scripted import Scripted
 
-PATIENCE_S = 20.0
 SPEC = RunSpec(
     task="scripted", steps=4, batch=BatchSpec(samples=8, microbatch=2),
     optimizer=OptimizerSpec(name="momentum", lr=0.1),

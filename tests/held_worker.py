@@ -1,0 +1,40 @@
+"""A worker that waits between two steps: `python -m tests.held_worker STEP PORT ARGUMENTS...`.
+
+Once it has taken STEP steps, or more, its engine calls PORT of loopback, and goes on when that
+connection is closed: of the next step it has been given its nodes, and has computed none. Its
+heartbeats and its answer to the last step go out meanwhile. Everything else is the product's own
+worker.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+from backends.interface import Array
+from protocol.update import StepScalars
+from worker.cli import main
+from worker.engine import Engine
+
+
+def hold(steps: int, port: int) -> None:
+    # Not before a node is computed: a worker that this machine has made slow may be given none.
+    apply = Engine._apply
+    held = False
+
+    def apply_and_wait(self: Engine, averages: list[Array], scalars: StepScalars | None) -> None:
+        nonlocal held
+        apply(self, averages, scalars)
+        taken = self._built().replica.step
+        if taken >= steps and not held:
+            held = True
+            with socket.create_connection(("127.0.0.1", port)) as test:
+                test.sendall(b"%d\n" % taken)
+                test.recv(1)  # nothing comes: it waits for the end
+
+    Engine._apply = apply_and_wait  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    hold(int(sys.argv.pop(1)), int(sys.argv.pop(1)))
+    main()
