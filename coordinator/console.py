@@ -154,16 +154,17 @@ class ProgressConsole:
             return Text("")
         document = status_document(self._service, time.monotonic())
         table = Table(box=None, caption_justify="left", title_justify="left")
-        table.title = _progress(execution, time.monotonic(), shares=False)
+        table.title = Text(_progress(execution, time.monotonic(), shares=False))
         waiting = document.get("waiting_for") or ""
-        table.caption = f"waiting for {waiting}" if waiting else ""
+        table.caption = Text(f"waiting for {waiting}" if waiting else "")
         for column in ("worker", "device", "state", "share", "ms/microbatch"):
             table.add_column(column)
         for worker in document["workers"]:
             speed = worker.get("ms_per_microbatch")
+            # As they are: a string would be read as markup.
             table.add_row(
-                worker["name"],
-                worker["device"],
+                Text(worker["name"]),
+                Text(worker["device"]),
                 worker["state"],
                 str(worker.get("microbatches_of_step", "")),
                 "" if speed is None else f"{speed:.0f}",

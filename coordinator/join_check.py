@@ -35,18 +35,16 @@ class JoinCheck:
 
         Raises:
             NotAuthorised: It names a key that there is not.
+            UsageError: The coordinator cannot read its secrets just now.
         """
         self.name = hello.name or "worker"
         fingerprint = self._credentials.fingerprint if self._encrypted else NO_CERTIFICATE
         self._exchange = Exchange(hello, new_nonce(), fingerprint)
-        try:
-            if hello.enrolled:
-                self._key = self._credentials.keys.get(self.name)
-                self._secret = self._key or b""
-            else:
-                self._secret = self._credentials.join_token().secret
-        except UsageError as error:
-            raise NotAuthorised(f"the coordinator cannot check workers: {error}") from None
+        if hello.enrolled:
+            self._key = self._credentials.keys.get(self.name)
+            self._secret = self._key or b""
+        else:
+            self._secret = self._credentials.join_token().secret
         if not self._secret:
             raise NotAuthorised(
                 f"the key of {self.name!r} does not count (any more): it was revoked; "

@@ -8,7 +8,7 @@ from typing import Protocol
 from coordinator.join_check import JoinCheck
 from protocol import limits
 from protocol.connection import Received
-from protocol.errors import ExitCode, NotAuthorised, OutOfPlace, ProtocolError
+from protocol.errors import ExitCode, NotAuthorised, OutOfPlace, ProtocolError, UsageError
 from protocol.messages import Goodbye, Heartbeat, Hello, Message, Proof, Welcome
 from protocol.transport import Channel
 
@@ -92,6 +92,10 @@ class Session:
             channel.send(self.check.challenge(hello))
         except NotAuthorised as error:
             channel.goodbye(str(error), retry=False, exit_code=error.exit_code)
+        except UsageError as error:
+            # The worker may well belong here: it tries again.
+            reason = f"the coordinator cannot check workers: {error}"
+            channel.goodbye(reason, retry=True, exit_code=ExitCode.FAILED)
 
     def _verify(self, channel: Channel, proof: Proof) -> None:
         try:

@@ -28,3 +28,11 @@ def keep_freed_memory() -> None:
     mallopt(_M_MMAP_THRESHOLD, 32 * limits.MIB)
     mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT)
     mallopt(_M_TOP_PAD, 64 * limits.MIB)
+
+
+def give_back_freed_memory() -> None:
+    """Once, after much was freed that no step will ask for again; glibc alone can."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError):
+        return

@@ -19,8 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from protocol import limits
 from protocol.errors import MessageError
+from protocol.messages import PRINTABLE, Small
 
-Name = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARACTERS)]
+Name = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARACTERS, pattern=PRINTABLE)]
 BlockKind = Literal["block", "non_block"]
 
 RESERVED: Final = frozenset(
@@ -87,8 +88,8 @@ class Ratio(_Frozen):
     without any b_i it is the numerator, for plain counts.
     """
 
-    numerator: dict[Name, float] = {}
-    denominator: dict[Name, float] = {}
+    numerator: dict[Small, float] = {}
+    denominator: dict[Small, float] = {}
 
     def value(self, sums: dict[str, float]) -> float:
         """The figure for these sums; a sum that is missing counts as zero."""

@@ -19,9 +19,9 @@ from protocol.tree import Node
 from protocol.update import StepScalars
 
 # Texts are shown at consoles, and in lists of a line each.
-_PRINTABLE = r"^[^\p{Cc}\p{Cf}\p{Zl}\p{Zp}]*$"
-Small = Annotated[str, Field(max_length=64, pattern=_PRINTABLE)]
-Text = Annotated[str, Field(max_length=400, pattern=_PRINTABLE)]
+PRINTABLE = r"^[^\p{Cc}\p{Cf}\p{Zl}\p{Zp}]*$"
+Small = Annotated[str, Field(max_length=64, pattern=PRINTABLE)]
+Text = Annotated[str, Field(max_length=400, pattern=PRINTABLE)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Number = Annotated[int, Field(ge=0, lt=2**63)]
 Bytes32 = Annotated[bytes, Field(min_length=32, max_length=32)]

@@ -12,7 +12,12 @@ from protocol.errors import SamestepError
 
 
 def release(parameter: torch.Tensor) -> None:
-    """Let go of the values; shape and type stay, and whatever reads it after all gets NaN."""
+    """Let go of the values; shape and type stay, and whatever reads it after all gets NaN.
+
+    Whole numbers, which have no NaN, are few, and stay.
+    """
+    if not parameter.is_floating_point():
+        return
     nothing = torch.full((), torch.nan, dtype=parameter.dtype)
     parameter.data = nothing.expand(parameter.shape)
 

@@ -43,6 +43,7 @@ from backends.wgpu.split_tables import split_tables
 from backends.wgpu.stand_in import StandIn
 from backends.wgpu.sum_stack import Sources, SumStack, levels_of, merge_of
 from backends.wgpu.weights import Weights, check_parameters
+from protocol.allocator import give_back_freed_memory
 from protocol.errors import DeviceError, SamestepError
 from protocol.manifest import Block
 
@@ -306,6 +307,7 @@ class VulkanProgram:
         upload = self._device.buffer(4 * plan.words)
         buffers = self._buffers(plan, upload)
         outputs = tuple(None if o is None else buffers[o] for o in plan.outputs)
+        give_back_freed_memory()  # of the weights that were uploaded just now
         parts = tuple(submissions(plan, buffers, self._device))
         return Ready(plan, capture, upload, parts, outputs)
 

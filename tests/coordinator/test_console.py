@@ -86,6 +86,17 @@ def test_the_first_step_of_every_run_is_told_at_once():
     assert screen.getvalue().splitlines() == [line, "training starts", line]
 
 
+def test_names_on_the_screen_are_no_markup(monkeypatch):
+    worker = {"name": "[/x]", "device": "[red]a card", "state": "active"}
+    document = {"workers": [worker], "waiting_for": "[/y]"}
+    monkeypatch.setattr("coordinator.console.status_document", lambda *_: document)
+    told, screen = progress()
+    told._service.current.started_s = None
+    told._service.current.run.phase = RunPhase.TRAINING
+    Console(file=screen, width=100).print(told._screen())
+    assert all(text in screen.getvalue() for text in ("[/x]", "[red]a card", "waiting for [/y]"))
+
+
 def test_who_cannot_take_part_is_named_once_while_the_run_waits():
     told, screen = progress()
     run = staged("invite ann", "invite bob", "fails ann", workers="3")

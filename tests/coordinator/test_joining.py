@@ -113,6 +113,21 @@ async def test_a_key_that_is_no_good_is_not_the_end_while_there_is_a_token(tmp_p
 
 
 @on_uvloop
+async def test_keys_that_cannot_be_read_now_send_nobody_away_for_good(tmp_path):
+    async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as member:
+        keys = Credentials.open()
+        assert keys.enrol("ann")
+        path = keys.keys._path
+        path.unlink()
+        path.symlink_to(path)
+        member.greet(name="ann", enrolled=True)
+        goodbye = await member.farewell()
+        assert goodbye is not None
+        assert "cannot check workers: cannot read" in goodbye.reason
+        assert goodbye.retry
+
+
+@on_uvloop
 async def test_a_revoked_worker_is_sent_away_while_it_works_and_does_not_come_back(
     tmp_path, monkeypatch
 ):

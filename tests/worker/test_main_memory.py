@@ -1,13 +1,16 @@
 """A model that main memory has no room for is refused before it is read, by how much."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from protocol.errors import MainMemoryTooSmall
-from worker.tasks.main_memory import float32_bytes, refuse_what_does_not_fit
+from tests.cluster import ROOT
+from worker.tasks.main_memory import converted_bytes, refuse_what_does_not_fit
 
 GIB = 2**30
 
@@ -22,6 +25,7 @@ def machine(directory, available_kib, *, swap_kib=0, bound=None):
     if bound is not None:
         (directory / "slice").mkdir()
         (directory / "slice" / "memory.max").write_text(f"{bound}\n")
+        (directory / "slice" / "memory.swap.max").write_text("1000\n")
     return directory
 
 
@@ -37,22 +41,23 @@ def model(directory):
     return str(directory)
 
 
-def test_what_a_model_takes_in_float32(tmp_path):
-    assert float32_bytes(tmp_path) == 0
-    assert float32_bytes(tmp_path / "org" / "name") == 0
+def test_what_a_model_takes_to_convert(tmp_path):
+    assert converted_bytes(tmp_path) == 0
+    assert converted_bytes(tmp_path / "org" / "name") == 0
     save_file({"a": np.zeros((4, 5), np.float16)}, tmp_path / "model.safetensors")
-    assert float32_bytes(tmp_path) == 4 * 20
+    assert converted_bytes(tmp_path) == 4 * 20
     model(tmp_path)
-    assert float32_bytes(tmp_path) == 4 * 3000
+    assert converted_bytes(tmp_path) == 4 * 2000, "what is in float32 stays in the file"
 
 
 @pytest.mark.parametrize(
     ("free", "fits"),
     [
-        ({"available_kib": 12}, True),
-        ({"available_kib": 11}, False),
-        ({"available_kib": 8, "swap_kib": 4}, True),
-        ({"available_kib": 99, "bound": 11999}, False),
+        ({"available_kib": 8}, True),
+        ({"available_kib": 7}, False),
+        ({"available_kib": 4, "swap_kib": 4}, True),
+        ({"available_kib": 99, "bound": 6999}, False),
+        ({"available_kib": 99, "bound": 7000}, True),
         ({"available_kib": 99, "bound": "max"}, True),
     ],
 )
@@ -81,3 +86,25 @@ def test_a_broken_file_is_the_readers_to_tell(tmp_path):
 def test_how_it_is_said():
     said = str(MainMemoryTooSmall(16 * GIB, 7 * GIB))
     assert said.startswith("reading the model takes 16.00 GiB of main memory, and 7.00 GiB can be")
+
+
+def test_what_an_earlier_model_has_freed_counts_as_free(tmp_path):
+    """The worker keeps freed memory for the next step; a new model takes the place of the last."""
+    code = (
+        "import numpy as np\n"
+        "from pathlib import Path\n"
+        "from protocol.allocator import keep_freed_memory\n"
+        "from worker.tasks.main_memory import refuse_what_does_not_fit\n"
+        "def resident():\n"
+        "    lines = Path('/proc/self/status').read_text().splitlines()\n"
+        "    return next(int(line.split()[1]) for line in lines if line.startswith('RssAnon'))\n"
+        "keep_freed_memory()\n"
+        "model = [np.ones(2**21) for _ in range(16)]\n"
+        "there = resident()\n"
+        "del model\n"
+        f"refuse_what_does_not_fit({model(tmp_path)!r})\n"
+        "print(there - resident())\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    assert int(done.stdout) > 0.9 * 16 * 2**14, "KiB of 16 arrays"

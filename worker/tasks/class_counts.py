@@ -12,11 +12,14 @@ from typing import Final
 
 from backends.interface import Sums
 from protocol.manifest import Metric, Ratio
+from protocol.messages import cut_text
 
 PART_SAMPLES: Final = 24
 """Held-out samples in a part; `EvalResult` holds so many sums."""
 CLASSES_IN_FULL: Final = 32
 """With more classes there are no figures by class: each would name two cells for every class."""
+_SHOWN_BYTES: Final = 80
+"""Of a class's name."""
 CONFUSION_CLASSES: Final = 8
 """Up to so many classes the confusion counts are metrics too."""
 
@@ -43,11 +46,12 @@ def class_metrics(names: Sequence[str], majority: int) -> tuple[Metric, ...]:
     """Accuracy, that of always saying the commonest class, F1 (macro and by class), and counts.
 
     Args:
-        names: Of the classes, in the order of their numbers.
+        names: Of the classes, in the order of their numbers; shown as far as they are printable.
         majority: The class with the most training samples.
     """
     if len(names) > CLASSES_IN_FULL:
         return (Metric(name="accuracy", numerator={"correct": 1}, denominator={"samples": 1}),)
+    names = [cut_text(name, _SHOWN_BYTES) for name in names]
     classes = range(len(names))
     cells = {_cell(a, b): 1.0 for a in classes for b in classes}
     scores = [_f1(number, len(names)) for number in classes]

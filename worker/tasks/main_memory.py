@@ -1,4 +1,7 @@
-"""Whether a model can be read at all: every worker has it in float32 in main memory for a while."""
+"""Whether a model can be read at all: what is not stored in float32 is converted in main memory.
+
+What is stored in float32 stays in the mapped file, whose pages the system can drop.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Final
 from safetensors import SafetensorError, safe_open
 
 from protocol import limits
+from protocol.allocator import give_back_freed_memory
 from protocol.errors import MainMemoryTooSmall
 
 _PROC: Final = Path("/proc")
@@ -30,16 +34,20 @@ def refuse_what_does_not_fit(place: str, proc: Path = _PROC, groups: Path = _GRO
         MainMemoryTooSmall: It needs more than this machine, or the control group, can give.
     """
     try:
-        needed = float32_bytes(Path(place))
+        needed = converted_bytes(Path(place))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
         return  # who reads it says what is wrong with it
+    give_back_freed_memory()  # of an earlier run's model
     most = _most(proc, groups)
     if most is not None and needed > most:
         raise MainMemoryTooSmall(needed, most)
 
 
-def float32_bytes(directory: Path) -> int:
-    """Of all tensors in a model's directory; 0 where it has no safetensors of the usual names."""
+def converted_bytes(directory: Path) -> int:
+    """In float32, of all tensors in a model's directory that are stored as anything else.
+
+    0 where it has no safetensors of the usual names.
+    """
     files = [directory / _ONE]
     if (directory / _INDEX).is_file():
         named = json.loads((directory / _INDEX).read_text(encoding="utf-8"))["weight_map"]
@@ -48,7 +56,8 @@ def float32_bytes(directory: Path) -> int:
     for file in files:
         if file.is_file():
             with safe_open(file, "np") as tensors:
-                elements += sum(math.prod(tensors.get_slice(n).get_shape()) for n in tensors.keys())  # noqa: SIM118
+                slices = map(tensors.get_slice, tensors.keys())
+                elements += sum(math.prod(s.get_shape()) for s in slices if s.get_dtype() != "F32")
     return 4 * elements
 
 
@@ -63,7 +72,8 @@ def _most(proc: Path, groups: Path) -> int | None:
     try:
         own = (proc / "self" / "cgroup").read_text().splitlines()
         path = next(line.partition("::")[2] for line in own if line.startswith("0::"))
-        bound = (groups / path.lstrip("/") / "memory.max").read_text().strip()
+        group = groups / path.lstrip("/")
+        bounds = [(group / name).read_text().strip() for name in ("memory.max", "memory.swap.max")]
     except (OSError, StopIteration):
         return most
-    return most if bound == "max" else min(most, int(bound))
+    return most if "max" in bounds else min(most, sum(map(int, bounds)))
