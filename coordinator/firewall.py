@@ -11,9 +11,10 @@ that is open to some counts as open.
 from __future__ import annotations
 
 import json
+import operator
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
@@ -38,6 +39,12 @@ class _Fit(Enum):
 
 _TCP: Final[tuple[str | int, ...]] = ("tcp", 6)
 _INTERFACES: Final = {"iif", "iifname", "iifgroup", "iiftype"}
+_ORDERS: Final[dict[str, Callable[[int, int], bool]]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
 _STOPS: Final = {"DROP", "REJECT"}
 """Targets of iptables that nft has no words for."""
 
@@ -128,8 +135,10 @@ class _Table:
         self, expressions: list[dict[str, Any]]
     ) -> Iterator[tuple[dict[str, Any], _Fit, bool]]:
         """What a rule does, for whom beyond its matches, and whether it names the port."""
-        # Were it another port, the rule would have been passed over.
-        named = any(_is_tcp_port(match["left"]) for match in _matches(expressions))
+        named = any(
+            _is_tcp_port(match["left"]) and self._match_fit(match) is _Fit.YES
+            for match in _matches(expressions)
+        )
         for each in expressions:
             if "xt" in each:
                 if _xt(each, "type") == "target" and _xt(each, "name") in _STOPS:
@@ -163,6 +172,8 @@ class _Table:
     def _match_fit(self, match: dict[str, Any]) -> _Fit:
         """Whether one comparison holds."""
         left, right = match["left"], match["right"]
+        if match["op"] in _ORDERS and _is_tcp_port(left) and isinstance(right, int):
+            return _yes(_ORDERS[match["op"]](self.port, right))
         if match["op"] not in {"==", "!=", "in"} or not isinstance(left, dict):
             return _Fit.UNKNOWN
         fit = self._equals(left, right)

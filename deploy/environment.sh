@@ -224,6 +224,20 @@ install() {
         >/dev/null || true
 }
 
+# Whether this last line of the stamp names the build that is asked for, or that will do. Where none
+# is asked for, CUDA's will do everywhere, the CPU build until there is a driver for CUDA.
+fits() {
+    if [ -n "$torch_asked" ]; then
+        [ "$1" = "torch $torch_asked" ]
+        return
+    fi
+    if [ "$1" != "torch cpu" ] || [ "$(choose_torch 2>/dev/null)" != cuda ]; then
+        return 0
+    fi
+    say "NVIDIA's driver is new enough for CUDA now: changing torch's build (TORCH=cpu keeps it)"
+    return 1
+}
+
 main() {
     local wanted held=""
     wanted=$(wanted)
@@ -231,8 +245,7 @@ main() {
     case $'\n'"$held"$'\n' in
     *$'\n'"$wanted"$'\n'*)
         # Also if it was made with the other build of torch than what is now asked for?
-        [ "$set_name" = coordinator ] || [ -z "$torch_asked" ] ||
-            [ "${held##*$'\n'}" = "torch $torch_asked" ] && return
+        [ "$set_name" = coordinator ] || fits "${held##*$'\n'}" && return
         ;;
     esac
     torch=""

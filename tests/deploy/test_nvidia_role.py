@@ -53,6 +53,8 @@ def test_a_driver_that_is_too_old_is_named_and_one_that_is_not_there_would_be_in
         ("old-and-only-cpu", "550.163.01", {"samestep_torch": "cpu"}),
         ("none", "", {}),
         ("none-and-left-to-the-user", "", {"samestep_nvidia_driver": False}),
+        ("none-and-only-cpu", "", {"samestep_torch": "cpu"}),
+        ("none-and-only-vulkan", "", {"samestep_devices": ["vulkan0"]}),
     ):
         driver = tmp_path / f"{name}.driver"
         if loaded:
@@ -181,3 +183,10 @@ def test_a_machine_with_a_card_and_no_driver_gets_nvidias(tmp_path, file, source
         recap, said = play(tmp_path, "devices.yml", {"tower": tower}, *given)
         assert recap == {"tower": (0, 1)}, said
         assert "found 550.163.01: remove it" in " ".join(said.split())
+
+        only_cpu = {"tower": tower | {"samestep_torch": "cpu"}}
+        for loaded in (VERSION.format("550.163.01"), ""):
+            machine.write("/var/lib/driver-version", loaded)
+            recap, said = play(tmp_path, "devices.yml", only_cpu, *given)
+            assert recap == {"tower": (0, 0)}, said
+            assert "devices: ['cpu']" in said

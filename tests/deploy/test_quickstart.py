@@ -180,6 +180,25 @@ def test_a_driver_that_is_too_old_is_said_and_left_out(place: Place, version):
     assert CUDA not in place.did()
 
 
+def test_a_driver_that_has_become_new_enough_gets_cuda(place: Place):
+    place.has_driver("535.261.03")
+    environment(place, "worker")
+    before = place.did()
+    assert environment(place, "worker") == ""
+    assert place.did() == before
+    place.has_driver("580.65.06")
+    assert environment(place, "worker", TORCH="cpu") == ""
+    assert environment(place, "coordinator") == ""
+    assert place.did() == before
+    assert "new enough for CUDA now" in environment(place, "worker")
+    assert CUDA in place.did()[len(before) :]
+    after = place.did()
+    assert environment(place, "worker") == ""
+    place.has_driver("NVIDIA-SMI has failed", code=9)
+    assert environment(place, "worker") == ""
+    assert place.did() == after
+
+
 def test_the_cpu_build_may_be_wanted_beside_an_old_driver(place: Place):
     place.has_driver("535.261.03")
     assert "driver" not in environment(place, "worker", TORCH="cpu")
