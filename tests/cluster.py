@@ -172,6 +172,10 @@ class Cluster:
         """All events of a kind so far."""
         return [each for each in self._events if each["event"] == event]
 
+    def handed_over(self) -> bool:
+        """Whether others have computed what one had not: once it was lost, or late before that."""
+        return any(map(self.every, ("reassigned", "restarted", "speculated")))
+
     def ask(self, method: str, path: str, document: object = None) -> dict[str, Any]:
         """One request to the control port."""
         host, _, port = self.address["control"].rpartition(":")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -148,8 +149,9 @@ def _end_on_signals(client: Client, supervisor: Supervisor) -> None:
             supervisor.stopping()
             client.drain()
         else:
-            print("worker: stopped at once; others compute what it had begun", file=sys.stderr)
-            sys.exit(ExitCode.FAILED)
+            text = "worker: stopped at once; others compute what it had begun"
+            print(text, file=sys.stderr, flush=True)
+            os._exit(ExitCode.FAILED)  # an orderly end would wait for the device
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, handle)

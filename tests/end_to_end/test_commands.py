@@ -110,6 +110,19 @@ def test_operator_without_coordinator():
     assert "--control" in one_line(ended)
 
 
+def test_a_second_signal_ends_a_worker_at_once(tmp_path):
+    with Cluster(tmp_path, "--expect-workers", "1", "--run", str(RUNS / "regress.yaml")) as cluster:
+        cluster.held_worker("w0", 3, "--backend", "cpu").reached()
+        worker = cluster.workers["w0"]
+        assert worker.stdout is not None
+        assert worker.stderr is not None
+        worker.terminate()
+        assert any("draining" in line for line in worker.stdout), "it has begun to leave"
+        worker.terminate()
+        assert cluster.wait_for_exit(worker) == 1
+        assert "stopped at once" in worker.stderr.read()
+
+
 def test_unknown_backend():
     ended = run("worker", "--backend", "tpu")
     assert ended.returncode == 2

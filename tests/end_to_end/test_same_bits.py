@@ -91,14 +91,9 @@ def test_the_main_jobs_with_a_worker_killed_and_another_joining(tmp_path, refere
         cluster.wait_for("worker_joined", worker="w2")
         first.release()
         disturbed = cluster.result()
-        assert handed_over(cluster), cluster.events()
+        assert cluster.handed_over(), cluster.events()
     assert disturbed["weights_digest"] == alone["weights_digest"]
     assert disturbed["losses"] == alone["losses"]
-
-
-def handed_over(cluster: Cluster) -> bool:
-    """Whether others have computed what one had not: once it was lost, or late before that."""
-    return any(map(cluster.every, ("reassigned", "restarted", "speculated")))
 
 
 def test_regress_reaches_the_noise_free_solution(reference_directory):
@@ -119,7 +114,7 @@ def test_a_worker_killed_in_the_middle_of_a_step(tmp_path, reference_directory):
         for hold in holds:
             hold.release()
         disturbed = cluster.result()
-        assert handed_over(cluster), cluster.events()
+        assert cluster.handed_over(), cluster.events()
     assert disturbed["weights_digest"] == alone["weights_digest"]
     assert disturbed["losses"] == alone["losses"]
 

@@ -91,13 +91,8 @@ def test_one_is_killed_in_the_middle_of_a_step_and_another_comes_late(tmp_path, 
         first.release()
         assert joined["step"] < len(alone["losses"])
         assert is_undisturbed(cluster, alone)
-        assert handed_over(cluster), cluster.events()
+        assert cluster.handed_over(), cluster.events()
         assert cluster.result()["workers"]["late"] > 0
-
-
-def handed_over(cluster: Cluster) -> bool:
-    """Whether others have computed what one had not: once it was lost, or late before that."""
-    return any(map(cluster.every, ("reassigned", "restarted", "speculated")))
 
 
 def test_devices_are_lost_and_run_out_of_memory(tmp_path, tmp_path_factory, job, alone):
@@ -114,7 +109,7 @@ def test_devices_are_lost_and_run_out_of_memory(tmp_path, tmp_path_factory, job,
         faulty["lost"].lose()
         cluster.wait_for("worker_lost", worker="lost")
         assert is_undisturbed(cluster, alone)
-        assert handed_over(cluster), cluster.events()
+        assert cluster.handed_over(), cluster.events()
 
         (line,) = last_words(cluster, "never")
         assert "cannot be opened" in line
