@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from backends.interface import DeviceInfo
+from backends.base.interface import DeviceInfo
 from backends.nvidia_driver import is_older, least_driver
 from backends.registry import devices
-from protocol.device_name import parse_backend
-from protocol.doctor import Finding, failure, ok, warning
+from protocol.base.device_name import parse_backend
+from protocol.host.doctor import Finding, failure, ok, warning
 
 _DISPLAYS: Final = "0x03"
 """PCI class of display controllers."""

@@ -8,9 +8,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from backends.interface import Batch, BlockGradient, Trainable
+from backends.base.interface import Batch, BlockGradient, Trainable
 from backends.registry import choose
-from protocol.manifest import Block, TensorSpec
+from protocol.spec.manifest import Block, TensorSpec
 
 _SAMPLES: Final = 8
 _WIDTH: Final = 16

@@ -11,9 +11,9 @@ import importlib.util
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from backends.interface import Backend, BackendChoice, DeviceInfo
-from protocol.device_name import AUTO_ORDER, parse_backend
-from protocol.errors import BackendUnavailable
+from backends.base.interface import Backend, BackendChoice, DeviceInfo
+from protocol.base.device_name import AUTO_ORDER, parse_backend
+from protocol.base.errors import BackendUnavailable
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -73,7 +73,7 @@ def _make(kind: str, index: int) -> Backend:
         from backends.wgpu.backend import VulkanBackend  # noqa: PLC0415  (imports torch and wgpu)
 
         return VulkanBackend(index)
-    from backends.eager import EagerBackend  # noqa: PLC0415  (imports torch)
+    from backends.eager.eager import EagerBackend  # noqa: PLC0415  (imports torch)
 
     return EagerBackend("cuda" if kind == "cuda" else "cpu", index)
 
@@ -132,7 +132,7 @@ def _vulkan_devices() -> list[DeviceInfo]:
     torch = _torch()
     if isinstance(torch, str):
         return [DeviceInfo("vulkan", "Vulkan", False, torch)]
-    from backends.wgpu.adapters import adapters  # noqa: PLC0415  (looks for devices)
+    from backends.wgpu.device.adapters import adapters  # noqa: PLC0415  (looks for devices)
 
     found = adapters()
     if isinstance(found, str):
@@ -144,7 +144,7 @@ def _cpu_device() -> DeviceInfo:
     torch = _torch()
     if isinstance(torch, str):
         return DeviceInfo("cpu", "CPU", False, torch)
-    from backends.eager import EagerBackend  # noqa: PLC0415  (imports torch)
+    from backends.eager.eager import EagerBackend  # noqa: PLC0415  (imports torch)
 
     return EagerBackend("cpu").info
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from backends import draws
-from backends.interface import (
+from backends.base import draws
+from backends.base.interface import (
     Array,
     Batch,
     BlockGradient,
@@ -24,9 +24,9 @@ from backends.interface import (
     Sums,
     Trainable,
 )
-from backends.node_sum import HostNodeSum
-from backends.stream import GradientStream
-from protocol.errors import SamestepError
+from backends.base.node_sum import HostNodeSum
+from backends.base.stream import GradientStream
+from protocol.base.errors import SamestepError
 
 FORWARD_SHARE = 1.0 / 3.0
 """Part of a microbatch's time before the first block comes out: backward costs twice forward."""

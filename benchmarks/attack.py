@@ -21,7 +21,7 @@ from typing import Final
 
 import uvloop
 
-from protocol import tls
+from protocol.wire import tls
 
 FROM: Final = "127.0.0.2"
 """Another address of this machine than its members have."""

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from backends.interface import Array, Batch
+from backends.base.interface import Array, Batch
 from benchmarks.step_time import StepTime
-from protocol.run_spec import RunSpec
-from protocol.samples import SampleOrder, microbatch_seed
-from protocol.schedule import learning_rate
-from protocol.trace import now_us
-from protocol.update import decays
+from protocol.exact.samples import SampleOrder, microbatch_seed
+from protocol.exact.schedule import learning_rate
+from protocol.exact.update import decays
+from protocol.host.trace import now_us
+from protocol.spec.run_spec import RunSpec
 from worker.tasks.registry import build
 
 

@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from benchmarks.timeline import Timeline, read_trace
-from coordinator.control_client import control_token
-from protocol.trace import now_us
+from coordinator.operator.control_client import control_token
+from protocol.host.trace import now_us
 
 _START_TIMEOUT_S: Final = 200.0
 _RUN_TIMEOUT_S: Final = 600.0

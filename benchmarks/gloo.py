@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from protocol.trace import now_us
+from protocol.host.trace import now_us
 
 Times = list[tuple[float, float]]
 

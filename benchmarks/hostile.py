@@ -27,8 +27,8 @@ from typing import Any, Final
 
 from benchmarks.attack import FROM
 from benchmarks.machine import print_heading, print_table
-from protocol.errors import ExitCode
-from protocol.messages import Goodbye
+from protocol.base.errors import ExitCode
+from protocol.wire.messages import Goodbye
 from tests.chaos.processes import Coordinator, Worker
 from tests.hostile_worker import HostileWorker
 

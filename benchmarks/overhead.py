@@ -23,8 +23,8 @@ from benchmarks.cluster import Cluster, Interval
 from benchmarks.jobs import short
 from benchmarks.machine import print_heading, print_table
 from benchmarks.step_time import StepTime, step_times
-from protocol.allocator import keep_freed_memory
-from protocol.run_spec import parse_run_spec
+from protocol.host.allocator import keep_freed_memory
+from protocol.spec.run_spec import parse_run_spec
 
 JOB = "sms-spam"
 TURNS = 5

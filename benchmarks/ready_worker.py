@@ -15,15 +15,15 @@ from pathlib import Path
 
 import uvloop
 
-from backends.interface import Batch, BlockGradient, Loss, MicrobatchItem, Program, Trainable
+from backends.base.interface import Batch, BlockGradient, Loss, MicrobatchItem, Program, Trainable
+from backends.base.stream import GradientStream
 from backends.scripted import ScriptedBackend, ScriptedProgram
-from backends.stream import GradientStream
-from protocol.allocator import keep_freed_memory
-from protocol.errors import ExitCode
-from protocol.run_spec import RunSpec
-from protocol.trace import Tracer
-from worker.client import Client, Target
-from worker.credentials import Credentials
+from protocol.base.errors import ExitCode
+from protocol.host.allocator import keep_freed_memory
+from protocol.host.trace import Tracer
+from protocol.spec.run_spec import RunSpec
+from worker.joining.credentials import Credentials
+from worker.shell.client import Client, Target
 from worker.tasks.base import Task
 from worker.tasks.scripted import Scripted
 
@@ -64,7 +64,7 @@ class ReadyBackend(ScriptedBackend):
 
 
 class ReadyDevice:
-    """See `worker.engine.Toolbox`."""
+    """See `worker.shell.engine.Toolbox`."""
 
     def __init__(self, quiet_ms: float) -> None:
         self._backend = ReadyBackend(quiet_ms)

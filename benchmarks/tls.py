@@ -27,13 +27,14 @@ import uvloop
 from benchmarks.cluster import Cluster, Interval, scripted
 from benchmarks.machine import print_heading, print_table
 from benchmarks.timeline import intervals_us, step_times
-from coordinator.credentials import Credentials
-from protocol import limits, tls
-from protocol.allocator import keep_freed_memory
-from protocol.connection import Connection, Phase, Received, encode
-from protocol.errors import ProtocolError
-from protocol.messages import BlobChunk
-from protocol.transport import Channel
+from coordinator.members.credentials import Credentials
+from protocol.base import limits
+from protocol.base.errors import ProtocolError
+from protocol.host.allocator import keep_freed_memory
+from protocol.wire import tls
+from protocol.wire.connection import Connection, Phase, Received, encode
+from protocol.wire.messages import BlobChunk
+from protocol.wire.transport import Channel
 
 _TURNS: Final = 5
 _SIZES: Final = (883_332, 5_555_556)

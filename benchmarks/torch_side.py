@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 import torch
 
-from backends.eager import EagerBackend
+from backends.eager.eager import EagerBackend
 
 Against = Literal["auto", "cpu", "cuda"]
 

@@ -11,14 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import Final
 from unittest.mock import patch
 
-import coordinator.execution
-import coordinator.service
-from coordinator.actions import Action
-from coordinator.chronicle import Chronicle
+import coordinator.service.execution
+import coordinator.service.service
 from coordinator.cli import main
-from coordinator.journal_records import Record
-from coordinator.log_records import Array, ChunkPlace, CommitRecord
-from coordinator.run_storage import RunStorage
+from coordinator.run.actions import Action
+from coordinator.run.commit_record import CommitRecord
+from coordinator.service.chronicle import Chronicle
+from coordinator.storage.journal_records import Record
+from coordinator.storage.log_records import Array, ChunkPlace
+from coordinator.storage.run_storage import RunStorage
 
 _NO_HEAD: Final = "0" * 64
 
@@ -57,7 +58,7 @@ class _Silent(Chronicle):
 
 if __name__ == "__main__":
     with (
-        patch.object(coordinator.service, "RunStorage", _Forgetful),
-        patch.object(coordinator.execution, "Chronicle", _Silent),
+        patch.object(coordinator.service.service, "RunStorage", _Forgetful),
+        patch.object(coordinator.service.execution, "Chronicle", _Silent),
     ):
         main()

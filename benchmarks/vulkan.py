@@ -31,14 +31,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from backends.interface import Batch, Trainable
+from backends.base.interface import Batch, Trainable
 from backends.registry import choose
-from backends.wgpu.attention_problem import AttentionSizes
 from backends.wgpu.backend import VulkanBackend
-from backends.wgpu.dispatch import Dispatch
-from backends.wgpu.lowering import Templates
-from backends.wgpu.matmul import MatmulProblem, Operand, matmul_shader
+from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
+from backends.wgpu.shaders.attention_problem import AttentionSizes
+from backends.wgpu.shaders.dispatch import Dispatch
+from backends.wgpu.shaders.matmul import MatmulProblem, Operand, matmul_shader
 from benchmarks.machine import print_heading, print_table
 from benchmarks.torch_side import Against, TorchSide, torch_side
 from benchmarks.turns import by_turns, ratios
@@ -128,7 +128,7 @@ def attention_row(backend: VulkanBackend, length: int, rounds: int) -> list[str]
     """A microbatch of one text of so many tokens, both ways."""
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  (seconds)
 
-    from worker.blocks import cut_into_blocks  # noqa: PLC0415
+    from worker.models.blocks import cut_into_blocks  # noqa: PLC0415
 
     config = LlamaConfig(
         vocab_size=256, hidden_size=256, intermediate_size=512, num_hidden_layers=2,

@@ -30,9 +30,9 @@ def measure(layers: int) -> dict[str, float]:
     import torch  # noqa: PLC0415
     import transformers  # noqa: PLC0415
 
-    from backends.interface import Batch, Trainable  # noqa: PLC0415
+    from backends.base.interface import Batch, Trainable  # noqa: PLC0415
     from backends.wgpu.backend import VulkanBackend  # noqa: PLC0415
-    from worker.blocks import cut_into_blocks  # noqa: PLC0415
+    from worker.models.blocks import cut_into_blocks  # noqa: PLC0415
 
     torch.manual_seed(0)
     sizes: dict[str, Any] = {

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from backends.interface import Array, Batch, BlockGradient, NodeSum, Program, Trainable
-from backends.node_sum import HostNodeSum
+from backends.base.interface import Array, Batch, BlockGradient, NodeSum, Program, Trainable
+from backends.base.node_sum import HostNodeSum
 from backends.wgpu.backend import VulkanBackend
 from benchmarks.jobs import short
 from benchmarks.torch_side import TorchSide
 from benchmarks.turns import Timed, by_turns, ratios
-from protocol.run_spec import parse_run_spec
-from protocol.samples import SampleOrder, microbatch_seed
+from protocol.exact.samples import SampleOrder, microbatch_seed
+from protocol.spec.run_spec import parse_run_spec
 
 JOBS: Final = {"classify": "sms-spam", "causal-lm": "small-llama"}
 NODE_LEAVES: Final = 8
@@ -62,7 +62,7 @@ class Decoder:
         """With torch's own attention, the quickest it has."""
         from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  (seconds)
 
-        from worker.blocks import cut_into_blocks  # noqa: PLC0415
+        from worker.models.blocks import cut_into_blocks  # noqa: PLC0415
 
         torch.manual_seed(0)
         config = LlamaConfig(

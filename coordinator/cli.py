@@ -16,12 +16,12 @@ import yaml
 
 from coordinator import token_cli
 from protocol import __version__
-from protocol.address import parse_address
-from protocol.command_line import check_options_follow
-from protocol.device_name import parse_devices
-from protocol.discovery import check_name
-from protocol.errors import ExitCode, RunSpecError, SamestepError, UsageError
-from protocol.system_journal import write_error
+from protocol.base.address import parse_address
+from protocol.base.device_name import parse_devices
+from protocol.base.errors import ExitCode, RunSpecError, SamestepError, UsageError
+from protocol.host.command_line import check_options_follow
+from protocol.host.system_journal import write_error
+from protocol.wire.discovery import check_name
 
 DEFAULT_BIND = "127.0.0.1:9000"
 DEFAULT_CONTROL = "127.0.0.1:9001"
@@ -215,7 +215,7 @@ def status(
     if as_json:
         typer.echo(json.dumps(document, indent=2))
         return
-    from coordinator.status_text import status_lines
+    from coordinator.operator.status_text import status_lines
 
     for line in status_lines(document):
         typer.echo(line)
@@ -254,8 +254,8 @@ def checkpoint(control: Control = DEFAULT_CONTROL) -> None:
 @app.command()
 def audit(directory: RunPath) -> None:
     """Prove from a run's files that its samples counted once, and that every digest fits."""
-    from coordinator.audit import audit as audit_run
-    from coordinator.claim import is_held
+    from coordinator.audit.audit import audit as audit_run
+    from coordinator.disk.claim import is_held
 
     if is_held(directory):
         raise UsageError(
@@ -276,10 +276,10 @@ def report(
     ] = None,
 ) -> None:
     """Write one HTML page: what was trained, by whom, what went wrong, and what proves it."""
-    from coordinator.audit import audit as audit_run
-    from coordinator.claim import is_held
-    from coordinator.durable_file import replace_file
-    from coordinator.report import report as report_on
+    from coordinator.audit.audit import audit as audit_run
+    from coordinator.audit.report import report as report_on
+    from coordinator.disk.claim import is_held
+    from coordinator.disk.durable_file import replace_file
 
     target = output or directory / "report.html"
     audited = None if is_held(directory) else audit_run(directory)  # its files change
@@ -295,10 +295,10 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One document, for scripts.")] = False,
 ) -> None:
     """Check this machine for what usually goes wrong, and say what to do."""
-    from coordinator.doctor import Plan, examine
+    from coordinator.doctor.doctor import Plan, examine
     from coordinator.main import DEFAULT_OUT
-    from protocol.doctor import tell
-    from protocol.secret_file import state_home
+    from protocol.host.doctor import tell
+    from protocol.host.secret_file import state_home
 
     ports = parse_address(bind, "--bind"), parse_address(control, "--control")
     plan = Plan(*ports, out or DEFAULT_OUT, state_home())
@@ -308,7 +308,7 @@ def doctor(
 @app.command()
 def schema() -> None:
     """Print the run spec's JSON schema."""
-    from protocol.run_spec import run_spec_schema
+    from protocol.spec.run_spec import run_spec_schema
 
     typer.echo(json.dumps(run_spec_schema(), indent=2))
 
@@ -316,7 +316,7 @@ def schema() -> None:
 def _ask(
     control: str, method: str, path: str, document: Any = None, timeout_s: float = 10.0
 ) -> dict[str, Any]:
-    from coordinator.control_client import request
+    from coordinator.operator.control_client import request
 
     parse_address(control, "--control")
     return _run(request(control, method, path, document, timeout_s))

@@ -15,27 +15,27 @@ import uvloop
 from rich.console import Console
 from rich.text import Text
 
-from coordinator.accepted_run import unfinished_runs
-from coordinator.artifacts import write_json
-from coordinator.blob_index import index_blobs
-from coordinator.console import ProgressConsole, print_outcome
-from coordinator.control import ControlPort
-from coordinator.invitation import invitation, status_line
-from coordinator.listening import is_loopback
+from coordinator.disk.artifacts import write_json
+from coordinator.files.blob_index import index_blobs
 from coordinator.local_workers import LocalWorkers
-from coordinator.run_directory import RunDirectory
-from coordinator.service import Service, Settings
-from coordinator.status import status_document
-from coordinator.status_text import summary
-from coordinator.structured_log import set_up_logging
-from protocol.allocator import keep_freed_memory
-from protocol.errors import ExitCode, SamestepError, StorageFailed, UsageError
-from protocol.run_spec import RunSpec
-from protocol.supervisor import Supervisor
-from protocol.system_journal import SystemJournal
+from coordinator.members.invitation import invitation, status_line
+from coordinator.members.listening import is_loopback
+from coordinator.operator.console import ProgressConsole, print_outcome
+from coordinator.operator.control import ControlPort
+from coordinator.operator.status import status_document
+from coordinator.operator.status_text import summary
+from coordinator.operator.structured_log import set_up_logging
+from coordinator.service.accepted_run import unfinished_runs
+from coordinator.service.service import Service, Settings
+from coordinator.storage.run_directory import RunDirectory
+from protocol.base.errors import ExitCode, SamestepError, StorageFailed, UsageError
+from protocol.host.allocator import keep_freed_memory
+from protocol.host.supervisor import Supervisor
+from protocol.host.system_journal import SystemJournal
+from protocol.spec.run_spec import RunSpec
 
 if TYPE_CHECKING:
-    from coordinator.announcement import Announcement
+    from coordinator.members.announcement import Announcement
 
 DEFAULT_OUT = Path("runs")
 
@@ -250,7 +250,7 @@ def _announced(options: Options, service: Service) -> Announcement | None:
     """Begin to tell the network where the coordinator is, if it is to know."""
     if not options.name or is_loopback(service.address[0]):
         return None
-    from coordinator.announcement import Announcement  # noqa: PLC0415 -- 0.1 s, seldom needed
+    from coordinator.members.announcement import Announcement  # noqa: PLC0415 -- 0.1 s, seldom needed
 
     certificate = "" if options.plaintext else service.credentials.fingerprint.hex()
     announcement = Announcement(options.name, service.address, certificate)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocol.errors import UsageError
-from protocol.run_spec import RunSpec, load_run_spec, parse_run_spec
+from protocol.base.errors import UsageError
+from protocol.spec.run_spec import RunSpec, load_run_spec, parse_run_spec
 
 DEFAULT_STEPS = 100
 

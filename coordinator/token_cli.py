@@ -17,7 +17,7 @@ app = typer.Typer(
 @app.command()
 def show() -> None:
     """Print the join token. Who has it can join: hand it to members' machines only."""
-    from coordinator.credentials import Credentials
+    from coordinator.members.credentials import Credentials
 
     typer.echo(Credentials.open().join_token().reveal())
 
@@ -29,7 +29,7 @@ def rotate(
     ] = False,
 ) -> None:
     """Make a new join token; workers that have joined before keep their own keys."""
-    from coordinator.credentials import Credentials
+    from coordinator.members.credentials import Credentials
 
     Credentials.open().rotate(everyone=everyone)
     typer.echo("the join token is new; the old one opens nothing")
@@ -40,7 +40,7 @@ def rotate(
 @app.command()
 def revoke(name: Annotated[str, typer.Argument(help="See: coordinator token workers.")]) -> None:
     """Take one worker's key and the join token it knows; it is disconnected within seconds."""
-    from coordinator.credentials import Credentials
+    from coordinator.members.credentials import Credentials
 
     Credentials.open().revoke(name)
     typer.echo(f"the key of {name!r} counts no more, and the join token is new; others stay")
@@ -49,7 +49,7 @@ def revoke(name: Annotated[str, typer.Argument(help="See: coordinator token work
 @app.command()
 def workers() -> None:
     """Show which workers have a key of their own: since when, its mark in journals, the name."""
-    from coordinator.credentials import Credentials
+    from coordinator.members.credentials import Credentials
 
     keys = Credentials.open().keys
     marks = keys.marks()
@@ -64,8 +64,8 @@ def control(
     ] = "127.0.0.1:9001",
 ) -> None:
     """Print a running coordinator's control token, for its page or for Prometheus."""
-    from coordinator.control_client import control_token
-    from protocol.errors import NotAuthorised
+    from coordinator.operator.control_client import control_token
+    from protocol.base.errors import NotAuthorised
 
     token = control_token(address)
     if not token:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.run_spec import RunSpec
+from protocol.spec.run_spec import RunSpec
 
 
 class Broken:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from coordinator.control_client import control_token
+from coordinator.operator.control_client import control_token
 
 ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "deploy" / "runs"

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from coordinator.artifacts import write_model
-from coordinator.checkpoint import write_checkpoint
-from coordinator.gradient_log import GradientLog
-from coordinator.journal import Journal
-from coordinator.journal_records import (
+from coordinator.disk.artifacts import write_model
+from coordinator.run.commit_record import CommitRecord
+from coordinator.storage.checkpoint import write_checkpoint
+from coordinator.storage.gradient_log import GradientLog
+from coordinator.storage.journal import Journal
+from coordinator.storage.journal_records import (
     Checkpointed,
     Committed,
     Ended,
@@ -30,16 +31,16 @@ from coordinator.journal_records import (
     RunBegins,
     ViewChanged,
 )
-from coordinator.log_records import Array, ChunkPlace, CommitRecord
-from coordinator.recovery import Recovery, recover
-from coordinator.replay import take
-from coordinator.run_directory import RunDirectory
-from protocol.digest import weights_digest
-from protocol.manifest import Block, Export, Manifest, Metric, TensorSpec
-from protocol.messages import Commit
-from protocol.replica import Replica
-from protocol.run_spec import BatchSpec, LogMode, OptimizerSpec, RunSpec
-from protocol.update import global_norm, square_sum, step_scalars
+from coordinator.storage.log_records import Array, ChunkPlace
+from coordinator.storage.recovery import Recovery, recover
+from coordinator.storage.replay import take
+from coordinator.storage.run_directory import RunDirectory
+from protocol.exact.digest import weights_digest
+from protocol.exact.replica import Replica
+from protocol.exact.update import global_norm, square_sum, step_scalars
+from protocol.spec.manifest import Block, Export, Manifest, Metric, TensorSpec
+from protocol.spec.run_spec import BatchSpec, LogMode, OptimizerSpec, RunSpec
+from protocol.wire.messages import Commit
 
 RUN_ID = "made-up-1"
 BLOCKS = (

@@ -11,10 +11,10 @@ from __future__ import annotations
 import socket
 import sys
 
-from backends.interface import Array
-from protocol.update import StepScalars
+from backends.base.interface import Array
+from protocol.exact.update import StepScalars
 from worker.cli import main
-from worker.engine import Engine
+from worker.shell.engine import Engine
 
 
 def hold(steps: int, port: int) -> None:

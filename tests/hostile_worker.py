@@ -1,7 +1,7 @@
 """A worker that does everything right until it is told to do something wrong.
 
-It speaks through `protocol.connection` only to read; what it writes is not checked by anyone. Its
-`Ready` is a real one: the product's own engine builds the task.
+It speaks through `protocol.wire.connection` only to read; what it writes is not checked by anyone.
+Its `Ready` is a real one: the product's own engine builds the task.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from coordinator.credentials import Credentials
-from protocol import __version__, tls
-from protocol.authentication import answer, new_nonce
-from protocol.connection import Connection, Received, encode
-from protocol.errors import LocalProtocolError
-from protocol.manifest import Manifest
-from protocol.messages import (
+from coordinator.members.credentials import Credentials
+from protocol import __version__
+from protocol.base.errors import LocalProtocolError
+from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
+from protocol.wire import tls
+from protocol.wire.authentication import answer, new_nonce
+from protocol.wire.connection import Connection, Received, encode
+from protocol.wire.messages import (
     BlockGradientPayload,
     Challenge,
     Goodbye,
@@ -34,9 +35,9 @@ from protocol.messages import (
     StepPlan,
     Welcome,
 )
-from protocol.run_spec import RunSpec, parse_run_spec_bytes
 from tests.live_service import PATIENCE_S, Scripted
-from worker.engine import Built, Engine, Event
+from worker.logic.events import Built, Event
+from worker.shell.engine import Engine
 
 M = TypeVar("M", bound=Message)
 
@@ -151,7 +152,7 @@ class HostileWorker:
         """Join, get ready, and wait for work."""
         await self.join()
         built = await self.prepare()
-        self.send(self.ready(built), built.manifest)
+        self.send(self.ready(built), built.manifest.to_bytes())
         return await self.until(StepPlan)
 
     def ready(self, built: Built, **changes: Any) -> Ready:
@@ -175,8 +176,8 @@ class HostileWorker:
         event = await built
         await loop.run_in_executor(None, device.close)
         assert isinstance(event, Built)
-        self._connection.blocks = Manifest.from_bytes(event.manifest).blocks
-        self.parameters = event.task.initial_parameters()
+        self._connection.blocks = event.manifest.blocks
+        self.parameters = Scripted().task(spec).initial_parameters()
         return event
 
     def _upload(self) -> None:

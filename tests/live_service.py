@@ -11,15 +11,15 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from backends.interface import Backend
+from backends.base.interface import Backend
 from backends.scripted import ScriptedBackend
-from coordinator.service import Service, Settings
-from protocol.errors import ExitCode
-from protocol.run_spec import RunSpec, parse_run_spec
+from coordinator.service.service import Service, Settings
+from protocol.base.errors import ExitCode
+from protocol.spec.run_spec import RunSpec, parse_run_spec
 from tests.cluster import PATIENCE_S
-from worker.client import Client, Target
-from worker.credentials import Credentials
-from worker.engine import Toolbox
+from worker.joining.credentials import Credentials
+from worker.shell.client import Client, Target
+from worker.shell.engine import Toolbox
 from worker.tasks.base import Task
 from worker.tasks.registry import build
 

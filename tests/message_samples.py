@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from protocol import limits, messages
-from protocol.connection import Encoded, encode
-from protocol.manifest import Block, TensorSpec
-from protocol.messages import Message
-from protocol.update import StepScalars
+from protocol.base import limits
+from protocol.exact.update import StepScalars
+from protocol.spec.manifest import Block, TensorSpec
+from protocol.wire import messages
+from protocol.wire.connection import Encoded, encode
+from protocol.wire.messages import Message
 
 BLOCKS = (
     Block(name="embed", kind="non_block", tensors=(TensorSpec(name="e", shape=(3,)),)),

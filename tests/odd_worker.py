@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 
-from protocol.replica import Replica
+from protocol.exact.replica import Replica
 from worker.cli import main
 
 

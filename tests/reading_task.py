@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from protocol.errors import DataError
-from protocol.file_digest import file_digest
-from protocol.run_spec import RunSpec
+from protocol.base.errors import DataError
+from protocol.spec.file_digest import file_digest
+from protocol.spec.run_spec import RunSpec
 from worker.tasks.scripted import Scripted
 
 NAME = "tests.reading_task:Reads"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol import limits
+from protocol.base import limits
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("backends", "coordinator", "protocol", "worker")
@@ -26,15 +26,15 @@ SHELL_ONLY = {"aiohttp", "prometheus_client", "rich", "structlog", "typer", "uvl
 SELDOM = {"zeroconf"}
 """Imported only where it is needed."""
 PURE = (
-    "protocol/connection.py",
-    "protocol/frames.py",
-    "protocol/tree.py",
-    "coordinator/membership.py",
-    "coordinator/planner.py",
-    "coordinator/round.py",
-    "coordinator/run.py",
-    "worker/fetching.py",
-    "worker/session.py",
+    "protocol/wire/connection.py",
+    "protocol/wire/frames.py",
+    "protocol/exact/tree.py",
+    "coordinator/run/membership.py",
+    "coordinator/run/planner.py",
+    "coordinator/run/round.py",
+    "coordinator/run/run.py",
+    "worker/logic/fetching.py",
+    "worker/logic/session.py",
 )
 IMPURE = {"asyncio", "os", "random", "secrets", "socket", "structlog", "threading", "time"}
 UNSAFE = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}
@@ -189,7 +189,7 @@ def test_every_limit_ends_in_its_unit():
         (import_directions, "coordinator/x.py", "def f():\n    from backends import cpu"),
         (import_directions, "protocol/x.py", "import structlog"),
         (import_directions, "backends/x.py", "import worker.tasks"),
-        (pure_modules, "coordinator/round.py", "from time import monotonic"),
+        (pure_modules, "coordinator/run/round.py", "from time import monotonic"),
         (no_unsafe_loading, "worker/x.py", "import pickle"),
         (no_unsafe_loading, "worker/x.py", "load(name, trust_remote_code=True)"),
         (no_unsafe_loading, "worker/x.py", "np.load(name, allow_pickle=flag)"),

@@ -11,12 +11,12 @@ from typing import Annotated
 import typer
 
 from protocol import __version__
-from protocol.address import parse_address
-from protocol.command_line import check_options_follow
-from protocol.device_name import parse_devices
-from protocol.discovery import check_name
-from protocol.errors import ExitCode, SamestepError
-from protocol.system_journal import write_error
+from protocol.base.address import parse_address
+from protocol.base.device_name import parse_devices
+from protocol.base.errors import ExitCode, SamestepError
+from protocol.host.command_line import check_options_follow
+from protocol.host.system_journal import write_error
+from protocol.wire.discovery import check_name
 
 app = typer.Typer(
     add_completion=False,
@@ -99,10 +99,10 @@ def serve(
         return
     backend, wanted = parse_devices(backend, gpus)
     if len(wanted) > 1:
-        from worker.group import run_group
+        from worker.shell.group import run_group
 
         raise typer.Exit(run_group(sys.argv[1:], list(wanted), name or _host_name()))
-    from worker.credentials import Credentials
+    from worker.joining.credentials import Credentials
     from worker.main import Options, main
 
     address, named = _coordinator(coordinator)
@@ -140,7 +140,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One document, for scripts.")] = False,
 ) -> None:
     """Check this machine, and the way to the coordinator, for what usually goes wrong."""
-    from protocol.doctor import tell
+    from protocol.host.doctor import tell
     from worker.doctor import Plan, examine
 
     backend, wanted = parse_devices(backend, gpus)
@@ -163,7 +163,7 @@ def classify(
     texts: Annotated[list[str], typer.Argument(metavar="TEXT...", help="Each by itself.")],
 ) -> None:
     """Classify texts with what a run has trained."""
-    from worker.prediction import classify as classify_texts
+    from worker.tasks.prediction import classify as classify_texts
 
     for prediction in classify_texts(directory, texts):
         typer.echo(f"{prediction.label} {prediction.probability:.3f}  {prediction.text}")

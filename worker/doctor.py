@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Final
 
 from backends.device_checks import Machine, device_findings
-from protocol import host_checks, limits
-from protocol.cache_directory import cache_directory
-from protocol.doctor import Finding, failure, ok, warning
-from protocol.errors import SamestepError, Unreachable, UsageError
-from protocol.secret_file import read_secret, state_home
-from worker.credentials import Credentials
-from worker.this_machine import HERE, someone_listens
-from worker.trial_join import trial_join
+from protocol.base import limits
+from protocol.base.errors import SamestepError, Unreachable, UsageError
+from protocol.host import host_checks
+from protocol.host.cache_directory import cache_directory
+from protocol.host.doctor import Finding, failure, ok, warning
+from protocol.host.secret_file import read_secret, state_home
+from worker.joining.credentials import Credentials
+from worker.joining.this_machine import HERE, someone_listens
+from worker.joining.trial_join import trial_join
 
 _LEAST_FREE_BYTES: Final = 5 * 1024 * limits.MIB
 _LEAST_MEMORY_BYTES: Final = 2 * 1024 * limits.MIB
@@ -106,7 +107,7 @@ def _found(
     if not plan.coordinator_name and someone_listens(*HERE):
         yield ok("coordinator", "no address was given; one may be on this machine")
         return HERE
-    from worker.discovery import find  # noqa: PLC0415 -- 0.1 s, and seldom needed
+    from worker.joining.discovery import find  # noqa: PLC0415 -- 0.1 s, and seldom needed
 
     def is_ours(certificate: str) -> bool:
         return credentials.is_for(bytes.fromhex(certificate), plan.name)

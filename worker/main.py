@@ -12,17 +12,17 @@ from pathlib import Path
 
 import uvloop
 
-from backends.interface import Backend
-from protocol.allocator import keep_freed_memory
-from protocol.errors import DeviceError, ExitCode
-from protocol.run_spec import RunSpec
-from protocol.supervisor import Supervisor
-from protocol.system_journal import SystemJournal, write_error
-from protocol.trace import Tracer
-from worker.client import Client, Target
-from worker.credentials import Credentials
+from backends.base.interface import Backend
+from protocol.base.errors import DeviceError, ExitCode
+from protocol.host.allocator import keep_freed_memory
+from protocol.host.supervisor import Supervisor
+from protocol.host.system_journal import SystemJournal, write_error
+from protocol.host.trace import Tracer
+from protocol.spec.run_spec import RunSpec
+from worker.joining.credentials import Credentials
+from worker.joining.this_machine import HERE, someone_listens
+from worker.shell.client import Client, Target
 from worker.tasks.base import Task
-from worker.this_machine import HERE, someone_listens
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class LocalDevice:
 
 def _end_in_order(device: str) -> None:
     """One line and exit code 1 also where wgpu's library ends the process."""
-    from backends.wgpu.last_words import on_abort  # noqa: PLC0415 -- for Vulkan alone
+    from backends.wgpu.device.last_words import on_abort  # noqa: PLC0415 -- for Vulkan alone
 
     reason = (
         "a library ended the process; wgpu does when the driver loses the device or has no memory "
@@ -129,7 +129,7 @@ async def _find(options: Options, tell: Callable[[str], None]) -> tuple[str, int
     """Where the coordinator is; the network is asked only if none is on this machine."""
     if not options.coordinator and someone_listens(*HERE):
         return HERE
-    from worker.discovery import find  # noqa: PLC0415 -- 0.1 s, and seldom needed
+    from worker.joining.discovery import find  # noqa: PLC0415 -- 0.1 s, and seldom needed
 
     def is_ours(certificate: str) -> bool:
         return options.credentials.is_for(bytes.fromhex(certificate), options.name)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from backends.interface import Batch, DeviceInfo, Program, Trainable
-from backends.wgpu.adapters import Adapter, adapters
-from backends.wgpu.additions import differing_additions
-from backends.wgpu.device import Device
-from backends.wgpu.lowering import Templates
-from backends.wgpu.matmul_tuning import MatmulTuner
+from backends.base.interface import Batch, DeviceInfo, Program, Trainable
+from backends.wgpu.device.adapters import Adapter, adapters
+from backends.wgpu.device.additions import differing_additions
+from backends.wgpu.device.device import Device
+from backends.wgpu.device.matmul_tuning import MatmulTuner
+from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
-from protocol.errors import BackendUnavailable, SamestepError
+from protocol.base.errors import BackendUnavailable, SamestepError
 
 
 class VulkanBackend:
@@ -48,7 +48,7 @@ class VulkanBackend:
 
     @cached_property
     def exact_additions(self) -> bool:
-        """Whether the device may add node sums: see `backends.wgpu.additions`."""
+        """Whether the device may add node sums: see `backends.wgpu.device.additions`."""
         return differing_additions(self.device) == 0
 
     def signature(self, threads: int) -> Mapping[str, str]:

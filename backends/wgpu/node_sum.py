@@ -1,4 +1,4 @@
-"""The gradient sums of a node, added where they are computed; see `backends.interface.NodeSum`."""
+"""The gradient sums of a node, added on the device: a `backends.base.interface.NodeSum`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from backends.accumulate import tree_sum
-from backends.interface import Batch, BlockAdded, BlockGradient, Loss, NodeItem
-from backends.stream import GradientStream
-from backends.wgpu.running import Running
+from backends.base.accumulate import tree_sum
+from backends.base.interface import Batch, BlockAdded, BlockGradient, Loss, NodeItem
+from backends.base.stream import GradientStream
+from backends.wgpu.device.running import Running
 
 
 class DeviceNodeSum:

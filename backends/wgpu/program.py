@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils import _pytree as pytree
 
-from backends.interface import (
+from backends.base.interface import (
     Array,
     Batch,
     BlockGradient,
@@ -21,35 +21,35 @@ from backends.interface import (
     Sums,
     Trainable,
 )
-from backends.node_sum import HostNodeSum
-from backends.stream import GradientStream
-from backends.wgpu.additivity import refuse_loss_that_does_not_add_up
-from backends.wgpu.capture import Capture, capture_forward, capture_step
-from backends.wgpu.device import Buffer, Device
-from backends.wgpu.estimate import (
+from backends.base.node_sum import HostNodeSum
+from backends.base.stream import GradientStream
+from backends.wgpu.capture.additivity import refuse_loss_that_does_not_add_up
+from backends.wgpu.capture.capture import Capture, capture_forward, capture_step
+from backends.wgpu.capture.stand_in import StandIn
+from backends.wgpu.device.device import Buffer, Device
+from backends.wgpu.device.packing import from_words, pack, seed_words, tensor_words
+from backends.wgpu.device.running import Ready, Running, Submission, nothing, submissions
+from backends.wgpu.device.sum_stack import Sources, SumStack, levels_of, merge_of
+from backends.wgpu.device.weights import Weights, check_parameters
+from backends.wgpu.lowering.estimate import (
     Estimate,
     estimate,
     has_room,
     refuse_what_does_not_fit,
     size,
 )
-from backends.wgpu.lowered_plan import lowered_plan
-from backends.wgpu.lowering import Templates
+from backends.wgpu.lowering.lowered_plan import lowered_plan
+from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.lowering.plan import Plan
+from backends.wgpu.lowering.split_tables import split_tables
 from backends.wgpu.node_sum import DeviceNodeSum
-from backends.wgpu.packing import from_words, pack, seed_words, tensor_words
-from backends.wgpu.plan import Plan
-from backends.wgpu.running import Ready, Running, Submission, nothing, submissions
-from backends.wgpu.split_tables import split_tables
-from backends.wgpu.stand_in import StandIn
-from backends.wgpu.sum_stack import Sources, SumStack, levels_of, merge_of
-from backends.wgpu.weights import Weights, check_parameters
-from protocol.allocator import give_back_freed_memory
-from protocol.errors import DeviceError, SamestepError
-from protocol.manifest import Block
+from protocol.base.errors import DeviceError, SamestepError
+from protocol.host.allocator import give_back_freed_memory
+from protocol.spec.manifest import Block
 
 
 class VulkanProgram:
-    """A torch module captured for the device. See `backends.interface.Program`.
+    """A torch module captured for the device. See `backends.base.interface.Program`.
 
     Args:
         device: Where it runs.

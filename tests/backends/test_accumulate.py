@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from backends.accumulate import TreeAccumulator
-from protocol.tree import Node, children
+from backends.base.accumulate import TreeAccumulator
+from protocol.exact.tree import Node, children
 
 Floats = NDArray[np.float32]
 

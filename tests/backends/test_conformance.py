@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from backends.accumulate import TreeAccumulator
-from backends.interface import Batch, BlockAdded, BlockGradient, Loss, Program, Trainable
+from backends.base.accumulate import TreeAccumulator
+from backends.base.interface import Batch, BlockAdded, BlockGradient, Loss, Program, Trainable
+from backends.base.stream import GradientStream
 from backends.registry import choose
-from backends.stream import GradientStream
-from backends.wgpu.adapters import adapters
-from protocol.errors import SamestepError
-from protocol.manifest import Block, TensorSpec
-from protocol.tree import Node
+from backends.wgpu.device.adapters import adapters
+from protocol.base.errors import SamestepError
+from protocol.exact.tree import Node
+from protocol.spec.manifest import Block, TensorSpec
 
 BACKENDS = ["scripted", "cpu", *(["cuda"] if torch.cuda.is_available() else []), "vulkan"]
 WIDTH = 6

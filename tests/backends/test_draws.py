@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from backends import draws
+from backends.base import draws
 
 
 def splitmix64(state: int, count: int) -> list[int]:

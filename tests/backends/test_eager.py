@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from backends import numerics
-from backends.eager import EagerBackend
-from backends.interface import Array, Batch, BlockGradient, Loss, Program, Trainable
-from protocol.errors import SamestepError
-from protocol.manifest import Block, TensorSpec
+from backends.base.interface import Array, Batch, BlockGradient, Loss, Program, Trainable
+from backends.eager import numerics
+from backends.eager.eager import EagerBackend
+from protocol.base.errors import SamestepError
+from protocol.spec.manifest import Block, TensorSpec
 
 SAMPLES, WIDTH = 6, 5
 

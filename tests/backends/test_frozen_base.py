@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from backends.frozen_base import frozen_base, round_frozen_base
-from backends.quantise import dequantise, quantise
+from backends.base.frozen_base import frozen_base, round_frozen_base
+from backends.base.quantise import dequantise, quantise
 
 
 class Tied(nn.Module):

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from backends.quantise import dequantise, group_of, quantise, stored_bytes
-from protocol.errors import DataError
+from backends.base.quantise import dequantise, group_of, quantise, stored_bytes
+from protocol.base.errors import DataError
 
 WHOLE = {"int8": 127, "int4": 7}
 matrices = st.tuples(st.integers(1, 4), st.sampled_from([8, 24, 64, 128])).flatmap(

@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from backends import registry
-from backends.interface import BackendChoice, DeviceInfo
+from backends.base.interface import BackendChoice, DeviceInfo
 from backends.scripted import ScriptedBackend
-from protocol.device_name import AUTO_ORDER
-from protocol.errors import BackendUnavailable, ExitCode, UsageError
+from protocol.base.device_name import AUTO_ORDER
+from protocol.base.errors import BackendUnavailable, ExitCode, UsageError
 
 
 def unusable(kind: str) -> DeviceInfo:
@@ -124,7 +124,7 @@ def test_auto_takes_a_card_but_no_software(machine, monkeypatch):
 
 
 def test_without_wgpu_the_vulkan_row_says_what_to_install(monkeypatch):
-    from backends.wgpu import adapters
+    from backends.wgpu.device import adapters
 
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if name == "wgpu" else object()

@@ -4,9 +4,9 @@ import time
 
 import numpy as np
 
-from backends.interface import Batch, BlockGradient, Trainable
+from backends.base.interface import Batch, BlockGradient, Trainable
 from backends.scripted import FORWARD_SHARE, ScriptedBackend
-from protocol.manifest import Block, TensorSpec
+from protocol.spec.manifest import Block, TensorSpec
 
 BLOCKS = tuple(
     Block(name=f"b{n}", kind="block", tensors=(TensorSpec(name=f"t{n}", shape=(100 + n,)),))

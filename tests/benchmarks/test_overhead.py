@@ -13,7 +13,7 @@ from benchmarks import overhead, scaling, startup
 from benchmarks.jobs import short
 from benchmarks.step_time import StepTime, step_times
 from benchmarks.timeline import Timeline
-from protocol.run_spec import parse_run_spec
+from protocol.spec.run_spec import parse_run_spec
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from backends.wgpu.adapters import adapters
+from backends.wgpu.device.adapters import adapters
 from benchmarks import turns, vulkan, vulkan_steps
 from benchmarks.torch_side import peak_tflops, torch_side
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from protocol.run_spec import LogMode
+from protocol.spec.run_spec import LogMode
 from tests.chaos.plan import Fault, Kind, Size, draw, run_document
 from tests.chaos.processes import ROOT, Coordinator, Stuck, Worker
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
-from protocol.run_spec import LogMode
+from protocol.spec.run_spec import LogMode
 
 _FIRST_STEP: Final = 3
 _CALM_STEPS: Final = 30

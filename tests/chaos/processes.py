@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from coordinator.control_client import control_token
+from coordinator.operator.control_client import control_token
 from tests.free_ports import free_ports
 from tests.resident_memory import Growth, measured_growth
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from coordinator.actions import Follow, Seed, Send
-from coordinator.admission import Admission, is_stale
-from coordinator.membership import Membership, MemberState
-from protocol.manifest import Block, Manifest, TensorSpec
-from protocol.messages import Drain, Heartbeat, Ready, StepApplied, Unready
+from coordinator.run.actions import Follow, Seed, Send
+from coordinator.run.admission import Admission, is_stale
+from coordinator.run.membership import Membership, MemberState
+from protocol.spec.manifest import Block, Manifest, TensorSpec
+from protocol.wire.messages import Drain, Heartbeat, Ready, StepApplied, Unready
 
 MANIFEST = Manifest(
     blocks=(Block(name="b", kind="block", tensors=(TensorSpec(name="w", shape=(2,)),)),),

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.agreement import Agreement
+from coordinator.run.agreement import Agreement
 
 
 def committed(*workers):

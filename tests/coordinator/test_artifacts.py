@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from coordinator.artifacts import write_json, write_model
-from protocol.manifest import Block, Export, Manifest, TensorSpec
-from protocol.replica import Replica
-from protocol.run_spec import OptimizerSpec
+from coordinator.disk.artifacts import write_json, write_model
+from protocol.exact.replica import Replica
+from protocol.spec.manifest import Block, Export, Manifest, TensorSpec
+from protocol.spec.run_spec import OptimizerSpec
 
 MANIFEST = Manifest(
     blocks=(

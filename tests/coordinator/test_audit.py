@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.artifacts import write_model
-from coordinator.audit import audit
-from coordinator.checkpoint import checkpoint_path
-from coordinator.coverage import cover_samples
-from coordinator.gradient_log import segment_files
-from coordinator.history import read_history
-from coordinator.journal import Entry, Journal, read_journal
-from coordinator.journal_records import Committed, Ended, Planned, Record, Resumed
-from protocol.errors import UsageError
-from protocol.run_spec import BatchSpec
-from protocol.samples import SampleOrder
-from protocol.tree import root
+from coordinator.audit.audit import audit
+from coordinator.audit.coverage import cover_samples
+from coordinator.audit.history import read_history
+from coordinator.disk.artifacts import write_model
+from coordinator.storage.checkpoint import checkpoint_path
+from coordinator.storage.gradient_log import segment_files
+from coordinator.storage.journal import Entry, Journal, read_journal
+from coordinator.storage.journal_records import Committed, Ended, Planned, Record, Resumed
+from protocol.base.errors import UsageError
+from protocol.exact.samples import SampleOrder
+from protocol.exact.tree import root
+from protocol.spec.run_spec import BatchSpec
 from tests.durable_run import MANIFEST, SPEC, WrittenRun, state_zero, written_run
 
 

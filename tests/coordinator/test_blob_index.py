@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 from blake3 import blake3
 
-from coordinator.blob_index import index_blobs
-from protocol.blob_list import BlobList
-from protocol.errors import DataError
-from protocol.run_spec import parse_run_spec
+from coordinator.files.blob_index import index_blobs
+from protocol.base.errors import DataError
+from protocol.spec.blob_list import BlobList
+from protocol.spec.run_spec import parse_run_spec
 
 
 def spec(train: object):
@@ -51,7 +51,7 @@ def test_a_run_without_files_has_no_list():
 def test_a_missing_file_and_too_many_are_refused(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="expected a data file at"):
         index_blobs(spec(tmp_path / "none.txt"))
-    monkeypatch.setattr("protocol.limits.FILES_PER_RUN", 2)
+    monkeypatch.setattr("protocol.base.limits.FILES_PER_RUN", 2)
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(name)
     with pytest.raises(DataError, match="at most 2 files, got 3"):

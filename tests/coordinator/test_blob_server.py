@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.blob_index import BlobIndex, index_blobs
-from protocol import limits
-from protocol.messages import BlobChunk, BlobRequest, Goodbye, StartRun
+from coordinator.files.blob_index import BlobIndex, index_blobs
+from protocol.base import limits
+from protocol.wire.messages import BlobChunk, BlobRequest, Goodbye, StartRun
 from tests import reading_task
 from tests.event_loop import on_uvloop
 from tests.hostile_worker import HostileWorker

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from coordinator import checkpoint as module
-from coordinator.checkpoint import (
+from coordinator.storage import checkpoint as module
+from coordinator.storage.checkpoint import (
     checkpoint_path,
     checkpoint_steps,
     find_checkpoint,
@@ -19,10 +19,10 @@ from coordinator.checkpoint import (
     write_checkpoint,
     write_metrics,
 )
-from coordinator.retention import prune
-from protocol.errors import Mismatch, StorageDamaged, StorageFailed
-from protocol.replica import Replica
-from protocol.run_spec import CheckpointSpec, OptimizerSpec
+from coordinator.storage.retention import prune
+from protocol.base.errors import Mismatch, StorageDamaged, StorageFailed
+from protocol.exact.replica import Replica
+from protocol.spec.run_spec import CheckpointSpec, OptimizerSpec
 from tests.durable_run import (
     BLOCKS,
     MANIFEST,

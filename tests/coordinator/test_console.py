@@ -8,10 +8,10 @@ import pytest
 import structlog
 from rich.console import Console
 
-from coordinator.console import ProgressConsole
-from coordinator.phase import RunPhase
-from coordinator.structured_log import set_up_logging
-from protocol.system_journal import Priority, SystemJournal
+from coordinator.operator.console import ProgressConsole
+from coordinator.operator.structured_log import set_up_logging
+from coordinator.run.phase import RunPhase
+from protocol.host.system_journal import Priority, SystemJournal
 from tests.coordinator.test_status import staged
 
 
@@ -89,7 +89,7 @@ def test_the_first_step_of_every_run_is_told_at_once():
 def test_names_on_the_screen_are_no_markup(monkeypatch):
     worker = {"name": "[/x]", "device": "[red]a card", "state": "active"}
     document = {"workers": [worker], "waiting_for": "[/y]"}
-    monkeypatch.setattr("coordinator.console.status_document", lambda *_: document)
+    monkeypatch.setattr("coordinator.operator.console.status_document", lambda *_: document)
     told, screen = progress()
     told._service.current.started_s = None
     told._service.current.run.phase = RunPhase.TRAINING

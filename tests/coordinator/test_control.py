@@ -17,11 +17,11 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator.control import ControlPort
-from coordinator.control_client import request
-from coordinator.listening import require_loopback
-from coordinator.service import Service, Settings
-from protocol.errors import ExitCode, Unreachable, UsageError
+from coordinator.members.listening import require_loopback
+from coordinator.operator.control import ControlPort
+from coordinator.operator.control_client import request
+from coordinator.service.service import Service, Settings
+from protocol.base.errors import ExitCode, Unreachable, UsageError
 from tests.event_loop import on_uvloop
 from tests.live_service import LiveService, live_service, scripted_spec, undisturbed
 

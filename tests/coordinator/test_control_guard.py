@@ -12,11 +12,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from coordinator.control import ControlPort
-from coordinator.control_client import control_token, request
-from coordinator.credentials import Credentials
-from protocol.errors import ExitCode, NotAuthorised
-from protocol.secret_file import control_token_file, state_home
+from coordinator.members.credentials import Credentials
+from coordinator.operator.control import ControlPort
+from coordinator.operator.control_client import control_token, request
+from protocol.base.errors import ExitCode, NotAuthorised
+from protocol.host.secret_file import control_token_file, state_home
 from tests.event_loop import on_uvloop
 from tests.live_service import live_service
 

@@ -11,12 +11,12 @@ import sys
 
 import pytest
 
-from coordinator.credentials import Credentials
-from coordinator.join_check import JoinCheck
-from coordinator.worker_keys import MOST_KEYS
-from protocol import tls
-from protocol.errors import UsageError
-from protocol.secret_file import state_home
+from coordinator.members.credentials import Credentials
+from coordinator.members.join_check import JoinCheck
+from coordinator.members.worker_keys import MOST_KEYS
+from protocol.base.errors import UsageError
+from protocol.host.secret_file import state_home
+from protocol.wire import tls
 
 
 def files(home):
@@ -122,7 +122,7 @@ def test_keys_that_cannot_be_read_now_are_not_revoked(tmp_path):
 
 
 def test_there_is_an_end_to_keys(tmp_path, monkeypatch):
-    monkeypatch.setattr("coordinator.worker_keys.MOST_KEYS", 2)
+    monkeypatch.setattr("coordinator.members.worker_keys.MOST_KEYS", 2)
     assert MOST_KEYS > 2
     credentials = Credentials.open(tmp_path)
     assert credentials.enrol("a")

@@ -7,10 +7,10 @@ import os
 
 import pytest
 
-from coordinator.audit import audit
-from coordinator.durable_file import TEMPORARY_SUFFIX
-from coordinator.phase import RunPhase
-from protocol.errors import StorageFailed, UsageError
+from coordinator.audit.audit import audit
+from coordinator.disk.durable_file import TEMPORARY_SUFFIX
+from coordinator.run.phase import RunPhase
+from protocol.base.errors import StorageFailed, UsageError
 from tests.durable_run import small_disk
 from tests.live_service import PATIENCE_S, live_service, scripted_spec, undisturbed
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import doctor
-from coordinator.claim import Claim
-from coordinator.credentials import Credentials
-from coordinator.doctor import Plan, examine
-from coordinator.run_directory import RunDirectory
-from protocol.doctor import Finding
-from protocol.secret_file import write_secret
+from coordinator.disk.claim import Claim
+from coordinator.doctor import doctor
+from coordinator.doctor.doctor import Plan, examine
+from coordinator.members.credentials import Credentials
+from coordinator.storage.run_directory import RunDirectory
+from protocol.host.doctor import Finding
+from protocol.host.secret_file import write_secret
 from tests.cluster import PATIENCE_S, Cluster
 from tests.durable_run import small_disk
 from tests.live_service import scripted_spec

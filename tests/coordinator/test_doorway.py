@@ -8,9 +8,9 @@ import socket
 
 import pytest
 
-from coordinator.doorway import Doorway
-from coordinator.listening import is_loopback
-from protocol import limits
+from coordinator.members.doorway import Doorway
+from coordinator.members.listening import is_loopback
+from protocol.base import limits
 from tests.event_loop import on_uvloop
 from tests.hostile_worker import HostileWorker
 from tests.live_service import PATIENCE_S, LiveService, live_service

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.checkpoint import write_checkpoint
-from coordinator.durable_file import remove_temporaries, replace_file, storing, write_all
-from protocol.errors import StorageFailed
+from coordinator.disk.durable_file import remove_temporaries, replace_file, storing, write_all
+from coordinator.storage.checkpoint import write_checkpoint
+from protocol.base.errors import StorageFailed
 from tests.durable_run import MANIFEST, RUN_ID, state_zero
 
 

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.evaluation import Evaluation
-from protocol.manifest import Metric
-from protocol.messages import EvalPlan, EvalResult
+from coordinator.run.evaluation import Evaluation
+from protocol.spec.manifest import Metric
+from protocol.wire.messages import EvalPlan, EvalResult
 
 MEAN = Metric(name="mean", numerator={"sum": 1.0}, denominator={"count": 1.0})
 

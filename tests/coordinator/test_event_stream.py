@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from coordinator.event_stream import KEPT_EVENTS, EventStream
+from coordinator.operator.event_stream import KEPT_EVENTS, EventStream
 
 
 class Reader:

@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from coordinator.doctor import Plan, examine
-from coordinator.firewall import closed_by
+from coordinator.doctor.doctor import Plan, examine
+from coordinator.doctor.firewall import closed_by
 from tests.network_hosts import network
 
 SEARCHED = "/usr/sbin:/sbin:/usr/bin"

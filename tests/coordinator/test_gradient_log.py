@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator import append_file
-from coordinator.claim import Claim
-from coordinator.gradient_log import GradientLog, segment_files
-from coordinator.log_reader import committed_steps, scan_log
-from coordinator.log_records import ChunkPlace
-from protocol import limits
-from protocol.errors import Mismatch, RunFailed, StorageDamaged, StorageFailed
-from protocol.manifest import Block, Manifest, TensorSpec
+from coordinator.disk import append_file
+from coordinator.disk.claim import Claim
+from coordinator.storage.gradient_log import GradientLog, segment_files
+from coordinator.storage.log_reader import committed_steps, scan_log
+from coordinator.storage.log_records import ChunkPlace
+from protocol.base import limits
+from protocol.base.errors import Mismatch, RunFailed, StorageDamaged, StorageFailed
+from protocol.spec.manifest import Block, Manifest, TensorSpec
 from tests.durable_run import (
     BLOCKS,
     MANIFEST,

@@ -11,22 +11,30 @@ from typing import Self
 
 import pytest
 
-from coordinator.certificate import self_signed
-from coordinator.credentials import Credentials
-from coordinator.journal import read_journal
-from coordinator.journal_records import ViewChanged
-from protocol import limits, messages, tls
-from protocol.authentication import METHOD, NO_CERTIFICATE, Exchange, answer, new_key, new_nonce
-from protocol.connection import Connection, encode
-from protocol.errors import ExitCode, NotAuthorised, Unreachable
-from protocol.join_token import JoinToken
-from protocol.messages import Challenge, Hello, Proof, Welcome
+from coordinator.members.certificate import self_signed
+from coordinator.members.credentials import Credentials
+from coordinator.storage.journal import read_journal
+from coordinator.storage.journal_records import ViewChanged
+from protocol.base import limits
+from protocol.base.errors import ExitCode, NotAuthorised, Unreachable
+from protocol.wire import messages, tls
+from protocol.wire.authentication import (
+    METHOD,
+    NO_CERTIFICATE,
+    Exchange,
+    answer,
+    new_key,
+    new_nonce,
+)
+from protocol.wire.connection import Connection, encode
+from protocol.wire.join_token import JoinToken
+from protocol.wire.messages import Challenge, Hello, Proof, Welcome
 from tests.event_loop import on_uvloop
 from tests.hostile_worker import HostileWorker
 from tests.live_service import PATIENCE_S, LiveService, Scripted, live_service, scripted_spec
 from tests.message_samples import EXAMPLES, flat, frame
-from worker.client import Client, Target
-from worker.credentials import Credentials as WorkersCredentials
+from worker.joining.credentials import Credentials as WorkersCredentials
+from worker.shell.client import Client, Target
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,11 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator import append_file
-from coordinator.canonical_json import canonical_json
-from coordinator.durable_file import write_all
-from coordinator.journal import NO_HASH, Journal, read_journal, verify_journal
-from coordinator.journal_records import (
+from coordinator.disk import append_file
+from coordinator.disk.canonical_json import canonical_json
+from coordinator.disk.durable_file import write_all
+from coordinator.storage.journal import NO_HASH, Journal, read_journal, verify_journal
+from coordinator.storage.journal_records import (
     RECORDS,
     Checkpointed,
     Commanded,
@@ -31,7 +31,7 @@ from coordinator.journal_records import (
     kind_of,
     read_record,
 )
-from protocol.errors import RunFailed, StorageDamaged, StorageFailed
+from protocol.base.errors import RunFailed, StorageDamaged, StorageFailed
 from tests.durable_run import small_disk
 
 D = "d" * 64
@@ -145,7 +145,7 @@ def test_a_journal_is_gone_on_with_after_a_restart(tmp_path):
 def test_the_end_of_a_long_journal_is_found_without_reading_it_all(tmp_path, monkeypatch):
     path = tmp_path / "j"
     write(path, [EXAMPLES] * 30)
-    monkeypatch.setattr("coordinator.journal._TAIL_BYTES", 64)
+    monkeypatch.setattr("coordinator.storage.journal._TAIL_BYTES", 64)
     journal = Journal(path)
     assert (journal.lines, journal.cut_bytes) == (30 * len(EXAMPLES), 0)
     assert journal.head == verify_journal(path).head

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator import journal_end
-from coordinator.history import read_history
-from coordinator.journal import Journal, read_journal
-from coordinator.journal_end import JournalEnd, read_end
-from coordinator.journal_records import (
+from coordinator.audit.history import read_history
+from coordinator.storage import journal_end
+from coordinator.storage.journal import Journal, read_journal
+from coordinator.storage.journal_end import JournalEnd, read_end
+from coordinator.storage.journal_records import (
     Checkpointed,
     Committed,
     Fault,

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.blob_index import index_blobs
-from coordinator.kept_index import keep_index, kept_index
-from protocol.errors import DataError, StorageDamaged
-from protocol.run_spec import parse_run_spec
+from coordinator.files.blob_index import index_blobs
+from coordinator.files.kept_index import keep_index, kept_index
+from protocol.base.errors import DataError, StorageDamaged
+from protocol.spec.run_spec import parse_run_spec
 
 SPEC = parse_run_spec({
     "task": "causal-lm", "steps": 1, "model": {"config": {"model_type": "llama"}},

@@ -2,8 +2,8 @@
 
 import pytest
 
-from coordinator.membership import Membership, MemberState
-from protocol.messages import Ready
+from coordinator.run.membership import Membership, MemberState
+from protocol.wire.messages import Ready
 
 READY = Ready(
     run_id="r", backend="cpu", device="a processor", initial_digest="0" * 64,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.planner import balance, divide, makespan_ms, nodes_for, shares, spread
-from protocol.tree import Node, cover, is_node
+from coordinator.run.planner import balance, divide, makespan_ms, nodes_for, shares, spread
+from protocol.exact.tree import Node, cover, is_node
 
 speeds = st.dictionaries(
     st.sampled_from(["a", "b", "c", "d"]), st.integers(1, 50).map(float), min_size=1

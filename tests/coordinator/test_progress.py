@@ -5,13 +5,14 @@ import math
 import numpy as np
 import pytest
 
-from coordinator.actions import ApplyStep, Broadcast, Dismiss, Persist, Report, Send
-from coordinator.log_records import CommitRecord
-from coordinator.membership import Membership, MemberState
-from coordinator.progress import Progress
-from protocol.errors import OutOfPlace
-from protocol.manifest import Block, Manifest, TensorSpec
-from protocol.messages import (
+from coordinator.run.actions import ApplyStep, Broadcast, Dismiss, Persist, Report, Send
+from coordinator.run.commit_record import CommitRecord
+from coordinator.run.membership import Membership, MemberState
+from coordinator.run.progress import Progress
+from protocol.base.errors import OutOfPlace
+from protocol.spec.manifest import Block, Manifest, TensorSpec
+from protocol.spec.run_spec import BatchSpec, OptimizerSpec, RunSpec
+from protocol.wire.messages import (
     Assign,
     AveragedNonBlockGradient,
     Commit,
@@ -20,7 +21,6 @@ from protocol.messages import (
     StepApplied,
     StepPlan,
 )
-from protocol.run_spec import BatchSpec, OptimizerSpec, RunSpec
 
 MANIFEST = Manifest(
     blocks=(Block(name="b", kind="non_block", tensors=(TensorSpec(name="w", shape=(2,)),)),),

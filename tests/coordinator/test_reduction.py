@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.reduction import TreeSum, add_arrays, add_floats, is_finite
-from protocol.tree import Node, children, cover, root
+from coordinator.run.reduction import TreeSum, add_arrays, add_floats, is_finite
+from protocol.exact.tree import Node, children, cover, root
 
 
 def naive(leaves, lo, hi):

@@ -5,14 +5,14 @@ import asyncio
 import numpy as np
 import pytest
 
-from coordinator.replica_keeper import ReplicaKeeper
-from protocol import limits
-from protocol.errors import OutOfPlace
-from protocol.manifest import Block, Manifest, TensorSpec
-from protocol.messages import StateChunk
-from protocol.replica import Replica
-from protocol.run_spec import OptimizerSpec, RunSpec
-from protocol.update import step_scalars
+from coordinator.service.replica_keeper import ReplicaKeeper
+from protocol.base import limits
+from protocol.base.errors import OutOfPlace
+from protocol.exact.replica import Replica
+from protocol.exact.update import step_scalars
+from protocol.spec.manifest import Block, Manifest, TensorSpec
+from protocol.spec.run_spec import OptimizerSpec, RunSpec
+from protocol.wire.messages import StateChunk
 
 BLOCK = Block(name="b", kind="block", tensors=(TensorSpec(name="w", shape=(6,)),))
 MANIFEST = Manifest(blocks=(BLOCK,), train_samples=1)

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.audit import audit
-from coordinator.journal_records import RECORDS, Commanded, Fault, Halted, kind_of
-from coordinator.report import report
-from coordinator.svg_chart import HEIGHT, WIDTH, line_chart
-from protocol.errors import UsageError
+from coordinator.audit.audit import audit
+from coordinator.audit.report import report
+from coordinator.audit.svg_chart import HEIGHT, WIDTH, line_chart
+from coordinator.storage.journal_records import RECORDS, Commanded, Fault, Halted, kind_of
+from protocol.base.errors import UsageError
 from tests.durable_run import RUN_ID, SPEC, WrittenRun, written_run
 
 EVIL = "<script>alert(1)</script>\"'&</svg>"

@@ -6,14 +6,14 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.round import Averaged, NonFinite, Round
-from protocol import limits
-from protocol.digest import weights_digest
-from protocol.errors import OutOfPlace
-from protocol.manifest import Block, TensorSpec
-from protocol.messages import BlockGradientPayload, NodeLoss
-from protocol.tree import Node, children, root
-from protocol.update import average, global_norm, square_sum
+from coordinator.run.round import Averaged, NonFinite, Round
+from protocol.base import limits
+from protocol.base.errors import OutOfPlace
+from protocol.exact.digest import weights_digest
+from protocol.exact.tree import Node, children, root
+from protocol.exact.update import average, global_norm, square_sum
+from protocol.spec.manifest import Block, TensorSpec
+from protocol.wire.messages import BlockGradientPayload, NodeLoss
 
 BLOCKS = tuple(
     Block(

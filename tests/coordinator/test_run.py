@@ -5,12 +5,12 @@ The scenarios themselves are in `tests/transcripts`, the disturbances in `tests/
 
 import pytest
 
-from coordinator.actions import Finish, Send
-from coordinator.phase import RunPhase
-from coordinator.run import Run
-from protocol.errors import OutOfPlace
-from protocol.messages import Heartbeat, StartRun
-from protocol.run_spec import RunSpec
+from coordinator.run.actions import Finish, Send
+from coordinator.run.phase import RunPhase
+from coordinator.run.run import Run
+from protocol.base.errors import OutOfPlace
+from protocol.spec.run_spec import RunSpec
+from protocol.wire.messages import Heartbeat, StartRun
 from tests.transcripts.transcript import Stage
 
 SPEC = RunSpec(task="scripted", steps=2)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import claim as claim_module
-from coordinator.checkpoint import checkpoint_path, write_checkpoint
-from coordinator.claim import Claim, stored_epoch
-from coordinator.gradient_log import GradientLog
-from coordinator.recovery import recover
-from coordinator.run_directory import RunDirectory
-from protocol.errors import Mismatch, RunFailed, StorageDamaged, StorageFailed, UsageError
+from coordinator.disk import claim as claim_module
+from coordinator.disk.claim import Claim, stored_epoch
+from coordinator.storage.checkpoint import checkpoint_path, write_checkpoint
+from coordinator.storage.gradient_log import GradientLog
+from coordinator.storage.recovery import recover
+from coordinator.storage.run_directory import RunDirectory
+from protocol.base.errors import Mismatch, RunFailed, StorageDamaged, StorageFailed, UsageError
 from tests.durable_run import (
     MANIFEST,
     RUN_ID,

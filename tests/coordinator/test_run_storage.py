@@ -5,15 +5,15 @@ import os
 
 import pytest
 
-from coordinator import run_storage
-from coordinator.checkpoint import read_metrics, write_checkpoint
-from coordinator.journal import Journal, read_journal
-from coordinator.journal_records import Commanded, Record
-from coordinator.log_records import ChunkPlace
-from coordinator.run_directory import RunDirectory
-from coordinator.run_storage import RunStorage
-from coordinator.terms import Terms
-from protocol.errors import RunFailed, StorageFailed
+from coordinator.run.terms import Terms
+from coordinator.storage import run_storage
+from coordinator.storage.checkpoint import read_metrics, write_checkpoint
+from coordinator.storage.journal import Journal, read_journal
+from coordinator.storage.journal_records import Commanded, Record
+from coordinator.storage.log_records import ChunkPlace
+from coordinator.storage.run_directory import RunDirectory
+from coordinator.storage.run_storage import RunStorage
+from protocol.base.errors import RunFailed, StorageFailed
 from tests.durable_run import MANIFEST, RUN_ID, SPEC, averages, record_of, state_zero
 
 

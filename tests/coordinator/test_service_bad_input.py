@@ -13,17 +13,19 @@ import numpy as np
 import pytest
 import uvloop
 
-from protocol import PROTOCOL_VERSION, frames, limits, messages
-from protocol.connection import encode
-from protocol.errors import ExitCode
-from protocol.messages import BlockGradientPayload, Message, NodeLoss, StepApplied, StepPlan
+from protocol import PROTOCOL_VERSION
+from protocol.base import limits
+from protocol.base.errors import ExitCode
+from protocol.wire import frames, messages
+from protocol.wire.connection import encode
+from protocol.wire.messages import BlockGradientPayload, Message, NodeLoss, StepApplied, StepPlan
 from tests.cluster import Cluster
 from tests.event_loop import on_uvloop
 from tests.hostile_worker import HostileWorker, payload, zeros
 from tests.live_service import LiveService, live_service, scripted_spec, undisturbed
 from tests.message_samples import DIGEST, EXAMPLES, flat, frame
-from worker import actions as act
-from worker.client import Client
+from worker.logic import actions as act
+from worker.shell.client import Client
 
 SPEC = scripted_spec()
 
@@ -265,7 +267,7 @@ async def test_an_unlike_manifest_is_a_mismatch(tmp_path, reference):
         async with HostileWorker(live.port) as hostile:
             await hostile.join()
             built = await hostile.prepare()
-            hostile.send(hostile.ready(built), built.manifest.replace(b":64", b":65"))
+            hostile.send(hostile.ready(built), built.manifest.to_bytes().replace(b":64", b":65"))
             goodbye = await hostile.farewell()
             assert goodbye is not None
             assert goodbye.exit_code == ExitCode.MISMATCH
@@ -455,7 +457,7 @@ async def test_a_manifest_of_petabytes(tmp_path, reference):
         async with HostileWorker(live.port) as hostile:
             await hostile.join()
             built = await hostile.prepare()
-            huge = built.manifest.replace(b"[16]", b"[2147483648,1048576]")
+            huge = built.manifest.to_bytes().replace(b"[16]", b"[2147483648,1048576]")
             hostile.send(hostile.ready(built), huge)
             await farewell_of(hostile)
         live.worker("w0")

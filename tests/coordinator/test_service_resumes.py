@@ -6,11 +6,11 @@ import shutil
 
 import pytest
 
-from coordinator.accepted_run import unfinished_runs
-from coordinator.audit import audit
-from coordinator.checkpoint import checkpoint_path, checkpoint_steps
-from coordinator.run_directory import RunDirectory
-from protocol.errors import Mismatch, StorageDamaged, UsageError
+from coordinator.audit.audit import audit
+from coordinator.service.accepted_run import unfinished_runs
+from coordinator.storage.checkpoint import checkpoint_path, checkpoint_steps
+from coordinator.storage.run_directory import RunDirectory
+from protocol.base.errors import Mismatch, StorageDamaged, UsageError
 from tests.live_service import live_service, scripted_spec, undisturbed
 
 SPEC = scripted_spec(steps=30, checkpoint={"every": 10})

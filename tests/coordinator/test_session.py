@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from coordinator.credentials import Credentials
-from coordinator.join_check import JoinCheck
-from coordinator.session import Session
-from protocol import limits, messages
-from protocol.authentication import answer
-from protocol.connection import Received
-from protocol.errors import ExitCode, OutOfPlace
-from protocol.messages import Challenge, Message, Welcome
+from coordinator.members.credentials import Credentials
+from coordinator.members.join_check import JoinCheck
+from coordinator.members.session import Session
+from protocol.base import limits
+from protocol.base.errors import ExitCode, OutOfPlace
+from protocol.wire import messages
+from protocol.wire.authentication import answer
+from protocol.wire.connection import Received
+from protocol.wire.messages import Challenge, Message, Welcome
 from tests.event_loop import on_uvloop
 from tests.hostile_worker import HostileWorker
 from tests.live_service import PATIENCE_S, live_service

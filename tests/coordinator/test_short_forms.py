@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.short_forms import DEFAULT_STEPS, ShortForms, run_spec_from
-from protocol.errors import RunSpecError, UsageError
+from protocol.base.errors import RunSpecError, UsageError
 
 
 def test_the_one_line_command_is_a_whole_run_spec():

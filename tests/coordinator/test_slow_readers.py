@@ -7,8 +7,8 @@ from typing import Final
 
 import numpy as np
 
-from protocol import limits
-from protocol.messages import (
+from protocol.base import limits
+from protocol.wire.messages import (
     BlockGradientPayload,
     Commit,
     Heartbeat,

@@ -7,15 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from coordinator.actions import Finish
-from coordinator.execution import Execution
-from coordinator.replica_keeper import Applied
-from coordinator.run_directory import RunDirectory
-from coordinator.run_storage import RunStorage
-from coordinator.service import Service, Settings
-from coordinator.status import status_document, waiting_for
-from coordinator.status_text import status_lines, summary
-from protocol.messages import Hello
+from coordinator.operator.status import status_document, waiting_for
+from coordinator.operator.status_text import status_lines, summary
+from coordinator.run.actions import Finish
+from coordinator.service.execution import Execution
+from coordinator.service.replica_keeper import Applied
+from coordinator.service.service import Service, Settings
+from coordinator.storage.run_directory import RunDirectory
+from coordinator.storage.run_storage import RunStorage
+from protocol.wire.messages import Hello
 from tests.transcripts.transcript import Stage
 
 NOW_S = 100.0

@@ -10,7 +10,7 @@ from typing import Final
 
 from benchmarks.attack import FROM, KINDS
 from benchmarks.hostile import Attacker
-from protocol import limits
+from protocol.base import limits
 from tests.event_loop import on_uvloop
 from tests.hostile_worker import HostileWorker
 from tests.live_service import live_service, scripted_spec, undisturbed

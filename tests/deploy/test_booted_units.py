@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from backends.wgpu.adapters import adapters
+from backends.wgpu.device.adapters import adapters
 from tests.booted_machine import COORDINATOR_HOME, INSTALLED, booted_machine
 from tests.cluster import PATIENCE_S, start
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.errors import ExitCode
+from protocol.base.errors import ExitCode
 from tests.booted_machine import INSTALLED
 from tests.cluster import ROOT
 

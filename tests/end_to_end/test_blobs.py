@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from protocol.sources import model_source, text_source
+from protocol.spec.sources import model_source, text_source
 from tests.cluster import PATIENCE_S, ROOT, RUNS, Cluster
 
 SPAM = "sms-spam.yaml"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.credentials import Credentials
+from coordinator.members.credentials import Credentials
 from tests.cluster import PATIENCE_S, Cluster
 from tests.network_hosts import Network, network
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.credentials import Credentials
-from coordinator.invitation import invitation, reachable_address, status_line
-from protocol.authentication import new_key
-from protocol.join_token import JoinToken
+from coordinator.members.credentials import Credentials
+from coordinator.members.invitation import invitation, reachable_address, status_line
+from protocol.wire.authentication import new_key
+from protocol.wire.join_token import JoinToken
 from tests.cluster import PATIENCE_S, ROOT, Cluster
 
 

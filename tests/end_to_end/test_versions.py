@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from protocol import PROTOCOL_VERSION
-from protocol.errors import ExitCode
+from protocol.base.errors import ExitCode
 from tests.cluster import PATIENCE_S, ROOT, Cluster
 
 AS_OF_ANOTHER_RELEASE = """

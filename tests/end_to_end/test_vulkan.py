@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from backends.wgpu.adapters import adapters
-from protocol.run_spec import load_run_spec
+from backends.wgpu.device.adapters import adapters
+from protocol.spec.run_spec import load_run_spec
 from tests.cluster import RUNS, Cluster
 from tests.small_decoder import decoder_run
 from worker.tasks.registry import build

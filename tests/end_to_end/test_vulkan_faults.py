@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from backends.wgpu.adapters import adapters
+from backends.wgpu.device.adapters import adapters
 from tests.cluster import ROOT, RUNS, Cluster
 from tests.faulty_vulkan import FaultyVulkan, compiled_layer
 from tests.small_decoder import decoder_run

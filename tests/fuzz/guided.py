@@ -16,9 +16,10 @@ from typing import Final
 import atheris
 
 with atheris.instrument_imports(include=["protocol", "worker"], enable_loader_override=False):
-    from protocol import frames, limits
-    from protocol.connection import Phase
-    from protocol.errors import RemoteProtocolError
+    from protocol.base import limits
+    from protocol.base.errors import RemoteProtocolError
+    from protocol.wire import frames
+    from protocol.wire.connection import Phase
     from tests.fuzz.handshakes import PHASES, ROLES, connection, legal_frames
     from tests.fuzz.mutations import put_together, taken_apart
 

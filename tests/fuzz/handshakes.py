@@ -8,10 +8,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from protocol.authentication import Exchange, answer, new_key
-from protocol.connection import FROM_COORDINATOR, FROM_WORKER, Connection, Encoded, Phase, Role
-from protocol.connection import encode as encoded
-from protocol.messages import Hello, Welcome
+from protocol.wire.authentication import Exchange, answer, new_key
+from protocol.wire.connection import (
+    FROM_COORDINATOR,
+    FROM_WORKER,
+    Connection,
+    Encoded,
+    Phase,
+    Role,
+)
+from protocol.wire.connection import encode as encoded
+from protocol.wire.messages import Hello, Welcome
 from tests.message_samples import BLOCKS, EXAMPLES, flat, frame
 
 PHASES = tuple(phase for phase in Phase if phase is not Phase.CLOSED)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from protocol.connection import Connection, Phase, encode
-from protocol.messages import (
+from backends.base.interface import Array
+from protocol.wire.connection import Connection, Phase, encode
+from protocol.wire.messages import (
     Assign,
     BlockGradientPayload,
     Commit,
@@ -27,7 +28,7 @@ from protocol.messages import (
     StepPlan,
 )
 from tests.message_samples import flat
-from worker.engine import Built
+from worker.logic.events import Built
 
 WAIT = b""
 """Nothing is to be said before more is heard."""
@@ -38,13 +39,17 @@ class Member:
 
     Args:
         built: What a worker's engine makes of the run.
+        initial: Its first parameters.
         digest_after: The digest of the right state after so many steps, once it is known.
     """
 
-    def __init__(self, built: Built, digest_after: Callable[[int], str | None]) -> None:
+    def __init__(
+        self, built: Built, initial: Sequence[Array], digest_after: Callable[[int], str | None]
+    ) -> None:
         self.connection = Connection("worker")
-        self.connection.phase, self.connection.blocks = Phase.OPEN, built.task.manifest.blocks
+        self.connection.phase, self.connection.blocks = Phase.OPEN, built.manifest.blocks
         self._built = built
+        self._initial = initial
         self._digest_after = digest_after
         self._heard: deque[Message] = deque()
 
@@ -80,19 +85,18 @@ class Member:
             initial_digest=built.initial_digest, step=built.step, state_digest=built.state_digest,
             signature=built.signature, signature_text=built.signature_text,
         )  # fmt: skip
-        return flat(encode(message, built.manifest))
+        return flat(encode(message, built.manifest.to_bytes()))
 
     def _state(self, request: StateRequest) -> Iterator[bytes]:
-        parameters = self._built.task.initial_parameters()
-        for block, values in enumerate(parameters):
+        for block, values in enumerate(self._initial):
             chunk = StateChunk(
                 run_id=request.run_id, kind="parameters", block=block, chunk=0, step=0,
-                optimizer_step=0, last=block == len(parameters) - 1,
+                optimizer_step=0, last=block == len(self._initial) - 1,
             )  # fmt: skip
             yield flat(encode(chunk, values))
 
     def _gradients(self, plan: StepPlan | Assign) -> Iterator[bytes]:
-        blocks = self._built.task.manifest.blocks
+        blocks = self._built.manifest.blocks
         place = {"epoch": plan.epoch, "step": plan.step, "attempt": plan.attempt}
         for lo, hi in plan.nodes:
             node: dict[str, Any] = {**place, "lo": lo, "hi": hi, "weight": float(hi - lo)}

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
-from protocol.transport import Channel
+from protocol.wire.transport import Channel
 
 
 class _Secured:

@@ -12,7 +12,9 @@ from typing import Any, Final
 
 import msgpack
 
-from protocol import PROTOCOL_VERSION, frames, limits
+from protocol import PROTOCOL_VERSION
+from protocol.base import limits
+from protocol.wire import frames
 
 Mutation = Callable[[random.Random, Sequence[bytes]], bytes]
 """One broken frame, out of legal ones."""

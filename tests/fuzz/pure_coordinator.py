@@ -7,15 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from coordinator import actions as act
-from coordinator.chronicle import Chronicle
-from coordinator.phase import RunPhase
-from coordinator.replica_keeper import ReplicaKeeper
-from coordinator.run import Run
-from protocol.connection import Connection, Encoded, Phase, Received, encode
-from protocol.errors import OutOfPlace, ProtocolError, RemoteProtocolError
-from protocol.messages import AveragedGradient, Commit, Drain, Goodbye, Message, Ready, StateChunk
-from protocol.run_spec import RunSpec
+from coordinator.run import actions as act
+from coordinator.run.phase import RunPhase
+from coordinator.run.run import Run
+from coordinator.service.chronicle import Chronicle
+from coordinator.service.replica_keeper import ReplicaKeeper
+from protocol.base.errors import OutOfPlace, ProtocolError, RemoteProtocolError
+from protocol.spec.run_spec import RunSpec
+from protocol.wire.connection import Connection, Encoded, Phase, Received, encode
+from protocol.wire.messages import (
+    AveragedGradient,
+    Commit,
+    Drain,
+    Goodbye,
+    Message,
+    Ready,
+    StateChunk,
+)
 from tests.fuzz.handshakes import connection
 from tests.message_samples import flat
 

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from backends.interface import Loss
-from protocol.connection import Phase, encode
-from protocol.errors import RemoteProtocolError
-from protocol.messages import Welcome
-from protocol.replica import Replica
-from protocol.run_spec import RunSpec
+from backends.base.interface import Array, Loss
+from protocol.base.errors import RemoteProtocolError
+from protocol.exact.replica import Replica
+from protocol.spec.run_spec import RunSpec
+from protocol.wire.connection import Phase, encode
+from protocol.wire.messages import Welcome
 from tests.fuzz.handshakes import connection
 from tests.message_samples import EXAMPLES, flat
-from worker import actions as act
-from worker import engine
-from worker.session import Session
+from worker.logic import actions as act
+from worker.logic import events
+from worker.logic.session import Session
 
 
 class PureWorker:
@@ -28,14 +28,16 @@ class PureWorker:
     Args:
         built: What its engine makes of the run, which is always the same.
         spec: The run's.
+        initial: Its first parameters.
     """
 
-    def __init__(self, built: engine.Built, spec: RunSpec) -> None:
+    def __init__(self, built: events.Built, spec: RunSpec, initial: Sequence[Array]) -> None:
         self.open = True
         self._built = built
+        self._initial = initial
         self._connection = connection("worker", Phase.OPEN)
         self._connection.blocks = None
-        self._replica = Replica(built.task.manifest.blocks, spec.optimizer)
+        self._replica = Replica(built.manifest.blocks, spec.optimizer)
         self._session = Session()
         self._said = bytearray()
         welcome = EXAMPLES[Welcome]
@@ -59,7 +61,7 @@ class PureWorker:
             for event in self._device(action):
                 self._do(self._session.result(event))
 
-    def _device(self, action: act.Action) -> list[engine.Event]:
+    def _device(self, action: act.Action) -> list[events.Event]:
         match action:
             case act.Transmit():
                 if self.open:
@@ -79,47 +81,46 @@ class PureWorker:
                 self._load(action)
             case act.Restore():
                 self._replica.restore(action.step, action.optimizer_step)
-                return [engine.Applied(action.step, self._replica.state_digest())]
+                return [events.Applied(action.step, self._replica.state_digest())]
             case act.Evaluate():
                 sums = {"samples": 1.0, "parts": 1.0}
-                return [engine.Evaluated(action.step, action.part, sums)]
+                return [events.Evaluated(action.step, action.part, sums)]
             case act.CopyState():
                 replica = self._replica
-                return [engine.StateCopied(replica.parts(), replica.step, replica.optimizer_step)]
+                return [events.StateCopied(replica.parts(), replica.step, replica.optimizer_step)]
         return []
 
-    def _build(self, action: act.Build) -> list[engine.Event]:
-        self._replica.load_parameters(self._built.task.initial_parameters())
+    def _build(self, action: act.Build) -> list[events.Event]:
+        self._replica.load_parameters(self._initial)
         built = self._built
         return [
-            engine.Built(
+            events.Built(
                 run_id=action.run_id, manifest=built.manifest, initial_digest=built.initial_digest,
                 step=built.step, state_digest=built.state_digest, signature=built.signature,
                 signature_text=built.signature_text, backend=built.backend, device=built.device,
-                task=built.task,
             )
         ]  # fmt: skip
 
-    def _compute(self, action: act.Compute) -> list[engine.Event]:
+    def _compute(self, action: act.Compute) -> list[events.Event]:
         weight = float(action.node.leaves)
-        blocks = [*enumerate(self._built.task.manifest.blocks)]
-        sums: list[engine.Event] = [
-            engine.BlockSum(
+        blocks = [*enumerate(self._built.manifest.blocks)]
+        sums: list[events.Event] = [
+            events.BlockSum(
                 action.place, action.node, number, np.zeros(block.elements, np.float32), weight
             )
             for number, block in reversed(blocks)
         ]
-        return [*sums, engine.NodeDone(action.place, action.node, Loss(1.0, weight), 1.0)]
+        return [*sums, events.NodeDone(action.place, action.node, Loss(1.0, weight), 1.0)]
 
-    def _apply(self, action: act.Apply) -> list[engine.Event]:
+    def _apply(self, action: act.Apply) -> list[events.Event]:
         if action.scalars is None:
             self._replica.skip()
         else:
             self._replica.apply(action.averages, action.scalars)
-        return [engine.Applied(self._replica.step, self._replica.state_digest())]
+        return [events.Applied(self._replica.step, self._replica.state_digest())]
 
     def _load(self, action: act.LoadChunk) -> None:
-        piece = self._built.task.manifest.blocks[action.block].chunk_slice(action.chunk)
+        piece = self._built.manifest.blocks[action.block].chunk_slice(action.chunk)
         for part in self._replica.parts():
             if (part.kind, part.block) == (action.kind, action.block):
                 part.values[piece] = action.values

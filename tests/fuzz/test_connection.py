@@ -13,9 +13,9 @@ import random
 
 import pytest
 
-from protocol import limits
-from protocol.connection import Connection, Phase
-from protocol.errors import FrameError, RemoteProtocolError
+from protocol.base import limits
+from protocol.base.errors import FrameError, RemoteProtocolError
+from protocol.wire.connection import Connection, Phase
 from tests.fuzz.handshakes import PHASES, ROLES, connection, legal_frames
 from tests.fuzz.mutations import MUTATIONS
 from tests.message_samples import EXAMPLES, frame

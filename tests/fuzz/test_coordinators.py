@@ -12,15 +12,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from protocol import frames
-from protocol.messages import Goodbye, Halt, Heartbeat
+from protocol.wire import frames
+from protocol.wire.messages import Goodbye, Halt, Heartbeat
 from tests.fuzz.mutations import MUTATIONS
 from tests.fuzz.pure_coordinator import PureCoordinator
 from tests.fuzz.pure_worker import PureWorker
-from tests.fuzz.test_members import SPEC, build
+from tests.fuzz.test_members import INITIAL, SPEC, build
 from tests.message_samples import EXAMPLES, frame
 from tests.resident_memory import MIB, measured_growth
-from worker.engine import Built
+from worker.logic.events import Built
 
 SEED = int(os.environ.get("SAMESTEP_FUZZ_SEED", "0"))
 MEMORY_GROWTH_BYTES = 32 * MIB
@@ -43,7 +43,7 @@ def play(built: Built, seed: int) -> tuple[bool, list[tuple[str, str]]]:
     """A whole run with one broken frame in it; whether the worker's connection outlived it."""
     rng = random.Random(seed)
     turn = rng.randrange(LONGEST)
-    coordinator, worker = PureCoordinator(SPEC), PureWorker(built, SPEC)
+    coordinator, worker = PureCoordinator(SPEC), PureWorker(built, SPEC, INITIAL)
     said: list[bytes] = []
     waiting = [*frames_of(coordinator.connect())]
     while waiting and worker.open and coordinator.open:

@@ -16,13 +16,13 @@ from collections.abc import Callable
 import pytest
 import structlog
 
-from coordinator.phase import RunPhase
-from protocol import frames
-from protocol.authentication import answer, new_nonce
-from protocol.connection import Connection, Phase
-from protocol.errors import MessageError
-from protocol.manifest import Manifest
-from protocol.messages import Challenge, Drain, Goodbye, Heartbeat, Hello, Ready
+from coordinator.run.phase import RunPhase
+from protocol.base.errors import MessageError
+from protocol.spec.manifest import Manifest
+from protocol.wire import frames
+from protocol.wire.authentication import answer, new_nonce
+from protocol.wire.connection import Connection, Phase
+from protocol.wire.messages import Challenge, Drain, Goodbye, Heartbeat, Hello, Ready
 from tests.event_loop import on_uvloop_for
 from tests.fuzz.member import WAIT, Member
 from tests.fuzz.memory_transport import MemoryTransport
@@ -31,13 +31,15 @@ from tests.fuzz.pure_coordinator import PureCoordinator
 from tests.live_service import LiveService, Scripted, live_service, scripted_spec
 from tests.message_samples import EXAMPLES, flat, frame
 from tests.resident_memory import MIB, measured_growth
-from worker.engine import Built, Engine, Event
+from worker.logic.events import Built, Event
+from worker.shell.engine import Engine
 
 SEED = int(os.environ.get("SAMESTEP_FUZZ_SEED", "0"))
 MEMORY_GROWTH_BYTES = 32 * MIB
 LARGE_ELEMENTS = 1_000_000
 """A manifest says how much memory a run takes; a broken one must not take this machine's."""
 SPEC = scripted_spec(steps=2, evaluate_every=1)
+INITIAL = Scripted().task(SPEC).initial_parameters()
 ALWAYS = [frame(EXAMPLES[kind]) for kind in (Heartbeat, Drain, Goodbye)]
 LONGEST = 24
 """More than an honest member says in this run."""
@@ -90,7 +92,7 @@ def story(rng: random.Random) -> Callable[[int, list[bytes]], bytes]:
 def play(coordinator: PureCoordinator, built: Built, seed: int) -> None:
     """One connection: honest for a while, one broken frame, then honest again to the end."""
     told = story(random.Random(seed))
-    member = Member(built, coordinator.digest_after)
+    member = Member(built, INITIAL, coordinator.digest_after)
     member.hear(coordinator.connect())
     said: list[bytes] = []
     for number, word in enumerate(member.words()):
@@ -139,7 +141,7 @@ class Joined:
 
     def __init__(self, live: LiveService, built: Built) -> None:
         self.live = live
-        self.member = Member(built, self._digest_after)
+        self.member = Member(built, INITIAL, self._digest_after)
         channel = live.service._connection(("127.0.0.1", 1))
         assert channel is not None
         self.transport = MemoryTransport(channel)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.address import parse_address
-from protocol.errors import ExitCode, UsageError
+from protocol.base.address import parse_address
+from protocol.base.errors import ExitCode, UsageError
 
 
 @pytest.mark.parametrize(

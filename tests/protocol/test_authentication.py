@@ -4,10 +4,18 @@ import dataclasses
 
 import pytest
 
-from protocol import PROTOCOL_VERSION, authentication
-from protocol.authentication import METHOD, NO_CERTIFICATE, Exchange, answer, new_key, new_nonce
-from protocol.errors import ExitCode, NotAuthorised
-from protocol.messages import Challenge, Hello, Proof
+from protocol import PROTOCOL_VERSION
+from protocol.base.errors import ExitCode, NotAuthorised
+from protocol.wire import authentication
+from protocol.wire.authentication import (
+    METHOD,
+    NO_CERTIFICATE,
+    Exchange,
+    answer,
+    new_key,
+    new_nonce,
+)
+from protocol.wire.messages import Challenge, Hello, Proof
 
 KEY = bytes(range(32))
 CERTIFICATE = b"c" * 32

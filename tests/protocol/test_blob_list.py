@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol import limits
-from protocol.blob_list import BlobFile, BlobList, BlobSource, name_fault
-from protocol.errors import DataError, MessageError
+from protocol.base import limits
+from protocol.base.errors import DataError, MessageError
+from protocol.spec.blob_list import BlobFile, BlobList, BlobSource, name_fault
 
 DIGEST = "ab" * 32
 OTHER = "cd" * 32

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from protocol.cache_directory import cache_directory
+from protocol.host.cache_directory import cache_directory
 
 
 def test_where_the_cache_is():

@@ -5,16 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol import frames, limits, messages
-from protocol.connection import (
-    FROM_COORDINATOR,
-    FROM_WORKER,
-    Connection,
-    Phase,
-    encode,
-)
-from protocol.errors import FrameError, LocalProtocolError, OutOfPlace, RemoteProtocolError
-from protocol.messages import MESSAGES, Goodbye, Heartbeat
+from protocol.base import limits
+from protocol.base.errors import FrameError, LocalProtocolError, OutOfPlace, RemoteProtocolError
+from protocol.wire import frames, messages
+from protocol.wire.connection import FROM_COORDINATOR, FROM_WORKER, Connection, Phase, encode
+from protocol.wire.messages import MESSAGES, Goodbye, Heartbeat
 from tests.message_samples import BLOCKS, EXAMPLES, PAYLOAD, body_for, flat, frame, in_place
 
 KINDS = sorted(MESSAGES.values(), key=lambda kind: kind.tag)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.device_name import parse_backend, parse_devices
-from protocol.errors import UsageError
+from protocol.base.device_name import parse_backend, parse_devices
+from protocol.base.errors import UsageError
 
 
 @pytest.mark.parametrize(

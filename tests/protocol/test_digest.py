@@ -8,7 +8,7 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.digest import state_digest, weights_digest
+from protocol.exact.digest import state_digest, weights_digest
 
 SHAPES = [(), (0,), (3,), (2, 3), (3, 2), (1, 6), (6, 1), (0, 4)]
 

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from protocol import errors
-from protocol.errors import (
+from protocol.base import errors
+from protocol.base.errors import (
     BackendUnavailable,
     ExitCode,
     SamestepError,

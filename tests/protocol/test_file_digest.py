@@ -4,7 +4,7 @@ import os
 
 from blake3 import blake3
 
-from protocol.file_digest import FileDigests, file_digest
+from protocol.spec.file_digest import FileDigests, file_digest
 
 
 def test_a_file_of_several_pieces(tmp_path):

@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64
 
-from protocol import PROTOCOL_VERSION, frames, limits
-from protocol.errors import ExitCode, FrameError, LocalProtocolError, VersionMismatch
+from protocol import PROTOCOL_VERSION
+from protocol.base import limits
+from protocol.base.errors import ExitCode, FrameError, LocalProtocolError, VersionMismatch
+from protocol.wire import frames
 
 WIDE = (limits.HEADER_BYTES, limits.BODY_BYTES)
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from protocol import __version__, limits
-from protocol.doctor import failure, ok, tell, warning
-from protocol.errors import ExitCode
-from protocol.host_checks import clock, directory, memory, open_files
+from protocol import __version__
+from protocol.base import limits
+from protocol.base.errors import ExitCode
+from protocol.host.doctor import failure, ok, tell, warning
+from protocol.host.host_checks import clock, directory, memory, open_files
 from tests.durable_run import small_disk
 
 ROOT = Path(__file__).parents[2]

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from protocol import limits
-from protocol.errors import MessageError
-from protocol.manifest import Block, Export, Manifest, Metric, Ratio, TensorSpec
+from protocol.base import limits
+from protocol.base.errors import MessageError
+from protocol.spec.manifest import Block, Export, Manifest, Metric, Ratio, TensorSpec
 
 BLOCK = Block(
     name="layer.0",

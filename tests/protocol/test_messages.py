@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from protocol import messages
-from protocol.errors import MessageError
-from protocol.messages import MESSAGES, decode_message
+from protocol.base import fields
+from protocol.base.errors import MessageError
+from protocol.wire import messages
+from protocol.wire.messages import MESSAGES, decode_message
 from tests.message_samples import EXAMPLES, STRATEGIES
 
 KINDS = sorted(MESSAGES.values(), key=lambda kind: kind.tag)
@@ -206,9 +207,9 @@ def test_random_bytes_give_a_message_or_its_error(kind, header):
 
 
 def test_a_text_is_made_fit_to_be_sent():
-    cut = messages.cut_text("no such file\n\x1b[31m'\u00fcber'\u2028", 30)
+    cut = fields.cut_text("no such file\n\x1b[31m'\u00fcber'\u2028", 30)
     assert cut == "no such file  [31m'\u00fcber' "
-    assert messages.cut_text("\u00fc" * 10, 5) == "\u00fc" * 2
+    assert fields.cut_text("\u00fc" * 10, 5) == "\u00fc" * 2
     messages.Halt(epoch=1, step=0, attempt=0, reason=cut)
 
 

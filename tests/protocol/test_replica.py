@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from protocol.digest import weights_digest
-from protocol.manifest import Block, TensorSpec
-from protocol.replica import Replica, aligned_zeros
-from protocol.run_spec import OptimizerSpec
-from protocol.update import apply_update, decays, moment_count, step_scalars
+from protocol.exact.digest import weights_digest
+from protocol.exact.replica import Replica, aligned_zeros
+from protocol.exact.update import apply_update, decays, moment_count, step_scalars
+from protocol.spec.manifest import Block, TensorSpec
+from protocol.spec.run_spec import OptimizerSpec
 
 BLOCKS = (
     Block(

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import DataError
-from protocol.run_files import SourceFiles, source_files
-from protocol.run_spec import RunSpec, parse_run_spec
+from protocol.base.errors import DataError
+from protocol.spec.run_files import SourceFiles, source_files
+from protocol.spec.run_spec import RunSpec, parse_run_spec
 
 
 def spec(task: str = "causal-lm", **sections: Any) -> RunSpec:

@@ -3,9 +3,9 @@
 import pytest
 from pydantic import ValidationError
 
-from protocol import limits
-from protocol.errors import ExitCode, RunSpecError
-from protocol.run_spec import RunSpec, load_run_spec, parse_run_spec, run_spec_schema
+from protocol.base import limits
+from protocol.base.errors import ExitCode, RunSpecError
+from protocol.spec.run_spec import RunSpec, load_run_spec, parse_run_spec, run_spec_schema
 
 CLASSIFY = """
 name: sms-spam

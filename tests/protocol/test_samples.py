@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.run_spec import BatchSpec
-from protocol.samples import SampleOrder, microbatch_seed, permutation
+from protocol.exact.samples import SampleOrder, microbatch_seed, permutation
+from protocol.spec.run_spec import BatchSpec
 
 MASK = 2**64 - 1
 seeds = st.integers(0, 2**63 - 1)

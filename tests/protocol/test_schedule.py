@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.run_spec import OptimizerSpec
-from protocol.schedule import learning_rate
+from protocol.exact.schedule import learning_rate
+from protocol.spec.run_spec import OptimizerSpec
 
 NAMES = ("constant", "linear", "cosine")
 

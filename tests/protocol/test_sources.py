@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from protocol import sources
-from protocol.errors import DataError
+from protocol.base.errors import DataError
+from protocol.spec import sources
 
 
 @pytest.fixture

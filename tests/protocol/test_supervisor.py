@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from protocol.supervisor import Supervisor
+from protocol.host.supervisor import Supervisor
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ import socket
 
 import pytest
 
-from protocol import system_journal
-from protocol.errors import Mismatch
-from protocol.system_journal import Priority, SystemJournal, write_error
+from protocol.base.errors import Mismatch
+from protocol.host import system_journal
+from protocol.host.system_journal import Priority, SystemJournal, write_error
 
 
 @pytest.fixture

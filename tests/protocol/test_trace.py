@@ -3,7 +3,7 @@
 import json
 import threading
 
-from protocol.trace import Tracer, now_us
+from protocol.host.trace import Tracer, now_us
 
 
 def events_of(path):

@@ -12,17 +12,18 @@ from collections.abc import AsyncIterator, Callable
 import numpy as np
 import pytest
 
-from protocol import frames, limits, messages
-from protocol.connection import Body, Connection, Phase, Received, encode
-from protocol.errors import (
+from protocol.base import limits
+from protocol.base.errors import (
     FrameError,
     LocalProtocolError,
     OutOfPlace,
     ProtocolError,
     VersionMismatch,
 )
-from protocol.messages import Cancel, Goodbye, Halt, Heartbeat, Message
-from protocol.transport import Channel
+from protocol.wire import frames, messages
+from protocol.wire.connection import Body, Connection, Phase, Received, encode
+from protocol.wire.messages import Cancel, Goodbye, Halt, Heartbeat, Message
+from protocol.wire.transport import Channel
 from tests.cluster import PATIENCE_S
 from tests.event_loop import on_uvloop
 from tests.message_samples import BLOCKS, EXAMPLES, PAYLOAD, flat, frame

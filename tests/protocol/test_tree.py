@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from protocol.tree import Node, children, cover, is_node, parent, path, root, sibling
+from protocol.exact.tree import Node, children, cover, is_node, parent, path, root, sibling
 
 counts = st.integers(1, 70)
 

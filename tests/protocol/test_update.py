@@ -18,10 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from protocol import update
-from protocol.run_spec import OptimizerSpec
-from protocol.schedule import learning_rate
-from protocol.update import (
+from protocol.exact import update
+from protocol.exact.schedule import learning_rate
+from protocol.exact.update import (
     StepScalars,
     apply_update,
     average,
@@ -32,6 +31,7 @@ from protocol.update import (
     square_sum,
     step_scalars,
 )
+from protocol.spec.run_spec import OptimizerSpec
 
 SMALLEST = 2.0**-149
 BINARY = {

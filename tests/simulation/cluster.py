@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from coordinator.actions import Outcome
-from coordinator.phase import RunPhase
-from coordinator.run import Run
+from coordinator.run.actions import Outcome
+from coordinator.run.phase import RunPhase
+from coordinator.run.run import Run
 from tests.simulation.clock import Clock
 from tests.simulation.coordinator import SimulatedCoordinator
 from tests.simulation.disk import MemoryDirectory

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from protocol import limits
+from protocol.base import limits
 
 _PROPERTY = "simulated"
 _PLANTED = "planted"

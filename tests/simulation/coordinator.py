@@ -8,11 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from protocol import limits
-from protocol.messages import (
-    Goodbye,
-    Welcome,
-)
+from protocol.base import limits
+from protocol.wire.messages import Goodbye, Welcome
 from tests.simulation.clock import Clock, Process
 from tests.simulation.execution import SimulatedExecution
 from tests.simulation.ledger import Ledger
@@ -24,7 +21,7 @@ _TICK_MS = 2.5 * limits.TICK_MS
 
 
 class SimulatedCoordinator(Process):
-    """One process: `coordinator.service.Service` without a loop.
+    """One process: `coordinator.service.service.Service` without a loop.
 
     Attributes:
         side: Of a split network.

@@ -17,17 +17,18 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from coordinator.after_restart import resumption_of
-from coordinator.log_reader import LoggedStep
-from coordinator.log_records import Array, ChunkPlace, CommitRecord
-from coordinator.recovery import _split
-from coordinator.replay import take
-from coordinator.resumption import Resumption
-from coordinator.terms import Terms
-from protocol.errors import RunFailed, StorageFailed
-from protocol.manifest import Manifest
-from protocol.replica import Replica
-from protocol.run_spec import LogMode
+from coordinator.run.commit_record import CommitRecord
+from coordinator.run.resumption import Resumption
+from coordinator.run.terms import Terms
+from coordinator.service.after_restart import resumption_of
+from coordinator.storage.log_reader import LoggedStep
+from coordinator.storage.log_records import Array, ChunkPlace
+from coordinator.storage.recovery import _split
+from coordinator.storage.replay import take
+from protocol.base.errors import RunFailed, StorageFailed
+from protocol.exact.replica import Replica
+from protocol.spec.manifest import Manifest
+from protocol.spec.run_spec import LogMode
 from tests.simulation.job import Job
 
 Averages = list[Array] | None
@@ -42,7 +43,7 @@ class Torn:
 
 
 class Log(Protocol):
-    """What writes a run's log: `coordinator.gradient_log.GradientLog`, or the one here."""
+    """What writes a run's log: `coordinator.storage.gradient_log.GradientLog`, or the one here."""
 
     next_step: int
 
@@ -149,7 +150,7 @@ class MemoryDirectory:
                         segment.records[at] = Torn(_garbled(segment.records[at]))
 
     def recover(self) -> Found | None:
-        """What `coordinator.recovery.recover` would find; None if the run begins anew."""
+        """What `coordinator.storage.recovery.recover` would find; None if the run begins anew."""
         if self.manifest is None:
             return None
         steps = self._scan(repair=True)
@@ -267,7 +268,7 @@ def _updates(replica: Replica | None, logged: list[LoggedStep]) -> int:
 
 
 class MemoryLog:
-    """`coordinator.gradient_log.GradientLog` without files."""
+    """`coordinator.storage.gradient_log.GradientLog` without files."""
 
     def __init__(
         self, directory: MemoryDirectory, epoch: int, found: Found | None, mode: LogMode

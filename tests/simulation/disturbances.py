@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from protocol import limits
+from protocol.base import limits
 from tests.simulation.coordinator import SimulatedCoordinator
 from tests.simulation.execution import SimulatedExecution
 from tests.simulation.job import STEPS

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from coordinator.actions import (
+from coordinator.run.actions import (
     Action,
     Adopt,
     ApplyStep,
@@ -26,12 +26,14 @@ from coordinator.actions import (
     Seed,
     Send,
 )
-from coordinator.log_records import ChunkPlace, CommitRecord
-from coordinator.phase import RunPhase
-from coordinator.run import Run
-from coordinator.terms import Terms
-from protocol.errors import ExitCode, OutOfPlace, RunFailed, SamestepError, StorageFailed
-from protocol.messages import (
+from coordinator.run.commit_record import CommitRecord
+from coordinator.run.phase import RunPhase
+from coordinator.run.run import Run
+from coordinator.run.terms import Terms
+from coordinator.storage.log_records import ChunkPlace
+from protocol.base.errors import ExitCode, OutOfPlace, RunFailed, SamestepError, StorageFailed
+from protocol.exact.replica import Replica
+from protocol.wire.messages import (
     AveragedBlockGradient,
     AveragedGradient,
     AveragedNonBlockGradient,
@@ -43,7 +45,6 @@ from protocol.messages import (
     StateChunk,
     StepApplied,
 )
-from protocol.replica import Replica
 from tests.simulation.disk import Averages, Found, Log, MemoryLog
 from tests.simulation.job import COVERAGE
 from tests.simulation.ledger import Ledger
@@ -57,7 +58,7 @@ _KEPT: Final = (AveragedBlockGradient, AveragedNonBlockGradient, Commit)
 
 
 class SimulatedExecution:
-    """`coordinator.execution.Execution` without a loop; see the module's text.
+    """`coordinator.service.execution.Execution` without a loop; see the module's text.
 
     Attributes:
         outcome: Set when the run is over; `ended` once its workers were told.

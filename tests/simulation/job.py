@@ -16,22 +16,15 @@ from typing import Any, ClassVar
 import numpy as np
 from blake3 import blake3
 
-from coordinator.reduction import Array
-from protocol.digest import weights_digest
-from protocol.manifest import Block, Manifest, Metric, TensorSpec
-from protocol.replica import Digests, Replica
-from protocol.run_spec import BatchSpec, CheckpointSpec, LogMode, OptimizerSpec, RunSpec
-from protocol.samples import SampleOrder
-from protocol.tree import Node
-from protocol.update import (
-    StepScalars,
-    global_norm,
-    square_sum,
-    step_scalars,
-)
-from protocol.update import (
-    average as scale_to_average,
-)
+from coordinator.run.reduction import Array
+from protocol.exact.digest import weights_digest
+from protocol.exact.replica import Digests, Replica
+from protocol.exact.samples import SampleOrder
+from protocol.exact.tree import Node
+from protocol.exact.update import StepScalars, global_norm, square_sum, step_scalars
+from protocol.exact.update import average as scale_to_average
+from protocol.spec.manifest import Block, Manifest, Metric, TensorSpec
+from protocol.spec.run_spec import BatchSpec, CheckpointSpec, LogMode, OptimizerSpec, RunSpec
 
 STEPS = 4
 PARTS = 3

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from coordinator.actions import Finish
-from coordinator.log_records import CommitRecord
-from coordinator.resumption import Resumption
-from protocol.messages import Commit
-from protocol.replica import Replica
+from coordinator.run.actions import Finish
+from coordinator.run.commit_record import CommitRecord
+from coordinator.run.resumption import Resumption
+from protocol.exact.replica import Replica
+from protocol.wire.messages import Commit
 from tests.simulation.disk import Found, MemoryDirectory
 from tests.simulation.job import Job, Taken
 

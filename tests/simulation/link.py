@@ -7,8 +7,8 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
-from protocol.connection import FROM_COORDINATOR, FROM_WORKER, Phase
-from protocol.messages import Goodbye, Halt, Message, Welcome
+from protocol.wire.connection import FROM_COORDINATOR, FROM_WORKER, Phase
+from protocol.wire.messages import Goodbye, Halt, Message, Welcome
 from tests.simulation.clock import Clock, Process
 
 if TYPE_CHECKING:

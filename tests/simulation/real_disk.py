@@ -12,20 +12,20 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from coordinator.after_restart import resumption_of
-from coordinator.checkpoint import checkpoint_steps, write_checkpoint
-from coordinator.claim import LOCK_FILE, Claim
-from coordinator.gradient_log import GradientLog
-from coordinator.log_reader import read_averages, scan_log
-from coordinator.log_records import CommitRecord
-from coordinator.recovery import recover
-from coordinator.retention import prune
-from coordinator.run_directory import RunDirectory
-from coordinator.terms import Terms
-from protocol.errors import StorageFailed
-from protocol.manifest import Manifest
-from protocol.replica import Replica
-from protocol.run_spec import LogMode
+from coordinator.disk.claim import LOCK_FILE, Claim
+from coordinator.run.commit_record import CommitRecord
+from coordinator.run.terms import Terms
+from coordinator.service.after_restart import resumption_of
+from coordinator.storage.checkpoint import checkpoint_steps, write_checkpoint
+from coordinator.storage.gradient_log import GradientLog
+from coordinator.storage.log_reader import read_averages, scan_log
+from coordinator.storage.recovery import recover
+from coordinator.storage.retention import prune
+from coordinator.storage.run_directory import RunDirectory
+from protocol.base.errors import StorageFailed
+from protocol.exact.replica import Replica
+from protocol.spec.manifest import Manifest
+from protocol.spec.run_spec import LogMode
 from tests.simulation.disk import Averages, Found, Log
 from tests.simulation.job import Job
 

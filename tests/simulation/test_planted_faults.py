@@ -4,21 +4,21 @@ from typing import Any
 
 import pytest
 
-from coordinator import run
-from coordinator.actions import Follow
-from coordinator.admission import Admission
-from coordinator.agreement import Agreement
-from coordinator.evaluation import Evaluation
-from coordinator.progress import Progress
-from coordinator.reduction import TreeSum
-from coordinator.round import Round, Share
-from coordinator.saves import Saves
-from protocol.tree import parent, root, sibling
+from coordinator.run import run
+from coordinator.run.actions import Follow
+from coordinator.run.admission import Admission
+from coordinator.run.agreement import Agreement
+from coordinator.run.evaluation import Evaluation
+from coordinator.run.progress import Progress
+from coordinator.run.reduction import TreeSum
+from coordinator.run.round import Round, Share
+from coordinator.run.saves import Saves
+from protocol.exact.tree import parent, root, sibling
 from tests.simulation import disk
 from tests.simulation.cluster import Cluster
 from tests.simulation.disk import MemoryDirectory, MemoryLog
 from tests.simulation.execution import SimulatedExecution
-from worker.session import Session
+from worker.logic.session import Session
 
 pytestmark = pytest.mark.simulation
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from protocol.errors import SamestepError
+from protocol.base.errors import SamestepError
 from tests.simulation.clock import Clock, Process
 
 Then = Callable[[Any], None]

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from backends.accumulate import TreeAccumulator
-from backends.interface import Loss
-from protocol.errors import DataError, OutOfPlace
-from protocol.messages import Cancel, GradientPayload, NodeLoss, Welcome
-from protocol.replica import Replica, StatePart
-from protocol.tree import Node
+from backends.base.accumulate import TreeAccumulator
+from backends.base.interface import Loss
+from protocol.base.errors import DataError, OutOfPlace
+from protocol.exact.replica import Replica, StatePart
+from protocol.exact.tree import Node
+from protocol.wire.messages import Cancel, GradientPayload, NodeLoss, Welcome
 from tests.simulation.clock import Clock, Process
 from tests.simulation.job import Job
 from tests.simulation.link import LOST, Link
-from worker import actions as act
-from worker import engine
-from worker.session import Session
+from worker.logic import actions as act
+from worker.logic import events
+from worker.logic.session import Session
 
 if TYPE_CHECKING:
     from tests.simulation.ledger import Ledger
@@ -72,7 +72,7 @@ class World:
 
 
 class ScriptedEngine:
-    """`worker.engine.Engine` without a thread."""
+    """`worker.shell.engine.Engine` without a thread."""
 
     def __init__(self, worker: SimulatedWorker, world: World, flaws: Flaws) -> None:
         self.spoilt = False
@@ -82,9 +82,9 @@ class ScriptedEngine:
         self._queue: deque[Callable[[], Work]] = deque()
         self._working: Work | None = None
         self._busy = False
-        self._emitted: deque[engine.Event] = deque()
+        self._emitted: deque[events.Event] = deque()
         self._generation = 0
-        self._cancelled: set[tuple[engine.Place, Node]] = set()
+        self._cancelled: set[tuple[events.Place, Node]] = set()
         self._job: Job | None = None
         self._replica: Replica | None = None
         self._run_id = ""
@@ -148,7 +148,7 @@ class ScriptedEngine:
                 return
             self._working = None
 
-    def _emit(self, event: engine.Event) -> None:
+    def _emit(self, event: events.Event) -> None:
         self._emitted.append(event)
         self._later(0.2 * self._world.rng.random(), self._taken)
 
@@ -166,7 +166,7 @@ class ScriptedEngine:
         if self._job is not job:
             yield self._world.rng.choice((5.0, 50.0, 300.0))
         if self._flaws.cannot_build:
-            self._emit(engine.BuildFailed(run_id, DataError("scripted to fail")))
+            self._emit(events.BuildFailed(run_id, DataError("scripted to fail")))
             return
         self._finish_hash()
         if not (action.keep and self._run_id == run_id and self._whole):
@@ -175,13 +175,12 @@ class ScriptedEngine:
         self._job = job
         assert self._replica is not None
         self._emit(
-            engine.Built(
-                run_id=run_id, manifest=job.manifest_document,
+            events.Built(
+                run_id=run_id, manifest=job.manifest,
                 initial_digest=job.undisturbed((), self._flaws.flavour).state_digest,
                 step=self._replica.step, state_digest=self._replica.state_digest(),
                 signature=str(self._flaws.flavour) * 64, signature_text="",
                 backend="scripted", device="simulated",
-                task=job,  # type: ignore[arg-type] # the session looks at the manifest alone
             )
         )  # fmt: skip
 
@@ -205,7 +204,7 @@ class ScriptedEngine:
                     gradient[0] = np.nan
                 total = sums.add(leaf, block, gradient)
                 if total is not None:
-                    self._emit(engine.BlockSum(place, node, block, total, weight))
+                    self._emit(events.BlockSum(place, node, block, total, weight))
                     if self._world.rng.random() < 0.3:
                         yield self._flaws.microbatch_ms / 8
                     if self._is_cancelled(generation, place, node):
@@ -216,9 +215,9 @@ class ScriptedEngine:
             loss = sums.add_loss(leaf, loss_sum, job.weight(place.step, leaf))
         assert loss is not None
         elapsed_ms = node.leaves * self._flaws.microbatch_ms
-        self._emit(engine.NodeDone(place, node, loss, elapsed_ms))
+        self._emit(events.NodeDone(place, node, loss, elapsed_ms))
 
-    def _is_cancelled(self, generation: int, place: engine.Place, node: Node) -> bool:
+    def _is_cancelled(self, generation: int, place: events.Place, node: Node) -> bool:
         return generation != self._generation or (place, node) in self._cancelled
 
     def _spoilt(self, step: int, leaf: int, block: int) -> bool:
@@ -260,7 +259,7 @@ class ScriptedEngine:
             digest = replica.state_digest()
             if not self.spoilt:
                 self._world.ledgers[self._run_id].worker_is(replica.step, digest)
-            self._emit(engine.Applied(replica.step, digest))
+            self._emit(events.Applied(replica.step, digest))
 
         self._hash = work
 
@@ -287,13 +286,13 @@ class ScriptedEngine:
         assert replica.step == action.step, "evaluation with the weights of its step"
         yield self._flaws.microbatch_ms
         sums = job.sums(replica.parameters, action.part)
-        self._emit(engine.Evaluated(action.step, action.part, sums))
+        self._emit(events.Evaluated(action.step, action.part, sums))
 
     def _copy_state(self) -> Work:
         _, replica = self._built()
         yield _HOST_MS
         parts = [StatePart(p.kind, p.block, p.values.copy()) for p in replica.parts()]
-        self._emit(engine.StateCopied(parts, replica.step, replica.optimizer_step))
+        self._emit(events.StateCopied(parts, replica.step, replica.optimizer_step))
 
     def _built(self) -> tuple[Job, Replica]:
         assert self._job is not None
@@ -352,7 +351,7 @@ class SimulatedWorker(Process):
             link.close_at_worker()
             self._disconnected()
 
-    def take_result(self, event: engine.Event) -> None:
+    def take_result(self, event: events.Event) -> None:
         """A result of the engine; without a session it is nobody's."""
         if self.session is not None:
             self._do(self.session.result(event))

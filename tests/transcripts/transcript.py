@@ -32,16 +32,16 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-from coordinator import actions as act
-from coordinator.phase import RunPhase
-from coordinator.resumption import Resumption
-from coordinator.run import Run
-from coordinator.terms import Terms
-from protocol import limits
-from protocol import messages as msg
-from protocol.errors import RemoteProtocolError
-from protocol.manifest import Block, Manifest, Metric, TensorSpec
-from protocol.run_spec import BatchSpec, CheckpointSpec, OptimizerSpec, RunSpec
+from coordinator.run import actions as act
+from coordinator.run.phase import RunPhase
+from coordinator.run.resumption import Resumption
+from coordinator.run.run import Run
+from coordinator.run.terms import Terms
+from protocol.base import limits
+from protocol.base.errors import RemoteProtocolError
+from protocol.spec.manifest import Block, Manifest, Metric, TensorSpec
+from protocol.spec.run_spec import BatchSpec, CheckpointSpec, OptimizerSpec, RunSpec
+from protocol.wire import messages as msg
 
 EPOCH = 1
 RUN_ID = "run-1"

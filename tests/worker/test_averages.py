@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol import limits
-from protocol.manifest import Block, TensorSpec
-from worker.averages import Averages
+from protocol.base import limits
+from protocol.spec.manifest import Block, TensorSpec
+from worker.logic.averages import Averages
 
 BLOCKS = tuple(
     Block(name=f"b{size}", kind="block", tensors=(TensorSpec(name=f"w{size}", shape=(size,)),))

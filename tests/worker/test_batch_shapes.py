@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from backends.interface import Batch
-from protocol.run_spec import BatchSpec
-from protocol.samples import SampleOrder
-from worker.batch_shapes import evaluation_of_each_shape, microbatch_of_each_shape
+from backends.base.interface import Batch
+from protocol.exact.samples import SampleOrder
+from protocol.spec.run_spec import BatchSpec
+from worker.shell.batch_shapes import evaluation_of_each_shape, microbatch_of_each_shape
 
 
 class Texts:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from protocol.errors import StorageFailed
-from protocol.file_digest import FileDigests
+from protocol.base.errors import StorageFailed
+from protocol.spec.file_digest import FileDigests
 from tests.cluster import ROOT
 from tests.durable_run import small_disk
-from worker.blob_cache import BlobCache, Part
+from worker.shell.blob_cache import BlobCache, Part
 
 CONTENT = np.random.default_rng(1).integers(0, 256, 3_000_000, np.uint8)
 DIGEST = blake3(CONTENT.data).hexdigest()

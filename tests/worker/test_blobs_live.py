@@ -10,21 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.blob_index import Blob, BlobIndex, index_blobs
-from protocol import limits
-from protocol.blob_list import document_digest
-from protocol.connection import Received
-from protocol.file_digest import FileDigests, file_digest
-from protocol.messages import BlobChunk, BlobRequest
-from protocol.transport import Channel
+from coordinator.files.blob_index import Blob, BlobIndex, index_blobs
+from protocol.base import limits
+from protocol.spec.blob_list import document_digest
+from protocol.spec.file_digest import FileDigests, file_digest
+from protocol.wire.connection import Received
+from protocol.wire.messages import BlobChunk, BlobRequest
+from protocol.wire.transport import Channel
 from tests import reading_task
 from tests.durable_run import small_disk
 from tests.event_loop import on_uvloop
 from tests.live_service import LiveService, live_service, scripted_spec
-from worker import actions as act
-from worker import obtaining
-from worker.blob_cache import BlobCache
-from worker.client import Client
+from worker.logic import actions as act
+from worker.shell import obtaining
+from worker.shell.blob_cache import BlobCache
+from worker.shell.client import Client
 
 SPEC = scripted_spec(task=reading_task.NAME, data={"train": "input.bin"})
 LARGE = 5 * limits.BODY_BYTES + 17

@@ -5,8 +5,8 @@ from collections import OrderedDict
 import pytest
 from torch import nn
 
-from protocol.errors import DataError
-from worker.blocks import cut_into_blocks
+from protocol.base.errors import DataError
+from worker.models.blocks import cut_into_blocks
 
 
 class Layer(nn.Module):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.authentication import new_key
-from protocol.errors import ExitCode, NotAuthorised, UsageError
-from protocol.join_token import JoinToken
-from protocol.secret_file import join_token_file, write_secret
-from worker.credentials import Credentials
+from protocol.base.errors import ExitCode, NotAuthorised, UsageError
+from protocol.host.secret_file import join_token_file, write_secret
+from protocol.wire.authentication import new_key
+from protocol.wire.join_token import JoinToken
+from worker.joining.credentials import Credentials
 
 HERE = b"h" * 32
 THERE = b"t" * 32

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.errors import BackendUnavailable, DeviceError, ExitCode, RunFailed, Unreachable
+from protocol.base.errors import BackendUnavailable, DeviceError, ExitCode, RunFailed, Unreachable
 from tests.event_loop import on_uvloop
 from tests.live_service import Scripted, live_service, scripted_spec, undisturbed
-from worker.engine import DeviceFailed
+from worker.logic.events import DeviceFailed
 
 
 @on_uvloop

@@ -6,10 +6,10 @@ import socket
 
 import pytest
 
-from protocol.discovery import SERVICE, Announced, check_name
-from protocol.errors import MessageError, UsageError
-from worker.discovery import choose, nearest
-from worker.this_machine import someone_listens
+from protocol.base.errors import MessageError, UsageError
+from protocol.wire.discovery import SERVICE, Announced, check_name
+from worker.joining.discovery import choose, nearest
+from worker.joining.this_machine import someone_listens
 
 MINE, OTHERS = "a" * 64, "b" * 64
 GOOD = {"protocol": "2", "certificate": MINE}

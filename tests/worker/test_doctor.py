@@ -14,19 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.credentials import Credentials as CoordinatorCredentials
+from coordinator.members.credentials import Credentials as CoordinatorCredentials
 from protocol import PROTOCOL_VERSION
-from protocol.authentication import new_key
-from protocol.doctor import Finding
-from protocol.join_token import JoinToken
-from protocol.secret_file import write_secret
+from protocol.host.doctor import Finding
+from protocol.host.secret_file import write_secret
+from protocol.wire.authentication import new_key
+from protocol.wire.join_token import JoinToken
 from tests.cluster import PATIENCE_S, Cluster
 from tests.durable_run import small_disk
 from tests.live_service import live_service
 from tests.network_hosts import network
-from worker.credentials import Credentials
 from worker.doctor import Plan, examine
-from worker.trial_join import trial_join
+from worker.joining.credentials import Credentials
+from worker.joining.trial_join import trial_join
 
 ROOT = Path(__file__).parents[2]
 
@@ -155,7 +155,7 @@ def test_nothing_listens():
 
 def test_no_answer(monkeypatch):
     """A listener whose queue is full answers no more, as a filter that drops."""
-    monkeypatch.setattr("worker.trial_join._PATIENCE_S", 0.3)
+    monkeypatch.setattr("worker.joining.trial_join._PATIENCE_S", 0.3)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket())
         listener.bind(("127.0.0.1", 0))

@@ -6,17 +6,18 @@ import threading
 import numpy as np
 import pytest
 
-from backends.interface import BlockGradient, Loss
+from backends.base.interface import BlockGradient, Loss
 from backends.scripted import ScriptedBackend, ScriptedProgram
-from protocol.errors import BackendUnavailable, DataError, MainMemoryTooSmall, SamestepError
-from protocol.replica import Replica
-from protocol.run_spec import BatchSpec, OptimizerSpec, RunSpec, ScriptedSpec
-from protocol.samples import SampleOrder
-from protocol.tree import Node
-from protocol.update import step_scalars
+from protocol.base.errors import BackendUnavailable, DataError, MainMemoryTooSmall, SamestepError
+from protocol.exact.replica import Replica
+from protocol.exact.samples import SampleOrder
+from protocol.exact.tree import Node
+from protocol.exact.update import step_scalars
+from protocol.spec.run_spec import BatchSpec, OptimizerSpec, RunSpec, ScriptedSpec
 from tests.cluster import PATIENCE_S
-from worker import engine
-from worker.engine import Engine, Place
+from worker.logic import events
+from worker.logic.events import Place
+from worker.shell.engine import Engine
 from worker.tasks.scripted import Scripted
 
 SPEC = RunSpec(
@@ -93,7 +94,7 @@ class Device:
 
     def __init__(self):
         self.toolbox = Toolbox()
-        self.events: queue.Queue[engine.Event] = queue.Queue()
+        self.events: queue.Queue[events.Event] = queue.Queue()
         self.engine = Engine(self.toolbox, self.events.put)
 
     def next(self):
@@ -107,7 +108,7 @@ class Device:
 
     def build(self, spec=SPEC, run_id="run"):
         self.engine.build(run_id, spec)
-        return self.until(engine.Built)[0]
+        return self.until(events.Built)[0]
 
 
 @pytest.fixture
@@ -122,11 +123,11 @@ def device():
 def test_a_device_is_opened_without_a_task_and_only_trouble_is_told(device):
     device.toolbox.missing = error = BackendUnavailable("cuda", "no driver")
     device.engine.open()
-    assert device.next() == engine.DeviceFailed(error)
+    assert device.next() == events.DeviceFailed(error)
     device.toolbox.missing = None
     device.engine.open()
     device.engine.build("run", SPEC)
-    assert isinstance(device.next(), engine.Built)
+    assert isinstance(device.next(), events.Built)
 
 
 def naive_replica():
@@ -146,7 +147,7 @@ def test_a_built_task_starts_at_state_0(device):
 def test_a_node_gives_its_blocks_in_reverse_order_then_its_loss(device):
     device.build()
     device.engine.compute(Place(0, 0), 4, Node(0, 4))
-    done, sums = device.until(engine.NodeDone)
+    done, sums = device.until(events.NodeDone)
     assert [each.block for each in sums] == [1, 0]
     assert {each.weight for each in sums} == {8.0} == {done.loss.weight}
     assert done.elapsed_ms > 0
@@ -157,7 +158,7 @@ def test_node_sums_follow_the_tree(device):
     parts = {}
     for node in (Node(0, 4), Node(0, 2), Node(2, 4), Node(2, 3), Node(3, 4)):
         device.engine.compute(Place(1, 0), 4, node)
-        parts[node] = {each.block: each.values for each in device.until(engine.NodeDone)[1]}
+        parts[node] = {each.block: each.values for each in device.until(events.NodeDone)[1]}
     for block in (0, 1):
         total = parts[Node(0, 2)][block] + parts[Node(2, 4)][block]
         assert total.tobytes() == parts[Node(0, 4)][block].tobytes()
@@ -176,7 +177,7 @@ def test_a_cancel_abandons_the_node_in_work_and_those_that_wait(device):
     device.engine.cancel()
     device.engine.compute(Place(0, 1), 4, Node(0, 1))
     device.toolbox.gate.set()
-    done, before = device.until(engine.NodeDone)
+    done, before = device.until(events.NodeDone)
     assert (done.place, done.node) == (Place(0, 1), Node(0, 1))
     assert all(each.place == Place(0, 1) for each in before)
 
@@ -189,7 +190,7 @@ def test_steps_give_the_digest_of_the_exact_update(device):
     device.engine.apply(ONES, SCALARS)
     for taken in (True, False, True):
         replica.apply(ONES, SCALARS) if taken else replica.skip()
-        assert device.until(engine.Applied)[0] == engine.Applied(
+        assert device.until(events.Applied)[0] == events.Applied(
             replica.step, replica.state_digest()
         )
 
@@ -198,29 +199,29 @@ def test_what_is_applied_is_not_cancelled(device):
     device.build()
     device.engine.apply(ONES, SCALARS)
     device.engine.cancel()
-    assert device.until(engine.Applied)[0].step == 1
+    assert device.until(events.Applied)[0].step == 1
 
 
 def test_a_state_is_copied_and_restored(device):
     device.build()
     device.engine.apply(ONES, SCALARS)
     device.engine.copy_state()
-    applied = device.until(engine.Applied)[0]
-    copied, _ = device.until(engine.StateCopied)
+    applied = device.until(events.Applied)[0]
+    copied, _ = device.until(events.StateCopied)
     assert (copied.step, copied.optimizer_step) == (1, 1)
     device.build(run_id="again")
     for part in copied.parts:
         device.engine.load_chunk(part.kind, part.block, 0, part.values)
     device.engine.restore(1, 1)
-    assert device.until(engine.Applied)[0] == applied
+    assert device.until(events.Applied)[0] == applied
 
 
 def test_a_copy_is_not_changed_by_later_steps(device):
     device.build()
     device.engine.copy_state()
     device.engine.apply(ONES, SCALARS)
-    copied, _ = device.until(engine.StateCopied)
-    device.until(engine.Applied)
+    copied, _ = device.until(events.StateCopied)
+    device.until(events.Applied)
     initial = Scripted(SPEC).initial_parameters()
     assert [p.values.tolist() for p in copied.parts if p.kind == "parameters"] == [
         values.tolist() for values in initial
@@ -230,7 +231,7 @@ def test_a_copy_is_not_changed_by_later_steps(device):
 def test_an_equal_spec_takes_the_task_that_is_there_at_state_0(device):
     first = device.build()
     device.engine.apply(ONES, SCALARS)
-    device.until(engine.Applied)
+    device.until(events.Applied)
     second = device.build(run_id="second")
     assert device.toolbox.built == 1
     assert second.state_digest == first.state_digest
@@ -242,14 +243,14 @@ def test_an_equal_spec_takes_the_task_that_is_there_at_state_0(device):
 def test_parts_are_evaluated(device):
     device.build()
     device.engine.evaluate(0, 3)
-    assert device.until(engine.Evaluated)[0] == engine.Evaluated(0, 3, {"samples": 1.0, "parts": 1})
+    assert device.until(events.Evaluated)[0] == events.Evaluated(0, 3, {"samples": 1.0, "parts": 1})
 
 
 def test_a_task_that_can_not_be_built_is_told_and_the_next_may_be(device):
     device.toolbox.failure = DataError("no such file")
     device.engine.build("run", SPEC)
     failed = device.next()
-    assert isinstance(failed, engine.BuildFailed)
+    assert isinstance(failed, events.BuildFailed)
     assert str(failed.error) == "no such file"
     assert not failed.own
     device.toolbox.failure = None
@@ -260,7 +261,7 @@ def test_what_the_device_refuses_is_its_own_matter(device):
     device.toolbox.backend().refusal = SamestepError("too large")
     device.engine.build("run", SPEC)
     failed = device.next()
-    assert isinstance(failed, engine.BuildFailed)
+    assert isinstance(failed, events.BuildFailed)
     assert (str(failed.error), failed.own) == ("too large", True)
     device.toolbox.backend().refusal = None
     device.build()
@@ -270,7 +271,7 @@ def test_too_little_main_memory_is_this_machines_matter(device):
     device.toolbox.failure = MainMemoryTooSmall(2, 1)
     device.engine.build("run", SPEC)
     failed = device.next()
-    assert isinstance(failed, engine.BuildFailed)
+    assert isinstance(failed, events.BuildFailed)
     assert failed.own
     device.toolbox.failure = None
     device.build()
@@ -280,7 +281,7 @@ def test_too_little_main_memory_is_this_machines_matter(device):
 def test_a_plan_for_another_task_is_told(device, microbatches):
     device.build()
     device.engine.compute(Place(0, 0), microbatches, Node(0, 1))
-    failed, _ = device.until(engine.DeviceFailed)
+    failed, _ = device.until(events.DeviceFailed)
     assert f"plans {microbatches} microbatches, this task has 4" in str(failed.error)
 
 
@@ -292,7 +293,7 @@ def test_any_failure_of_the_device_surfaces(device, monkeypatch):
 
     monkeypatch.setattr(GatedProgram, "gradients", broken)
     device.engine.compute(Place(0, 0), 4, Node(0, 1))
-    failed, _ = device.until(engine.DeviceFailed)
+    failed, _ = device.until(events.DeviceFailed)
     assert "out of memory" in str(failed.error)
 
 
@@ -305,7 +306,7 @@ def test_a_failing_digest_surfaces(device, monkeypatch):
     monkeypatch.setattr(Replica, "state_digest", broken)
     device.engine.apply(ONES, SCALARS)
     device.engine.apply(ONES, SCALARS)
-    failed, _ = device.until(engine.DeviceFailed)
+    failed, _ = device.until(events.DeviceFailed)
     assert "out of memory" in str(failed.error)
 
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from protocol import limits
-from protocol import messages as msg
-from protocol.blob_list import BlobFile, BlobList, BlobSource
-from protocol.errors import MessageError, OutOfPlace, StorageFailed
-from protocol.run_spec import parse_run_spec
-from worker import actions as act
-from worker import fetching as fet
-from worker.fetching import Fetching
+from protocol.base import limits
+from protocol.base.errors import MessageError, OutOfPlace, StorageFailed
+from protocol.spec.blob_list import BlobFile, BlobList, BlobSource
+from protocol.spec.run_spec import parse_run_spec
+from protocol.wire import messages as msg
+from worker.logic import actions as act
+from worker.logic import fetching as fet
+from worker.logic.fetching import Fetching
 
 SPEC = parse_run_spec({
     "task": "causal-lm", "steps": 1, "model": {"source": "org/m"}, "data": {"train": "texts"},

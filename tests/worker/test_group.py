@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from worker import group
-from worker.group import run_group
+from worker.shell import group
+from worker.shell.group import run_group
 
 ARGUMENTS = ["--coordinator", "host:1", "--gpus", "0,1", "--name=box", "--quiet"]
 

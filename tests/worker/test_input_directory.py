@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.blob_list import BlobFile, BlobList, BlobSource
-from protocol.errors import StorageFailed
-from protocol.run_files import source_files
-from protocol.run_spec import parse_run_spec
-from worker.input_directory import assemble, placed_spec
+from protocol.base.errors import StorageFailed
+from protocol.spec.blob_list import BlobFile, BlobList, BlobSource
+from protocol.spec.run_files import source_files
+from protocol.spec.run_spec import parse_run_spec
+from worker.shell.input_directory import assemble, placed_spec
 
 DIGEST = "0" * 64
 SPEC = parse_run_spec({

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import DataError
-from protocol.run_spec import DataSpec
-from worker.labelled_text import LabelledText, read_labelled_text
+from protocol.base.errors import DataError
+from protocol.spec.run_spec import DataSpec
+from worker.data.labelled_text import LabelledText, read_labelled_text
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from protocol.errors import MainMemoryTooSmall
+from protocol.base.errors import MainMemoryTooSmall
 from tests.cluster import ROOT
-from worker.tasks.main_memory import converted_bytes, refuse_what_does_not_fit
+from worker.models.main_memory import converted_bytes, refuse_what_does_not_fit
 
 GIB = 2**30
 

@@ -5,19 +5,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from backends.interface import Loss
-from protocol import messages as msg
-from protocol.errors import BackendUnavailable, DataError, DeviceError, MessageError, OutOfPlace
-from protocol.manifest import Block, Manifest, TensorSpec
-from protocol.replica import StatePart
-from protocol.run_spec import OptimizerSpec, RunSpec
-from protocol.tree import Node
-from protocol.update import step_scalars
-from tests.simulation.job import Task
-from worker import actions as act
-from worker import engine
-from worker.engine import Place
-from worker.session import Session
+from backends.base.interface import Loss
+from protocol.base.errors import (
+    BackendUnavailable,
+    DataError,
+    DeviceError,
+    MessageError,
+    OutOfPlace,
+)
+from protocol.exact.replica import StatePart
+from protocol.exact.tree import Node
+from protocol.exact.update import step_scalars
+from protocol.spec.manifest import Block, Manifest, TensorSpec
+from protocol.spec.run_spec import OptimizerSpec, RunSpec
+from protocol.wire import messages as msg
+from worker.logic import actions as act
+from worker.logic import events
+from worker.logic.events import Place
+from worker.logic.session import Session
 
 EPOCH = 7
 SPEC = RunSpec(task="scripted", steps=3, optimizer=OptimizerSpec(name="sgd", lr=0.1))
@@ -44,11 +49,10 @@ def start_run(run_id="run", epoch=EPOCH, step=0, blobs=None):
 
 
 def built(run_id="run", step=0):
-    return engine.Built(
-        run_id=run_id, manifest=MANIFEST.to_bytes(), initial_digest=DIGEST, step=step,
+    return events.Built(
+        run_id=run_id, manifest=MANIFEST, initial_digest=DIGEST, step=step,
         state_digest=DIGEST, signature=DIGEST,
         signature_text="text", backend="cpu", device="a processor",
-        task=Task(MANIFEST),  # type: ignore[arg-type] # the session looks at the manifest alone
     )  # fmt: skip
 
 
@@ -167,9 +171,9 @@ def test_a_spec_that_is_none_ends_the_connection():
 def test_a_task_that_can_not_be_built_is_told_with_its_exit_code():
     session = welcomed()
     session.receive(*start_run())
-    (message,) = sent(session.result(engine.BuildFailed("run", DataError("no such file"))))
+    (message,) = sent(session.result(events.BuildFailed("run", DataError("no such file"))))
     assert message == msg.Unready(run_id="run", reason="no such file", own=False, exit_code=2)
-    refused = engine.BuildFailed("run", DataError("too large"), own=True)
+    refused = events.BuildFailed("run", DataError("too large"), own=True)
     (message,) = sent(session.result(refused))
     assert message == msg.Unready(run_id="run", reason="too large", own=True, exit_code=2)
 
@@ -180,7 +184,7 @@ def test_a_task_that_can_not_be_built_is_told_with_its_exit_code():
 def test_a_device_that_cannot_be_used_ends_the_worker_and_not_the_run(error):
     session = welcomed()
     session.receive(*start_run())
-    goodbye, leave = session.result(engine.BuildFailed("run", error))
+    goodbye, leave = session.result(events.BuildFailed("run", error))
     assert isinstance(goodbye.message, msg.Goodbye)
     assert leave == act.Leave(str(error), False, error.exit_code, failed=True)
 
@@ -197,7 +201,7 @@ def test_a_device_that_cannot_be_used_ends_the_worker_and_not_the_run(error):
 def test_the_device_is_opened_without_a_run_and_one_of_no_use_is_no_member(error, words, exit_code):
     session = Session()
     assert act.OpenDevice() in session.welcome(WELCOME)
-    assert session.result(engine.DeviceFailed(error)) == [
+    assert session.result(events.DeviceFailed(error)) == [
         act.Transmit(msg.Goodbye(reason=words, retry=False, exit_code=exit_code)),
         act.Leave(words, False, exit_code, failed=True),
     ]
@@ -206,9 +210,9 @@ def test_the_device_is_opened_without_a_run_and_one_of_no_use_is_no_member(error
 def test_results_of_another_run_or_connection_are_nobody_s():
     session = welcomed()
     late = [
-        built("old"), engine.BuildFailed("old", DataError("x")), engine.Applied(3, DIGEST),
-        engine.Evaluated(3, 0, {}), engine.StateCopied([], 0, 0),
-        engine.NodeDone(Place(0, 0), Node(0, 1), Loss(1, 1), 1.0),
+        built("old"), events.BuildFailed("old", DataError("x")), events.Applied(3, DIGEST),
+        events.Evaluated(3, 0, {}), events.StateCopied([], 0, 0),
+        events.NodeDone(Place(0, 0), Node(0, 1), Loss(1, 1), 1.0),
     ]  # fmt: skip
     for event in late:
         assert session.result(event) == []
@@ -226,7 +230,7 @@ def test_a_new_run_forgets_the_one_before():
     session = working()
     give_averages(session)
     session.receive(*start_run("next"))
-    assert session.result(engine.NodeDone(Place(0, 0), Node(0, 2), Loss(1, 1), 1.0)) == []
+    assert session.result(events.NodeDone(Place(0, 0), Node(0, 2), Loss(1, 1), 1.0)) == []
     assert session.receive(msg.Assign(**WHERE, view=1, nodes=((2, 4),)), None) == []
     session.result(built("next"))
     with pytest.raises(OutOfPlace, match="before all of its averaged blocks"):
@@ -318,18 +322,18 @@ def test_more_nodes_are_taken_once_and_abandon_nothing():
 def test_sums_and_losses_are_sent_for_the_present_nodes_alone():
     session = working()
     place, node = Place(0, 0), Node(0, 2)
-    (payload,) = session.result(engine.BlockSum(place, node, 1, np.ones(3, "f4"), 2.0))
+    (payload,) = session.result(events.BlockSum(place, node, 1, np.ones(3, "f4"), 2.0))
     assert isinstance(payload, act.Transmit)
     assert isinstance(payload.message, msg.BlockGradientPayload)
     assert (payload.message.node, payload.message.weight) == (node, 2.0)
-    (other,) = sent(session.result(engine.BlockSum(place, node, 0, np.ones(2, "f4"), 2.0)))
+    (other,) = sent(session.result(events.BlockSum(place, node, 0, np.ones(2, "f4"), 2.0)))
     assert isinstance(other, msg.NonBlockGradientPayload)
-    (loss,) = sent(session.result(engine.NodeDone(place, node, Loss(3.0, 2.0), 5.0)))
+    (loss,) = sent(session.result(events.NodeDone(place, node, Loss(3.0, 2.0), 5.0)))
     assert isinstance(loss, msg.NodeLoss)
     assert (loss.loss_sum, loss.elapsed_ms) == (3.0, 5.0)
     for stale in (Place(0, 1), Place(1, 0)):
-        assert session.result(engine.NodeDone(stale, node, Loss(1, 1), 1.0)) == []
-    assert session.result(engine.NodeDone(place, Node(2, 4), Loss(1, 1), 1.0)) == []
+        assert session.result(events.NodeDone(stale, node, Loss(1, 1), 1.0)) == []
+    assert session.result(events.NodeDone(place, Node(2, 4), Loss(1, 1), 1.0)) == []
 
 
 def test_a_commit_cancels_then_applies_the_averages():
@@ -341,9 +345,9 @@ def test_a_commit_cancels_then_applies_the_averages():
     assert [values.tolist() for values in apply.averages] == [[4, 5], [1, 2, 3]]
     assert apply.scalars == SCALARS
     assert session.step == 1
-    assert session.result(engine.NodeDone(Place(0, 0), Node(0, 2), Loss(1, 1), 1.0)) == []
+    assert session.result(events.NodeDone(Place(0, 0), Node(0, 2), Loss(1, 1), 1.0)) == []
     assert session.receive(commit(), None) == []
-    (applied,) = sent(session.result(engine.Applied(1, DIGEST)))
+    (applied,) = sent(session.result(events.Applied(1, DIGEST)))
     assert applied == msg.StepApplied(epoch=EPOCH, step=1, state_digest=DIGEST)
 
 
@@ -399,11 +403,11 @@ def test_state_0_is_sent_as_parameters_alone():
         StatePart("parameters", 0, np.zeros(2, "f4")), StatePart("parameters", 1, np.ones(3, "f4")),
         StatePart("first_moment", 0, np.zeros(2, "f4")),
     ]  # fmt: skip
-    messages = sent(session.result(engine.StateCopied(parts, 0, 0)))
+    messages = sent(session.result(events.StateCopied(parts, 0, 0)))
     assert [(m.kind, m.block, m.last) for m in messages] == [
         ("parameters", 0, False), ("parameters", 1, True),
     ]  # fmt: skip
-    assert session.result(engine.StateCopied(parts, 1, 1)) == []
+    assert session.result(events.StateCopied(parts, 1, 1)) == []
 
 
 # Evaluation, halts and the end.
@@ -413,21 +417,21 @@ def test_held_out_parts_are_evaluated_and_answered():
     session = ready()
     actions = session.receive(msg.EvalPlan(epoch=EPOCH, step=0, lo=2, hi=4), None)
     assert actions == [act.Evaluate(0, 2), act.Evaluate(0, 3)]
-    (result,) = sent(session.result(engine.Evaluated(0, 2, {"correct": 3.0})))
+    (result,) = sent(session.result(events.Evaluated(0, 2, {"correct": 3.0})))
     assert result == msg.EvalResult(epoch=EPOCH, step=0, part=2, sums={"correct": 3.0})
 
 
 def test_a_halt_abandons_everything():
     session = working()
     assert kinds(session.receive(msg.Halt(**WHERE, reason="a NaN"), None)) == ["CancelWork"]
-    assert session.result(engine.NodeDone(Place(0, 0), Node(0, 2), Loss(1, 1), 1.0)) == []
+    assert session.result(events.NodeDone(Place(0, 0), Node(0, 2), Loss(1, 1), 1.0)) == []
 
 
 def test_after_a_run_the_worker_waits_for_the_next():
     session = working()
     actions = session.receive(msg.EndRun(run_id="run", reason="done"), None)
     assert kinds(actions) == ["CancelWork"]
-    assert session.result(engine.Applied(1, DIGEST)) == []
+    assert session.result(events.Applied(1, DIGEST)) == []
     with pytest.raises(OutOfPlace):
         session.receive(plan((0, 1)), None)
     assert kinds(session.receive(*start_run("next"))) == ["CancelWork", "Build"]
@@ -446,13 +450,13 @@ def test_a_drain_is_said_once():
 
 def test_a_lost_device_is_told_in_its_own_words():
     lost = DeviceError("card", "the device was lost")
-    assert working().result(engine.DeviceFailed(lost))[-1] == act.Leave(
+    assert working().result(events.DeviceFailed(lost))[-1] == act.Leave(
         "the device 'card' failed: the device was lost", False, 1, failed=True
     )
 
 
 def test_a_broken_device_is_told_and_ends_the_worker():
-    actions = working().result(engine.DeviceFailed(RuntimeError("out of\n memory")))
+    actions = working().result(events.DeviceFailed(RuntimeError("out of\n memory")))
     (goodbye,) = sent(actions)
     assert isinstance(goodbye, msg.Goodbye)
     assert "out of memory" in goodbye.reason

@@ -15,11 +15,11 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.interface import Array, BlockGradient, Loss
+from backends.base.interface import Array, BlockGradient, Loss
 from backends.registry import choose
-from protocol import limits
-from protocol.errors import DataError
-from protocol.run_spec import RunSpec, parse_run_spec
+from protocol.base import limits
+from protocol.base.errors import DataError
+from protocol.spec.run_spec import RunSpec, parse_run_spec
 from worker.tasks.base import Task
 from worker.tasks.causal_lm import NOTHING, Windows
 from worker.tasks.registry import build

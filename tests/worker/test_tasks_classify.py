@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from backends.interface import Array, Batch, BlockGradient, Loss
+from backends.base.interface import Array, Batch, BlockGradient, Loss
 from backends.registry import choose
-from protocol.errors import DataError
-from protocol.run_spec import BatchSpec, DataSpec, LoraSpec, ModelSpec, RunSpec
+from protocol.base.errors import DataError
+from protocol.spec.run_spec import BatchSpec, DataSpec, LoraSpec, ModelSpec, RunSpec
 from worker.tasks.base import Task
 from worker.tasks.registry import build
 
@@ -124,7 +124,7 @@ def test_exported_adapter_gives_the_same_logits_in_peft(task, tmp_path):
     import peft
     import transformers
 
-    from protocol.sources import model_source
+    from protocol.spec.sources import model_source
 
     values = moved(task)
     program = choose("cpu").backend.compile(task.trainable, task.batch([0, 1]))
@@ -163,7 +163,7 @@ def tiny(tmp_path_factory) -> str:
     import torch
     import transformers
 
-    from protocol.sources import model_source
+    from protocol.spec.sources import model_source
 
     directory = str(tmp_path_factory.mktemp("tiny"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_source(MINILM))
@@ -342,7 +342,7 @@ def test_weights_mapped_from_a_file_give_the_bits_of_copies(texts, monkeypatch):
     """Tensors in a mapped file lie at multiples of 8 bytes only, which can decide the bits."""
     import torch
 
-    from worker.tasks import pretrained
+    from worker.models import pretrained
 
     real = pretrained._load
 

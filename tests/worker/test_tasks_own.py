@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import yaml
 
-from backends.interface import BlockGradient
+from backends.base.interface import BlockGradient
 from backends.registry import choose
-from protocol.errors import DataError
-from protocol.replica import Replica
-from protocol.run_spec import RunSpec, parse_run_spec
-from protocol.samples import SampleOrder, microbatch_seed
-from protocol.update import step_scalars
+from protocol.base.errors import DataError
+from protocol.exact.replica import Replica
+from protocol.exact.samples import SampleOrder, microbatch_seed
+from protocol.exact.update import step_scalars
+from protocol.spec.run_spec import RunSpec, parse_run_spec
 from worker.tasks import base
 from worker.tasks.base import Task
 from worker.tasks.registry import build

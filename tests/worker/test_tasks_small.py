@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.interface import Array, BlockGradient, Program
+from backends.base.interface import Array, BlockGradient, Program
 from backends.registry import choose
-from protocol.errors import DataError
-from protocol.run_spec import DigitsSpec, RegressSpec, RunSpec, ScriptedSpec
+from protocol.base.errors import DataError
+from protocol.spec.run_spec import DigitsSpec, RegressSpec, RunSpec, ScriptedSpec
 from worker.tasks import registry
 from worker.tasks.base import Task
 from worker.tasks.registry import build

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import DataError
-from protocol.run_spec import DataSpec
-from worker.text_corpus import LONE_FILE_CHARACTERS, TextCorpus, _pieces, read_text_corpus
+from protocol.base.errors import DataError
+from protocol.spec.run_spec import DataSpec
+from worker.data.text_corpus import LONE_FILE_CHARACTERS, TextCorpus, _pieces, read_text_corpus
 
 
 @pytest.fixture

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from backends.accumulate import TreeAccumulator
-from backends.interface import Loss
+from backends.base.accumulate import TreeAccumulator
+from backends.base.interface import Loss
 from backends.registry import choose
-from protocol.replica import Replica
-from protocol.run_spec import RunSpec, parse_run_spec
-from protocol.samples import SampleOrder, microbatch_seed
-from protocol.tree import root
-from protocol.update import global_norm, square_sum, step_scalars
+from protocol.exact.replica import Replica
+from protocol.exact.samples import SampleOrder, microbatch_seed
+from protocol.exact.tree import root
+from protocol.exact.update import global_norm, square_sum, step_scalars
+from protocol.spec.run_spec import RunSpec, parse_run_spec
 from worker.tasks.base import Task
 from worker.tasks.registry import build
 
@@ -56,7 +56,7 @@ def causal_lm(tmp_path) -> RunSpec:
 def classify(tmp_path) -> RunSpec:
     import transformers
 
-    from protocol.sources import model_source
+    from protocol.spec.sources import model_source
 
     rows = [{"text": f"number {n} of many", "label": str(n % 3)} for n in range(100)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -106,8 +106,8 @@ def exact_losses(task: Task, spec: RunSpec) -> list[float]:
 
 def plain_losses(task: Task, spec: RunSpec) -> list[float]:
     """The loop one would write: whole batches, mean loss, torch's clipping, AdamW and schedule."""
-    from protocol.schedule import learning_rate
-    from protocol.update import decays
+    from protocol.exact.schedule import learning_rate
+    from protocol.exact.update import decays
 
     module: Any = copy.deepcopy(task.trainable.module)
     values = iter(task.initial_parameters())

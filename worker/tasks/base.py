@@ -85,8 +85,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from backends.interface import Array, Batch, Trainable
-from protocol.manifest import Manifest
+from backends.base.interface import Array, Batch, Trainable
+from protocol.spec.manifest import Manifest
 
 
 class Task(Protocol):

@@ -18,17 +18,18 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from backends.interface import Array, Batch, Sums, Trainable
-from protocol.errors import DataError
-from protocol.manifest import Manifest, Metric
-from protocol.run_spec import RunSpec, TokenizerSpec
-from worker import holdout
-from worker.blocks import cut_into_blocks
-from worker.tasks import pretrained
-from worker.tasks.digest import digest_arrays
-from worker.tasks.full_export import export_in_full
-from worker.tasks.lora import Lora
-from worker.tasks.tokens import (
+from backends.base.interface import Array, Batch, Sums, Trainable
+from protocol.base.errors import DataError
+from protocol.spec.manifest import Manifest, Metric
+from protocol.spec.run_spec import RunSpec, TokenizerSpec
+from worker.data import holdout
+from worker.data.digest import digest_arrays
+from worker.data.text_corpus import read_text_corpus
+from worker.models import pretrained
+from worker.models.blocks import cut_into_blocks
+from worker.models.full_export import export_in_full
+from worker.models.lora import Lora
+from worker.models.tokens import (
     Tokens,
     digest_tokens,
     encode_stream,
@@ -36,7 +37,6 @@ from worker.tasks.tokens import (
     tokenizer_files,
     train_tokenizer,
 )
-from worker.text_corpus import read_text_corpus
 
 PART_TOKENS: Final = 1_024
 """Held-out tokens in a part, if a sample is not longer: their logits must fit in memory."""

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from backends.interface import Sums
-from protocol.manifest import Metric, Ratio
-from protocol.messages import cut_text
+from backends.base.interface import Sums
+from protocol.base.fields import cut_text
+from protocol.spec.manifest import Metric, Ratio
 
 PART_SAMPLES: Final = 24
 """Held-out samples in a part; `EvalResult` holds so many sums."""

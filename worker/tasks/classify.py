@@ -12,20 +12,20 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from backends.interface import Array, Batch, Sums, Trainable
-from protocol.errors import DataError
-from protocol.manifest import Block, Export, Manifest
-from protocol.run_spec import ClassWeights, RunSpec
-from protocol.samples import permutation
-from worker import holdout
-from worker.blocks import cut_into_blocks
-from worker.labelled_text import LabelledText, read_labelled_text
-from worker.tasks import pretrained
+from backends.base.interface import Array, Batch, Sums, Trainable
+from protocol.base.errors import DataError
+from protocol.exact.samples import permutation
+from protocol.spec.manifest import Block, Export, Manifest
+from protocol.spec.run_spec import ClassWeights, RunSpec
+from worker.data import holdout
+from worker.data.digest import digest_arrays
+from worker.data.labelled_text import LabelledText, read_labelled_text
+from worker.models import pretrained
+from worker.models.blocks import cut_into_blocks
+from worker.models.full_export import export_in_full
+from worker.models.lora import Lora, head_modules
+from worker.models.tokens import digest_tokens, encode_cut, load_tokenizer, tokenizer_files
 from worker.tasks.class_counts import PART_SAMPLES, class_metrics, confusion_sums
-from worker.tasks.digest import digest_arrays
-from worker.tasks.full_export import export_in_full
-from worker.tasks.lora import Lora, head_modules
-from worker.tasks.tokens import digest_tokens, encode_cut, load_tokenizer, tokenizer_files
 
 PADDING_TOKENS: Final = 16
 """Texts are padded to a multiple of this: few shapes, little waste."""

@@ -16,15 +16,15 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from backends import draws
-from backends.interface import Array, Batch, Sums, Trainable
-from protocol import sources
-from protocol.errors import DataError
-from protocol.manifest import Manifest, Metric
-from protocol.run_spec import DigitsSpec, RunSpec
-from worker import holdout
-from worker.blocks import cut_into_blocks
-from worker.tasks.digest import digest_arrays
+from backends.base import draws
+from backends.base.interface import Array, Batch, Sums, Trainable
+from protocol.base.errors import DataError
+from protocol.spec import sources
+from protocol.spec.manifest import Manifest, Metric
+from protocol.spec.run_spec import DigitsSpec, RunSpec
+from worker.data import holdout
+from worker.data.digest import digest_arrays
+from worker.models.blocks import cut_into_blocks
 
 PART_SAMPLES: Final = 64
 PIXELS: Final = 64

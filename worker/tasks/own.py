@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import importlib
 
-from protocol.errors import DataError
-from protocol.manifest import Manifest
-from protocol.run_spec import RunSpec
+from protocol.base.errors import DataError
+from protocol.spec.manifest import Manifest
+from protocol.spec.run_spec import RunSpec
 from worker.tasks.base import Task
 
 _METHODS = ("initial_parameters", "batch", "evaluation_batch")

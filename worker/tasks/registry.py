@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from protocol.errors import DataError
-from protocol.run_spec import TASK_SECTIONS, RunSpec
+from protocol.base.errors import DataError
+from protocol.spec.run_spec import TASK_SECTIONS, RunSpec
 from worker.tasks.base import Task
 
 

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from backends import draws
-from backends.interface import Array, Batch, Sums, Trainable
-from protocol.manifest import Block, Export, Manifest, Metric, TensorSpec
-from protocol.run_spec import RunSpec
-from worker.tasks.digest import digest_arrays
+from backends.base import draws
+from backends.base.interface import Array, Batch, Sums, Trainable
+from protocol.spec.manifest import Block, Export, Manifest, Metric, TensorSpec
+from protocol.spec.run_spec import RunSpec
+from worker.data.digest import digest_arrays
 
 PART_SAMPLES: Final = 256
 _FLOAT32_BITS: Final = 24

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from backends import draws
-from backends.interface import Array, Batch, Trainable
-from protocol.manifest import Block, Manifest, Metric, TensorSpec
-from protocol.run_spec import RunSpec
+from backends.base import draws
+from backends.base.interface import Array, Batch, Trainable
+from protocol.spec.manifest import Block, Manifest, Metric, TensorSpec
+from protocol.spec.run_spec import RunSpec
 
 PARTS: Final = 4
 

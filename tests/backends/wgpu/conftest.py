@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from backends.wgpu.adapters import adapters
+from backends.wgpu.device.adapters import adapters
 
 
 @contextmanager
@@ -16,7 +16,7 @@ def opened() -> Iterator[object]:
     found = adapters()
     if isinstance(found, str):
         pytest.skip(found)
-    from backends.wgpu.device import Device
+    from backends.wgpu.device.device import Device
 
     made = Device(found[0])
     yield made

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from backends.interface import Trainable
-from backends.wgpu.device import Device
-from backends.wgpu.lowering import Templates
-from backends.wgpu.matmul_tuning import MatmulTuner
+from backends.base.interface import Trainable
+from backends.wgpu.device.device import Device
+from backends.wgpu.device.matmul_tuning import MatmulTuner
+from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from backends.quantise import dequantise, quantise
-from backends.wgpu.device import Copy
-from backends.wgpu.dispatch import Dispatch
-from backends.wgpu.matmul import (
+from backends.base.quantise import dequantise, quantise
+from backends.wgpu.device.device import Copy
+from backends.wgpu.shaders.dispatch import Dispatch
+from backends.wgpu.shaders.matmul import (
     MatmulProblem,
     MatmulTraits,
     Operand,
@@ -19,7 +19,7 @@ from backends.wgpu.matmul import (
     dispatched,
     matmul_shader,
 )
-from backends.wgpu.narrow import Narrow
+from backends.wgpu.shaders.narrow import Narrow
 
 SMALL_TILES = Tiles(16, 32, 8, 4, 4)
 

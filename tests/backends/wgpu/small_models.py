@@ -12,9 +12,9 @@ import torch
 import transformers
 from torch import nn
 
-from backends.interface import Array, Batch, BlockGradient, Program, Trainable
-from protocol.manifest import Block
-from worker.blocks import cut_into_blocks
+from backends.base.interface import Array, Batch, BlockGradient, Program, Trainable
+from protocol.spec.manifest import Block
+from worker.models.blocks import cut_into_blocks
 
 TOKENS, LENGTH, SAMPLES = 97, 12, 3
 

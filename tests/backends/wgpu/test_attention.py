@@ -14,19 +14,19 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from backends.interface import Batch
-from backends.wgpu.attention import pays
-from backends.wgpu.attention_problem import AttentionProblem, AttentionSizes, View
-from backends.wgpu.attention_tiles import attention_shader
-from backends.wgpu.capture import Capture, capture_forward, capture_step
-from backends.wgpu.estimate import estimate
-from backends.wgpu.fusion import ATTENTIONS
-from backends.wgpu.lowered_plan import lowered_plan
-from backends.wgpu.lowering import Templates
-from backends.wgpu.matmul import matmul_shader
-from backends.wgpu.narrow_base import BaseLayout
-from backends.wgpu.opaque import ATTENTION, ATTENTION_KEYS, ATTENTION_QUERIES
+from backends.base.interface import Batch
+from backends.wgpu.capture.attention import pays
+from backends.wgpu.capture.capture import Capture, capture_forward, capture_step
+from backends.wgpu.graph.opaque import ATTENTION, ATTENTION_KEYS, ATTENTION_QUERIES
+from backends.wgpu.lowering.estimate import estimate
+from backends.wgpu.lowering.fusion import ATTENTIONS
+from backends.wgpu.lowering.lowered_plan import lowered_plan
+from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.lowering.narrow_base import BaseLayout
 from backends.wgpu.program import VulkanProgram
+from backends.wgpu.shaders.attention_problem import AttentionProblem, AttentionSizes, View
+from backends.wgpu.shaders.attention_tiles import attention_shader
+from backends.wgpu.shaders.matmul import matmul_shader
 from tests.backends.wgpu.examples import examples
 from tests.backends.wgpu.on_device import Function, on_device
 from tests.backends.wgpu.small_models import (

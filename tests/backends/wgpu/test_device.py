@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from backends.wgpu.additions import differing_additions, hard_cases
-from backends.wgpu.device import Copy
-from backends.wgpu.dispatch import Dispatch, Shader
-from backends.wgpu.memory_heaps import memory_heaps
-from protocol.errors import DeviceError, ExitCode, SamestepError
+from backends.wgpu.device.additions import differing_additions, hard_cases
+from backends.wgpu.device.device import Copy
+from backends.wgpu.device.memory_heaps import memory_heaps
+from backends.wgpu.shaders.dispatch import Dispatch, Shader
+from protocol.base.errors import DeviceError, ExitCode, SamestepError
 
 DOUBLE = Shader(
     """\
@@ -57,7 +57,7 @@ def test_more_than_a_buffer_holds_is_refused(device):
 
 
 def test_a_large_upload_goes_in_parts(device, monkeypatch):
-    monkeypatch.setattr("backends.wgpu.device._UPLOAD_PART_BYTES", 1024)
+    monkeypatch.setattr("backends.wgpu.device.device._UPLOAD_PART_BYTES", 1024)
     values = np.arange(1000, dtype=np.float32)
     buffer = device.buffer(values.nbytes)
     device.upload(buffer, values)

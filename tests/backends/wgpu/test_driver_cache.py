@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.wgpu.adapters import adapters
+from backends.wgpu.device.adapters import adapters
 from tests.cluster import ROOT
 
 COMPUTES = (

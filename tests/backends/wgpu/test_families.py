@@ -18,14 +18,14 @@ import torch
 import transformers
 from torch import nn
 
-from backends.interface import Batch
-from backends.wgpu.capture import capture_step
-from backends.wgpu.lowering import Templates
-from backends.wgpu.matmul_tuning import MatmulTuner
-from backends.wgpu.opaque import ATTENTION
+from backends.base.interface import Batch
+from backends.wgpu.capture.capture import capture_step
+from backends.wgpu.device.matmul_tuning import MatmulTuner
+from backends.wgpu.graph.opaque import ATTENTION
+from backends.wgpu.graph.quiet_torch import LOGGER
+from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
-from backends.wgpu.quiet_torch import LOGGER
-from protocol.errors import SamestepError
+from protocol.base.errors import SamestepError
 from tests.backends.wgpu.small_models import (
     TOKENS,
     assert_like_the_cpu,

@@ -11,19 +11,19 @@ import pytest
 import torch
 from torch import nn
 
-from backends.eager import EagerBackend
-from backends.interface import Batch, Trainable
-from backends.wgpu.host_copy import release
-from backends.wgpu.lowering import Templates
-from backends.wgpu.matmul_tuning import MatmulTuner
+from backends.base.interface import Batch, Trainable
+from backends.eager.eager import EagerBackend
+from backends.wgpu.device.matmul_tuning import MatmulTuner
+from backends.wgpu.lowering.host_copy import release
+from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
-from protocol.allocator import keep_freed_memory
-from protocol.errors import SamestepError
+from protocol.base.errors import SamestepError
+from protocol.host.allocator import keep_freed_memory
 from tests.backends.wgpu.conftest import opened
 from tests.backends.wgpu.small_models import gradients
 from tests.cluster import ROOT
 from tests.resident_memory import MIB, measured_growth
-from worker.blocks import cut_into_blocks
+from worker.models.blocks import cut_into_blocks
 
 WIDTH, LAYERS = 128, 3
 LARGE, DEEP = 2048, 10

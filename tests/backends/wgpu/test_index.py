@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.wgpu.index import broadcast, linear, plain, reshape, split
+from backends.wgpu.graph.index import broadcast, linear, plain, reshape, split
 
 UNHURRIED = settings(deadline=None, max_examples=50)
 SIZES = st.lists(st.integers(1, 6), min_size=0, max_size=4)

@@ -7,13 +7,13 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from backends.wgpu.capture import capture_step
-from backends.wgpu.estimate import ROOM, estimate
-from backends.wgpu.lowered_plan import lowered_plan
-from backends.wgpu.lowering import Templates
-from backends.wgpu.matmul import matmul_shader
-from backends.wgpu.narrow_base import BaseLayout
-from backends.wgpu.substitution import named_tensors
+from backends.wgpu.capture.capture import capture_step
+from backends.wgpu.capture.substitution import named_tensors
+from backends.wgpu.lowering.estimate import ROOM, estimate
+from backends.wgpu.lowering.lowered_plan import lowered_plan
+from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.lowering.narrow_base import BaseLayout
+from backends.wgpu.shaders.matmul import matmul_shader
 
 TOKENS = 512
 EIGHT_GB = 8 * 10**9

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.wgpu.device import Copy
-from backends.wgpu.dispatch import Dispatch
-from backends.wgpu.matmul import (
+from backends.wgpu.device.device import Copy
+from backends.wgpu.device.matmul_tuning import MatmulTuner
+from backends.wgpu.device.subgroups import matmul_traits
+from backends.wgpu.shaders.dispatch import Dispatch
+from backends.wgpu.shaders.matmul import (
     Lanes,
     MatmulProblem,
     MatmulTraits,
@@ -21,9 +23,7 @@ from backends.wgpu.matmul import (
     candidates,
     matmul_shader,
 )
-from backends.wgpu.matmul_problem import MOST_TERMS
-from backends.wgpu.matmul_tuning import MatmulTuner
-from backends.wgpu.subgroups import matmul_traits
+from backends.wgpu.shaders.matmul_problem import MOST_TERMS
 from tests.backends.wgpu.examples import examples
 from tests.backends.wgpu.products import SMALL_TILES, TILES, product, same_bits, stored_product
 
@@ -152,7 +152,7 @@ def test_a_stored_weight_gives_the_bits_of_its_float32_values(device, storage, b
 def test_the_tuner_measures_once_per_adapter_and_shape(device, tmp_path, monkeypatch):
     """On a software adapter it does not measure, so here it is told that this is none."""
     problem = product(1, 16, 8, 16).problem
-    monkeypatch.setattr("backends.wgpu.matmul_tuning._WORTH_PRODUCTS", 1)
+    monkeypatch.setattr("backends.wgpu.device.matmul_tuning._WORTH_PRODUCTS", 1)
     monkeypatch.setattr(type(device.adapter), "software", property(lambda _: False))
     first = MatmulTuner(device, tmp_path)
     choice = first.choice(problem)

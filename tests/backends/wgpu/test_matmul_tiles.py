@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.eager import EagerBackend
-from backends.wgpu.lowering import Templates
-from backends.wgpu.matmul import MatmulProblem, matmul_shader
+from backends.eager.eager import EagerBackend
+from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
+from backends.wgpu.shaders.matmul import MatmulProblem, matmul_shader
 from tests.backends.wgpu.products import (
     SMALL_TILES,
     TILES,

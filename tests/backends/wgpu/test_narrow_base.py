@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from backends.eager import EagerBackend
-from backends.interface import Batch, Loss, Trainable
-from backends.quantise import GROUP, stored_bytes
-from backends.wgpu.estimate import Estimate, refuse_what_does_not_fit
-from backends.wgpu.lowering import Templates
-from backends.wgpu.matmul_tuning import MatmulTuner
+from backends.base.interface import Batch, Loss, Trainable
+from backends.base.quantise import GROUP, stored_bytes
+from backends.eager.eager import EagerBackend
+from backends.wgpu.device.matmul_tuning import MatmulTuner
+from backends.wgpu.lowering.estimate import Estimate, refuse_what_does_not_fit
+from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
-from protocol.errors import SamestepError
-from worker.blocks import cut_into_blocks
+from protocol.base.errors import SamestepError
+from worker.models.blocks import cut_into_blocks
 
 WIDTH, RANK, SAMPLES = 64, 4, 6
 

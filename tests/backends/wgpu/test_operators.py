@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from backends.wgpu.values import NoRule
+from backends.wgpu.graph.values import NoRule
 from tests.backends.wgpu.examples import examples
 from tests.backends.wgpu.on_device import gradients_on_device, on_device
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from backends.wgpu.capture import capture_step
-from backends.wgpu.layer_kernels import LayerKernels, lower_layer
-from backends.wgpu.lowering import Templates, lower
-from backends.wgpu.matmul import matmul_shader
-from backends.wgpu.plan import Plan, make_plan
+from backends.wgpu.capture.capture import capture_step
+from backends.wgpu.lowering.layer_kernels import LayerKernels, lower_layer
+from backends.wgpu.lowering.lowering import Templates, lower
+from backends.wgpu.lowering.plan import Plan, make_plan
+from backends.wgpu.shaders.matmul import matmul_shader
 from tests.backends.wgpu.small_models import (
     bert,
     class_loss,
@@ -19,7 +19,7 @@ from tests.backends.wgpu.small_models import (
     next_token_loss,
     text,
 )
-from worker.blocks import cut_into_blocks
+from worker.models.blocks import cut_into_blocks
 
 
 def planned(module, loss, batch) -> Plan:

@@ -9,14 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from backends.wgpu.adapters import adapters
-from protocol import messages as msg
-from protocol.errors import SamestepError
-from protocol.run_spec import BatchSpec, OptimizerSpec, RunSpec
-from worker import engine
-from worker.actions import Transmit
-from worker.engine import Engine
-from worker.session import Session
+from backends.wgpu.device.adapters import adapters
+from protocol.base.errors import SamestepError
+from protocol.spec.run_spec import BatchSpec, OptimizerSpec, RunSpec
+from protocol.wire import messages as msg
+from worker.logic import events
+from worker.logic.actions import Transmit
+from worker.logic.session import Session
+from worker.shell.engine import Engine
 from worker.tasks.regress import Regress
 
 PATIENCE_S = 60.0
@@ -75,10 +75,10 @@ def test_bfloat16_is_refused_before_anything_is_captured(toolbox):
     ("toolbox", "refused"), [(InBfloat16, True), (Regress, False)], indirect=["toolbox"]
 )
 def test_the_coordinator_is_told_that_this_device_cannot_and_why(toolbox, refused):
-    events: queue.Queue[engine.Event] = queue.Queue()
-    device = Engine(toolbox, events.put)
+    told: queue.Queue[events.Event] = queue.Queue()
+    device = Engine(toolbox, told.put)
     device.build("run", SPEC)
-    event = events.get(timeout=PATIENCE_S)
+    event = told.get(timeout=PATIENCE_S)
     device.close()
 
     session = Session()

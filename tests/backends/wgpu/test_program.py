@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import nn
 
-from backends.interface import Batch, BlockGradient, Loss, Trainable
-from backends.node_sum import HostNodeSum
-from backends.wgpu import threefry
-from backends.wgpu.adapters import adapters
+from backends.base.interface import Batch, BlockGradient, Loss, Trainable
+from backends.base.node_sum import HostNodeSum
 from backends.wgpu.backend import VulkanBackend
-from backends.wgpu.estimate import ROOM, Estimate, has_room
-from backends.wgpu.lowering import Templates
-from backends.wgpu.matmul_tuning import MatmulTuner
+from backends.wgpu.device.adapters import adapters
+from backends.wgpu.device.matmul_tuning import MatmulTuner
+from backends.wgpu.device.packing import seed_words
+from backends.wgpu.graph import threefry
+from backends.wgpu.lowering.estimate import ROOM, Estimate, has_room
+from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.node_sum import DeviceNodeSum
-from backends.wgpu.packing import seed_words
 from backends.wgpu.program import VulkanProgram
-from protocol.errors import DataError, DeviceError, SamestepError
+from protocol.base.errors import DataError, DeviceError, SamestepError
 from tests.backends.wgpu.small_models import (
     assert_like_the_cpu,
     bert,

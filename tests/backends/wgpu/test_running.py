@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from backends.wgpu.device import Copy
-from backends.wgpu.running import Running, Submission
-from protocol.errors import DeviceError
+from backends.wgpu.device.device import Copy
+from backends.wgpu.device.running import Running, Submission
+from protocol.base.errors import DeviceError
 from tests.backends.wgpu.test_device import doubling
 
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from backends.frozen_base import round_frozen_base
-from backends.interface import Batch, BlockGradient, Loss
-from backends.node_sum import HostNodeSum
-from backends.wgpu.lowering import Templates
-from backends.wgpu.matmul_tuning import MatmulTuner
+from backends.base.frozen_base import round_frozen_base
+from backends.base.interface import Batch, BlockGradient, Loss
+from backends.base.node_sum import HostNodeSum
+from backends.wgpu.device.matmul_tuning import MatmulTuner
+from backends.wgpu.graph.table_parts import row_parts
+from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
-from backends.wgpu.table_parts import row_parts
-from protocol.errors import SamestepError
+from protocol.base.errors import SamestepError
 from tests.backends.wgpu.small_models import (
     assert_like_the_cpu,
     bert,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from backends.wgpu import threefry
+from backends.wgpu.graph import threefry
 
 
 def test_the_known_answer_of_the_random123_library():

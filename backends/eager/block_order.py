@@ -1,0 +1,91 @@
+"""Collects gradients while backward runs and gives whole blocks away in reverse order.
+
+A parameter's hook fires when its gradient is final. A block is given away once all its tensors
+are there and all later blocks are gone; so the order never depends on the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from protocol.base.errors import SamestepError
+from protocol.spec.manifest import Block, TensorSpec
+
+Emit = Callable[[int, torch.Tensor], None]
+"""Takes a block's number and its gradient: flat float32 on the device, the receiver's own."""
+
+
+class BlockOrder:
+    """One microbatch's blocks, from first gradient to last block out.
+
+    A tensor's own work is little, since it comes between two matrix products: a gradient is kept
+    as it is, and a block is put together in one go.
+    """
+
+    def __init__(
+        self, blocks: Sequence[Block], device: torch.device, emit: Emit, unused: frozenset[str]
+    ) -> None:
+        self._blocks = blocks
+        self._device = device
+        self._emit = emit
+        self._unused = unused
+        self._gradients: list[dict[str, torch.Tensor]] = [{} for _ in blocks]
+        self._missing = [len(block.tensors) for block in blocks]
+        if unused:
+            self._missing = [sum(t.name not in unused for t in block.tensors) for block in blocks]
+        self._next = len(blocks) - 1
+        self._give()
+
+    def add(self, number: int, name: str, gradient: torch.Tensor) -> None:
+        """The final gradient of one tensor of a block, any layout; it is kept, not copied."""
+        held = self._gradients[number]
+        if number > self._next or name in held:
+            raise SamestepError(
+                f"{name!r} got its gradient twice in one backward; expected once "
+                "(re-entrant checkpointing? use the non-reentrant form)"
+            )
+        held[name] = gradient
+        self._missing[number] -= name not in self._unused
+        if number == self._next:
+            self._give()
+
+    def flush(self) -> None:
+        """Backward is over: what has no gradient counts as zeros."""
+        while self._next >= 0:
+            self._finish()
+
+    def _give(self) -> None:
+        """Give away every block that is due and complete."""
+        while self._next >= 0 and not self._missing[self._next]:
+            self._finish()
+
+    def _finish(self) -> None:
+        number, self._next = self._next, self._next - 1
+        held, self._gradients[number] = self._gradients[number], {}
+        self._emit(number, torch.cat([self._piece(held, t) for t in self._blocks[number].tensors]))
+
+    def _piece(self, held: Mapping[str, torch.Tensor], tensor: TensorSpec) -> torch.Tensor:
+        gradient = held.get(tensor.name)
+        if gradient is None:
+            return torch.zeros(tensor.elements, dtype=torch.float32, device=self._device)
+        return (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
+
+
+def unused_parameters(
+    loss: torch.Tensor, parameters: Mapping[str, torch.nn.Parameter]
+) -> frozenset[str]:
+    """Names of the parameters that the graph of `loss` does not reach: they get no gradient."""
+    reached: set[int] = set()
+    seen = set()
+    stack = [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            reached.add(id(node.variable))
+        stack.extend(above for above, _ in node.next_functions)
+    return frozenset(name for name, value in parameters.items() if id(value) not in reached)

@@ -1,0 +1,358 @@
+"""The eager backend: torch's own autograd on a `cpu` or `cuda` device.
+
+One persistent device thread runs forward and backward; a hook on every trainable tensor hands
+finished blocks out while earlier blocks are still in backward. What makes the bits repeatable is
+in `backends.eager.numerics`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from backends.base.frozen_base import round_frozen_base
+from backends.base.interface import (
+    Array,
+    Batch,
+    BlockGradient,
+    DeviceInfo,
+    Loss,
+    MicrobatchItem,
+    Program,
+    Sums,
+    Trainable,
+)
+from backends.base.node_sum import HostNodeSum
+from backends.base.stream import GradientStream
+from backends.eager import numerics
+from backends.eager.block_order import BlockOrder, unused_parameters
+from protocol.base.errors import SamestepError
+
+_ADDS_UP_WITHIN = 1e-2
+"""Relative difference allowed between a loss and the sum of its halves: rounding, not a mean."""
+
+
+class EagerBackend:
+    """One torch device."""
+
+    def __init__(self, kind: Literal["cpu", "cuda"], index: int = 0) -> None:
+        numerics.make_deterministic()
+        self.device = torch.device(kind, index) if kind == "cuda" else torch.device(kind)
+        self._index = index
+
+    @property
+    def info(self) -> DeviceInfo:
+        """Name and, for a CUDA device, memory."""
+        memory_bytes = 0
+        if self.device.type == "cuda":
+            memory_bytes = int(torch.cuda.get_device_properties(self.device).total_memory)
+        name = numerics.device_name(self.device)
+        return DeviceInfo(self.device.type, name, True, "", self._index, memory_bytes)
+
+    def signature(self, threads: int) -> Mapping[str, str]:
+        """See `numerics.signature`."""
+        return numerics.signature(self.device, threads)
+
+    def compile(
+        self,
+        trainable: Trainable,
+        example: Batch,
+        others: Sequence[Batch] = (),
+        evaluations: Sequence[Batch] = (),
+    ) -> Program:
+        """Take over the module: move it to the device and hook its parameters.
+
+        Raises:
+            SamestepError: A tensor is missing or not float32, a buffer changes in forward, or the
+                loss does not add up over samples.
+        """
+        del others, evaluations  # a new shape takes no time
+        program = EagerProgram(self.device, trainable)
+        try:
+            program.check(example)
+        except BaseException:
+            program.close()
+            raise
+        return program
+
+
+class EagerProgram:
+    """A torch module with its device thread."""
+
+    def __init__(self, device: torch.device, trainable: Trainable) -> None:
+        if trainable.module is None or trainable.loss is None:
+            raise SamestepError(f"the {device.type} backend needs a torch module and a loss")
+        self._device = device
+        self._blocks = trainable.blocks
+        self._module: torch.nn.Module = trainable.module
+        self._loss: Callable[[Any, Mapping[str, Any]], Any] = trainable.loss
+        self._evaluate = trainable.evaluate
+        self._seed = trainable.seed
+        self._bfloat16 = trainable.precision == "bfloat16"
+        self._parameters = _trainable_parameters(self._module, self._blocks)
+        self._order: BlockOrder | None = None
+        self._abandoned = threading.Event()
+        self._find_unused = False
+        self._copies: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        round_frozen_base(self._module, trainable.base_dtype)
+        numerics.own_storage(self._module, device)
+        self._hooks = self._hook()
+        numerics.use_threads(trainable.threads)
+        self._thread = ThreadPoolExecutor(
+            1, "device", partial(_enter_device_thread, device, trainable.threads)
+        )
+
+    def load(self, parameters: list[Array]) -> None:
+        """Copy values in; see `Program.load`.
+
+        Raises:
+            SamestepError: The arrays do not fit the blocks.
+        """
+        sizes = [len(values) for values in parameters]
+        expected = [block.elements for block in self._blocks]
+        if sizes != expected:
+            raise SamestepError(f"expected blocks of {expected} elements, got {sizes}")
+        self._thread.submit(self._load, parameters).result()
+
+    def gradients(self, batch: Batch, seed: int) -> GradientStream[MicrobatchItem]:
+        """One microbatch; the device thread starts on it at once."""
+        abandoned = threading.Event()
+        out: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        running = self._thread.submit(self._microbatch, batch, seed, out.put, abandoned)
+        running.add_done_callback(out.put)
+
+        def stop() -> None:
+            abandoned.set()
+            running.cancel()
+            wait([running])
+
+        return GradientStream(_items(out, abandoned), stop)
+
+    @property
+    def memory(self) -> str:
+        """Not known."""
+        return ""
+
+    def node_sum(self, leaves: int) -> HostNodeSum:
+        """Added on the host."""
+        return HostNodeSum(self, len(self._blocks), leaves)
+
+    def evaluate(self, batch: Batch) -> Sums:
+        """Evaluation sums of one batch.
+
+        Raises:
+            SamestepError: The task has no evaluation.
+        """
+        if self._evaluate is None:
+            raise SamestepError("this task has no evaluation")
+        return self._thread.submit(self._evaluate_batch, self._evaluate, batch).result()
+
+    def close(self) -> None:
+        """End the device thread and let go of the module."""
+        self._abandoned.set()
+        self._thread.shutdown(cancel_futures=True)
+        for hook in self._hooks:
+            hook.remove()
+
+    def check(self, example: Batch) -> None:
+        """Refuse what cannot be trained exactly; also the first, slow, run of the model."""
+        self._thread.submit(self._check, example).result()
+
+    def _hook(self) -> list[torch.utils.hooks.RemovableHandle]:
+        hooks = []
+        for number, block in enumerate(self._blocks):
+            for tensor in block.tensors:
+                hook = partial(self._gradient_ready, number, tensor.name)
+                register = self._parameters[tensor.name].register_post_accumulate_grad_hook
+                hooks.append(register(hook))  # type: ignore[no-untyped-call]
+        owned = {id(parameter) for parameter in self._parameters.values()}
+        for module in self._module.modules():
+            own = module.parameters(recurse=False)
+            if any(id(parameter) in owned for parameter in own):
+                hooks.append(module.register_forward_pre_hook(self._forward_reached))
+        return hooks
+
+    # What follows runs in the device thread, hooks on CUDA in autograd's.
+
+    def _gradient_ready(self, number: int, name: str, parameter: torch.Tensor) -> None:
+        self._stop_if_abandoned()
+        assert parameter.grad is not None
+        if self._order is not None:
+            self._order.add(number, name, parameter.grad)
+        parameter.grad = None
+
+    def _forward_reached(self, module: torch.nn.Module, inputs: Any) -> None:
+        del module, inputs
+        self._stop_if_abandoned()
+
+    def _stop_if_abandoned(self) -> None:
+        if self._abandoned.is_set():
+            raise _Abandoned
+
+    def _load(self, parameters: list[Array]) -> None:
+        with torch.no_grad():
+            for block, values in zip(self._blocks, parameters, strict=True):
+                for tensor, place in block.slices():
+                    source = torch.from_numpy(values[place].reshape(tensor.shape))
+                    self._parameters[tensor.name].copy_(source)
+
+    def _microbatch(
+        self, batch: Batch, seed: int, put: Callable[[_Item], None], abandoned: threading.Event
+    ) -> Loss:
+        self._abandoned = abandoned
+        self._module.train()
+        numerics.seed_everything(seed)
+        try:
+            loss = self._loss_of(self._on_device(batch))
+            if loss.dim():
+                raise SamestepError(f"expected a loss that is one sum, got shape {loss.shape}")
+            unused: frozenset[str] = frozenset()
+            if self._find_unused:
+                unused = unused_parameters(loss, self._parameters)
+            self._order = BlockOrder(self._blocks, self._device, partial(self._emit, put), unused)
+            if loss.requires_grad:  # not so for a microbatch without tokens
+                loss.backward()  # type: ignore[no-untyped-call]
+            self._order.flush()
+            return Loss(float(loss.detach()), batch.weight)
+        finally:
+            self._order = None
+            for parameter in self._parameters.values():
+                parameter.grad = None
+
+    def _emit(self, put: Callable[[_Item], None], number: int, flat: torch.Tensor) -> None:
+        """Hand a block to the receiver; from CUDA it is copied beside the running backward."""
+        if self._copies is None:
+            put(BlockGradient(number, flat.numpy()))
+            return
+        host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+        self._copies.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._copies):
+            host.copy_(flat, non_blocking=True)
+            flat.record_stream(self._copies)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(self._copies)
+        put((number, host, copied))
+
+    def _evaluate_batch(self, evaluate: Callable[[Any, Any], Sums], batch: Batch) -> Sums:
+        self._abandoned = threading.Event()
+        self._module.eval()
+        numerics.seed_everything(self._seed)
+        with torch.no_grad(), self._computing():
+            return evaluate(self._module, self._on_device(batch))
+
+    def _loss_of(self, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The loss's sum in float32; backward computes in the types that forward used."""
+        with self._computing():
+            loss: torch.Tensor = self._loss(self._module, arrays)
+        return loss.float() if loss.dtype == torch.bfloat16 else loss
+
+    def _computing(self) -> torch.autocast:
+        """bfloat16 where torch holds it safe, if asked for; reductions stay in float32."""
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._bfloat16)
+
+    def _on_device(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """The arrays as tensors with aligned storage of their own."""
+        return {name: torch.tensor(a, device=self._device) for name, a in batch.arrays.items()}
+
+    def _check(self, example: Batch) -> None:
+        _refuse_running_statistics(self._module)
+        arrays = self._on_device(example)
+        before = {name: value.clone() for name, value in self._module.named_buffers()}
+        self._module.train()
+        numerics.seed_everything(self._seed)
+        loss = self._loss_of(arrays)
+        self._find_unused = bool(unused_parameters(loss, self._parameters))
+        for name, value in self._module.named_buffers():
+            if name not in before or not torch.equal(before[name], value):
+                raise SamestepError(
+                    f"the buffer {name!r} changes in forward, which no replica could follow; "
+                    "use a layer without running state"
+                )
+        self._module.eval()
+        with torch.no_grad():
+            self._refuse_loss_that_does_not_add_up(arrays)
+
+    def _refuse_loss_that_does_not_add_up(self, arrays: Mapping[str, torch.Tensor]) -> None:
+        """Where all arrays have samples first, the loss of halves must add to the whole."""
+        counts = {len(array) if array.dim() else 0 for array in arrays.values()}
+        samples = counts.pop() if len(counts) == 1 else 0
+        if samples < 2:
+            return
+        whole = float(self._loss_of(arrays))
+        parts = sum(
+            float(self._loss_of({name: a[half] for name, a in arrays.items()}))
+            for half in (slice(0, samples // 2), slice(samples // 2, samples))
+        )
+        if abs(whole - parts) > _ADDS_UP_WITHIN * max(abs(whole), abs(parts)):
+            raise SamestepError(
+                f"expected a loss summed over samples, but {samples} samples give {whole:g} and "
+                f"their halves {parts:g}; a mean, a contrastive or a balancing loss cannot be split"
+            )
+
+
+class _Abandoned(Exception):
+    """Ends forward or backward of a microbatch that nobody wants any more."""
+
+
+_Item = BlockGradient | tuple[int, torch.Tensor, torch.cuda.Event] | Future[Loss]
+
+
+def _items(out: queue.SimpleQueue[_Item], abandoned: threading.Event) -> Iterator[MicrobatchItem]:
+    """What the device thread puts out; its errors are raised here."""
+    while not abandoned.is_set():
+        item = out.get()
+        if abandoned.is_set():
+            return
+        if isinstance(item, Future):
+            yield item.result()
+            return
+        if isinstance(item, tuple):
+            number, host, copied = item
+            copied.synchronize()
+            item = BlockGradient(number, host.numpy())
+        yield item
+
+
+def _enter_device_thread(device: torch.device, threads: int) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    numerics.use_threads(threads)
+
+
+def _trainable_parameters(
+    module: torch.nn.Module, blocks: tuple[Any, ...]
+) -> dict[str, torch.nn.Parameter]:
+    """The blocks' parameters by name."""
+    known = dict(module.named_parameters())
+    found = {}
+    for block in blocks:
+        for tensor in block.tensors:
+            parameter = known.get(tensor.name)
+            if parameter is None or tuple(parameter.shape) != tensor.shape:
+                raise SamestepError(f"the module has no {tensor.name!r} of shape {tensor.shape}")
+            if parameter.dtype != torch.float32:
+                raise SamestepError(
+                    f"expected {tensor.name!r} in float32, got {parameter.dtype}; "
+                    "trainable tensors are float32"
+                )
+            if not parameter.requires_grad:
+                raise SamestepError(f"expected {tensor.name!r} not frozen: it is in a block")
+            found[tensor.name] = parameter
+    return found
+
+
+def _refuse_running_statistics(module: torch.nn.Module) -> None:
+    for name, layer in module.named_modules():
+        if getattr(layer, "track_running_stats", False):
+            raise SamestepError(
+                f"{name!r} ({type(layer).__name__}) keeps running statistics, which no replica "
+                "could follow; use LayerNorm or GroupNorm"
+            )

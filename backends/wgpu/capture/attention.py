@@ -1,0 +1,133 @@
+"""Attention as operators of our own, which never hold the matrix of scores.
+
+Forward gives the output, and of each row of scores the maximum and the sum; backward computes the
+scores again, block by block. After Dao, "FlashAttention-2" (2023), https://arxiv.org/abs/2307.08691;
+the maximum and the sum are kept apart, since their sum as logarithms loses the second where a mask
+adds the lowest float to a whole row.
+
+Shapes: B batch, H heads of queries, G heads of keys and values (G divides H), T queries, S keys,
+D the size of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+from backends.wgpu.graph.opaque import ATTENTION, ATTENTION_KEYS, ATTENTION_QUERIES
+from backends.wgpu.shaders.attention_problem import AttentionSizes
+from backends.wgpu.shaders.attention_tiles import rounds
+
+LARGEST_HEAD: Final = 128
+"""An invocation's part of the sums lies in registers, which a larger head would not fit."""
+_ROUNDS: Final = 60_000
+"""Of a loop: software Vulkan ends an invocation's loops after 65,535 rounds, without a word."""
+_SOFTWARE_BYTES: Final = 2**28
+
+
+Fuses = Callable[[AttentionSizes], bool]
+
+
+def pays(sizes: AttentionSizes, *, cooperative: bool) -> bool:
+    """Whether fused attention is the better one.
+
+    On a GPU always: there memory traffic is what costs, and the fused kernels have the least. On a
+    software adapter workgroup memory is slow, and steps are up to 1.7 times as long with it
+    (`benchmarks.vulkan`); there it is used only where a layer's scores would take over 256 MiB.
+    """
+    if cooperative:
+        return True
+    return sizes.score_bytes > _SOFTWARE_BYTES and rounds(sizes) <= _ROUNDS
+
+
+def written_out(sizes: AttentionSizes) -> bool:
+    """The rule of a trace that fuses nothing."""
+    del sizes
+    return False
+
+
+def sizes_of(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> AttentionSizes | None:
+    """The sizes, if there are kernels for these tensors; else None."""
+    if query.dim() != 4 or key.dim() != 4 or key.shape != value.shape:
+        return None
+    (batch, heads, queries, size), (_, groups, keys, _) = query.shape, key.shape
+    if mask is not None and not _broadcasts(mask.shape, (batch, heads, queries, keys)):
+        return None
+    floats = {query.dtype, key.dtype, value.dtype} == {torch.float32}
+    if mask is not None and (mask.requires_grad or mask.dtype not in {torch.bool, torch.float32}):
+        return None
+    fitting = key.shape[0] == batch and key.shape[3] == size and heads % groups == 0
+    if not (floats and fitting and size % 4 == 0 and size <= LARGEST_HEAD and queries and keys):
+        return None
+    return AttentionSizes(batch, heads, groups, queries, keys, size)
+
+
+def _broadcasts(shape: Sequence[int], onto: Sequence[int]) -> bool:
+    pairs = zip(reversed(shape), reversed(onto), strict=False)
+    return len(shape) <= len(onto) and all(size in {1, wanted} for size, wanted in pairs)
+
+
+def fused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    *,
+    causal: bool,
+) -> torch.Tensor:
+    """softmax(scale * query key^T + mask) value; a row that is masked as a whole gives zeros.
+
+    Args:
+        query: (B, H, T, D).
+        key: (B, G, S, D).
+        value: (B, G, S, D).
+        mask: Broadcast to (B, H, T, S): truth values of what takes part, or added to the scores.
+        scale: Of the scores.
+        causal: Query t sees the keys up to t.
+
+    Returns:
+        (B, H, T, D).
+    """
+    if mask is not None:
+        mask = mask.expand(*query.shape[:3], key.shape[2])
+    result: torch.Tensor = _Fused.apply(query, key, value, mask, scale, causal)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Fused(torch.autograd.Function):
+    """The operators, and which is whose gradient."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float,
+        causal: bool,  # noqa: FBT001
+    ) -> torch.Tensor:
+        batch, heads, queries, size = query.shape
+        packed = ATTENTION(query, key, value, mask, scale, causal)
+        result: torch.Tensor = packed[: query.numel()].view(batch, queries, heads, size)
+        result = result.transpose(1, 2)
+        ctx.save_for_backward(query, key, value, mask, packed, result)
+        ctx.formula = scale, causal
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
+        query, key, value, mask, packed, result = ctx.saved_tensors
+        (tangent,) = tangents
+        # What the softmax's gradient subtracts: for each row the sum of weights times their own.
+        delta = (tangent * result).sum(-1)
+        given = (query, key, value, mask, packed, tangent, delta, *ctx.formula)
+        by_query = ATTENTION_QUERIES(*given)  # (B, T, H, D)
+        by_key, by_value = ATTENTION_KEYS(*given).unbind()  # each (B, S, G, D)
+        turned = (x.transpose(1, 2) for x in (by_query, by_key, by_value))
+        return *turned, None, None, None

@@ -1,0 +1,371 @@
+"""Traces a task's step, or a model's forward, to graphs of core operators.
+
+The step (forward, loss, backward) becomes one outer graph in which each call of a repeated layer
+is a node; each kind of call becomes a graph of its own, forward and backward jointly. No number is
+computed: tensors are fake, shapes are static.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.nn.modules import module as module_hooks
+from torch.utils import _pytree as pytree
+
+from backends.wgpu.capture.attention import Fuses, written_out
+from backends.wgpu.capture.layer_call import LayerCall, Like, closed_layers
+from backends.wgpu.capture.model_attention import own_attention, sdpa_can_be_traced
+from backends.wgpu.capture.rewrites import Rewrites
+from backends.wgpu.capture.substitution import named_tensors, substituted
+from backends.wgpu.graph.decompositions import decompositions
+from backends.wgpu.graph.quiet_torch import quiet_torch
+from protocol.base.errors import SamestepError
+
+Arrays = Mapping[str, torch.Tensor]
+
+_SEEDS: Final = 4_096
+"""More than the calls of any model that draw; only those in use are uploaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of layer call.
+
+    Attributes:
+        path: The first layer of this kind.
+        graph: Placeholders: inputs, then the tangents of `tangents`. Outputs: results, then a
+            gradient (or None) for each differentiable input.
+        results: How many outputs are results.
+        checkpoint: Whether backward computes forward again.
+    """
+
+    path: str
+    graph: fx.GraphModule
+    results: int
+    checkpoint: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelResult:
+    """What a call of the whole module gave, flat, and its structure."""
+
+    tensors: tuple[Like, ...]
+    structure: pytree.TreeSpec
+
+
+@dataclass(slots=True)
+class Capture:
+    """What was traced.
+
+    Attributes:
+        graph: Placeholders: the module's tensors, the seeds, the arrays.
+        tensors: Names of the module's tensors in the order of placeholders; a tied tensor once.
+        arrays: Names or numbers of the arrays.
+        kinds: By layer call, in the order of their numbers.
+        seeds: How many (2,) seeds there are.
+        outputs: What the graph's outputs are like.
+        results: For a forward: the structure of what the module gave.
+        model_results: For a step: of each of the loss's calls of the module; None for a call that
+            gave what is no tensor.
+    """
+
+    graph: fx.GraphModule
+    tensors: tuple[str, ...]
+    arrays: tuple[str, ...]
+    kinds: list[Kind]
+    calls: list[LayerCall] = field(default_factory=list)
+    seeds: int = 1
+    outputs: tuple[Like | None, ...] = ()
+    results: pytree.TreeSpec | None = None
+    model_results: tuple[ModelResult | None, ...] = ()
+
+
+def capture_step(
+    module: nn.Module,
+    loss: Callable[[Any, Arrays], torch.Tensor],
+    trained: Sequence[str],
+    arrays: Arrays,
+    fuses: Fuses = written_out,
+) -> Capture:
+    """Loss and gradients of a training step.
+
+    Args:
+        module: On the host; it is not changed.
+        loss: Gives the summed loss.
+        trained: Names of the trainable tensors.
+        arrays: Of the shapes and types to trace for; their values are not looked at.
+        fuses: Which attention stays in one piece.
+
+    Returns:
+        Outputs of the graph: the loss, then for each name of `trained` its gradient or None.
+
+    Raises:
+        SamestepError: The step depends on values, or on what cannot be traced.
+    """
+
+    def step(given: Arrays, named: Arrays) -> list[torch.Tensor | None]:
+        value = loss(module, given)
+        if value.dim():
+            raise SamestepError(f"expected a loss that is one sum, got shape {tuple(value.shape)}")
+        grads: Sequence[torch.Tensor | None] = [None] * len(trained)
+        if value.requires_grad:
+            wanted = [named[name] for name in trained]
+            grads = torch.autograd.grad(value, wanted, allow_unused=True)
+        return [value.detach(), *grads]
+
+    found: list[ModelResult | None] = []
+
+    def note(_module: nn.Module, _args: Any, output: Any) -> None:
+        flat, structure = pytree.tree_flatten(output)
+        tensors = all(isinstance(each, torch.Tensor) for each in flat)
+        found.append(ModelResult(tuple(map(Like.of, flat)), structure) if tensors else None)
+
+    with (
+        prepared(module, train=True, fuses=fuses) as checkpoint,
+        module.register_forward_hook(note),
+    ):
+        trace = _Trace(module, frozenset(trained), checkpoint, fuses)
+        captured = trace.capture(step, arrays)
+    captured.model_results = tuple(found)
+    return captured
+
+
+def capture_forward(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    fuses: Fuses = written_out,
+) -> Capture:
+    """A call of the module in evaluation mode; outputs of the graph are its tensors, flat.
+
+    Raises:
+        SamestepError: As `capture_step`; or a result is not a tensor.
+    """
+    leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    arrays = {str(i): leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+    found: list[pytree.TreeSpec] = []
+
+    def forward(given: Arrays, named: Arrays) -> list[torch.Tensor | None]:
+        del named
+        flat = [given.get(str(i), leaf) for i, leaf in enumerate(leaves)]
+        again, words = pytree.tree_unflatten(flat, structure)
+        with torch.no_grad():
+            results, spec = pytree.tree_flatten(module(*again, **words))
+        found.append(spec)
+        return results
+
+    with prepared(module, train=False, fuses=fuses):
+        trace = _Trace(module, frozenset(), checkpoint=False, fuses=fuses)
+        captured = trace.capture(forward, arrays)
+    captured.results = found[-1]
+    return captured
+
+
+@contextmanager
+def prepared(module: nn.Module, *, train: bool, fuses: Fuses = written_out) -> Iterator[bool]:
+    """Set the module's modes for a trace, and put them back; gives whether to checkpoint.
+
+    Attention that is neither torch's own function nor the model's written-out form becomes the
+    latter, which has rules in core operators.
+    """
+    modes = [(each, each.training) for each in module.modules()]
+    flags = [each for each in module.modules() if getattr(each, "gradient_checkpointing", False)]
+    configs = {id(c): c for each in module.modules() if (c := getattr(each, "config", None))}
+    attention = [
+        (config, config._attn_implementation)  # noqa: SLF001
+        for config in configs.values()
+        if getattr(config, "_attn_implementation", None) is not None
+    ]
+    try:
+        module.train(train)
+        for each in flags:
+            each.gradient_checkpointing = False  # type: ignore[assignment]
+        for config, before in attention:
+            if before != "sdpa" or not sdpa_can_be_traced():
+                config._attn_implementation = "eager"  # noqa: SLF001
+        with own_attention(module, fuses):
+            yield bool(flags)
+    finally:
+        for config, before in attention:
+            config._attn_implementation = before  # noqa: SLF001
+        for each in flags:
+            each.gradient_checkpointing = True  # type: ignore[assignment]
+        for each, mode in modes:
+            each.training = mode
+
+
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """What a trace needs of the module."""
+
+    module: nn.Module
+    trained: frozenset[str]
+    checkpoint: bool
+    fuses: Fuses
+
+    def capture(
+        self, function: Callable[[Arrays, Arrays], list[torch.Tensor | None]], arrays: Arrays
+    ) -> Capture:
+        """Trace a function of (arrays, the module's tensors by name)."""
+        held = named_tensors(self.module)
+        first: dict[int, str] = {}
+        for name, tensor in held.items():
+            first.setdefault(id(tensor), name)
+        names = tuple(first.values())
+        calls: list[LayerCall] = []
+        used_seeds = [0]
+
+        def traced(tensors: list[torch.Tensor], seeds: torch.Tensor, given: list[Any]) -> Any:
+            def next_seed() -> torch.Tensor:
+                used_seeds.append(len(used_seeds))
+                return seeds[used_seeds[-1]]
+
+            by_name = dict(zip(names, tensors, strict=True))
+            everywhere = {name: by_name[first[id(tensor)]] for name, tensor in held.items()}
+            with ExitStack() as stack:
+                stack.enter_context(substituted(self.module, everywhere))
+                closed = closed_layers(
+                    self.module, next_seed, checkpoint=self.checkpoint, fuses=self.fuses
+                )
+                inside = stack.enter_context(closed)
+                stack.enter_context(Rewrites(seeds[0], self.fuses))
+                results = function(dict(zip(arrays, given, strict=True)), everywhere)
+                calls.extend(inside)
+                return results
+
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            tensors = [_fake(held[name], trained=name in self.trained) for name in names]
+            seeds = torch.empty((_SEEDS, 2), dtype=torch.int32)
+            given = [_fake(array) for array in arrays.values()]
+            graph = _trace(traced, (tensors, seeds, given), self.module, "")
+            kinds = _kinds(calls)
+        (last,) = (node for node in graph.graph.nodes if node.op == "output")
+        outputs = tuple(None if n is None else Like.of(n.meta["val"]) for n in last.args[0])
+        return Capture(graph, names, tuple(arrays), kinds, calls, len(used_seeds), outputs)
+
+
+def _fake(tensor: torch.Tensor, *, trained: bool = False) -> torch.Tensor:
+    """Frozen tensors of fewer bits are widened: only their storage is small."""
+    with torch.no_grad():
+        wide = torch.float32 if tensor.dtype in {torch.float16, torch.bfloat16} else tensor.dtype
+        made: torch.Tensor = torch.empty(tensor.shape, dtype=wide)
+    return made.requires_grad_(trained)
+
+
+def _kinds(calls: Sequence[LayerCall]) -> list[Kind]:
+    made: dict[Any, Kind] = {}
+    for call in calls:
+        if call.kind not in made:
+            made[call.kind] = _capture_kind(call)
+    return [made[call.kind] for call in calls]
+
+
+def _capture_kind(call: LayerCall) -> Kind:
+    reached = [number for number, there in enumerate(call.tangents or ()) if there]
+    inputs = [like.fake() for like in call.inputs]
+    tangents = [Like(call.outputs[i].shape, call.outputs[i].dtype).fake() for i in reached]
+
+    def joint(inputs: list[torch.Tensor], tangents: list[torch.Tensor]) -> list[Any]:
+        results, _ = call.run(inputs)
+        if call.tangents is None:
+            return [result.detach() for result in results]
+        wanted = [x for x, like in zip(inputs, call.inputs, strict=True) if like.differentiable]
+        outputs = [results[number] for number in reached]
+        grads = torch.autograd.grad(outputs, wanted, tangents, allow_unused=True)
+        return [*(result.detach() for result in results), *grads]
+
+    graph = _trace(joint, (inputs, tangents), call.layer, call.path)
+    return Kind(call.path, graph, len(call.outputs), call.checkpoint)
+
+
+def _trace(
+    function: Callable[..., Any], arguments: tuple[Any, ...], module: nn.Module, prefix: str
+) -> fx.GraphModule:
+    """Trace to core operators without mutations; nodes know their module in `meta["module"]`."""
+    places = _Places(module, prefix)
+    try:
+        with places, quiet_torch():
+            graph = make_fx(
+                function,
+                decomposition_table=decompositions(),
+                tracing_mode="real",
+                _allow_non_fake_inputs=True,
+            )(*arguments)
+    except SamestepError:
+        raise
+    except Exception as error:
+        raise _cannot(places.now or "the step", error) from error
+    places.mark(graph)
+    return graph
+
+
+def _cannot(what: str, error: Exception) -> SamestepError:
+    reason = " ".join(str(error).split())[:400]
+    return SamestepError(
+        f"the vulkan backend cannot capture {what}: {type(error).__name__}: {reason}; "
+        "a step must not depend on the values of tensors"
+    )
+
+
+class _Places:
+    """While it is entered: which module each traced operator came from."""
+
+    def __init__(self, module: nn.Module, prefix: str) -> None:
+        dot = "." if prefix else ""
+        self._names = {
+            id(each): f"{prefix}{dot if name else ''}{name}"
+            for name, each in module.named_modules()
+        }
+        self._stack: list[str] = [prefix]
+        self._marks: list[tuple[int, str]] = []
+        self._hooks: list[Any] = []
+
+    @property
+    def now(self) -> str:
+        """The module whose forward was reached last."""
+        return self._stack[-1]
+
+    def __enter__(self) -> None:
+        self._hooks = [
+            module_hooks.register_module_forward_pre_hook(self._enter),
+            module_hooks.register_module_forward_hook(self._leave),
+        ]
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
+        del inputs
+        self._stack.append(self._names.get(id(module), self._stack[-1]))
+        self._mark()
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        del module, inputs, output
+        if len(self._stack) > 1:
+            self._stack.pop()
+        self._mark()
+
+    def _mark(self) -> None:
+        mode = get_proxy_mode()
+        if mode is not None:
+            nodes = mode.tracer.graph.nodes
+            self._marks.append((len(nodes), self._stack[-1]))
+
+    def mark(self, graph: fx.GraphModule) -> None:
+        """Write the modules' names into the nodes."""
+        marks = iter([*self._marks, (len(graph.graph.nodes) + 1, "")])
+        after, path = next(marks)
+        here = self._stack[0]
+        for number, node in enumerate(graph.graph.nodes):
+            while number >= after:
+                here = path
+                after, path = next(marks)
+            node.meta["module"] = here

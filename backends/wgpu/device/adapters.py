@@ -1,0 +1,96 @@
+"""Which Vulkan adapters this machine has.
+
+wgpu is imported only here and in `device`; without it, or without a Vulkan loader and driver, the
+answer is a reason in words. Software adapters (Mesa's lavapipe) come last and are taken only when
+asked for: `backends.registry`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from backends.base.interface import DeviceInfo
+from backends.wgpu.device.memory_heaps import Heaps, memory_heaps
+
+Kind = Literal["discrete", "integrated", "software", "other"]
+
+_KINDS: dict[str, Kind] = {
+    "DiscreteGPU": "discrete",
+    "IntegratedGPU": "integrated",
+    "CPU": "software",
+}
+_ORDER: tuple[Kind, ...] = ("discrete", "integrated", "other", "software")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One Vulkan device.
+
+    Attributes:
+        name: As the driver calls it.
+        kind: Its type.
+        driver: Name and version of the driver.
+        vendor_id: PCI vendor.
+        device_id: PCI device.
+        memory_bytes: Its own memory; 0 where it is not known or is the host's.
+        handle: wgpu's adapter.
+    """
+
+    name: str
+    kind: Kind
+    driver: str
+    vendor_id: int
+    device_id: int
+    memory_bytes: int
+    handle: Any
+
+    @property
+    def software(self) -> bool:
+        """Whether it computes on the CPU."""
+        return self.kind == "software"
+
+    def info(self, index: int) -> DeviceInfo:
+        """Its row in `worker devices`."""
+        return DeviceInfo(
+            "vulkan", self.name, True, "", index, self.memory_bytes, software=self.software
+        )
+
+
+@cache
+def adapters() -> tuple[Adapter, ...] | str:
+    """Every Vulkan adapter, best kind first, or why there is none. Asked once per process."""
+    if importlib.util.find_spec("wgpu") is None:
+        return "wgpu is not installed; run deploy/environment.sh, or pip install 'wgpu>=0.32'"
+    # Mesa's layer that orders devices looks for a desktop and complains where there is none.
+    os.environ.setdefault("NODEVICE_SELECT", "1")
+    try:
+        import wgpu  # noqa: PLC0415  (loads a library of 15 MB)
+        from wgpu.backends.wgpu_native import extras  # noqa: PLC0415
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"wgpu cannot be imported: {' '.join(str(error).split())}"
+    extras.set_instance_extras(backends=["Vulkan"])
+    heaps = list(memory_heaps())
+    found = [_adapter(handle, heaps) for handle in wgpu.gpu.enumerate_adapters_sync()]
+    if not found:
+        return (
+            "no Vulkan driver answers; install the card's driver, or mesa-vulkan-drivers and "
+            "libvulkan1 for Mesa's"
+        )
+    return tuple(sorted(found, key=lambda adapter: _ORDER.index(adapter.kind)))
+
+
+def _adapter(handle: Any, heaps: list[Heaps]) -> Adapter:
+    info = handle.info
+    kind = _KINDS.get(str(info["adapter_type"]), "other")
+    name, driver = str(info["device"]), str(info["description"])
+    vendor_id, device_id = int(info["vendor_id"]), int(info["device_id"])
+    memory_bytes = 0
+    for row in heaps:
+        if (row.name, row.vendor_id, row.device_id) == (name, vendor_id, device_id):
+            memory_bytes = 0 if kind == "software" else row.device_local_bytes
+            break
+    return Adapter(name, kind, driver, vendor_id, device_id, memory_bytes, handle)

@@ -1,0 +1,85 @@
+"""Host values as the device's words of 4 bytes, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from backends.base.interface import Array
+from protocol.base.errors import DataError
+
+Words = NDArray[np.uint32]
+
+_SMALLEST: Final = -(2**31)
+_LARGEST: Final = 2**31 - 1
+
+
+def pack(
+    names: Sequence[str],
+    offsets: Sequence[int | None],
+    count: int,
+    arrays: Mapping[str, NDArray[Any]],
+    seeds: Words,
+) -> Words:
+    """All arrays of a microbatch and its seeds in one upload.
+
+    Args:
+        names: Of the arrays, in the order of their offsets.
+        offsets: Where each begins, and last the seeds; None for what the device does not read.
+        count: Words in all.
+        arrays: By name.
+        seeds: Any shape.
+
+    Raises:
+        DataError: A whole number does not fit in 32 bits.
+    """
+    words = np.zeros(count, np.uint32)
+    values = [to_words(arrays[name], name) for name in names] + [seeds.reshape(-1)]
+    for offset, value in zip(offsets, values, strict=True):
+        if offset is not None:
+            words[offset : offset + value.size] = value
+    return words
+
+
+def to_words(array: NDArray[Any], name: str = "a tensor") -> Words:
+    """Flat; floats as float32, truth values and whole numbers as 32-bit integers.
+
+    Raises:
+        DataError: A whole number does not fit.
+    """
+    flat = np.ascontiguousarray(array).reshape(-1)
+    if flat.dtype.kind == "f":
+        return flat.astype(np.float32, copy=False).view(np.uint32)
+    if flat.dtype.itemsize > 4 and flat.size:
+        low, high = int(flat.min()), int(flat.max())
+        if low < _SMALLEST or high > _LARGEST:
+            raise DataError(
+                f"expected whole numbers of at most 32 bits in {name}, got {low} to {high}; "
+                "the vulkan backend has no larger ones"
+            )
+    return flat.astype(np.int32).view(np.uint32)
+
+
+def tensor_words(tensor: torch.Tensor) -> Words:
+    """A tensor of a module or a constant of a graph."""
+    value = tensor.detach()
+    return to_words((value.float() if value.dtype.is_floating_point else value).numpy())
+
+
+def from_words(array: Array, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """What was read back as float32 words, as the tensor that it is."""
+    if dtype.is_floating_point:
+        return torch.from_numpy(array).reshape(shape).to(dtype)
+    return torch.from_numpy(array.view(np.int32)).reshape(shape).to(dtype)
+
+
+def seed_words(seed: int, count: int) -> Words:
+    """`count` pairs of words, each a seed of its own: (count, 2)."""
+    key = (seed % 2**64).to_bytes(8, "little")
+    digest = blake3(b"samestep dropout" + key).digest(length=8 * count)
+    return np.frombuffer(digest, "<u4").astype(np.uint32).reshape(count, 2)

@@ -1,0 +1,124 @@
+"""A plan made ready on the device, and one run of it, submitted a few parts ahead."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.base.interface import Array
+from backends.wgpu.capture.capture import Capture
+from backends.wgpu.device.device import Buffer, Copy, Device, Prepared, Readback
+from backends.wgpu.lowering.plan import Plan
+from protocol.base.errors import DeviceError
+
+_DISPATCHES: Final = 128
+"""Of one submission: cards end programs that run for seconds, and an abandoned microbatch ends
+with the submission that runs."""
+_NOTHING: Final = np.empty(0, np.uint32)
+_AHEAD: Final = 3
+"""Submissions that wait for the device, so that it never waits for us."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A part of a plan that is submitted at once.
+
+    Attributes:
+        copies: What it brings back.
+        last: Whether it is the last of its segment.
+    """
+
+    prepared: Prepared
+    copies: tuple[Copy, ...]
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A plan on the device; where its outputs are, None for those that are zero."""
+
+    plan: Plan
+    capture: Capture
+    upload: Buffer
+    submissions: tuple[Submission, ...]
+    outputs: tuple[Buffer | None, ...]
+
+
+def submissions(plan: Plan, buffers: Sequence[Buffer], device: Device) -> Iterator[Submission]:
+    """Cut a plan into what is submitted at once, and make pipelines and bind groups."""
+    start = 0
+    for segment in plan.segments:
+        while segment.end - start > _DISPATCHES:
+            part = plan.dispatches[start : start + _DISPATCHES]
+            yield Submission(device.prepare(part, buffers), (), False)
+            start += _DISPATCHES
+        copies = []
+        for output in segment.outputs:
+            held = plan.outputs[output]
+            if held is not None:
+                copies.append(Copy(buffers[held], 4 * plan.elements[output]))
+        part = plan.dispatches[start : segment.end]
+        yield Submission(device.prepare(part, buffers), tuple(copies), True)
+        start = segment.end
+
+
+def nothing(blocks: int) -> tuple[Submission, ...]:
+    """The submissions of a microbatch without samples."""
+    return tuple(Submission(Prepared([], []), (), True) for _ in range(blocks))
+
+
+class Running:
+    """One run of submissions, after an upload. Any thread may stop it."""
+
+    def __init__(
+        self,
+        device: Device,
+        parts: Sequence[Submission],
+        upload: Buffer | None = None,
+        words: NDArray[np.uint32] = _NOTHING,
+    ) -> None:
+        self._device = device
+        self._left = deque(parts)
+        self._flying: deque[tuple[Submission, Readback]] = deque()
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        if upload is not None and words.size:
+            device.upload(upload, words)
+        self._submit()
+
+    def next(self) -> list[Array] | None:
+        """What the next segment brings; None once stopped.
+
+        Raises:
+            DeviceError: The device was lost or is out of memory.
+        """
+        with self._lock:
+            while not self._stopped.is_set():
+                submission, readback = self._flying.popleft()
+                arrays = readback.result()
+                if not self._stopped.is_set():
+                    self._submit()
+                if submission.last:
+                    return arrays
+        return None
+
+    def stop(self) -> None:
+        """Submit no more, and wait for what runs."""
+        self._stopped.set()
+        with self._lock:
+            self._left.clear()
+            while self._flying:
+                with suppress(DeviceError):  # whoever computes next meets it again
+                    self._flying.popleft()[1].result()
+
+    def _submit(self) -> None:
+        while self._left and len(self._flying) < _AHEAD:
+            part = self._left.popleft()
+            self._flying.append((part, self._device.run(part.prepared, part.copies)))

@@ -1,0 +1,62 @@
+"""What of a device decides its matmul kernels: limits, and how a software adapter's lanes lie.
+
+A software adapter runs one invocation per lane of a vector register. How many there are, and that
+they are the invocations in order, is not something its limits say: a small shader shows it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+import numpy as np
+
+from backends.wgpu.device.device import Copy, Device
+from backends.wgpu.shaders.dispatch import Dispatch, Shader
+from backends.wgpu.shaders.matmul import MatmulTraits
+
+_INVOCATIONS: Final = 64
+_SIZES: Final = (4, 8, 16)
+_PROBE: Final = Shader(
+    f"""\
+@group(0) @binding(0) var<storage, read_write> out: array<u32>;
+@compute @workgroup_size({_INVOCATIONS})
+fn main(
+  @builtin(local_invocation_id) id: vec3u,
+  @builtin(subgroup_invocation_id) lane: u32,
+  @builtin(subgroup_size) size: u32,
+) {{
+  out[id.x * 3u] = size;
+  out[id.x * 3u + 1u] = lane;
+  out[id.x * 3u + 2u] = subgroupBroadcast(id.x, 1u);
+}}
+""",
+    1,
+)
+
+
+def matmul_traits(device: Device) -> MatmulTraits:
+    """See `MatmulTraits`."""
+    return MatmulTraits(
+        subgroup=_subgroup(device) if device.adapter.software else 0,
+        workgroup_bytes=device.limits["max-compute-workgroup-storage-size"],
+        invocations=device.limits["max-compute-invocations-per-workgroup"],
+        units=os.cpu_count() or 1,
+    )
+
+
+def _subgroup(device: Device) -> int:
+    """Lanes of a subgroup if they are as the kernel needs them, else 0."""
+    if not {"subgroup", "shader-int64"} <= device.features:
+        return 0
+    out = device.buffer(4 * 3 * _INVOCATIONS)
+    prepared = device.prepare([Dispatch(_PROBE, (0,), (1, 1, 1), "subgroups")], [out])
+    (words,) = device.run(prepared, [Copy(out, 4 * 3 * _INVOCATIONS)]).result()
+    rows = words.view(np.uint32).reshape(_INVOCATIONS, 3)
+    size = int(rows[0, 0])
+    if size not in _SIZES:
+        return 0
+    number = np.arange(_INVOCATIONS)
+    in_order = np.array_equal(rows[:, 1], number % size)
+    broadcast = np.array_equal(rows[:, 2], number // size * size + 1)
+    return size if in_order and broadcast else 0

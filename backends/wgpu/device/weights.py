@@ -1,0 +1,154 @@
+"""A module's tensors on the device: uploaded once, each as it is stored, shared by all plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from backends.base.interface import Array, Trainable
+from backends.wgpu.capture.substitution import named_tensors
+from backends.wgpu.device.device import Buffer, Device
+from backends.wgpu.device.packing import tensor_words
+from backends.wgpu.graph.table_parts import RowPart, Tables, row_parts
+from backends.wgpu.lowering.host_copy import refuse_released, release
+from backends.wgpu.lowering.narrow_base import NarrowBase
+from protocol.base.errors import SamestepError
+
+
+class Weights:
+    """Every tensor goes by the first of its names.
+
+    Attributes:
+        module: On the host, with the values last loaded; those of a frozen parameter go when the
+            device has them.
+        base: What of it is stored in fewer bits.
+        tables: Of each table that is larger than one buffer its parts, which go by names of their
+            own.
+    """
+
+    def __init__(self, device: Device, trainable: Trainable, largest_bytes: int) -> None:
+        """Upload nothing yet.
+
+        Args:
+            device: Where the tensors are to be.
+            trainable: Whose they are.
+            largest_bytes: Of a buffer.
+
+        Raises:
+            SamestepError: Another program has taken the module's frozen weights.
+        """
+        assert trainable.module is not None
+        refuse_released(trainable.module)
+        self.module: torch.nn.Module = trainable.module
+        self._device = device
+        self._blocks = trainable.blocks
+        self._held = named_tensors(self.module)
+        self._frozen = {n for n, p in self.module.named_parameters() if not p.requires_grad}
+        first: dict[int, str] = {}
+        self._first = {name: first.setdefault(id(t), name) for name, t in self._held.items()}
+        self.base = NarrowBase(self.module, trainable.base_dtype)
+        self.tables: Tables = self._cut(largest_bytes)
+        self._parts = {str(part): part for parts in self.tables.values() for part in parts}
+        self.base.cut(self.tables)
+        self._buffers: dict[str, Buffer] = {}
+
+    def _cut(self, largest_bytes: int) -> Tables:
+        tables: dict[str, list[RowPart]] = {}
+        for name, parameter in self.module.named_parameters():
+            if parameter.dim() != 2:
+                continue
+            nbytes = self.base.nbytes(name) or 4 * parameter.numel()
+            parts = row_parts(name, parameter.shape[0], nbytes, largest_bytes)
+            if len(parts) > 1:
+                tables[name] = parts
+        return tables
+
+    @property
+    def constants(self) -> Mapping[str, torch.Tensor]:
+        """The module's buffers, which never change."""
+        parameters = {id(parameter) for parameter in self.module.parameters()}
+        return {name: t for name, t in self._held.items() if id(t) not in parameters}
+
+    def nbytes(self) -> Mapping[str, int]:
+        """What each tensor, and each part of a table, takes on the device."""
+        elements = {name: self._held[name].numel() for name in self._first.values()}
+        for name, part in self._parts.items():
+            elements[name] = part.rows * self._held[part.table].shape[1]
+        return {name: self.base.nbytes(name) or 4 * count for name, count in elements.items()}
+
+    def buffer(self, name: str) -> Buffer:
+        """The tensor, or part, on the device; uploaded now if it was not yet."""
+        if name not in self._buffers:
+            part = self._parts.get(name)
+            words = self.base.take_words(name)
+            if words is None:
+                held = self._held[part.table][part.first : part.end] if part else self._held[name]
+                words = tensor_words(held)
+            self._buffers[name] = self._device.buffer(words.nbytes)
+            self._device.upload(self._buffers[name], words)
+            self._release(part.table if part else name)
+        return self._buffers[name]
+
+    def _release(self, name: str) -> None:
+        """Of a frozen parameter that is on the device as a whole, the host's copy."""
+        parts = [str(part) for part in self.tables.get(name, ())]
+        if name in self._frozen and all(part in self._buffers for part in parts):
+            release(self._held[name])
+
+    def load(self, parameters: Sequence[Array]) -> None:
+        """Take new values of the trainable tensors; see `Program.load`.
+
+        Raises:
+            SamestepError: The arrays do not fit the blocks.
+        """
+        sizes = [len(values) for values in parameters]
+        expected = [block.elements for block in self._blocks]
+        if sizes != expected:
+            raise SamestepError(f"expected blocks of {expected} elements, got {sizes}")
+        for block, values in zip(self._blocks, parameters, strict=True):
+            for tensor, place in block.slices():
+                value = torch.from_numpy(values[place].reshape(tensor.shape))
+                with torch.no_grad():
+                    self._held[tensor.name].copy_(value)
+                self._upload(self._first[tensor.name], value)
+
+    def _upload(self, name: str, value: torch.Tensor) -> None:
+        """What is on the device of a tensor, whole or in parts."""
+        pieces = {str(part): value[part.first : part.end] for part in self.tables.get(name, ())}
+        for piece, values in (pieces or {name: value}).items():
+            if (buffer := self._buffers.get(piece)) is not None:
+                self._device.upload(buffer, values.numpy())
+
+    def forget(self) -> None:
+        """Let go of the device's memory."""
+        self._buffers.clear()
+
+
+def check_parameters(trainable: Trainable) -> None:
+    """Refuse what cannot be trained exactly.
+
+    Raises:
+        SamestepError: A tensor is missing, frozen or not float32, or a layer has running
+            statistics.
+    """
+    assert trainable.module is not None
+    held = dict(trainable.module.named_parameters())
+    for block in trainable.blocks:
+        for tensor in block.tensors:
+            found = held.get(tensor.name)
+            if found is None:
+                raise SamestepError(f"the module has no {tensor.name!r}, which is in a block")
+            if found.dtype != torch.float32 or tuple(found.shape) != tensor.shape:
+                raise SamestepError(
+                    f"expected {tensor.name!r} as float32 of shape {tensor.shape}, got "
+                    f"{found.dtype} of shape {tuple(found.shape)}; trainable tensors are float32"
+                )
+            if not found.requires_grad:
+                raise SamestepError(f"expected {tensor.name!r} not frozen: it is in a block")
+    for name, layer in trainable.module.named_modules():
+        if getattr(layer, "track_running_stats", False):
+            raise SamestepError(
+                f"{name!r} ({type(layer).__name__}) keeps running statistics, which no replica "
+                "could follow; use LayerNorm or GroupNorm"
+            )

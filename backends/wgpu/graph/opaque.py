@@ -1,0 +1,156 @@
+"""Operators of our own that stand for one node each: a dropout mask, a part of a long reduction,
+products with a matrix in parts, attention, and a whole layer.
+
+They are never computed by torch; the lowering knows what they stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_library: Any = torch.library.Library("samestep", "DEF")  # type: ignore[no-untyped-call]
+_library.define("keep(Tensor seed, int[] shape, float drop, int site) -> Tensor")
+_library.define("partial(Tensor x, int[] dims, int parts, str fold) -> Tensor")
+for _name, _more in {
+    "attention": "",
+    "attention_queries": "Tensor packed, Tensor tangent, Tensor delta, ",
+    "attention_keys": "Tensor packed, Tensor tangent, Tensor delta, ",
+}.items():
+    _library.define(
+        f"{_name}(Tensor query, Tensor key, Tensor value, Tensor? mask, {_more}"
+        "float scale, bool causal) -> Tensor"
+    )
+_library.define("products_beside(Tensor left, Tensor[] rights) -> Tensor")
+_library.define("sum_of_products(Tensor[] lefts, Tensor[] rights) -> Tensor")
+_library.define("layer_forward(Tensor[] inputs, int call) -> Tensor[]")
+_library.define("layer_backward(Tensor[] tangents, int call) -> Tensor[]")
+
+
+def _fake(name: str) -> Callable[[_Function], _Function]:
+    """Registers what an operator gives for fake tensors."""
+    register: Any = torch.library.register_fake
+    decorate: Callable[[_Function], _Function] = register(f"samestep::{name}", lib=_library)
+    return decorate
+
+
+class _Like(Protocol):
+    """What stands for a tensor of a call."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def differentiable(self) -> bool: ...
+
+
+class _Call(Protocol):
+    """What the operators need to know of a layer's call."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def inputs(self) -> Sequence[_Like]: ...
+    @property
+    def outputs(self) -> Sequence[_Like]: ...
+
+
+_CallT = TypeVar("_CallT", bound=_Call)
+
+_calls: list[_Call] = []
+"""Of the trace that is under way: what a number in the operators above means."""
+
+
+class CallsOfTrace(Generic[_CallT]):
+    """While it is entered, these calls are what the operators' numbers mean."""
+
+    def __init__(self) -> None:
+        self.calls: list[_CallT] = []
+
+    def __enter__(self) -> list[_CallT]:
+        _calls.clear()
+        return self.calls
+
+    def __exit__(self, *_: object) -> None:
+        _calls.clear()
+
+    @staticmethod
+    def add(call: _Call) -> None:
+        """Make the call known; its number is its place."""
+        assert call.number == len(_calls)
+        _calls.append(call)
+
+
+@_fake("keep")
+def _keep(seed: torch.Tensor, shape: Sequence[int], _drop: float, _site: int) -> torch.Tensor:
+    return seed.new_empty(shape, dtype=torch.float32)
+
+
+@_fake("partial")
+def _partial(x: torch.Tensor, dims: Sequence[int], parts: int, _fold: str) -> torch.Tensor:
+    kept = [size for dim, size in enumerate(x.shape) if dim not in dims]
+    return x.new_empty([*kept, parts])
+
+
+@_fake("attention")
+def _attention(query: torch.Tensor, *_: object) -> torch.Tensor:
+    batch, heads, queries, _size = query.shape
+    return query.new_empty(query.numel() + batch * heads * -(-queries // 4) * 8)
+
+
+@_fake("attention_queries")
+def _attention_queries(query: torch.Tensor, *_: object) -> torch.Tensor:
+    batch, heads, queries, size = query.shape
+    return query.new_empty((batch, queries, heads, size))
+
+
+@_fake("attention_keys")
+def _attention_keys(_query: torch.Tensor, key: torch.Tensor, *_: object) -> torch.Tensor:
+    batch, groups, keys, size = key.shape
+    return key.new_empty((2, batch, keys, groups, size))
+
+
+@_fake("products_beside")
+def _products_beside(left: torch.Tensor, rights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`left @ cat(rights, 1)`."""
+    return left.new_empty((left.shape[0], sum(right.shape[1] for right in rights)))
+
+
+@_fake("sum_of_products")
+def _sum_of_products(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`cat(lefts, 1) @ cat(rights, 0)`."""
+    return lefts[0].new_empty((lefts[0].shape[0], rights[0].shape[1]))
+
+
+@_fake("layer_forward")
+def _layer_forward(inputs: Sequence[torch.Tensor], call: int) -> list[torch.Tensor]:
+    del inputs
+    return [torch.empty(like.shape, dtype=like.dtype) for like in _calls[call].outputs]
+
+
+@_fake("layer_backward")
+def _layer_backward(tangents: Sequence[torch.Tensor], call: int) -> list[torch.Tensor]:
+    del tangents
+    return [
+        torch.empty(like.shape, dtype=like.dtype)
+        for like in _calls[call].inputs
+        if like.differentiable
+    ]
+
+
+KEEP: Final[Any] = torch.ops.samestep.keep.default
+PARTIAL: Final[Any] = torch.ops.samestep.partial.default
+ATTENTION: Final[Any] = torch.ops.samestep.attention.default
+"""Flat: the output as (B, T, H, D); then for each 4 rows of (B, H, T) their 4 maxima and the
+reciprocals of their 4 sums."""
+ATTENTION_QUERIES: Final[Any] = torch.ops.samestep.attention_queries.default
+ATTENTION_KEYS: Final[Any] = torch.ops.samestep.attention_keys.default
+PRODUCTS_BESIDE: Final[Any] = torch.ops.samestep.products_beside.default
+SUM_OF_PRODUCTS: Final[Any] = torch.ops.samestep.sum_of_products.default
+LAYER_FORWARD: Final[Any] = torch.ops.samestep.layer_forward.default
+LAYER_BACKWARD: Final[Any] = torch.ops.samestep.layer_backward.default

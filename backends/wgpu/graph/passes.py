@@ -1,0 +1,268 @@
+"""Makes a traced graph smaller before it is lowered, without changing what it computes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from backends.wgpu.graph.decompositions import decompositions
+from backends.wgpu.graph.opaque import PARTIAL
+from backends.wgpu.graph.quiet_torch import quiet_torch
+from backends.wgpu.graph.values import shape_of
+from protocol.base.errors import SamestepError
+
+_aten = torch.ops.aten
+_FOLDED_ELEMENTS: Final = 1 << 20
+"""Larger constants are computed anew on the device: they would be uploaded and kept."""
+
+_SAME = frozenset({_aten.alias.default, _aten.detach.default, _aten.lift_fresh_copy.default})
+_TIMES = frozenset({_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar})
+_FOLDS: Final[dict[Any, str]] = {
+    _aten.sum.default: "sum",
+    _aten.sum.dim_IntList: "sum",
+    _aten.mean.default: "mean",
+    _aten.mean.dim: "mean",
+    _aten.amax.default: "amax",
+    _aten.amin.default: "amin",
+    _aten.any.default: "any",
+    _aten.any.dim: "any",
+    _aten.any.dims: "any",
+}
+_STAGES: Final = {
+    "sum": _aten.sum.dim_IntList,
+    "mean": _aten.sum.dim_IntList,
+    "amax": _aten.amax.default,
+    "amin": _aten.amin.default,
+    "any": _aten.any.dims,
+}
+_LONG_TERMS: Final = 1 << 14
+"""Mesa's software Vulkan ends an invocation's loops after 65,535 iterations, without a word."""
+_PARTS = frozenset({
+    _aten.split.Tensor,
+    _aten.split_with_sizes.default,
+    _aten.unbind.int,
+})  # fmt: skip
+_UNKNOWN = frozenset({
+    "samestep::attention",
+    "samestep::attention_keys",
+    "samestep::attention_queries",
+    "samestep::keep",
+    "samestep::layer_backward",
+    "samestep::layer_forward",
+})  # fmt: skip
+"""Torch cannot compute these, whatever is known of their inputs."""
+
+
+def simplified(graph: fx.GraphModule) -> fx.GraphModule:
+    """All passes that need no values; the graph may be changed in place."""
+    graph = _without_mutations(graph)
+    _share(graph.graph)
+    _rewrite(graph.graph)
+    _share(graph.graph)
+    graph.graph.eliminate_dead_code()
+    return graph
+
+
+def constants(
+    graph: fx.GraphModule, known: Mapping[fx.Node, torch.Tensor]
+) -> dict[fx.Node, torch.Tensor]:
+    """Values of the nodes that depend on nothing but `known` and the graph's own tensors."""
+    values: dict[fx.Node, Any] = {}
+    folded: dict[fx.Node, torch.Tensor] = {}
+    for node in graph.graph.nodes:
+        if node.op == "placeholder" and node in known:
+            values[node] = known[node]
+        elif node.op == "get_attr":
+            values[node] = folded[node] = getattr(graph, str(node.target))
+            node.meta.setdefault("val", values[node])
+        elif node.op == "call_function" and _foldable(node, values):
+            args = fx.map_arg(node.args, values.__getitem__)
+            kwargs = fx.map_arg(node.kwargs, values.__getitem__)
+            values[node] = folded[node] = node.target(*args, **kwargs)
+    return folded
+
+
+def _foldable(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
+    value = node.meta.get("val")
+    return (
+        isinstance(value, torch.Tensor)
+        and value.numel() <= _FOLDED_ELEMENTS
+        and _name(node) not in _UNKNOWN
+        and all(above in values for above in node.all_input_nodes)
+    )
+
+
+def _name(node: fx.Node) -> str:
+    schema = getattr(node.target, "_schema", None)
+    return "" if schema is None else str(schema.name)
+
+
+def _without_mutations(graph: fx.GraphModule) -> fx.GraphModule:
+    """Trace again with in-place operators turned into plain ones, if there are any.
+
+    Raises:
+        SamestepError: Torch cannot.
+    """
+    schemas = [getattr(node.target, "_schema", None) for node in graph.graph.nodes]
+    if not any(schema is not None and schema.is_mutable for schema in schemas):
+        return graph
+    holders = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    with FakeTensorMode(allow_non_fake_inputs=True), quiet_torch():
+        fakes = [torch.empty(value.shape, dtype=value.dtype) for value in holders]
+
+        def run(*arguments: torch.Tensor) -> Any:
+            return fx.Interpreter(graph).run(*arguments)
+
+        pure: Callable[..., Any] = torch.func.functionalize(run, remove="mutations")
+        again = make_fx(pure, decomposition_table=dict(decompositions()), tracing_mode="real")
+        try:
+            return again(*fakes)
+        except Exception as error:
+            reason = str(error).split("\n", maxsplit=1)[0][:400]
+            raise SamestepError(
+                "the vulkan backend cannot turn what changes in place into plain operators: "
+                f"{type(error).__name__}: {reason}; use a cpu or cuda worker for this model"
+            ) from error
+
+
+def _share(graph: fx.Graph) -> None:
+    """One node for equal operators on equal arguments."""
+    seen: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        key = (node.target, _key(node.args), _key(node.kwargs))
+        if key in seen:
+            node.replace_all_uses_with(seen[key])
+            graph.erase_node(node)
+        else:
+            seen[key] = node
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(_key(each) for each in value)
+    if isinstance(value, dict):
+        return tuple(sorted((name, _key(each)) for name, each in value.items()))
+    if isinstance(value, fx.Node):
+        return value
+    return type(value).__name__, str(value)
+
+
+def _rewrite(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in _SAME or _is_neutral(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif node.target in {_aten.var_mean.correction, _aten.var.correction}:
+            _split_variance(graph, node)
+        elif node.target in _PARTS:
+            _cut(graph, node)
+        elif node.target in _FOLDS:
+            _split_long(graph, node)
+    graph.eliminate_dead_code()
+
+
+def _is_neutral(node: fx.Node) -> bool:
+    """Whether it is x ** 1, x * 1, x / 1, and a change of type or shape that changes nothing."""
+    if node.target is _aten.pow.Tensor_Scalar:
+        return bool(node.args[1] == 1)
+    if node.target in {_aten._to_copy.default, _aten.expand.default}:  # noqa: SLF001
+        before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+        return bool(before.dtype == after.dtype and before.shape == after.shape)
+    if node.target in _TIMES and isinstance(node.args[1], int | float) and node.args[1] == 1:
+        before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+        return bool(before.dtype == after.dtype)
+    return False
+
+
+def _cut(graph: fx.Graph, node: fx.Node) -> None:
+    """Each part of a split as a slice, or of an unbind as a selection."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    dim: Any = node.args[1 if node.target is _aten.unbind.int else 2 :][:1] or (0,)
+    parts = node.meta["val"]
+    starts = [0]
+    for part in parts:
+        whole = node.target is _aten.unbind.int
+        starts.append(starts[-1] + (1 if whole else part.shape[dim[0]]))
+    for user in list(node.users):
+        number: Any = user.args[1]
+        with graph.inserting_before(user):
+            if node.target is _aten.unbind.int:
+                cut = add(graph, user, _aten.select.int, source, dim[0], number)
+            else:
+                ends = starts[number], starts[number + 1]
+                cut = add(graph, user, _aten.slice.Tensor, source, dim[0], *ends)
+        user.replace_all_uses_with(cut)
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _split_long(graph: fx.Graph, node: fx.Node) -> None:
+    """A long reduction in two stages: parts, and then the parts' own."""
+    source, fold = node.args[0], _FOLDS[node.target]
+    assert isinstance(source, fx.Node)
+    shape = shape_of(source)
+    given: Any = node.args[1] if len(node.args) > 1 else None
+    listed = [given] if isinstance(given, int) else list(given or range(len(shape)))
+    dims = sorted(dim % len(shape) for dim in listed) if shape else []
+    terms = math.prod(shape[dim] for dim in dims)
+    if terms <= _LONG_TERMS:
+        return
+    stage = "sum" if fold == "mean" else fold
+    with graph.inserting_before(node):
+        if fold == "any":
+            source = add(graph, node, _aten.ne.Scalar, source, 0)
+        elif (dtype := node.meta["val"].dtype) != source.meta["val"].dtype:
+            source = add(graph, node, _aten._to_copy.default, source, dtype=dtype)  # noqa: SLF001
+        parts = add(graph, node, PARTIAL, source, dims, math.isqrt(terms), stage)
+        total = add(graph, node, _STAGES[fold], parts, [len(shape) - len(dims)])
+        if fold == "mean":
+            total = add(graph, node, _aten.mul.Tensor, total, 1.0 / terms)
+        result = add(graph, node, _aten.view.default, total, list(shape_of(node)))
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
+def _split_variance(graph: fx.Graph, node: fx.Node) -> None:
+    """A variance, maybe with its mean: sum((x - mean)^2) / (count - correction)."""
+    x = node.args[0]
+    assert isinstance(x, fx.Node)
+    given: Any = node.args[1] if len(node.args) > 1 else None
+    dims = list(given) if given else list(range(len(shape_of(x))))
+    correction: Any = node.kwargs.get("correction")
+    count = math.prod(shape_of(x)[d] for d in dims)
+    less = 1 if correction is None else correction
+    keep = bool(node.kwargs.get("keepdim", False))
+    with graph.inserting_before(node):
+        mean = add(graph, node, _aten.mean.dim, x, dims, True)
+        centred = add(graph, node, _aten.sub.Tensor, x, mean)
+        square = add(graph, node, _aten.mul.Tensor, centred, centred)
+        total = add(graph, node, _aten.sum.dim_IntList, square, dims, keep)
+        variance = add(graph, node, _aten.div.Scalar, total, float(count - less))
+        if not keep:
+            mean = add(graph, node, _aten.squeeze.dims, mean, dims)
+    if node.target is _aten.var.correction:
+        node.replace_all_uses_with(variance)
+    for user in list(node.users):
+        user.replace_all_uses_with(variance if user.args[1] == 0 else mean)
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def add(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A node where the graph inserts now, of the module that `like` came from."""
+    made = graph.call_function(target, args, kwargs)
+    values: Any = fx.map_arg(args, lambda node: node.meta["val"])
+    made.meta["val"] = target(*values, **kwargs)
+    made.meta["module"] = like.meta.get("module", "")
+    return made

@@ -1,0 +1,108 @@
+"""What a node of a graph stands for on the device: a shape, and one of three types.
+
+Integers of 64 bits become i32 (token numbers, positions; the upload checks their range), truth
+values are kept as u32, and every float is computed in f32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, Literal
+
+import torch
+from torch import fx
+
+from protocol.base.errors import SamestepError
+
+Scalar = Literal["f32", "i32", "bool"]
+
+_SCALARS: Final[dict[torch.dtype, Scalar]] = {
+    torch.float32: "f32",
+    torch.float16: "f32",
+    torch.bfloat16: "f32",
+    torch.int64: "i32",
+    torch.int32: "i32",
+    torch.int16: "i32",
+    torch.int8: "i32",
+    torch.uint8: "i32",
+    torch.bool: "bool",
+}
+
+STORED: Final[dict[Scalar, str]] = {"f32": "f32", "i32": "i32", "bool": "u32"}
+"""The type of a buffer's elements: 4 bytes each."""
+
+
+class NoRule(SamestepError):
+    """An operator that the backend cannot compute.
+
+    Attributes:
+        operator: As torch calls it.
+        shape: Of its result.
+        module: Where in the model it came from.
+    """
+
+    def __init__(self, node: fx.Node, reason: str = "") -> None:
+        value = node.meta.get("val")
+        self.operator = str(node.target).removeprefix("aten.")
+        first = value[0] if isinstance(value, list | tuple) and value else value
+        self.shape = tuple(first.shape) if isinstance(first, torch.Tensor) else ()
+        self.module = str(node.meta.get("module", "")) or "the loss, or the backward"
+        self.reason = reason
+        super().__init__(self.operator, self.shape, self.module, reason)
+
+    def __str__(self) -> str:
+        because = f" ({self.reason})" if self.reason else ""
+        return (
+            f"the vulkan backend has no rule for {self.operator!r}{because}, which gives shape "
+            f"{list(self.shape)} in {self.module}; use a cpu or cuda worker for this model"
+        )
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """The shape of the tensor that the node gives."""
+    return tuple(int(size) for size in node.meta["val"].shape)
+
+
+def scalar_of(node: fx.Node) -> Scalar:
+    """The type of its elements.
+
+    Raises:
+        NoRule: The device has no such type.
+    """
+    dtype = node.meta["val"].dtype
+    if dtype not in _SCALARS:
+        raise NoRule(node, f"{str(dtype).removeprefix('torch.')} is not a type of the device")
+    return _SCALARS[dtype]
+
+
+def elements_of(node: fx.Node) -> int:
+    """How many there are."""
+    return math.prod(shape_of(node))
+
+
+def literal(value: object, scalar: Scalar) -> str:
+    """A number of Python's as WGSL. Infinities are made from bits: WGSL has no word for them."""
+    if scalar == "bool":
+        return "true" if value else "false"
+    if scalar == "i32":
+        return f"i32({int(value)})"  # type: ignore[call-overload]
+    number = float(value)  # type: ignore[arg-type]
+    if math.isinf(number):
+        return f"infinity({'0x80000000u' if number < 0 else '0u'})"
+    if math.isnan(number):
+        return "(infinity(0u) - infinity(0u))"
+    rounded = float(torch.tensor(number, dtype=torch.float32))
+    if math.isinf(rounded):
+        return literal(rounded, scalar)
+    return f"f32({rounded!r})"
+
+
+def converted(expression: str, have: Scalar, want: Scalar) -> str:
+    """A cast."""
+    if have == want:
+        return expression
+    if want == "bool":
+        return f"({expression} != {literal(0, have)})"
+    if have == "bool":
+        return f"select({literal(0, want)}, {literal(1, want)}, {expression})"
+    return f"{want}({expression})"

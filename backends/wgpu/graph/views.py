@@ -1,0 +1,197 @@
+"""Operators that only rename elements: their coordinates, and their strides over a buffer."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from backends.wgpu.graph.index import (
+    ZERO,
+    Coordinate,
+    broadcast,
+    contiguous_strides,
+    plain,
+    reshape,
+)
+from backends.wgpu.graph.values import shape_of
+
+_aten = torch.ops.aten
+Coordinates = list[Coordinate]
+_Rule = Callable[[fx.Node, Coordinates, tuple[int, ...]], Coordinates]
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node's elements are elements of its first argument."""
+    return node.op == "call_function" and node.target in _RULES
+
+
+def is_copy(node: fx.Node) -> bool:
+    """Whether the node is its first argument laid out anew."""
+    return node.op == "call_function" and node.target is _aten.clone.default
+
+
+def is_own(node: fx.Node) -> bool:
+    """Whether the node is a copy that must have memory of its own."""
+    return bool(node.meta.get("own"))
+
+
+def above(node: fx.Node) -> fx.Node:
+    """What a view is a view of."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def through(node: fx.Node, coordinates: Coordinates) -> Coordinates:
+    """Coordinates in a view as coordinates in what it is a view of."""
+    shape = shape_of(node)
+    sized = [c.sized(size) for c, size in zip(coordinates, shape, strict=True)]
+    return _RULES[node.target](node, sized, shape_of(above(node)))
+
+
+@dataclass(frozen=True, slots=True)
+class Strided:
+    """A tensor as a strided view of a buffer, in elements."""
+
+    base: fx.Node
+    strides: tuple[int, ...]
+    offset: int
+
+
+def strided(node: fx.Node, buffers: Collection[fx.Node]) -> Strided | None:
+    """How the node lies in the nearest of `buffers` above it, if one strided view says so."""
+    chain = []
+    base = node
+    while base not in buffers:
+        if is_own(base) or not (is_view(base) or is_copy(base)):
+            return None
+        chain.append(base)
+        base = above(base)
+    tensor = torch.empty(shape_of(base), device="meta")
+    try:
+        for step in reversed(chain):
+            tensor = _applied(step, tensor)
+    except RuntimeError:
+        return None
+    return Strided(base, tuple(tensor.stride()), int(tensor.storage_offset()))
+
+
+def whole_buffer(node: fx.Node, buffers: Collection[fx.Node]) -> fx.Node | None:
+    """The buffer that holds just this tensor, row-major from its start, if one does."""
+    found = strided(node, buffers)
+    if found is None or found.offset or shape_of(node) == ():
+        return found.base if found is not None and shape_of(found.base) in {(), (1,)} else None
+    shape = shape_of(node)
+    whole = torch.empty(shape, device="meta").numel() == found.base.meta["val"].numel()
+    natural = contiguous_strides(shape)
+    same = all(
+        size == 1 or have == want
+        for size, have, want in zip(shape, found.strides, natural, strict=True)
+    )
+    return found.base if whole and same else None
+
+
+def _applied(step: fx.Node, tensor: torch.Tensor) -> torch.Tensor:
+    if is_copy(step):
+        return tensor
+    if step.target in _RESHAPES:
+        return tensor.view(shape_of(step))
+    result: torch.Tensor = step.target(tensor, *step.args[1:], **step.kwargs)  # type: ignore[operator]
+    return result
+
+
+def _reshape(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> Coordinates:
+    return reshape(coordinates, shape_of(node), shape)
+
+
+def _permute(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> Coordinates:
+    result: Coordinates = [ZERO] * len(shape)
+    for coordinate, dim in zip(coordinates, _ints(node.args[1]), strict=True):
+        result[dim % len(shape)] = coordinate
+    return result
+
+
+def _transpose(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> Coordinates:
+    one, two = (_int(dim) % len(shape) for dim in node.args[1:3])
+    coordinates[one], coordinates[two] = coordinates[two], coordinates[one]
+    return coordinates
+
+
+def _unsqueeze(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> Coordinates:
+    dim = _int(node.args[1]) % (len(shape) + 1)
+    return coordinates[:dim] + coordinates[dim + 1 :]
+
+
+def _squeeze(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> Coordinates:
+    given = node.args[1] if len(node.args) > 1 else list(range(len(shape)))
+    asked = [given] if isinstance(given, int) else _ints(given)
+    gone = {dim % len(shape) for dim in asked if shape[dim % len(shape)] == 1}
+    rest = iter(coordinates)
+    return [ZERO if dim in gone else next(rest) for dim in range(len(shape))]
+
+
+def _expand(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> Coordinates:
+    del node
+    return broadcast(coordinates, shape)
+
+
+def _slice(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> Coordinates:
+    given: list[Any] = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
+    dim, start, step = _int(given[0]) % len(shape), given[1], _int(given[3])
+    size = shape[dim]
+    first = _int(start) if start is not None else 0
+    first = min(max(first + size if first < 0 else first, 0), size)
+    text = str(coordinates[dim])
+    text = f"({text} * {step}u)" if step != 1 else text
+    if first or step != 1:
+        coordinates[dim] = plain(f"({text} + {first}u)" if first else text, size)
+    return coordinates
+
+
+def _select(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> Coordinates:
+    dim = _int(node.args[1]) % len(shape)
+    index = _int(node.args[2]) % shape[dim]
+    return [*coordinates[:dim], plain(f"{index}u", shape[dim]), *coordinates[dim:]]
+
+
+def _flip(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> Coordinates:
+    for dim in _ints(node.args[1]):
+        place = dim % len(shape)
+        coordinates[place] = plain(f"({shape[place] - 1}u - {coordinates[place]})", shape[place])
+    return coordinates
+
+
+def _int(value: Any) -> int:
+    return operator.index(value)
+
+
+def _ints(value: Any) -> list[int]:
+    return [operator.index(each) for each in value]
+
+
+_RESHAPES: Final = frozenset({
+    _aten.view.default,
+    _aten._unsafe_view.default,  # noqa: SLF001
+    _aten.reshape.default,
+})  # fmt: skip
+_RULES: Final[dict[Any, _Rule]] = {
+    **dict.fromkeys(_RESHAPES, _reshape),
+    _aten.permute.default: _permute,
+    _aten.t.default: lambda _node, coordinates, _shape: coordinates[::-1],
+    _aten.transpose.int: _transpose,
+    _aten.unsqueeze.default: _unsqueeze,
+    _aten.squeeze.default: _squeeze,
+    _aten.squeeze.dim: _squeeze,
+    _aten.squeeze.dims: _squeeze,
+    _aten.expand.default: _expand,
+    _aten.slice.Tensor: _slice,
+    _aten.select.int: _select,
+    _aten.alias.default: lambda _node, coordinates, _shape: coordinates,
+    _aten.detach.default: lambda _node, coordinates, _shape: coordinates,
+    _aten.flip.default: _flip,
+}

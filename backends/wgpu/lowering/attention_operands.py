@@ -1,0 +1,49 @@
+"""An attention node of a graph as a problem, and the buffers that its kernel reads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Final
+
+from torch import fx
+
+from backends.wgpu.graph.opaque import ATTENTION, ATTENTION_KEYS, ATTENTION_QUERIES
+from backends.wgpu.graph.values import scalar_of, shape_of
+from backends.wgpu.graph.views import strided
+from backends.wgpu.shaders.attention_problem import AttentionProblem, AttentionSizes, Part, View
+
+_PARTS: Final[dict[Any, Part]] = {
+    ATTENTION: "forward",
+    ATTENTION_QUERIES: "queries",
+    ATTENTION_KEYS: "keys",
+}
+
+
+def attention_problem(
+    node: fx.Node, buffers: Collection[fx.Node]
+) -> tuple[AttentionProblem, tuple[fx.Node, ...]]:
+    """What the node computes, and its inputs' buffers in the order of bindings."""
+    tensors: list[Any] = list(node.args[:-2])
+    scale, causal = node.args[-2:]
+    found = [None if x is None else strided(x, buffers) for x in tensors]
+    views = [None if x is None else View(x.strides, x.offset) for x in found]
+    query, key, value, mask, *more = views
+    _packed, tangent, delta = more or (None, None, None)
+    assert query is not None
+    assert key is not None
+    assert value is not None
+    (batch, heads, queries, size), (_, groups, keys, _) = map(shape_of, tensors[:2])
+    problem = AttentionProblem(
+        _PARTS[node.target],
+        AttentionSizes(batch, heads, groups, queries, keys, size),
+        query,
+        key,
+        value,
+        mask,
+        mask is not None and scalar_of(tensors[3]) == "bool",
+        tangent,
+        delta,
+        float(scale),  # type: ignore[arg-type]
+        bool(causal),
+    )
+    return problem, tuple(x.base for x in found if x is not None)

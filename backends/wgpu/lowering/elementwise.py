@@ -1,0 +1,256 @@
+"""Rules of operators that compute each element from elements at the same place."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from backends.wgpu.graph import threefry
+from backends.wgpu.graph.index import linear, plain
+from backends.wgpu.graph.values import NoRule, Scalar, converted, literal, scalar_of
+from backends.wgpu.graph.views import Coordinates
+from backends.wgpu.shaders.kernel_text import KernelText, Rule
+
+_aten = torch.ops.aten
+
+_BINARY: Final[dict[Any, str]] = {
+    _aten.add.Tensor: "({0} + {1})",
+    _aten.add.Scalar: "({0} + {1})",
+    _aten.sub.Tensor: "({0} - {1})",
+    _aten.sub.Scalar: "({0} - {1})",
+    _aten.mul.Tensor: "({0} * {1})",
+    _aten.mul.Scalar: "({0} * {1})",
+    _aten.div.Tensor: "({0} / {1})",
+    _aten.div.Scalar: "({0} / {1})",
+    _aten.maximum.default: "max({0}, {1})",
+    _aten.minimum.default: "min({0}, {1})",
+}
+_RULES_OF_TRUTH: Final[dict[Any, str]] = {
+    _aten.logical_and.default: "({0} && {1})",
+    _aten.logical_or.default: "({0} || {1})",
+    _aten.logical_xor.default: "({0} != {1})",
+    _aten.logical_not.default: "(!{0})",
+}
+_BITWISE: Final[dict[Any, tuple[str, str]]] = {
+    _aten.bitwise_and.Tensor: ("({0} && {1})", "({0} & {1})"),
+    _aten.bitwise_or.Tensor: ("({0} || {1})", "({0} | {1})"),
+    _aten.bitwise_xor.Tensor: ("({0} != {1})", "({0} ^ {1})"),
+    _aten.bitwise_and.Scalar: ("({0} && {1})", "({0} & {1})"),
+    _aten.bitwise_or.Scalar: ("({0} || {1})", "({0} | {1})"),
+    _aten.bitwise_not.default: ("(!{0})", "(~{0})"),
+}
+_UNARY: Final[dict[Any, str]] = {
+    _aten.neg.default: "(-{0})",
+    _aten.abs.default: "abs({0})",
+    _aten.exp.default: "exp({0})",
+    _aten.log.default: "log({0})",
+    _aten.sqrt.default: "sqrt({0})",
+    _aten.rsqrt.default: "(1.0 / sqrt({0}))",  # inverseSqrt is less exact
+    _aten.reciprocal.default: "(1.0 / {0})",
+    _aten.sigmoid.default: "(1.0 / (1.0 + exp(-{0})))",
+    _aten.tanh.default: "tanh(clamp({0}, -15.0, 15.0))",  # some drivers overflow beyond
+    _aten.erf.default: "erf({0})",
+    _aten.sin.default: "sin({0})",
+    _aten.cos.default: "cos({0})",
+    _aten.floor.default: "floor({0})",
+    _aten.ceil.default: "ceil({0})",
+    _aten.trunc.default: "trunc({0})",
+    _aten.sign.default: "sign({0})",
+    _aten.exp2.default: "exp2({0})",
+    _aten.log2.default: "log2({0})",
+    _aten.log1p.default: "log(1.0 + {0})",
+    _aten.expm1.default: "(exp({0}) - 1.0)",
+}
+_COMPARISONS: Final = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+
+
+def _binary(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+    scalar = scalar_of(node)
+    if scalar == "bool":
+        raise NoRule(node, "of truth values")
+    one, two = (k.argument(x, at, scalar) for x in node.args[:2])
+    alpha: Any = node.kwargs.get("alpha", 1)
+    if alpha != 1:
+        two = f"({literal(alpha, scalar)} * {two})"
+    return _BINARY[node.target].format(one, two)
+
+
+def _unary(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+    return _UNARY[node.target].format(k.argument(node.args[0], at, scalar_of(node)))
+
+
+def _truth(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+    return _RULES_OF_TRUTH[node.target].format(*(k.argument(x, at, "bool") for x in node.args))
+
+
+def _bitwise(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+    scalar = scalar_of(node)
+    form = _BITWISE[node.target][scalar != "bool"]
+    return form.format(*(k.argument(x, at, scalar) for x in node.args))
+
+
+def _comparison(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+    scalar = _compared_as(node)
+    one, two = (k.argument(x, at, scalar) for x in node.args)
+    name = str(node.target).split(".")[1]
+    return f"({one} {_COMPARISONS[name]} {two})"
+
+
+def _compared_as(node: fx.Node) -> Scalar:
+    first, second = node.args
+    assert isinstance(first, fx.Node)
+    kinds = {scalar_of(first)}
+    if isinstance(second, fx.Node):
+        kinds.add(scalar_of(second))
+    elif isinstance(second, float):
+        kinds.add("f32")
+    return "f32" if "f32" in kinds else "i32"
+
+
+def _power(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+    scalar = scalar_of(node)
+    x, power = k.argument(node.args[0], at, scalar), node.args[1]
+    if isinstance(power, int | float):
+        if power in {2, 3, 4}:
+            return "(" + " * ".join([x] * int(power)) + ")"
+        if power == 0.5:
+            return f"sqrt({x})"
+        if power == -0.5:
+            return f"(1.0 / sqrt({x}))"
+        if power == -1:
+            return f"(1.0 / {x})"
+        if power == 0:
+            return literal(1, scalar)
+        if float(power).is_integer():
+            odd = f"select(1.0, -1.0, {x} < 0.0)" if int(power) % 2 else "1.0"
+            return f"({odd} * pow(abs({x}), {literal(power, scalar)}))"
+    return f"pow({x}, {k.argument(power, at, scalar)})"
+
+
+def _power_of_number(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+    scalar = scalar_of(node)
+    return f"pow({literal(node.args[0], scalar)}, {k.argument(node.args[1], at, scalar)})"
+
+
+def _divide_rounding(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+    scalar = scalar_of(node)
+    one, two = (k.argument(x, at, scalar) for x in node.args[:2])
+    floor = node.kwargs.get("rounding_mode") == "floor" or "floor" in str(node.target)
+    if scalar == "i32":
+        return f"floor_div({one}, {two})" if floor else f"({one} / {two})"
+    return f"{'floor' if floor else 'trunc'}({one} / {two})"
+
+
+def _remainder(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+    scalar = scalar_of(node)
+    one, two = (k.argument(x, at, scalar) for x in node.args[:2])
+    if scalar == "i32":
+        return f"({one} - {two} * floor_div({one}, {two}))"
+    return f"({one} - {two} * floor({one} / {two}))"
+
+
+def _where(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+    scalar = scalar_of(node)
+    chosen, yes, no = node.args
+    condition = k.argument(chosen, at, "bool")
+    return f"select({k.argument(no, at, scalar)}, {k.argument(yes, at, scalar)}, {condition})"
+
+
+def _clamp(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+    scalar = scalar_of(node)
+    low = node.args[1] if len(node.args) > 1 else node.kwargs.get("min")
+    high = node.args[2] if len(node.args) > 2 else node.kwargs.get("max")
+    text = k.argument(node.args[0], at, scalar)
+    if low is not None:
+        text = f"max({text}, {k.argument(low, at, scalar)})"
+    if high is not None:
+        text = f"min({text}, {k.argument(high, at, scalar)})"
+    return text
+
+
+def _relu(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+    scalar = scalar_of(node)
+    return f"max({k.argument(node.args[0], at, scalar)}, {literal(0, scalar)})"
+
+
+def _converted(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return converted(k.element(source, at), scalar_of(source), scalar_of(node))
+
+
+def _is_nan(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+    x = k.argument(node.args[0], at, "f32")
+    return f"((bitcast<u32>({x}) & 0x7fffffffu) > 0x7f800000u)"
+
+
+def _is_infinite(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+    x = k.argument(node.args[0], at, "f32")
+    return f"((bitcast<u32>({x}) & 0x7fffffffu) == 0x7f800000u)"
+
+
+def _filled(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+    del k, at
+    return literal(
+        node.args[0 if node.target is _aten.scalar_tensor.default else 1], scalar_of(node)
+    )
+
+
+def _arange(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+    scalar = scalar_of(node)
+    first, step = node.args[0], node.args[2] if len(node.args) > 2 else 1
+    if node.target is _aten.arange.default:
+        first, step = 0, 1
+    elif node.target is _aten.arange.start:
+        step = 1
+    del k
+    return f"({literal(first, scalar)} + {scalar}({at[0]}) * {literal(step, scalar)})"
+
+
+def _keep(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+    """Zero with the probability of being dropped, else what makes up for it."""
+    seed, shape, drop, site = node.args
+    assert isinstance(seed, fx.Node)
+    assert isinstance(drop, float)
+    del shape
+    one, two = (k.let(f"u32({k.element(seed, [plain(f'{i}u', 2)])})") for i in (0, 1))
+    word = f"threefry({one}, {two}, {linear(at)}, {site}u)"
+    scale = literal(1.0 / (1.0 - drop), "f32")
+    return f"select({scale}, 0.0, {word} < {threefry.threshold(drop)}u)"
+
+
+ELEMENTWISE: Final[dict[Any, Rule]] = {
+    **dict.fromkeys(_BINARY, _binary),
+    **dict.fromkeys(_UNARY, _unary),
+    **dict.fromkeys(_RULES_OF_TRUTH, _truth),
+    **dict.fromkeys(_BITWISE, _bitwise),
+    **{
+        getattr(getattr(_aten, name), overload): _comparison
+        for name in _COMPARISONS
+        for overload in ("Tensor", "Scalar")
+    },
+    _aten.pow.Tensor_Scalar: _power,
+    _aten.pow.Tensor_Tensor: _power,
+    _aten.pow.Scalar: _power_of_number,
+    _aten.div.Tensor_mode: _divide_rounding,
+    _aten.div.Scalar_mode: _divide_rounding,
+    _aten.floor_divide.default: _divide_rounding,
+    _aten.remainder.Scalar: _remainder,
+    _aten.remainder.Tensor: _remainder,
+    _aten.where.self: _where,
+    _aten.clamp.default: _clamp,
+    _aten.clamp.Tensor: _clamp,
+    _aten.relu.default: _relu,
+    _aten._to_copy.default: _converted,  # noqa: SLF001
+    _aten.isnan.default: _is_nan,
+    _aten.isinf.default: _is_infinite,
+    _aten.full.default: _filled,
+    _aten.full_like.default: _filled,
+    _aten.scalar_tensor.default: _filled,
+    _aten.arange.default: _arange,
+    _aten.arange.start: _arange,
+    _aten.arange.start_step: _arange,
+    torch.ops.samestep.keep.default: _keep,
+}

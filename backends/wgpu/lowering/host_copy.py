@@ -1,0 +1,40 @@
+"""The host's copy of a frozen tensor: of no use once the device has it.
+
+Traces look at shapes alone, evaluations run on the device, and only trained tensors are ever given
+away. So a model whose base takes a few bits on the device need not stay on the host in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from protocol.base.errors import SamestepError
+
+
+def release(parameter: torch.Tensor) -> None:
+    """Let go of the values; shape and type stay, and whatever reads it after all gets NaN.
+
+    Whole numbers, which have no NaN, are few, and stay.
+    """
+    if not parameter.is_floating_point():
+        return
+    nothing = torch.full((), torch.nan, dtype=parameter.dtype)
+    parameter.data = nothing.expand(parameter.shape)
+
+
+def refuse_released(module: torch.nn.Module) -> None:
+    """A module can be given to a device once.
+
+    Raises:
+        SamestepError: Its frozen parameters are gone already.
+    """
+    for name, parameter in module.named_parameters():
+        if (
+            parameter.numel()
+            and not any(parameter.stride())
+            and bool(parameter.view(-1)[0].isnan())
+        ):
+            raise SamestepError(
+                f"the values of {name!r} were let go of when a device had taken them; build the "
+                "task anew for another program"
+            )

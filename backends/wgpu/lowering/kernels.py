@@ -1,0 +1,369 @@
+"""One kernel for each value that gets a buffer: elementwise chains, reductions, scatters, scans,
+attention, and matrix products.
+
+No kernel uses atomics, and every sum has one order, so results are the same from run to run.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from backends.wgpu.graph.index import Coordinate, broadcast, plain, split
+from backends.wgpu.graph.opaque import PARTIAL
+from backends.wgpu.graph.values import NoRule, Scalar, elements_of, literal, scalar_of, shape_of
+from backends.wgpu.graph.views import is_copy, is_view, strided
+from backends.wgpu.lowering.attention_operands import attention_problem
+from backends.wgpu.lowering.elementwise import ELEMENTWISE
+from backends.wgpu.lowering.fusion import ATTENTIONS, MATMULS, REDUCTIONS, SCANS, SCATTERS
+from backends.wgpu.lowering.matmul_factors import factors
+from backends.wgpu.lowering.placement import PLACEMENT, broadcast_shape, leading_indices
+from backends.wgpu.shaders.attention_tiles import attention_shader
+from backends.wgpu.shaders.dispatch import WORKGROUPS_PER_DIMENSION, Shader
+from backends.wgpu.shaders.kernel_text import KernelText, stored
+from backends.wgpu.shaders.matmul import MatmulProblem, Operand, dispatched, matmul_shader
+from backends.wgpu.shaders.narrow import form_of, refuse_on_the_left
+
+_aten = torch.ops.aten
+_WORKGROUP: Final = 64
+_TERMS: Final = 64
+"""Of a partial sum: long sums are sums of these, which loses less than one running sum."""
+_ROUNDS: Final = 60_000
+"""Of a loop: software Vulkan ends an invocation's loops after 65,535 rounds, without a word."""
+_COOPERATIVE_TERMS: Final = 128
+"""From so many terms on, a workgroup of a GPU shares the sum."""
+_RULES: Final = {**ELEMENTWISE, **PLACEMENT}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One dispatch, over values instead of buffers.
+
+    Attributes:
+        reads: What the first bindings are.
+        writes: What the last one is.
+        label: The node and its module.
+    """
+
+    shader: Shader
+    reads: tuple[fx.Node, ...]
+    writes: fx.Node
+    grid: tuple[int, int, int]
+    label: str
+
+
+MatmulShader = Callable[[MatmulProblem], tuple[Shader, tuple[int, int, int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Emitter:
+    """Writes the kernels of one graph.
+
+    Attributes:
+        buffers: Values that lie in memory.
+        folded: Values that are known.
+        cooperative: Whether workgroups share long sums: good on GPUs, not on a CPU.
+        matmul: The template of matrix products.
+    """
+
+    buffers: Collection[fx.Node]
+    folded: Mapping[fx.Node, torch.Tensor]
+    cooperative: bool = False
+    matmul: MatmulShader = matmul_shader
+
+    def kernels(self, node: fx.Node) -> list[Kernel]:
+        """What fills the value's buffer.
+
+        Raises:
+            NoRule: The operator has none.
+        """
+        target = node.target
+        if target in MATMULS:
+            return [*self._products(node)]
+        if target in ATTENTIONS:
+            return [self._attention(node)]
+        if target in REDUCTIONS:
+            return [self._reduction(node)]
+        if target in SCATTERS:
+            return self._scatter(node)
+        if target in SCANS:
+            return [self._scan(node)]
+        if not (is_view(node) or is_copy(node) or target in _RULES):
+            raise NoRule(node)
+        return [self._elementwise(node)]
+
+    def _text(self) -> KernelText:
+        return KernelText(_RULES, self.buffers, self.folded)
+
+    def _elementwise(self, node: fx.Node) -> Kernel:
+        text = self._text()
+        count = elements_of(node)
+        guard, grid = _threads(count)
+        value = text.computed(node, split(plain("i", count), shape_of(node)))
+        body = [*guard, *text.lines, f"out[i] = {stored(value, scalar_of(node))};"]
+        return _kernel(text, node, body, grid)
+
+    def _reduction(self, node: fx.Node) -> Kernel:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        reduction = _Reduction.of(node, source)
+        _refuse_long_loops(node, reduction.part)
+        text = self._text()
+        at = reduction.coordinates()
+        value = text.element(source, at, reduction.scalar)
+        if self.cooperative and reduction.shared:
+            grid = _folded_grid(reduction.outputs)
+            body = reduction.cooperative(text.lines, value)
+        else:
+            guard, grid = _threads(reduction.outputs)
+            body = [*guard, *reduction.serial(text.lines, value)]
+        return _kernel(text, node, body, grid)
+
+    def _scan(self, node: fx.Node) -> Kernel:
+        """Each element sums what lies before it: for short dimensions."""
+        source, dim = node.args[:2]
+        assert isinstance(source, fx.Node)
+        text = self._text()
+        count, scalar = elements_of(node), scalar_of(node)
+        at = split(plain("i", count), shape_of(node))
+        place = operator.index(dim) % len(at)  # type: ignore[arg-type]
+        _refuse_long_loops(node, at[place].size)
+        last = str(at[place])
+        at[place] = plain("r", at[place].size)
+        value = text.element(source, at, scalar)
+        guard, grid = _threads(count)
+        loop = f"for (var r = 0u; r <= {last}; r++) {{"
+        body = [*guard, f"var sum = {literal(0, scalar)};", loop, *text.lines]
+        body += [f"sum += {value};", "}", "out[i] = sum;"]
+        return _kernel(text, node, body, grid)
+
+    def _scatter(self, node: fx.Node) -> list[Kernel]:
+        """Adds rows to rows of a base: a fill, then a sum by column in the order of the rows.
+
+        A column's additions all run in one invocation; so that there are enough of them, each
+        takes a share of the target rows.
+        """
+        base, given, source = node.args[:3]
+        assert isinstance(base, fx.Node)
+        assert isinstance(source, fx.Node)
+        if node.target is not _aten.index_put.default or len(node.args) < 4 or not node.args[3]:
+            raise NoRule(node, "that does not add up rows")
+        leading, _ = leading_indices(node, given)
+        fill = self._filled(node, base)
+        shape = shape_of(node)
+        columns = math.prod(shape[len(leading) :])
+        rows_shape = broadcast_shape(leading)
+        rows = math.prod(rows_shape)
+        _refuse_long_loops(node, rows)
+        shares = max(1, min(64, 4096 // max(columns, 1), math.prod(shape[: len(leading)])))
+        guard, grid = _threads(columns * shares)
+        text = self._text()
+        at_row = split(plain("r", rows), rows_shape)
+        row = "0u"
+        for dim, numbers in enumerate(leading):
+            index = text.index(numbers, at_row, shape[dim])
+            row = f"({row} * {shape[dim]}u + {index})" if dim else str(index)
+        row = text.let(row)
+        chosen = len(text.lines)
+        at_column = split(plain("c", columns), shape[len(leading) :])
+        at = [*at_row, *at_column]
+        value = text.element(source, broadcast(at, shape_of(source)), scalar_of(node))
+        body = [*guard, f"let c = i % {columns}u;", f"let share = i / {columns}u;"]
+        body += [f"for (var r = 0u; r < {rows}u; r++) {{", *text.lines[:chosen]]
+        body += [f"if ({row} % {shares}u == share) {{", *text.lines[chosen:]]
+        place = f"out[{row} * {columns}u + c]"
+        body += [f"{place} = {place} + {value};", "}", "}"]
+        return [fill, _kernel(text, node, body, grid)]
+
+    def _filled(self, node: fx.Node, base: fx.Node) -> Kernel:
+        text = self._text()
+        count = elements_of(node)
+        guard, grid = _threads(count)
+        value = text.element(base, split(plain("i", count), shape_of(node)), scalar_of(node))
+        return _kernel(text, node, [*guard, *text.lines, f"out[i] = {value};"], grid)
+
+    def _products(self, node: fx.Node) -> Iterator[Kernel]:
+        for one, two, into in factors(node):
+            a, a_base = self._operand(one)
+            b, b_base = self._operand(two)
+            refuse_on_the_left(a_base, _label(node))
+            batch = shape_of(node)[0] if len(shape_of(node)) == 3 else 1
+            (m, k), n, form = shape_of(one)[-2:], shape_of(two)[-1], form_of(b_base)
+            label = f"{_label(node)} {batch}x{m}x{k}x{n}"
+            for part in dispatched(MatmulProblem(batch, m, k, n, a, b, form, into)):
+                shader, grid = self.matmul(part)
+                yield Kernel(shader, (a_base, b_base), node, grid, label)
+
+    def _attention(self, node: fx.Node) -> Kernel:
+        problem, reads = attention_problem(node, self.buffers)
+        shader, grid = attention_shader(problem)
+        s = problem.sizes
+        sizes = f"{s.batch}x{s.heads}x{s.queries}x{s.keys}x{s.size}"
+        return Kernel(shader, reads, node, grid, f"{_label(node)} {sizes}")
+
+    def _operand(self, node: fx.Node) -> tuple[Operand, fx.Node]:
+        found = strided(node, self.buffers)
+        assert found is not None, node
+        strides = (0, *found.strides) if len(found.strides) == 2 else found.strides
+        return Operand((strides[0], strides[1], strides[2]), found.offset), found.base
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """`outputs` sums (or other folds) of `terms` each."""
+
+    node: fx.Node
+    shape: tuple[int, ...]
+    dims: tuple[int, ...]
+    scalar: Scalar
+    name: str
+    parts: int = 1
+
+    @staticmethod
+    def of(node: fx.Node, source: fx.Node) -> _Reduction:
+        shape = shape_of(source)
+        given: Any = node.args[1] if len(node.args) > 1 else None
+        listed = [given] if isinstance(given, int) else list(given or range(len(shape)))
+        dims = tuple(sorted({operator.index(d) % max(len(shape), 1) for d in listed}))
+        scalar = scalar_of(source if "arg" in str(node.target) else node)
+        name, parts = str(node.target).split(".")[1], 1
+        if node.target is PARTIAL:
+            parts, name = node.args[2:4]  # type: ignore[assignment]
+        return _Reduction(node, shape, dims if shape else (), scalar, name, parts)
+
+    @property
+    def terms(self) -> int:
+        return math.prod(self.shape[d] for d in self.dims)
+
+    @property
+    def outputs(self) -> int:
+        return math.prod(self.shape) // self.terms * self.parts
+
+    @property
+    def part(self) -> int:
+        """Terms of one part, but for the last."""
+        return -(-self.terms // self.parts)
+
+    @property
+    def shared(self) -> bool:
+        """Whether a workgroup may share one fold."""
+        return self.part >= _COOPERATIVE_TERMS and "arg" not in self.name
+
+    def coordinates(self) -> list[Coordinate]:
+        """Of the term `r` of the output `i`; with parts, the last dimension of `i` counts them."""
+        kept = [d for d in range(len(self.shape)) if d not in self.dims]
+        sizes = [*(self.shape[d] for d in kept), self.parts]
+        outer = split(plain("i", self.outputs), sizes)[:-1]
+        inner = split(plain("r", self.terms), [self.shape[d] for d in self.dims])
+        at = dict(zip(kept, outer, strict=True)) | dict(zip(self.dims, inner, strict=True))
+        return [at[d] for d in range(len(self.shape))]
+
+    @property
+    def start(self) -> str:
+        if self.name in {"amax", "argmax"}:
+            low = literal(-math.inf if self.scalar == "f32" else -(2**31) + 1, self.scalar)
+            return low if self.scalar != "bool" else "false"
+        if self.name in {"amin", "argmin"}:
+            return literal(math.inf if self.scalar == "f32" else 2**31 - 1, self.scalar)
+        return literal(0, self.scalar)
+
+    def fold(self, one: str, two: str) -> str:
+        """Two folds as one."""
+        if self.name in {"amax", "amin"}:
+            return f"{self.name[1:]}({one}, {two})"
+        return f"({one} || {two})" if self.name == "any" else f"({one} + {two})"
+
+    def result(self, folded: str) -> str:
+        if self.name == "mean":
+            return f"({folded} * {literal(1.0 / self.terms, 'f32')})"
+        return stored(folded, self.scalar)
+
+    def serial(self, lines: Sequence[str], value: str) -> list[str]:
+        """One invocation per output."""
+        if "arg" in self.name:
+            better = ">" if self.name == "argmax" else "<"
+            body = [f"var best = {self.start};", "var place = 0u;", self._loop(), *lines]
+            body += [f"if ({value} {better} best) {{ best = {value}; place = r; }}", "}"]
+            return [*body, "out[i] = i32(place);"]
+        if self.part <= 2 * _TERMS or self.name not in {"sum", "mean"}:
+            body = [f"var sum = {self.start};", self._loop(), *lines]
+            return [*body, f"sum = {self.fold('sum', value)};", "}", self._store("sum")]
+        low, high = self._range()
+        body = [f"var sum = {self.start};"]
+        body += [f"for (var first = {low}; first < {high}; first += {_TERMS}u) {{"]
+        body += [f"var part = {self.start};", f"let end = min(first + {_TERMS}u, {high});"]
+        body += ["for (var r = first; r < end; r++) {", *lines, f"part += {value};", "}"]
+        return [*body, "sum += part;", "}", self._store("sum")]
+
+    def cooperative(self, lines: Sequence[str], value: str) -> list[str]:
+        """One workgroup per output: each invocation folds every so manieth term."""
+        width = WORKGROUPS_PER_DIMENSION
+        body = [f"let i = group.x + group.y * {width}u;", f"var sum = {self.start};"]
+        body += [f"if (i < {self.outputs}u) {{"]
+        low, high = self._range()
+        body += [f"for (var r = {low} + local.x; r < {high}; r += {_WORKGROUP}u) {{", *lines]
+        body += [f"sum = {self.fold('sum', value)};", "}", "}", "shared_sums[local.x] = sum;"]
+        step = _WORKGROUP // 2
+        while step:
+            joined = self.fold("shared_sums[local.x]", f"shared_sums[local.x + {step}u]")
+            body += ["workgroupBarrier();", f"if (local.x < {step}u) {{"]
+            body += [f"shared_sums[local.x] = {joined};", "}"]
+            step //= 2
+        body += [f"if (local.x == 0u && i < {self.outputs}u) {{", self._store("shared_sums[0]")]
+        return [*body, "}"]
+
+    def _loop(self) -> str:
+        low, high = self._range()
+        return f"for (var r = {low}; r < {high}; r++) {{"
+
+    def _range(self) -> tuple[str, str]:
+        if self.parts == 1:
+            return "0u", f"{self.terms}u"
+        first = f"(i % {self.parts}u) * {self.part}u"
+        return first, f"min({first} + {self.part}u, {self.terms}u)"
+
+    def _store(self, folded: str) -> str:
+        return f"out[i] = {self.result(folded)};"
+
+
+def _kernel(
+    text: KernelText, node: fx.Node, body: Sequence[str], grid: tuple[int, int, int]
+) -> Kernel:
+    shader = Shader(text.module(body, scalar_of(node)), len(text.buffers) + 1)
+    return Kernel(shader, tuple(text.buffers), node, grid, _label(node))
+
+
+def _label(node: fx.Node) -> str:
+    module = node.meta.get("module", "")
+    return f"{module}:{node.name}" if module else node.name
+
+
+def _refuse_long_loops(node: fx.Node, rounds: int) -> None:
+    if rounds > _ROUNDS:
+        raise NoRule(node, f"over {rounds} terms, more than {_ROUNDS}")
+
+
+def _threads(count: int) -> tuple[list[str], tuple[int, int, int]]:
+    """`i` of one invocation per element, and the grid; a long grid is folded into y."""
+    grid = _folded_grid(-(-count // _WORKGROUP))
+    across = grid[0] * _WORKGROUP
+    number = "id.x" if grid[1] == 1 else f"id.x + id.y * {across}u"
+    return [f"let i = {number};", f"if (i >= {count}u) {{ return; }}"], grid
+
+
+def _folded_grid(workgroups: int) -> tuple[int, int, int]:
+    if workgroups <= WORKGROUPS_PER_DIMENSION:
+        return max(workgroups, 1), 1, 1
+    return WORKGROUPS_PER_DIMENSION, -(-workgroups // WORKGROUPS_PER_DIMENSION), 1
+
+
+def is_known(node: fx.Node) -> bool:
+    """Whether there is a rule for the operator; a rule may still refuse its arguments."""
+    known = REDUCTIONS | MATMULS | ATTENTIONS | SCATTERS | SCANS
+    return node.target in known or node.target in _RULES or is_view(node) or is_copy(node)

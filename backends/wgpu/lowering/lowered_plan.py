@@ -1,0 +1,48 @@
+"""From a capture to a plan: every kind of layer is lowered once, then the whole is laid out.
+
+It needs shapes only, no device and no values but the module's constants: so what a model would
+take can be asked before it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from backends.wgpu.capture.capture import Capture
+from backends.wgpu.lowering.layer_kernels import LayerKernels, lower_layer
+from backends.wgpu.lowering.lowering import Templates, lower
+from backends.wgpu.lowering.narrow_base import BaseLayout, Forms
+from backends.wgpu.lowering.plan import Plan, make_plan
+
+
+def lowered_plan(
+    capture: Capture,
+    base: BaseLayout,
+    constants: Mapping[str, torch.Tensor],
+    templates: Templates,
+    groups: Sequence[Sequence[int]],
+) -> Plan:
+    """Lower and lay out.
+
+    Args:
+        capture: What was traced; its graphs are changed.
+        base: Which of the module's tensors are stored in fewer bits.
+        constants: Those that never change, by name.
+        templates: How kernels are written for the device.
+        groups: Outputs that are read back together, in the order they are wanted.
+
+    Raises:
+        NoRule: An operator has none.
+    """
+    lowered: dict[tuple[int, Forms], LayerKernels] = {}
+    calls = base.layer_forms(capture)
+    for kind, forms in calls:
+        if (id(kind), forms) not in lowered:
+            lowered[id(kind), forms] = lower_layer(kind, forms, templates)
+    layers = [lowered[id(kind), forms] for kind, forms in calls]
+    others = len(capture.arrays) + 1
+    known = [*(constants.get(name) for name in capture.tensors), *[None] * others]
+    outer = lower(capture.graph, known, base.forms(capture), templates)
+    return make_plan(capture, outer, layers, groups)

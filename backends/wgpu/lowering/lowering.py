@@ -1,0 +1,181 @@
+"""Turns a traced graph into kernels over its values, in the order they run."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from backends.wgpu.capture.attention import pays
+from backends.wgpu.graph import passes
+from backends.wgpu.graph.opaque import LAYER_FORWARD
+from backends.wgpu.graph.values import NoRule, scalar_of
+from backends.wgpu.graph.views import is_view, whole_buffer
+from backends.wgpu.lowering.fusion import LAYERS, decide, is_part
+from backends.wgpu.lowering.kernels import Emitter, Kernel, MatmulShader, is_known
+from backends.wgpu.shaders.attention_problem import AttentionSizes
+from backends.wgpu.shaders.narrow import Narrow, mark
+from protocol.base.errors import SamestepError
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Templates:
+    """How kernels are written for a device.
+
+    Attributes:
+        cooperative: Whether workgroups share long sums: good on GPUs, not on a CPU.
+        matmul: The template of matrix products.
+    """
+
+    cooperative: bool
+    matmul: MatmulShader
+
+    def fuses(self, sizes: AttentionSizes) -> bool:
+        """Whether a trace shall keep attention of these sizes in one piece."""
+        return pays(sizes, cooperative=self.cooperative)
+
+
+@dataclass(frozen=True, slots=True)
+class CallStep:
+    """A layer's forward or backward within the outer graph.
+
+    Attributes:
+        call: The layer call's number.
+        forward: Which of the two.
+        reads: Inputs of the forward, or tangents of the backward, in buffers of their own.
+        writes: What is used of what it gives, by place.
+    """
+
+    call: int
+    forward: bool
+    reads: tuple[fx.Node, ...]
+    writes: Mapping[int, fx.Node]
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A graph as steps.
+
+    Attributes:
+        inputs: The placeholders.
+        outputs: For each output the value whose buffer holds it, row-major; or None.
+        steps: In order.
+        constants: Values that are known and read from memory.
+    """
+
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node | None, ...]
+    steps: tuple[Kernel | CallStep, ...]
+    constants: Mapping[fx.Node, torch.Tensor]
+
+
+def lower(
+    graph: fx.GraphModule,
+    known: Sequence[torch.Tensor | None],
+    forms: Sequence[Narrow | None],
+    template: Templates,
+) -> Lowered:
+    """Lower a graph.
+
+    Args:
+        graph: As traced; it is changed.
+        known: For each placeholder its value, if that never changes.
+        forms: For the first placeholders how their buffers hold them, if not as they are.
+        template: How kernels are written for this device.
+
+    Raises:
+        NoRule: An operator has no rule.
+    """
+    graph = passes.simplified(graph)
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    for node, form in zip(inputs, forms, strict=False):
+        mark(node, form)
+    values = {node: value for node, value in zip(inputs, known, strict=True) if value is not None}
+    folded = passes.constants(graph, values)
+    outputs = _outputs(graph)
+    nodes = [node for node in graph.graph.nodes if node.op != "output"]
+    _check(nodes, folded)
+    fusion = decide(nodes, folded, [node for node in outputs if node is not None])
+    emitter = Emitter(fusion.buffers, folded, template.cooperative, template.matmul)
+    steps: list[Kernel | CallStep] = []
+    for node in nodes:
+        if node.op != "call_function" or node in folded or is_part(node):
+            continue
+        if node.target in LAYERS:
+            steps.append(_call(node, fusion.buffers))
+        elif node in fusion.buffers:
+            steps += emitter.kernels(node)
+    held = tuple(None if n is None else whole_buffer(n, fusion.buffers) for n in outputs)
+    read = {r for step in steps for r in step.reads} | {n for n in held if n is not None}
+    constants = {node: value for node, value in folded.items() if node in read}
+    return Lowered(tuple(inputs), held, tuple(_needed(steps, held)), constants)
+
+
+def _outputs(graph: fx.GraphModule) -> list[fx.Node | None]:
+    """Each in a buffer that nothing else is: an input or a second output is copied."""
+    (last,) = [node for node in graph.graph.nodes if node.op == "output"]
+    given: Any = last.args[0]
+    results: list[fx.Node | None] = []
+    seen: set[fx.Node] = set()
+    for output in given if isinstance(given, list | tuple) else [given]:
+        if output is None:
+            results.append(None)
+            continue
+        node = root = output
+        while is_view(root):
+            root = root.args[0]
+        if root in seen or root.op in {"placeholder", "get_attr"} or root.target is _FULL:
+            with graph.graph.inserting_before(last):
+                copy = graph.graph.call_function(_aten.clone.default, (node,))
+            copy.meta = dict(node.meta)
+            copy.meta["own"] = True
+            node = copy
+        seen.add(root)
+        results.append(node)
+    last.args = (tuple(results),)
+    return results
+
+
+_FULL = _aten.full.default
+
+
+def _check(nodes: Sequence[fx.Node], folded: Mapping[fx.Node, torch.Tensor]) -> None:
+    for node in nodes:
+        if node.op != "call_function" or node in folded or node.target in LAYERS:
+            continue
+        if node.target is _aten.copy_.default:
+            raise SamestepError(
+                f"a tensor of the model changes in forward ({node.meta.get('module', '')!r}), "
+                "which no replica could follow; use a layer without running state"
+            )
+        if not (is_known(node) or is_part(node)):
+            raise NoRule(node)
+        scalar_of(node)
+
+
+def _call(node: fx.Node, buffers: set[fx.Node]) -> CallStep:
+    tensors, number = node.args
+    reads = [whole_buffer(tensor, buffers) for tensor in tensors]  # type: ignore[union-attr, arg-type]
+    assert None not in reads
+    writes = {operator.index(user.args[1]): user for user in node.users}  # type: ignore[arg-type]
+    forward = node.target is LAYER_FORWARD
+    return CallStep(operator.index(number), forward, tuple(reads), writes)  # type: ignore[arg-type]
+
+
+def _needed(
+    steps: Sequence[Kernel | CallStep], outputs: Sequence[fx.Node | None]
+) -> list[Kernel | CallStep]:
+    """Without kernels whose results nobody reads: fusion may have left some behind."""
+    wanted: set[fx.Node] = {node for node in outputs if node is not None}
+    kept: list[Kernel | CallStep] = []
+    for step in reversed(steps):
+        if isinstance(step, CallStep) or step.writes in wanted:
+            wanted |= {*step.reads}
+            kept.append(step)
+    return kept[::-1]

@@ -1,0 +1,180 @@
+"""Rules of operators that take elements from other places: gathers, joins, pads, windows."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from backends.wgpu.graph.index import ZERO, plain
+from backends.wgpu.graph.values import NoRule, Scalar, literal, scalar_of, shape_of
+from backends.wgpu.graph.views import Coordinates
+from backends.wgpu.shaders.kernel_text import KernelText, Rule
+
+_aten = torch.ops.aten
+
+
+def _embedding(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+    table, numbers = node.args[:2]
+    assert isinstance(table, fx.Node)
+    row = k.index(numbers, at[:-1], shape_of(table)[0])
+    return k.element(table, [row, at[-1]])
+
+
+def _gather(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+    source, dim, numbers = node.args[:3]
+    assert isinstance(source, fx.Node)
+    place = operator.index(dim) % len(at) if at else 0  # type: ignore[arg-type]
+    at = [*at]
+    at[place] = k.index(numbers, at, shape_of(source)[place])
+    return k.element(source, at)
+
+
+def _index(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+    source, numbers = node.args
+    assert isinstance(source, fx.Node)
+    leading, count = leading_indices(node, numbers)
+    shape = shape_of(source)
+    rows = [k.index(x, at[:count], shape[dim]) for dim, x in enumerate(leading)]
+    return k.element(source, [*rows, *at[count:]])
+
+
+def leading_indices(node: fx.Node, given: Any) -> tuple[list[fx.Node], int]:
+    """The tensors that index the first dimensions, and how many dimensions they make.
+
+    Raises:
+        NoRule: They index other dimensions than the first ones, or by truth values.
+    """
+    found = [each for each in given if each is not None]
+    if found != list(given)[: len(found)] or any(scalar_of(x) == "bool" for x in found):
+        raise NoRule(node, "of dimensions other than the first, or by truth values")
+    return found, len(broadcast_shape(found))
+
+
+def broadcast_shape(nodes: Sequence[fx.Node]) -> tuple[int, ...]:
+    """Of tensors that are broadcast against each other."""
+    holders = [torch.empty(shape_of(node), device="meta") for node in nodes]
+    shape: tuple[int, ...] = tuple(torch.broadcast_tensors(*holders)[0].shape)  # type: ignore[no-untyped-call]
+    return shape
+
+
+def _cat(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+    scalar = scalar_of(node)
+    given: Any = node.args[0]
+    parts = [x for x in given if shape_of(x) != (0,)]
+    dim = operator.index(node.args[1] if len(node.args) > 1 else 0) % len(at)  # type: ignore[arg-type]
+    start, ends, values = 0, [], []
+    for part in parts:
+        size = shape_of(part)[dim]
+        values.append(_window(k, part, at, dim, start, size, scalar))
+        start += size
+        ends.append(start)
+    text = values[-1]
+    for end, value in reversed([*zip(ends[:-1], values[:-1], strict=True)]):
+        text = f"select({text}, {value}, {at[dim]} < {end}u)"
+    return text
+
+
+def _window(  # noqa: PLR0917
+    k: KernelText,
+    part: fx.Node,
+    at: Coordinates,
+    dim: int,
+    start: int,
+    size: int,
+    scalar: Scalar,
+    step: int = 1,
+) -> str:
+    """An element of a part that lies from `start` on, at every `step`-th place; somewhere in it for
+    places outside."""
+    inside = [*at]
+    if start or size != at[dim].size:
+        past = f"(i32({at[dim]}) - {start})"
+        text = f"u32(clamp({past if step == 1 else f'{past} / {step}'}, 0, {size - 1}))"
+        inside[dim] = plain(k.let(text), size)
+    return k.element(part, inside, scalar)
+
+
+def _slice_scatter(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+    scalar = scalar_of(node)
+    given: list[Any] = [*node.args, *(None, None, 0, None, None, 1)[len(node.args) :]]
+    under, part, dim, start, _end, step = given
+    assert isinstance(under, fx.Node)
+    assert isinstance(part, fx.Node)
+    place = operator.index(dim) % len(at)
+    first: Any = start or 0
+    first = first + at[place].size if first < 0 else first
+    size = shape_of(part)[place]
+    end = first + (size - 1) * step + 1
+    here = f"({at[place]} >= {first}u && {at[place]} < {end}u)"
+    if step != 1:
+        here = f"({here} && ({at[place]} - {first}u) % {step}u == 0u)"
+    value = _window(k, part, at, place, first, size, scalar, step)
+    return f"select({k.element(under, at, scalar)}, {value}, {here})"
+
+
+def _select_scatter(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+    scalar = scalar_of(node)
+    under, part, dim, index = node.args
+    assert isinstance(under, fx.Node)
+    assert isinstance(part, fx.Node)
+    place = operator.index(dim) % len(at)  # type: ignore[arg-type]
+    number = operator.index(index) % at[place].size  # type: ignore[arg-type]
+    value = k.element(part, [*at[:place], *at[place + 1 :]], scalar)
+    return f"select({k.element(under, at, scalar)}, {value}, {at[place]} == {number}u)"
+
+
+def _pad(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+    scalar = scalar_of(node)
+    source, widths = node.args[:2]
+    assert isinstance(source, fx.Node)
+    value = node.args[2] if len(node.args) > 2 else 0
+    sizes, inside, conditions = shape_of(source), [*at], []
+    pairs: list[Any] = list(widths)  # type: ignore[arg-type]
+    for number in range(len(pairs) // 2):
+        dim = len(at) - 1 - number
+        before, after = pairs[2 * number : 2 * number + 2]
+        if before == after == 0:
+            continue
+        there = k.let(f"(i32({at[dim]}) - ({before}))")
+        conditions.append(f"{there} >= 0 && {there} < {sizes[dim]}")
+        inside[dim] = plain(k.let(f"u32(clamp({there}, 0, {sizes[dim] - 1}))"), sizes[dim])
+    element = k.element(source, inside, scalar)
+    if not conditions:
+        return element
+    return f"select({literal(value, scalar)}, {element}, {' && '.join(conditions)})"
+
+
+def _scatter(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+    """Along a dimension where there is one index for each place of the others."""
+    scalar = scalar_of(node)
+    under, dim, numbers, value = node.args
+    assert isinstance(under, fx.Node)
+    assert isinstance(numbers, fx.Node)
+    place = operator.index(dim) % len(at)  # type: ignore[arg-type]
+    if any(
+        size != (1 if number == place else at[number].size)
+        for number, size in enumerate(shape_of(numbers))
+    ):
+        raise NoRule(node, "with several indices along the dimension, or not for all others")
+    row = [*at]
+    row[place] = ZERO
+    hit = f"{k.index(numbers, row, at[place].size)} == {at[place]}"
+    new = k.element(value, row, scalar) if isinstance(value, fx.Node) else literal(value, scalar)
+    return f"select({k.element(under, at, scalar)}, {new}, {hit})"
+
+
+PLACEMENT: Final[dict[Any, Rule]] = {
+    _aten.embedding.default: _embedding,
+    _aten.gather.default: _gather,
+    _aten.index.Tensor: _index,
+    _aten.cat.default: _cat,
+    _aten.slice_scatter.default: _slice_scatter,
+    _aten.select_scatter.default: _select_scatter,
+    _aten.constant_pad_nd.default: _pad,
+    _aten.scatter.value: _scatter,
+    _aten.scatter.src: _scatter,
+}

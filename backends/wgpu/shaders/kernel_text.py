@@ -1,0 +1,178 @@
+"""Writes the body of one kernel: what is read from which buffer, and statements in order.
+
+A value is either read from its buffer or computed in place, by the rule of its operator, at the
+coordinates where it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from backends.wgpu.graph import threefry
+from backends.wgpu.graph.index import Coordinate, broadcast, linear
+from backends.wgpu.graph.values import (
+    STORED,
+    NoRule,
+    Scalar,
+    converted,
+    elements_of,
+    literal,
+    scalar_of,
+    shape_of,
+)
+from backends.wgpu.graph.views import Coordinates, above, is_copy, is_view, through
+from backends.wgpu.shaders.narrow import form_of
+
+Rule = Callable[["KernelText", fx.Node, Coordinates], str]
+
+INFINITY: Final = "fn infinity(sign: u32) -> f32 { return bitcast<f32>(0x7f800000u | sign); }"
+# Rational approximation of erf on [-4, 4], beyond which it is 1 in float32, as in Eigen
+# (MathFunctionsImpl.h).
+ERF: Final = """\
+fn erf(given: f32) -> f32 {
+  let x = clamp(given, -4.0, 4.0);
+  let s = x * x;
+  var p = -2.72614225801306e-10;
+  p = fma(p, s, 2.77068142495902e-08);
+  p = fma(p, s, -2.10102402082508e-06);
+  p = fma(p, s, -5.69250639462346e-05);
+  p = fma(p, s, -7.34990630326855e-04);
+  p = fma(p, s, -2.95459980854025e-03);
+  p = fma(p, s, -1.60960333262415e-02);
+  var q = -1.45660718464996e-05;
+  q = fma(q, s, -2.13374055278905e-04);
+  q = fma(q, s, -1.68282697438203e-03);
+  q = fma(q, s, -7.37332916720468e-03);
+  q = fma(q, s, -1.42647390514189e-02);
+  return x * p / q;
+}"""
+HELPERS: Final[Mapping[str, str]] = {
+    "infinity(": INFINITY,
+    "erf(": ERF,
+    "threefry(": threefry.SHADER,
+    "floor_div(": """\
+fn floor_div(a: i32, b: i32) -> i32 {
+  let q = a / b;
+  return select(q, q - 1, (a % b != 0) && ((a < 0) != (b < 0)));
+}""",
+}
+"""Functions that a kernel gets if its text calls them."""
+
+
+class KernelText:
+    """One kernel in the making.
+
+    Attributes:
+        lines: Statements, in order.
+        buffers: What is read, by binding.
+    """
+
+    def __init__(
+        self,
+        rules: Mapping[Any, Rule],
+        buffers: Collection[fx.Node],
+        folded: Mapping[fx.Node, torch.Tensor],
+    ) -> None:
+        self.lines: list[str] = []
+        self.buffers: dict[fx.Node, str] = {}
+        self._rules = rules
+        self._in_memory = buffers
+        self._folded = folded
+        self._known: dict[tuple[fx.Node, tuple[str, ...]], str] = {}
+        self._names = 0
+
+    def let(self, expression: str) -> str:
+        """A name for the expression's value."""
+        if expression.isidentifier():
+            return expression
+        self._names += 1
+        self.lines.append(f"let t{self._names} = {expression};")
+        return f"t{self._names}"
+
+    def buffer(self, node: fx.Node) -> str:
+        """The name of a value's buffer."""
+        return self.buffers.setdefault(node, f"b{len(self.buffers)}")
+
+    def argument(self, value: object, coordinates: Coordinates, want: Scalar) -> str:
+        """An operand, broadcast against the result: a tensor's element, or a number."""
+        if not isinstance(value, fx.Node):
+            return literal(value, want)
+        return self.element(value, broadcast(coordinates, shape_of(value)), want)
+
+    def element(self, node: fx.Node, coordinates: Coordinates, want: Scalar | None = None) -> str:
+        """One element of a value."""
+        key = (node, tuple(map(str, coordinates)))
+        if key not in self._known:
+            self._known[key] = self._element(node, coordinates)
+        expression = self._known[key]
+        return expression if want is None else converted(expression, scalar_of(node), want)
+
+    def index(self, node: object, coordinates: Coordinates, size: int) -> Coordinate:
+        """An element of a tensor of indices as a coordinate; negative ones count from the end."""
+        assert isinstance(node, fx.Node)
+        value = self.element(node, broadcast(coordinates, shape_of(node)), "i32")
+        text = self.let(f"u32(select({value}, {value} + {size}, {value} < 0))")
+        return Coordinate(text, 1, None, size)
+
+    def computed(self, node: fx.Node, coordinates: Coordinates) -> str:
+        """One element, computed though the value may have a buffer: the kernel that fills it."""
+        if is_view(node):
+            return self.element(above(node), through(node, coordinates))
+        if is_copy(node):
+            return self.element(above(node), coordinates)
+        rule = self._rules.get(node.target)
+        if rule is None:
+            raise NoRule(node)
+        sized = [c.sized(size) for c, size in zip(coordinates, shape_of(node), strict=True)]
+        return self.let(rule(self, node, sized))
+
+    def _element(self, node: fx.Node, coordinates: Coordinates) -> str:
+        if node in self._folded and elements_of(node) == 1:
+            return literal(self._folded[node].item(), scalar_of(node))
+        if node not in self._in_memory:
+            return self.computed(node, coordinates)
+        shape = shape_of(node)
+        sized = [c.sized(size) for c, size in zip(coordinates, shape, strict=True)]
+        if form_of(node) is not None:
+            return self.let(f"{self.buffer(node)}_at({linear(sized)})")
+        read = f"{self.buffer(node)}[{linear(sized)}]"
+        return self.let(f"({read} != 0u)" if scalar_of(node) == "bool" else read)
+
+    def module(self, body: Sequence[str], output: Scalar, workgroup: str = "64") -> str:
+        """The whole shader: declarations, helpers, and `main` around the body."""
+        text = "\n".join(f"  {line}" for line in body)
+        declared = [
+            f"@group(0) @binding({i}) var<storage, read> {name}: array<{_held(node)}>;"
+            for i, (node, name) in enumerate(self.buffers.items())
+        ]
+        declared.append(
+            f"@group(0) @binding({len(self.buffers)}) "
+            f"var<storage, read_write> out: array<{STORED[output]}>;"
+        )
+        if "shared_sums[" in text:
+            declared.append(f"var<workgroup> shared_sums: array<{output}, 64>;")
+        helpers = [source for call, source in HELPERS.items() if call in text]
+        helpers += [
+            form.one(f"{name}_at", name)
+            for node, name in self.buffers.items()
+            if (form := form_of(node)) is not None
+        ]
+        entry = (
+            f"@compute @workgroup_size({workgroup})\n"
+            "fn main(@builtin(global_invocation_id) id: vec3u,\n"
+            "  @builtin(local_invocation_id) local: vec3u, @builtin(workgroup_id) group: vec3u) {"
+        )
+        return "\n".join([*declared, *helpers, entry, text, "}\n"])
+
+
+def _held(node: fx.Node) -> str:
+    return "u32" if form_of(node) is not None else STORED[scalar_of(node)]
+
+
+def stored(expression: str, scalar: Scalar) -> str:
+    """A value as its buffer keeps it."""
+    return f"select(0u, 1u, {expression})" if scalar == "bool" else expression

@@ -1,0 +1,135 @@
+"""Strided batched matrix product as WGSL: out[b, m, n] = sum over k of a[b, m, k] * b[b, k, n].
+
+Every variant sums one accumulator per output in float32 over k in rising order, each term by one
+`fma`, from zero: so all variants and sizes give the same bits on one adapter, and which one is
+chosen decides speed alone. No atomics. A long k is cut at the same places for all of them, into
+dispatches that add up their sums one after the other (`dispatched`).
+
+The right operand may be stored as bf16, f16, int8 or int4 (see `backends.wgpu.shaders.narrow`): it
+is widened, and multiplied by its group's scale, as it is loaded; the sum is over float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from backends.wgpu.shaders.dispatch import Shader
+from backends.wgpu.shaders.matmul_lanes import Lanes, lanes_shader
+from backends.wgpu.shaders.matmul_problem import MatmulProblem, Operand, Result, dispatched
+from backends.wgpu.shaders.matmul_side import sides
+from backends.wgpu.shaders.matmul_tiles import Tiles, tiles_shader
+
+__all__ = (
+    "Lanes",
+    "MatmulProblem",
+    "MatmulTraits",
+    "Operand",
+    "Result",
+    "Tiles",
+    "candidates",
+    "dispatched",
+    "matmul_shader",
+)
+
+Choice = Lanes | Tiles
+
+_TILES: Final = (
+    Tiles(64, 64, 16, 4, 4),
+    Tiles(128, 128, 16, 8, 8),
+    Tiles(128, 64, 16, 8, 4),
+    Tiles(64, 128, 16, 4, 8),
+    Tiles(64, 64, 32, 4, 4),
+    Tiles(32, 32, 32, 4, 4),
+    Tiles(16, 64, 32, 4, 4),
+    Tiles(64, 16, 32, 4, 4),
+)
+_LOAD_COST: Final = 9.0
+_PRODUCT_COST: Final = 1.4
+"""Cycles of an element's load and of a vector's product: measured on lavapipe of Mesa 22.3."""
+
+_PRODUCTS_PER_ROUND: Final = 512
+"""Of unrolled code: twice as many compile for a second and win a tenth."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulTraits:
+    """What of an adapter decides which kernels it can run, and which are quick.
+
+    Attributes:
+        subgroup: Lanes of a subgroup on a software adapter that has subgroup operations and
+            64-bit integers; else 0.
+        workgroup_bytes: Workgroup memory.
+        invocations: At most in a workgroup.
+        units: What computes in parallel, roughly: threads of a software adapter.
+    """
+
+    subgroup: int = 0
+    workgroup_bytes: int = 16_384
+    invocations: int = 256
+    units: int = 1
+
+
+def matmul_shader(
+    problem: MatmulProblem, choice: Choice | None = None
+) -> tuple[Shader, tuple[int, int, int]]:
+    """The shader of a product and its grid; bindings as in `MatmulProblem`.
+
+    Args:
+        problem: Shapes; k at most `MOST_TERMS`, see `dispatched`.
+        choice: One of `candidates`; by default a kernel that runs everywhere.
+    """
+    if isinstance(choice, Lanes):
+        return lanes_shader(problem, choice)
+    return tiles_shader(problem, choice or _TILES[0])
+
+
+def candidates(problem: MatmulProblem, traits: MatmulTraits) -> tuple[Choice, ...]:
+    """Kernels that fit the adapter, the one expected to be the quickest first."""
+    if traits.subgroup:
+        ranked = sorted(_lanes(problem, traits), key=lambda lanes: _cost(problem, lanes, traits))
+        return tuple(ranked)
+    fitting = [
+        tiles
+        for tiles in _TILES
+        if tiles.workgroup_bytes <= traits.workgroup_bytes
+        and tiles.invocations <= traits.invocations
+    ]
+    return tuple(sorted(fitting, key=lambda tiles: _waste(problem, tiles)))
+
+
+def _lanes(problem: MatmulProblem, traits: MatmulTraits) -> list[Lanes]:
+    swaps = (False, True) if problem.b_form is None else (False,)
+    unroll = 4 if problem.b_form is not None else 2
+    return [
+        Lanes(rows, columns, swap, traits.subgroup)
+        for swap in swaps
+        for rows in (4, 8, 16, 32, 64)
+        for columns in (1, 2, 4, 8)
+        if rows * columns * unroll <= _PRODUCTS_PER_ROUND
+    ]
+
+
+def _cost(problem: MatmulProblem, lanes: Lanes, traits: MatmulTraits) -> float:
+    """Cycles, roughly: loads and stores by element, products by vector, on all units."""
+    row, column = reversed(sides(problem)) if lanes.swap else sides(problem)
+    size = lanes.subgroup
+    width = lanes.columns * size
+    blocks = -(-row.extent // lanes.rows) * -(-column.extent // width) * problem.batch
+    paired_rows = row.along_k(2) or row.along_outer(2)
+    paired_columns = column.along_k(2) or (column.along_outer(2) and lanes.columns % 2 == 0)
+    held = -(-lanes.rows // size) * size
+    loads = held / (2 if paired_rows else 1) + width / (2 if paired_columns else 1)
+    products = lanes.rows * lanes.columns
+    stores = lanes.rows * width / 2
+    cycles = problem.k * (loads * _LOAD_COST + products * _PRODUCT_COST) + stores * _LOAD_COST
+    return -(-blocks // traits.units) * cycles
+
+
+def _waste(problem: MatmulProblem, tiles: Tiles) -> float:
+    """Memory traffic per useful output, less for large tiles, more for half-empty ones."""
+    across, down = -(-problem.n // tiles.columns), -(-problem.m // tiles.rows)
+    computed = across * tiles.columns * down * tiles.rows
+    per_output = 1 / tiles.rows + 1 / tiles.columns
+    few = max(1.0, 64 / (across * down * problem.batch))
+    return computed / (problem.m * problem.n) * per_output * few

@@ -1,0 +1,267 @@
+"""Matrix product without workgroup memory, for software adapters (Mesa's lavapipe).
+
+There an invocation is a lane of a vector register, and what costs is the elements that are loaded,
+each by itself; multiplying is cheap. So a subgroup computes a block of `rows` x (`columns` times
+its lanes) outputs: one operand (the *rows*) is read once by the whole subgroup and broadcast, the
+other (the *lanes*) each lane reads for its own columns. Two float32 values that lie side by side
+are read as one u64 (the feature `shader-int64`), which halves the loads.
+
+Which operand is broadcast is free (`swap`); the order of summation is k's in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from backends.wgpu.shaders.dispatch import Shader
+from backends.wgpu.shaders.matmul_problem import MatmulProblem
+from backends.wgpu.shaders.matmul_side import sides
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """Sizes of the kernel.
+
+    Attributes:
+        rows: Outputs of a subgroup along the broadcast operand's outer dimension.
+        columns: Outputs of one lane along the other's.
+        swap: Whether the right operand is the one that is broadcast.
+        subgroup: Lanes of a subgroup, as the adapter has them.
+    """
+
+    rows: int
+    columns: int
+    swap: bool = False
+    subgroup: int = 8
+
+
+def lanes_shader(problem: MatmulProblem, lanes: Lanes) -> tuple[Shader, tuple[int, int, int]]:
+    """The shader and its grid."""
+    kernel = _Kernel(problem, lanes)
+    return kernel.shader(), kernel.grid()
+
+
+class _Kernel:
+    def __init__(self, problem: MatmulProblem, lanes: Lanes) -> None:
+        left, right = sides(problem)
+        self.problem, self.lanes = problem, lanes
+        self.row, self.column = (right, left) if lanes.swap else (left, right)
+        assert self.row.form is None, "only the operand of the lanes is widened"
+        # How far outputs are apart along the rows and along the lanes.
+        row = problem.result.row
+        self.steps = (1, row) if lanes.swap else (row, 1)
+        self.row_pairs_k = self.row.along_k(2)
+        self.row_pairs = not self.row_pairs_k and self.row.along_outer(2)
+        self.column_pairs_k = self.column.form is None and self.column.along_k(2)
+        self.fours_k = self.column.form is not None and self.column.along_k(4)
+        self.fours = not self.fours_k and self._columns_together(4) and not self._is_f32
+        self.column_pairs = not self.column_pairs_k and self._columns_together(2) and self._is_f32
+        self.together = self._together()
+        self.unroll = 4 if self.fours_k else 2 if problem.k % 2 == 0 else 1
+
+    @property
+    def _is_f32(self) -> bool:
+        return self.column.form is None
+
+    def _columns_together(self, elements: int) -> bool:
+        return self.column.along_outer(elements) and self.lanes.columns % elements == 0
+
+    def _together(self) -> int:
+        """Neighbouring columns of one lane: as it reads them, else as it can store them."""
+        if self.fours:
+            return 4
+        return 2 if self.column.extent % 2 == 0 and self.lanes.columns % 2 == 0 else 1
+
+    def grid(self) -> tuple[int, int, int]:
+        across = -(-self.column.extent // (self.lanes.columns * self.lanes.subgroup))
+        return across, -(-self.row.extent // self.lanes.rows), self.problem.batch
+
+    def shader(self) -> Shader:
+        row_type = "u64" if self.row_pairs_k or self.row_pairs else "f32"
+        column_type = "u64" if self.column_pairs_k or self.column_pairs else "f32"
+        if not self._is_f32:
+            column_type = "u32"
+        bindings = {self.row.name: row_type, self.column.name: column_type}
+        order = sorted(bindings)
+        read = "".join(
+            f"@group(0) @binding({i}) var<storage, read> {name}: array<{bindings[name]}>;\n"
+            for i, name in enumerate(order)
+        )
+        out = "u64" if self._paired_stores() else "f32"
+        rest = self.problem.k % self.unroll
+        widen = "" if self._is_f32 else self.column.functions(vector=self.fours or self.fours_k)
+        source = f"""\
+{read}@group(0) @binding({len(order)}) var<storage, read_write> out: array<{out}>;
+{widen}
+fn low(pair: u64) -> f32 {{ return bitcast<f32>(u32(pair)); }}
+fn high(pair: u64) -> f32 {{ return bitcast<f32>(u32(pair >> 32u)); }}
+@compute @workgroup_size({self.lanes.subgroup})
+fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: vec3u) {{
+  let lane = id.x;
+  let {self.row.name}_base = {self.row.base("group.z")};
+  let {self.column.name}_base = {self.column.base("group.z")};
+  let first_row = group.y * {self.lanes.rows}u;
+  let first_column = group.x * {self.lanes.columns * self.lanes.subgroup}u;
+{self._places()}
+  for (var k = 0u; k < {self.problem.k - rest}u; k += {self.unroll}u) {{
+{self._round(self.unroll)}
+  }}
+{self._tail(rest)}
+{self._store()}
+}}
+"""
+        return Shader(source, len(order) + 1)
+
+    def _round(self, terms: int) -> str:
+        """So many terms of every sum, from k on."""
+        return "\n".join([self._read_columns(terms), self._read_rows(terms), self._products(terms)])
+
+    def _tail(self, rest: int) -> str:
+        """What is left of k after whole rounds."""
+        if not rest:
+            return ""
+        return f"  {{\n    let k = {self.problem.k - rest}u;\n{self._round(rest)}\n  }}"
+
+    def _places(self) -> str:
+        """Each lane's own columns and rows, clamped to what is there, and the sums."""
+        lines = []
+        per = self.together
+        for c in range(self.lanes.columns):
+            span = per * self.lanes.subgroup
+            at = f"first_column + {c // per * span}u + lane * {per}u + {c % per}u"
+            lines.append(f"  let column{c} = {at};")
+            if c % per == 0 or per == 1:
+                last = self.column.extent - per
+                lines.append(f"  let near{c} = min(column{c}, {last}u);")
+            else:
+                lines.append(f"  let near{c} = near{c // per * per} + {c % per}u;")
+        each = 2 if self.row_pairs else 1
+        for g in range(self._row_groups()):
+            at = f"first_row + {g * each * self.lanes.subgroup}u + lane * {each}u"
+            lines.append(f"  let row{g} = min({at}, {self.row.extent - each}u);")
+        for i in range(self.lanes.rows):
+            lines += [f"  var c{i}_{c} = 0.0;" for c in range(self.lanes.columns)]
+        return "\n".join(lines)
+
+    def _row_groups(self) -> int:
+        """Reads that hold the rows of one k (or two), a row or two per lane."""
+        each = 2 if self.row_pairs else 1
+        return -(-self.lanes.rows // (each * self.lanes.subgroup))
+
+    def _read_columns(self, terms: int) -> str:
+        side, base = self.column, f"{self.column.name}_base"
+        lines = []
+        for c in range(self.lanes.columns):
+            for t in range(terms):
+                index = side.index(base, f"near{c}", f"k + {t}u")
+                value = f"{side.name}[{index}]" if self._is_f32 else f"{side.name}1({index})"
+                if self.column_pairs_k:
+                    if t % 2 == 0:
+                        lines.append(f"    let p{t}_{c} = {side.name}[({index}) / 2u];")
+                    value = f"{'high' if t % 2 else 'low'}(p{t // 2 * 2}_{c})"
+                elif self.column_pairs:
+                    if c % 2 == 0:
+                        lines.append(f"    let p{t}_{c} = {side.name}[({index}) / 2u];")
+                    value = f"{'high' if c % 2 else 'low'}(p{t}_{c // 2 * 2})"
+                elif self.fours_k:
+                    if t == 0:
+                        lines.append(f"    let p0_{c} = {side.name}4({index});")
+                    value = f"p0_{c}[{t}]"
+                elif self.fours:
+                    if c % 4 == 0:
+                        lines.append(f"    let p{t}_{c} = {side.name}4({index});")
+                    value = f"p{t}_{c // 4 * 4}[{c % 4}]"
+                lines.append(f"    let y{t}_{c} = {value};")
+        return "\n".join(lines)
+
+    def _read_rows(self, terms: int) -> str:
+        side, base = self.row, f"{self.row.name}_base"
+        lines = []
+        for g in range(self._row_groups()):
+            for t in range(terms):
+                index = side.index(base, f"row{g}", f"k + {t}u")
+                if self.row_pairs_k:
+                    if t % 2 == 0:
+                        lines.append(f"    let q{g}_{t} = {side.name}[({index}) / 2u];")
+                        lines.append(f"    let x{g}_{t} = low(q{g}_{t});")
+                        lines.append(f"    let x{g}_{t + 1} = high(q{g}_{t});")
+                elif self.row_pairs:
+                    lines.append(f"    let q{g}_{t} = {side.name}[({index}) / 2u];")
+                    lines.append(f"    let x{g}_{t} = low(q{g}_{t});")
+                    lines.append(f"    let z{g}_{t} = high(q{g}_{t});")
+                else:
+                    lines.append(f"    let x{g}_{t} = {side.name}[{index}];")
+        return "\n".join(lines)
+
+    def _products(self, terms: int) -> str:
+        """Two rows at a time through all k of this round: their sums stay in registers."""
+        lines = []
+        for first in range(0, self.lanes.rows, 2):
+            for t in range(terms):
+                for i in range(first, min(first + 2, self.lanes.rows)):
+                    lines.append(f"    let s{t}_{i} = {self._broadcast(i, t)};")
+                    lines += [
+                        f"    c{i}_{c} = fma(s{t}_{i}, y{t}_{c}, c{i}_{c});"
+                        for c in range(self.lanes.columns)
+                    ]
+        return "\n".join(lines)
+
+    def _broadcast(self, i: int, t: int) -> str:
+        size = self.lanes.subgroup
+        if self.row_pairs:
+            held = "z" if i % 2 else "x"
+            return f"subgroupBroadcast({held}{i // (2 * size)}_{t}, {i % (2 * size) // 2}u)"
+        return f"subgroupBroadcast(x{i // size}_{t}, {i % size}u)"
+
+    def _paired_stores(self) -> str:
+        """Along which dimension two outputs are stored as one u64: columns, rows or neither."""
+        if not self.problem.result.aligned(2):
+            return ""
+        if self.steps[1] == 1 and self.together % 2 == 0:
+            return "columns"
+        if self.steps[0] == 1 and self.row.extent % 2 == 0 and self.lanes.rows % 2 == 0:
+            return "rows"
+        return ""
+
+    def _store(self) -> str:
+        result = self.problem.result
+        size = self.problem.m * self.problem.n
+        lines = [f"  let out_base = group.z * {size}u + {result.offset}u;"]
+        for sums, at, row, column in self._outputs():
+            if len(sums) == 2:
+                place = f"out[({at}) / 2u]"
+                values = self._onto(sums, [f"low({place})", f"high({place})"])
+                low, high = (f"u64(bitcast<u32>({value}))" for value in values)
+                store = f"{place} = {low} | ({high} << 32u);"
+            else:
+                (value,) = self._onto(sums, [f"out[{at}]"])
+                store = f"out[{at}] = {value};"
+            lines.append(self._guarded(store, row, column))
+        return "\n".join(lines)
+
+    def _onto(self, sums: Sequence[str], there: Sequence[str]) -> list[str]:
+        if not self.problem.result.onto:
+            return [*sums]
+        return [f"{held} + {each}" for held, each in zip(there, sums, strict=True)]
+
+    def _outputs(self) -> Iterator[tuple[tuple[str, ...], str, str, str]]:
+        """The sums of each output (or pair), its index, its row and its column."""
+        paired = self._paired_stores()
+        di, dc = (2 if paired == "rows" else 1), (2 if paired == "columns" else 1)
+        for i in range(0, self.lanes.rows, di):
+            for c in range(0, self.lanes.columns, dc):
+                row, column = f"first_row + {i}u", f"column{c}"
+                at = f"out_base + ({row}) * {self.steps[0]}u + {column} * {self.steps[1]}u"
+                sums: tuple[str, ...] = (f"c{i}_{c}",)
+                if paired:
+                    sums += (f"c{i + 1}_{c}" if paired == "rows" else f"c{i}_{c + 1}",)
+                yield sums, at, row, column
+
+    def _guarded(self, store: str, row: str, column: str) -> str:
+        guards = []
+        if self.row.extent % self.lanes.rows:
+            guards.append(f"{row} < {self.row.extent}u")
+        if self.column.extent % (self.lanes.columns * self.lanes.subgroup):
+            guards.append(f"{column} < {self.column.extent}u")
+        return f"  if ({' && '.join(guards)}) {{ {store} }}" if guards else f"  {store}"

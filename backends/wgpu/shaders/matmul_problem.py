@@ -1,0 +1,102 @@
+"""What a matrix product is: shapes, strided operands and how the right one is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+from backends.wgpu.shaders.narrow import Narrow
+
+MOST_TERMS: Final = 1 << 15
+"""Of one dispatch, for every kernel. Whatever its tiles, its loops then take fewer than 60,000
+rounds in all: Mesa's software Vulkan ends them after 65,535, without a word."""
+_ALIGNMENT: Final = 8
+"""Elements: what matters of an offset is whether so many can be read at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A strided view of a buffer, in elements.
+
+    Attributes:
+        strides: Of (batch, m, k) for the left operand, (batch, k, n) for the right one; 0 where
+            one value stands for all.
+        offset: Of element (0, 0, 0).
+    """
+
+    strides: tuple[int, int, int]
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Where a product's rows lie in the output's buffer, in elements.
+
+    Attributes:
+        row: From one row to the next.
+        offset: Of the first element; a multiple of 4 elements is stored quicker.
+        onto: Whether the sums are added to what is there.
+    """
+
+    row: int
+    offset: int = 0
+    onto: bool = False
+
+    def aligned(self, elements: int) -> bool:
+        """Whether so many elements of a row that lie side by side can be stored at once."""
+        return self.row % elements == 0 and self.offset % elements == 0
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulProblem:
+    """out[b, m, n] = sum over k of a[b, m, k] * b[b, k, n], in float32.
+
+    Attributes:
+        batch: How many products.
+        m: Rows of the left operand.
+        k: What is summed over.
+        n: Columns of the right operand.
+        a: The left operand, float32.
+        b: The right operand.
+        b_form: How the right operand is stored, if not as float32.
+        into: Where the output goes, if it is not a buffer of its own, (batch, m, n).
+    """
+
+    batch: int
+    m: int
+    k: int
+    n: int
+    a: Operand
+    b: Operand
+    b_form: Narrow | None = None
+    into: Result | None = None
+
+    @property
+    def result(self) -> Result:
+        """Where the output goes; products of a batch lie one after the other."""
+        return self.into or Result(self.n)
+
+    @property
+    def alike(self) -> MatmulProblem:
+        """One for all that take the same time: what counts of an offset is how it is aligned."""
+        a, b = (replace(x, offset=x.offset % _ALIGNMENT) for x in (self.a, self.b))
+        into = None
+        if self.into is not None and self.into != Result(self.n, onto=self.into.onto):
+            into = Result(self.into.row, self.into.offset % _ALIGNMENT)
+        return replace(self, a=a, b=b, into=into)
+
+
+def dispatched(problem: MatmulProblem) -> Iterator[MatmulProblem]:
+    """The same product in as many dispatches as its sums are too long for one, in their order.
+
+    Each adds its sums to those of the ones before it. One running sum over a vocabulary would lose
+    more than that: 9e-6 of the norm at 151,936 terms, against 4e-6 to 6e-6.
+    """
+    into = problem.result
+    for first in range(0, max(problem.k, 1), MOST_TERMS):
+        a = replace(problem.a, offset=problem.a.offset + first * problem.a.strides[2])
+        b = replace(problem.b, offset=problem.b.offset + first * problem.b.strides[1])
+        k = min(MOST_TERMS, problem.k - first)
+        onto = replace(into, onto=into.onto or first > 0)
+        yield replace(problem, k=k, a=a, b=b, into=onto)

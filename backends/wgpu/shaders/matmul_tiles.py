@@ -1,0 +1,190 @@
+"""Matrix product by tiles in workgroup memory: for real GPUs, and right on every adapter.
+
+A workgroup computes `rows` x `columns` outputs. Per step of k it brings both operands' tiles into
+workgroup memory as vec4 along m and n, in blocks of 4 x 4 that are transposed on the way where k
+is the contiguous dimension; then each invocation adds 4i x 4j products in registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from backends.wgpu.shaders.dispatch import Shader
+from backends.wgpu.shaders.matmul_problem import MatmulProblem
+from backends.wgpu.shaders.matmul_side import Side, sides
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Sizes of the kernel; all multiples of 4.
+
+    Attributes:
+        rows: Outputs of a workgroup along m.
+        columns: Along n.
+        depth: k per step.
+        own_rows: Outputs of an invocation along m; divides `rows`.
+        own_columns: Along n; divides `columns`.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    own_rows: int
+    own_columns: int
+
+    @property
+    def invocations(self) -> int:
+        """Of a workgroup."""
+        return self.rows // self.own_rows * (self.columns // self.own_columns)
+
+    @property
+    def workgroup_bytes(self) -> int:
+        """Of workgroup memory."""
+        return 4 * self.depth * (self.rows + self.columns)
+
+
+def tiles_shader(problem: MatmulProblem, tiles: Tiles) -> tuple[Shader, tuple[int, int, int]]:
+    """The shader and its grid."""
+    left, right = sides(problem)
+    across = -(-problem.n // tiles.columns)
+    down = -(-problem.m // tiles.rows)
+    vector_out = problem.n % 4 == 0 and problem.result.aligned(4)
+    source = f"""\
+@group(0) @binding(0) var<storage, read> a: array<{left.element_type(vector=_vector(left))}>;
+@group(0) @binding(1) var<storage, read> b: array<{right.element_type(vector=_vector(right))}>;
+@group(0) @binding(2) var<storage, read_write> out: \
+array<{"vec4f" if vector_out else "f32"}>;
+var<workgroup> left: array<vec4f, {tiles.depth * tiles.rows // 4}>;
+var<workgroup> right: array<vec4f, {tiles.depth * tiles.columns // 4}>;
+{left.functions(vector=_vector(left))}{right.functions(vector=_vector(right))}
+@compute @workgroup_size({tiles.invocations})
+fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_index) me: u32) {{
+  let a_base = {left.base("group.z")};
+  let b_base = {right.base("group.z")};
+  let first_m = group.y * {tiles.rows}u;
+  let first_n = group.x * {tiles.columns}u;
+  let my_m = me / {tiles.columns // tiles.own_columns}u * {tiles.own_rows // 4}u;
+  let my_n = me % {tiles.columns // tiles.own_columns}u * {tiles.own_columns // 4}u;
+{_sums(tiles)}
+  for (var k0 = 0u; k0 < {problem.k}u; k0 += {tiles.depth}u) {{
+{_bring(left, "left", "first_m", tiles.rows, tiles)}
+{_bring(right, "right", "first_n", tiles.columns, tiles)}
+    workgroupBarrier();
+    for (var k = 0u; k < {tiles.depth}u; k++) {{
+{_products(tiles)}
+    }}
+    workgroupBarrier();
+  }}
+{_places(problem, tiles)}
+{_store(problem, tiles, vector=vector_out)}
+}}
+"""
+    return Shader(source, 3), (across, down, problem.batch)
+
+
+def _vector(side: Side) -> bool:
+    return side.along_k(4) or side.along_outer(4)
+
+
+def _sums(tiles: Tiles) -> str:
+    names = (f"c{i}_{j}" for i in range(tiles.own_rows) for j in range(tiles.own_columns // 4))
+    return "\n".join(f"  var {name} = vec4f(0.0);" for name in names)
+
+
+def _bring(side: Side, into: str, start: str, width: int, tiles: Tiles) -> str:
+    """Blocks of 4 x 4, each by one invocation; what lies past k's end is zero in both tiles."""
+    count = width // 4 * (tiles.depth // 4)
+    # Neighbours read along the contiguous dimension.
+    if side.inner == 1:
+        place = f"let r = q / {tiles.depth // 4}u * 4u; let t = q % {tiles.depth // 4}u * 4u;"
+    else:
+        place = f"let r = q % {width // 4}u * 4u; let t = q / {width // 4}u * 4u;"
+    store = " ".join(f"{into}[(t + {t}u) * {width // 4}u + r / 4u] = v{t};" for t in range(4))
+    return f"""\
+    for (var q = me; q < {count}u; q += {tiles.invocations}u) {{
+      {place}
+      let k = k0 + t;
+{_block(side, f"{start} + r")}
+      {store}
+    }}"""
+
+
+def _block(side: Side, outer: str) -> str:
+    """WGSL of v0 to v3: at k to k + 3, four elements along the outer dimension."""
+    base, last = f"{side.name}_base", side.extent - 1
+    if side.along_k(4):
+        within = f"min(k, {side.k - 4}u)"
+        rows = [f"min({outer} + {i}u, {last}u)" for i in range(4)]
+        reads = [
+            f"      let w{i} = {side.name}4({side.index(base, row, within)});"
+            for i, row in enumerate(rows)
+        ]
+        turned = [f"vec4f(w0[{t}], w1[{t}], w2[{t}], w3[{t}])" for t in range(4)]
+        guard = f"k < {side.k}u"
+        values = [
+            f"      let v{t} = select(vec4f(0.0), {v}, {guard});" for t, v in enumerate(turned)
+        ]
+        return "\n".join(reads + values)
+    lines = []
+    for t in range(4):
+        k = f"min(k + {t}u, {side.k - 1}u)"
+        if side.along_outer(4):
+            index = side.index(base, f"min({outer}, {side.extent - 4}u)", k)
+            value = f"{side.name}4({index})"
+        else:
+            parts = [
+                f"{side.name}1({side.index(base, f'min({outer} + {i}u, {last}u)', k)})"
+                for i in range(4)
+            ]
+            value = f"vec4f({', '.join(parts)})"
+        lines.append(f"      let v{t} = select(vec4f(0.0), {value}, k + {t}u < {side.k}u);")
+    return "\n".join(lines)
+
+
+def _products(tiles: Tiles) -> str:
+    lines = [
+        f"      let x{i} = left[k * {tiles.rows // 4}u + my_m + {i}u];"
+        for i in range(tiles.own_rows // 4)
+    ]
+    lines += [
+        f"      let y{j} = right[k * {tiles.columns // 4}u + my_n + {j}u];"
+        for j in range(tiles.own_columns // 4)
+    ]
+    for i in range(tiles.own_rows):
+        for j in range(tiles.own_columns // 4):
+            c = f"c{i}_{j}"
+            lines.append(f"      {c} = fma(vec4f(x{i // 4}[{i % 4}]), y{j}, {c});")
+    return "\n".join(lines)
+
+
+def _places(problem: MatmulProblem, tiles: Tiles) -> str:
+    """Rows of this invocation's outputs."""
+    lines = [f"  let out_base = group.z * {problem.m * problem.n}u + {problem.result.offset}u;"]
+    lines += [f"  let m{i} = first_m + my_m * 4u + {i}u;" for i in range(tiles.own_rows)]
+    return "\n".join(lines)
+
+
+def _store(problem: MatmulProblem, tiles: Tiles, *, vector: bool) -> str:
+    lines = []
+    for sums, place, guard in _outputs(problem, tiles, vector=vector):
+        value = f"{place} + {sums}" if problem.result.onto else sums
+        lines.append(f"  if ({guard}) {{ {place} = {value}; }}")
+    return "\n".join(lines)
+
+
+def _outputs(
+    problem: MatmulProblem, tiles: Tiles, *, vector: bool
+) -> Iterator[tuple[str, str, str]]:
+    """The registers of each output (or four), its place, and when it is there."""
+    m, n = problem.m, problem.n
+    for i in range(tiles.own_rows):
+        for j in range(tiles.own_columns // 4):
+            column = f"first_n + (my_n + {j}u) * 4u"
+            at = f"out_base + m{i} * {problem.result.row}u + {column}"
+            if vector:
+                yield f"c{i}_{j}", f"out[({at}) / 4u]", f"m{i} < {m}u && {column} < {n}u"
+                continue
+            for c in range(4):
+                guard = f"m{i} < {m}u && {column} + {c}u < {n}u"
+                yield f"c{i}_{j}[{c}]", f"out[{at} + {c}u]", guard

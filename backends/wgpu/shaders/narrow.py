@@ -1,0 +1,115 @@
+"""Weights stored in fewer bits, as shaders read them.
+
+A buffer holds what `Quantised.packed` gives: words, then scales. Element i of an int8 or int4
+buffer is its whole number times the scale of group `i / group`, one float32 product; bf16 and f16
+are widened. That is what `backends.base.quantise.dequantise` gives, bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from backends.base.quantise import Quantised, Storage, group_of
+from protocol.base.errors import SamestepError
+
+_META = "narrow"
+
+
+@dataclass(frozen=True, slots=True)
+class Narrow:
+    """How a buffer holds float32 values.
+
+    Attributes:
+        storage: Any but f32.
+        group: Elements per scale; 0 where there are none.
+        scales: The word at which they begin.
+    """
+
+    storage: Storage
+    group: int = 0
+    scales: int = 0
+
+    @staticmethod
+    def of(stored: Quantised) -> Narrow:
+        """How a stored matrix lies in its buffer."""
+        return Narrow(stored.storage, stored.group, len(stored.words))
+
+    @staticmethod
+    def of_shape(rows: int, columns: int, storage: Storage) -> Narrow:
+        """How a matrix of this shape lies there."""
+        if storage in {"bf16", "f16"}:
+            return Narrow(storage, 0, rows * columns // 2)
+        return Narrow(storage, group_of(columns), rows * columns // (4 if storage == "int8" else 8))
+
+    def one(self, function: str, buffer: str) -> str:
+        """WGSL of `function(i: u32) -> f32`, element i."""
+        per, value = _ONE[self.storage]
+        return (
+            f"fn {function}(i: u32) -> f32 {{ let w = {buffer}[i / {per}u]; "
+            f"return {value}{self._scale(buffer)}; }}\n"
+        )
+
+    def four(self, function: str, buffer: str) -> str:
+        """WGSL of `function(i: u32) -> vec4f`, elements i to i + 3; i is a multiple of 4."""
+        words, value = _FOUR[self.storage]
+        return (
+            f"fn {function}(i: u32) -> vec4f {{ {words.replace('BUFFER', buffer)} "
+            f"return {value}{self._scale(buffer)}; }}\n"
+        )
+
+    def _scale(self, buffer: str) -> str:
+        if not self.group:
+            return ""
+        return f" * bitcast<f32>({buffer}[{self.scales}u + i / {self.group}u])"
+
+
+_ONE: dict[Storage, tuple[int, str]] = {
+    "bf16": (2, "bitcast<f32>((w >> ((i % 2u) * 16u)) << 16u)"),
+    "f16": (2, "unpack2x16float(w)[i % 2u]"),
+    "int8": (4, "f32(extractBits(i32(w), (i % 4u) * 8u, 8u))"),
+    "int4": (8, "f32(i32(extractBits(w, (i % 8u) * 4u, 4u)) - 8)"),
+}
+"""Elements per word, and one of them."""
+
+_TWO_WORDS = "let w = BUFFER[i / 2u]; let v = BUFFER[i / 2u + 1u];"
+_FOUR: dict[Storage, tuple[str, str]] = {
+    "bf16": (
+        _TWO_WORDS,
+        "bitcast<vec4f>(vec4u(w << 16u, w & 0xffff0000u, v << 16u, v & 0xffff0000u))",
+    ),
+    "f16": (_TWO_WORDS, "vec4f(unpack2x16float(w), unpack2x16float(v))"),
+    "int8": ("let w = BUFFER[i / 4u];", "vec4f(unpack4xI8(w))"),
+    "int4": (
+        "let w = vec4u(BUFFER[i / 8u] >> ((i % 8u) * 4u));",
+        "vec4f((vec4i(w >> vec4u(0u, 4u, 8u, 12u)) & vec4i(15)) - 8)",
+    ),
+}
+"""The words that hold four elements, and those as a vector."""
+
+
+def mark(node: fx.Node, form: Narrow | None) -> None:
+    """Note that this input's buffer holds its values so."""
+    if form is not None:
+        node.meta[_META] = form
+
+
+def form_of(node: fx.Node) -> Narrow | None:
+    """How a value's buffer holds it, if not as it is."""
+    form = node.meta.get(_META)
+    assert form is None or isinstance(form, Narrow)
+    return form
+
+
+def refuse_on_the_left(base: fx.Node, label: str) -> None:
+    """Only the right operand of a product is widened as it is read.
+
+    Raises:
+        SamestepError: This one is stored in fewer bits.
+    """
+    if form_of(base) is not None:
+        raise SamestepError(
+            f"{label} multiplies a frozen weight from the left, which model.base_dtype "
+            f"{form_of(base)} cannot be for; expected model.base_dtype float32"
+        )

@@ -1,0 +1,256 @@
+"""The audit of a run's directory: what can be proved from what was kept, and what not.
+
+It only reads. It needs no run in progress, no worker, no model and no data: the journal, the
+checkpoints, the log that is left and the result are held against each other, and every step whose
+gradients are still there is taken again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from coordinator.audit.coverage import cover_samples
+from coordinator.audit.history import History, read_history
+from coordinator.audit.state_proof import StateProof
+from coordinator.storage.checkpoint import (
+    Checkpoint,
+    checkpoint_steps,
+    find_checkpoint,
+    load_tensors,
+)
+from coordinator.storage.journal import Verified, verify_journal
+from coordinator.storage.run_directory import RunDirectory, StoredRun
+from protocol.base.errors import SamestepError, UsageError
+from protocol.exact.digest import weights_digest
+from protocol.spec.manifest import Manifest
+
+Check = Literal["journal", "head", "inputs", "coverage", "checkpoints", "digests", "result"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at, and what came of it."""
+
+    check: Check
+    ok: bool
+    text: str
+
+    def __str__(self) -> str:
+        return f"{'ok ' if self.ok else 'BAD'}  {self.check:<12} {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class AuditResult:
+    """All findings, in the order in which they were made."""
+
+    directory: Path
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing bad was found."""
+        return all(finding.ok for finding in self.findings)
+
+    def lines(self) -> list[str]:
+        """For people: one line for each finding, and a last one that sums up."""
+        bad = sum(not finding.ok for finding in self.findings)
+        verdict = "sound" if self.ok else f"{bad} of {len(self.findings)} findings are bad"
+        return [*(str(f) for f in self.findings), f"{str(self.directory)!r}: {verdict}"]
+
+
+@dataclass(slots=True)
+class _Evidence:
+    """What the checks look at."""
+
+    directory: RunDirectory
+    verified: Verified
+    history: History
+    run: StoredRun
+    manifest: Manifest | None
+    result: dict[str, Any] | None
+    findings: list[Finding]
+
+    def note(self, check: Check, *, ok: bool, text: str) -> None:
+        self.findings.append(Finding(check, ok, text))
+
+
+def audit(path: Path) -> AuditResult:
+    """Audit the run in a directory.
+
+    Raises:
+        UsageError: There is no run there.
+        StorageFailed: A file cannot be read.
+        StorageDamaged: `run.json`, the manifest or `result.json` is none.
+    """
+    directory = RunDirectory(path)
+    run = directory.read_run()
+    if run is None or not directory.journal.exists():
+        raise UsageError(f"expected a run in {str(path)!r}, found no run.json or no journal")
+    verified = verify_journal(directory.journal)
+    evidence = _Evidence(
+        directory,
+        verified,
+        read_history(verified.entries),
+        run,
+        directory.read_manifest(),
+        directory.read_result(),
+        [],
+    )
+    _check_journal(evidence)
+    _check_head(evidence)
+    _check_inputs(evidence)
+    if evidence.manifest is not None:
+        _check_coverage(evidence, evidence.manifest)
+        proof = _check_states(evidence, evidence.manifest)
+        _check_result(evidence, evidence.manifest, proof)
+    return AuditResult(path, tuple(evidence.findings))
+
+
+def _check_journal(evidence: _Evidence) -> None:
+    verified, history = evidence.verified, evidence.history
+    if verified.bad_line is not None:
+        text = f"line {verified.bad_line} is bad: {verified.reason}; what follows it is not used"
+        evidence.note("journal", ok=False, text=text)
+    else:
+        text = f"{len(verified.entries)} lines, each bound to the one before, head {verified.head}"
+        evidence.note("journal", ok=True, text=text)
+    for fault in history.faults:
+        evidence.note("journal", ok=False, text=fault)
+    if history.resumed:
+        text = f"resumed {history.resumed} times; {history.void} commits were taken back and redone"
+        evidence.note("journal", ok=True, text=text)
+
+
+def _check_head(evidence: _Evidence) -> None:
+    """A chain cannot show that its end was cut off; the result can."""
+    result, history = evidence.result, evidence.history
+    if evidence.verified.bad_line is not None:
+        return
+    if result is None:
+        ended = history.end is not None
+        text = "the run has not ended: nothing shows yet whether the journal's end is there"
+        if ended:
+            text = "the journal says the run ended, but there is no result.json"
+        evidence.note("head", ok=not ended, text=text)
+        return
+    named = result.get("journal_head")
+    if named == evidence.verified.head:
+        evidence.note("head", ok=True, text="result.json names the journal's last line")
+    elif any(entry.hash == named for entry in evidence.verified.entries):
+        text = "the journal goes on after the line that result.json names as its last"
+        evidence.note("head", ok=False, text=text)
+    else:
+        text = f"result.json names a last line {named!r} that is not there: the end was cut off"
+        evidence.note("head", ok=False, text=text)
+
+
+def _check_inputs(evidence: _Evidence) -> None:
+    history, run, manifest = evidence.history, evidence.run, evidence.manifest
+    told = history.run
+    same = told is not None and told.spec == run.document and told.run_id == run.run_id
+    text = "run.json is what the journal says" if same else "run.json is not what the journal says"
+    evidence.note("inputs", ok=same, text=text)
+    if manifest is None and history.manifest is None:
+        evidence.note("inputs", ok=True, text="no worker was ever ready: there is no manifest")
+        return
+    digest = manifest.digest() if manifest is not None else None
+    settled = history.manifest.manifest_digest if history.manifest is not None else None
+    if digest != settled or manifest is None:
+        text = "manifest.json is not the one that the journal names"
+        evidence.note("inputs", ok=False, text=text)
+        return
+    digests = ", ".join(f"{name} {value}" for name, value in sorted(manifest.digests.items()))
+    evidence.note("inputs", ok=True, text=f"data and model as the manifest has them: {digests}")
+
+
+def _check_coverage(evidence: _Evidence, manifest: Manifest) -> None:
+    history = evidence.history
+    coverage = cover_samples(history, evidence.run.spec, manifest.train_samples)
+    for fault in coverage.faults:
+        evidence.note("coverage", ok=False, text=fault)
+    for number, (covered, samples, skipped) in enumerate(coverage.epochs):
+        text = f"epoch {number}: {covered} of {samples} samples covered exactly once"
+        if skipped:
+            text += f", {skipped} of them in steps that were skipped"
+        ok = covered == samples or number == len(coverage.epochs) - 1
+        evidence.note("coverage", ok=ok, text=text)
+    if coverage.unplanned:
+        text = f"{coverage.unplanned} commits were taken over from the gradient log after a crash"
+        evidence.note("coverage", ok=True, text=f"{text}, without their plans")
+
+
+def _check_states(evidence: _Evidence, manifest: Manifest) -> StateProof:
+    root, run_id = evidence.directory.checkpoints, evidence.run.run_id
+    whole: list[Checkpoint] = []
+    for step in checkpoint_steps(root):
+        try:
+            checkpoint = find_checkpoint(root, step, run_id, manifest)
+        except SamestepError as error:
+            evidence.note("checkpoints", ok=False, text=str(error))
+            continue
+        told = evidence.history.checkpoints.get(step)
+        info = checkpoint.info
+        same = told is not None and told.state_digest == info.state_digest
+        text = f"step {step}: files whole, state {info.state_digest}"
+        if not same:
+            text = f"step {step}: its state {info.state_digest} is not the one in the journal"
+        evidence.note("checkpoints", ok=same, text=text)
+        whole.append(checkpoint)
+    proof = StateProof(evidence.directory, evidence.run, manifest, evidence.history)
+    proof.replay(whole)
+    for fault in proof.faults:
+        evidence.note("digests", ok=False, text=fault)
+    total = len(evidence.history.commits)
+    text = f"{proof.steps} of {total} steps taken again from the log, every digest compared"
+    if proof.steps < total:
+        text += "; of the others no gradients are kept"
+    evidence.note("digests", ok=not proof.faults, text=text)
+    return proof
+
+
+def _check_result(evidence: _Evidence, manifest: Manifest, proof: StateProof) -> None:
+    result, history = evidence.result, evidence.history
+    if result is None:
+        return
+    digest = result.get("weights_digest")
+    claims = {
+        "steps": (result.get("steps"), len(history.commits)),
+        "losses": (result.get("losses"), [commit.loss for _, commit in history.commits]),
+    }
+    if history.end is not None:
+        claims["weights_digest"] = (digest, history.end[1].weights_digest)
+    for name, (claimed, told) in claims.items():
+        if claimed != told:
+            text = f"result.json says {name} {claimed!r:.80}, the journal {told!r:.80}"
+            evidence.note("result", ok=False, text=text)
+    if proof.replica is not None and proof.reached_end:
+        reached = proof.replica.weights_digest()
+        same = reached == digest
+        text = f"weights {reached} reached by replay"
+        if not same:
+            text += f", but result.json says {digest}"
+        evidence.note("result", ok=same, text=text)
+    _check_export(evidence, manifest, digest)
+
+
+def _check_export(evidence: _Evidence, manifest: Manifest, digest: object) -> None:
+    export = manifest.export
+    path = evidence.directory.path / export.directory / export.weights_file
+    names = {
+        export.names.get(tensor.name, tensor.name): tensor.name
+        for block in manifest.blocks
+        for tensor in block.tensors
+    }
+    try:
+        tensors = load_tensors(path)
+        found = weights_digest({names[name]: values for name, values in tensors.items()})
+    except (SamestepError, KeyError, AssertionError) as error:
+        evidence.note("result", ok=False, text=f"{str(path)!r} is not the trained model: {error}")
+        return
+    same = found == digest
+    text = f"{export.directory}/{export.weights_file} has the digest {found}"
+    if not same:
+        text += f", but result.json says {digest}"
+    evidence.note("result", ok=same, text=text)

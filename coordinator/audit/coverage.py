@@ -1,0 +1,102 @@
+"""Whether every sample of each epoch was covered exactly once, from plans and commits alone.
+
+Which samples a step has follows from the seed. A commit counts for all of them if its plans gave
+every microbatch of the step to someone, along nodes of the tree (a sum over the tree counts each
+leaf once, however often one was computed). A step that was skipped covers its samples too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from coordinator.audit.history import Attempt, History
+from coordinator.storage.journal_records import Committed
+from protocol.exact.samples import SampleOrder
+from protocol.exact.tree import Node, is_node
+from protocol.spec.run_spec import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What was covered.
+
+    Attributes:
+        epochs: For each epoch begun: samples covered once, samples there are, samples of skipped
+            steps among those covered.
+        unplanned: Steps taken over from the gradient log after a crash, of which no plan is left.
+        faults: Where the proof fails.
+    """
+
+    epochs: tuple[tuple[int, int, int], ...]
+    unplanned: int
+    faults: tuple[str, ...]
+
+
+def cover_samples(history: History, spec: RunSpec, train_samples: int) -> Coverage:
+    """Count how often each sample was covered, and see that plans account for every commit."""
+    order = SampleOrder(spec.seed, train_samples, spec.batch)
+    faults: list[str] = []
+    unplanned = 0
+    for number, commit in history.commits:
+        problem = _account_for(history, commit, order.microbatch_count(commit.step))
+        if problem is None:
+            unplanned += 1
+        elif problem:
+            faults.append(f"line {number}, step {commit.step}: {problem}")
+    epochs: list[tuple[int, int, int]] = []
+    for first in range(0, len(history.commits), order.steps_per_epoch):
+        steps = range(first, min(first + order.steps_per_epoch, len(history.commits)))
+        times, skipped = _count(history, order, steps, train_samples)
+        whole = len(steps) == order.steps_per_epoch
+        if times.max() > 1 or (whole and times.min() < 1):
+            faults.append(
+                f"epoch {len(epochs)}: {int((times > 1).sum())} samples more than once, "
+                f"{int((times < 1).sum())} never"
+            )
+        epochs.append((int((times == 1).sum()), train_samples, skipped))
+    return Coverage(tuple(epochs), unplanned, tuple(faults))
+
+
+def _count(
+    history: History, order: SampleOrder, steps: range, train_samples: int
+) -> tuple[np.ndarray, int]:
+    times = np.zeros(train_samples, np.int64)
+    skipped = 0
+    for step in steps:
+        samples = [sample for part in order.microbatches(step) for sample in part]
+        np.add.at(times, samples, 1)
+        commit = history.commit_of(step)
+        skipped += len(samples) if commit is not None and commit.skipped else 0
+    return times, skipped
+
+
+def _account_for(history: History, commit: Committed, microbatches: int) -> str | None:
+    """What is wrong with a commit's plans, empty if nothing is; None if there are none to see."""
+    if commit.skipped:
+        return ""
+    plans = history.plans.get(Attempt(commit.epoch, commit.step, commit.attempt), [])
+    if any(plan.microbatches != microbatches for plan in plans):
+        return f"planned for another number of microbatches than {microbatches}"
+    planned = {node for plan in plans for node in plan.planned()}
+    counted = list(_counted(commit))
+    odd = next((n for n in (*planned, *counted) if not is_node(n, microbatches)), None)
+    if odd is not None:
+        return f"{odd} is no node of a tree over {microbatches} microbatches"
+    if commit.counted is not None:
+        leaves = sorted(leaf for node in counted for leaf in range(node.lo, node.hi))
+        if leaves != list(range(microbatches)):
+            return "the sums that were counted do not hold every microbatch once"
+        return "" if plans or commit.recovered else "counted without a plan"
+    if not plans:
+        return None if commit.recovered else "committed without a plan"
+    missing = set(range(microbatches)).difference(*(range(node.lo, node.hi) for node in planned))
+    return f"microbatches {sorted(missing)} were given to nobody" if missing else ""
+
+
+def _counted(commit: Committed) -> Iterator[Node]:
+    for nodes in (commit.counted or {}).values():
+        for lo, hi in nodes:
+            yield Node(lo, hi)

@@ -1,0 +1,118 @@
+"""A run's journal put in order: which commits count, and what was planned for them.
+
+A restart may take commits back (`Resumed.step`); those steps are done again, and their first
+commits are void.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+from coordinator.storage.journal import Entry
+from coordinator.storage.journal_records import (
+    Checkpointed,
+    Committed,
+    Ended,
+    ManifestSettled,
+    Planned,
+    Record,
+    Resumed,
+    RunBegins,
+)
+
+T = TypeVar("T", bound=Record)
+
+
+class Attempt(NamedTuple):
+    """One try at a step, by one coordinator."""
+
+    epoch: int
+    step: int
+    attempt: int
+
+
+@dataclass(slots=True)
+class History:
+    """What counts of a journal.
+
+    Attributes:
+        run: How it began.
+        manifest: What was settled.
+        commits: The commits that count, in order, each with its line.
+        plans: What was planned, by attempt.
+        checkpoints: The newest record of each checkpoint, by step.
+        resumed: How often a coordinator took the run up again.
+        void: How many commits a restart took back.
+        end: How it ended, with its line; None while it has not, or goes on after that.
+        faults: What is wrong with the order of lines.
+    """
+
+    run: RunBegins | None = None
+    manifest: ManifestSettled | None = None
+    commits: list[tuple[int, Committed]] = field(default_factory=list)
+    plans: dict[Attempt, list[Planned]] = field(default_factory=dict)
+    checkpoints: dict[int, Checkpointed] = field(default_factory=dict)
+    resumed: int = 0
+    void: int = 0
+    end: tuple[int, Ended] | None = None
+    faults: list[str] = field(default_factory=list)
+
+    def commit_of(self, step: int) -> Committed | None:
+        """The commit of a step that counts."""
+        return self.commits[step][1] if step < len(self.commits) else None
+
+
+def read_history(entries: Iterable[Entry]) -> History:
+    """Go through the lines of a journal in order."""
+    history = History()
+    for entry in entries:
+        if not isinstance(entry.record, Ended):
+            history.end = None
+        match entry.record:
+            case RunBegins() as record:
+                history.run = _only(history, history.run, record, entry.number)
+            case ManifestSettled() as record:
+                history.manifest = _only(history, history.manifest, record, entry.number)
+            case Planned() as record:
+                place = Attempt(record.epoch, record.step, record.attempt)
+                history.plans.setdefault(place, []).append(record)
+            case Resumed() as record:
+                _resume(history, record, entry.number)
+            case Committed() as record:
+                _commit(history, record, entry.number)
+            case Checkpointed() as record:
+                history.checkpoints[record.step] = record
+            case Ended() as record:
+                history.end = entry.number, record
+    return history
+
+
+def _only(history: History, known: T | None, record: T, number: int) -> T:
+    if known is not None and known != record:
+        history.faults.append(f"line {number}: another {type(record).__name__} than before")
+    return known or record
+
+
+def _resume(history: History, record: Resumed, number: int) -> None:
+    history.resumed += 1
+    if record.step > len(history.commits):
+        history.faults.append(
+            f"line {number}: resumed after {record.step} steps, but the lines before hold "
+            f"{len(history.commits)} commits"
+        )
+    history.void += len(history.commits[record.step :])
+    del history.commits[record.step :]
+
+
+def _commit(history: History, record: Committed, number: int) -> None:
+    expected = len(history.commits)
+    if record.step != expected:
+        history.faults.append(
+            f"line {number}: expected the commit of step {expected}, got that of {record.step}"
+        )
+        return
+    if history.commits and record.epoch < history.commits[-1][1].epoch:
+        history.faults.append(f"line {number}: a commit of an older epoch than the one before")
+    history.commits.append((number, record))

@@ -1,0 +1,132 @@
+"""Every step whose gradients are kept, taken again, and its digests held against the journal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from coordinator.audit.history import History
+from coordinator.run.reduction import averages_digest, block_digest
+from coordinator.storage.checkpoint import Checkpoint, load_replica
+from coordinator.storage.log_reader import LoggedStep, LogScan, read_averages, scan_log
+from coordinator.storage.log_records import Array
+from coordinator.storage.replay import take
+from coordinator.storage.run_directory import RunDirectory, StoredRun
+from protocol.base.errors import SamestepError
+from protocol.exact.replica import Replica
+from protocol.exact.update import global_norm, square_sum, step_scalars
+from protocol.spec.manifest import Manifest
+
+
+class StateProof:
+    """The replay of what is kept, from the oldest checkpoint on.
+
+    Attributes:
+        steps: How many steps were taken again.
+        faults: What differs, step by step.
+        replica: The last state; None without any checkpoint that is whole.
+    """
+
+    def __init__(
+        self, directory: RunDirectory, run: StoredRun, manifest: Manifest, history: History
+    ) -> None:
+        self.steps = 0
+        self.faults: list[str] = []
+        self.replica: Replica | None = None
+        self._log = directory.log
+        self._run = run
+        self._manifest = manifest
+        self._history = history
+
+    @property
+    def reached_end(self) -> bool:
+        """Whether the last state is that after the newest commit."""
+        return self.replica is not None and self.replica.step == len(self._history.commits)
+
+    def replay(self, checkpoints: Sequence[Checkpoint]) -> None:
+        """Take every step again; where the log has a gap, go on from the next checkpoint.
+
+        Args:
+            checkpoints: Those that are whole, by step.
+        """
+        try:
+            scan = scan_log(self._log, self._run.run_id, self._manifest, thorough=True)
+            self._compare_lengths(scan)
+            for index, checkpoint in enumerate(checkpoints):
+                following = checkpoints[index + 1 :]
+                until = min([c.info.step for c in following], default=len(self._history.commits))
+                self._from(checkpoint, scan, min(until, len(self._history.commits)))
+            self._compare_end()
+        except SamestepError as error:
+            self.faults.append(str(error))
+
+    def _from(self, checkpoint: Checkpoint, scan: LogScan, until: int) -> None:
+        """Go on from the replica if it is as far as the checkpoint, else from the checkpoint."""
+        info = checkpoint.info
+        if self.replica is None or self.replica.step < info.step:
+            self.replica = load_replica(checkpoint, self._manifest, self._run.spec.optimizer)
+        elif self.replica.state_digest() != info.state_digest:
+            self.faults.append(f"the replay does not lead to the checkpoint of step {info.step}")
+        for logged in scan.following(self.replica.step):
+            if logged.step >= until:
+                break
+            averages = read_averages(logged, self._manifest.blocks)
+            if averages is None and logged.record.commit.scalars is not None:
+                break
+            differences = [
+                *self._between_log_and_journal(self.replica, logged),
+                *self._between_gradients_and_commit(logged, averages),
+            ]
+            self.faults += [f"step {logged.step}: {what}" for what in differences]
+            take(self.replica, logged.record, averages)
+            self.steps += 1
+
+    def _between_log_and_journal(self, replica: Replica, logged: LoggedStep) -> Iterator[str]:
+        record, commit = logged.record, logged.record.commit
+        told = self._history.commit_of(logged.step)
+        assert told is not None
+        for name, mine, theirs in (
+            ("epoch", commit.epoch, told.epoch),
+            ("attempt", commit.attempt, told.attempt),
+            ("count of updates", record.optimizer_step, told.optimizer_step),
+            ("skip", commit.scalars is None, told.skipped),
+            ("digest of averages", commit.averages_digest, told.averages_digest),
+            ("loss", None if told.skipped else commit.loss, told.loss),
+        ):
+            if mine != theirs:
+                yield f"the log has {name} {mine}, the journal {theirs}"
+        state, weights = replica.state_digest(), replica.weights_digest()
+        for name, known, found in (
+            ("log says the state", record.state_before, state),
+            ("journal says the state", told.state_before, state),
+            ("journal says the weights", told.weights_before, weights),
+        ):
+            if known is not None and known != found:
+                yield f"the {name} before had digest {known}, the replay has {found}"
+
+    def _between_gradients_and_commit(
+        self, logged: LoggedStep, averages: Sequence[Array] | None
+    ) -> Iterator[str]:
+        commit, spec = logged.record.commit, self._run.spec
+        if averages is None or commit.scalars is None:
+            return
+        blocks = zip(self._manifest.blocks, averages, strict=True)
+        if averages_digest(block_digest(*block) for block in blocks) != commit.averages_digest:
+            yield "the averaged gradients have not the digest in the commit"
+        norm = global_norm([square_sum(average) for average in averages])
+        updates = logged.record.optimizer_step
+        if commit.scalars != step_scalars(spec.optimizer, updates, commit.step, spec.steps, norm):
+            yield "the scalars of the update do not follow from run spec and gradients"
+
+    def _compare_lengths(self, scan: LogScan) -> None:
+        extra = len(scan.following(len(self._history.commits)))
+        if extra > 1:
+            # One may be missing: a crash between the log's sync and the journal's.
+            self.faults.append(f"the log has {extra} commits that the journal has not")
+
+    def _compare_end(self) -> None:
+        end = self._history.end
+        if self.replica is None or end is None or not self.reached_end:
+            return
+        told = end[1].state_digest
+        if told is not None and told != self.replica.state_digest():
+            self.faults.append(f"the run ended with state {told}, the replay with another")

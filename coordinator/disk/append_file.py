@@ -1,0 +1,90 @@
+"""A file that only grows, and how it gets over a disk that refuses.
+
+After any failure nothing since the last `settle` is trusted: after a failed sync the system may
+have dropped what it could not write, and may say that the next sync went well. So the next use
+opens the file anew, cuts it to what was settled, and has its owner write the rest again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from coordinator.disk.durable_file import is_same_file, storing, write_all
+from protocol.base.errors import StorageFailed
+
+
+class AppendFile:
+    """An open file; one thread at a time.
+
+    Attributes:
+        path: Its name.
+        end: Where the next write goes.
+        broken: Whether it has to be mended before it is used.
+
+    Args:
+        path: Its name.
+        fd: The file, open for writing; closed by `close`.
+        end: How much of it is durable; what is written goes there.
+        rewrite: Called when the file was cut to what was settled: writes the rest again.
+    """
+
+    def __init__(self, path: Path, fd: int, end: int, rewrite: Callable[[], None]) -> None:
+        self.path = path
+        self.end = end
+        self.broken = False
+        self._fd = fd
+        self._settled = end
+        self._rewrite = rewrite
+        os.lseek(fd, end, os.SEEK_SET)
+
+    @contextmanager
+    def use(self, doing: str) -> Iterator[None]:
+        """Around every use: mend the file first if need be; notice if this use fails.
+
+        Raises:
+            StorageFailed: The disk refuses; the use can be made again.
+        """
+        try:
+            with storing(doing, self.path):
+                if self.broken:
+                    self._mend()
+                yield
+        except BaseException:
+            self.broken = True
+            raise
+
+    def write(self, buffers: Sequence[memoryview]) -> None:
+        """Write at the end; inside `use`."""
+        write_all(self._fd, buffers)
+        self.end += sum(buffer.nbytes for buffer in buffers)
+
+    def sync(self) -> None:
+        """Make what was written durable, under this name; inside `use`."""
+        os.fdatasync(self._fd)
+        if not is_same_file(self._fd, self.path):
+            raise FileNotFoundError(2, "the file was removed or its directory moved")
+
+    def settle(self) -> None:
+        """What was written and synced is final."""
+        self._settled = self.end
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _mend(self) -> None:
+        if not is_same_file(self._fd, self.path):
+            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+            os.close(self._fd)
+            self._fd = fd
+        size = os.fstat(self._fd).st_size
+        if size < self._settled:
+            reason = f"it has {size} of the {self._settled} bytes that were synced; resume the run"
+            raise StorageFailed("go on with", str(self.path), reason)
+        os.ftruncate(self._fd, self._settled)
+        os.lseek(self._fd, self._settled, os.SEEK_SET)
+        self.end = self._settled
+        self._rewrite()
+        self.broken = False

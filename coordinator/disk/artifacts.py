@@ -1,0 +1,46 @@
+"""What a run leaves behind: the trained tensors in the manifest's layout, and result.json.
+
+Everything is written under a temporary name, synced and renamed: a reader never sees half a file.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save
+
+from coordinator.disk.durable_file import replace_file
+from protocol.exact.replica import Replica
+from protocol.spec.manifest import Manifest
+
+
+def write_model(directory: Path, manifest: Manifest, replica: Replica) -> Path:
+    """Save the trained tensors as the manifest says.
+
+    Args:
+        directory: The run's output directory; the export's own is made below it.
+        manifest: Gives file names, tensor names and the text files that go along.
+        replica: The trained state.
+
+    Returns:
+        The export's directory.
+    """
+    export = manifest.export
+    target = directory / export.directory
+    target.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        export.names.get(name, name): np.ascontiguousarray(values)
+        for name, values in replica.tensors().items()
+    }
+    replace_file(target / export.weights_file, save(tensors, metadata={"format": "pt"}))
+    for name, text in export.files.items():
+        replace_file(target / name, text.encode())
+    return target
+
+
+def write_json(path: Path, document: dict[str, object]) -> None:
+    """Save a JSON document, two spaces deep; non-finite numbers are not JSON and not accepted."""
+    text = json.dumps(document, indent=2, allow_nan=False)
+    replace_file(path, (text + "\n").encode())

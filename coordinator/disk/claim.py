@@ -1,0 +1,171 @@
+"""The one coordinator of a directory: a lock for as long as the process lives, and its epoch.
+
+The lock (flock on DIR/lock) ends with the process, however it ends. The epoch in DIR/epoch.json
+is raised and synced before anything is read. A coordinator that has lost its directory all the
+same (the lock file was replaced, the directory moved away and another put there) sees so with
+`check`, after each sync and before it tells anyone: either its record was durable before its
+successor looked, or it learns of the successor and says nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Final
+
+from coordinator.disk.durable_file import is_same_file, replace_file
+from protocol.base.errors import StorageFailed, Superseded, UsageError
+
+LOCK_FILE: Final = "lock"
+EPOCH_FILE: Final = "epoch.json"
+
+
+class Claim:
+    """A directory held by this process; make one with `take`.
+
+    Attributes:
+        directory: What is held.
+        epoch: This coordinator's, greater than that of all before it here.
+    """
+
+    def __init__(self, directory: Path, lock: int, epoch: int) -> None:
+        self.directory = directory
+        self.epoch = epoch
+        self._lock = lock
+
+    @classmethod
+    def take(cls, directory: Path, above: int = 0) -> Claim:
+        """Lock the directory, which is made if it is not there, and raise its epoch.
+
+        Args:
+            directory: What to hold.
+            above: An epoch known from elsewhere; the new one is greater.
+
+        Raises:
+            UsageError: Another coordinator holds it, or it cannot be written.
+        """
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            lock = _lock(directory)
+        except OSError as error:
+            raise _unusable(directory, error) from None
+        try:
+            epoch = max(stored_epoch(directory), above) + 1
+            replace_file(directory / EPOCH_FILE, json.dumps({"epoch": epoch}).encode())
+        except (StorageFailed, OSError, ValueError) as error:
+            os.close(lock)
+            raise _unusable(directory, error) from None
+        return cls(directory, lock, epoch)
+
+    def check(self) -> None:
+        """See that the directory is still ours.
+
+        Raises:
+            StorageFailed: It is not there, or not readable.
+            Superseded: Another coordinator has it now; this one is to end.
+        """
+        held = self._holds_lock()  # looked at first: without the directory there is no epoch either
+        try:
+            stored = stored_epoch(self.directory)
+        except (OSError, ValueError) as error:
+            raise StorageFailed("read the epoch of", str(self.directory), str(error)) from None
+        if stored == 0:
+            reason = "its epoch file is gone; bring the directory back, then go on"
+            raise StorageFailed("use", str(self.directory), reason)
+        if stored != self.epoch:
+            raise Superseded(
+                f"{str(self.directory)!r} has another coordinator now, of epoch {stored}; "
+                f"this one, of epoch {self.epoch}, ends"
+            )
+        if not held and not self._holds_lock():
+            raise Superseded(
+                f"the lock file of {str(self.directory)!r} was removed or replaced, so another "
+                "coordinator may start there; this one ends"
+            )
+
+    def _holds_lock(self) -> bool:
+        return is_same_file(self._lock, self.directory / LOCK_FILE)
+
+    def raise_to(self, epoch: int) -> None:
+        """Make this epoch at least as great as one that was found below this directory.
+
+        Raises:
+            UsageError: It cannot be written.
+        """
+        if epoch <= self.epoch:
+            return
+        try:
+            replace_file(self.directory / EPOCH_FILE, json.dumps({"epoch": epoch}).encode())
+        except StorageFailed as error:
+            raise _unusable(self.directory, error) from None
+        self.epoch = epoch
+
+    def release(self) -> None:
+        """Let others have the directory."""
+        os.close(self._lock)
+
+
+def is_held(directory: Path) -> bool:
+    """Whether a coordinator works in the directory now."""
+    try:
+        with (directory / LOCK_FILE).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def stored_epoch(directory: Path) -> int:
+    """The epoch of the last start in this directory; 0 if there was none.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: The file holds no epoch.
+    """
+    try:
+        document = json.loads((directory / EPOCH_FILE).read_bytes())
+    except FileNotFoundError:
+        return 0
+    epoch = document.get("epoch") if isinstance(document, dict) else None
+    if not isinstance(epoch, int) or epoch < 1:
+        raise ValueError(f"expected an epoch in {EPOCH_FILE}, got {document!r}")
+    return epoch
+
+
+def _lock(directory: Path) -> int:
+    """Lock DIR/lock, and write who has it.
+
+    Raises:
+        UsageError: Someone else has it.
+    """
+    path = directory / LOCK_FILE
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
+            os.close(fd)
+            if not isinstance(error, BlockingIOError):
+                raise
+            raise UsageError(
+                f"{str(directory)!r} is in use by another coordinator (process {holder or '?'}); "
+                "stop it, or choose another directory"
+            ) from None
+        if is_same_file(fd, path):
+            break
+        os.close(fd)
+    # Only to tell people; a full disk must not keep anyone from the lock.
+    with contextlib.suppress(OSError):
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd
+
+
+def _unusable(directory: Path, error: Exception) -> UsageError:
+    return UsageError(f"the run directory {str(directory)!r} (--out) cannot be used: {error}")

@@ -1,0 +1,115 @@
+"""Writing so that it is still there after a crash; what the disk refuses is one typed error.
+
+A new file is written under a temporary name, synced and renamed, and its directory is synced: a
+reader sees the old content or the new, never half of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from protocol.base.errors import StorageFailed
+
+TEMPORARY_SUFFIX: Final = ".part"
+
+_REMEDIES: Final = {
+    errno.ENOSPC: "make room, then go on",
+    errno.EDQUOT: "raise the quota or make room, then go on",
+    errno.EROFS: "mount it writable, then go on",
+    errno.ENOENT: "bring the directory back, then go on",
+    errno.ESTALE: "bring the file system back, then go on",
+    errno.EACCES: "let this user write there, then go on",
+    errno.EIO: "look after the disk, then go on",
+}
+
+
+@contextmanager
+def storing(doing: str, path: Path) -> Iterator[None]:
+    """Turn every OSError inside into a StorageFailed that names the file and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        remedy = _REMEDIES.get(error.errno or 0)
+        text = f"{reason}; {remedy}" if remedy else reason
+        raise StorageFailed(doing, str(path), text) from error
+
+
+def write_all(fd: int, buffers: Sequence[memoryview]) -> None:
+    """Write every byte of the buffers at the descriptor's place, without joining them.
+
+    Raises:
+        OSError: The disk took a part of them or nothing.
+    """
+    left = [buffer for buffer in buffers if buffer.nbytes]
+    while left:
+        written = os.writev(fd, left)
+        while left and written >= left[0].nbytes:
+            written -= left.pop(0).nbytes
+        if left:
+            left[0] = left[0][written:]
+
+
+def sync_directory(directory: Path) -> None:
+    """Make names created, renamed or removed in a directory durable.
+
+    Raises:
+        OSError: The directory cannot be synced.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write, sync, rename into place, sync the directory.
+
+    Raises:
+        StorageFailed: The disk refuses; what was there before is untouched.
+    """
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    with storing("write", path):
+        try:
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_directory(path.parent)
+
+
+def remove_temporaries(directory: Path) -> None:
+    """Clear away what a crash left half written; does nothing where there is no directory.
+
+    Raises:
+        StorageFailed: The disk refuses.
+    """
+    if not directory.is_dir():
+        return
+    with storing("clear", directory):
+        for path in directory.glob("*" + TEMPORARY_SUFFIX):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+def is_same_file(fd: int, path: Path) -> bool:
+    """Whether the open file is still the one with this name: not removed, moved or replaced."""
+    try:
+        named = path.stat()
+    except OSError:
+        return False
+    ours = os.fstat(fd)
+    return (named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino)

@@ -1,0 +1,4 @@
+"""`coordinator doctor`: what usually keeps a coordinator from working.
+
+Start with `doctor`.
+"""

@@ -1,0 +1,171 @@
+"""Whether the coordinator's ports can be had, and whether others can reach them.
+
+A port that is in use is connected to: it may be this very coordinator that is at work there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import http.client
+import ipaddress
+import json
+import socket
+from collections.abc import Iterator
+from typing import Final
+
+from coordinator.doctor.firewall import closed_by
+from coordinator.members.invitation import reachable_address
+from coordinator.members.listening import bind_failure, is_loopback, require_loopback
+from protocol.base.errors import UsageError
+from protocol.host.doctor import Finding, failure, ok, warning
+from protocol.wire import tls
+
+_PATIENCE_S: Final = 5.0
+_ELSEWHERE: Final = "check from another machine with: worker doctor --coordinator"
+
+
+def workers_port(host: str, port: int, certificate: bytes | None) -> Iterator[Finding]:
+    """The address for workers.
+
+    Args:
+        host: As the user writes it.
+        port: 0 for any free one.
+        certificate: Fingerprint of this user's; None if there is none yet.
+    """
+    check = "workers' port"
+    try:
+        with _listening(host, port) as (listener, at):
+            yield from _reached(check, host, at[1], listener)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            yield failure(check, bind_failure("--bind", host, port, error))
+            return
+        shown = _certificate_at(_way_in(host), port)
+        if shown is None or shown != certificate:
+            yield failure(check, bind_failure("--bind", host, port, error))
+            return
+        yield ok(check, f"this user's coordinator listens at {host}:{port}")
+        yield from _open_to_others(check, host, port)
+
+
+def control_port(host: str, port: int) -> Iterator[Finding]:
+    """The address of the control port."""
+    check = "control port"
+    try:
+        require_loopback(host, "--control")
+        with _listening(host, port) as (_, at):
+            yield ok(check, f"{host}:{at[1]} is free")
+    except UsageError as error:
+        yield failure(check, str(error))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE and _is_healthy(host, port):
+            yield ok(check, f"a coordinator answers at {host}:{port}")
+        else:
+            yield failure(check, bind_failure("--control", host, port, error))
+
+
+@contextlib.contextmanager
+def _listening(host: str, port: int) -> Iterator[tuple[socket.socket, tuple[str, int]]]:
+    """A listener at the address, as the coordinator would have it; its own address.
+
+    Raises:
+        OSError: It cannot be had.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = found[0]
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1)
+        yield listener, listener.getsockname()[:2]
+
+
+def _reached(check: str, host: str, port: int, listener: socket.socket) -> Iterator[Finding]:
+    """Connect to what listens, by the address that others are told."""
+    there = reachable_address(host)
+    try:
+        with socket.create_connection((there, port), _PATIENCE_S):
+            listener.settimeout(_PATIENCE_S)
+            listener.accept()[0].close()
+    except OSError as error:
+        yield failure(
+            check, f"{host}:{port} is free, but cannot be reached at {there}:{port} even from here "
+            f"({error.strerror or error})", "look at the addresses (ip addr) and the firewall",
+        )  # fmt: skip
+        return
+    yield ok(check, f"{host}:{port} is free")
+    yield from _open_to_others(check, host, port)
+
+
+def _open_to_others(check: str, host: str, port: int) -> Iterator[Finding]:
+    """Whether other machines can come in, as far as that can be seen from here."""
+    check = "reachable"
+    here = _loopback_only(host)
+    if here:
+        yield warning(
+            check, f"{here}: only workers on this machine can connect",
+            f"for others: --bind 0.0.0.0:{port}",
+        )  # fmt: skip
+        return
+    there = reachable_address(host)
+    if not _is_known_to_others(host, there):
+        yield failure(
+            check, f"this machine has no address that others know, only {there}",
+            "connect it to a network (ip addr)",
+        )  # fmt: skip
+        return
+    closed = closed_by(port)
+    if closed:
+        yield warning(
+            check, f"the firewall ({closed}) seems to drop what comes to TCP port {port}",
+            f"let it in, then {_ELSEWHERE} {there}:{port}",
+        )  # fmt: skip
+        return
+    yield ok(check, f"others connect to {there}:{port}; {_ELSEWHERE} {there}:{port}")
+
+
+def _is_known_to_others(host: str, there: str) -> bool:
+    """Whether an address can be another machine's way in; a name is what the user has said."""
+    try:
+        address = ipaddress.ip_address(there)
+    except ValueError:
+        return there == host  # else there was no address, so the machine's name had to do
+    return not (address.is_loopback or address.is_link_local)
+
+
+def _loopback_only(host: str) -> str:
+    """What the host means if that is loopback alone; a machine's own name often is, to itself."""
+    if is_loopback(host):
+        return host
+    found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    if found and all(is_loopback(address) for address in found):
+        return f"{host} means {', '.join(sorted(found))} here (/etc/hosts)"
+    return ""
+
+
+def _way_in(host: str) -> str:
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
+
+
+def _certificate_at(host: str, port: int) -> bytes | None:
+    """Fingerprint of what is shown there; None if nothing there speaks TLS 1.3."""
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection((host, port), _PATIENCE_S) as plain,
+        tls.client_context().wrap_socket(plain) as secured,
+    ):
+        shown = secured.getpeercert(binary_form=True)
+        return tls.fingerprint(shown) if shown else None
+    return None
+
+
+def _is_healthy(host: str, port: int) -> bool:
+    """Whether a coordinator's control port answers there."""
+    connection = http.client.HTTPConnection(host, port, timeout=_PATIENCE_S)
+    with contextlib.closing(connection):
+        try:
+            connection.request("GET", "/healthz")
+            return bool(json.loads(connection.getresponse().read(4096)) == {"ok": True})
+        except (OSError, http.client.HTTPException, ValueError):
+            return False

@@ -1,0 +1,79 @@
+"""The files that a run names, found on the coordinator's machine and hashed, before any worker is
+asked: what is missing is an error at once, and later everyone reads the same bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from protocol.base.errors import DataError
+from protocol.spec.blob_list import BlobFile, BlobList, BlobSource, document_digest
+from protocol.spec.file_digest import file_digest
+from protocol.spec.run_files import ROLES, SourceFiles, source_files
+from protocol.spec.run_spec import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """Bytes that workers may ask for: a file, or a document in memory."""
+
+    size: int
+    content: Path | bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlobIndex:
+    """What a run's workers may ask for.
+
+    Attributes:
+        digest: Of the list's document.
+        listing: The list.
+        blobs: By digest; the list's own document is among them.
+    """
+
+    digest: str
+    listing: BlobList
+    blobs: Mapping[str, Blob]
+
+
+async def find_blobs(spec: RunSpec) -> BlobIndex | None:
+    """`index_blobs` in a thread of its own: large models take seconds to hash."""
+    return await asyncio.to_thread(index_blobs, spec)
+
+
+def index_blobs(spec: RunSpec) -> BlobIndex | None:
+    """Find and hash every file that the run spec names; None if it names none.
+
+    Raises:
+        DataError: One is missing, cannot be read, or cannot be sent to workers.
+    """
+    blobs: dict[str, Blob] = {}
+    found = [files for role in ROLES if (files := source_files(spec, role)) is not None]
+    if not found:
+        return None
+    listed = tuple(_hash(files, blobs) for files in found)
+    try:
+        listing = BlobList(sources=listed)
+    except ValidationError as error:
+        first = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise DataError(f"the run's files cannot be sent to workers: {first}") from None
+    document = listing.to_bytes()
+    digest = document_digest(document)
+    blobs[digest] = Blob(len(document), document)
+    return BlobIndex(digest, listing, blobs)
+
+
+def _hash(files: SourceFiles, blobs: dict[str, Blob]) -> BlobSource:
+    listed = []
+    for name, path in files.files:
+        try:
+            size, digest = file_digest(path)
+        except OSError as error:
+            raise DataError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
+        blobs.setdefault(digest, Blob(size, path.absolute()))
+        listed.append(BlobFile(name=name, size=size, digest=digest))
+    return BlobSource(role=files.role, form=files.form, files=tuple(listed))

@@ -1,0 +1,161 @@
+"""Accepts connections, as long as there are not too many strangers.
+
+It accepts itself, instead of `loop.create_server`, so that a connection counts from its first
+packet: one that never gets through the TLS handshake takes a stranger's place too, and the address
+that it came from is known before anything is read from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Final
+
+from coordinator.members.listening import bind_failure
+from protocol.base import limits
+from protocol.base.errors import Mismatch, UsageError
+from protocol.wire import frames
+from protocol.wire.connection import encode
+from protocol.wire.messages import Goodbye
+from protocol.wire.transport import Channel
+
+_BACKLOG: Final = 1024
+"""In the kernel, until the loop comes to them: a flood must not drown a newcomer's first packet,
+which would come again only a second later."""
+_AT_ONCE: Final = 64
+"""Accepted in one turn of the loop, which then sees to members again."""
+_LEAST_S: Final = 0.001
+_HELLO_BYTES: Final = 2 * limits.UNAUTHENTICATED_HEADER_BYTES
+_NO_TLS: Final = "the coordinator speaks TLS: start this worker without --plaintext"
+_PAUSE_S: Final = 0.2
+"""After the system has no file descriptor or memory for another connection."""
+
+Greet = Callable[[tuple[str, int]], Channel | None]
+"""Gives the channel of a connection from that address; None to refuse it."""
+
+
+class Doorway:
+    """Listening sockets of one address.
+
+    Attributes:
+        address: Where it listens, once it is open.
+    """
+
+    def __init__(self, greet: Greet, context: ssl.SSLContext | None) -> None:
+        self.address = ("", 0)
+        self._greet = greet
+        self._context = context
+        self._loop = asyncio.get_running_loop()
+        self._listeners: list[socket.socket] = []
+        self._entering: set[asyncio.Task[None]] = set()
+
+    async def open(self, option: str, host: str, port: int) -> None:
+        """Listen.
+
+        Raises:
+            UsageError: The address is taken or not this machine's.
+        """
+        try:
+            found = await self._loop.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+            for family, kind, protocol, _, address in dict.fromkeys(found):
+                self._listen(socket.socket(family, kind, protocol), address)
+        except OSError as error:
+            self.close()
+            raise UsageError(bind_failure(option, host, port, error)) from None
+        self.address = self._listeners[0].getsockname()[:2]
+        for listener in self._listeners:
+            self._loop.add_reader(listener, self._accept, listener)
+
+    def close(self) -> None:
+        """No more connections; those in the handshake end."""
+        for listener in self._listeners:
+            self._loop.remove_reader(listener)
+            listener.close()
+        self._listeners.clear()
+        for task in self._entering:
+            task.cancel()
+
+    def _listen(self, listener: socket.socket, address: tuple[object, ...]) -> None:
+        self._listeners.append(listener)
+        listener.setblocking(False)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if listener.family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                endpoint, address = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError:
+                self._loop.remove_reader(listener)
+                self._loop.call_later(_PAUSE_S, self._accept_again, listener)
+                return
+            channel = self._greet(address[:2])
+            if channel is None:
+                endpoint.close()
+                continue
+            endpoint.setblocking(False)
+            task = self._loop.create_task(self._enter(endpoint, channel))
+            self._entering.add(task)
+            task.add_done_callback(self._entering.discard)
+
+    def _accept_again(self, listener: socket.socket) -> None:
+        if listener in self._listeners:
+            self._loop.add_reader(listener, self._accept, listener)
+
+    async def _enter(self, endpoint: socket.socket, channel: Channel) -> None:
+        """The TLS handshake; who does not get through it is told to the channel's owner here."""
+        until_s = self._loop.time() + limits.HANDSHAKE_TIMEOUT_MS / 1000
+        try:
+            if self._context is not None and await self._speaks_plainly(endpoint):
+                channel.connection_lost(Mismatch(_NO_TLS))
+                return
+            left_s = max(until_s - self._loop.time(), _LEAST_S) if self._context else None
+            await self._loop.connect_accepted_socket(
+                lambda: channel, endpoint, ssl=self._context, ssl_handshake_timeout=left_s
+            )
+        except (OSError, EOFError) as error:  # timeouts and TLS errors are OSErrors
+            endpoint.close()
+            channel.connection_lost(error)
+        except asyncio.CancelledError:
+            endpoint.close()
+            channel.connection_lost(None)
+            raise
+
+    async def _speaks_plainly(self, endpoint: socket.socket) -> bool:
+        """Wait for the first byte: nothing is spent on TLS for who says nothing.
+
+        One that begins a frame is a worker's without TLS: it is told so, in frames, since it would
+        not understand TLS' own words. Then it is done with.
+        """
+        try:
+            async with asyncio.timeout(limits.HANDSHAKE_TIMEOUT_MS / 1000):
+                await self._readable(endpoint)
+        except TimeoutError:
+            raise TimeoutError("it has said nothing") from None
+        first = endpoint.recv(1, socket.MSG_PEEK)
+        if not first:
+            raise EOFError("it has said nothing and closed")
+        if first != frames.MAGIC[:1]:
+            return False
+        endpoint.recv(_HELLO_BYTES)  # what is left unread would make the goodbye a reset
+        goodbye = Goodbye(reason=_NO_TLS, retry=False, exit_code=Mismatch.exit_code)
+        with endpoint:
+            endpoint.send(b"".join(encode(goodbye).buffers))
+        return True
+
+    async def _readable(self, endpoint: socket.socket) -> None:
+        readable = asyncio.Event()
+        self._loop.add_reader(endpoint, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            self._loop.remove_reader(endpoint)

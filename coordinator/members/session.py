@@ -1,0 +1,111 @@
+"""One worker's connection, from the first byte to the last: handshake, then member."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from coordinator.members.join_check import JoinCheck
+from protocol.base import limits
+from protocol.base.errors import ExitCode, NotAuthorised, OutOfPlace, ProtocolError, UsageError
+from protocol.wire.connection import Received
+from protocol.wire.messages import Goodbye, Heartbeat, Hello, Message, Proof, Welcome
+from protocol.wire.transport import Channel
+
+
+class SessionOwner(Protocol):
+    """Who takes over once a worker is a member."""
+
+    def admit(self, session: Session) -> Welcome:
+        """The worker has proved itself: give it its name."""
+
+    def joined(self, session: Session) -> None:
+        """It has been welcomed."""
+
+    def receive(self, session: Session, message: Message, received: Received) -> None:
+        """A member's message. A ProtocolError raised here ends its connection."""
+
+    def left(self, session: Session, reason: str) -> None:
+        """The connection is over, member or not."""
+
+
+class Session:
+    """Drives the handshake of one connection; the owner hears of it once it is a member.
+
+    Attributes:
+        name: The worker's name, unique among members; empty before.
+        hello: What it said of itself.
+        host: Where it comes from.
+        check: What it had to prove.
+        saying_goodbye: Why it leaves, if it said so.
+        failed: Whether it leaves because its device failed, or cannot be used.
+    """
+
+    channel: Channel
+
+    def __init__(self, owner: SessionOwner, check: JoinCheck, host: str = "") -> None:
+        self.name = ""
+        self.host = host
+        self.check = check
+        self.hello: Hello | None = None
+        self.saying_goodbye = ""
+        self.failed = False
+        self._owner = owner
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, channel: Channel) -> None:
+        """The connection is made; it has a few seconds to become a member."""
+        self.channel = channel
+        loop = asyncio.get_running_loop()
+        seconds = limits.HANDSHAKE_TIMEOUT_MS / 1000
+        self._timer = loop.call_later(
+            seconds, channel.abort, f"no member after {seconds:g} s of handshake"
+        )
+
+    def on_message(self, channel: Channel, received: Received) -> None:
+        message = received.message
+        match message:
+            case Hello():
+                self._challenge(channel, message)
+            case Proof():
+                self._verify(channel, message)
+            case Heartbeat():
+                pass
+            case Goodbye():
+                self.saying_goodbye = message.reason or "goodbye"
+                self.failed = message.exit_code != ExitCode.OK
+                channel.abort(self.saying_goodbye)
+            case _:
+                if not self.name:
+                    raise OutOfPlace(f"{type(message).__name__} before the handshake")
+                self._owner.receive(self, message, received)
+
+    def on_lost(self, channel: Channel, reason: str, error: ProtocolError | None) -> None:
+        del channel, error
+        if self._timer is not None:
+            self._timer.cancel()
+        self._owner.left(self, self.saying_goodbye or reason)
+
+    def _challenge(self, channel: Channel, hello: Hello) -> None:
+        self.hello = hello
+        try:
+            channel.send(self.check.challenge(hello))
+        except NotAuthorised as error:
+            channel.goodbye(str(error), retry=False, exit_code=error.exit_code)
+        except UsageError as error:
+            # The worker may well belong here: it tries again.
+            reason = f"the coordinator cannot check workers: {error}"
+            channel.goodbye(reason, retry=True, exit_code=ExitCode.FAILED)
+
+    def _verify(self, channel: Channel, proof: Proof) -> None:
+        try:
+            self.check.verify(proof)
+        except NotAuthorised as error:
+            channel.goodbye(str(error), retry=False, exit_code=error.exit_code)
+            return
+        assert self._timer is not None
+        self._timer.cancel()
+        welcome = self._owner.admit(self)
+        self.name = welcome.worker
+        channel.send(welcome)
+        self._owner.joined(self)

@@ -1,0 +1,235 @@
+"""What a person sees at the console: progress while a run goes on, and what came of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Final
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from coordinator.operator.status import status_document, waiting_for
+from coordinator.run.run import Run
+from coordinator.service.execution import Execution
+from coordinator.service.service import Service
+from protocol.host.system_journal import Priority, SystemJournal
+
+_LINE_INTERVAL_S: Final = 2.0
+"""Between two progress lines where the output is no terminal."""
+_FIRST_WAITING_S: Final = 5.0
+"""Until the first line that says what is waited for; each next one comes after twice as long."""
+
+_TOLD: Final = {
+    "worker_connected": "worker {worker} connected, backend {backend}; {workers} connected",
+    "worker_ready": "worker {worker} ready on {device}, backend {backend}",
+    "worker_disconnected": "worker {worker} left: {reason}; {workers} connected",
+    "worker_unready": "worker {worker} cannot take part: {reason}",
+    "worker_joined": "worker {worker} joined after step {step}",
+    "started": "training starts",
+    "run_resumed": "run {run_id} goes on after step {step} of {steps}",
+    "reassigned": "step {step}: a lost worker's microbatches {nodes} go to others",
+    "straggler": "step {step}: {owing} of {worker} overdue; others go on without",
+    "speculated": "step {step}: idle workers take microbatches {nodes} as well",
+    "redone_otherwise": "step {step} was done again with other bits than before the restart",
+    "log_unreadable": "the log cannot be read: {error}",
+    "restarted": "step {step} is started anew: a worker left before its state was compared",
+    "halted": "HALTED at step {step}: {reason}",
+    "continued": "continued at step {step}",
+    "draining": "draining: the step in progress is finished first",
+    "internal_error": "internal error: {error}",
+}
+_TOLD_WHILE_SERVING: Final = {
+    "run_accepted": "run {run_id} accepted: {task}, {steps} steps",
+    "run_ended": "run {run_id} {outcome}: {reason}",
+}
+"""One run that is done at a terminal has its own first and last lines."""
+_PRIORITIES: Final = {
+    "worker_disconnected": Priority.NOTICE,
+    "worker_unready": Priority.WARNING,
+    "reassigned": Priority.NOTICE,
+    "straggler": Priority.NOTICE,
+    "redone_otherwise": Priority.WARNING,
+    "log_unreadable": Priority.ERROR,
+    "halted": Priority.ERROR,
+    "internal_error": Priority.CRITICAL,
+}
+
+
+class ProgressConsole:
+    """Tells a service's reports: a live table on a terminal, else a line now and then.
+
+    Args:
+        service: Whose.
+        console: Where lines go, unless there is a journal.
+        journal: Gets each line with its event's fields.
+    """
+
+    def __init__(
+        self, service: Service, console: Console, journal: SystemJournal | None = None
+    ) -> None:
+        self._service = service
+        self._console = console
+        self._journal = journal
+        serving = {} if service.settings.once else _TOLD_WHILE_SERVING
+        self._sentences = {**_TOLD, **serving}
+        self._last_line_s = 0.0
+        self._waiting_since_s = time.monotonic()
+        self._tell_after_s = _FIRST_WAITING_S
+        self._waiting_step = -1
+        self._live: Live | None = None
+        if console.is_terminal:
+            self._live = Live(
+                console=console, get_renderable=self._screen, refresh_per_second=4, transient=True
+            )
+
+    def start(self) -> None:
+        if self._live is not None:
+            self._live.start()
+
+    def stop(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def reported(self, event: str, fields: Mapping[str, object]) -> None:
+        """Tell one report; see `service.Listener`."""
+        if event in ("started", "run_resumed"):
+            self._last_line_s = 0.0  # a run's first step is told at once
+        if event in self._sentences:
+            self._tell(self._sentences[event].format(**fields), event, fields)
+            notes = fields.get("notes")
+            for note in notes if isinstance(notes, list) else ():
+                self._tell(f"  {note}", event)
+        elif event == "evaluated":
+            execution = self._service.current
+            assert execution is not None
+            figures = _headline(execution.run)
+            text = ", ".join(f"{name} {_figure(value)}" for name, value in figures.items())
+            self._tell(f"step {fields['step']}: held-out {text}", event, fields)
+        elif event == "committed" and self._live is None:
+            self._progress_line(event, fields)
+
+    def tick(self) -> None:
+        """Called about once a second: say what has been waited for all this time."""
+        execution, now_s = self._service.current, time.monotonic()
+        waiting = ""
+        if execution is not None and self._live is None:
+            waiting = waiting_for(execution.run, sorted(self._service.sessions))
+            if execution.run.step != self._waiting_step:
+                self._waiting_step, waiting = execution.run.step, ""
+        if not waiting:
+            self._waiting_since_s, self._tell_after_s = now_s, _FIRST_WAITING_S
+        elif now_s - self._waiting_since_s >= self._tell_after_s:
+            self._tell_after_s *= 2
+            told = {*self._service.sessions, *(execution.run.unfit if execution else ())}
+            away = ", ".join(sorted(self._service.known - told))
+            before = f"; was here before: {away}" if away else ""
+            seconds = now_s - self._waiting_since_s
+            self._tell(f"waiting {seconds:.0f} s for {waiting}{before}", "waiting")
+
+    def _tell(self, text: str, event: str, fields: Mapping[str, object] | None = None) -> None:
+        if self._journal is None:
+            self._console.print(Text(text), soft_wrap=True)
+            return
+        current = self._service.current
+        run = {"run_id": current.run.run_id} if current is not None else {}
+        told = {"event": event, **run, **(fields or {})}
+        self._journal.write(text, told, _PRIORITIES.get(event, Priority.INFO))
+
+    def _progress_line(self, event: str, fields: Mapping[str, object]) -> None:
+        execution = self._service.current
+        now_s = time.monotonic()
+        if execution is None or now_s - self._last_line_s < _LINE_INTERVAL_S:
+            return
+        self._last_line_s = now_s
+        self._tell(_progress(execution, now_s), event, fields)
+
+    def _screen(self) -> Table | Text:
+        execution = self._service.current
+        if execution is None:
+            return Text("")
+        document = status_document(self._service, time.monotonic())
+        table = Table(box=None, caption_justify="left", title_justify="left")
+        table.title = Text(_progress(execution, time.monotonic(), shares=False))
+        waiting = document.get("waiting_for") or ""
+        table.caption = Text(f"waiting for {waiting}" if waiting else "")
+        for column in ("worker", "device", "state", "share", "ms/microbatch"):
+            table.add_column(column)
+        for worker in document["workers"]:
+            speed = worker.get("ms_per_microbatch")
+            # As they are: a string would be read as markup.
+            table.add_row(
+                Text(worker["name"]),
+                Text(worker["device"]),
+                worker["state"],
+                str(worker.get("microbatches_of_step", "")),
+                "" if speed is None else f"{speed:.0f}",
+            )
+        return table
+
+
+def _progress(execution: Execution, now_s: float, *, shares: bool = True) -> str:
+    run = execution.run
+    if execution.started_s is None:
+        return f"{run.run_id}: {run.phase.value}"
+    elapsed_s = max(now_s - execution.started_s, 1e-9)
+    loss = f"{run.losses[-1]:.6g}" if run.losses else "-"
+    rate = run.step * run.spec.batch.samples / elapsed_s
+    line = f"step {run.step}/{run.spec.steps}  loss {loss}  {rate:.0f} samples/s"
+    division = run.progress.division if run.progress is not None else None
+    if not shares or not division:
+        return line
+    parts = ", ".join(f"{name} {count}" for name, count in sorted(division.items()))
+    return f"{line}  microbatches: {parts}"
+
+
+def print_outcome(execution: Execution, console: Console) -> None:
+    """The last lines: metric, digest and where the trained tensors lie."""
+    outcome = execution.outcome
+    assert outcome is not None
+    if outcome.outcome == "failed":
+        return
+    run = execution.run
+    exact = "exact: every worker has the same numeric signature"
+    mixed = "mixed: workers of unlike signatures; replicas are equal, other runs may differ"
+    pace = f"{run.step} of {run.spec.steps} steps in {execution.result.get('wall_s', 0)} s"
+    if run.step == 0:
+        console.print(Text(f"{outcome.outcome}: {outcome.reason}"))
+        return
+    lines = [
+        f"{outcome.outcome}: {pace} ({exact if execution.result.get('exact') else mixed})",
+        *(f"held-out {name}: {_figure(value)}" for name, value in _headline(run).items()),
+        *(f"{name.replace('_', ' ')}: {count}" for name, count in _notes(run).items()),
+        f"weights digest: {execution.result.get('weights_digest', '-')}",
+    ]
+    if outcome.outcome == "drained":
+        again = f"coordinator --resume --out {execution.directory}"
+        lines.append(f"{outcome.reason}; go on with it: {again}")
+    if execution.model_directory is not None:
+        lines.append(f"{execution.model_directory.name}: {execution.model_directory}")
+        if run.spec.task == "classify":
+            lines.append(f'try it: worker classify {execution.model_directory} "some text"')
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+
+
+def _headline(run: Run) -> dict[str, float]:
+    """The figures of the newest evaluation that belong on a screen; the rest is in the files."""
+    metrics = run.manifest.metrics if run.manifest is not None else ()
+    return {m.name: run.metrics[m.name] for m in metrics if m.name in run.metrics and not m.detail}
+
+
+def _notes(run: Run) -> dict[str, int]:
+    """What the task counted while reading its data, as far as there is any of it."""
+    notes = run.manifest.notes if run.manifest is not None else {}
+    return {name: count for name, count in notes.items() if count}
+
+
+def _figure(value: object) -> str:
+    if not isinstance(value, float) or not math.isfinite(value):
+        return str(value)
+    return f"{value:.4f}" if abs(value) >= 1e-3 or value == 0 else f"{value:.3e}"

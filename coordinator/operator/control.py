@@ -1,0 +1,200 @@
+"""The control port: health, status, events and an operator's commands, over HTTP on loopback."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from importlib import resources
+from typing import Any, Final, TypeVar
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from coordinator.files.blob_index import find_blobs
+from coordinator.members.listening import bind_failure, require_loopback
+from coordinator.operator.control_guard import Guard, Handler
+from coordinator.operator.event_stream import EventStream
+from coordinator.operator.metrics import ServiceMetrics
+from coordinator.operator.status import status_document
+from coordinator.run.phase import RunPhase
+from coordinator.service.service import Service
+from protocol.base import limits
+from protocol.base.errors import SamestepError, UsageError
+from protocol.spec.run_spec import parse_run_spec
+
+Model = TypeVar("Model", bound=BaseModel)
+
+_PAGE_POLICY: Final = (
+    "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+)
+
+
+class _Submission(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    run: dict[str, Any]
+    overrides: list[str] = []
+
+
+class _Continuation(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    skip_step: bool = False
+
+
+class ControlPort:
+    """Serves one `Service`; a listener of its reports for the event stream."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._stream = EventStream(first_id=time.time_ns() // 1000)
+        self._runner: web.AppRunner | None = None
+        self._metrics = ServiceMetrics(service)
+        self.guard = Guard()
+        self.address = ("", 0)
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen.
+
+        Raises:
+            UsageError: The address is taken, or open to other machines.
+        """
+        require_loopback(host, "--control")
+        app = web.Application(client_max_size=limits.RUN_SPEC_BYTES, middlewares=[self._answer])
+        app.router.add_get("/", self._dashboard, allow_head=False)
+        app.router.add_get("/healthz", self._healthz, allow_head=False)
+        app.router.add_get("/readyz", self._readyz, allow_head=False)
+        app.router.add_get("/status", self._status, allow_head=False)
+        app.router.add_get("/metrics", self._metrics_page, allow_head=False)
+        app.router.add_get("/events", self._events, allow_head=False)
+        app.router.add_post("/submit", self._submit)
+        app.router.add_post("/halt", self._halt)
+        app.router.add_post("/continue", self._continue)
+        app.router.add_post("/checkpoint", self._checkpoint)
+        app.router.add_post("/drain", self._drain)
+        self._runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise UsageError(bind_failure("--control", host, port, error)) from None
+        self.address = self._runner.addresses[0][:2]
+        self.guard.listens_at(*self.address)
+
+    async def stop(self) -> None:
+        """Close the port and every event stream."""
+        self._stream.end()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        self.guard.close()
+
+    def reported(self, event: str, fields: Mapping[str, object]) -> None:
+        """Pass a report on to every reader; see `service.Listener`."""
+        self._stream.publish(event, fields)
+
+    @web.middleware
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        return self.guard.refusal(request) or await _errors_as_json(request, handler)
+
+    async def _dashboard(self, request: web.Request) -> web.Response:
+        del request
+        page = resources.files("coordinator.operator").joinpath("dashboard.html").read_text("utf-8")
+        return web.Response(
+            text=page,
+            content_type="text/html",
+            headers={"Content-Security-Policy": _PAGE_POLICY},
+        )
+
+    async def _healthz(self, request: web.Request) -> web.Response:
+        del request
+        return web.json_response({"ok": True})
+
+    async def _readyz(self, request: web.Request) -> web.Response:
+        del request
+        enough = len(self._service.sessions) >= self._service.settings.expect_workers
+        return web.json_response({"ready": enough}, status=200 if enough else 503)
+
+    async def _status(self, request: web.Request) -> web.Response:
+        del request
+        return web.json_response(status_document(self._service, time.monotonic()))
+
+    async def _metrics_page(self, request: web.Request) -> web.Response:
+        del request
+        page = generate_latest(self._metrics.registry)
+        return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        """Server-sent events, one per report; see `event_stream`."""
+        start = self._stream.start_after(request.headers.get("Last-Event-ID"))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await self._stream.follow(start, response.write)
+        return response
+
+    async def _submit(self, request: web.Request) -> web.Response:
+        if self._service.settings.once:
+            return _conflict("this coordinator does one run and ends; start one without --run")
+        submission = await _body(request, _Submission)
+        spec = parse_run_spec(submission.run, submission.overrides)
+        run_id = self._service.submit(spec, blobs=await find_blobs(spec))
+        return web.json_response({"run_id": run_id})
+
+    async def _halt(self, request: web.Request) -> web.Response:
+        del request
+        current = self._service.current
+        phases = (RunPhase.TRAINING, RunPhase.EVALUATING)
+        if current is None or current.run.phase not in phases:
+            return _conflict("no run is in progress")
+        current.command("halt", lambda: current.run.halt("halted by the operator"))
+        return web.json_response({"phase": current.run.phase.value})
+
+    async def _continue(self, request: web.Request) -> web.Response:
+        continuation = await _body(request, _Continuation)
+        current = self._service.current
+        if current is None or current.run.phase is not RunPhase.HALTED:
+            return _conflict("no run is halted")
+        skip = continuation.skip_step
+        event = partial(current.run.resume, skip_step=skip)
+        current.command("skip_step" if skip else "continue", event)
+        return web.json_response({"phase": current.run.phase.value})
+
+    async def _checkpoint(self, request: web.Request) -> web.Response:
+        """Save the present state; answers once it is asked for, `/events` tells when it is done."""
+        del request
+        current = self._service.current
+        if current is None or not current.run.has_state:
+            return _conflict("no run has a state to save")
+        current.command("checkpoint", current.run.save)
+        return web.json_response({"step": current.run.step})
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        del request
+        self._service.drain()
+        return web.json_response({"draining": True})
+
+
+async def _body(request: web.Request, model: type[Model]) -> Model:
+    document = await request.read()
+    try:
+        return model.model_validate_json(document or b"{}")
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UsageError(f"{request.path}: {first['msg']} at {where or 'the document'!r}") from None
+
+
+def _conflict(reason: str) -> web.Response:
+    return web.json_response({"error": reason}, status=409)
+
+
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except SamestepError as error:
+        document = {"error": str(error), "exit_code": int(error.exit_code)}
+        return web.json_response(document, status=400)
+    except web.HTTPException as error:
+        return web.json_response({"error": error.reason}, status=error.status)
+    except Exception as error:  # noqa: BLE001 -- told as what it is, not as a broken connection
+        return web.json_response({"error": f"internal error: {error!r}"}, status=500)

@@ -1,0 +1,76 @@
+"""An operator's commands, sent to a coordinator's control port."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from protocol.base.address import parse_address
+from protocol.base.errors import NotAuthorised, Unreachable, error_for
+from protocol.host.secret_file import control_token_file, read_secret, state_home
+
+
+def control_token(control: str) -> str:
+    """The token of the control port at this address; empty if it is not to be found.
+
+    It is in the file that `$SAMESTEP_CONTROL_TOKEN_FILE` names, for a coordinator elsewhere, or
+    where a coordinator of the same user on this machine has put it.
+
+    Raises:
+        UsageError: The file cannot be read, or others can read it too.
+    """
+    named = os.environ.get("SAMESTEP_CONTROL_TOKEN_FILE")
+    host, port = parse_address(control, "--control")
+    address = f"{'127.0.0.1' if host == 'localhost' else host}:{port}"
+    path = Path(named) if named else control_token_file(state_home(), address)
+    return (read_secret(path) or "").strip()
+
+
+async def request(
+    control: str,
+    method: str,
+    path: str,
+    document: dict[str, Any] | None = None,
+    timeout_s: float = 10.0,
+) -> dict[str, Any]:
+    """One request; the answer's document.
+
+    Args:
+        control: `host:port` of the control port.
+        method: GET or POST.
+        path: The route.
+        document: Sent as JSON.
+        timeout_s: How long an answer may take.
+
+    Raises:
+        Unreachable: Nothing answers there, or not a coordinator.
+        SamestepError: What the coordinator answered, as the error it names.
+    """
+    url = f"http://{control}{path}"
+    token = control_token(control)
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as session,
+            session.request(method, url, json=document, headers=headers) as response,
+        ):
+            answer = await response.json()
+            status = response.status
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        raise Unreachable(
+            f"no coordinator answers at {control} ({type(error).__name__}); "
+            "start one, or say where it is with --control HOST:PORT"
+        ) from None
+    if not isinstance(answer, dict):
+        raise Unreachable(f"expected a coordinator at {control}, got another kind of answer")
+    if status == 401:
+        raise NotAuthorised(
+            f"the coordinator at {control} expects its control token, and none that fits is here; "
+            "run this as the coordinator's user, or set SAMESTEP_CONTROL_TOKEN_FILE=FILE"
+        )
+    if status >= 400:
+        raise error_for(answer.get("exit_code", 1), str(answer.get("error", f"HTTP {status}")))
+    return answer

@@ -1,0 +1,153 @@
+"""What the service says of itself on one screen: phase, step, workers, and what is waited for.
+
+Pure: it reads the service's objects and gives plain values.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from coordinator.run.membership import MemberState
+from coordinator.run.phase import RunPhase
+from coordinator.run.planner import balance
+from coordinator.run.progress import Progress
+from coordinator.run.run import Run
+from coordinator.service.execution import Execution
+from coordinator.service.service import Service
+from protocol import __version__
+
+
+def status_document(service: Service, now_s: float) -> dict[str, Any]:
+    """The document of `GET /status`.
+
+    Args:
+        service: Whose status.
+        now_s: The service's monotonic clock.
+    """
+    execution = service.current or service.finished
+    document: dict[str, Any] = {
+        "version": __version__,
+        "phase": "idle",
+        "reason": "no run was submitted",
+        "expect_workers": service.settings.expect_workers,
+        "encryption": "none (--plaintext)" if service.settings.plaintext else "TLS 1.3",
+        "address": f"{service.address[0]}:{service.address[1]}",
+        "queued_runs": [accepted.stored.run_id for accepted in service.waiting],
+        "step": 0,
+        "steps": 0,
+        "loss": None,
+        "weights_digest": None,
+        "exact": None,
+        "view": 0,
+    }
+    if execution is not None:
+        document |= _run_part(execution)
+        if execution is service.current:
+            document["waiting_for"] = waiting_for(execution.run, sorted(service.sessions))
+    document["workers"] = [_worker_part(service, name, now_s) for name in sorted(service.sessions)]
+    return document
+
+
+def _run_part(execution: Execution) -> dict[str, Any]:
+    run = execution.run
+    loss = run.losses[-1] if run.losses else None
+    ended = execution.outcome
+    return {
+        "run_id": run.run_id,
+        "task": run.spec.task,
+        "phase": ended.outcome if ended is not None else run.phase.value,
+        "reason": ended.reason if ended is not None else run.reason,
+        "step": run.step,
+        "steps": run.spec.steps,
+        "attempt": run.progress.attempt if run.progress is not None else 0,
+        "loss": loss if loss is not None and math.isfinite(loss) else None,
+        "weights_digest": execution.applied.weights_digest if execution.applied else None,
+        "exact": not run.progress.mixed if run.progress is not None else None,
+        "exactness": run.spec.exactness,
+        "view": run.members.view,
+        "directory": str(execution.directory),
+        "checkpoint": run.saves.saved,
+        "catching_up": run.progress.agreement.catching_up if run.progress is not None else False,
+        "eval": {name: value for name, value in run.metrics.items() if math.isfinite(value)},
+        "balance": _balance(run),
+        "result": execution.result or None,
+    }
+
+
+def _balance(run: Run) -> float | None:
+    division = run.progress.division if run.progress is not None else None
+    speeds = run.members.speeds()
+    if not division or set(speeds) != set(division):
+        return None
+    return round(balance(division, speeds), 3)
+
+
+def _worker_part(service: Service, name: str, now_s: float) -> dict[str, Any]:
+    session = service.sessions[name]
+    hello = session.hello
+    assert hello is not None
+    part: dict[str, Any] = {
+        "name": name,
+        "backend": hello.backend,
+        "device": "",
+        "address": session.channel.peer,
+        "state": "idle",
+        "bytes_received": session.channel.bytes_received,
+        "bytes_sent": session.channel.bytes_sent,
+        "last_seen_s": round(now_s - session.channel.last_received_s, 1),
+    }
+    run = service.current.run if service.current is not None else None
+    member = run.members.get(name) if run is not None else None
+    if run is not None and member is not None:
+        round_ = run.progress.round if run.progress is not None else None
+        share = round_.shares.get(name) if round_ is not None else None
+        speed = member.ms_per_microbatch
+        part |= {
+            "state": member.state.value,
+            "late": member.late,
+            "backend": member.backend or hello.backend,
+            "device": member.device,
+            "signature": member.signature[:12],
+            "signature_text": member.signature_text,
+            "microbatches_of_step": share.microbatches if share is not None else 0,
+            "microbatches": member.microbatches,
+            "ms_per_microbatch": round(speed, 2) if speed is not None else None,
+        }
+    return part
+
+
+def waiting_for(run: Run, connected: list[str]) -> str:
+    """Why the run does not go on right now, and for whom; empty when nothing is waited for."""
+    preparing = run.members.names(MemberState.PREPARING)
+    cannot = "".join(f"; {n} cannot take part: {why}" for n, why in sorted(run.unfit.items()))
+    if run.phase is RunPhase.WAITING:
+        ready = run.members.names(MemberState.READY)
+        able = [name for name in connected if name not in run.unfit]
+        missing = run.expect_workers - len(able)
+        if missing > 0:
+            here = f"{len(able)} of {run.expect_workers} are here"
+            more = "1 more worker" if missing == 1 else f"{missing} more workers"
+            return f"{more}: {here}{cannot}"
+        if len(ready) < run.expect_workers:
+            return f"{', '.join(preparing)} to build the task"
+        return "the initial state"
+    if run.phase is RunPhase.HALTED:
+        return f"an operator (continue, or continue --skip-step): {run.reason}"
+    if not run.members.names(MemberState.ACTIVE, MemberState.DRAINING):
+        return f"a worker: all have left{cannot}"
+    evaluating = run.evaluation.waiting_for() if run.evaluation is not None else []
+    if evaluating:
+        return f"{', '.join(evaluating)} to evaluate"
+    return _waiting_in_step(run.progress) if run.progress is not None else ""
+
+
+def _waiting_in_step(progress: Progress) -> str:
+    round_ = progress.round
+    owing = [name for name in sorted(round_.shares) if round_.unfinished(name)] if round_ else []
+    if owing:
+        return f"gradients of {', '.join(owing)}"
+    if not progress.agreement.reached:
+        late = progress.agreement.waiting_for or ["the coordinator's replica"]
+        return f"{', '.join(late)} to apply the step"
+    return ""

@@ -1,0 +1,48 @@
+"""What the coordinator logs: on standard error, or in systemd's journal if that is behind it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import MutableMapping
+from typing import Any, Final
+
+import structlog
+
+from protocol.host.system_journal import Priority, SystemJournal
+
+_COMMON: Final = frozenset({"event", "level", "timestamp"})
+
+
+class _JournalRenderer:
+    """Hands warnings to systemd's journal, with their fields; nothing is left to print."""
+
+    def __init__(self, journal: SystemJournal) -> None:
+        self._journal = journal
+
+    def __call__(self, logger: object, level: str, fields: MutableMapping[str, Any]) -> str:
+        del logger
+        event = fields["event"]
+        rest = ", ".join(f"{name} {fields[name]}" for name in fields if name not in _COMMON)
+        priority = Priority.WARNING if level == "warning" else Priority.ERROR
+        self._journal.write(f"{event}: {rest}", fields, priority)
+        raise structlog.DropEvent
+
+
+def set_up_logging(journal: SystemJournal | None, *, as_json: bool) -> None:
+    """Structured log on standard error; without --log-json only warnings, people read the rest."""
+    level = logging.INFO if as_json else logging.WARNING
+    renderer: Any = structlog.dev.ConsoleRenderer()
+    if as_json:
+        renderer = structlog.processors.JSONRenderer()
+    elif journal is not None:
+        renderer = _JournalRenderer(journal)
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )

@@ -1,0 +1,136 @@
+"""What the pure run logic asks its shell to do, in the order given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from coordinator.run.commit_record import CommitRecord
+from coordinator.run.reduction import Array
+from coordinator.run.terms import Terms
+from protocol.base.errors import ExitCode
+from protocol.exact.update import StepScalars
+from protocol.spec.manifest import Manifest
+from protocol.wire.messages import Message
+
+Outcome = Literal["finished", "drained", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to one worker."""
+
+    worker: str
+    message: Message
+    body: Array | bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Send a message to all followers, and keep it for joiners until the replica has the step."""
+
+    message: Message
+    body: Array | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """The run's manifest is settled: make the replica."""
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """The worker has the run's state after so many steps, the newest: send it what was broadcast
+    since; it hears broadcasts from now on."""
+
+    worker: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seed:
+    """Send the worker the replica's state and what was broadcast since; then it follows.
+
+    Until it has the state no broadcast may reach it.
+    """
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Send the worker what it has missed since `step`, from the log; then it follows.
+
+    Where the log does not have it, or its state then was not this one (if it is not known to be
+    right), it is seeded instead.
+    """
+
+    worker: str
+    step: int
+    state_digest: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """Make the commit durable; `Run.durable` follows, or `Run.storage_failed`."""
+
+    record: CommitRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Remember:
+    """Keep for a restart what workers were accepted by (see `terms.Terms`)."""
+
+    terms: Terms
+
+
+@dataclass(frozen=True, slots=True)
+class MakeCheckpoint:
+    """Save the state after `step` steps, all of which were committed by actions before this one;
+    `Run.checkpointed` follows, or `Run.storage_failed`."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyStep:
+    """Apply the committed step to the replica, off the critical path; no scalars: skip it."""
+
+    step: int
+    averages: Sequence[Array]
+    scalars: StepScalars | None
+
+
+@dataclass(frozen=True, slots=True)
+class Dismiss:
+    """Say goodbye to a worker for good."""
+
+    worker: str
+    reason: str
+    exit_code: ExitCode
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Something worth telling: a stable event name and its fields."""
+
+    event: str
+    fields: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The run is over."""
+
+    outcome: Outcome
+    reason: str
+    exit_code: int
+
+
+Action = (
+    Send | Broadcast | Adopt | Follow | Seed | Replay | Persist | Remember | MakeCheckpoint
+    | ApplyStep | Dismiss | Report | Finish
+)  # fmt: skip

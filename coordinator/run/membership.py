@@ -1,0 +1,194 @@
+"""Who takes part in a run, in which state, and the numbered views that follow from it.
+
+Pure. Views fence sessions, not gradients: what a member has delivered stays when others leave.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from statistics import median
+from typing import Final
+
+from coordinator.run.actions import Report
+from protocol.wire.messages import Ready
+
+_IDLE_STEPS: Final = 16
+"""After so many steps without work a worker is given one microbatch: it may be quick again."""
+_MEASUREMENTS_KEPT: Final = 9
+"""The speed is the median of so many: one slow node must not move work about."""
+
+
+class MemberState(Enum):
+    """PREPARING builds the task; READY has, and waits for the start; LOADING receives the
+    trainable state and every broadcast; ACTIVE computes; DRAINING finishes and leaves."""
+
+    PREPARING = "preparing"
+    READY = "ready"
+    LOADING = "loading"
+    ACTIVE = "active"
+    DRAINING = "draining"
+
+
+@dataclass(slots=True)
+class Member:
+    """One worker in one run."""
+
+    name: str
+    state: MemberState = MemberState.PREPARING
+    admitted_by: str = ""
+    """What it proved itself with."""
+    backend: str = ""
+    device: str = ""
+    initial_digest: str = ""
+    step: int = 0
+    """Of the state that it had when it became ready."""
+    state_digest: str = ""
+    signature: str = ""
+    signature_text: str = ""
+    microbatches: int = 0
+    """Computed in this run."""
+    idle_steps: int = 0
+    """Steps in a row in which it was given nothing."""
+    replaying: bool = False
+    """Whether it is being sent steps that it has missed, and does not hear broadcasts yet."""
+    right_at: int | None = None
+    """After how many steps its state was found to be the run's, meanwhile."""
+    late: bool = False
+    """Whether it was silent for longer than its measured speed explains, and is so still."""
+    _measured_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASUREMENTS_KEPT))
+    _answers_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASUREMENTS_KEPT))
+    _gaps_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASUREMENTS_KEPT))
+    _longest_gap_ms: float = 0.0
+
+    def now_ready(self, message: Ready) -> None:
+        """Its task is built."""
+        self.state = MemberState.READY
+        self.backend, self.device = message.backend, message.device
+        self.initial_digest = message.initial_digest
+        self.step, self.state_digest = message.step, message.state_digest
+        self.signature, self.signature_text = message.signature, message.signature_text
+
+    def ready_report(self) -> Report:
+        """That it is ready, and on what."""
+        return Report(
+            "worker_ready",
+            {"worker": self.name, "device": self.device, "backend": self.backend},
+        )
+
+    def measured(self, ms_per_microbatch: float) -> None:
+        """Take in a measured time."""
+        self._measured_ms.append(ms_per_microbatch)
+
+    def answered(self, ms: float) -> None:
+        """Take in how long it took to apply a step and say so."""
+        self._answers_ms.append(ms)
+
+    def gave_sign(self, gap_ms: float) -> None:
+        """Take in how long nothing was heard of it in a step."""
+        self._longest_gap_ms = max(self._longest_gap_ms, gap_ms)
+
+    def expected_work_ms(self, microbatches: int) -> float | None:
+        """How long it may be silent while it computes a node of so many microbatches."""
+        speed = self.ms_per_microbatch
+        if speed is None:
+            return None
+        gap_ms = median(self._gaps_ms) if self._gaps_ms else 0.0
+        return max(speed * microbatches, gap_ms)
+
+    @property
+    def expected_answer_ms(self) -> float | None:
+        """How long it takes to apply a step."""
+        return median(self._answers_ms) if self._answers_ms else None
+
+    def planned(self, microbatches: int) -> None:
+        """Note its part of a step; what was measured before a long idle time counts no more."""
+        if self._longest_gap_ms:
+            self._gaps_ms.append(self._longest_gap_ms)
+            self._longest_gap_ms = 0.0
+        self.idle_steps = 0 if microbatches else self.idle_steps + 1
+        if self.overdue:
+            self._measured_ms.clear()
+
+    @property
+    def overdue(self) -> bool:
+        """Whether it has had nothing for so long that its speed is to be measured again."""
+        return self.idle_steps >= _IDLE_STEPS
+
+    @property
+    def ms_per_microbatch(self) -> float | None:
+        """Measured time of a microbatch; None before the first node."""
+        return median(self._measured_ms) if self._measured_ms else None
+
+
+class Membership:
+    """The members of a run by name. `view` counts changes of who is active."""
+
+    def __init__(self) -> None:
+        self.view = 0
+        self._members: dict[str, Member] = {}  # sorted
+        self._departed: dict[str, int] = {}
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter([*self._members.values()])
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._members
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def get(self, name: str) -> Member | None:
+        return self._members.get(name)
+
+    def add(self, name: str, admitted_by: str = "") -> Member:
+        """A worker is asked to build the task."""
+        member = self._members[name] = Member(name, admitted_by=admitted_by)
+        self._members = dict(sorted(self._members.items()))
+        return member
+
+    def remove(self, name: str) -> Member | None:
+        """A worker has left; the view changes if it was active."""
+        member = self._members.pop(name, None)
+        if member is not None and member.microbatches:
+            self._departed[name] = self._departed.get(name, 0) + member.microbatches
+        if member is not None and member.state in (MemberState.ACTIVE, MemberState.DRAINING):
+            self.view += 1
+        return member
+
+    def activate(self, member: Member) -> None:
+        """A worker's state is the run's: it may compute, from the next step on."""
+        member.state = MemberState.ACTIVE
+        self.view += 1
+
+    def deactivate(self, name: str) -> None:
+        """A worker's state is not the run's: it has to load it anew."""
+        self._members[name].state = MemberState.LOADING
+        self.view += 1
+
+    def names(self, *states: MemberState) -> list[str]:
+        """Names of the members in one of these states, sorted."""
+        return [member.name for member in self if member.state in states]
+
+    def speeds(self) -> dict[str, float | None]:
+        """Milliseconds per microbatch of the active members."""
+        return {
+            member.name: member.ms_per_microbatch
+            for member in self
+            if member.state is MemberState.ACTIVE
+        }
+
+    def microbatches(self) -> dict[str, int]:
+        """How many each has computed in this run, those that have left included."""
+        counts = dict(self._departed)
+        for member in self:
+            counts[member.name] = counts.get(member.name, 0) + member.microbatches
+        return dict(sorted(counts.items()))
+
+    @property
+    def signatures(self) -> set[str]:
+        """The distinct numeric signatures of members that compute."""
+        states = (MemberState.ACTIVE, MemberState.DRAINING)
+        return {member.signature for member in self if member.state in states}

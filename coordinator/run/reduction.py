@@ -1,0 +1,99 @@
+"""Sums along the reduction tree, whatever the order in which nodes arrive.
+
+Pure: arrays in, arrays out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, TypeVar
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from protocol.exact.digest import weights_digest
+from protocol.exact.tree import Node, parent, root, sibling
+from protocol.spec.manifest import Block
+
+Array = NDArray[np.float32]
+T = TypeVar("T")
+
+
+def add_arrays(left: Array, right: Array) -> Array:
+    """Left + right in float32, into left. Overflow is found as non-finite later."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.add(left, right, out=left)
+
+
+def add_floats(left: float, right: float) -> float:
+    """Left + right in float64."""
+    return left + right
+
+
+def is_finite(values: Array) -> bool:
+    """Whether no element is NaN or infinite."""
+    return bool(np.isfinite(values).all())
+
+
+def block_digest(block: Block, average: Array) -> str:
+    """Digest of one block's averaged gradients, flat float32, by tensor name."""
+    return weights_digest(
+        {tensor.name: average[part].reshape(tensor.shape) for tensor, part in block.slices()}
+    )
+
+
+def averages_digest(block_digests: Iterable[str]) -> str:
+    """BLAKE3 over the hex digests of all blocks in order: what a commit carries."""
+    return blake3("".join(block_digests).encode()).hexdigest()
+
+
+class TreeSum(Generic[T]):
+    """The disjoint nodes that have arrived, merged with their siblings as far as can be.
+
+    A node that is covered already is dropped. One that covers some that are there takes their
+    place: it was given to a worker because of what they lack.
+    """
+
+    def __init__(self, microbatches: int, add: Callable[[T, T], T]) -> None:
+        self._microbatches = microbatches
+        self._add = add
+        self._held: dict[Node, T] = {}
+
+    @property
+    def held(self) -> tuple[Node, ...]:
+        """The nodes that are there, in order."""
+        return tuple(sorted(self._held))
+
+    def covers(self, node: Node) -> bool:
+        """Whether the node's sum is part of what is held."""
+        return any(lo <= node.lo and node.hi <= hi for lo, hi in self._held)
+
+    def put(self, node: Node, value: T) -> bool:
+        """Take a node's value and merge upwards; False if it is dropped.
+
+        The value belongs to the sum from then on.
+        """
+        if self.covers(node):
+            return False
+        for held in [held for held in self._held if node.covers(held)]:
+            del self._held[held]
+        while (other := sibling(node, self._microbatches)) is not None and other in self._held:
+            there = self._held.pop(other)
+            value = self._add(value, there) if node < other else self._add(there, value)
+            above = parent(node, self._microbatches)
+            assert above is not None
+            node = above
+        self._held[node] = value
+        return True
+
+    @property
+    def total(self) -> T | None:
+        """The root's value once every node is there."""
+        return self._held.get(root(self._microbatches))
+
+    def missing(self, node: Node) -> Iterator[int]:
+        """The microbatches of `node` that are not there."""
+        for leaf in range(node.lo, node.hi):
+            if not any(held.lo <= leaf < held.hi for held in self._held):
+                yield leaf

@@ -1,0 +1,287 @@
+"""One attempt at one step: payloads in, averaged blocks out.
+
+Pure: no clock, socket, file or randomness. Arrival order cannot change a bit of what comes out,
+since everything is summed along the tree; a payload that was there already changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from coordinator.run.reduction import (
+    Array,
+    TreeSum,
+    add_arrays,
+    add_floats,
+    averages_digest,
+    block_digest,
+    is_finite,
+)
+from protocol.base.errors import OutOfPlace
+from protocol.exact.tree import Node, cover, is_node, root
+from protocol.exact.update import average, global_norm, square_sum
+from protocol.spec.manifest import Block
+from protocol.wire.messages import GradientPayload, NodeLoss
+
+
+@dataclass(frozen=True, slots=True)
+class Averaged:
+    """A chunk is complete: the average over all samples of the step."""
+
+    block: int
+    chunk: int
+    values: Array
+
+
+@dataclass(frozen=True, slots=True)
+class NonFinite:
+    """A payload, a loss (`block` is None) or a sum (`worker` is None) has NaN or infinity."""
+
+    worker: str | None
+    block: str | None
+    node: Node
+
+    def place(self) -> dict[str, object]:
+        """Worker, block and microbatches [lo, hi), as far as they are one's."""
+        place: dict[str, object] = {"microbatches": (self.node.lo, self.node.hi)}
+        if self.worker is not None:
+            place["worker"] = self.worker
+        if self.block is not None:
+            place["block"] = self.block
+        return place
+
+    def __str__(self) -> str:
+        what = "loss" if self.block is None else f"gradient in block {self.block!r}"
+        whose = (
+            "when summed over workers, each of which sent finite ones"
+            if self.worker is None
+            else f"from worker {self.worker!r}"
+        )
+        return f"non-finite {what}, microbatches {self.node}, {whose}"
+
+
+@dataclass(slots=True)
+class _Chunk:
+    sums: TreeSum[Array]
+    done: bool = False
+
+
+@dataclass(slots=True)
+class Share:
+    """What one worker was given in this round, and what of it is still to come from it."""
+
+    nodes: list[Node] = field(default_factory=list)
+    pending: list[Node] = field(default_factory=list)
+
+    @property
+    def microbatches(self) -> int:
+        return sum(node.leaves for node in self.nodes)
+
+
+class Round:
+    """Collects one attempt at a step.
+
+    Attributes:
+        averages: One flat array per block; complete in the end.
+        shares: Nodes by worker, for workers that have not left.
+        begun: Whether nodes were given to anyone.
+        tainted: Whether something in it may stem from weights that nobody has compared.
+    """
+
+    def __init__(
+        self, blocks: tuple[Block, ...], microbatches: int, epoch: int, step: int, attempt: int
+    ) -> None:
+        self.microbatches = microbatches
+        self.epoch = epoch
+        self.step = step
+        self.attempt = attempt
+        self.shares: dict[str, Share] = {}
+        self.tainted = False
+        self.averages = [np.empty(block.elements, np.float32) for block in blocks]
+        self.begun = False
+        self._delivered: set[str] = set()
+        self._blocks = blocks
+        self._chunks = [
+            [_Chunk(TreeSum(microbatches, add_arrays)) for _ in range(block.chunks)]
+            for block in blocks
+        ]
+        self._open_chunks = [block.chunks for block in blocks]
+        self._square_sums: dict[int, float] = {}
+        self._digests: dict[int, str] = {}
+        self._weights: TreeSum[float] = TreeSum(microbatches, add_floats)
+        self._losses: TreeSum[float] = TreeSum(microbatches, add_floats)
+
+    def assign(self, worker: str, nodes: tuple[Node, ...]) -> None:
+        """These nodes are now the worker's to compute."""
+        self.begun = True
+        share = self.shares.setdefault(worker, Share())
+        share.nodes.extend(nodes)
+        share.pending.extend(nodes)
+
+    def payload(
+        self, worker: str, message: GradientPayload, values: Array
+    ) -> list[Averaged] | NonFinite:
+        """Take a chunk of a node's gradient sum; `values` belongs to the round from then on.
+
+        Raises:
+            OutOfPlace: No such node, or not this worker's.
+        """
+        self._check_place(worker, message.node)
+        self._summarise()
+        chunk = self._chunks[message.block][message.chunk]
+        if chunk.done or chunk.sums.covers(message.node):
+            return []
+        if not is_finite(values):
+            return NonFinite(worker, self._blocks[message.block].name, message.node)
+        self._weights.put(message.node, message.weight)
+        chunk.sums.put(message.node, values)
+        self._delivered.add(worker)
+        total = chunk.sums.total
+        if total is None:
+            return []
+        return self._complete(message.block, message.chunk, total)
+
+    def node_loss(self, worker: str, message: NodeLoss) -> NonFinite | bool:
+        """Take a node's loss sum; it also says that the node is done.
+
+        Returns:
+            Whether it was not there yet.
+
+        Raises:
+            OutOfPlace: No such node, or not this worker's.
+        """
+        share = self._check_place(worker, message.node)
+        if message.node in share.pending:
+            share.pending.remove(message.node)
+        if self._losses.covers(message.node):
+            return False
+        if not math.isfinite(message.loss_sum):
+            return NonFinite(worker, None, message.node)
+        self._weights.put(message.node, message.weight)
+        self._losses.put(message.node, message.loss_sum)
+        total = self._losses.total
+        if total is not None and not math.isfinite(total):
+            return NonFinite(None, None, root(self.microbatches))
+        return True
+
+    @property
+    def complete(self) -> bool:
+        """Whether every block is averaged and every loss is there."""
+        return not any(self._open_chunks) and self._losses.total is not None
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over the step; the round is complete."""
+        total, weight = self._losses.total, self._weights.total
+        assert total is not None
+        assert weight is not None
+        return total / weight if weight else 0.0
+
+    @property
+    def gradient_norm(self) -> float:
+        """Euclidean norm of all averages; the round is complete."""
+        assert self.complete
+        self._summarise()
+        return global_norm(self._square_sums[block] for block in range(len(self._blocks)))
+
+    def averages_digest(self) -> str:
+        """BLAKE3 over the hex digests of the blocks, in block order; the round is complete."""
+        assert self.complete
+        self._summarise()
+        return averages_digest(self._digests[block] for block in range(len(self._blocks)))
+
+    def unfinished(self, worker: str) -> tuple[Node, ...]:
+        """The worker's microbatches of which anything is missing, as nodes."""
+        share = self.shares.get(worker)
+        if share is None:
+            return ()
+        missing = {leaf for node in share.pending for leaf in self._missing(node)}
+        return cover(sorted(missing), self.microbatches)
+
+    def unassigned(self, ignoring: Collection[str] = ()) -> tuple[Node, ...]:
+        """Microbatches that are missing and nobody's, or only of those to be ignored."""
+        taken = {
+            leaf
+            for worker, share in self.shares.items()
+            if worker not in ignoring
+            for node in share.pending
+            for leaf in range(node.lo, node.hi)
+        }
+        everything = root(self.microbatches)
+        missing = {leaf for leaf in self._missing(everything) if leaf not in taken}
+        return cover(sorted(missing), self.microbatches)
+
+    def lose(self, worker: str, *, proven: bool) -> None:
+        """The worker has left; what it delivered is kept.
+
+        Args:
+            worker: Its name.
+            proven: Whether its weights are known to be the run's.
+        """
+        self.shares.pop(worker, None)
+        self.tainted = self.tainted or (not proven and worker in self._delivered)
+
+    def release(self, worker: str, *, proven: bool) -> None:
+        """The worker is late and what it owes is nobody's; it may be delivered all the same."""
+        share = self.shares.get(worker)
+        if share is not None:
+            share.pending.clear()
+        self.tainted = self.tainted or (not proven and worker in self._delivered)
+
+    def surplus(self) -> dict[str, tuple[Node, ...]]:
+        """Pending nodes that are there already, since others have computed them too.
+
+        They are not pending any more after that.
+        """
+        surplus: dict[str, tuple[Node, ...]] = {}
+        for worker, share in self.shares.items():
+            there = tuple(node for node in share.pending if not self._missing(node))
+            if there:
+                surplus[worker] = there
+                share.pending = [node for node in share.pending if node not in there]
+        return surplus
+
+    def _missing(self, node: Node) -> set[int]:
+        missing = set(self._losses.missing(node))
+        for chunks in self._chunks:
+            for chunk in chunks:
+                if not chunk.done:
+                    missing.update(chunk.sums.missing(node))
+        return missing
+
+    def _summarise(self) -> None:
+        """Norm and digest of the blocks that are complete.
+
+        Left to the next event, so that a block goes out to all before it is summarised.
+        """
+        for number, block in enumerate(self._blocks):
+            if self._open_chunks[number] or number in self._digests:
+                continue
+            average = self.averages[number]
+            self._square_sums[number] = square_sum(average)
+            self._digests[number] = block_digest(block, average)
+
+    def _check_place(self, worker: str, node: Node) -> Share:
+        if not is_node(node, self.microbatches):
+            raise OutOfPlace(f"{node} is no node of a tree over {self.microbatches} microbatches")
+        share = self.shares.get(worker)
+        if share is None or node not in share.nodes:
+            raise OutOfPlace(f"node {node} was not given to worker {worker!r} in this step")
+        return share
+
+    def _complete(self, block: int, number: int, total: Array) -> list[Averaged] | NonFinite:
+        weight = self._weights.total
+        assert weight is not None, "a chunk is complete, so every node's weight has come"
+        values = self.averages[block][self._blocks[block].chunk_slice(number)]
+        if math.isfinite(weight):
+            average(total, weight, out=values)
+        # A small weight can make an average overflow where the sum did not.
+        if not (math.isfinite(weight) and is_finite(values)):
+            return NonFinite(None, self._blocks[block].name, root(self.microbatches))
+        self._chunks[block][number] = _Chunk(TreeSum(self.microbatches, add_arrays), done=True)
+        self._open_chunks[block] -= 1
+        return [Averaged(block, number, values)]

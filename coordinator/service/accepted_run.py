@@ -1,0 +1,151 @@
+"""A run that this coordinator has taken on: its directory is held, begun or found again."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+
+from coordinator.disk.claim import Claim
+from coordinator.files.blob_index import BlobIndex
+from coordinator.files.kept_index import keep_index, kept_index
+from coordinator.run.resumption import Resumption
+from coordinator.service.after_restart import lines_after_restart, resumption_of
+from coordinator.storage.journal_end import read_end
+from coordinator.storage.journal_records import Record, RunBegins
+from coordinator.storage.recovery import Recovery, leave_behind, recover
+from coordinator.storage.run_directory import RunDirectory, StoredRun
+from protocol import __version__
+from protocol.base.errors import Mismatch, SamestepError, UsageError
+from protocol.spec.run_spec import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedRun:
+    """One run, waiting or in progress.
+
+    Attributes:
+        stored: Its id and spec, as they are on disk.
+        directory: Its files.
+        claim: Holds the directory.
+        recovery: What an earlier coordinator has left of it; None for a new run.
+        resumption: Where it goes on from; None if it begins.
+        blobs: The files that it names, for workers to ask for.
+    """
+
+    stored: StoredRun
+    directory: RunDirectory
+    claim: Claim
+    recovery: Recovery | None = None
+    resumption: Resumption | None = None
+    blobs: BlobIndex | None = None
+
+    def first_lines(self) -> list[Record]:
+        """What the journal has to say before anything happens; its end is sound.
+
+        Raises:
+            StorageFailed: It cannot be read.
+        """
+        saved = self.resumption.saved if self.resumption is not None else 0
+        journal = read_end(self.directory.journal, saved)
+        lines: list[Record] = []
+        if not journal.begun:
+            lines.append(RunBegins.of(self.stored.run_id, self.stored.document, _versions()))
+        if self.recovery is not None and self.resumption is not None:
+            lines += lines_after_restart(self.recovery, journal, self.claim.epoch)
+        return lines
+
+
+def begin_run(
+    run_id: str, spec: RunSpec, claim: Claim, blobs: BlobIndex | None = None
+) -> AcceptedRun:
+    """Begin a new run in a directory that is held.
+
+    Raises:
+        UsageError: There is a run already.
+        StorageFailed: The disk refuses.
+    """
+    directory = RunDirectory(claim.directory)
+    directory.begin(run_id, spec)
+    if blobs is not None:
+        keep_index(directory.files_file, blobs)
+    stored = StoredRun(run_id, spec, spec.model_dump(mode="json"))
+    return AcceptedRun(stored, directory, claim, blobs=blobs)
+
+
+def find_run(claim: Claim, spec: RunSpec | None = None) -> AcceptedRun | None:
+    """The run in a directory that is held, to go on with.
+
+    Args:
+        claim: Holds the directory.
+        spec: What the run has to be; None for whatever it is.
+
+    Returns:
+        None if there is no run, or it has finished.
+
+    Raises:
+        Mismatch: It is another run.
+        StorageDamaged: Something is damaged that no crash explains.
+        StorageFailed: The disk refuses.
+    """
+    directory = RunDirectory(claim.directory)
+    stored = directory.read_run()
+    if stored is None:
+        return None
+    if spec is not None and spec != stored.spec:
+        raise Mismatch(
+            f"{str(claim.directory)!r} holds run {stored.run_id!r} of another run spec; leave "
+            "the run spec out to go on with it, or choose another --out"
+        )
+    if not is_unfinished(claim.directory):
+        return None
+    recovery = recover(directory)
+    assert recovery is not None
+    resumption = resumption_of(recovery, directory.read_terms())
+    blobs = kept_index(directory.files_file, stored.spec)
+    if resumption is not None:
+        leave_behind(directory, recovery)
+        if not directory.journal.exists():
+            note = f"the journal is missing: what happened before step {recovery.step} is not told"
+            recovery = replace(recovery, notes=(*recovery.notes, note))
+    return AcceptedRun(stored, directory, claim, recovery, resumption, blobs)
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether a directory holds a run that can go on: interrupted, failed or drained."""
+    directory = RunDirectory(path)
+    if not directory.run_file.is_file():
+        return False
+    result = directory.read_result()
+    return result is None or result.get("outcome") == "drained"
+
+
+def unfinished_runs(path: Path) -> list[Path]:
+    """The directories below this one that hold runs which can go on, oldest first.
+
+    Raises:
+        UsageError: There is no such directory.
+    """
+    if not path.is_dir():
+        raise UsageError(f"expected runs to resume in {str(path)!r}, found no such directory")
+    found = [child for child in path.iterdir() if _seems_unfinished(child)]
+    return sorted(found, key=lambda child: RunDirectory(child).accepted_ns())
+
+
+def _seems_unfinished(path: Path) -> bool:
+    """Also where that cannot be told: whoever takes it up will say why."""
+    try:
+        return is_unfinished(path)
+    except SamestepError:
+        return True
+
+
+def _versions() -> dict[str, str]:
+    """Of the software on this side that decides bits or formats."""
+    names = ("numpy", "blake3", "safetensors")
+    return {
+        "samestep": __version__,
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in names},
+    }

@@ -1,0 +1,401 @@
+"""The shell around one run's logic: it does what the logic asks, and feeds back what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+from coordinator.members.session import Session
+from coordinator.run.actions import (
+    Action,
+    Adopt,
+    ApplyStep,
+    Broadcast,
+    Dismiss,
+    Finish,
+    Follow,
+    MakeCheckpoint,
+    Persist,
+    Remember,
+    Replay,
+    Report,
+    Seed,
+    Send,
+)
+from coordinator.run.reduction import Array
+from coordinator.run.run import Run
+from coordinator.service.chronicle import Chronicle
+from coordinator.service.followers import Followers
+from coordinator.service.listener import Listener
+from coordinator.service.replica_keeper import Applied, ReplicaKeeper
+from coordinator.service.result import write_result
+from coordinator.service.state_transfer import send_missed, send_state
+from coordinator.storage.journal_records import Checkpointed, Commanded
+from coordinator.storage.log_records import place_of
+from coordinator.storage.recovery import Recovery
+from coordinator.storage.run_storage import RunStorage
+from protocol.base.errors import (
+    ExitCode,
+    OutOfPlace,
+    RemoteProtocolError,
+    SamestepError,
+    StorageFailed,
+    Superseded,
+    text_of,
+)
+from protocol.base.fields import cut_text
+from protocol.host.trace import Tracer, now_us
+from protocol.wire.connection import Body, Received, encode
+from protocol.wire.messages import AveragedGradient, EndRun, Message, Ready, StateChunk
+
+Command = Literal["submit", "halt", "continue", "skip_step", "checkpoint", "drain"]
+
+
+class Watcher(Listener, Protocol):
+    """Who hears what a run reports, and its end."""
+
+    def ended(self, execution: Execution) -> None:
+        """The run is over and its files are written."""
+
+
+class Execution:
+    """One run being executed.
+
+    Attributes:
+        run: The pure logic.
+        applied: Where the coordinator's replica is.
+        outcome: How the run ended, once it has.
+        result: What `result.json` holds, once written.
+        superseded: Whether another coordinator has the directory now.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        sessions: Mapping[str, Session],
+        storage: RunStorage,
+        watcher: Watcher,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self.run = run
+        self.directory = storage.directory.path
+        self.applied: Applied | None = None
+        self.outcome: Finish | None = None
+        self.result: dict[str, object] = {}
+        self.model_directory: Path | None = None
+        self.superseded = False
+        self.started_s: float | None = None
+        self._sessions = sessions
+        self._watcher = watcher
+        self._tracer = tracer
+        self._keeper: ReplicaKeeper | None = None
+        self._storage = storage
+        self._chronicle = Chronicle(run)
+        self._followers = Followers(sessions, run.step)
+        self._state_from = ""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    # Events.
+
+    def take_up_again(self, recovery: Recovery) -> None:
+        """After a restart: workers go on, while the replica takes the logged steps again."""
+        assert recovery.manifest is not None
+        self.started_s = time.monotonic()
+        self._keeper = ReplicaKeeper(recovery.manifest, self.run.spec)
+        self._storage.settle(recovery.manifest, recovery.step, recovery.redo)
+        self._spawn(self._catch_up(self._keeper, recovery))
+        self._handle(self.run.take_up_again)
+
+    async def _catch_up(self, keeper: ReplicaKeeper, recovery: Recovery) -> None:
+        try:
+            self.applied = await keeper.catch_up(recovery)
+        except SamestepError as error:
+            self.give_up(f"{error}; then resume the run")  # there is no state to go on with
+            return
+        self._do(self.run.replica_applied(self.applied.step, self.applied.state_digest))
+
+    def tick(self) -> None:
+        """Time goes on."""
+        self._handle(lambda: self.run.tick(time.monotonic() * 1000))
+
+    def invite(self, session: Session) -> None:
+        """A free worker: take it into the run."""
+        self._handle(lambda: self.run.invite(session.name, session.check.admitted_by))
+
+    def receive(self, session: Session, received: Received) -> None:
+        """A member's message."""
+        message, raw = received
+        if isinstance(message, StateChunk):
+            self._state_chunk(session.name, message, raw)
+            return
+        body: Array | bytes | None = None
+        if raw is not None:
+            body = raw.tobytes() if message.body == "document" else raw.view("<f4")
+        self._trace_payload(session.name, message)
+        self._handle(lambda: self.run.receive(session.name, message, body))
+        if isinstance(message, Ready) and self.run.manifest is not None:
+            session.channel.connection.blocks = self.run.manifest.blocks
+
+    def lost(self, session: Session, reason: str) -> None:
+        """A member's connection is over."""
+        self._followers.discard(session.name)
+        self._handle(lambda: self.run.lost(session.name, reason, failed=session.failed))
+
+    def command(self, command: Command, event: Callable[[], Sequence[Action]]) -> None:
+        """Do what an operator's word leads to."""
+        record = Commanded(epoch=self.run.epoch, step=self.run.step, command=command)
+        self._storage.record([record])
+        self._handle(event)
+
+    def give_up(self, reason: str) -> None:
+        """Nothing more can come: end as failed."""
+        self._handle(lambda: self.run.give_up(reason))
+
+    def storage_failed(self, error: Exception) -> None:
+        """The disk refused something that nobody waited for, or is another's now."""
+        if isinstance(error, StorageFailed):
+            self._handle(lambda: self.run.storage_failed(str(error)))
+        else:
+            self.superseded = isinstance(error, Superseded)
+            self.give_up(text_of(error))
+
+    def _handle(self, event: Callable[[], Sequence[Action]]) -> None:
+        """Do what an event leads to; an error of our own ends the run as failed, not as hung."""
+        try:
+            self._do(event())
+        except RemoteProtocolError:
+            raise
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the run has to end
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, SamestepError):
+            self.storage_failed(error)
+            return
+        self._watcher.reported("internal_error", {"error": text_of(error)})
+        self._do(self.run.give_up(text_of(error)))
+
+    # Actions.
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        if self._closed:
+            return
+        self._storage.record(self._chronicle.records(actions))
+        for action in actions:
+            match action:
+                case Send():
+                    self._send(action)
+                case Broadcast():
+                    self._broadcast(action)
+                case Report():
+                    self._report(action)
+                case ApplyStep():
+                    self._spawn(self._apply(action))
+                case Follow():
+                    if (session := self._sessions.get(action.worker)) is not None:
+                        self._followers.join(session, action.step)
+                case Seed():
+                    # Until it has the state no commit may reach it: its answer would be odd again.
+                    self._followers.discard(action.worker)
+                    self._spawn(self._seed(action.worker))
+                case Replay():
+                    self._spawn(self._replay(action))
+                case Persist():
+                    self._spawn(self._persist(action))
+                case Remember():
+                    self._storage.remember(action.terms)
+                case MakeCheckpoint():
+                    self._spawn(self._save(action.step))
+                case Adopt():
+                    self._keeper = ReplicaKeeper(action.manifest, self.run.spec)
+                    self._storage.settle(action.manifest, 0)
+                case Dismiss():
+                    self._dismiss(action)
+                case Finish():
+                    self._spawn(self._finish(action))
+
+    def _send(self, action: Send) -> None:
+        if (session := self._sessions.get(action.worker)) is not None:
+            session.channel.send(encode(action.message, action.body))
+
+    def _broadcast(self, action: Broadcast) -> None:
+        message, values = action.message, action.body
+        self._followers.broadcast(message, values)
+        if isinstance(message, AveragedGradient):
+            assert values is not None
+            self._storage.append(place_of(message), values)
+        if self._tracer is not None:
+            self._tracer.instant(f"send {type(message).__name__}", "coordinator")
+
+    async def _persist(self, action: Persist) -> None:
+        start, step = now_us(), action.record.commit.step
+        try:
+            await self._storage.commit(action.record)
+        except StorageFailed as error:
+            self._do(self.run.storage_failed(str(error), lost_commit=True))
+            return
+        if self._tracer is not None:
+            self._tracer.span("sync the log", "log", start, step=step)
+        self._do(self.run.durable(step))
+
+    def _report(self, action: Report) -> None:
+        if action.event == "started":
+            self.started_s = time.monotonic()
+        if action.event == "evaluated":
+            self._storage.keep_metrics(self.run.step, self.run.metrics)
+        self._watcher.reported(action.event, {"run_id": self.run.run_id, **action.fields})
+
+    def _dismiss(self, action: Dismiss) -> None:
+        self._followers.discard(action.worker)
+        if (session := self._sessions.get(action.worker)) is not None:
+            session.channel.goodbye(action.reason, retry=False, exit_code=action.exit_code)
+
+    async def _apply(self, action: ApplyStep) -> None:
+        assert self._keeper is not None
+        start = now_us()
+        applied = await self._keeper.apply(action.averages, action.scalars)
+        if self._tracer is not None:
+            self._tracer.span("apply step", "replica", start, step=action.step)
+        self.applied = applied
+        self._followers.forget_before(applied.step)
+        self._do(self.run.replica_applied(applied.step, applied.state_digest))
+
+    async def _save(self, step: int) -> None:
+        """Write a checkpoint; the log begins a new segment where it belongs."""
+        assert self._keeper is not None
+        losses = self.run.losses[:step]
+        replica = await self._keeper.snapshot()
+        assert replica.step == step
+        if step:
+            await self._storage.roll()
+        made = await self._storage.save(replica, losses)
+        info = made.info
+        record = Checkpointed(
+            epoch=self.run.epoch, step=step, optimizer_step=info.optimizer_step,
+            weights_digest=info.weights_digest, state_digest=info.state_digest,
+            directory=made.path.name,
+        )  # fmt: skip
+        self._storage.record([record])
+        self._watcher.reported("checkpoint", {"run_id": self.run.run_id, "step": step})
+        self._do(self.run.checkpointed(step))
+
+    async def _seed(self, worker: str) -> None:
+        """Send a joiner the state and what was broadcast since; no running worker is disturbed."""
+        assert self._keeper is not None
+        assert self.run.manifest is not None
+        session = self._sessions.get(worker)
+        snapshot = await self._keeper.snapshot()
+        if session is None or session.channel.closed or self.outcome is not None:
+            return
+        send_state(session.channel, self.run.run_id, self.run.manifest, snapshot)
+        self._followers.join(session, snapshot.step)
+
+    async def _replay(self, action: Replay) -> None:
+        """Send a worker that was away what it has missed; where the log lacks it, everything."""
+        assert self.run.manifest is not None
+        session = self._sessions.get(action.worker)
+        if session is None:
+            return
+        try:
+            reached = await send_missed(
+                session.channel, self._storage, self.run.manifest, action,
+                epoch=self.run.epoch, followers=self._followers,
+            )  # fmt: skip
+        except SamestepError as error:
+            reached, reason = None, str(error)
+            self._watcher.reported("log_unreadable", {"error": reason})
+        if session.channel.closed or self.outcome is not None:
+            return
+        if reached is None:
+            await self._seed(action.worker)
+        else:
+            self._followers.join(session, reached)
+        if not session.channel.closed:
+            self._do(self.run.replayed(action.worker))
+
+    def _state_chunk(self, worker: str, message: StateChunk, raw: Body | None) -> None:
+        if message.run_id != self.run.run_id:
+            return
+        admission = self.run.admission
+        if self._keeper is None or admission is None or not admission.was_asked(worker):
+            raise OutOfPlace("StateChunk was not asked for")
+        if not admission.awaits(worker) or self._state_from == worker:
+            return  # another sends it, or this one has
+        assert raw is not None
+        self._keeper.fill(message, raw.view("<f4"))
+        if message.last:
+            self._state_from = worker
+            self._spawn(self._state_loaded(worker))
+
+    async def _state_loaded(self, sender: str) -> None:
+        assert self._keeper is not None
+        applied = await self._keeper.digests()
+        assert self.run.admission is not None
+        if self._state_from == sender:
+            self._state_from = ""
+        if self.run.admission.awaits(sender):  # else it has left, and another sends it anew
+            self.applied = applied
+            self._do(self.run.replica_loaded(self.applied.state_digest))
+
+    async def _finish(self, action: Finish) -> None:
+        """Write what the run leaves behind, then let the workers go."""
+        self.outcome = action
+        ended_s = time.monotonic()
+        try:
+            await self._write(action, ended_s)
+        except StorageFailed as error:
+            self.outcome = None
+            self._storage.reopen_journal()
+            self._do(self.run.result_refused(str(error)))
+            return
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the run has to end
+            reason = f"the run is done, but its result is not written: {text_of(error)}"
+            self.outcome = Finish("failed", reason, ExitCode.FAILED)
+        if self.outcome.outcome == "failed":
+            self._storage.record([self._chronicle.failed(self.outcome.reason)])
+        message = EndRun(run_id=self.run.run_id, reason=cut_text(self.outcome.reason))
+        try:
+            for member in self.run.members:
+                self._send(Send(member.name, message))
+        finally:
+            await self.close()
+            self._watcher.ended(self)
+
+    async def close(self) -> None:
+        """Let go of files and threads; a run that goes on can be resumed."""
+        if self._closed:
+            return
+        self._closed = True
+        others = self._tasks - {asyncio.current_task()}
+        await asyncio.gather(*(t for t in others if t.cancel()), return_exceptions=True)
+        self._followers.clear()
+        if self._keeper is not None:
+            self._keeper.close()
+        await self._storage.close()
+
+    async def _write(self, action: Finish, ended_s: float) -> None:
+        if self._keeper is None or self.applied is None or action.outcome == "failed":
+            return
+        replica = await self._keeper.snapshot()
+        self.model_directory, self.result = await write_result(
+            self.run, self._storage, replica, action, ended_s - (self.started_s or ended_s)
+        )
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _trace_payload(self, worker: str, message: Message) -> None:
+        if self._tracer is not None and message.body == "float32":
+            fields = message.model_dump()
+            self._tracer.instant(f"receive block {fields['block']}", worker, **fields)

@@ -1,0 +1,96 @@
+"""The coordinator's own replica, updated in a thread of its own: off the critical path."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from coordinator.run.reduction import Array
+from coordinator.storage.recovery import Recovery
+from protocol.base.errors import OutOfPlace
+from protocol.exact.replica import Replica
+from protocol.exact.update import StepScalars
+from protocol.spec.manifest import Manifest
+from protocol.spec.run_spec import RunSpec
+from protocol.wire.messages import StateChunk
+
+T = TypeVar("T")
+
+
+class Applied(NamedTuple):
+    """The replica has taken `step` steps."""
+
+    step: int
+    state_digest: str
+    weights_digest: str
+
+
+class ReplicaKeeper:
+    """Owns the replica; its methods run one after the other, in the order of the calls."""
+
+    def __init__(self, manifest: Manifest, spec: RunSpec) -> None:
+        self._blocks = manifest.blocks
+        self._replica = Replica(manifest.blocks, spec.optimizer)
+        self._thread = ThreadPoolExecutor(1, "replica")
+
+    def fill(self, message: StateChunk, values: Array) -> None:
+        """Take a chunk of state 0, before the first step.
+
+        Raises:
+            OutOfPlace: It is no chunk of parameters at step 0.
+        """
+        if message.kind != "parameters" or message.step or message.optimizer_step:
+            raise OutOfPlace("StateChunk: expected the parameters of step 0")
+        piece = self._blocks[message.block].chunk_slice(message.chunk)
+        np.copyto(self._replica.parameters[message.block][piece], values)
+
+    async def catch_up(self, recovery: Recovery) -> Applied:
+        """Take the state that a recovery leads to; other calls wait for it.
+
+        Raises:
+            StorageDamaged: The files do not lead to the state they led to.
+            StorageFailed: They cannot be read.
+        """
+
+        def work() -> Applied:
+            self._replica = recovery.replica()
+            return self._digests()
+
+        return await self._in_thread(work)
+
+    async def digests(self) -> Applied:
+        """Where the replica is now."""
+        return await self._in_thread(self._digests)
+
+    async def apply(self, averages: Sequence[Array], scalars: StepScalars | None) -> Applied:
+        """Take one step, or skip it; the averages are left as they are."""
+
+        def work() -> Applied:
+            if scalars is None:
+                self._replica.skip()
+            else:
+                self._replica.apply(averages, scalars)
+            return self._digests()
+
+        return await self._in_thread(work)
+
+    async def snapshot(self) -> Replica:
+        """A copy, as of all steps applied by calls before this one."""
+        return await self._in_thread(self._copy)
+
+    def _copy(self) -> Replica:
+        return self._replica.copy()
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _digests(self) -> Applied:
+        digests = self._replica.digests()
+        return Applied(self._replica.step, digests.state, digests.weights)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -1,0 +1,59 @@
+"""The end of a run: the trained tensors, the journal's last line, and `result.json`."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+
+from coordinator.disk.artifacts import write_json, write_model
+from coordinator.run.actions import Finish
+from coordinator.run.run import Run
+from coordinator.storage.journal_records import Ended
+from coordinator.storage.run_storage import RunStorage
+from protocol.exact.replica import Replica
+
+
+async def write_result(
+    run: Run, storage: RunStorage, replica: Replica, end: Finish, wall_s: float
+) -> tuple[Path, dict[str, object]]:
+    """Write what a run leaves behind; `result.json` comes last, with the journal's head.
+
+    Args:
+        run: The run, over.
+        storage: Its files.
+        replica: The trained state.
+        end: How it ended.
+        wall_s: Seconds since training began, in this process.
+
+    Returns:
+        Where the trained tensors are, and what `result.json` says.
+
+    Raises:
+        StorageFailed: The disk refuses.
+        RunFailed: The directory has another coordinator now; nothing of it is written over.
+    """
+    assert run.manifest is not None
+    path = storage.directory.path
+    await storage.check()
+    model = await asyncio.to_thread(write_model, path, run.manifest, replica)
+    digest = replica.weights_digest()
+    record = Ended(
+        epoch=run.epoch, step=run.step, outcome=end.outcome, reason=end.reason,
+        weights_digest=digest, state_digest=replica.state_digest(),
+    )  # fmt: skip
+    head = await storage.end_journal(record)
+    document: dict[str, object] = {
+        "run_id": run.run_id,
+        "outcome": end.outcome,
+        "steps": run.step,
+        "weights_digest": digest,
+        "losses": [loss if math.isfinite(loss) else None for loss in run.losses],
+        "eval": {name: v if math.isfinite(v) else None for name, v in run.metrics.items()},
+        "exact": run.progress is not None and not run.progress.mixed,
+        "workers": run.members.microbatches(),
+        "wall_s": round(wall_s, 3),
+        "journal_head": head,
+    }
+    await asyncio.to_thread(write_json, storage.directory.result_file, document)
+    return model, document

@@ -1,0 +1,394 @@
+"""The coordinator's service: members come and go, runs are taken one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from coordinator.disk.claim import Claim
+from coordinator.files.blob_index import BlobIndex
+from coordinator.files.blob_server import BlobServer
+from coordinator.members.credentials import Credentials
+from coordinator.members.doorway import Doorway
+from coordinator.members.join_check import JoinCheck
+from coordinator.members.session import Session
+from coordinator.members.strangers import Strangers
+from coordinator.run.run import Run
+from coordinator.service.accepted_run import AcceptedRun, begin_run, find_run
+from coordinator.service.execution import Execution
+from coordinator.service.listener import Listener
+from coordinator.storage.run_storage import RunStorage
+from protocol.base import limits
+from protocol.base.errors import ExitCode, OutOfPlace, SamestepError, UsageError
+from protocol.host.trace import Tracer
+from protocol.spec.run_spec import RunSpec
+from protocol.wire.connection import Connection, Received
+from protocol.wire.messages import BlobRequest, Drain, Heartbeat, Message, Welcome
+from protocol.wire.transport import Channel
+
+log = structlog.get_logger("coordinator")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How the service runs.
+
+    Attributes:
+        bind: Host and port for workers; port 0 takes a free one.
+        expect_workers: How many must be ready before a run starts.
+        directory: Where runs are kept: each in a directory below, or the one run right there.
+        once: End after the first run.
+        plaintext: Without TLS: members still prove themselves, but all can be read and changed.
+    """
+
+    bind: tuple[str, int]
+    expect_workers: int
+    directory: Path
+    once: bool
+    trace: Path | None = None
+    plaintext: bool = False
+
+
+class Service:
+    """Members, the run in progress and those that wait.
+
+    Attributes:
+        sessions: Members by name.
+        current: The run in progress.
+        finished: The last run that ended.
+        over: Set when the service is to end.
+        credentials: What it proves itself with, once it has started.
+    """
+
+    credentials: Credentials
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.sessions: dict[str, Session] = {}
+        self.known: set[str] = set()
+        self.current: Execution | None = None
+        self.finished: Execution | None = None
+        self.waiting: deque[AcceptedRun] = deque()
+        self.over = asyncio.Event()
+        self.address = settings.bind
+        self.started_s = time.monotonic()
+        self.listeners: list[Listener] = []
+        self._joining = Strangers()
+        self._doorway: Doorway | None = None
+        self._ticking: list[asyncio.Task[None]] = []
+        self._claim: Claim | None = None
+        self._running: AcceptedRun | None = None
+        self._blobs = BlobServer("", None)
+        self._draining = False
+        self._tracer = Tracer.to_file(settings.trace, "coordinator") if settings.trace else None
+
+    async def start(self) -> None:
+        """Listen for workers.
+
+        Raises:
+            UsageError: The directory is another coordinator's, or cannot be used; the address is
+                taken or not this machine's; there are no credentials and none can be made.
+        """
+        self.credentials = Credentials.open()
+        self.claim()
+        loop = asyncio.get_running_loop()
+        plaintext = self.settings.plaintext
+        context = None if plaintext else self.credentials.server_context()
+        self._doorway = Doorway(self._connection, context)
+        await self._doorway.open("--bind", *self.settings.bind)
+        self.address = self._doorway.address
+        self._ticking = [loop.create_task(self._beat()), loop.create_task(self._tick())]
+
+    async def stop(self) -> None:
+        """Say goodbye to everyone and close."""
+        self.listeners.clear()
+        # Whoever has taken over will want these workers.
+        superseded = self.finished is not None and self.finished.superseded
+        for session in self._joining:
+            session.channel.abort("the coordinator ends")
+        for session in list(self.sessions.values()):
+            session.channel.goodbye("the coordinator ends", retry=superseded, exit_code=0)
+        if self._doorway is not None:
+            self._doorway.close()
+        for task in self._ticking:
+            task.cancel()
+        if self.current is not None:
+            await self.current.close()
+        for accepted in (self._running, *self.waiting):
+            self._release(accepted.claim if accepted is not None else None)
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
+        if self._tracer is not None:
+            self._tracer.close()
+
+    def claim(self, directory: Path | None = None) -> Claim:
+        """Hold a directory; the service's own is held only once.
+
+        Raises:
+            UsageError: It is another coordinator's, or cannot be used.
+        """
+        if self._claim is None:
+            self._claim = Claim.take(self.settings.directory)
+        if directory is None or directory.resolve() == self.settings.directory.resolve():
+            return self._claim
+        claim = Claim.take(directory, above=self._claim.epoch - 1)
+        self._claim.raise_to(claim.epoch)
+        return claim
+
+    def submit(
+        self, spec: RunSpec, directory: Path | None = None, blobs: BlobIndex | None = None
+    ) -> str:
+        """Queue a run; it starts when those before it are over.
+
+        Args:
+            spec: The run.
+            directory: Where it is kept.
+            blobs: The files that it names, here; without them each worker uses its own.
+
+        Returns:
+            The run's id.
+
+        Raises:
+            UsageError: The directory cannot be used, or holds a run already.
+            StorageFailed: The disk refuses.
+        """
+        if self._draining:
+            raise UsageError("the coordinator is draining and takes no more runs")
+        run_id = f"{spec.name}-{uuid.uuid4().hex[:8]}"
+        claim = self.claim(directory or self.settings.directory / run_id)
+        try:
+            accepted = begin_run(run_id, spec, claim, blobs)
+        except SamestepError:
+            self._release(claim)
+            raise
+        self._queue(accepted)
+        return run_id
+
+    def take_up(self, directory: Path, spec: RunSpec | None = None) -> str | None:
+        """Queue the run that a directory holds, to go on with it.
+
+        Args:
+            directory: Its directory.
+            spec: What the run has to be; None for whatever it is.
+
+        Returns:
+            The run's id; None if there is none, or it has finished.
+
+        Raises:
+            SamestepError: It cannot go on; the reason says why.
+        """
+        claim = self.claim(directory)
+        try:
+            accepted = find_run(claim, spec)
+        except SamestepError:
+            self._release(claim)
+            raise
+        if accepted is None:
+            self._release(claim)
+            return None
+        self._queue(accepted)
+        return accepted.stored.run_id
+
+    def _queue(self, accepted: AcceptedRun) -> None:
+        self.waiting.append(accepted)
+        self._start_next()
+
+    def _release(self, claim: Claim | None) -> None:
+        if claim is not None and claim is not self._claim:
+            claim.release()
+
+    def drain(self) -> None:
+        """Finish the present step, then end."""
+        if not self._draining:
+            self._draining = True
+            self.reported("draining", {})
+        while self.waiting:
+            self._release(self.waiting.pop().claim)
+        if self.current is None:
+            self.over.set()
+        else:
+            self.current.command("drain", self.current.run.drain)
+
+    def give_up(self, reason: str) -> None:
+        """End the run in progress as failed, unless it is over."""
+        if self.current is not None:
+            self.current.give_up(reason)
+
+    # Sessions.
+
+    def admit(self, session: Session) -> Welcome:
+        """Name the worker; see `SessionOwner`."""
+        assert session.hello is not None
+        if len(self.sessions) >= limits.WORKERS:
+            raise OutOfPlace(f"expected at most {limits.WORKERS} workers, this is one more")
+        wanted = session.hello.name or "worker"
+        for other in list(self.sessions.values()):
+            assert other.hello is not None
+            if other.hello.instance == session.hello.instance:
+                # The same process came back before its old connection was seen to be dead.
+                other.channel.abort("the worker has connected again")
+                self._forget(other, "the worker has connected again")
+        assert self._claim is not None
+        name, number = wanted, 1
+        while name in self.sessions:
+            number += 1
+            name = f"{wanted[:60]}-{number}"
+        return Welcome(
+            worker=name,
+            epoch=self._claim.epoch,
+            heartbeat_interval_ms=limits.HEARTBEAT_INTERVAL_MS,
+            liveness_timeout_ms=limits.LIVENESS_TIMEOUT_MS,
+            key=session.check.new_key(),
+        )
+
+    def joined(self, session: Session) -> None:
+        """A worker is a member; see `SessionOwner`."""
+        assert session.hello is not None
+        self._joining.leave(session)
+        self.sessions[session.name] = session
+        self.known.add(session.name)
+        self.reported(
+            "worker_connected",
+            {
+                "worker": session.name,
+                "backend": session.hello.backend,
+                "admitted_by": session.check.admitted_by,
+                "workers": len(self.sessions),
+            },
+        )
+        if self.current is not None:
+            self.current.invite(session)
+
+    def receive(self, session: Session, message: Message, received: Received) -> None:
+        """A member's message; see `SessionOwner`."""
+        if isinstance(message, BlobRequest):
+            self._blobs.request(session.channel, message)
+        elif self.current is not None and session.name in self.current.run.members:
+            self.current.receive(session, received)
+        elif isinstance(message, Drain):
+            session.channel.goodbye("drained", retry=False, exit_code=ExitCode.OK)
+
+    def left(self, session: Session, reason: str) -> None:
+        """A connection is over; see `SessionOwner`."""
+        self._joining.leave(session)
+        if not session.name:
+            log.info("connection_closed", peer=session.channel.peer, reason=reason)
+        self._forget(session, reason)
+
+    def _forget(self, session: Session, reason: str) -> None:
+        if self.sessions.get(session.name) is not session:
+            return
+        del self.sessions[session.name]
+        fields = {"worker": session.name, "reason": reason, "workers": len(self.sessions)}
+        self.reported("worker_disconnected", fields)
+        if self.current is not None:
+            self.current.lost(session, reason)
+
+    def _connection(self, address: tuple[str, int]) -> Channel | None:
+        host = address[0]
+        if not self._joining.admits(host):
+            log.debug("connection_refused", peer=host, reason="too many are in the handshake")
+            return None
+        check = JoinCheck(self.credentials, encrypted=not self.settings.plaintext)
+        session = Session(self, check, host)
+        channel = Channel(Connection("coordinator"), session, time.monotonic)
+        channel.peer = f"{host}:{address[1]}"
+        session.start(channel)
+        self._joining.enter(session)
+        return channel
+
+    # Runs.
+
+    def _start_next(self) -> None:
+        if self.current is not None or not self.waiting:
+            return
+        accepted = self.waiting.popleft()
+        accepted.directory.reopen()
+        stored, epoch = accepted.stored, accepted.claim.epoch
+        self._running = accepted
+        run = Run(
+            stored.run_id, stored.spec, epoch, self.settings.expect_workers, accepted.resumption
+        )
+        self._blobs = BlobServer(stored.run_id, accepted.blobs)
+        run.blobs = accepted.blobs.digest if accepted.blobs is not None else None
+        storage = RunStorage(
+            accepted.directory, stored.run_id, stored.spec, epoch=epoch,
+            guard=accepted.claim.check, failed=self._storage_failed,
+        )  # fmt: skip
+        storage.begin_journal(accepted.first_lines)
+        self.current = Execution(run, self.sessions, storage, self, self._tracer)
+        told = {"run_id": stored.run_id, "task": stored.spec.task, "steps": stored.spec.steps}
+        if accepted.resumption is None:
+            self.reported("run_accepted", told)
+        else:
+            assert accepted.recovery is not None
+            notes = list(accepted.recovery.notes)
+            self.reported("run_resumed", {**told, "step": run.step, "notes": notes})
+            self.current.take_up_again(accepted.recovery)
+        for session in list(self.sessions.values()):
+            self.current.invite(session)
+
+    def _storage_failed(self, error: Exception) -> None:
+        if self.current is not None:
+            self.current.storage_failed(error)
+
+    def reported(self, event: str, fields: Mapping[str, object]) -> None:
+        """Log once and tell the listeners; see `execution.Watcher`."""
+        log.info(event, **fields)
+        for listener in list(self.listeners):
+            try:
+                listener.reported(event, fields)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 -- a run outlives its audience
+                self.listeners.remove(listener)
+                log.warning("listener_lost", error=repr(error))
+
+    def ended(self, execution: Execution) -> None:
+        """A run is over; see `execution.Watcher`."""
+        assert execution.outcome is not None
+        self.finished, self.current = execution, None
+        if self._running is not None:
+            self._release(self._running.claim)
+            self._running = None
+        outcome = execution.outcome
+        fields = {"run_id": execution.run.run_id, "outcome": outcome.outcome}
+        self.reported("run_ended", {**fields, "reason": outcome.reason})
+        if self.settings.once or self._draining:
+            self.over.set()
+        else:
+            self._start_next()
+
+    async def _tick(self) -> None:
+        """Let the run look at its leases."""
+        while True:
+            await asyncio.sleep(limits.TICK_MS / 1000)
+            if self.current is not None:
+                self.current.tick()
+
+    async def _beat(self) -> None:
+        """Send heartbeats, and count silent workers as lost."""
+        interval_s = limits.HEARTBEAT_INTERVAL_MS / 1000
+        last_s = time.monotonic()
+        while True:
+            await asyncio.sleep(interval_s)
+            # After a stall of our own, what others sent meanwhile is still to be read.
+            stalled = time.monotonic() - last_s > 3 * interval_s
+            last_s = time.monotonic()
+            if stalled:
+                continue
+            for session in list(self.sessions.values()):
+                silent_s = time.monotonic() - session.channel.last_received_s
+                if silent_s * 1000 > limits.LIVENESS_TIMEOUT_MS:
+                    session.channel.abort(f"silent for {silent_s:.0f} s")
+                elif session.check.revoked:
+                    reason = f"the key of {session.check.name!r} was revoked"
+                    session.channel.goodbye(reason, retry=False, exit_code=ExitCode.NOT_AUTHORISED)
+                else:
+                    session.channel.send(Heartbeat())

@@ -1,0 +1,330 @@
+"""Checkpoints: the whole trainable state after a step, each in a directory of its own.
+
+    step-0000000040/
+        adapter/ or model/        the parameters as the run's result has them: for LoRA as PEFT's
+        optimizer.safetensors     the moments, as first_moment/TENSOR and second_moment/TENSOR
+        checkpoint.json           counters, digests, the losses so far, the hash of every file
+        metrics.json              figures of an evaluation of this state, once there are any
+
+One is written under a temporary name, every file and directory synced, then renamed: what has the
+right name is whole. Loading checks hashes and the state's digest all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
+
+from coordinator.disk.artifacts import write_model
+from coordinator.disk.canonical_json import json_digest
+from coordinator.disk.durable_file import (
+    TEMPORARY_SUFFIX,
+    remove_temporaries,
+    replace_file,
+    storing,
+    sync_directory,
+)
+from protocol.base.errors import Mismatch, StorageDamaged, StorageFailed
+from protocol.base.fields import Digest, Number, Small
+from protocol.exact.replica import Replica
+from protocol.spec.manifest import Manifest
+from protocol.spec.run_spec import OptimizerSpec
+
+FORMAT: Final = 1
+STATE_FILE: Final = "optimizer.safetensors"
+INFO_FILE: Final = "checkpoint.json"
+METRICS_FILE: Final = "metrics.json"
+
+_NAME: Final = re.compile(r"step-(\d{10,})")
+
+
+class CheckpointInfo(BaseModel):
+    """What `checkpoint.json` says.
+
+    `losses` has one entry for each step so far, None for a skipped one. `files` gives the BLAKE3
+    of every other file by its path within the checkpoint.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    format: Annotated[int, Field(ge=1, le=FORMAT)] = FORMAT
+    run_id: Small
+    epoch: Number
+    step: Number
+    optimizer_step: Number
+    manifest_digest: Digest
+    weights_digest: Digest
+    state_digest: Digest
+    losses: tuple[float | None, ...]
+    files: dict[str, Digest]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint whose files are what was written."""
+
+    path: Path
+    info: CheckpointInfo
+
+
+def checkpoint_path(root: Path, step: int) -> Path:
+    """Where the checkpoint after `step` steps is."""
+    return root / f"step-{step:010d}"
+
+
+def checkpoint_steps(root: Path) -> list[int]:
+    """The steps of all checkpoints there, whole or not, in order.
+
+    Raises:
+        StorageFailed: The directory cannot be read.
+    """
+    if not root.is_dir():
+        return []
+    with storing("read", root):
+        found = (_NAME.fullmatch(path.name) for path in root.iterdir())
+        return sorted(int(match[1]) for match in found if match is not None)
+
+
+def write_checkpoint(
+    root: Path,
+    manifest: Manifest,
+    replica: Replica,
+    *,
+    run_id: str,
+    epoch: int,
+    losses: Sequence[float],
+) -> Checkpoint:
+    """Write a checkpoint, durable when this returns.
+
+    Args:
+        root: The directory of all checkpoints; made if it is not there.
+        manifest: The run's; settles the layout.
+        replica: The state. Nobody may change it meanwhile: a copy, off the critical path.
+        run_id: The run's.
+        epoch: The coordinator's.
+        losses: The mean loss of each step so far; not finite for a skipped one.
+
+    Raises:
+        StorageFailed: The disk refuses; nothing of it is left. The call can be made again.
+    """
+    assert len(losses) == replica.step
+    path = checkpoint_path(root, replica.step)
+    with storing("make", root):
+        root.mkdir(parents=True, exist_ok=True)
+        sync_directory(root.parent)
+    remove_temporaries(root)
+    info = CheckpointInfo(
+        run_id=run_id,
+        epoch=epoch,
+        step=replica.step,
+        optimizer_step=replica.optimizer_step,
+        manifest_digest=manifest.digest(),
+        weights_digest=replica.weights_digest(),
+        state_digest=replica.state_digest(),
+        losses=tuple(loss if math.isfinite(loss) else None for loss in losses),
+        files={},
+    )
+    there = _same_state(root, info, manifest)
+    if there is not None:
+        return there
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    try:
+        with storing("write", path):
+            info = _write_files(temporary, manifest, replica, info)
+            remove_checkpoint(path)
+            temporary.rename(path)
+            sync_directory(root)
+    except StorageFailed:
+        # It may be this very half that fills the disk.
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return Checkpoint(path, info)
+
+
+def find_checkpoint(root: Path, step: int, run_id: str, manifest: Manifest) -> Checkpoint:
+    """The checkpoint after `step` steps, every file of it compared with its hash.
+
+    Raises:
+        StorageDamaged: A file is missing, or not what was written.
+        StorageFailed: It cannot be read.
+        Mismatch: It is of another run or manifest.
+    """
+    path = checkpoint_path(root, step)
+    file = path / INFO_FILE
+    try:
+        with storing("read", file):
+            document = json.loads(file.read_bytes())
+        info = CheckpointInfo.model_validate_json(json.dumps(document["checkpoint"]), strict=True)
+        whole = document["blake3"] == json_digest(document["checkpoint"])
+    except (ValueError, TypeError, KeyError) as error:
+        reason = f"expected a checkpoint's description, got {type(error).__name__}"
+        raise StorageDamaged(str(file), "", reason) from None
+    if not whole:
+        raise StorageDamaged(str(file), "", "it is not what was written")
+    if info.run_id != run_id or info.manifest_digest != manifest.digest():
+        raise Mismatch(f"{str(path)!r} is of run {info.run_id!r}, or of another manifest")
+    if info.step != step:
+        raise StorageDamaged(str(file), "", f"expected step {step}, got {info.step}")
+    with storing("read", path):
+        found = _file_digests(path)
+    for name, digest in info.files.items():
+        if name not in found:
+            raise StorageDamaged(str(path / name), "", "the file is missing")
+        if found[name] != digest:
+            raise StorageDamaged(str(path / name), "", "it is not what was written")
+    return Checkpoint(path, info)
+
+
+def load_replica(checkpoint: Checkpoint, manifest: Manifest, optimizer: OptimizerSpec) -> Replica:
+    """The state that a checkpoint holds.
+
+    Raises:
+        StorageDamaged: Its digest is not the one that was written, or a tensor is missing.
+        StorageFailed: It cannot be read.
+    """
+    export = manifest.export
+    replica = Replica(manifest.blocks, optimizer)
+    parameters = load_tensors(checkpoint.path / export.directory / export.weights_file)
+    moments = load_tensors(checkpoint.path / STATE_FILE)
+    for part in replica.parts():
+        for tensor, place in manifest.blocks[part.block].slices():
+            if part.kind == "parameters":
+                values = parameters.get(export.names.get(tensor.name, tensor.name))
+            else:
+                values = moments.get(f"{part.kind}/{tensor.name}")
+            if values is None or values.shape != tensor.shape or values.dtype != np.float32:
+                reason = f"expected {part.kind} of {tensor.name!r} as float32 {tensor.shape}"
+                raise StorageDamaged(str(checkpoint.path), "", reason)
+            part.values[place] = values.reshape(-1)
+    info = checkpoint.info
+    if info.optimizer_step > info.step:
+        raise StorageDamaged(str(checkpoint.path), "", "it counts more updates than steps")
+    replica.restore(info.step, info.optimizer_step)
+    if replica.state_digest() != info.state_digest:
+        raise StorageDamaged(str(checkpoint.path), "", "the state has not the digest it had")
+    return replica
+
+
+def latest_checkpoint(
+    root: Path, run_id: str, manifest: Manifest
+) -> tuple[Checkpoint | None, tuple[str, ...]]:
+    """The newest checkpoint that is whole, and why newer ones were passed over.
+
+    Raises:
+        StorageFailed: The directory cannot be read.
+    """
+    passed: list[str] = []
+    for step in reversed(checkpoint_steps(root)):
+        try:
+            return find_checkpoint(root, step, run_id, manifest), tuple(passed)
+        except (StorageDamaged, StorageFailed, Mismatch) as error:
+            passed.append(str(error))
+    return None, tuple(passed)
+
+
+def write_metrics(root: Path, step: int, metrics: Mapping[str, float]) -> None:
+    """Keep the figures of an evaluation with the checkpoint of that state, if there is one.
+
+    Raises:
+        StorageFailed: The disk refuses.
+    """
+    path = checkpoint_path(root, step)
+    if path.is_dir():
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        replace_file(path / METRICS_FILE, (json.dumps(finite, indent=2) + "\n").encode())
+
+
+def read_metrics(root: Path, step: int) -> dict[str, float]:
+    """The figures kept with a checkpoint; empty where there are none, or none that can be read."""
+    try:
+        document = json.loads((checkpoint_path(root, step) / METRICS_FILE).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    items = document.items() if isinstance(document, dict) else ()
+    return {str(name): float(v) for name, v in items if isinstance(v, int | float)}
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint if it is there; at no time is half of it under its name.
+
+    Raises:
+        StorageFailed: The disk refuses.
+    """
+    if not path.is_dir():
+        return
+    with storing("remove", path):
+        path.rename(path.with_name(f"{path.name}-removed{TEMPORARY_SUFFIX}"))
+        sync_directory(path.parent)
+
+
+def _same_state(root: Path, info: CheckpointInfo, manifest: Manifest) -> Checkpoint | None:
+    """The checkpoint of this very state, if a run that was resumed has come here before."""
+    try:
+        there = find_checkpoint(root, info.step, info.run_id, manifest)
+    except (StorageDamaged, StorageFailed, Mismatch):
+        return None
+    return there if there.info.state_digest == info.state_digest else None
+
+
+def _write_files(
+    path: Path, manifest: Manifest, replica: Replica, info: CheckpointInfo
+) -> CheckpointInfo:
+    path.mkdir()
+    sync_directory(write_model(path, manifest, replica))
+    replace_file(path / STATE_FILE, _optimizer_state(manifest, replica))
+    info = info.model_copy(update={"files": _file_digests(path)})
+    content = info.model_dump(mode="json")
+    document = {"checkpoint": content, "blake3": json_digest(content)}
+    replace_file(path / INFO_FILE, (json.dumps(document, indent=2) + "\n").encode())
+    return info
+
+
+def _optimizer_state(manifest: Manifest, replica: Replica) -> bytes:
+    tensors = {
+        f"{part.kind}/{tensor.name}": part.values[place].reshape(tensor.shape)
+        for part in replica.parts()
+        if part.kind != "parameters"
+        for tensor, place in manifest.blocks[part.block].slices()
+    }
+    return save(tensors, metadata={"step": str(replica.step)})
+
+
+def _file_digests(path: Path) -> dict[str, str]:
+    """BLAKE3 of every file below a checkpoint but those that hold no state."""
+    digests: dict[str, str] = {}
+    for file in sorted(path.rglob("*")):
+        name = file.relative_to(path).as_posix()
+        if file.is_file() and name not in {INFO_FILE, METRICS_FILE}:
+            with file.open("rb") as content:
+                hasher = blake3(max_threads=blake3.AUTO)
+                while piece := content.read(1 << 24):
+                    hasher.update(piece)
+            digests[name] = hasher.hexdigest()
+    return digests
+
+
+def load_tensors(path: Path) -> dict[str, NDArray[np.float32]]:
+    """Every tensor of a safetensors file by name.
+
+    Raises:
+        StorageDamaged: It is no such file.
+        StorageFailed: It cannot be read.
+    """
+    try:
+        with storing("read", path):
+            return load_file(path)
+    except SafetensorError as error:
+        raise StorageDamaged(str(path), "", str(error)) from None

@@ -1,0 +1,262 @@
+"""The gradient log: every step's averaged gradients, durable before anyone is told to take it.
+
+A run's write-ahead log. Chunks are appended as they are broadcast; a step's commit record after
+them is the only commit point: `commit` returns when all of it is on disk. A segment (a file of
+`log_records`) holds the steps from one checkpoint to the next, so that what a checkpoint has made
+needless goes with whole files. `log_reader` reads it.
+
+With mode `checkpoint` only commit records are kept, without gradients: a run that resumes does
+the steps since the last checkpoint again, and can compare their digests.
+
+A disk that refuses (full, read-only, gone) is a `StorageFailed`. Nothing before is damaged, and
+the call can be made again: what has been written since the last commit is kept in memory (by
+reference, the arrays must not change) and written anew (see `append_file`).
+
+One thread at a time; every call may block on the disk.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+from coordinator.disk.append_file import AppendFile
+from coordinator.disk.durable_file import TEMPORARY_SUFFIX, storing, sync_directory, write_all
+from coordinator.run.commit_record import CommitRecord
+from coordinator.storage.log_records import (
+    Array,
+    ChunkPlace,
+    RecordKind,
+    SegmentHeader,
+    chunk_payload,
+    record_buffers,
+)
+from protocol.spec.manifest import Manifest
+from protocol.spec.run_spec import LogMode
+
+SEGMENT_SUFFIX: Final = ".log"
+
+_NAME: Final = re.compile(r"epoch-(\d{6,})-step-(\d{10,})\.log")
+
+
+class GradientLog:
+    """The log of one run, as its coordinator writes it; begins with a new segment.
+
+    Attributes:
+        next_step: The step that is committed next.
+
+    Args:
+        directory: Where segments are; made if it is not there.
+        run_id: The run's.
+        manifest: Says which chunks a step has.
+        epoch: The coordinator's, above that of all segments there.
+        next_step: Steps committed so far. What older segments hold from there on is replaced.
+        mode: See the module's text.
+        redo: Commits of the steps from there on that are to be done again; they stay known.
+        guard: Called after each sync, before `commit` returns; raises if the directory is not
+            this coordinator's any more (`Claim.check`).
+
+    Raises:
+        StorageFailed: The first segment cannot be made.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        run_id: str,
+        manifest: Manifest,
+        *,
+        epoch: int,
+        next_step: int,
+        mode: LogMode = "full",
+        redo: Sequence[CommitRecord] = (),
+        guard: Callable[[], None] | None = None,
+    ) -> None:
+        self.next_step = next_step
+        self._directory = directory
+        self._epoch = epoch
+        self._mode = mode
+        self._redo = tuple(redo)
+        self._guard = guard
+        self._run_id = run_id
+        self._manifest_digest = manifest.digest()
+        self._chunks = {
+            (index, chunk)
+            for index, block in enumerate(manifest.blocks)
+            for chunk in range(block.chunks)
+        }
+        self._attempt: tuple[int, int] | None = None
+        self._pending: dict[ChunkPlace, Array] = {}
+        with storing("make", directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            sync_directory(directory.parent)
+        self._file = self._new_segment()
+
+    @property
+    def segment(self) -> Path:
+        """The file that is written to."""
+        return self._file.path
+
+    def append_chunk(self, place: ChunkPlace, values: Array) -> None:
+        """Append a chunk of averaged gradients, of the next step; not synced yet.
+
+        Args:
+            place: Which chunk. One of a newer attempt makes those of older ones void; one that
+                is there already changes nothing.
+            values: Flat float32, shape (n,), n at most `limits.CHUNK_ELEMENTS`. Must not change
+                until the step is committed.
+
+        Raises:
+            StorageFailed: The chunk is not in the log; the call can be made again.
+        """
+        assert place.step == self.next_step
+        assert (place.block, place.chunk) in self._chunks
+        if self._mode == "checkpoint" or place in self._pending:
+            return
+        attempt = (place.epoch, place.attempt)
+        if attempt != self._attempt:
+            self._pending.clear()
+            self._attempt = attempt
+        self._check_before_mending()
+        with self._file.use("append to"):
+            self._write(RecordKind.CHUNK, chunk_payload(place, values))
+        self._pending[place] = values
+
+    def commit(self, record: CommitRecord) -> None:
+        """Commit the next step, and return when it is durable.
+
+        Args:
+            record: Its `commit` is the message that may go out then. Unless it skips the step (no
+                scalars), every chunk of its attempt was appended.
+
+        Raises:
+            StorageFailed: The step is not committed; the call can be made again.
+            RunFailed: Another coordinator has taken over; this one may tell nobody.
+        """
+        commit = record.commit
+        assert commit.step == self.next_step
+        if commit.scalars is not None and self._mode == "full":
+            assert self._attempt == (commit.epoch, commit.attempt)
+            there = {(place.block, place.chunk) for place in self._pending}
+            assert there == self._chunks, "a step is committed only with all of its gradients"
+        self._check_before_mending()
+        with self._file.use("append to"):
+            self._write(RecordKind.COMMIT, [memoryview(record.to_bytes())])
+        with self._file.use("sync"):
+            self._file.sync()
+            if self._guard is not None:
+                self._guard()
+        self._file.settle()
+        self._pending.clear()
+        self.next_step += 1
+
+    def roll(self) -> Path:
+        """Begin a new segment: a checkpoint of the present step is about to be made.
+
+        Returns:
+            The new segment.
+
+        Raises:
+            StorageFailed: The log goes on in the old segment.
+        """
+        old, self._file = self._file, self._new_segment()
+        old.close()
+        # Chunks of the step in progress go along: they are written again before the next record.
+        self._file.broken = bool(self._pending)
+        return self._file.path
+
+    def cut(self, step: int) -> list[Path]:
+        """Remove the segments that a checkpoint after `step` steps has made needless.
+
+        Returns:
+            What was removed.
+
+        Raises:
+            StorageFailed: Some may be left; the call can be made again.
+        """
+        removed: list[Path] = []
+        with storing("remove segments from", self._directory):
+            segments = segment_files(self._directory)
+            for path, following in pairwise(segments):
+                # What a segment holds from the next one's base on is void.
+                if segment_base(following) > step:
+                    break
+                path.unlink()
+                removed.append(path)
+            if removed:
+                sync_directory(self._directory)
+        return removed
+
+    def close(self) -> None:
+        """Close the file; the log is not used after that."""
+        self._file.close()
+
+    def _new_segment(self) -> AppendFile:
+        """Make a segment with its header, durable, under its name."""
+        header = SegmentHeader(
+            run_id=self._run_id,
+            manifest_digest=self._manifest_digest,
+            epoch=self._epoch,
+            base_step=self.next_step,
+            mode=self._mode,
+            redo=tuple(record for record in self._redo if record.commit.step >= self.next_step),
+        )
+        path = self._directory / segment_name(self._epoch, self.next_step)
+        temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+        buffers = record_buffers(RecordKind.HEADER, [memoryview(header.to_bytes())], 0)
+        with storing("make", path):
+            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            try:
+                write_all(fd, buffers)
+                os.fsync(fd)
+                temporary.replace(path)
+                sync_directory(self._directory)
+            except OSError:
+                os.close(fd)
+                raise
+        end = sum(buffer.nbytes for buffer in buffers)
+        return AppendFile(path, fd, end, self._rewrite)
+
+    def _check_before_mending(self) -> None:
+        """Another coordinator may have found a commit in what mending would cut away."""
+        if self._file.broken and self._guard is not None:
+            self._guard()
+
+    def _write(self, kind: RecordKind, payload: list[memoryview]) -> None:
+        self._file.write(record_buffers(kind, payload, self._file.end))
+
+    def _rewrite(self) -> None:
+        for place, values in self._pending.items():
+            self._write(RecordKind.CHUNK, chunk_payload(place, values))
+
+
+def segment_name(epoch: int, base_step: int) -> str:
+    """A segment's file name; names sort as segments follow each other."""
+    return f"epoch-{epoch:06d}-step-{base_step:010d}{SEGMENT_SUFFIX}"
+
+
+def segment_files(directory: Path) -> list[Path]:
+    """The segments of a log, in order; empty if there is none.
+
+    Raises:
+        OSError: The directory cannot be read.
+    """
+    if not directory.is_dir():
+        return []
+    names = (path for path in directory.iterdir() if _NAME.fullmatch(path.name))
+    return sorted(names, key=lambda path: tuple(map(int, _numbers(path))))
+
+
+def segment_base(path: Path) -> int:
+    """The number of steps before it, in a segment's name."""
+    return int(_numbers(path)[1])
+
+
+def _numbers(path: Path) -> tuple[str, ...]:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return match.groups()

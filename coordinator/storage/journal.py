@@ -1,0 +1,263 @@
+"""The journal: what happened in a run, as JSON lines, each bound to the one before.
+
+A line is the canonical JSON (`canonical_json`) of
+
+    {"batch": 16, "hash": H, "number": 17, "previous": P, "record": {...}, "time": "..."}
+
+with P the hash of the line before (64 zeros in the first one) and H the BLAKE3 of this line's
+canonical JSON without the key "hash". So a changed byte shows in its own line, and a line that
+was changed together with its hash shows in the next one. Only the end can be cut off unseen:
+`result.json` holds the last line's hash. `time` is UTC of the coordinator's clock.
+
+Lines of one batch (`batch` is the number of its first line) are written and synced together. So
+damage in the last batch may be a crash's, and is cut when the journal is opened; damage before it
+is not, and the journal is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from blake3 import blake3
+from pydantic import ValidationError
+
+from coordinator.disk.append_file import AppendFile
+from coordinator.disk.canonical_json import canonical_json
+from coordinator.disk.durable_file import storing, sync_directory
+from coordinator.storage.journal_records import Record, read_record
+from protocol.base.errors import StorageDamaged
+
+NO_HASH: Final = "0" * 64
+_TAIL_BYTES: Final = 1 << 18
+_KEYS: Final = {"batch", "hash", "number", "previous", "record", "time"}
+
+
+class Entry(NamedTuple):
+    """One line that is what was written."""
+
+    number: int
+    """Of the line, from 1."""
+    time: str
+    record: Record
+    hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """How much of a journal is sound.
+
+    Attributes:
+        entries: The sound lines before the first bad one.
+        head: The hash of the last of them.
+        bad_line: Number of the first bad line, from 1; None if there is none.
+        reason: What is wrong with it.
+    """
+
+    entries: tuple[Entry, ...]
+    head: str
+    bad_line: int | None
+    reason: str
+
+
+class Journal:
+    """The journal of one run, as its coordinator writes it. One thread at a time.
+
+    `append` cannot fail: it keeps lines in memory until `sync`, which can be called again after
+    a failure.
+
+    Attributes:
+        head: The hash of the newest line.
+        cut_bytes: How much of a torn tail was cut off at opening.
+
+    Args:
+        path: The file; made if it is not there.
+        guard: Called before each write; raises if the directory is not this coordinator's.
+        clock: Gives seconds since 1970.
+
+    Raises:
+        StorageFailed: The file cannot be opened.
+        StorageDamaged: Lines before the last batch are damaged.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        guard: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._guard = guard
+        self._clock = clock
+        self._waiting: list[bytes] = []
+        with storing("open", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                size = os.fstat(fd).st_size
+                last, end = _last_line(fd, path, size)
+                os.ftruncate(fd, end)
+                os.fsync(fd)
+                sync_directory(path.parent)
+            except BaseException:
+                os.close(fd)
+                raise
+        self.cut_bytes = size - end
+        self._file = AppendFile(path, fd, end, lambda: None)
+        self.head = last["hash"] if last else NO_HASH
+        self._number = last["number"] if last else 0
+        self._batch = self._number + 1
+
+    @property
+    def lines(self) -> int:
+        """How many lines there are, those not synced yet included."""
+        return self._number
+
+    def append(self, record: Record) -> str:
+        """Add a line; it is durable after the next `sync`.
+
+        Returns:
+            Its hash, the journal's head from now on.
+        """
+        self._number += 1
+        moment = datetime.fromtimestamp(self._clock(), UTC)
+        document: dict[str, Any] = {
+            "batch": self._batch,
+            "number": self._number,
+            "previous": self.head,
+            "record": record.model_dump(mode="json"),
+            "time": moment.isoformat(timespec="milliseconds"),
+        }
+        self.head = document["hash"] = _hash(document)
+        self._waiting.append(canonical_json(document) + b"\n")
+        return self.head
+
+    def sync(self) -> None:
+        """Write and sync what was appended.
+
+        Raises:
+            StorageFailed: It is not durable yet; the call can be made again.
+            RunFailed: Another coordinator has taken over; nothing is written.
+        """
+        if not self._waiting:
+            return
+        if self._guard is not None:
+            self._guard()
+        with self._file.use("append to"):
+            self._file.write([memoryview(b"".join(self._waiting))])
+            self._file.sync()
+        self._file.settle()
+        self._waiting.clear()
+        self._batch = self._number + 1
+
+    def close(self) -> None:
+        """Close the file, without what was not synced."""
+        self._file.close()
+
+
+def verify_journal(path: Path) -> Verified:
+    """Follow the chain from the first line on, up to the first bad line.
+
+    Raises:
+        StorageFailed: It cannot be read.
+    """
+    with storing("read", path):
+        content = path.read_bytes()
+    entries: list[Entry] = []
+    head = NO_HASH
+    for number, line in enumerate(io.BytesIO(content), 1):
+        document, reason = _checked(line)
+        if document is None:
+            return Verified(tuple(entries), head, number, reason)
+        if document["number"] != number or document["previous"] != head:
+            reason = "it does not follow the line before: lines were changed, removed or added"
+            return Verified(tuple(entries), head, number, reason)
+        try:
+            record = read_record(document["record"])
+        except ValidationError as error:
+            where = ".".join(str(part) for part in error.errors()[0]["loc"])
+            reason = f"no record of this release, at {where!r}"
+            return Verified(tuple(entries), head, number, reason)
+        head = document["hash"]
+        entries.append(Entry(number, document["time"], record, head))
+    return Verified(tuple(entries), head, None, "")
+
+
+def read_journal(path: Path) -> Iterator[Entry]:
+    """The lines of a journal that is sound.
+
+    Raises:
+        StorageDamaged: The first bad line, by its number.
+        StorageFailed: It cannot be read.
+    """
+    verified = verify_journal(path)
+    if verified.bad_line is not None:
+        raise StorageDamaged(str(path), f"line {verified.bad_line}", verified.reason)
+    yield from verified.entries
+
+
+def _hash(document: dict[str, Any]) -> str:
+    return blake3(canonical_json({k: v for k, v in document.items() if k != "hash"})).hexdigest()
+
+
+def _checked(line: bytes) -> tuple[dict[str, Any] | None, str]:
+    """A line as its document if it is what was written, else None and why not."""
+    if not line.endswith(b"\n"):
+        return None, "it is not ended"
+    try:
+        document = json.loads(line)
+        if not isinstance(document, dict) or document.keys() != _KEYS:
+            return None, "it is no line of a journal"
+        if canonical_json(document) + b"\n" != line:
+            return None, "it is not in canonical form"
+        whole = document["hash"] == _hash(document)
+    except (ValueError, RecursionError):
+        return None, "it is not JSON"
+    if not whole:
+        return None, "it has not the hash that it names"
+    if not (isinstance(document["batch"], int) and isinstance(document["number"], int)):
+        return None, "it is no line of a journal"
+    return document, ""
+
+
+def _last_line(fd: int, path: Path, size: int) -> tuple[dict[str, Any] | None, int]:
+    """The newest line to go on from, and where it ends; the end alone is looked at.
+
+    Raises:
+        StorageDamaged: Lines are damaged that a later batch follows.
+    """
+    window_bytes = _TAIL_BYTES
+    while True:
+        start = max(0, size - window_bytes)
+        content = os.pread(fd, size - start, start)
+        # The first line may begin before the window.
+        skipped = 0 if start == 0 else content.find(b"\n") + 1
+        found = _sound_end(content[skipped:], path, start + skipped)
+        if start == 0 or (skipped and found[0] is not None):
+            return found
+        window_bytes *= 4
+
+
+def _sound_end(content: bytes, path: Path, start: int) -> tuple[dict[str, Any] | None, int]:
+    last: dict[str, Any] | None = None
+    end = at = start
+    torn = False
+    for line in io.BytesIO(content):
+        document, _ = _checked(line)
+        at += len(line)
+        if document is None:
+            torn = True
+        elif not torn:
+            last, end = document, at
+        elif start and last is None:
+            break  # a longer look back is needed
+        elif document["batch"] > (bad := last["number"] + 1 if last else 1):
+            text = "it is damaged, and lines that were synced later follow"
+            raise StorageDamaged(str(path), f"line {bad}", text)
+    return last, end

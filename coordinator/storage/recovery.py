@@ -1,0 +1,157 @@
+"""What a coordinator finds when it starts in a directory that holds a run.
+
+`recover` is quick: it compares the files of the newest checkpoint with their hashes and walks the
+log's heads, so workers can be served at once. `Recovery.replica` then catches up, off that path.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from coordinator.run.commit_record import CommitRecord
+from coordinator.storage.checkpoint import (
+    Checkpoint,
+    checkpoint_path,
+    checkpoint_steps,
+    latest_checkpoint,
+    load_replica,
+    remove_checkpoint,
+)
+from coordinator.storage.log_reader import LoggedStep, LogScan, read_averages, scan_log
+from coordinator.storage.replay import take
+from coordinator.storage.run_directory import RunDirectory, StoredRun
+from protocol.base.errors import StorageDamaged
+from protocol.exact.replica import Replica
+from protocol.spec.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """A run to go on with.
+
+    Attributes:
+        run: Id and spec.
+        manifest: None if no worker had been ready.
+        checkpoint: The newest whole one; None if there is none, and the state has to come from a
+            worker again (the state of step 0, or that of a worker that has kept its own).
+        logged: Committed steps after the checkpoint whose averages are there, in order.
+        redo: Commits after those, whose averages were not kept (mode `checkpoint`): the steps are
+            done again. Those skipped then are to be skipped again; the others' digests can be
+            compared.
+        step: Steps committed that can be had back: the run goes on with this one.
+        optimizer_step: Updates among them.
+        losses: Mean loss of each; NaN for a skipped one.
+        notes: What was cut off or passed over, for people and for the journal.
+    """
+
+    run: StoredRun
+    manifest: Manifest | None
+    checkpoint: Checkpoint | None
+    logged: tuple[LoggedStep, ...]
+    redo: tuple[CommitRecord, ...]
+    step: int
+    optimizer_step: int
+    losses: tuple[float, ...]
+    notes: tuple[str, ...]
+
+    def replica(self, start: Replica | None = None) -> Replica:
+        """The state after `step` steps: the checkpoint's, with the logged steps taken again.
+
+        Args:
+            start: The state of step 0, where there is no checkpoint; it is changed.
+
+        Raises:
+            StorageDamaged: The log or the checkpoint is not what was written, or does not lead to
+                the digest that was known.
+            StorageFailed: They cannot be read.
+        """
+        assert self.manifest is not None
+        replica = start
+        if self.checkpoint is not None:
+            replica = load_replica(self.checkpoint, self.manifest, self.run.spec.optimizer)
+        assert replica is not None, "without a checkpoint the state comes from a worker"
+        for logged in self.logged:
+            averages = read_averages(logged, self.manifest.blocks)
+            known = logged.record.state_before if logged is self.logged[-1] else None
+            if known is not None and replica.state_digest() != known:
+                reason = f"steps before {logged.step} do not lead to the state they led to"
+                raise StorageDamaged(str(logged.path), "", reason)
+            take(replica, logged.record, averages)
+        return replica
+
+
+def recover(directory: RunDirectory) -> Recovery | None:
+    """See what there is, after clearing away what a crash left half done.
+
+    Only who holds the directory (`Claim`) may call this: it cuts torn tails.
+
+    Returns:
+        None if there is no run.
+
+    Raises:
+        StorageDamaged: Something is damaged that no crash explains.
+        StorageFailed: The disk refuses.
+        Mismatch: A file is of another run.
+    """
+    run = directory.read_run()
+    if run is None:
+        return None
+    directory.clear()
+    manifest = directory.read_manifest()
+    if manifest is None:
+        if checkpoint_steps(directory.checkpoints):
+            reason = "it is missing, though there are checkpoints; bring it back from a copy"
+            raise StorageDamaged(str(directory.manifest_file), "", reason)
+        return Recovery(run, None, None, (), (), 0, 0, (), ())
+    checkpoint, passed = latest_checkpoint(directory.checkpoints, run.run_id, manifest)
+    scan = scan_log(directory.log, run.run_id, manifest, repair=True)
+    base = checkpoint.info.step if checkpoint is not None else 0
+    logged, redo = _split(scan.following(base))
+    notes = [f"checkpoint passed over: {reason}" for reason in passed]
+    notes += [str(cut) for cut in scan.cuts]
+    notes += _out_of_reach(scan, base + len(logged) + len(redo))
+    losses = () if checkpoint is None else checkpoint.info.losses
+    optimizer_step = 0 if checkpoint is None else checkpoint.info.optimizer_step
+    return Recovery(
+        run=run,
+        manifest=manifest,
+        checkpoint=checkpoint,
+        logged=tuple(logged),
+        redo=tuple(redo),
+        step=base + len(logged),
+        optimizer_step=logged[-1].record.optimizer_step if logged else optimizer_step,
+        losses=(
+            *(math.nan if loss is None else loss for loss in losses),
+            *(step.record.commit.loss for step in logged),
+        ),
+        notes=tuple(notes),
+    )
+
+
+def _split(row: list[LoggedStep]) -> tuple[list[LoggedStep], list[CommitRecord]]:
+    """Steps that can be taken again from what is kept, and those after the first that cannot."""
+    kept = 0
+    while kept < len(row) and (row[kept].has_averages or row[kept].record.commit.scalars is None):
+        kept += 1
+    return row[:kept], [logged.record for logged in row[kept:]]
+
+
+def _out_of_reach(scan: LogScan, step: int) -> list[str]:
+    beyond = sorted(other for other in scan.steps if other >= step)
+    if not beyond:
+        return []
+    which = f"steps {beyond[0]} to {beyond[-1]} are in the log"
+    return [f"{which}, but no state that they follow: they are done again"]
+
+
+def leave_behind(directory: RunDirectory, recovery: Recovery) -> None:
+    """The run goes on from `recovery.step`: checkpoints of later steps, which could not be used,
+    must not be taken for its own some day.
+
+    Raises:
+        StorageFailed: The disk refuses.
+    """
+    for step in checkpoint_steps(directory.checkpoints):
+        if step > recovery.step:
+            remove_checkpoint(checkpoint_path(directory.checkpoints, step))

@@ -1,0 +1,230 @@
+"""What a run keeps, and where: the files of one run's directory.
+
+    lock, epoch.json          whose it is (`claim`)
+    run.json                  the run's id, its spec, and when it was accepted
+    manifest.json             what the workers agreed on
+    terms.json                what workers were accepted by (`terms`)
+    journal.jsonl             what happened (`journal`)
+    log/                      averaged gradients since the last checkpoint (`gradient_log`)
+    checkpoints/              whole states (`checkpoint`)
+    result.json               how it ended, with the journal's head
+    adapter/ or model/        what was trained
+
+The coordinator's own directory has lock and epoch too. When it runs one run alone, both are one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from coordinator.disk.durable_file import remove_temporaries, replace_file, storing, sync_directory
+from coordinator.run.terms import Terms
+from protocol.base.errors import MessageError, Mismatch, StorageDamaged, UsageError
+from protocol.spec.manifest import Manifest
+from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
+
+FORMAT: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """What `run.json` says; `document` is the spec as it was written."""
+
+    run_id: str
+    spec: RunSpec
+    document: dict[str, Any]
+
+
+class RunDirectory:
+    """Names of files, and those of them that are written once.
+
+    Args:
+        path: The directory; `begin` makes it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def run_file(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def manifest_file(self) -> Path:
+        return self.path / "manifest.json"
+
+    @property
+    def files_file(self) -> Path:
+        return self.path / "files.json"
+
+    @property
+    def terms_file(self) -> Path:
+        return self.path / "terms.json"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal.jsonl"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def result_file(self) -> Path:
+        return self.path / "result.json"
+
+    def begin(self, run_id: str, spec: RunSpec) -> None:
+        """A run is accepted: keep its id and spec.
+
+        Raises:
+            UsageError: There is a run already.
+            StorageFailed: The disk refuses.
+        """
+        if self.run_file.exists():
+            raise UsageError(
+                f"{str(self.path)!r} holds a run already: go on with it (--resume), or choose "
+                "another directory"
+            )
+        with storing("make", self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        document = {
+            "format": FORMAT,
+            "run_id": run_id,
+            "accepted_ns": time.time_ns(),
+            "spec": spec.model_dump(mode="json"),
+        }
+        replace_file(self.run_file, (json.dumps(document, indent=2) + "\n").encode())
+
+    def settle(self, manifest: Manifest) -> None:
+        """The run's manifest is known: keep it.
+
+        Raises:
+            Mismatch: Another one was settled before.
+            StorageFailed: The disk refuses.
+        """
+        known = self.read_manifest()
+        if known is not None and known.digest() != manifest.digest():
+            raise Mismatch(
+                f"expected the manifest of {str(self.manifest_file)!r}, got another: model, data "
+                "or release differ from when the run began; start a new run"
+            )
+        if known is None:
+            replace_file(self.manifest_file, manifest.to_bytes())
+
+    def write_terms(self, terms: Terms) -> None:
+        """Keep what workers were accepted by.
+
+        Raises:
+            StorageFailed: The disk refuses.
+        """
+        replace_file(self.terms_file, terms.model_dump_json().encode())
+
+    def read_terms(self) -> Terms | None:
+        """What workers were accepted by, if any has computed.
+
+        Raises:
+            StorageDamaged: The file holds none.
+            StorageFailed: It cannot be read.
+        """
+        content = _read(self.terms_file)
+        try:
+            return Terms.model_validate_json(content) if content is not None else None
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            raise StorageDamaged(str(self.terms_file), "", reason) from None
+
+    def reopen(self) -> None:
+        """The run goes on: it has no result any more.
+
+        Raises:
+            StorageFailed: The disk refuses.
+        """
+        with storing("remove", self.result_file):
+            if self.result_file.exists():
+                self.result_file.unlink()
+                sync_directory(self.path)
+
+    def read_run(self) -> StoredRun | None:
+        """The run that is there, if any.
+
+        Raises:
+            StorageDamaged: `run.json` holds none that this release can read.
+            StorageFailed: It cannot be read.
+        """
+        content = _read(self.run_file)
+        if content is None:
+            return None
+        try:
+            document = json.loads(content)
+            run_id, spec = document["run_id"], document["spec"]
+            parsed = parse_run_spec_bytes(json.dumps(spec).encode())
+        except (ValueError, KeyError, TypeError, MessageError) as error:
+            reason = f"expected a run of this release, got {error}"
+            raise StorageDamaged(str(self.run_file), "", reason) from None
+        return StoredRun(str(run_id), parsed, spec)
+
+    def accepted_ns(self) -> int:
+        """When the run was accepted, in nanoseconds since 1970.
+
+        Where `run.json` does not say, that is when the file was last changed: two that came one
+        after the other may then have the same time, as file systems count in milliseconds.
+        """
+        try:
+            return int(json.loads(self.run_file.read_bytes())["accepted_ns"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return self.run_file.stat().st_mtime_ns
+
+    def read_manifest(self) -> Manifest | None:
+        """The manifest that was settled, if any.
+
+        Raises:
+            StorageDamaged: The file holds none.
+            StorageFailed: It cannot be read.
+        """
+        content = _read(self.manifest_file)
+        try:
+            return Manifest.from_bytes(content) if content is not None else None
+        except MessageError as error:
+            raise StorageDamaged(str(self.manifest_file), "", str(error)) from None
+
+    def read_result(self) -> dict[str, Any] | None:
+        """What `result.json` says, if the run has ended.
+
+        Raises:
+            StorageDamaged: It is not JSON.
+            StorageFailed: It cannot be read.
+        """
+        content = _read(self.result_file)
+        if content is None:
+            return None
+        try:
+            document = json.loads(content)
+        except ValueError as error:
+            raise StorageDamaged(str(self.result_file), "", str(error)) from None
+        if not isinstance(document, dict):
+            raise StorageDamaged(str(self.result_file), "", "expected a JSON object")
+        return document
+
+    def clear(self) -> None:
+        """Remove what a crash left half written. Only for who holds the directory.
+
+        Raises:
+            StorageFailed: The disk refuses.
+        """
+        for directory in (self.path, self.log, self.checkpoints):
+            remove_temporaries(directory)
+
+
+def _read(path: Path) -> bytes | None:
+    with storing("read", path):
+        return path.read_bytes() if path.exists() else None

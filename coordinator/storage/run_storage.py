@@ -1,0 +1,314 @@
+"""What one run keeps on disk while it goes on, away from the event loop.
+
+Three threads, for their syncs are independent: the gradient log, which commits wait for; the
+journal, which nothing waits for but the end; checkpoints, which take long. Each does its jobs one
+after the other. What the disk refuses in a job that nobody waits for comes back through `failed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeVar
+
+from coordinator.run.commit_record import CommitRecord
+from coordinator.run.terms import Terms
+from coordinator.storage.checkpoint import Checkpoint, write_checkpoint, write_metrics
+from coordinator.storage.gradient_log import GradientLog
+from coordinator.storage.journal import Journal
+from coordinator.storage.journal_records import Record
+from coordinator.storage.log_reader import LoggedStep, read_averages, scan_log
+from coordinator.storage.log_records import Array, ChunkPlace
+from coordinator.storage.retention import prune
+from coordinator.storage.run_directory import RunDirectory
+from protocol.base.errors import SamestepError
+from protocol.exact.replica import Replica
+from protocol.spec.manifest import Manifest
+from protocol.spec.run_spec import RunSpec
+
+T = TypeVar("T")
+_THREADS: Final = ("log", "journal", "checkpoint")
+
+
+class RunStorage:
+    """Log, journal and checkpoints of one run.
+
+    Args:
+        directory: The run's, begun, and held by this process.
+        run_id: The run's.
+        spec: Settles the log's mode and which checkpoints are kept.
+        epoch: The coordinator's.
+        guard: Raises if the directory is not this coordinator's any more.
+        failed: Called in the event loop with what the disk refused.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        run_id: str,
+        spec: RunSpec,
+        *,
+        epoch: int,
+        guard: Callable[[], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self.directory = directory
+        self._run_id = run_id
+        self._spec = spec
+        self._epoch = epoch
+        self._guard = guard
+        self._failed = failed
+        self._loop = asyncio.get_running_loop()
+        self._threads = {name: ThreadPoolExecutor(1, name) for name in _THREADS}
+        self._manifest: Manifest | None = None
+        self._next_step = 0
+        self._redo: Sequence[CommitRecord] = ()
+        self._log: GradientLog | None = None
+        self._lost: dict[tuple[int, int], SamestepError] = {}
+        self._terms: Terms | None = None
+        self._journal: Journal | None = None
+        self._unsynced = False
+        self._first_lines: Callable[[], Sequence[Record]] | None = None
+        self._lines: deque[Record] = deque()
+        self._ended = False
+        self._metrics: tuple[int, dict[str, float]] = (-1, {})
+
+    # The gradient log.
+
+    def settle(self, manifest: Manifest, next_step: int, redo: Sequence[CommitRecord] = ()) -> None:
+        """The manifest is known: keep it, and begin the log after so many steps.
+
+        Args:
+            manifest: The run's.
+            next_step: Steps committed that can be had back.
+            redo: The commits after them.
+        """
+        self._manifest, self._next_step, self._redo = manifest, next_step, redo
+        self._spawn("log", self._opened)
+
+    def append(self, place: ChunkPlace, values: Array) -> None:
+        """Append a chunk of averages, which must not change until the step is committed."""
+
+        def work() -> None:
+            try:
+                self._opened().append_chunk(place, values)
+            except SamestepError as error:
+                self._lost = {(place.step, place.attempt): error}
+                raise
+
+        self._spawn("log", work)
+
+    async def commit(self, record: CommitRecord) -> None:
+        """Return when the step is durable.
+
+        Raises:
+            StorageFailed: It is not.
+            RunFailed: The directory has another coordinator now.
+        """
+        terms = self._terms
+
+        def work() -> None:
+            lost = self._lost.get((record.commit.step, record.commit.attempt))
+            if lost is not None:
+                raise lost
+            if terms is not None:
+                self._guard()  # nothing of another coordinator's is written over
+                self.directory.write_terms(terms)
+                if self._terms is terms:
+                    self._terms = None
+            self._opened().commit(record)
+            self._lost = {}
+
+        await self._do("log", work)
+
+    def remember(self, terms: Terms) -> None:
+        """Keep what workers were accepted by: it is written before the next commit."""
+        self._terms = terms
+
+    async def logged(self, step: int) -> list[LoggedStep]:
+        """The committed steps from this one on, as far as the log has them in a row.
+
+        Raises:
+            SamestepError: The log cannot be read.
+        """
+        assert self._manifest is not None
+        manifest, directory = self._manifest, self.directory.log
+
+        def work() -> list[LoggedStep]:
+            row = scan_log(directory, self._run_id, manifest).following(step)
+            # A commit whose sync failed can be read all the same, and is none.
+            return [logged for logged in row if logged.step < self._opened().next_step]
+
+        return await self._do("log", work)
+
+    async def averages(self, logged: LoggedStep) -> list[Array] | None:
+        """What a logged step averaged; None if that is not kept, or the step was skipped.
+
+        Raises:
+            SamestepError: The log cannot be read, or is cut meanwhile.
+        """
+        assert self._manifest is not None
+        blocks = self._manifest.blocks
+        return await self._loop.run_in_executor(None, lambda: read_averages(logged, blocks))
+
+    def _opened(self) -> GradientLog:
+        """The log; where the disk refused to begin it, it is begun now."""
+        assert self._manifest is not None
+        if self._log is None:
+            self._guard()
+            self.directory.settle(self._manifest)
+            self._log = GradientLog(
+                self.directory.log, self._run_id, self._manifest, epoch=self._epoch,
+                next_step=self._next_step, mode=self._spec.log, redo=self._redo, guard=self._guard,
+            )  # fmt: skip
+        return self._log
+
+    # Checkpoints.
+
+    async def roll(self) -> None:
+        """Begin a new segment of the log, after all commits so far.
+
+        Raises:
+            StorageFailed: The disk refuses.
+        """
+        await self._do("log", lambda: self._opened().roll())
+
+    async def save(self, replica: Replica, losses: Sequence[float]) -> Checkpoint:
+        """Write a checkpoint; then remove what it has made needless.
+
+        Args:
+            replica: The state; nobody changes it meanwhile.
+            losses: Mean loss of each step so far.
+
+        Raises:
+            StorageFailed: The disk refuses.
+            RunFailed: The directory has another coordinator now.
+        """
+        assert self._manifest is not None
+        manifest, root = self._manifest, self.directory.checkpoints
+
+        def work() -> tuple[Checkpoint, int | None]:
+            self._guard()
+            checkpoint = write_checkpoint(
+                root, manifest, replica, run_id=self._run_id, epoch=self._epoch, losses=losses
+            )
+            self._guard()
+            step, metrics = self._metrics
+            if step == replica.step:
+                write_metrics(root, step, metrics)
+            return checkpoint, prune(root, self._run_id, manifest, self._spec.checkpoint).good
+
+        # Before the log's commits go, and before a restart no longer looks at them.
+        await self._do("journal", self._sync_journal)
+        checkpoint, good = await self._do("checkpoint", work)
+        if good is not None and not self._spec.checkpoint.keep_log:
+            await self._do("log", lambda: self._cut(good))
+        return checkpoint
+
+    def _cut(self, step: int) -> None:
+        self._guard()  # another coordinator may be reading what it has found
+        self._opened().cut(step)
+
+    def keep_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Keep the figures of an evaluation with the checkpoint of that state, if there is one."""
+        self._metrics = (step, metrics)  # a checkpoint of that state may be yet to come
+        root = self.directory.checkpoints
+        self._spawn("checkpoint", lambda: write_metrics(root, step, metrics))
+
+    # The journal.
+
+    def record(self, records: Sequence[Record]) -> None:
+        """Add lines to the journal; they are synced soon, many at once."""
+        if not records or self._ended:
+            return
+
+        self._lines.extend(records)
+        self._spawn("journal", self._opened_journal)
+        if not self._unsynced:
+            self._unsynced = True
+            self._spawn("journal", self._sync_journal)
+
+    def begin_journal(self, lines: Callable[[], Sequence[Record]]) -> None:
+        """Bring the journal up to date before anything else is added.
+
+        Args:
+            lines: Gives the lines to add; called once the journal's end is sound.
+        """
+        self._first_lines = lines
+        self._spawn("journal", self._sync_journal)
+
+    async def end_journal(self, record: Record) -> str:
+        """Add the last line.
+
+        Returns:
+            The journal's head.
+
+        Raises:
+            StorageFailed: The disk refuses.
+        """
+        self._ended = True
+
+        def work() -> str:
+            journal = self._opened_journal()
+            head = journal.append(record)
+            journal.sync()
+            return head
+
+        return await self._do("journal", work)
+
+    def reopen_journal(self) -> None:
+        """The run goes on after all: lines count again."""
+        self._ended = False
+
+    def _opened_journal(self) -> Journal:
+        """The journal, with all lines that came so far; what cannot be opened is so later."""
+        if self._journal is None:
+            self._journal = Journal(self.directory.journal, guard=self._guard)
+        if self._first_lines is not None:
+            for record in self._first_lines():
+                self._journal.append(record)
+            self._first_lines = None
+        while self._lines:
+            self._journal.append(self._lines.popleft())
+        return self._journal
+
+    def _sync_journal(self) -> None:
+        self._unsynced = False
+        self._opened_journal().sync()
+
+    async def check(self) -> None:
+        """See that the directory is still ours.
+
+        Raises:
+            StorageFailed: It is not there.
+            RunFailed: It has another coordinator now.
+        """
+        await asyncio.to_thread(self._guard)
+
+    # Threads.
+
+    async def close(self) -> None:
+        """Do what was asked for, then close the files."""
+
+        def work() -> None:
+            for thread in self._threads.values():
+                thread.shutdown()
+            for file in (self._log, self._journal):
+                if file is not None:
+                    file.close()
+
+        await asyncio.to_thread(work)
+
+    async def _do(self, thread: str, work: Callable[[], T]) -> T:
+        return await self._loop.run_in_executor(self._threads[thread], work)
+
+    def _spawn(self, thread: str, work: Callable[[], object]) -> None:
+        def guarded() -> None:
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 -- nobody else would hear of it
+                self._loop.call_soon_threadsafe(self._failed, error)
+
+        self._threads[thread].submit(guarded)

@@ -1,0 +1,66 @@
+"""How a user names a backend and its devices: `--backend cuda --gpus 0,1`, `--backend cuda0`."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Final
+
+from protocol.base.errors import UsageError
+
+AUTO_ORDER: Final = ("cuda", "vulkan", "cpu")
+BACKENDS: Final = ("auto", *AUTO_ORDER, "scripted")
+_NUMBERED: Final = re.compile(r"(cpu|cuda|vulkan)([0-9]{1,4})")
+
+
+def parse_backend(name: str) -> tuple[str, float]:
+    """Kind and, for the scripted backend, milliseconds per microbatch.
+
+    Raises:
+        UsageError: There is no such backend.
+    """
+    kind, colon, argument = name.partition(":")
+    if kind not in BACKENDS or (colon and kind != "scripted"):
+        raise UsageError(f"expected a backend out of {', '.join(BACKENDS)}[:MS], got {name!r}")
+    try:
+        microbatch_ms = float(argument) if colon else 0.0
+    except ValueError:
+        microbatch_ms = math.nan
+    if not 0.0 <= microbatch_ms < math.inf:
+        raise UsageError(f"expected scripted:MS with MS >= 0, got {name!r}")
+    return kind, microbatch_ms
+
+
+def parse_devices(backend: str, gpus: str) -> tuple[str, tuple[int | str, ...]]:
+    """Backend and its devices, by number or part of their name, out of `--backend` and `--gpus`.
+
+    A machine has one CPU; numbers tell several workers on it apart.
+
+    Returns:
+        The backend's name without a number; at least one device, the first if none is named.
+
+    Raises:
+        UsageError: There is no such backend, or what is given names no devices, or both name one.
+    """
+    numbered = _NUMBERED.fullmatch(backend)
+    if numbered is None:
+        parse_backend(backend)
+        return backend, _listed(gpus) or (0,)
+    if gpus:
+        raise UsageError(f"expected a device in --backend {backend} or in --gpus, got both")
+    return numbered[1], (int(numbered[2]),)
+
+
+def _listed(text: str) -> tuple[int | str, ...]:
+    parts = [part.strip() for part in text.split(",")] if text else []
+    devices = tuple(int(part) if part.isdecimal() else part.lower() for part in parts)
+    if not all(map(_is_device, devices)) or len(set(devices)) != len(devices):
+        raise UsageError(
+            "--gpus: expected distinct device numbers such as 0,1, or parts of their names, "
+            f"got {text!r}"
+        )
+    return devices
+
+
+def _is_device(device: int | str) -> bool:
+    return isinstance(device, int) or (device[:1].isalnum() and not device.isnumeric())

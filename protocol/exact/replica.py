@@ -1,0 +1,169 @@
+"""A replica: the whole trainable state of a run, the same in every worker and the coordinator.
+
+Parameters and moments are flat float32 arrays, one per block. It holds no gradient and no model,
+and knows nothing of devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+
+from protocol.exact.digest import state_digest, weights_digest
+from protocol.exact.update import Array, StepScalars, apply_update, decays, moment_count
+from protocol.spec.manifest import Block
+from protocol.spec.run_spec import OptimizerSpec
+
+PartKind = Literal["parameters", "first_moment", "second_moment"]
+
+_KINDS: Final[tuple[PartKind, ...]] = ("parameters", "first_moment", "second_moment")
+_ALIGNMENT_BYTES: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """One array of a replica; `values` is the replica's own, so writing to it fills the state.
+
+    It travels in the chunks of its block (`Block.chunk_slice`).
+    """
+
+    kind: PartKind
+    block: int
+    values: Array
+
+
+class Digests(NamedTuple):
+    """Of the whole state, and of the parameters alone."""
+
+    state: str
+    weights: str
+
+
+class Replica:
+    """Parameters, moments and counters.
+
+    Attributes:
+        step: Steps applied or skipped.
+        optimizer_step: Steps applied.
+
+    Args:
+        blocks: Those of the manifest, in its order.
+        optimizer: Decides the update rule and how many moments there are.
+    """
+
+    def __init__(self, blocks: tuple[Block, ...], optimizer: OptimizerSpec) -> None:
+        self.step = 0
+        self.optimizer_step = 0
+        self._blocks = blocks
+        self._optimizer = optimizer
+        self._runs = tuple(_decay_runs(block, optimizer) for block in blocks)
+        kinds = _KINDS[: 1 + moment_count(optimizer)]
+        self._state = {kind: [aligned_zeros(b.elements) for b in blocks] for kind in kinds}
+
+    @property
+    def parameters(self) -> list[Array]:
+        """One flat array per block, 64-byte aligned: the replica's own, changed by `apply`."""
+        return self._state["parameters"]
+
+    def load_parameters(self, values: Sequence[Array]) -> None:
+        """Copy in one flat array per block; moments and counters stay as they are."""
+        self._check(values)
+        for mine, given in zip(self.parameters, values, strict=True):
+            np.copyto(mine, given)
+
+    def apply(self, averages: Sequence[Array], scalars: StepScalars) -> None:
+        """Take one step: averaged gradients, one flat array per block, left as they are."""
+        self._check(averages)
+        moments = [arrays for kind, arrays in self._state.items() if kind != "parameters"]
+        for index, gradient in enumerate(averages):
+            for part, decay in self._runs[index]:
+                apply_update(
+                    self._optimizer,
+                    scalars,
+                    self.parameters[index][part],
+                    gradient[part],
+                    tuple(arrays[index][part] for arrays in moments),
+                    decay=decay,
+                )
+        self.step += 1
+        self.optimizer_step += 1
+
+    def skip(self) -> None:
+        """Pass over a step: the schedule goes on, nothing else changes."""
+        self.step += 1
+
+    def tensors(self) -> dict[str, Array]:
+        """The parameters by name, each in its own shape: views, not copies."""
+        return self._named("parameters")
+
+    def weights_digest(self) -> str:
+        """Digest of the parameters."""
+        return weights_digest(self.tensors())
+
+    def state_digest(self) -> str:
+        """Digest of parameters, moments and counters."""
+        return self.digests().state
+
+    def digests(self) -> Digests:
+        """Both digests, the parameters hashed once."""
+        groups = [(kind, weights_digest(self._named(kind))) for kind in self._state]
+        state = state_digest(self.step, self.optimizer_step, groups)
+        return Digests(state=state, weights=dict(groups)["parameters"])
+
+    def parts(self) -> list[StatePart]:
+        """Every array, in a fixed order: to send the state, or to fill it with another's."""
+        return [
+            StatePart(kind, block, values)
+            for kind, arrays in self._state.items()
+            for block, values in enumerate(arrays)
+        ]
+
+    def restore(self, step: int, optimizer_step: int) -> None:
+        """Set the counters, after the parts were filled."""
+        assert 0 <= optimizer_step <= step
+        self.step = step
+        self.optimizer_step = optimizer_step
+
+    def copy(self) -> Replica:
+        """A snapshot that shares no memory with this one."""
+        other = Replica(self._blocks, self._optimizer)
+        for theirs, mine in zip(other.parts(), self.parts(), strict=True):
+            np.copyto(theirs.values, mine.values)
+        other.restore(self.step, self.optimizer_step)
+        return other
+
+    def _named(self, kind: PartKind) -> dict[str, Array]:
+        return {
+            tensor.name: array[part].reshape(tensor.shape)
+            for block, array in zip(self._blocks, self._state[kind], strict=True)
+            for tensor, part in block.slices()
+        }
+
+    def _check(self, arrays: Sequence[Array]) -> None:
+        # np.copyto would spread an array of one element over a whole block.
+        assert len(arrays) == len(self._blocks)
+        for block, array in zip(self._blocks, arrays, strict=True):
+            assert array.dtype == np.float32
+            assert array.shape == (block.elements,)
+
+
+def aligned_zeros(elements: int) -> Array:
+    """Flat float32 zeros at a multiple of 64 bytes; alignment can decide the bits of a product."""
+    raw = np.zeros(elements * 4 + _ALIGNMENT_BYTES, np.uint8)
+    lead = -raw.ctypes.data % _ALIGNMENT_BYTES
+    return raw[lead : lead + elements * 4].view(np.float32)
+
+
+def _decay_runs(block: Block, spec: OptimizerSpec) -> tuple[tuple[slice, bool], ...]:
+    """The block cut where weight decay turns on or off: fewer, longer stretches to update."""
+    runs: list[tuple[slice, bool]] = []
+    for tensor, part in block.slices():
+        decay = decays(tensor.name, spec)
+        if runs and runs[-1][1] == decay:
+            runs[-1] = (slice(runs[-1][0].start, part.stop), decay)
+        else:
+            runs.append((part, decay))
+    return tuple(runs)

@@ -1,0 +1,107 @@
+"""Which samples a step computes, and the seeds of its random draws.
+
+Both daemons evaluate this, on any machine and library version, so the hash is our own: numpy does
+not promise its random streams across versions. It is the finaliser of SplitMix64 (Steele, Lea and
+Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014; constants of David Stafford's
+variant 13), chained over the words of a key. Integer arithmetic modulo 2^64 alone.
+
+The permutation of an epoch sorts the sample numbers by hash of (seed, epoch, number). The hash is
+a bijection of the last word, so no two keys are equal.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.spec.run_spec import BatchSpec
+
+_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
+_FIRST: Final = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND: Final = np.uint64(0x94D049BB133111EB)
+
+_ORDER_DOMAIN: Final = 1
+_SEED_DOMAIN: Final = 2
+
+
+class SampleOrder:
+    """The samples of every step, from the seed alone.
+
+    An epoch has ceil(samples / batch.samples) steps and covers every sample exactly once; its
+    last step may be smaller. Steps count from 0.
+
+    Args:
+        seed: The run's seed, at least 0 and below 2^63.
+        samples: How many training samples there are, at least 1.
+        batch: Samples per step and per microbatch.
+    """
+
+    def __init__(self, seed: int, samples: int, batch: BatchSpec) -> None:
+        assert samples >= 1
+        self._seed = seed
+        self._samples = samples
+        self._batch = batch
+        self._cached_epoch = -1
+        self._permutation: NDArray[np.int64] = np.empty(0, np.int64)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps that one pass over the samples takes."""
+        return -(-self._samples // self._batch.samples)
+
+    def epoch(self, step: int) -> int:
+        """The pass over the samples that a step belongs to, from 0."""
+        return step // self.steps_per_epoch
+
+    def microbatch_count(self, step: int) -> int:
+        """M: how many microbatches the step has."""
+        lo, hi = self._bounds(step)
+        return -(-(hi - lo) // self._batch.microbatch)
+
+    def microbatches(self, step: int) -> tuple[tuple[int, ...], ...]:
+        """The sample numbers of each microbatch of a step; the last one may be smaller."""
+        lo, hi = self._bounds(step)
+        chosen: list[int] = self._epoch_order(self.epoch(step))[lo:hi].tolist()
+        size = self._batch.microbatch
+        return tuple(tuple(chosen[at : at + size]) for at in range(0, len(chosen), size))
+
+    def _bounds(self, step: int) -> tuple[int, int]:
+        assert step >= 0
+        lo = step % self.steps_per_epoch * self._batch.samples
+        return lo, min(lo + self._batch.samples, self._samples)
+
+    def _epoch_order(self, epoch: int) -> NDArray[np.int64]:
+        if epoch != self._cached_epoch:
+            self._permutation = permutation(self._seed, epoch, self._samples)
+            self._cached_epoch = epoch
+        return self._permutation
+
+
+def permutation(seed: int, epoch: int, samples: int) -> NDArray[np.int64]:
+    """The sample numbers 0 to samples - 1 in the order of that epoch, shape (samples,)."""
+    state = _hash(_ORDER_DOMAIN, seed, epoch)
+    keys = _absorb(state, np.arange(samples, dtype=np.uint64))
+    return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+
+
+def microbatch_seed(seed: int, step: int, microbatch: int) -> int:
+    """The seed of every random draw of one microbatch, at least 0 and below 2^63."""
+    return _hash(_SEED_DOMAIN, seed, step, microbatch) >> 1
+
+
+def _hash(*words: int) -> int:
+    """A 64-bit hash of a key of words below 2^64."""
+    state = 0
+    for word in words:
+        state = int(_absorb(state, np.array([word], dtype=np.uint64))[0])
+    return state
+
+
+def _absorb(state: int, words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The state after each of these words; arrays wrap around modulo 2^64 without a warning."""
+    z = (words ^ np.uint64(state)) + _GOLDEN
+    z = (z ^ (z >> np.uint64(30))) * _FIRST
+    z = (z ^ (z >> np.uint64(27))) * _SECOND
+    return z ^ (z >> np.uint64(31))

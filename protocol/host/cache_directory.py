@@ -1,0 +1,26 @@
+"""Where this user's caches are: what can be had again, and is kept only to be quick."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from protocol.base.errors import StorageFailed
+
+
+def cache_directory(environment: Mapping[str, str]) -> Path:
+    """Where the cache is: $SAMESTEP_CACHE, systemd's $CACHE_DIRECTORY, or the user's cache.
+
+    Raises:
+        StorageFailed: None of them is known.
+    """
+    if named := environment.get("SAMESTEP_CACHE"):
+        return Path(named).absolute()
+    if given := environment.get("CACHE_DIRECTORY"):
+        return Path(given.split(":")[0])
+    if (base := environment.get("XDG_CACHE_HOME", "")) and Path(base).is_absolute():
+        return Path(base) / "samestep"
+    try:
+        return Path("~/.cache/samestep").expanduser()
+    except RuntimeError:
+        raise StorageFailed("find", "~/.cache", "no home; set SAMESTEP_CACHE") from None

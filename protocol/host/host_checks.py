@@ -1,0 +1,223 @@
+"""Checks of the machine that both daemons' doctors make; each says what to do.
+
+Nothing here changes anything that stays: a file written to see whether one can be is gone again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+from packaging.requirements import Requirement
+
+from protocol import PROTOCOL_VERSION, __version__
+from protocol.base import limits
+from protocol.host.doctor import Finding, failure, ok, warning
+
+_MADE_S: Final = 1_767_225_600.0
+"""2026-01-01: a clock that is before this release is wrong."""
+_TIME_ERROR: Final = 5
+"""adjtimex(2): the clock is not synchronized."""
+_SHARED: Final = {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "glusterfs", "fuse.glusterfs"}
+_GIB: Final = 1024 * limits.MIB
+
+
+def release() -> Finding:
+    """Which samestep and which Python run here."""
+    python = ".".join(map(str, sys.version_info[:3]))
+    found = f"samestep {__version__}, protocol version {PROTOCOL_VERSION}, Python {python}"
+    try:
+        installed = metadata.version("samestep")
+    except metadata.PackageNotFoundError:
+        return warning(
+            "release",
+            f"{found}; not installed as a package, so what it needs is not known",
+            "bash deploy/environment.sh run",
+        )
+    if installed != __version__:
+        advice = "reinstall it, or leave the other one out of PYTHONPATH"
+        return failure("release", f"{found}, but the package installed is {installed}", advice)
+    return ok("release", found)
+
+
+def packages(extras: Sequence[str] = (), optional: Sequence[str] = ()) -> Iterator[Finding]:
+    """Whether what this package needs is there, in versions that will do.
+
+    Args:
+        extras: What has to be there besides the base.
+        optional: Extras that may be missing, but not in other versions.
+    """
+    try:
+        requirements = [Requirement(line) for line in metadata.requires("samestep") or ()]
+    except metadata.PackageNotFoundError:
+        return  # `release` has said so
+    wrong = [text for extra in ("", *extras) for text in _unmet(requirements, extra)]
+    for extra in optional:
+        unmet = list(_unmet(requirements, extra))
+        wrong += [text for text in unmet if not text.endswith("is missing")]
+    if wrong:
+        also = f"[{','.join(extras)}]" if extras else ""
+        yield failure("packages", ", ".join(wrong), f"pip install 'samestep{also}', or make the "
+                      "environment anew with deploy/environment.sh")  # fmt: skip
+    else:
+        yield ok("packages", "all there")
+
+
+def _unmet(requirements: Iterable[Requirement], extra: str) -> Iterator[str]:
+    """What is missing or of another version, of an extra alone, or of the base if it is empty."""
+    for requirement in requirements:
+        marker = requirement.marker
+        of_base = marker is None or marker.evaluate({"extra": ""})
+        asked = marker is None or marker.evaluate({"extra": extra})
+        if requirement.name == "samestep" or not asked or (extra and of_base):
+            continue
+        try:
+            held = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            yield f"{requirement.name} is missing"
+            continue
+        if not requirement.specifier.contains(held, prereleases=True):
+            yield f"{requirement.name} is {held}, expected {requirement.specifier}"
+
+
+def clock(now_s: float | None = None, *, synchronized: bool | None = None) -> Finding:
+    """Nothing that is trained depends on it, and no certificate; journals and logs do.
+
+    Args:
+        now_s: Seconds since 1970; None for the system's.
+        synchronized: None to ask the kernel.
+    """
+    now_s = time.time() if now_s is None else now_s
+    shown = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now_s))
+    if synchronized is None:
+        synchronized = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512)) != _TIME_ERROR
+    advice = "timedatectl set-ntp true (Debian: apt install systemd-timesyncd)"
+    if now_s < _MADE_S:
+        return warning("clock", f"{shown} is before this release was made", advice)
+    if not synchronized:
+        note = "not synchronized, so times in journals and logs will not agree between machines"
+        return warning("clock", f"{shown}, {note}", advice)
+    return ok("clock", f"{shown}, synchronized")
+
+
+def open_files(needed: int, enough: int) -> Finding:
+    """The limit of file descriptors.
+
+    Args:
+        needed: With fewer it cannot work.
+        enough: For everything within our own limits.
+    """
+    held, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if held == resource.RLIM_INFINITY or held >= enough:
+        return ok("open files", f"up to {'any number' if held < 0 else held}")
+    advice = f"ulimit -n {enough}, or LimitNOFILE={enough} in its unit"
+    make = failure if held < needed else warning
+    return make("open files", f"up to {held}, where {enough} may be needed", advice)
+
+
+def memory(least_bytes: int, proc: Path = Path("/proc"), groups: Path | None = None) -> Finding:
+    """What is free, of the machine and of this process's control group.
+
+    Args:
+        least_bytes: Less is worth a warning.
+        proc: Where procfs is.
+        groups: Where the tree of control groups (version 2) is; None for its usual place.
+    """
+    lines = (proc / "meminfo").read_text().splitlines()
+    kib = {key: int(value.split()[0]) for key, value in (line.split(":") for line in lines)}
+    free, of = kib["MemAvailable"] * limits.KIB, "this machine"
+    left = _left_in_group(proc, groups or Path("/sys/fs/cgroup"))
+    if left is not None and left < free:
+        free, of = left, "its control group"
+    found = f"{_size(free)} free in {of}"
+    if free < least_bytes:
+        advice = f"end something or add memory; less than {_size(least_bytes)} is little"
+        return warning("memory", found, advice)
+    return ok("memory", found)
+
+
+def _left_in_group(proc: Path, groups: Path) -> int | None:
+    """Bytes that the control group may still take; None if nothing bounds it."""
+    try:
+        own = (proc / "self" / "cgroup").read_text().splitlines()
+        path = next(line.partition("::")[2] for line in own if line.startswith("0::"))
+        group = groups / path.lstrip("/")
+        most = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+    except (OSError, StopIteration, ValueError):
+        return None
+    return None if most == "max" else max(0, int(most) - used)
+
+
+def directory(check: str, path: Path, least_bytes: int, elsewhere: str) -> Iterator[Finding]:
+    """Whether files can be kept in a directory, which need not be there yet, and on what.
+
+    Args:
+        check: The check's name.
+        path: The directory.
+        least_bytes: Less free space is worth a warning.
+        elsewhere: What to set or give to have it in another place.
+    """
+    there = nearest(path)
+    shown = repr(str(path)) if there == path else f"{str(path)!r} (not made yet)"
+    try:
+        # The system takes it away again, also if this process is killed.
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(bytes(4096))
+            file.flush()
+        free = _free_bytes(there)
+    except OSError as error:
+        advice = f"let this user write there and make room, or choose another: {elsewhere}"
+        yield failure(check, f"cannot write in {str(there)!r}: {error.strerror or error}", advice)
+        return
+    kind = _file_system(there)
+    found = f"{shown}: {_size(free)} free"
+    if kind == "tmpfs":
+        yield warning(check, f"{found}, in memory: gone after a restart", elsewhere)
+    elif kind in _SHARED:
+        yield warning(
+            check, f"{found}, on a {kind} mount: locks and syncs may not hold there", elsewhere
+        )
+    elif free < least_bytes:
+        little = f"less than {_size(least_bytes)} is little; make room, or {elsewhere}"
+        yield warning(check, found, little)
+    else:
+        yield ok(check, found)
+
+
+def nearest(path: Path) -> Path:
+    """The path, or the closest directory above it that is there."""
+    path = path.absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _free_bytes(path: Path) -> int:
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
+
+
+def _file_system(path: Path) -> str:
+    """The kind of file system that a path is on, as the kernel names it."""
+    device = path.stat().st_dev
+    for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
+        fields, _, rest = line.partition(" - ")
+        major, _, minor = fields.split()[2].partition(":")
+        if os.makedev(int(major), int(minor)) == device:
+            return rest.split()[0]
+    return ""
+
+
+def _size(count: int) -> str:
+    if count >= _GIB:
+        return f"{count / _GIB:.1f} GiB"
+    return f"{count / limits.MIB:.0f} MiB"

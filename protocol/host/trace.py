@@ -1,0 +1,87 @@
+"""What happened when, as a Chrome trace (open it in Perfetto or chrome://tracing).
+
+Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (JSON
+array format, complete "X" and instant "i" events, microseconds).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from protocol.base.errors import UsageError
+
+
+class Tracer:
+    """Writes events to a file as they happen; safe to use from several threads."""
+
+    def __init__(self, path: Path, process: str) -> None:
+        self._file = path.open("w", encoding="utf-8")
+        self._lock = threading.Lock()
+        self._file.write("[\n")
+        self._write({"name": "process_name", "ph": "M", "args": {"name": process}})
+
+    @classmethod
+    def to_file(cls, path: Path, process: str) -> Tracer:
+        """Start a trace that a user asked for.
+
+        Raises:
+            UsageError: The file cannot be written.
+        """
+        try:
+            return cls(path, process)
+        except OSError as error:
+            raise UsageError(f"--trace {str(path)!r} cannot be written: {error.strerror}") from None
+
+    def instant(self, name: str, track: str, **details: object) -> None:
+        """Something happened now."""
+        self._write(
+            {"name": name, "ph": "i", "s": "t", "ts": now_us(), "tid": track, "args": details}
+        )
+
+    def span(self, name: str, track: str, start_us: float, **details: object) -> None:
+        """Something lasted from `start_us` (of `now_us`) until now."""
+        self._write(
+            {
+                "name": name,
+                "ph": "X",
+                "ts": start_us,
+                "dur": now_us() - start_us,
+                "tid": track,
+                "args": details,
+            }
+        )
+
+    def close(self) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            if not self._file.closed:
+                self._file.write("{}]\n")
+                self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _write(self, event: dict[str, object]) -> None:
+        line = json.dumps({"pid": 0, **event})
+        with self._lock, contextlib.suppress(OSError):
+            # A full disk ends the trace, not the run.
+            if not self._file.closed:
+                self._file.write(line + ",\n")
+
+
+def now_us() -> float:
+    """Microseconds on the machine's monotonic clock: comparable between its processes."""
+    return time.monotonic_ns() / 1e3

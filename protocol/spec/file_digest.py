@@ -1,0 +1,69 @@
+"""BLAKE3 of files, in pieces: a file that shrinks meanwhile ends early, it does no harm."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Final
+
+from blake3 import blake3
+
+from protocol.base import limits
+
+_PIECE_BYTES: Final = limits.MIB
+
+
+def file_digest(path: Path) -> tuple[int, str]:
+    """How many bytes the file has, and their BLAKE3 in 64 hex digits.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    hasher, size = blake3(), 0
+    piece = memoryview(bytearray(_PIECE_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(piece):
+            hasher.update(piece[:count])
+            size += count
+    return size, hasher.hexdigest()
+
+
+class FileDigests:
+    """Digests of files, each read once while its size, times and place on disk stay the same."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[tuple[int, ...], str]] = {}
+        self._lock = threading.Lock()
+
+    def holds(self, path: Path, size: int, digest: str) -> bool:
+        """Whether there is a readable file of that size and digest."""
+        try:
+            status = path.stat()
+            if status.st_size != size:
+                return False
+            key = _identity(status)
+            with self._lock:
+                known, found = self._known.get(path, ((), ""))
+            if known != key:
+                _, found = file_digest(path)
+                with self._lock:
+                    self._known[path] = (key, found)
+        except OSError:
+            return False
+        return found == digest
+
+    def remember(self, path: Path, digest: str) -> None:
+        """A file has just been written, and its digest computed on the way."""
+        try:
+            key = _identity(path.stat())
+        except OSError:
+            return
+        with self._lock:
+            self._known[path] = (key, digest)
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    """What changes when a file is edited, replaced or set back by a copy."""
+    times = (status.st_mtime_ns, status.st_ctime_ns)
+    return (status.st_size, *times, status.st_ino, status.st_dev)

@@ -1,0 +1,144 @@
+"""The files that a run's task reads: the same answer on the coordinator and on each worker.
+
+Only what a task reads is named: of a model's directory its configuration, its weights as
+safetensors and its tokenizer, and nothing that could run code. A hub name is no file; it is left
+to each worker. So are the sources of a task of one's own, except a data file named by its path.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from protocol.base.errors import DataError
+from protocol.spec import sources
+from protocol.spec.blob_list import Form, Role, name_fault
+from protocol.spec.run_spec import TASK_SECTIONS, DataSpec, RunSpec
+
+ROLES: Final[tuple[Role, ...]] = ("data", "model", "tokenizer")
+_CONFIGURATION: Final = ("config.json", "generation_config.json")
+_TOKENIZER: Final = (
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt",
+    "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
+    "vocab.txt",
+)  # fmt: skip
+_TOKENIZER_SUFFIXES: Final = (".model", ".spm", ".tiktoken")
+_WEIGHTS: Final = "model.safetensors"
+_INDEX: Final = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFiles:
+    """What one source of a run spec is here.
+
+    Attributes:
+        role: What the files are for.
+        source: As the run spec names them.
+        form: Whether the task is given the lone file or the directory.
+        files: Names inside the source and where they are, in the order of the names.
+    """
+
+    role: Role
+    source: str
+    form: Form
+    files: tuple[tuple[str, Path], ...]
+
+
+def source_files(spec: RunSpec, role: Role) -> SourceFiles | None:
+    """The files of one role; None if the run spec names none, or leaves them to each worker.
+
+    Raises:
+        DataError: The source is not here, or its files cannot be used.
+    """
+    source = source_of(spec, role)
+    if source is None:
+        return None
+    if role == "data":
+        assert spec.data is not None
+        return _data(spec, spec.data)
+    found = Path(sources.model_source(source))
+    if found.is_file():
+        return _lone(role, source, found)
+    if not found.is_dir():
+        return None
+    names = _model_files(found, source) if role == "model" else []
+    names += _tokenizer_files(found)
+    return SourceFiles(role, source, "directory", tuple((n, found / n) for n in sorted(set(names))))
+
+
+def source_of(spec: RunSpec, role: Role) -> str | None:
+    """What the run spec says, in the user's words."""
+    own = spec.task not in TASK_SECTIONS
+    if role == "data":
+        return spec.data.train if spec.data is not None else None
+    if role == "model":
+        return spec.model.source if spec.model is not None and not own else None
+    return spec.tokenizer.source if spec.tokenizer is not None and not own else None
+
+
+def _data(spec: RunSpec, data: DataSpec) -> SourceFiles | None:
+    path = Path(os.path.expanduser(data.train))  # noqa: PTH111  (leaves an unknown ~name as it is)
+    if spec.task not in TASK_SECTIONS:
+        return _lone("data", data.train, path) if path.is_file() else None
+    if spec.task == "classify":
+        return _lone("data", data.train, sources.text_source(data.train))
+    named = data.train != sources.PYTHON_STDLIB and not data.train.startswith(sources.PACKAGE)
+    if named and not path.is_dir():
+        return _lone("data", data.train, sources.text_source(data.train))
+    found = sources.corpus_files(data.train, data.pattern)
+    top = path if named else Path(os.path.commonpath([file.parent for file in found]))
+    files = [(_name(file.relative_to(top).as_posix()), file) for file in found]
+    return SourceFiles("data", data.train, "directory", tuple(files))
+
+
+def _lone(role: Role, source: str, path: Path) -> SourceFiles:
+    return SourceFiles(role, source, "file", ((_name(path.name), path),))
+
+
+def _model_files(directory: Path, source: str) -> list[str]:
+    """Configuration and weights.
+
+    Raises:
+        DataError: There are no weights that can be read without running code.
+    """
+    names = [name for name in _CONFIGURATION if (directory / name).is_file()]
+    if (directory / _WEIGHTS).is_file():
+        return [*names, _WEIGHTS]
+    if (directory / _INDEX).is_file():
+        return [*names, _INDEX, *_shards(directory / _INDEX)]
+    weights = sorted(path.name for path in directory.glob("*.safetensors"))
+    if not weights:
+        raise DataError(
+            f"expected weights as .safetensors in {source!r}, found none; "
+            "pickled weights (.bin, .pt) are not read: convert them"
+        )
+    return names + [_name(name) for name in weights]
+
+
+def _shards(index: Path) -> Sequence[str]:
+    try:
+        values = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        names = sorted({str(value) for value in values})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"cannot read the index of weights {str(index)!r}: {error}") from None
+    for name in names:
+        if "/" in _name(name):
+            raise DataError(f"expected plain file names in {str(index)!r}, got {name!r}")
+        if not (index.parent / name).is_file():
+            raise DataError(f"expected {name!r}, which {str(index)!r} names, found no such file")
+    return names
+
+
+def _tokenizer_files(directory: Path) -> list[str]:
+    suffixed = (p.name for p in directory.iterdir() if p.suffix in _TOKENIZER_SUFFIXES)
+    return [name for name in (*_TOKENIZER, *suffixed) if (directory / name).is_file()]
+
+
+def _name(name: str) -> str:
+    if fault := name_fault(name):
+        raise DataError(f"the file {name!r} cannot be sent to workers: {fault}; rename it")
+    return name

@@ -1,0 +1,377 @@
+"""The run spec: one training job as a document (YAML), validated before anything starts.
+
+Source of truth for every key; `run_spec_schema` gives it as JSON schema. Unknown keys are errors
+that name the nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import yaml
+from blake3 import blake3
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+
+from protocol.base import limits
+from protocol.base.errors import MessageError, RunSpecError
+from protocol.spec.run_spec_text import apply_override, explain, with_exponents
+
+TASK_SECTIONS: Final = {
+    "regress": {"regress"},
+    "digits": {"digits"},
+    "classify": {"model", "lora", "data"},
+    "causal-lm": {"model", "lora", "data", "tokenizer"},
+    "scripted": {"scripted"},
+}
+"""The tasks that come along, and which of the sections below each of them reads."""
+
+_OWN_TASK: Final = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
+
+
+def _known_task(task: str) -> str:
+    if task in TASK_SECTIONS or re.fullmatch(_OWN_TASK, task):
+        return task
+    near = difflib.get_close_matches(task, TASK_SECTIONS, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(
+        f"expected one of {', '.join(TASK_SECTIONS)}, or package.module:Class of your own{hint}"
+    )
+
+
+def _sorted(value: Any) -> Any:
+    """Free-form documents by key, so that the order of keys changes no digest."""
+    if isinstance(value, dict):
+        return {key: _sorted(value[key]) for key in sorted(value)}
+    return [_sorted(inner) for inner in value] if isinstance(value, list) else value
+
+
+TaskName = Annotated[
+    str,
+    AfterValidator(_known_task),
+    WithJsonSchema({"anyOf": [{"enum": [*TASK_SECTIONS]}, {"pattern": f"^{_OWN_TASK}$"}]}),
+]
+Document = Annotated[dict[str, Any], AfterValidator(_sorted)]
+Precision = Literal["float32", "bfloat16"]
+BaseDtype = Literal["float32", "bfloat16", "float16", "int8", "int4"]
+Exactness = Literal["require", "prefer"]
+OptimizerName = Literal["sgd", "momentum", "adamw"]
+ScheduleName = Literal["constant", "linear", "cosine"]
+LogMode = Literal["full", "checkpoint"]
+
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Weight = Annotated[float, Field(gt=0.0, le=1e6)]
+ClassWeights = Literal["balanced"] | Annotated[dict[str, Weight], AfterValidator(_sorted)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelSpec(_Section):
+    """The model, loaded from `source` or started anew from `config`, and how it computes.
+
+    Weights, gradients and sums are float32 always; `precision: bfloat16` lets matrix products
+    and attention compute in bfloat16 (torch's autocast).
+    """
+
+    source: str | None = Field(None, description="a directory, `package:DISTRIBUTION`, a hub name")
+    name: str | None = Field(
+        None, max_length=400, description="what an adapter says is its base; default: the source"
+    )
+    config: Document | None = Field(
+        None, description="a Hugging Face configuration with its model_type, to train from scratch"
+    )
+    dtype: Literal["float32"] = "float32"
+    base_dtype: BaseDtype = Field(
+        "float32",
+        description="with lora: what the frozen layers' weights are stored in; int8 and int4 have "
+        "a scale for each 64 of a row. Every worker computes with the same rounded weights; only "
+        "a Vulkan device saves memory by it",
+    )
+    precision: Precision = "float32"
+    attention: Literal["eager", "sdpa"] = "eager"
+    gradient_checkpointing: bool = Field(
+        default=False, description="compute activations again in backward: less memory"
+    )
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> ModelSpec:
+        if (self.source is None) == (self.config is None):
+            raise ValueError("expected either a source (to load) or a config (to start anew)")
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
+            raise ValueError("expected a model_type in config, such as llama")
+        return self
+
+
+class TokenizerSpec(_Section):
+    """Of causal-lm: loaded from `source`, or a byte-level BPE trained on the training text.
+
+    Without this section it is the model's own; a model started from its config trains one.
+    """
+
+    source: str | None = Field(None, description="a directory, `package:DISTRIBUTION`, a hub name")
+    vocab_size: int = Field(2048, ge=257, le=1_000_000, description="of one that is trained")
+
+
+class LoraSpec(_Section):
+    """Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685)."""
+
+    r: Count = 8
+    alpha: float = Field(16.0, gt=0)
+    dropout: Fraction = 0.0
+    targets: tuple[str, ...] | None = Field(
+        None, min_length=1, description="names of layers; default: attention's queries and values"
+    )
+
+
+class DataSpec(_Section):
+    """Text: labelled (JSONL, CSV, TSV) for classify, running text or JSONL for causal-lm."""
+
+    train: str = Field(
+        description="a file, `package:DISTRIBUTION`; for causal-lm also a directory or "
+        "`python-stdlib`, the top-level modules of Python itself"
+    )
+    text: str = "text"
+    label: str = "label"
+    pattern: str = Field("*.txt", min_length=1, description="which files of a directory, at depth")
+    holdout: Fraction = Field(0.2, description="the share of samples or documents held out")
+    holdout_samples: Count | None = Field(
+        None, description="measure at most so many held-out samples, drawn by the seed"
+    )
+    max_tokens: int = Field(
+        64, ge=2, le=65_536, description="classify: longer texts are cut; causal-lm: sample length"
+    )
+    num_classes: int | None = Field(None, ge=2, description="checked against the data when given")
+    class_weights: ClassWeights | None = Field(
+        None, description="classify: `balanced`, or a weight by label; those not named have 1"
+    )
+
+
+class RegressSpec(_Section):
+    """Linear regression on generated data: y = x w + b, plus noise of this deviation."""
+
+    samples: Count = 1024
+    features: Count = 8
+    noise: float = Field(0.0, ge=0.0)
+
+
+class DigitsSpec(_Section):
+    """A multi-layer perceptron on scikit-learn's 8 x 8 digits; each hidden layer is a block."""
+
+    hidden: tuple[Count, ...] = Field((64, 64, 64, 64), min_length=1)
+    holdout: Fraction = 0.2
+    dropout: Fraction = 0.0
+
+
+class ScriptedSpec(_Section):
+    """No model: gradients that follow from (seed, step, microbatch), for measuring."""
+
+    blocks: Count = 4
+    block_bytes: int = Field(262_144, ge=4)
+    samples: Count = 4096
+
+
+class BatchSpec(_Section):
+    """Samples per step, and per microbatch: the unit that a worker computes at once."""
+
+    samples: Count = 48
+    microbatch: Count = 2
+
+    @model_validator(mode="after")
+    def _bounded(self) -> BatchSpec:
+        if self.microbatch > self.samples:
+            raise ValueError(
+                f"expected microbatch <= samples, got {self.microbatch} > {self.samples}"
+            )
+        if -(-self.samples // self.microbatch) > limits.MICROBATCHES_PER_STEP:
+            raise ValueError(
+                f"expected at most {limits.MICROBATCHES_PER_STEP} microbatches a step; "
+                "raise batch.microbatch or lower batch.samples"
+            )
+        return self
+
+
+class OptimizerSpec(_Section):
+    """The exact update (`protocol.exact.update`); `no_decay` lists parts of tensor names.
+
+    The bounds keep every scalar of an update within float32.
+    """
+
+    name: OptimizerName = "adamw"
+    lr: float = Field(1e-3, ge=1e-30, le=1e3)
+    momentum: Fraction = 0.9
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    eps: float = Field(1e-8, ge=1e-30, le=1e3)
+    weight_decay: float = Field(0.0, ge=0, le=1e3)
+    no_decay: tuple[str, ...] = ("bias", "norm")
+    clip_norm: float | None = Field(None, gt=0)
+    schedule: ScheduleName = "constant"
+    warmup_steps: int = Field(0, ge=0)
+
+
+class CheckpointSpec(_Section):
+    """When the whole state is saved, and what of it is kept.
+
+    The newest checkpoint that is whole is always kept, and the best one if `metric` says which.
+    """
+
+    every: int = Field(50, ge=0, description="steps; 0: at the start and the end only")
+    keep_last: Count = Field(2, description="how many of the newest are kept")
+    metric: str | None = Field(None, description="a held-out figure; the best is kept too")
+    better: Literal["higher", "lower"] = Field("higher", description="which figure is the best")
+    keep_log: bool = Field(
+        default=False,
+        description="keep the first state and the gradients of every step, so that an audit can "
+        "replay them all",
+    )
+
+
+class RunSpec(_Section):
+    """One training job.
+
+    `task` is one of those that come along, or `package.module:Class` of the user's own, installed
+    on every worker; `options` are for the latter alone.
+    """
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,53}$")
+    task: TaskName
+    seed: int = Field(0, ge=0, lt=2**63)
+    exactness: Exactness = "prefer"
+    model: ModelSpec | None = None
+    tokenizer: TokenizerSpec | None = None
+    lora: LoraSpec | None = None
+    data: DataSpec | None = None
+    regress: RegressSpec = RegressSpec()
+    digits: DigitsSpec = DigitsSpec()
+    scripted: ScriptedSpec = ScriptedSpec()
+    options: Document = Field({}, description="whatever a task of your own wants to know")
+    batch: BatchSpec = BatchSpec()
+    optimizer: OptimizerSpec = OptimizerSpec()
+    steps: Count
+    evaluate_every: int = Field(0, ge=0, description="steps; 0: at the end only")
+    log: LogMode = Field(
+        "full",
+        description="full: averaged gradients are kept since the last checkpoint, and a restart "
+        "loses no committed step; checkpoint: they are not, which costs less for large states, "
+        "and a restart does the steps since the last checkpoint again (with the same bits in an "
+        "exact run)",
+    )
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    threads: int = Field(1, ge=1, le=256, description="CPU threads of each worker")
+
+    @model_validator(mode="after")
+    def _sections_fit_the_task(self) -> RunSpec:
+        if self.task not in TASK_SECTIONS:
+            return self
+        for section in sorted(set().union(*TASK_SECTIONS.values(), {"options"})):
+            fits = section in TASK_SECTIONS[self.task]
+            if not fits and getattr(self, section) != type(self).model_fields[section].default:
+                raise ValueError(f"task {self.task} has no use for the section {section!r}")
+        if self.task in {"classify", "causal-lm"}:
+            self._check_text_task()
+        return self
+
+    def _check_text_task(self) -> None:
+        if self.model is None or self.data is None:
+            missing = "model" if self.model is None else "data"
+            raise ValueError(f"task {self.task} needs the section {missing!r}")
+        anew = self.model.config is not None
+        if anew and self.task == "classify":
+            raise ValueError("task classify needs model.source; it starts no model from a config")
+        if anew and self.lora is not None:
+            raise ValueError(
+                "lora needs model.source: a model started from its config is trained whole"
+            )
+        if self.model.base_dtype != "float32" and self.lora is None:
+            raise ValueError(
+                f"model.base_dtype {self.model.base_dtype} needs lora: a model that is trained "
+                "whole has no frozen base"
+            )
+        if self.task == "causal-lm":
+            for key in ("num_classes", "class_weights"):
+                if getattr(self.data, key) is not None:
+                    raise ValueError(f"data.{key} is for task classify; causal-lm has no classes")
+
+    def to_bytes(self) -> bytes:
+        """The canonical document that is sent to workers."""
+        return self.model_dump_json().encode()
+
+    def digest(self) -> str:
+        """BLAKE3 of the canonical document."""
+        return blake3(self.to_bytes()).hexdigest()
+
+
+def run_spec_schema() -> dict[str, Any]:
+    """The run spec as JSON schema."""
+    return RunSpec.model_json_schema()
+
+
+def load_run_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
+    """Read and validate a run spec file.
+
+    Args:
+        path: A YAML file.
+        overrides: `key=value` pairs, dots between nested keys, values in YAML.
+
+    Raises:
+        RunSpecError: What is wrong, where, and the nearest known key.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise RunSpecError(f"expected a run spec at {str(path)!r}, found no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunSpecError(f"cannot read the run spec {str(path)!r}: {error}") from None
+    if len(text) > limits.RUN_SPEC_BYTES:
+        raise RunSpecError(f"expected at most {limits.RUN_SPEC_BYTES} bytes in {str(path)!r}")
+    try:
+        document = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        line = " ".join(str(error).split())
+        raise RunSpecError(f"{str(path)!r} is not YAML: {line}") from None
+    return parse_run_spec(document, overrides, origin=str(path))
+
+
+def parse_run_spec(document: object, overrides: Sequence[str] = (), origin: str = "") -> RunSpec:
+    """Validate a document of plain dicts and lists; see `load_run_spec`."""
+    where = f" in {origin!r}" if origin else ""
+    if not isinstance(document, Mapping):
+        raise RunSpecError(f"expected keys and values{where}, got {type(document).__name__}")
+    try:
+        merged: dict[str, Any] = json.loads(json.dumps(document, default=str))
+    except (TypeError, ValueError, RecursionError):
+        # Keys that are dates, values that hold themselves: YAML has them, JSON has not.
+        raise RunSpecError(f"expected plain keys and values{where}") from None
+    for override in overrides:
+        apply_override(merged, override)
+    try:
+        # Strict JSON mode: lists stand for tuples, yet "8" is not taken for 8.
+        return RunSpec.model_validate_json(json.dumps(with_exponents(merged)), strict=True)
+    except ValidationError as error:
+        raise RunSpecError(explain(RunSpec, error) + where) from None
+
+
+def parse_run_spec_bytes(document: bytes) -> RunSpec:
+    """Read the canonical document that `RunSpec.to_bytes` gives, from the network.
+
+    Raises:
+        MessageError: It is no run spec, perhaps of another release.
+    """
+    try:
+        return RunSpec.model_validate_json(document)
+    except ValidationError as error:
+        raise MessageError(f"expected a run spec: {explain(RunSpec, error)}") from None

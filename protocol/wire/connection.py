@@ -1,0 +1,369 @@
+"""The protocol without I/O: bytes in, messages or a typed error out; messages in, buffers out.
+
+A transport asks for a buffer with `get_buffer`, fills it, and says so with `buffer_updated`;
+`receive_data` does both for bytes that are there already. A body is read straight into the array
+that will be summed from. Which message may come in which phase is a table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.base import limits
+from protocol.base.errors import FrameError, LocalProtocolError, OutOfPlace, VersionMismatch
+from protocol.spec.manifest import Block
+from protocol.wire import frames
+from protocol.wire.messages import (
+    Assign,
+    AveragedBlockGradient,
+    AveragedNonBlockGradient,
+    BlobChunk,
+    BlobRequest,
+    BlockGradientPayload,
+    Cancel,
+    Challenge,
+    Commit,
+    Continue,
+    Drain,
+    EndRun,
+    EvalPlan,
+    EvalResult,
+    Goodbye,
+    Halt,
+    Heartbeat,
+    Hello,
+    Message,
+    NodeLoss,
+    NonBlockGradientPayload,
+    Proof,
+    Ready,
+    StartRun,
+    StateChunk,
+    StateRequest,
+    StepApplied,
+    StepPlan,
+    Unready,
+    Welcome,
+    decode_message,
+)
+
+Role = Literal["coordinator", "worker"]
+Body = NDArray[np.uint8]
+
+
+class Phase(Enum):
+    """How far the handshake is; before OPEN only small headers and no bodies are read.
+
+    Each of the four messages Hello, Challenge, Proof and Welcome is legal in one phase and leads to
+    the next, so none can come before the one that it answers.
+    """
+
+    GREETING = "greeting"
+    CHALLENGING = "challenging"
+    PROVING = "proving"
+    ADMITTING = "admitting"
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+FROM_WORKER: Final[dict[Phase, frozenset[type[Message]]]] = {
+    Phase.GREETING: frozenset({Hello, Goodbye}),
+    Phase.CHALLENGING: frozenset({Goodbye}),
+    Phase.PROVING: frozenset({Proof, Goodbye}),
+    Phase.ADMITTING: frozenset({Goodbye}),
+    Phase.OPEN: frozenset({
+        Ready, Unready, StateChunk, BlockGradientPayload, NonBlockGradientPayload, NodeLoss,
+        StepApplied, EvalResult, Heartbeat, Drain, Goodbye, BlobRequest,
+    }),
+    Phase.CLOSED: frozenset(),
+}  # fmt: skip
+
+FROM_COORDINATOR: Final[dict[Phase, frozenset[type[Message]]]] = {
+    Phase.GREETING: frozenset({Goodbye}),
+    Phase.CHALLENGING: frozenset((Challenge, Goodbye)),
+    Phase.PROVING: frozenset({Goodbye}),
+    Phase.ADMITTING: frozenset({Welcome, Goodbye}),
+    Phase.OPEN: frozenset({
+        StartRun, StateRequest, StateChunk, StepPlan, AveragedBlockGradient,
+        AveragedNonBlockGradient, Commit, Assign, Cancel, EvalPlan, Heartbeat, Halt, Continue,
+        EndRun, Goodbye, BlobChunk,
+    }),
+    Phase.CLOSED: frozenset(),
+}  # fmt: skip
+
+_LEADS_TO: Final[dict[type[Message], Phase]] = {
+    Hello: Phase.CHALLENGING,
+    Challenge: Phase.PROVING,
+    Proof: Phase.ADMITTING,
+    Welcome: Phase.OPEN,
+    Goodbye: Phase.CLOSED,
+}
+
+_SCRATCH_BYTES: Final = 64 * limits.KIB
+_STRANGERS_SCRATCH_BYTES: Final = 2 * limits.UNAUTHENTICATED_HEADER_BYTES
+"""As long as frames are small: many may be in the handshake at once."""
+
+
+class Received(NamedTuple):
+    """A message and its body, if it carries one."""
+
+    message: Message
+    body: Body | None
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A message ready to be written, to one peer or to many."""
+
+    message: Message
+    buffers: tuple[frames.Buffer, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(buffer) for buffer in self.buffers)
+
+
+def _bytes_of(body: NDArray[np.generic] | bytes) -> memoryview:
+    flat = body if isinstance(body, bytes) else np.ascontiguousarray(body).data
+    return memoryview(flat).cast("B")
+
+
+def encode(message: Message, body: NDArray[np.generic] | bytes | None = None) -> Encoded:
+    """Prefix, header and body of a frame. The body is not copied: leave it unchanged after."""
+    if (body is not None) != (message.body != "none"):
+        raise LocalProtocolError(f"{type(message).__name__} with the wrong kind of body")
+    raw = None if body is None else _bytes_of(body)
+    head = frames.encode_head(message.tag, message.to_header(), raw)
+    return Encoded(message, (head,) if raw is None or not len(raw) else (head, raw))
+
+
+class Connection:
+    """One peer's side of a connection. Not thread-safe.
+
+    Attributes:
+        phase: Moved on by the handshake messages themselves, on both sides alike.
+        blocks: Set once the manifest is known; from then on a gradient's size is checked against
+            it before a byte of it is read. Unknown again when a worker is ready for a run.
+    """
+
+    def __init__(self, role: Role) -> None:
+        self.role: Role = role
+        self.phase = Phase.GREETING
+        self.blocks: tuple[Block, ...] | None = None
+        coordinator = role == "coordinator"
+        self._receivable = FROM_WORKER if coordinator else FROM_COORDINATOR
+        self._sendable = FROM_COORDINATOR if coordinator else FROM_WORKER
+        self._scratch = bytearray(_STRANGERS_SCRATCH_BYTES)
+        self._filled = 0
+        self._body: Body | None = None
+        self._body_filled = 0
+        self._pending: tuple[frames.Prefix, bytes, Message] | None = None
+
+    def send(self, message: Message | Encoded) -> Encoded:
+        """The message as buffers, once it is legal to send it now."""
+        encoded = encode(message) if isinstance(message, Message) else message
+        kind = type(encoded.message)
+        if kind not in self._sendable[self.phase]:
+            raise LocalProtocolError(f"{self.role} sends {kind.__name__} in {self.phase.value}")
+        self._advance(kind)
+        return encoded
+
+    def get_buffer(self) -> memoryview:
+        """Where the next received bytes go; never empty."""
+        if self._body is not None:
+            return self._body.data[self._body_filled :]
+        if self.phase is Phase.OPEN and len(self._scratch) < _SCRATCH_BYTES:
+            scratch = bytearray(_SCRATCH_BYTES)
+            scratch[: self._filled] = memoryview(self._scratch)[: self._filled]
+            self._scratch = scratch
+        return memoryview(self._scratch)[self._filled :]
+
+    def buffer_updated(self, count: int) -> list[Received]:
+        """So many bytes were written into the buffer that `get_buffer` gave.
+
+        Raises:
+            RemoteProtocolError: The peer broke the protocol; close the connection.
+        """
+        received: list[Received] = []
+        try:
+            if self._body is not None:
+                self._body_filled += count
+                self._finish_body(received)
+            else:
+                self._filled += count
+                self._parse(received)
+        except VersionMismatch as error:
+            self._close()
+            error.reader = self.role
+            raise
+        except Exception:
+            self._close()
+            raise
+        return received
+
+    def receive_data(self, data: frames.Buffer) -> list[Received]:
+        """The messages that these bytes complete; see `buffer_updated`."""
+        received: list[Received] = []
+        view = memoryview(data)
+        while view:
+            buffer = self.get_buffer()
+            count = min(len(buffer), len(view))
+            buffer[:count] = view[:count]
+            view = view[count:]
+            received += self.buffer_updated(count)
+        return received
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory for what is not yet a whole message."""
+        return len(self._scratch) + (len(self._body) if self._body is not None else 0)
+
+    def receive_eof(self) -> None:
+        """The peer closed.
+
+        Raises:
+            FrameError: In the middle of a frame.
+        """
+        middle = self._filled or self._body is not None
+        was_open = self.phase is not Phase.CLOSED
+        self._close()
+        if middle and was_open:
+            raise FrameError("expected the rest of a frame, got the end of the connection")
+
+    def _close(self) -> None:
+        """Nothing more is read, and nothing kept: the buffer must never fill up."""
+        self.phase = Phase.CLOSED
+        self._body = self._pending = None
+        self._filled = 0
+
+    def _parse(self, received: list[Received]) -> None:
+        at = 0
+        view = memoryview(self._scratch)[: self._filled]
+        while self._body is None and self.phase is not Phase.CLOSED:
+            if len(view) - at < frames.PREFIX_BYTES:
+                break
+            prefix = frames.decode_prefix(view[at:], *self._frame_limits())
+            if len(view) - at < prefix.head_bytes:
+                break
+            header = bytes(view[at + frames.PREFIX_BYTES :][: prefix.header_bytes])
+            if prefix.body_bytes:
+                frames.check_marker(view[at + prefix.head_bytes - 5 :], prefix.body_bytes)
+            message = self._check(prefix, header)
+            at += prefix.head_bytes
+            if message.body == "none" or not prefix.body_bytes:
+                self._accept(prefix, header, message, None, received)
+                continue
+            at += self._start_body(prefix, header, message, view[at:], received)
+        # Once closed nothing is kept: the buffer must never fill up.
+        rest = b"" if self.phase is Phase.CLOSED else bytes(view[at:])
+        view.release()
+        self._scratch[: len(rest)] = rest
+        self._filled = len(rest)
+
+    def _start_body(
+        self,
+        prefix: frames.Prefix,
+        header: bytes,
+        message: Message,
+        available: memoryview,
+        received: list[Received],
+    ) -> int:
+        """Allocate the body and take what has come of it; gives how many bytes that was."""
+        self._body = np.empty(prefix.body_bytes, np.uint8)
+        self._pending = (prefix, header, message)
+        self._body_filled = min(len(available), prefix.body_bytes)
+        self._body.data[: self._body_filled] = available[: self._body_filled]
+        taken = self._body_filled
+        self._finish_body(received)
+        return taken
+
+    def _finish_body(self, received: list[Received]) -> None:
+        assert self._body is not None
+        assert self._pending is not None
+        if self._body_filled < len(self._body):
+            return
+        (prefix, header, message), body = self._pending, self._body
+        self._body = self._pending = None
+        self._accept(prefix, header, message, body, received)
+
+    def _accept(
+        self,
+        prefix: frames.Prefix,
+        header: bytes,
+        message: Message,
+        body: Body | None,
+        received: list[Received],
+    ) -> None:
+        if frames.checksum_of(header, None if body is None else body.data) != (prefix.checksum):
+            raise FrameError(f"{type(message).__name__}: the checksum does not fit its bytes")
+        if body is None and message.body != "none":
+            body = np.empty(0, np.uint8)
+        self._advance(type(message))
+        if isinstance(message, Ready):
+            # What follows in the same bytes must not be measured by an earlier run's manifest.
+            self.blocks = None
+        received.append(Received(message, body))
+
+    def _frame_limits(self) -> tuple[int, int]:
+        if self.phase is Phase.OPEN:
+            return limits.HEADER_BYTES, limits.BODY_BYTES
+        return limits.UNAUTHENTICATED_HEADER_BYTES, 0
+
+    def _check(self, prefix: frames.Prefix, header: bytes) -> Message:
+        """The message, once phase and body size are known to fit."""
+        message = decode_message(prefix.tag, header)
+        kind = type(message)
+        if kind not in self._receivable[self.phase]:
+            raise OutOfPlace(f"{kind.__name__} is not expected in the phase {self.phase.value}")
+        expected = self._expected_body_bytes(message)
+        if expected is not None and prefix.body_bytes != expected:
+            raise OutOfPlace(
+                f"{kind.__name__}: expected a body of {expected} bytes, got {prefix.body_bytes}"
+            )
+        return message
+
+    def _expected_body_bytes(self, message: Message) -> int | None:
+        """The body size that the message must have; None where only the limit counts."""
+        if message.body == "none":
+            return 0
+        if message.body in ("document", "bytes"):
+            return None
+        block, chunk = _place(message)
+        if self.blocks is None:
+            raise OutOfPlace(f"{type(message).__name__} before the manifest is known")
+        if block >= len(self.blocks) or chunk >= self.blocks[block].chunks:
+            raise OutOfPlace(f"{type(message).__name__}: no chunk {chunk} of block {block}")
+        kind = self.blocks[block].kind
+        if _KIND.get(type(message), kind) != kind:
+            raise OutOfPlace(f"{type(message).__name__}: block {block} is of kind {kind!r}")
+        piece = self.blocks[block].chunk_slice(chunk)
+        return int(piece.stop - piece.start) * 4
+
+    def _advance(self, kind: type[Message]) -> None:
+        """Move the handshake on; the same messages move both sides."""
+        self.phase = _LEADS_TO.get(kind, self.phase)
+
+
+def _place(message: Message) -> tuple[int, int]:
+    assert isinstance(
+        message,
+        BlockGradientPayload
+        | NonBlockGradientPayload
+        | AveragedBlockGradient
+        | AveragedNonBlockGradient
+        | StateChunk,
+    )
+    return message.block, message.chunk
+
+
+_KIND: Final[dict[type[Message], str]] = {
+    BlockGradientPayload: "block",
+    NonBlockGradientPayload: "non_block",
+    AveragedBlockGradient: "block",
+    AveragedNonBlockGradient: "non_block",
+}

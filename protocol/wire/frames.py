@@ -1,0 +1,104 @@
+"""Frames: how one message lies on the wire.
+
+    offset  bytes  field
+    0       2      magic, b"ss"
+    2       1      protocol version
+    3       1      message tag (`protocol.wire.messages`)
+    4       2      header length, big-endian
+    6       4      body length, big-endian
+    10      8      xxh3-64 over header and body, big-endian
+    18      ...    header: a msgpack map
+    ...     5      msgpack bin32 marker with the body's length, if there is a body
+    ...     ...    body: raw bytes (float32 little-endian for gradients, else a JSON document)
+
+The prefix bounds everything before a byte is allocated. The checksum finds a flipped bit that
+stays finite: it would reach all replicas alike and never be seen.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from xxhash import xxh3_64
+
+from protocol import PROTOCOL_VERSION
+from protocol.base import limits
+from protocol.base.errors import FrameError, LocalProtocolError, VersionMismatch
+
+Buffer = bytes | bytearray | memoryview
+
+_PREFIX = struct.Struct(">2sBBHIQ")
+_BODY_MARKER = struct.Struct(">BI")
+_BIN32 = 0xC6
+MAGIC = b"ss"
+
+PREFIX_BYTES = _PREFIX.size
+MARKER_BYTES = _BODY_MARKER.size
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The fixed start of a frame, checked against the limits."""
+
+    tag: int
+    header_bytes: int
+    body_bytes: int
+    checksum: int
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the frame before its body starts."""
+        return PREFIX_BYTES + self.header_bytes + (MARKER_BYTES if self.body_bytes else 0)
+
+
+def encode_head(tag: int, header: bytes, body: Buffer | None) -> bytes:
+    """Prefix, header and body marker; the body itself follows as it is."""
+    body_bytes = 0 if body is None else len(body)
+    if len(header) > limits.HEADER_BYTES or body_bytes > limits.BODY_BYTES:
+        raise LocalProtocolError(
+            f"a frame of {len(header)} header and {body_bytes} body bytes is over the limits "
+            f"of {limits.HEADER_BYTES} and {limits.BODY_BYTES}"
+        )
+    checksum = checksum_of(header, body)
+    prefix = _PREFIX.pack(MAGIC, PROTOCOL_VERSION, tag, len(header), body_bytes, checksum)
+    marker = _BODY_MARKER.pack(_BIN32, body_bytes) if body_bytes else b""
+    return prefix + header + marker
+
+
+def decode_prefix(data: Buffer, header_limit_bytes: int, body_limit_bytes: int) -> Prefix:
+    """Read the first `PREFIX_BYTES` of a frame.
+
+    Raises:
+        FrameError: Wrong magic, or a length over the limit.
+        VersionMismatch: The other side speaks another version.
+    """
+    magic, version, tag, header_bytes, body_bytes, checksum = _PREFIX.unpack_from(data)
+    if magic != MAGIC:
+        raise FrameError(f"expected a samestep frame, got bytes that start with {magic!r}")
+    if version != PROTOCOL_VERSION:
+        raise VersionMismatch(PROTOCOL_VERSION, version)
+    if header_bytes > header_limit_bytes:
+        raise FrameError(f"expected a header of <= {header_limit_bytes} bytes, got {header_bytes}")
+    if body_bytes > body_limit_bytes:
+        raise FrameError(f"expected a body of <= {body_limit_bytes} bytes, got {body_bytes}")
+    return Prefix(tag, header_bytes, body_bytes, checksum)
+
+
+def check_marker(data: Buffer, body_bytes: int) -> None:
+    """Check the msgpack marker before a body.
+
+    Raises:
+        FrameError: It is no bin32 of the prefix's length.
+    """
+    kind, length = _BODY_MARKER.unpack_from(data)
+    if kind != _BIN32 or length != body_bytes:
+        raise FrameError(f"expected a bin32 marker for {body_bytes} bytes, got {bytes(data[:5])!r}")
+
+
+def checksum_of(header: Buffer, body: Buffer | None) -> int:
+    """xxh3-64 over header and body (https://xxhash.com)."""
+    hasher = xxh3_64(header)
+    if body is not None:
+        hasher.update(body)
+    return hasher.intdigest()

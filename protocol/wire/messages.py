@@ -1,0 +1,386 @@
+"""Every message, as one tagged union of frozen models.
+
+A message is the header of a frame. Some carry a body beside it: raw float32 for gradients and
+state, a JSON document for the run spec and the manifest, a file's bytes for a blob. `epoch` is the
+coordinator's epoch, a worker refuses a lower one than it has seen; `step` counts from 0; `attempt`
+tells a step that was started anew from its first try.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from protocol.base import limits
+from protocol.base.errors import MessageError
+from protocol.base.fields import Bytes32, Digest, Number, Small, Text
+from protocol.exact.tree import Node
+from protocol.exact.update import StepScalars
+
+NodeList = Annotated[tuple[tuple[Number, Number], ...], Field(max_length=64)]
+BodyRule = Literal["none", "float32", "document", "bytes"]
+StateKind = Literal["parameters", "first_moment", "second_moment"]
+
+
+class Message(BaseModel):
+    """Base of all; `tag` is its number on the wire, `body` what follows the header."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tag: ClassVar[int]
+    body: ClassVar[BodyRule] = "none"
+
+    def to_header(self) -> bytes:
+        """The msgpack map that a frame carries."""
+        packed: bytes = msgpack.packb(self.model_dump(), use_bin_type=True)
+        return packed
+
+
+class _InStep(Message):
+    """What belongs to one attempt at one step."""
+
+    epoch: Number
+    step: Number
+    attempt: Number
+
+
+# Join and state.
+
+
+class Hello(Message):
+    """Worker: who I am. `instance` is new at each start: a restart is another worker.
+
+    It comes before torch is imported, so `backend` is what the user asked for. `enrolled`: the
+    proofs are made with the key that this name was given, not with the join token's secret.
+    """
+
+    tag = 1
+    release: Small
+    name: Small
+    instance: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    backend: Small
+    enrolled: bool
+    nonce: Bytes32
+
+
+class Challenge(Message):
+    """Coordinator: I belong here, prove that you do (see `protocol.wire.authentication`)."""
+
+    tag = 2
+    method: Small
+    nonce: Bytes32
+    proof: Bytes32
+
+
+class Proof(Message):
+    """Worker: the answer to a challenge."""
+
+    tag = 3
+    proof: Annotated[bytes, Field(max_length=64)]
+
+
+class Welcome(Message):
+    """Coordinator: you are a member. `worker` is the name others see, made unique.
+
+    `key` is for the next time, instead of the join token; empty if there is none to give.
+    """
+
+    tag = 4
+    worker: Small
+    epoch: Number
+    key: Annotated[bytes, Field(max_length=32, repr=False)]
+    heartbeat_interval_ms: Annotated[int, Field(ge=10, le=60_000)]
+    liveness_timeout_ms: Annotated[int, Field(ge=100, le=600_000)]
+
+
+class StartRun(Message):
+    """Coordinator: build this run's task, of which `step` steps are committed. Body: the spec.
+
+    `blobs` is the digest of the list of files that the task reads (`protocol.spec.blob_list`): to
+    be asked for like any blob. Without it the worker has all it needs.
+    """
+
+    tag = 5
+    body = "document"
+    run_id: Small
+    epoch: Number
+    step: Number
+    blobs: Digest | None
+
+
+class Ready(Message):
+    """Worker: the task is built on this device. Body: the manifest.
+
+    `initial_digest` is of the state that the task starts from here; `state_digest` of the state
+    that this replica has, after `step` steps: another one if it was in this run before.
+    """
+
+    tag = 6
+    body = "document"
+    run_id: Small
+    backend: Small
+    device: Small
+    initial_digest: Digest
+    step: Number
+    state_digest: Digest
+    signature: Digest
+    signature_text: Text
+
+
+class Unready(Message):
+    """Worker: this run's task cannot be built here, and why; `own` if others may be able to."""
+
+    tag = 7
+    run_id: Small
+    reason: Text
+    own: bool
+    exit_code: Annotated[int, Field(ge=1, le=125)]
+
+
+class StateRequest(Message):
+    """Coordinator: send your trainable state."""
+
+    tag = 8
+    run_id: Small
+
+
+class StateChunk(Message):
+    """Either side: one chunk of the state after `step` steps; the last one says so."""
+
+    tag = 9
+    body = "float32"
+    run_id: Small
+    kind: StateKind
+    block: Number
+    chunk: Number
+    step: Number
+    optimizer_step: Number
+    last: bool
+
+
+class BlobRequest(Message):
+    """Worker: send the chunk of this blob that starts at `offset`."""
+
+    tag = 28
+    run_id: Small
+    digest: Digest
+    offset: Number
+
+
+class BlobChunk(Message):
+    """Coordinator: the chunk asked for, as long as a body may be or up to the blob's end.
+
+    Chunks come in the order in which they were asked for. A shorter one says that the file is no
+    longer what it was when the run was submitted.
+    """
+
+    tag = 29
+    body = "bytes"
+    run_id: Small
+    digest: Digest
+    offset: Number
+
+
+# Work.
+
+
+class StepPlan(_InStep):
+    """Coordinator: your nodes of this step, of a tree over so many microbatches."""
+
+    tag = 10
+    view: Number
+    microbatches: Annotated[int, Field(ge=1, le=limits.MICROBATCHES_PER_STEP)]
+    nodes: NodeList
+
+
+class _Payload(_InStep):
+    body = "float32"
+    block: Number
+    chunk: Number
+    lo: Number
+    hi: Number
+    weight: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+    @property
+    def node(self) -> Node:
+        return Node(self.lo, self.hi)
+
+
+class BlockGradientPayload(_Payload):
+    """Worker: a chunk of a block's gradient sum over a node of total weight `weight`."""
+
+    tag = 11
+
+
+class NonBlockGradientPayload(_Payload):
+    """Worker: the same for a group of non-block tensors."""
+
+    tag = 12
+
+
+class _Averaged(_InStep):
+    body = "float32"
+    block: Number
+    chunk: Number
+
+
+class AveragedBlockGradient(_Averaged):
+    """Coordinator: a chunk of a block's gradient, averaged over all samples of the step."""
+
+    tag = 13
+
+
+class AveragedNonBlockGradient(_Averaged):
+    """Coordinator: the same for a group of non-block tensors."""
+
+    tag = 14
+
+
+class NodeLoss(_InStep):
+    """Worker: a node is done; its loss sum (which may be non-finite: that halts the run)."""
+
+    tag = 15
+    lo: Number
+    hi: Number
+    loss_sum: float
+    weight: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    elapsed_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+    @property
+    def node(self) -> Node:
+        return Node(self.lo, self.hi)
+
+
+class Commit(_InStep):
+    """Coordinator: take the step. Without `scalars` the step is skipped: nothing is applied."""
+
+    tag = 16
+    scalars: StepScalars | None
+    loss: float
+    averages_digest: Digest
+
+
+class StepApplied(Message):
+    """Worker: my replica has taken `step` steps and has this digest."""
+
+    tag = 17
+    epoch: Number
+    step: Number
+    state_digest: Digest
+
+
+class Assign(_InStep):
+    """Coordinator: more nodes of the present step."""
+
+    tag = 18
+    view: Number
+    nodes: NodeList
+
+
+class Cancel(_InStep):
+    """Coordinator: leave out these nodes of the present step; others have done them."""
+
+    tag = 19
+    nodes: NodeList
+
+
+class EvalPlan(Message):
+    """Coordinator: evaluate these held-out parts, [lo, hi), with the weights after `step`."""
+
+    tag = 20
+    epoch: Number
+    step: Number
+    lo: Number
+    hi: Number
+
+
+class EvalResult(Message):
+    """Worker: the sums over one held-out part."""
+
+    tag = 21
+    epoch: Number
+    step: Number
+    part: Number
+    sums: Annotated[dict[Small, float], Field(max_length=24)]
+
+
+# Life.
+
+
+class Heartbeat(Message):
+    """Either side: still here (any byte says so)."""
+
+    tag = 22
+
+
+class Halt(_InStep):
+    """Coordinator: stop computing, apply nothing, and why."""
+
+    tag = 23
+    reason: Text
+
+
+class Continue(_InStep):
+    """Coordinator: the halt is over; the next attempt follows."""
+
+    tag = 24
+
+
+class Drain(Message):
+    """Worker: I want to leave; give me no more nodes."""
+
+    tag = 25
+
+
+class EndRun(Message):
+    """Coordinator: the run is over; wait for the next one."""
+
+    tag = 26
+    run_id: Small
+    reason: Text
+
+
+class Goodbye(Message):
+    """Either side: I close this connection, and why; whether to come back."""
+
+    tag = 27
+    reason: Text
+    retry: bool
+    exit_code: Annotated[int, Field(ge=0, le=125)]
+
+
+MESSAGES: dict[int, type[Message]] = {
+    message.tag: message
+    for message in (
+        Hello, Challenge, Proof, Welcome, StartRun, Ready, Unready, StateRequest, StateChunk,
+        StepPlan, BlockGradientPayload, NonBlockGradientPayload, AveragedBlockGradient,
+        AveragedNonBlockGradient, NodeLoss, Commit, StepApplied, Assign, Cancel, EvalPlan,
+        EvalResult, Heartbeat, Halt, Continue, Drain, EndRun, Goodbye, BlobRequest, BlobChunk,
+    )
+}  # fmt: skip
+
+GradientPayload = BlockGradientPayload | NonBlockGradientPayload
+AveragedGradient = AveragedBlockGradient | AveragedNonBlockGradient
+
+
+def decode_message(tag: int, header: bytes | bytearray | memoryview) -> Message:
+    """The message of that tag.
+
+    Raises:
+        MessageError: An unknown tag, bytes that are no msgpack map, or a field that does not fit.
+    """
+    kind = MESSAGES.get(tag)
+    if kind is None:
+        raise MessageError(f"expected a known message, got tag {tag}")
+    try:
+        fields = msgpack.unpackb(header, raw=False, strict_map_key=True, use_list=False)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise MessageError(f"expected a msgpack map as {kind.__name__}, got {error}") from None
+    try:
+        return kind.model_validate(fields, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the message"
+        raise MessageError(f"{kind.__name__}: {where}: {first['msg']}") from None

@@ -1,0 +1,210 @@
+"""The one file of `protocol` that does I/O: a connection over an asyncio transport.
+
+Bodies are read from the socket straight into the connection's arrays (BufferedProtocol). What is
+sent waits in two queues, since the order within each must hold but a halt or a heartbeat must not
+wait behind a gigabyte of gradients; the transport is given more only when it has written most of
+what it has. A buffer that was sent is never written to again by anyone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol, cast
+
+from protocol.base import limits
+from protocol.base.errors import ProtocolError
+from protocol.base.fields import cut_text
+from protocol.wire.connection import Connection, Encoded, Phase, Received, encode
+from protocol.wire.messages import Cancel, Goodbye, Halt, Heartbeat, Message, StateChunk
+
+_URGENT = (Halt, Cancel, Heartbeat, Goodbye)
+
+
+class ChannelOwner(Protocol):
+    """Who hears what happens on a channel."""
+
+    def on_message(self, channel: Channel, received: Received) -> None:
+        """A message came. A ProtocolError raised here ends the connection."""
+
+    def on_lost(self, channel: Channel, reason: str, error: ProtocolError | None) -> None:
+        """The connection is over; called once."""
+
+
+class Channel(asyncio.BufferedProtocol):
+    """One connection to one peer."""
+
+    def __init__(
+        self, connection: Connection, owner: ChannelOwner, clock: Callable[[], float]
+    ) -> None:
+        self.connection = connection
+        self.peer = "?"
+        self.last_received_s = clock()
+        self.bytes_received = 0
+        self.bytes_sent = 0
+        self._clock = clock
+        self._owner = owner
+        self._transport: asyncio.Transport | None = None
+        self._urgent: deque[Encoded] = deque()
+        self._queue: deque[Encoded] = deque()
+        self._queued_bytes = 0
+        self._writable = True
+        self._error: ProtocolError | None = None
+        self._reason = ""
+        self._closing = False
+        self._lost = False
+
+    @property
+    def closed(self) -> bool:
+        return self._closing
+
+    @property
+    def certificate(self) -> bytes | None:
+        """What the other end showed in the TLS handshake, in DER; None without TLS."""
+        if self._transport is None:
+            return None
+        secured = self._transport.get_extra_info("ssl_object")
+        return secured.getpeercert(binary_form=True) if secured is not None else None
+
+    @property
+    def queued_bytes(self) -> int:
+        """What waits for the peer to read, less what the transport has taken already."""
+        return self._queued_bytes
+
+    def send(self, message: Message | Encoded) -> None:
+        """Queue a message; does nothing once the channel is closing.
+
+        It is closing too when the peer's Goodbye is read but not yet handled: messages that came
+        with it are handled first, and what they lead to may still be sent to everyone.
+        """
+        if self._closing or self.connection.phase is Phase.CLOSED:
+            return
+        encoded = self.connection.send(encode(message) if isinstance(message, Message) else message)
+        urgent = isinstance(encoded.message, _URGENT)
+        (self._urgent if urgent else self._queue).append(encoded)
+        # A state is sent out of one snapshot that is there anyway, whoever reads it slowly.
+        self._queued_bytes += 0 if isinstance(encoded.message, StateChunk) else encoded.nbytes
+        if self._queued_bytes > limits.SEND_QUEUE_BYTES:
+            self.abort(f"too slow: {self._queued_bytes} bytes wait to be read")
+        else:
+            self._pump()
+
+    def goodbye(self, reason: str, *, retry: bool, exit_code: int = 0) -> None:
+        """Say why, then close once that is written."""
+        if self._closing:
+            return
+        message = Goodbye(reason=self._short(reason), retry=retry, exit_code=exit_code)
+        with contextlib.suppress(ProtocolError):
+            self.send(message)
+        self._queue.clear()
+        self._pump(force=True)
+        self._closing = True
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self, reason: str, error: ProtocolError | None = None) -> None:
+        """Close at once; if the connection is not made yet, as soon as it is."""
+        self._closing = True
+        self._error = error or self._error
+        self._reason = self._reason or reason
+        if self._transport is not None:
+            self._transport.abort()
+
+    # asyncio.BufferedProtocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports have the methods but not the base class.
+        transport = cast("asyncio.Transport", transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(high=limits.WRITE_HIGH_WATER_BYTES)
+        address = transport.get_extra_info("peername")
+        self.peer = f"{address[0]}:{address[1]}" if address else "?"
+        endpoint = transport.get_extra_info("socket")
+        if endpoint is not None:
+            set_socket_options(endpoint)
+        if self._closing:
+            transport.abort()
+            return
+        self._pump()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        del sizehint
+        return self.connection.get_buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.last_received_s = self._clock()
+        self.bytes_received += nbytes
+        if self._closing:
+            return
+        try:
+            for received in self.connection.buffer_updated(nbytes):
+                if self._closing:  # what came before has ended it
+                    return
+                self._owner.on_message(self, received)
+        except ProtocolError as error:
+            self._refuse(error)
+
+    def eof_received(self) -> bool:
+        try:
+            self.connection.receive_eof()
+        except ProtocolError as error:
+            self._error = error
+        return False
+
+    def pause_writing(self) -> None:
+        self._writable = False
+
+    def resume_writing(self) -> None:
+        self._writable = True
+        self._pump()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Also called by whoever accepts connections, for one that never got through TLS."""
+        if self._lost:
+            return
+        self._lost = self._closing = True
+        self._urgent.clear()
+        self._queue.clear()
+        reason = str(self._error or self._reason or exc or "the peer closed the connection")
+        self._owner.on_lost(self, reason, self._error)
+
+    def _refuse(self, error: ProtocolError) -> None:
+        """Tell the peer what was wrong, and close."""
+        self._error = error
+        transport = self._transport
+        self._closing = True
+        if transport is not None:
+            reason = self._short(str(error))
+            goodbye = encode(Goodbye(reason=reason, retry=False, exit_code=error.exit_code))
+            transport.writelines(goodbye.buffers)
+            transport.close()
+
+    def _short(self, reason: str) -> str:
+        """What fits a Goodbye; a peer in the handshake reads only small headers."""
+        return cut_text(reason, 400 if self.connection.phase is Phase.OPEN else 200)
+
+    def _pump(self, *, force: bool = False) -> None:
+        """Hand the transport what it may have now."""
+        transport = self._transport
+        if transport is None:
+            return
+        while self._writable or force:
+            queue = self._urgent or self._queue
+            if not queue:
+                return
+            encoded = queue.popleft()
+            self._queued_bytes -= 0 if isinstance(encoded.message, StateChunk) else encoded.nbytes
+            self.bytes_sent += encoded.nbytes
+            transport.writelines(encoded.buffers)
+
+
+def set_socket_options(endpoint: socket.socket) -> None:
+    """No Nagle delay; a dead link is noticed by the kernel too."""
+    endpoint.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    user_timeout = getattr(socket, "TCP_USER_TIMEOUT", None)
+    if user_timeout is not None:
+        endpoint.setsockopt(socket.IPPROTO_TCP, user_timeout, limits.LIVENESS_TIMEOUT_MS)

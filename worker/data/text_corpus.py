@@ -1,0 +1,75 @@
+"""Running text for language modelling: documents out of files, without those that come twice.
+
+A file is a document, and so is a line of JSONL. A text file that is named alone is cut into
+documents, so that some of it can be held out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from protocol.base.errors import DataError
+from protocol.spec import sources
+from protocol.spec.run_spec import DataSpec
+from worker.data import holdout
+from worker.data.text_file import column, json_records, read_text
+
+LONE_FILE_CHARACTERS: Final = 4_096
+"""A text file named alone is cut at the first line end after so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextCorpus:
+    """Documents, all different and none of spaces alone, in the order of the files' names."""
+
+    documents: tuple[str, ...]
+    duplicates: int
+
+    def split(self, seed: int, fraction: float) -> tuple[list[str], list[str]]:
+        """Training and held-out documents, by keyed hash of the text."""
+        train, held_out = holdout.split(self.documents, seed, fraction)
+        return [self.documents[n] for n in train], [self.documents[n] for n in held_out]
+
+
+def read_text_corpus(spec: DataSpec) -> TextCorpus:
+    """Read what the run spec names.
+
+    Raises:
+        DataError: There is no such file, it is not UTF-8, lacks the column, or holds no text.
+    """
+    found = [document for document in _documents(spec) if document.strip()]
+    if not found:
+        raise DataError(f"expected text in {spec.train!r}, found none")
+    kept = tuple(dict.fromkeys(found))
+    return TextCorpus(kept, len(found) - len(kept))
+
+
+def _documents(spec: DataSpec) -> Iterator[str]:
+    paths = sources.corpus_files(spec.train, spec.pattern)
+    for path in paths:
+        if path.suffix == ".jsonl":
+            yield from _json_documents(path, spec.text)
+        elif len(paths) == 1:
+            yield from _pieces(read_text(path))
+        else:
+            yield read_text(path)
+
+
+def _json_documents(path: Path, key: str) -> Iterator[str]:
+    for line, record in json_records(path):
+        text = column(path, line, record, key)
+        if not isinstance(text, str):
+            raise DataError(f"{str(path)!r} line {line}: expected text, got {type(text).__name__}")
+        yield text
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cut after a line end; a line longer than a piece stays whole."""
+    at = 0
+    while at < len(text):
+        end = text.find("\n", at + LONE_FILE_CHARACTERS) + 1 or len(text)
+        yield text[at:end]
+        at = end

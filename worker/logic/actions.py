@@ -1,0 +1,177 @@
+"""What the pure session asks its shell to do, in the order given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backends.base.interface import Array
+from protocol.exact.replica import PartKind
+from protocol.exact.tree import Node
+from protocol.exact.update import StepScalars
+from protocol.spec.blob_list import BlobFile, BlobList
+from protocol.spec.manifest import Block
+from protocol.spec.run_spec import RunSpec
+from protocol.wire.connection import Body
+from protocol.wire.messages import Message
+from worker.logic.events import Place
+
+
+@dataclass(frozen=True, slots=True)
+class Transmit:
+    """Send a message."""
+
+    message: Message
+    body: Array | bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenDevice:
+    """Open the device if it is not open: one that cannot be used is not to wait for a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Build a run's task; `keep` the state that the replica has of this very run.
+
+    `inputs` is the digest of the list of files that the task reads, if there is one.
+    """
+
+    run_id: str
+    spec: RunSpec
+    keep: bool
+    inputs: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """From now on gradients have the shape of these blocks."""
+
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Compute a node."""
+
+    place: Place
+    microbatches: int
+    node: Node
+
+
+@dataclass(frozen=True, slots=True)
+class CancelWork:
+    """Abandon every node and evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class CancelNode:
+    """Abandon this node: another worker has computed it."""
+
+    place: Place
+    node: Node
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Take a step, or skip it without scalars."""
+
+    averages: list[Array]
+    scalars: StepScalars | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadChunk:
+    """Write a chunk of another replica's state into ours."""
+
+    kind: PartKind
+    block: int
+    chunk: int
+    values: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """The state is complete."""
+
+    step: int
+    optimizer_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    """Evaluate one held-out part."""
+
+    step: int
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyState:
+    """Read the replica's state, to be sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Something a person at the console wants to know."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The connection is over.
+
+    Attributes:
+        failed: Whether it is this worker that failed: then the reason is told as an error.
+    """
+
+    reason: str
+    retry: bool
+    exit_code: int
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Locate:
+    """Find the listed files on this machine."""
+
+    list_digest: str
+    spec: RunSpec
+    listing: BlobList
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPart:
+    """Take a large file's part, to be written."""
+
+    file: BlobFile
+
+
+@dataclass(frozen=True, slots=True)
+class StoreChunk:
+    """Write a chunk of a file into the cache."""
+
+    file: BlobFile
+    offset: int
+    values: Body
+
+
+@dataclass(frozen=True, slots=True)
+class Assemble:
+    """All files are there: put them where the task reads them."""
+
+    list_digest: str
+    spec: RunSpec
+    listing: BlobList
+
+
+@dataclass(frozen=True, slots=True)
+class DropFiles:
+    """Leave the files; what came of earlier actions is nobody's."""
+
+
+FileAction = Locate | OpenPart | StoreChunk | Assemble | DropFiles
+Action = (
+    Transmit | OpenDevice | Build | Expect | Compute | CancelWork | CancelNode | Apply | LoadChunk
+    | Restore | Evaluate | CopyState | Tell | Leave | FileAction
+)  # fmt: skip

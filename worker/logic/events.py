@@ -1,0 +1,101 @@
+"""What comes of the device's work: the events that the pure session is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backends.base.interface import Array, Loss, Sums
+from protocol.base.errors import SamestepError
+from protocol.exact.replica import StatePart
+from protocol.exact.tree import Node
+from protocol.spec.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which attempt at which step."""
+
+    step: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """The task is ready on the device."""
+
+    run_id: str
+    manifest: Manifest
+    initial_digest: str
+    step: int
+    state_digest: str
+    signature: str
+    signature_text: str
+    backend: str
+    device: str
+    memory: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BuildFailed:
+    """The task cannot be built here; `own` if other devices or machines may be able to."""
+
+    run_id: str
+    error: SamestepError
+    own: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSum:
+    """A block's sum over a node is final: flat float32, the receiver's own."""
+
+    place: Place
+    node: Node
+    block: int
+    values: Array
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDone:
+    """A node is computed."""
+
+    place: Place
+    node: Node
+    loss: Loss
+    elapsed_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The replica has taken `step` steps."""
+
+    step: int
+    state_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """One held-out part is done."""
+
+    step: int
+    part: int
+    sums: Sums
+
+
+@dataclass(frozen=True, slots=True)
+class StateCopied:
+    """The state asked for: copies of the replica's arrays."""
+
+    parts: list[StatePart]
+    step: int
+    optimizer_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFailed:
+    """A job failed in a way that the device does not recover from."""
+
+    error: Exception
+
+
+Event = Built | BuildFailed | BlockSum | NodeDone | Applied | Evaluated | StateCopied | DeviceFailed

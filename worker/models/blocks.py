@@ -1,0 +1,122 @@
+"""Cuts a torch module's trainable tensors into blocks by looking at its structure.
+
+The repeated layers of a model (BERT's `encoder.layer`, Llama's `layers`, an MLP's layers) are its
+blocks. What is registered before them is the non-block "embeddings", what comes after them the
+non-block "head". Registration order is taken for forward order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import nn
+
+from protocol.base.errors import DataError
+from protocol.spec.manifest import Block, TensorSpec
+
+_MINOR_STACK: Final = 0.25
+"""A stack of other layers counts only from this share of the largest one's parameters on, so that
+a two-layer head is not taken for layers of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """A container of like layers; `layers` are their name prefixes, in order."""
+
+    layers: tuple[str, ...]
+    layer_class: type[nn.Module]
+    elements: int
+
+
+def cut_into_blocks(module: nn.Module) -> tuple[Block, ...]:
+    """The trainable tensors by block, in forward order.
+
+    A tensor shared by several places comes once, in the earliest: its gradient is final only
+    when backward has passed all of them. A model without repeated layers is one block.
+
+    Raises:
+        DataError: Nothing in the module is trainable.
+    """
+    stacks = _main_stacks(module)
+    places = _places(stacks)
+    groups: dict[tuple[int, str], list[TensorSpec]] = {}
+    behind = 0
+    for name, parameter in module.named_parameters():
+        place = next((places[prefix] for prefix in _prefixes(name) if prefix in places), None)
+        if place is not None:
+            behind = max(behind, place[0])
+        if parameter.requires_grad:
+            spec = TensorSpec(name=name, shape=tuple(parameter.shape))
+            # Even positions lie between stacks, odd ones are the stacks themselves.
+            groups.setdefault(place or (behind + behind % 2, ""), []).append(spec)
+    if not groups:
+        raise DataError("the model has no trainable tensor; expected some that are not frozen")
+    order = sorted(groups, key=lambda key: (key[0], _layer_number(key[1])))
+    return tuple(
+        Block(
+            name=layer or _outside_name(position, len(stacks)),
+            kind="block" if layer or not stacks else "non_block",
+            tensors=tuple(groups[position, layer]),
+        )
+        for position, layer in order
+    )
+
+
+def _outside_name(position: int, stacks: int) -> str:
+    if not stacks:
+        return "model"
+    if position == 0:
+        return "embeddings"
+    return "head" if position == 2 * stacks else f"between.{position // 2}"
+
+
+def _layer_number(layer: str) -> int:
+    return int(layer.rpartition(".")[2]) if layer else 0
+
+
+def _places(stacks: list[_Stack]) -> dict[str, tuple[int, str]]:
+    """For each layer's prefix: its stack's position, and its block's name."""
+    found: dict[str, tuple[int, str]] = {}
+    for number, stack in enumerate(stacks):
+        for prefix in stack.layers:
+            found[prefix] = (2 * number + 1, f"layer.{len(found)}")
+    return found
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[:count]) for count in range(1, len(parts)))
+
+
+def _main_stacks(module: nn.Module) -> list[_Stack]:
+    stacks = list(_outermost_stacks(module, ""))
+    if not stacks:
+        return []
+    largest = max(stacks, key=lambda stack: stack.elements)
+    return [
+        stack
+        for stack in stacks
+        if stack.layer_class is largest.layer_class
+        or stack.elements >= _MINOR_STACK * largest.elements
+    ]
+
+
+def _outermost_stacks(module: nn.Module, prefix: str) -> Iterator[_Stack]:
+    """Containers of like layers that lie in no other such container, in order."""
+    children = [(f"{prefix}{name}", child) for name, child in module.named_children()]
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        layers = [(name, child) for name, child in children if _elements(child)]
+        classes = {type(child) for _, child in layers}
+        if len(classes) == 1 and (len(layers) > 1 or isinstance(module, nn.ModuleList)):
+            names = tuple(name for name, _ in layers)
+            yield _Stack(names, classes.pop(), sum(_elements(child) for _, child in layers))
+            return
+    for name, child in children:
+        yield from _outermost_stacks(child, f"{name}.")
+
+
+def _elements(module: nn.Module) -> int:
+    return sum(torch.numel(parameter) for parameter in module.parameters())

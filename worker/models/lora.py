@@ -1,0 +1,159 @@
+"""Low-rank adaptation through peft: matrices beside frozen layers, and the adapter's own layout.
+
+Source: Hu et al. 2021, arXiv:2106.09685.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from backends.base import draws
+from protocol.base.errors import DataError
+from protocol.spec.manifest import Block, Export
+from protocol.spec.run_spec import LoraSpec
+from worker.models.pretrained import fill, one_line
+
+TaskType = Literal["SEQ_CLS", "CAUSAL_LM"]
+
+_ATTENTION: Final = (
+    ("q_proj", "v_proj"),
+    ("query", "value"),
+    ("q_lin", "v_lin"),
+    ("query_proj", "value_proj"),
+    ("q", "v"),
+    ("query_key_value",),
+    ("qkv_proj",),
+    ("Wqkv",),
+    ("c_attn",),
+)
+"""What families of models call attention's query and value layers."""
+
+
+class Lora:
+    """A model with low-rank matrices beside its targets; the head, if named, is trained too.
+
+    Args:
+        model: Its own parameters are frozen from here on.
+        spec: Rank, scale, dropout and targets; targets left out are found in the model.
+        task_type: What the adapter is for, in peft's words.
+        heads: Modules that are trained in full.
+        seed: The run's.
+
+    Raises:
+        DataError: A target is not in the model, or none can be found.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        spec: LoraSpec,
+        task_type: TaskType,
+        heads: Sequence[str],
+        seed: int,
+    ) -> None:
+        import peft  # noqa: PLC0415  (full fine-tuning does without)
+
+        targets = spec.targets or _attention_targets(model)
+        self._config = {
+            "bias": "none",
+            "fan_in_fan_out": _transposed(model, targets),
+            "lora_alpha": _whole(spec.alpha),
+            "lora_dropout": spec.dropout,
+            "modules_to_save": list(heads) or None,
+            "r": spec.r,
+            "target_modules": list(targets),
+            "task_type": task_type,
+        }
+        try:
+            with warnings.catch_warnings():
+                # Tied layers among the targets: they are looked at by `cut_into_blocks`.
+                warnings.simplefilter("ignore")
+                config = peft.LoraConfig(**self._config)
+                self.module: torch.nn.Module = peft.get_peft_model(model, config)
+        except ValueError as error:
+            raise DataError(f"cannot add LoRA to {', '.join(targets)}: {one_line(error)}") from None
+        _start(self.module, seed)
+
+    def export(self, base: str, blocks: Sequence[Block], files: dict[str, str]) -> Export:
+        """The adapter as `PeftModel.from_pretrained` reads it.
+
+        Args:
+            base: Where the frozen model came from.
+            blocks: Of the module.
+            files: Text files that go along.
+        """
+        # Keys that every version of peft knows.
+        config = self._config | {
+            "base_model_name_or_path": base,
+            "inference_mode": True,
+            "init_lora_weights": True,
+            "peft_type": "LORA",
+        }
+        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        return Export(
+            directory="adapter",
+            weights_file="adapter_model.safetensors",
+            names={
+                tensor.name: _adapter_name(tensor.name)
+                for block in blocks
+                for tensor in block.tensors
+            },
+            files={"adapter_config.json": text, **files},
+        )
+
+
+def head_modules(model: torch.nn.Module) -> list[str]:
+    """Names of the parts around the encoder that have parameters: the classification head."""
+    encoder = getattr(model, "base_model_prefix", "")
+    return [
+        name
+        for name, child in model.named_children()
+        if name != encoder and any(True for _ in child.parameters())
+    ]
+
+
+def _start(module: torch.nn.Module, seed: int) -> None:
+    """A as peft's own rule has it (kaiming_uniform_ with a = sqrt(5)), other draws; B zeros."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if ".lora_A." in name or ".lora_embedding_B." in name:
+                bound = 1 / math.sqrt(parameter.shape[1])
+                key = draws.key_of(seed, name)
+                fill(parameter, draws.symmetric(key, parameter.numel(), bound))
+            elif ".lora_B." in name or ".lora_embedding_A." in name:
+                parameter.zero_()
+
+
+def _attention_targets(model: torch.nn.Module) -> tuple[str, ...]:
+    layers = {name.rpartition(".")[2] for name, child in model.named_modules() if _fits(child)}
+    for targets in _ATTENTION:
+        if layers.issuperset(targets):
+            return targets
+    names = ", ".join(sorted(layers)[:12])
+    raise DataError(f"expected lora.targets: no attention layer of a known name among {names}")
+
+
+def _transposed(model: torch.nn.Module, targets: Sequence[str]) -> bool:
+    """GPT-2's layers hold their weights the other way round."""
+    named = (child for name, child in model.named_modules() if name.endswith(tuple(targets)))
+    return any(isinstance(child, Conv1D) for child in named)
+
+
+def _fits(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Linear | Conv1D)
+
+
+def _adapter_name(name: str) -> str:
+    """A parameter's name in a peft module as the adapter's file has it."""
+    return name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
+
+
+def _whole(value: float) -> Any:
+    return int(value) if value.is_integer() else value

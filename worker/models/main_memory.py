@@ -1,0 +1,79 @@
+"""Whether a model can be read at all: what is not stored in float32 is converted in main memory.
+
+What is stored in float32 stays in the mapped file, whose pages the system can drop.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Final
+
+from safetensors import SafetensorError, safe_open
+
+from protocol.base import limits
+from protocol.base.errors import MainMemoryTooSmall
+from protocol.host.allocator import give_back_freed_memory
+
+_PROC: Final = Path("/proc")
+_GROUPS: Final = Path("/sys/fs/cgroup")
+_ONE: Final = "model.safetensors"
+_INDEX: Final = "model.safetensors.index.json"
+
+
+def refuse_what_does_not_fit(place: str, proc: Path = _PROC, groups: Path = _GROUPS) -> None:
+    """Say so before anything is read; what is not known to be too much is tried.
+
+    Args:
+        place: Where the model is: a directory of safetensors, or anything else.
+        proc: Where procfs is.
+        groups: Where the tree of control groups (version 2) is.
+
+    Raises:
+        MainMemoryTooSmall: It needs more than this machine, or the control group, can give.
+    """
+    try:
+        needed = converted_bytes(Path(place))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
+        return  # who reads it says what is wrong with it
+    give_back_freed_memory()  # of an earlier run's model
+    most = _most(proc, groups)
+    if most is not None and needed > most:
+        raise MainMemoryTooSmall(needed, most)
+
+
+def converted_bytes(directory: Path) -> int:
+    """In float32, of all tensors in a model's directory that are stored as anything else.
+
+    0 where it has no safetensors of the usual names.
+    """
+    files = [directory / _ONE]
+    if (directory / _INDEX).is_file():
+        named = json.loads((directory / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        files = [directory / name for name in sorted(set(named.values()))]
+    elements = 0
+    for file in files:
+        if file.is_file():
+            with safe_open(file, "np") as tensors:
+                slices = map(tensors.get_slice, tensors.keys())
+                elements += sum(math.prod(s.get_shape()) for s in slices if s.get_dtype() != "F32")
+    return 4 * elements
+
+
+def _most(proc: Path, groups: Path) -> int | None:
+    """What could be had: free or reclaimable memory and swap, within the group's bound."""
+    try:
+        lines = (proc / "meminfo").read_text().splitlines()
+        kib = {key: int(value.split()[0]) for key, value in (line.split(":") for line in lines)}
+        most = (kib["MemAvailable"] + kib.get("SwapFree", 0)) * limits.KIB
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+    try:
+        own = (proc / "self" / "cgroup").read_text().splitlines()
+        path = next(line.partition("::")[2] for line in own if line.startswith("0::"))
+        group = groups / path.lstrip("/")
+        bounds = [(group / name).read_text().strip() for name in ("memory.max", "memory.swap.max")]
+    except (OSError, StopIteration):
+        return most
+    return most if "max" in bounds else min(most, sum(map(int, bounds)))

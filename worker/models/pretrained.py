@@ -1,0 +1,257 @@
+"""Loads Hugging Face models, or starts them from a configuration, with the same bits everywhere.
+
+What a checkpoint lacks (a new head) and the weights of a new model are drawn by
+`backends.base.draws`, since transformers draws them with torch's generator. Code that comes with
+a model is never run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+import transformers
+from transformers.utils import logging as transformers_logging
+
+from backends.base import draws
+from backends.base.interface import Array
+from protocol.base.errors import DataError
+from protocol.spec import sources
+from protocol.spec.manifest import Block
+from protocol.spec.run_spec import ModelSpec
+from worker.data.digest import digest_arrays
+from worker.models import main_memory
+
+_DEVIATION: Final = 0.02
+"""Of new weights, where the model's configuration names none (BERT's own)."""
+_ERRORS: Final = (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError)
+"""What transformers raises for a source or a configuration that it cannot use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pretrained:
+    """A model ready to train, in float32, and its configuration.
+
+    `forward_options` go along with every forward: a cache for generating is of no use here.
+    """
+
+    model: torch.nn.Module
+    config: Any
+    weights_digest: str
+    forward_options: Mapping[str, Any]
+
+
+def load_classifier(spec: ModelSpec, labels: Sequence[str], padding: int, seed: int) -> Pretrained:
+    """A model with a head for these labels; the head is drawn where the source has none.
+
+    Args:
+        spec: Names the source.
+        labels: In the order of their numbers.
+        padding: The tokenizer's padding token: decoders look for the last token before it.
+        seed: The run's.
+
+    Raises:
+        DataError: The source has no such model, or it cannot be loaded without running its code.
+        MainMemoryTooSmall: This machine has no room for it.
+    """
+    labelled = {
+        "id2label": dict(enumerate(labels)),
+        "label2id": {label: number for number, label in enumerate(labels)},
+        "ignore_mismatched_sizes": True,
+    }
+    loaded = _load(transformers.AutoModelForSequenceClassification, spec, seed, labelled)
+    loaded.config.pad_token_id = padding
+    return loaded
+
+
+def load_causal_lm(spec: ModelSpec, seed: int) -> Pretrained:
+    """A decoder with its language-modelling head; errors as of `load_classifier`."""
+    return _load(transformers.AutoModelForCausalLM, spec, seed, {})
+
+
+def start_causal_lm(spec: ModelSpec, vocabulary: int, end: int, seed: int) -> Pretrained:
+    """A new decoder of `spec.config`, every weight drawn from the seed.
+
+    Args:
+        spec: Its config names model_type and sizes; vocab_size may be left out.
+        vocabulary: How many tokens there are.
+        end: The token that ends a text.
+        seed: The run's.
+
+    Raises:
+        DataError: transformers has no such model, or cannot make it with these sizes.
+    """
+    assert spec.config is not None
+    quiet()
+    given: dict[str, Any]
+    given = {"vocab_size": vocabulary, "bos_token_id": end, "eos_token_id": end} | spec.config
+    if given["vocab_size"] < vocabulary:
+        raise DataError(
+            f"expected model.config.vocab_size of at least {vocabulary}, the tokenizer's, "
+            f"got {given['vocab_size']}"
+        )
+    model_type = str(given.pop("model_type"))
+    try:
+        _check_keys(spec.config, transformers.AutoConfig.for_model(model_type), model_type)
+        config = transformers.AutoConfig.for_model(model_type, **given)
+        model = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config,
+            attn_implementation=spec.attention,
+            dtype=getattr(torch, spec.dtype),
+            trust_remote_code=False,
+        )
+    except DataError:
+        raise
+    except Exception as error:  # noqa: BLE001  (sizes that do not fit raise errors of all kinds)
+        raise DataError(
+            f"cannot make a {model_type} from model.config: {one_line(error)}"
+        ) from None
+    _draw(model, {name for name, _ in model.named_parameters()}, seed)
+    return _ready(model, spec)
+
+
+def check_length(config: Any, max_tokens: int) -> None:
+    """Refuse samples longer than the model has positions.
+
+    Raises:
+        DataError: They are.
+    """
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and max_tokens > longest:
+        raise DataError(
+            f"expected data.max_tokens of at most {longest}, the model's positions, "
+            f"got {max_tokens}"
+        )
+
+
+def initial_values(module: torch.nn.Module, blocks: Sequence[Block]) -> list[Array]:
+    """The blocks' tensors as they are in the module, copied: one flat array per block."""
+    parameters = dict(module.named_parameters())
+    return [
+        np.concatenate([parameters[t.name].detach().numpy().reshape(-1) for t in block.tensors])
+        for block in blocks
+    ]
+
+
+def locate(source: str) -> tuple[str, dict[str, Any]]:
+    """What `from_pretrained` is given for a run spec's source: a place, and keywords.
+
+    Raises:
+        DataError: There is no such source.
+    """
+    found = sources.model_source(source)
+    keywords: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+    if found.endswith(sources.GGUF):
+        return str(Path(found).parent), keywords | {"gguf_file": Path(found).name}
+    keywords["local_files_only"] = os.path.isdir(found)  # noqa: PTH112  (a hub name is no path)
+    return found, keywords
+
+
+def refusal(what: str, source: str, error: Exception) -> DataError:
+    """The error that something cannot be loaded, in one line."""
+    return DataError(f"cannot load the {what} {source!r}: {one_line(error)}")
+
+
+def one_line(error: Exception) -> str:
+    """Other libraries' errors run over several lines, some over pages."""
+    return " ".join(str(error).split())[:300]
+
+
+def quiet() -> None:
+    """A worker's log is its own; and a fork after tokenising is none of the tokenizer's."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # What one of these libraries tells the other is nothing a user can act on.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _load(kind: Any, spec: ModelSpec, seed: int, extra: Mapping[str, Any]) -> Pretrained:
+    assert spec.source is not None
+    quiet()
+    place, keywords = locate(spec.source)
+    main_memory.refuse_what_does_not_fit(place)
+    try:
+        model, report = kind.from_pretrained(
+            place,
+            dtype=getattr(torch, spec.dtype),
+            attn_implementation=spec.attention,
+            output_loading_info=True,
+            **extra,
+            **keywords,
+        )
+    except _ERRORS as error:
+        raise refusal("model", spec.source, error) from None
+    if "gguf_file" in keywords:
+        # Its weights are plain float32 now.
+        model.hf_quantizer, model.is_quantized = None, False
+        vars(model).pop("quantization_method", None)
+        vars(model.config).pop("quantization_config", None)
+    mismatched = (entry[0] for entry in report["mismatched_keys"])
+    _draw(model, {*report["missing_keys"], *mismatched}, seed)
+    return _ready(model, spec)
+
+
+def _ready(model: Any, spec: ModelSpec) -> Pretrained:
+    if getattr(model.config, "output_router_logits", False):
+        raise DataError(
+            "the model's configuration asks for a balancing loss of its experts "
+            "(output_router_logits), which does not add up over samples; set it to false"
+        )
+    if spec.gradient_checkpointing:
+        try:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        except ValueError as error:
+            raise DataError(
+                f"no gradient checkpointing for this model: {one_line(error)}"
+            ) from None
+    # Not buffers that are computed anew at each start: their last bits depend on the machine.
+    arrays = {name: value.numpy() for name, value in model.state_dict().items()}
+    cached = "use_cache" in inspect.signature(model.forward).parameters
+    options = {"use_cache": False} if cached else {}
+    return Pretrained(model, model.config, digest_arrays(arrays), options)
+
+
+def _check_keys(given: Mapping[str, Any], config: Any, model_type: str) -> None:
+    """Else transformers takes a misspelt size for one it does not know, and keeps the default."""
+    for key in given:
+        if not hasattr(config, key):
+            near = difflib.get_close_matches(key, vars(config), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise DataError(f"unknown key 'model.config.{key}' of {model_type}{hint}")
+
+
+def _draw(model: Any, names: Collection[str], seed: int) -> None:
+    """Draw these parameters: matrices by the configuration's deviation, about zero.
+
+    What transformers sets to one value keeps it: norms are ones, biases zeros.
+    """
+    deviation = getattr(model.config, "initializer_range", None) or _DEVIATION
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name not in names or _constant(parameter):
+                continue
+            if parameter.dim() > 1:
+                key = draws.key_of(seed, name)
+                fill(parameter, draws.with_deviation(key, parameter.numel(), deviation))
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+def _constant(parameter: torch.Tensor) -> bool:
+    """Whether it holds one plain value, as no random draw does; fresh memory might hold any."""
+    first = float(parameter.reshape(-1)[0]) if parameter.numel() else 0.0
+    return first in {0.0, 1.0} and bool((parameter == first).all())
+
+
+def fill(parameter: torch.Tensor, values: Array) -> None:
+    """Copy flat values in."""
+    parameter.copy_(torch.from_numpy(values.reshape(tuple(parameter.shape))))

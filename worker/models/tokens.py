@@ -1,0 +1,121 @@
+"""Tokenizers: loaded, or trained on a corpus; what they make of text; and how they are saved."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import transformers
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from protocol.base.errors import DataError
+from worker.data.digest import digest_arrays
+from worker.models.pretrained import locate, quiet, refusal
+
+END_OF_TEXT: Final = "<|endoftext|>"
+EXPORT_CHARACTERS: Final = 3_000_000
+"""A manifest travels in one frame; a tokenizer larger than this is not saved with a model."""
+
+_OF_THIS_MACHINE: Final = {"is_local", "local_files_only", "name_or_path"}
+
+Tokens = NDArray[np.int64]
+
+
+def load_tokenizer(source: str) -> Any:
+    """The fast tokenizer of a model's source, with a padding token.
+
+    Raises:
+        DataError: There is none, or it has neither a padding nor an end token.
+    """
+    quiet()
+    place, keywords = locate(source)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place, use_fast=True, **keywords)
+    except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
+        raise refusal("tokenizer", source, error) from None
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token is None:
+            raise DataError(f"the tokenizer of {source!r} has neither a padding nor an end token")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
+    """A byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909); any text can be written in it.
+
+    Ties are broken by the tokens themselves, so texts decide everything; the digest in the
+    manifest would show it if that were not so.
+
+    Args:
+        texts: What it is trained on.
+        vocabulary: How many tokens at most: 256 bytes, the end of a text, and merges.
+    """
+    quiet()
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=bpe, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
+    )
+
+
+def encode_cut(tokenizer: Any, texts: Sequence[str], max_tokens: int) -> tuple[list[Tokens], int]:
+    """Tokens of each text with the model's own marks, cut to `max_tokens`; and how many were cut.
+
+    Raises:
+        DataError: The tokenizer makes nothing of a text.
+    """
+    encoded = tokenizer(list(texts), truncation=True, max_length=max_tokens)
+    tokens = [np.array(ids, np.int64) for ids in encoded["input_ids"]]
+    if not all(len(text) for text in tokens):
+        raise DataError("expected text in every sample; the tokenizer makes nothing of one")
+    return tokens, sum(1 for one in encoded.encodings or () if one.overflowing)
+
+
+def encode_stream(tokenizer: Any, texts: Sequence[str]) -> Tokens:
+    """All texts one after the other, each with the end token behind it, shape (tokens,)."""
+    encoded = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return np.concatenate([np.array([*ids, *end], np.int64) for ids in encoded])
+
+
+def digest_tokens(tokens: Sequence[Tokens], padding: int) -> str:
+    """Of what a tokenizer made of all texts: that is what decides, not how it is stored."""
+    lengths = np.array([len(text) for text in tokens], np.int64)
+    ids = np.concatenate(tokens)
+    return digest_arrays({"lengths": lengths, "ids": ids, "padding": np.array([padding])})
+
+
+def tokenizer_files(tokenizer: Any) -> dict[str, str]:
+    """The files from which `AutoTokenizer.from_pretrained` makes it again, the same everywhere.
+
+    None of a tokenizer without a `tokenizer.json`, or of one that is too large.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return {}
+    backend.no_truncation()
+    backend.no_padding()
+    files = {"tokenizer.json": backend.to_str()}
+    with tempfile.TemporaryDirectory() as directory:
+        tokenizer.save_pretrained(directory)
+        config = json.loads((Path(directory) / "tokenizer_config.json").read_text("utf-8"))
+        template = Path(directory) / "chat_template.jinja"
+        if template.is_file():
+            files[template.name] = template.read_text("utf-8")
+    config = {key: value for key, value in config.items() if key not in _OF_THIS_MACHINE}
+    files["tokenizer_config.json"] = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    written = sum(len(json.dumps(text)) for text in files.values())
+    return files if written <= EXPORT_CHARACTERS else {}

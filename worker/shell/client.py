@@ -1,0 +1,383 @@
+"""The worker's shell: it connects, keeps the connection alive, and does what the session asks."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from protocol import __version__
+from protocol.base import limits
+from protocol.base.errors import (
+    ExitCode,
+    Mismatch,
+    NotAuthorised,
+    OutOfPlace,
+    ProtocolError,
+    SamestepError,
+    Unreachable,
+    error_for,
+)
+from protocol.base.fields import cut_text
+from protocol.host.trace import Tracer
+from protocol.wire import tls
+from protocol.wire.authentication import NO_CERTIFICATE, answer, new_nonce
+from protocol.wire.connection import Connection, Received, encode
+from protocol.wire.messages import (
+    Challenge,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Message,
+    StateChunk,
+    Welcome,
+)
+from protocol.wire.transport import Channel
+from worker.joining.credentials import Credentials
+from worker.logic import actions as act
+from worker.logic import events
+from worker.logic.fetching import FileEvent
+from worker.logic.session import Session
+from worker.shell import engine
+from worker.shell.obtaining import Obtainer
+
+_SHORT_PAUSE_S: Final = 0.25
+"""Between attempts at first: a coordinator that restarts is back within a second or two."""
+_LONG_PAUSE_S: Final = 5.0
+_SHORT_PAUSES_FOR_S: Final = 60.0
+_TELL_EVERY_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Whom to serve, as whom, and for how long to try."""
+
+    host: str
+    port: int
+    name: str
+    backend: str
+    retry_for_s: float
+
+
+class Client:
+    """Serves one coordinator until it says goodbye for good."""
+
+    def __init__(
+        self,
+        target: Target,
+        toolbox: engine.Toolbox,
+        credentials: Credentials,
+        tell: Callable[[str], None],
+        tracer: Tracer | None = None,
+        *,
+        cache: Path | None = None,
+    ) -> None:
+        self._target = target
+        self._credentials = credentials
+        self._hello: Hello | None = None
+        self._secret = b""
+        self._certificate: bytes | None = None
+        self._tell = tell
+        self._tracer = tracer
+        self._instance = uuid.uuid4().hex
+        self._loop = asyncio.get_running_loop()
+        self._engine = engine.Engine(toolbox, self._emit, tracer)
+        self._files = Obtainer(self._obtained, cache)
+        self._session: Session | None = None
+        self._trouble = f"connecting to {target.host}:{target.port}"
+        self._channel: Channel | None = None
+        self._epochs: dict[str, int] = {}
+        self._lost: asyncio.Future[str] = self._loop.create_future()
+        self._leaving: act.Leave | None = None
+        self._stop = asyncio.Event()
+        self._draining = False
+
+    async def serve(self) -> ExitCode:
+        """Connect, again and again; gives the exit code.
+
+        Raises:
+            Unreachable: Nothing answered for as long as was to be tried.
+            SamestepError: The coordinator refused, with its reason.
+        """
+        try:
+            return await self._serve()
+        finally:
+            self._engine.close()
+            self._files.close()
+
+    def drain(self) -> None:
+        """Finish what there is and leave; at once if there is no connection."""
+        self._draining = True
+        if self._session is not None and self._session.name:
+            self._do(self._session.drain())
+        else:
+            self._stop.set()
+
+    def status(self) -> str:
+        """What this worker is doing, in one line."""
+        session = self._session
+        return session.status() if session is not None and session.name else self._trouble
+
+    def place(self) -> dict[str, object]:
+        """Who this is and where it is, as fields of a log."""
+        session = self._session
+        if session is None or not session.name:
+            return {"worker": self._target.name}
+        run = {"run_id": session.run_id, "step": session.step} if session.run_id else {}
+        return {"worker": session.name, **run}
+
+    async def _serve(self) -> ExitCode:
+        since_s, told_s = time.monotonic(), -_TELL_EVERY_S
+        while not self._stop.is_set():
+            reason = await self._attempt()
+            leaving = self._leaving
+            refused = leaving is not None and leaving.exit_code == ExitCode.NOT_AUTHORISED
+            if leaving is not None and refused and self._credentials.try_token_next():
+                self._tell(f"{leaving.reason}; trying the join token")
+                continue
+            if leaving is not None and not leaving.retry:
+                if leaving.exit_code in (ExitCode.OK, ExitCode.FAILED) and not leaving.failed:
+                    self._tell(f"goodbye: {leaving.reason}")
+                    return ExitCode(leaving.exit_code)
+                raise error_for(leaving.exit_code, leaving.reason)
+            if self._draining:
+                return ExitCode.OK
+            now_s = time.monotonic()
+            if self._session is not None and self._session.name:
+                since_s, told_s = now_s, -_TELL_EVERY_S
+            self._session = None
+            left_s = self._target.retry_for_s - (now_s - since_s)
+            if left_s <= 0:
+                raise Unreachable(
+                    f"no coordinator at {self._target.host}:{self._target.port} "
+                    f"for {self._target.retry_for_s:g} s: {reason}"
+                )
+            self._trouble = f"{self._target.host}:{self._target.port}: {reason}; trying again"
+            if now_s - told_s >= _TELL_EVERY_S:
+                told_s = now_s
+                self._tell(f"{self._trouble}, giving up in {left_s:.0f} s")
+            soon = now_s - since_s < _SHORT_PAUSES_FOR_S
+            await self._pause(min(_SHORT_PAUSE_S if soon else _LONG_PAUSE_S, left_s))
+        return ExitCode.OK
+
+    async def _attempt(self) -> str:
+        """One connection from beginning to end; why it ended."""
+        self._lost = self._loop.create_future()
+        self._leaving = None
+        try:
+            channel = await self._connect()
+        except OSError as error:
+            return error.strerror or str(error) or "the connection was reset"
+        self._channel = channel
+        self._session = Session(self._epochs)
+        self._greet(channel)
+        beating = self._loop.create_task(self._heartbeat(channel))
+        stopping = self._loop.create_task(self._stop.wait())
+        await asyncio.wait((self._lost, stopping), return_when=asyncio.FIRST_COMPLETED)
+        beating.cancel()
+        stopping.cancel()
+        if not self._lost.done():
+            channel.goodbye("the worker ends", retry=False)
+            return "stopped"
+        self._engine.cancel()
+        self._files.forget()
+        self._channel = None
+        return self._lost.result()
+
+    async def _connect(self) -> Channel:
+        """A connection, over TLS unless told otherwise.
+
+        Raises:
+            OSError: It cannot be had just now.
+            Mismatch: What answers does not speak TLS.
+        """
+        seconds = limits.HANDSHAKE_TIMEOUT_MS / 1000
+        context = None if self._credentials.plaintext else tls.client_context()
+        at = f"{self._target.host}:{self._target.port}"
+        try:
+            _, channel = await self._loop.create_connection(
+                lambda: Channel(Connection("worker"), self, time.monotonic),
+                self._target.host,
+                self._target.port,
+                ssl=context,
+                ssl_handshake_timeout=None if context is None else seconds,
+            )
+        except ssl.SSLError as error:
+            if error.reason in tls.ERROR_MEANS_NO_TLS:
+                raise Mismatch(
+                    f"expected TLS at {at}, got something else; if the coordinator was started "
+                    "with --plaintext, give that to the worker too"
+                ) from None
+            raise
+        return channel
+
+    def _greet(self, channel: Channel) -> None:
+        """See who answers; only then say who this is."""
+        name = cut_text(self._target.name, 48)
+        shown = channel.certificate
+        self._certificate = None if shown is None else tls.fingerprint(shown)
+        try:
+            self._secret, enrolled = self._credentials.secret(self._certificate, name)
+        except SamestepError as error:
+            self._leave(act.Leave(str(error), retry=False, exit_code=error.exit_code))
+            return
+        self._hello = Hello(
+            release=__version__,
+            name=name,
+            instance=self._instance,
+            backend=cut_text(self._target.backend, 32),
+            nonce=new_nonce(),
+            enrolled=enrolled,
+        )
+        channel.send(self._hello)
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self._stop.wait(), seconds)
+        except TimeoutError:
+            return
+
+    async def _heartbeat(self, channel: Channel) -> None:
+        interval_s = limits.HEARTBEAT_INTERVAL_MS / 1000
+        last_s = time.monotonic()
+        while not channel.closed:
+            await asyncio.sleep(interval_s)
+            stalled = time.monotonic() - last_s > 3 * interval_s
+            last_s = time.monotonic()
+            silent_s = last_s - channel.last_received_s
+            if self._session is None or stalled:
+                continue
+            if not self._session.name:
+                if silent_s * 1000 > limits.HANDSHAKE_TIMEOUT_MS:
+                    channel.abort(f"no answer to the handshake for {silent_s:.0f} s")
+            elif silent_s * 1000 > limits.LIVENESS_TIMEOUT_MS:
+                channel.abort(f"the coordinator was silent for {silent_s:.0f} s")
+            else:
+                channel.send(Heartbeat())
+
+    # protocol.transport.ChannelOwner
+
+    def on_message(self, channel: Channel, received: Received) -> None:
+        """Handshake first, then the session."""
+        message, body = received
+        session = self._session
+        if session is None or channel is not self._channel:
+            return
+        match message:
+            case Challenge():
+                self._prove(channel, message)
+            case Welcome():
+                self._enrol(message)
+                self._do(session.welcome(message))
+            case Goodbye():
+                self._do(session.receive(message, body))
+            case _:
+                if not session.name:
+                    raise OutOfPlace(f"{type(message).__name__} before the handshake")
+                self._trace("receive", message)
+                self._do(session.receive(message, body))
+
+    def _prove(self, channel: Channel, challenge: Challenge) -> None:
+        assert self._hello is not None
+        certificate = self._certificate or NO_CERTIFICATE
+        try:
+            channel.send(answer(self._hello, challenge, certificate, self._secret))
+        except NotAuthorised as error:
+            self._leave(act.Leave(str(error), retry=False, exit_code=error.exit_code))
+
+    def _enrol(self, welcome: Welcome) -> None:
+        assert self._hello is not None
+        trouble = self._credentials.remember(self._certificate, self._hello.name, welcome.key)
+        if trouble:
+            self._tell(trouble)
+
+    def on_lost(self, channel: Channel, reason: str, error: ProtocolError | None) -> None:
+        """The connection is over."""
+        del channel
+        if error is not None and error.exit_code == ExitCode.MISMATCH:
+            self._leaving = act.Leave(str(error), retry=False, exit_code=ExitCode.MISMATCH)
+        if not self._lost.done():
+            self._lost.set_result(reason)
+
+    # The engine.
+
+    def _emit(self, event: events.Event) -> None:
+        """Called in the engine's thread."""
+        self._loop.call_soon_threadsafe(self._result, event)
+
+    def _result(self, event: events.Event) -> None:
+        if self._session is None or self._channel is None:
+            return
+        try:
+            self._do(self._session.result(event))
+        except Exception as error:  # noqa: BLE001 -- the coordinator must hear of it, or it waits
+            self._do(self._session.result(events.DeviceFailed(error)))
+
+    def _obtained(self, event: FileEvent) -> None:
+        if self._session is not None and self._channel is not None:
+            self._do(self._session.files.event(event))
+
+    def _do(self, actions: Sequence[act.Action]) -> None:
+        for action in actions:
+            self._do_one(action)
+
+    def _do_one(self, action: act.Action) -> None:
+        device = self._engine
+        match action:
+            case act.Transmit():
+                self._transmit(action)
+            case act.OpenDevice():
+                device.open()
+            case act.Build():
+                device.build(action.run_id, action.spec, keep=action.keep, inputs=action.inputs)
+            case act.Expect():
+                assert self._channel is not None
+                self._channel.connection.blocks = action.blocks
+            case act.Compute():
+                device.compute(action.place, action.microbatches, action.node)
+            case act.CancelWork():
+                device.cancel()
+            case act.CancelNode():
+                device.cancel_node(action.place, action.node)
+            case act.Apply():
+                device.apply(action.averages, action.scalars)
+            case act.LoadChunk():
+                device.load_chunk(action.kind, action.block, action.chunk, action.values)
+            case act.Restore():
+                device.restore(action.step, action.optimizer_step)
+            case act.Evaluate():
+                device.evaluate(action.step, action.part)
+            case act.CopyState():
+                device.copy_state()
+            case act.Locate() | act.OpenPart() | act.StoreChunk() | act.Assemble():
+                self._files.do(action)
+            case act.DropFiles():
+                self._files.forget()
+            case act.Tell():
+                self._tell(action.text)
+            case act.Leave():
+                self._leave(action)
+
+    def _transmit(self, action: act.Transmit) -> None:
+        if self._channel is None:
+            return
+        self._trace("send", action.message)
+        self._channel.send(encode(action.message, action.body))
+
+    def _trace(self, direction: str, message: Message) -> None:
+        gradient = message.body == "float32" and not isinstance(message, StateChunk)
+        if self._tracer is not None and gradient:
+            fields = message.model_dump()
+            self._tracer.instant(f"{direction} block {fields['block']}", "network", **fields)
+
+    def _leave(self, action: act.Leave) -> None:
+        # The first failure says why; what else the engine had to do may have failed after it.
+        if self._leaving is None or not self._leaving.failed:
+            self._leaving = action
+        if self._channel is not None:
+            self._channel.abort(action.reason)

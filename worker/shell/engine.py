@@ -1,0 +1,320 @@
+"""The device's thread: builds the task, computes nodes, applies steps; one job after the other.
+
+Everything that takes time happens here, away from the network. Results come back through `emit`,
+which is called in this thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from backends.base.accumulate import tree_sum
+from backends.base.interface import Array, Backend, BlockGradient, Loss, Program
+from protocol.base.errors import DataError, MainMemoryTooSmall, SamestepError
+from protocol.base.fields import cut_text
+from protocol.exact.replica import PartKind, Replica, StatePart
+from protocol.exact.samples import SampleOrder, microbatch_seed
+from protocol.exact.tree import Node
+from protocol.exact.update import StepScalars
+from protocol.host.trace import Tracer, now_us
+from protocol.spec.run_spec import RunSpec
+from worker.logic.events import (
+    Applied,
+    BlockSum,
+    BuildFailed,
+    Built,
+    DeviceFailed,
+    Evaluated,
+    Event,
+    NodeDone,
+    Place,
+    StateCopied,
+)
+from worker.shell.batch_shapes import evaluation_of_each_shape, microbatch_of_each_shape
+from worker.shell.signature import probe_digest, signature_digest
+from worker.tasks.base import Task
+
+
+class _Unfit(Exception):
+    """The device refuses the task."""
+
+    def __init__(self, error: SamestepError) -> None:
+        self.error = error
+
+
+class Toolbox(Protocol):
+    """Where backend and task come from; both import what they need only when asked."""
+
+    def backend(self) -> Backend:
+        """The device this engine owns."""
+
+    def task(self, spec: RunSpec) -> Task:
+        """The task of a run spec."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """A built task: kept between runs of the same spec, for it takes seconds to build."""
+
+    spec: RunSpec
+    inputs: str | None
+    task: Task
+    program: Program
+    replica: Replica
+    order: SampleOrder
+    initial: list[Array]
+    initial_digest: str
+    probe_digest: str
+    run_id: str = ""
+    whole: bool = True
+    """Whether the replica is in one state: not while another's is being loaded."""
+
+
+class Engine:
+    """Owns the device; call its methods from one other thread."""
+
+    def __init__(
+        self, toolbox: Toolbox, emit: Callable[[Event], None], tracer: Tracer | None = None
+    ) -> None:
+        self._toolbox = toolbox
+        self._emit = emit
+        self._tracer = tracer
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._job: _Job | None = None
+        self._generation = 0
+        self._cancelled: set[tuple[Place, Node]] = set()
+        self._digests = ThreadPoolExecutor(1, "digest")
+        self._digest: Future[None] | None = None
+        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self._thread.start()
+
+    def open(self) -> None:
+        """Open the device; gives DeviceFailed if it cannot be used."""
+        self._jobs.put(self._toolbox.backend)
+
+    def build(
+        self, run_id: str, spec: RunSpec, *, keep: bool = False, inputs: str | None = None
+    ) -> None:
+        """Build the task, or take the one that is there; gives Built or BuildFailed.
+
+        The replica starts anew, unless it is to keep the state that it has of this run.
+        """
+        self._jobs.put(lambda: self._build(run_id, spec, inputs, keep=keep))
+
+    def compute(self, place: Place, microbatches: int, node: Node) -> None:
+        """Compute a node unless cancelled before; gives its BlockSums, then NodeDone."""
+        generation = self._generation
+        self._jobs.put(lambda: self._compute(generation, place, microbatches, node))
+
+    def cancel(self) -> None:
+        """Abandon the node in work and those that wait."""
+        self._generation += 1
+        self._cancelled = set()
+
+    def cancel_node(self, place: Place, node: Node) -> None:
+        """Abandon this node, and no other."""
+        self._cancelled = {*self._cancelled, (place, node)}
+
+    def apply(self, averages: list[Array], scalars: StepScalars | None) -> None:
+        """Take the step, or skip it without scalars; gives Applied."""
+        self._jobs.put(lambda: self._apply(averages, scalars))
+
+    def load_chunk(self, kind: PartKind, block: int, chunk: int, values: Array) -> None:
+        """Take a chunk of another replica's state."""
+        self._jobs.put(lambda: self._load_chunk(kind, block, chunk, values))
+
+    def restore(self, step: int, optimizer_step: int) -> None:
+        """All chunks are there; gives Applied."""
+        self._jobs.put(lambda: self._restore(step, optimizer_step))
+
+    def evaluate(self, step: int, part: int) -> None:
+        """Evaluate one held-out part unless cancelled before; gives Evaluated."""
+        generation = self._generation
+        self._jobs.put(lambda: self._evaluate(generation, step, part))
+
+    def copy_state(self) -> None:
+        """Give StateCopied."""
+        self._jobs.put(self._copy_state)
+
+    def close(self) -> None:
+        """Abandon everything and end the thread."""
+        self.cancel()
+        self._jobs.put(None)
+        self._thread.join(timeout=10)
+        self._digests.shutdown(wait=False, cancel_futures=True)
+
+    # In the engine's thread.
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception as error:  # noqa: BLE001 -- whatever it is, the shell must hear of it
+                self._emit(DeviceFailed(error))
+        if self._job is not None:
+            self._job.program.close()
+
+    def _build(self, run_id: str, spec: RunSpec, inputs: str | None, *, keep: bool) -> None:
+        try:
+            job = self._job_for(spec, inputs)
+        except _Unfit as unfit:
+            self._emit(BuildFailed(run_id, unfit.error, own=True))
+            return
+        except SamestepError as error:
+            self._emit(BuildFailed(run_id, error, own=isinstance(error, MainMemoryTooSmall)))
+            return
+        except Exception as error:  # noqa: BLE001 -- a bad run must not end the worker
+            self._emit(BuildFailed(run_id, DataError(f"the task cannot be built: {error!r}")))
+            return
+        self._settle_digest()
+        if not (keep and job.run_id == run_id and job.whole):
+            job.replica = Replica(job.task.manifest.blocks, spec.optimizer)
+            job.replica.load_parameters(job.initial)
+            job.program.load(job.replica.parameters)
+            job.run_id, job.whole = run_id, True
+        backend = self._toolbox.backend()
+        traits = backend.signature(spec.threads)
+        text = ", ".join(f"{key} {value}" for key, value in sorted(traits.items()))
+        self._emit(
+            Built(
+                run_id=run_id,
+                manifest=job.task.manifest,
+                initial_digest=job.initial_digest,
+                step=job.replica.step,
+                state_digest=job.replica.state_digest(),
+                signature=signature_digest(traits, job.probe_digest),
+                signature_text=cut_text(f"probe {job.probe_digest[:12]}, {text}"),
+                backend=cut_text(backend.info.backend, 64),
+                device=cut_text(backend.info.name, 64),
+                memory=job.program.memory,
+            )
+        )
+
+    def _job_for(self, spec: RunSpec, inputs: str | None) -> _Job:
+        if self._job is not None and (self._job.spec, self._job.inputs) == (spec, inputs):
+            return self._job
+        if self._job is not None:
+            self._job.program.close()
+            self._job = None
+        task = self._toolbox.task(spec)
+        order = SampleOrder(spec.seed, task.manifest.train_samples, spec.batch)
+        example, *others = microbatch_of_each_shape(task, order)
+        evaluations = evaluation_of_each_shape(task)
+        try:
+            program = self._toolbox.backend().compile(task.trainable, example, others, evaluations)
+        except SamestepError as error:
+            raise _Unfit(error) from error
+        replica, initial = Replica(task.manifest.blocks, spec.optimizer), task.initial_parameters()
+        program.load(initial)
+        probe = probe_digest(program, example)
+        replica.load_parameters(initial)
+        start = replica.state_digest()
+        self._job = _Job(spec, inputs, task, program, replica, order, initial, start, probe)
+        return self._job
+
+    def _compute(self, generation: int, place: Place, microbatches: int, node: Node) -> None:
+        if self._is_cancelled(generation, place, node):
+            return
+        job = self._built()
+        start_s, start_us = time.perf_counter(), now_us()
+        samples = job.order.microbatches(place.step)
+        if len(samples) != microbatches:
+            raise DataError(
+                f"the coordinator plans {microbatches} microbatches, this task has {len(samples)}"
+            )
+        batches = [job.task.batch(samples[leaf]) for leaf in range(node.lo, node.hi)]
+        sums = job.program.node_sum(node.leaves)
+        weight = tree_sum([batch.weight for batch in batches])  # known before the backward
+        loss: Loss | None = None
+        for leaf, batch in zip(range(node.lo, node.hi), batches, strict=True):
+            seed = microbatch_seed(job.spec.seed, place.step, leaf)
+            stream = sums.add(batch, seed)
+            since_us = now_us()
+            for item in stream:
+                if self._is_cancelled(generation, place, node):
+                    stream.close()
+                    return
+                if isinstance(item, Loss):
+                    loss = item
+                    continue
+                if self._tracer is not None:
+                    self._tracer.span(
+                        f"backward block {item.block}", "device", since_us,
+                        step=place.step, microbatch=leaf, block=item.block,
+                    )  # fmt: skip
+                    since_us = now_us()
+                if isinstance(item, BlockGradient):
+                    self._emit(BlockSum(place, node, item.block, item.values, weight))
+        assert loss is not None
+        if self._tracer is not None:
+            self._tracer.span(f"node {node}", "nodes", start_us, step=place.step)
+        self._emit(NodeDone(place, node, loss, (time.perf_counter() - start_s) * 1e3))
+
+    def _is_cancelled(self, generation: int, place: Place, node: Node) -> bool:
+        return generation != self._generation or (place, node) in self._cancelled
+
+    def _apply(self, averages: list[Array], scalars: StepScalars | None) -> None:
+        job, start_us = self._built(), now_us()
+        self._settle_digest()
+        if scalars is None:
+            job.replica.skip()
+        else:
+            job.replica.apply(averages, scalars)
+            job.program.load(job.replica.parameters)
+        if self._tracer is not None:
+            self._tracer.span("apply step", "device", start_us, step=job.replica.step)
+        self._report_digest(job.replica)
+
+    def _restore(self, step: int, optimizer_step: int) -> None:
+        job = self._built()
+        job.replica.restore(step, optimizer_step)
+        job.whole = True
+        job.program.load(job.replica.parameters)
+        self._report_digest(job.replica)
+
+    def _report_digest(self, replica: Replica) -> None:
+        """Hash while the next step computes; the next change of the replica waits for it."""
+
+        def work() -> None:
+            try:
+                self._emit(Applied(replica.step, replica.state_digest()))
+            except Exception as error:  # noqa: BLE001 -- as in _work
+                self._emit(DeviceFailed(error))
+
+        self._digest = self._digests.submit(work)
+
+    def _settle_digest(self) -> None:
+        if self._digest is not None:
+            self._digest.result()
+            self._digest = None
+
+    def _load_chunk(self, kind: PartKind, block: int, chunk: int, values: Array) -> None:
+        job = self._built()
+        self._settle_digest()
+        job.whole = False
+        piece = job.task.manifest.blocks[block].chunk_slice(chunk)
+        for part in job.replica.parts():
+            if part.kind == kind and part.block == block:
+                part.values[piece] = values
+
+    def _evaluate(self, generation: int, step: int, part: int) -> None:
+        if generation != self._generation:
+            return
+        job = self._built()
+        sums = job.program.evaluate(job.task.evaluation_batch(part))
+        self._emit(Evaluated(step, part, dict(sums)))
+
+    def _copy_state(self) -> None:
+        replica = self._built().replica
+        parts = [StatePart(p.kind, p.block, p.values.copy()) for p in replica.parts()]
+        self._emit(StateCopied(parts, replica.step, replica.optimizer_step))
+
+    def _built(self) -> _Job:
+        assert self._job is not None, "the session asks for work only after Built"
+        return self._job
