@@ -16,11 +16,11 @@ coordinator does without) and name it in the run spec, with whatever it wants to
     import numpy as np
     import torch
 
-    from backends import draws
-    from backends.interface import Batch, Trainable
-    from protocol.manifest import Manifest, Metric
-    from worker.blocks import cut_into_blocks
-    from worker.tasks.digest import digest_arrays
+    from backends.base import draws
+    from backends.base.interface import Batch, Trainable
+    from protocol.spec.manifest import Manifest, Metric
+    from worker.models.blocks import cut_into_blocks
+    from worker.data.digest import digest_arrays
 
 
     class Curve:

@@ -12,7 +12,7 @@ from coordinator.operator.console import ProgressConsole
 from coordinator.operator.structured_log import set_up_logging
 from coordinator.run.phase import RunPhase
 from protocol.host.system_journal import Priority, SystemJournal
-from tests.coordinator.test_status import staged
+from tests.coordinator.operator.test_status import staged
 
 
 class Entries(SystemJournal):

@@ -100,8 +100,8 @@ def test_a_damaged_file_is_not_found_and_is_written_anew(cache):
 HOLDER = """
 import sys
 from pathlib import Path
-from protocol.file_digest import FileDigests
-from worker.blob_cache import BlobCache
+from protocol.spec.file_digest import FileDigests
+from worker.shell.blob_cache import BlobCache
 part = BlobCache(Path(sys.argv[1]), FileDigests()).open_part(sys.argv[2], int(sys.argv[3]))
 print("busy" if part is None else "mine", flush=True)
 sys.stdin.read()

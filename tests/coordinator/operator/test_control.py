@@ -25,7 +25,7 @@ from protocol.base.errors import ExitCode, Unreachable, UsageError
 from tests.event_loop import on_uvloop
 from tests.live_service import LiveService, live_service, scripted_spec, undisturbed
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SPEC = {
     "name": "scripted", "task": "scripted", "seed": 3, "steps": 4,
     "batch": {"samples": 8, "microbatch": 1},

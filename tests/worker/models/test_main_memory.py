@@ -93,8 +93,8 @@ def test_what_an_earlier_model_has_freed_counts_as_free(tmp_path):
     code = (
         "import numpy as np\n"
         "from pathlib import Path\n"
-        "from protocol.allocator import keep_freed_memory\n"
-        "from worker.tasks.main_memory import refuse_what_does_not_fit\n"
+        "from protocol.host.allocator import keep_freed_memory\n"
+        "from worker.models.main_memory import refuse_what_does_not_fit\n"
         "def resident():\n"
         "    lines = Path('/proc/self/status').read_text().splitlines()\n"
         "    return next(int(line.split()[1]) for line in lines if line.startswith('RssAnon'))\n"

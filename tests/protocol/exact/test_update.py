@@ -309,8 +309,8 @@ def test_overflow_raises_no_warning():
 DIGEST_PROGRAM = """
 import hashlib
 import numpy as np
-from protocol.run_spec import OptimizerSpec
-from protocol.update import apply_update, step_scalars, square_sum, global_norm
+from protocol.spec.run_spec import OptimizerSpec
+from protocol.exact.update import apply_update, step_scalars, square_sum, global_norm
 
 spec = OptimizerSpec(name="adamw", lr=1e-2, weight_decay=0.1, clip_norm=0.5)
 words = np.arange(1, 20_001, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)

@@ -25,7 +25,7 @@ from tests.durable_run import small_disk
 from tests.live_service import scripted_spec
 from tests.network_hosts import network
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

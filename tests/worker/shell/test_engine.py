@@ -141,7 +141,7 @@ def test_a_built_task_starts_at_state_0(device):
     built = device.build()
     assert built.run_id == "run"
     assert built.state_digest == naive_replica().state_digest()
-    assert built.manifest == Scripted(SPEC).manifest.to_bytes()
+    assert built.manifest == Scripted(SPEC).manifest
 
 
 def test_a_node_gives_its_blocks_in_reverse_order_then_its_loss(device):

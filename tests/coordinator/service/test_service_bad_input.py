@@ -402,7 +402,7 @@ async def test_a_state_that_is_not_the_one_announced(tmp_path, reference):
         run_id = live.service.submit(SPEC)
         await hostile.join()
         built = await hostile.prepare()
-        hostile.send(hostile.ready(built), built.manifest)
+        hostile.send(hostile.ready(built), built.manifest.to_bytes())
         await hostile.until(messages.StateRequest)
         hostile.send(hostile.state_chunk(1, last=True), zeros())
         await farewell_of(hostile)

@@ -18,10 +18,10 @@ from protocol.host.doctor import failure, ok, tell, warning
 from protocol.host.host_checks import clock, directory, memory, open_files
 from tests.durable_run import small_disk
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHOW_PACKAGES = """
 import sys
-from protocol.host_checks import packages, release
+from protocol.host.host_checks import packages, release
 for finding in (release(), *packages(sys.argv[1].split(), ("hf",))):
     print(finding.line())
 """

@@ -28,11 +28,11 @@ from tests.durable_run import (
     state_zero,
 )
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HOLDER = """
 import sys
 from pathlib import Path
-from coordinator.claim import Claim
+from coordinator.disk.claim import Claim
 claim = Claim.take(Path(sys.argv[1]))
 print(claim.epoch, flush=True)
 sys.stdin.read()

@@ -1,0 +1,178 @@
+"""The structure of the product, read from its imports: `python -m tests.house` prints it.
+
+A room is a folder of modules. The table says which rooms a room may import; `test_tidy.py` holds
+the tree to it, and to what is pure.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[1]
+PACKAGES: Final = ("protocol", "backends", "coordinator", "worker")
+
+_PROTOCOL: Final = ("protocol", "protocol.base", "protocol.spec", "protocol.exact", "protocol.wire")
+_LOGIC: Final = _PROTOCOL[1:]
+_SHELL: Final = (*_PROTOCOL, "protocol.host")
+
+MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
+    "protocol": (),
+    "protocol.base": (),
+    "protocol.spec": ("protocol.base",),
+    "protocol.exact": ("protocol.base", "protocol.spec"),
+    "protocol.wire": ("protocol", "protocol.base", "protocol.spec", "protocol.exact"),
+    "protocol.host": ("protocol", "protocol.base"),
+    "coordinator.run": _LOGIC,
+    "coordinator.disk": _LOGIC,
+    "coordinator.storage": (*_LOGIC, "coordinator.run", "coordinator.disk"),
+    "coordinator.members": _SHELL,
+    "coordinator.files": (*_LOGIC, "coordinator.disk"),
+    "coordinator.service": (
+        *_SHELL, "coordinator.run", "coordinator.disk", "coordinator.storage",
+        "coordinator.members", "coordinator.files",
+    ),
+    "coordinator.audit": (*_LOGIC, "coordinator.run", "coordinator.disk", "coordinator.storage"),
+    "coordinator.operator": (
+        *_SHELL, "coordinator.run", "coordinator.disk", "coordinator.storage",
+        "coordinator.members", "coordinator.files", "coordinator.service",
+    ),
+    "coordinator.doctor": (
+        *_SHELL, "coordinator.disk", "coordinator.storage", "coordinator.members",
+        "coordinator.service",
+    ),
+    "coordinator": ("*",),
+    "worker.logic": (*_LOGIC, "backends.base"),
+    "worker.joining": _SHELL,
+    "worker.data": (*_LOGIC, "backends.base"),
+    "worker.models": (*_LOGIC, "protocol.host", "backends.base", "worker.data"),
+    "worker.tasks": (*_LOGIC, "backends.base", "worker.data", "worker.models"),
+    "worker.shell": (
+        *_SHELL, "backends.base", "worker.logic", "worker.joining", "worker.tasks",
+    ),
+    "worker": ("*",),
+    "backends.base": _LOGIC,
+    "backends.eager": (*_LOGIC, "backends.base"),
+    "backends.wgpu.graph": ("protocol.base",),
+    "backends.wgpu.shaders": ("protocol.base", "backends.base", "backends.wgpu.graph"),
+    "backends.wgpu.capture": (
+        "protocol.base", "backends.base", "backends.wgpu.graph", "backends.wgpu.shaders",
+    ),
+    "backends.wgpu.lowering": (
+        "protocol.base", "protocol.spec", "backends.base", "backends.wgpu.graph",
+        "backends.wgpu.shaders", "backends.wgpu.capture",
+    ),
+    "backends.wgpu.device": (
+        "protocol.base", "protocol.host", "backends.base", "backends.wgpu.graph",
+        "backends.wgpu.shaders", "backends.wgpu.capture", "backends.wgpu.lowering",
+    ),
+    "backends.wgpu": (
+        "protocol.base", "protocol.spec", "protocol.host", "backends.base", "backends.wgpu.graph",
+        "backends.wgpu.shaders", "backends.wgpu.capture", "backends.wgpu.lowering",
+        "backends.wgpu.device",
+    ),
+    "backends": ("*",),
+}  # fmt: skip
+"""Which rooms a room may import; "*" at the top of a package: all of its own, and those that its
+package may."""
+
+PACKAGE_MAY: Final = {
+    "protocol": {"protocol"},
+    "backends": {"backends", "protocol"},
+    "coordinator": {"coordinator", "protocol"},
+    "worker": {"worker", "backends", "protocol"},
+}
+
+PURE: Final = ("protocol.exact", "coordinator.run", "worker.logic")
+"""Rooms whose modules read no clock, socket, file, thread or random source, nor does what they
+import."""
+
+PURE_MODULES: Final = ("protocol.wire.connection", "protocol.wire.frames")
+"""Likewise, in a room that also does I/O."""
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the product, by dotted name; a package's `__init__` by the package's."""
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def room_of(name: str, path: Path) -> str:
+    """The room that a module is in."""
+    return name if path.name == "__init__.py" else name.rsplit(".", 1)[0]
+
+
+def imported(source: str) -> Iterator[tuple[int, str, tuple[str, ...]]]:
+    """Line, module and names of every absolute import, wherever it stands."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name, ()) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.lineno, node.module, tuple(alias.name for alias in node.names)
+
+
+def imports_between_modules() -> dict[str, set[str]]:
+    """For each module of the product those of the product that it imports."""
+    known = modules()
+    found: dict[str, set[str]] = {name: set() for name in known}
+    for name, path in known.items():
+        for _, module, names in imported(path.read_text("utf-8")):
+            within = {f"{module}.{each}" for each in names} & known.keys()
+            found[name] |= within or ({module} & known.keys())
+    return found
+
+
+def arrows() -> dict[tuple[str, str], set[str]]:
+    """From room to room: the modules that import across."""
+    known = modules()
+    found: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for name, targets in imports_between_modules().items():
+        for target in targets:
+            pair = room_of(name, known[name]), room_of(target, known[target])
+            if pair[0] != pair[1]:
+                found[pair].add(name)
+    return found
+
+
+def reachable(start: str, graph: dict[str, set[str]]) -> set[str]:
+    """All that `start` leads to, itself included."""
+    found, waiting = {start}, [start]
+    while waiting:
+        new = graph.get(waiting.pop(), set()) - found
+        found |= new
+        waiting += new
+    return found
+
+
+def cycles() -> list[tuple[str, str]]:
+    """Arrows between rooms from whose end the beginning can be reached."""
+    graph: dict[str, set[str]] = defaultdict(set)
+    for source, target in arrows():
+        graph[source].add(target)
+    return [(a, b) for a, b in sorted(arrows()) if a in reachable(b, graph)]
+
+
+def main() -> None:
+    """Print rooms with files and lines, the arrows between them, and which run back."""
+    files: dict[str, list[int]] = defaultdict(list)
+    for name, path in modules().items():
+        files[room_of(name, path)].append(path.read_text("utf-8").count("\n"))
+    leads: dict[str, set[str]] = defaultdict(set)
+    for source, target in arrows():
+        leads[source].add(target)
+    for room, lines in sorted(files.items()):
+        print(f"{room:24} {len(lines) - 1:3} files {sum(lines):6} lines -> ", end="")
+        print(" ".join(sorted(leads[room])) or "-")
+    print(f"{sum(map(len, files.values()))} files, {sum(map(sum, files.values()))} lines")
+    print("arrows that run back:", cycles() or "none")
+
+
+if __name__ == "__main__":
+    main()
