@@ -17,7 +17,7 @@ from typing import Final
 from protocol.base.errors import DataError
 from protocol.spec import sources
 from protocol.spec.blob_list import Form, Role, name_fault
-from protocol.spec.run_spec import TASK_SECTIONS, DataSpec, RunSpec
+from protocol.spec.run_spec import TASK_SECTIONS, DataSpec, RunSpec, source_of
 
 ROLES: Final[tuple[Role, ...]] = ("data", "model", "tokenizer")
 _CONFIGURATION: Final = ("config.json", "generation_config.json")
@@ -68,16 +68,6 @@ def source_files(spec: RunSpec, role: Role) -> SourceFiles | None:
     names = _model_files(found, source) if role == "model" else []
     names += _tokenizer_files(found)
     return SourceFiles(role, source, "directory", tuple((n, found / n) for n in sorted(set(names))))
-
-
-def source_of(spec: RunSpec, role: Role) -> str | None:
-    """What the run spec says, in the user's words."""
-    own = spec.task not in TASK_SECTIONS
-    if role == "data":
-        return spec.data.train if spec.data is not None else None
-    if role == "model":
-        return spec.model.source if spec.model is not None and not own else None
-    return spec.tokenizer.source if spec.tokenizer is not None and not own else None
 
 
 def _data(spec: RunSpec, data: DataSpec) -> SourceFiles | None:

@@ -27,6 +27,7 @@ from pydantic import (
 
 from protocol.base import limits
 from protocol.base.errors import MessageError, RunSpecError
+from protocol.spec.blob_list import Role
 from protocol.spec.run_spec_text import apply_override, explain, with_exponents
 
 TASK_SECTIONS: Final = {
@@ -375,3 +376,13 @@ def parse_run_spec_bytes(document: bytes) -> RunSpec:
         return RunSpec.model_validate_json(document)
     except ValidationError as error:
         raise MessageError(f"expected a run spec: {explain(RunSpec, error)}") from None
+
+
+def source_of(spec: RunSpec, role: Role) -> str | None:
+    """What the run spec says, in the user's words."""
+    own = spec.task not in TASK_SECTIONS
+    if role == "data":
+        return spec.data.train if spec.data is not None else None
+    if role == "model":
+        return spec.model.source if spec.model is not None and not own else None
+    return spec.tokenizer.source if spec.tokenizer is not None and not own else None

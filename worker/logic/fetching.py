@@ -16,8 +16,7 @@ from protocol.base import limits
 from protocol.base.errors import DataError, MessageError, OutOfPlace, SamestepError
 from protocol.base.fields import cut_text
 from protocol.spec.blob_list import BlobFile, BlobList, document_digest
-from protocol.spec.run_files import source_of
-from protocol.spec.run_spec import RunSpec
+from protocol.spec.run_spec import RunSpec, source_of
 from protocol.wire.connection import Body
 from protocol.wire.messages import BlobChunk, BlobRequest, StartRun, Unready
 from worker.logic.actions import (

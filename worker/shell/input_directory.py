@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from protocol.spec.blob_list import BlobList, Role
-from protocol.spec.run_files import source_of
-from protocol.spec.run_spec import RunSpec
+from protocol.spec.run_spec import RunSpec, source_of
 from worker.shell.blob_cache import storing
 
 Found = Mapping[tuple[Role, str], Path]
