@@ -10,6 +10,7 @@ import pytest
 
 import protocol
 from protocol.spec.run_spec import load_run_spec
+from tests import house
 
 packaging_requirements = pytest.importorskip("packaging.requirements")
 
@@ -103,3 +104,16 @@ def test_links_between_pages_lead_somewhere(page):
     path = ROOT / page
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text()):
         assert (path.parent / target).exists(), target
+
+
+def test_the_map_names_files_that_are_there():
+    page = (ROOT / "CONTRIBUTING.md").read_text().split("## Where is it?")[1].split("\n## ")[0]
+    named = re.findall(r"`([\w/]+\.py)`", page)
+    assert len(named) >= 20
+    assert [path for path in named if not (ROOT / path).is_file()] == []
+
+
+def test_the_architecture_names_every_room():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    rooms = {room.split(".")[1] for room in house.MAY_IMPORT if "." in room}
+    assert [room for room in sorted(rooms) if f" {room} " not in text.replace("/", " ")] == []
