@@ -34,7 +34,9 @@ def gradient_is_right(kind: str, index: int) -> bool:
     program = choose(kind, index).backend.compile(_trainable(), batch)
     try:
         found = [
-            each.values for each in program.gradients(batch, 0) if isinstance(each, BlockGradient)
+            each.values
+            for each in program.gradients([(batch, 0)])
+            if isinstance(each, BlockGradient)
         ]
     finally:
         program.close()

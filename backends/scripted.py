@@ -18,14 +18,13 @@ from backends.base.interface import (
     Batch,
     BlockGradient,
     DeviceInfo,
+    Leaf,
     Loss,
-    MicrobatchItem,
     Program,
     Sums,
     Trainable,
 )
-from backends.base.node_sum import HostNodeSum
-from backends.base.stream import GradientStream
+from backends.base.node_stream import Microbatch, NodeStream, added_on_host
 from protocol.base.errors import SamestepError
 
 FORWARD_SHARE = 1.0 / 3.0
@@ -85,12 +84,18 @@ class ScriptedProgram:
         for mine, given in zip(self.parameters, parameters, strict=True):
             np.copyto(mine, given)
 
-    def gradients(self, batch: Batch, seed: int) -> GradientStream[MicrobatchItem]:
+    def gradients(self, leaves: Sequence[Leaf]) -> NodeStream:
         """Time runs from the first `next`; a slow receiver does not slow the device down."""
-        closed = threading.Event()
-        return GradientStream(self._run(batch, seed, closed), closed.set)
+        return added_on_host(leaves, self._microbatch, len(self._patterns))
 
-    def _run(self, batch: Batch, seed: int, closed: threading.Event) -> Iterator[MicrobatchItem]:
+    def _microbatch(self, leaf: int, batch: Batch, seed: int) -> Microbatch:
+        del leaf
+        closed = threading.Event()
+        return Microbatch(self._run(batch, seed, closed), closed.set)
+
+    def _run(
+        self, batch: Batch, seed: int, closed: threading.Event
+    ) -> Iterator[BlockGradient | Loss]:
         start_s = time.perf_counter()
         count = len(self._patterns)
         for done, block in enumerate(reversed(range(count)), start=1):
@@ -108,10 +113,6 @@ class ScriptedProgram:
     def memory(self) -> str:
         """Not known."""
         return ""
-
-    def node_sum(self, leaves: int) -> HostNodeSum:
-        """Added on the host."""
-        return HostNodeSum(self, len(self._patterns), leaves)
 
     def evaluate(self, batch: Batch) -> Sums:
         """Only counts: samples and parts."""

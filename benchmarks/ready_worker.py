@@ -15,8 +15,8 @@ from pathlib import Path
 
 import uvloop
 
-from backends.base.interface import Batch, BlockGradient, Loss, MicrobatchItem, Program, Trainable
-from backends.base.stream import GradientStream
+from backends.base.interface import Batch, BlockGradient, Leaf, Loss, Program, Trainable
+from backends.base.node_stream import Microbatch, NodeStream
 from backends.scripted import ScriptedBackend, ScriptedProgram
 from protocol.base.errors import ExitCode
 from protocol.host.allocator import keep_freed_memory
@@ -35,13 +35,18 @@ class ReadyProgram(ScriptedProgram):
         super().__init__(trainable, 0.0)
         self._quiet_s = quiet_ms / 1e3
 
-    def gradients(self, batch: Batch, seed: int) -> GradientStream[MicrobatchItem]:
+    def gradients(self, leaves: Sequence[Leaf]) -> NodeStream:
         """Every block at once after the quiet time."""
-        del seed
+        assert len(leaves) == 1
         closed = threading.Event()
-        return GradientStream(self._ready(batch, closed), closed.set)
 
-    def _ready(self, batch: Batch, closed: threading.Event) -> Iterator[MicrobatchItem]:
+        def begin(leaf: int, batch: Batch, seed: int) -> Microbatch:
+            del leaf, seed
+            return Microbatch(self._ready(batch, closed), closed.set)
+
+        return NodeStream(leaves, begin)
+
+    def _ready(self, batch: Batch, closed: threading.Event) -> Iterator[BlockGradient | Loss]:
         if closed.wait(self._quiet_s):
             return
         for block in reversed(range(len(self._patterns))):

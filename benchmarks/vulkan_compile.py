@@ -53,7 +53,7 @@ def measure(layers: int) -> dict[str, float]:
     start_s = time.perf_counter()
     program = backend.compile(Trainable(cut_into_blocks(module), module, loss), batch)  # type: ignore[arg-type]
     compiled_s = time.perf_counter()
-    for _ in program.gradients(batch, 0):
+    for _ in program.gradients([(batch, 0)]):
         pass
     first_s = time.perf_counter()
     program.close()

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from backends.base.interface import Array, Batch, BlockGradient, NodeSum, Program, Trainable
-from backends.base.node_sum import HostNodeSum
+from backends.base.interface import Array, Batch, BlockGradient, Program, Trainable
+from backends.base.node_stream import NodeStream
 from backends.wgpu.backend import VulkanBackend
 from benchmarks.jobs import short
 from benchmarks.torch_side import TorchSide
@@ -104,7 +104,7 @@ def next_token_loss(module: nn.Module, arrays: Mapping[str, torch.Tensor]) -> to
 
 def microbatch(program: Program, batch: Batch, seed: int) -> None:
     """Forward and backward; every gradient comes to the host, so both sides are done."""
-    for _ in program.gradients(batch, seed):
+    for _ in program.gradients([(batch, seed)]):
         pass
 
 
@@ -132,17 +132,18 @@ def decoder_row(
 def sums_row(backend: VulkanBackend, task: str, rounds: int, threads: int) -> list[str]:
     """Nodes of `NODE_LEAVES` microbatches, their gradients added on the device and on the host."""
     job = _job(task, threads)
-    program, blocks = backend.compile(job.trainable, job.batch), len(job.trainable.blocks)
+    program = backend.compile(job.trainable, job.batch)
+    leaves = [(job.batch, job.seed)] * NODE_LEAVES
     assert job.parameters is not None
     program.load(job.parameters)
 
     def on_device() -> None:
-        _node(program.node_sum(NODE_LEAVES), job)
+        _all(program.gradients(leaves))
 
     def on_host() -> None:
-        _node(HostNodeSum(program, blocks, NODE_LEAVES), job)
+        _all(program.added_on_host(leaves))
 
-    if isinstance(program.node_sum(NODE_LEAVES), HostNodeSum):
+    if not backend.exact_additions:
         program.close()
         return [job.name, "its additions are not exact", *[""] * 5]
     brought = []
@@ -161,10 +162,9 @@ def sums_row(backend: VulkanBackend, task: str, rounds: int, threads: int) -> li
     ]
 
 
-def _node(sums: NodeSum, job: _Job) -> None:
-    for _ in range(NODE_LEAVES):
-        for _ in sums.add(job.batch, job.seed):
-            pass
+def _all(stream: NodeStream) -> None:
+    for _ in stream:
+        pass
 
 
 def _job(task: str, threads: int) -> _Job:
@@ -214,7 +214,7 @@ def _row(backend: VulkanBackend, side: TorchSide, job: _Job, rounds: int) -> lis
 
 
 def _gradients(program: Program, job: _Job) -> list[Array]:
-    items = program.gradients(job.batch, job.seed)
+    items = program.gradients([(job.batch, job.seed)])
     return [item.values for item in items if isinstance(item, BlockGradient)]
 
 

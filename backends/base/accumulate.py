@@ -8,12 +8,10 @@ blocks. At most log2(leaves) + 1 arrays are held of a block.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from backends.base.interface import Array, Loss
-
-if TYPE_CHECKING:
-    from protocol.exact.tree import Node
+from protocol.exact.tree import Node
 
 _Term = TypeVar("_Term", Array, float)
 
@@ -26,6 +24,11 @@ class TreeAccumulator:
         self._blocks = [_TreeSum[Array](node.leaves) for _ in range(blocks)]
         self._losses = _TreeSum[float](node.leaves)
         self._weights = _TreeSum[float](node.leaves)
+
+    @classmethod
+    def of(cls, leaves: int, blocks: int) -> TreeAccumulator:
+        """For a node by itself, whose microbatches are counted from 0."""
+        return cls(Node(0, leaves), blocks)
 
     def add(self, leaf: int, block: int, values: Array) -> Array | None:
         """Add one microbatch's gradient of one block.

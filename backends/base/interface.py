@@ -1,9 +1,9 @@
 """What a device must offer, and what it is given.
 
 A task describes itself as a `Trainable`; a `Backend` compiles it for an example batch into a
-`Program`. For each microbatch the program yields the gradient *sums* (over samples or tokens,
-never means) of one block after the other in reverse order, while the backward of earlier blocks
-still runs, and then the loss.
+`Program`. For each node of the reduction tree the program gives the gradient *sums* (over samples
+or tokens, never means) of one block after the other in reverse order, while the backward of earlier
+blocks still runs, and then the loss.
 """
 
 from __future__ import annotations
@@ -66,9 +66,13 @@ class Trainable:
     base_dtype: BaseDtype = "float32"
 
 
+Leaf = tuple[Batch, int]
+"""A microbatch, and what seeds every random draw (dropout) of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class BlockGradient:
-    """The gradient sum of one block over one microbatch: flat float32, the manifest's layout.
+    """The gradient sum of one block over a node: flat float32, the manifest's layout.
 
     The array is the receiver's own: the program does not touch it again.
     """
@@ -79,7 +83,7 @@ class BlockGradient:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Last item of a microbatch: the loss summed over its samples or tokens, and its weight."""
+    """Last item of a node: the loss summed over its samples or tokens, and its weight."""
 
     loss_sum: float
     weight: float
@@ -92,39 +96,20 @@ class BlockAdded:
     block: int
 
 
-MicrobatchItem = BlockGradient | Loss
 NodeItem = BlockGradient | BlockAdded | Loss
 
 
-class Gradients(Protocol):
-    """What one microbatch gives, as it comes: blocks in reverse order, then the loss."""
-
-    def __iter__(self) -> Iterator[MicrobatchItem]: ...
-
-    def close(self) -> None:
-        """Abandon the rest; the program stays usable."""
-
-
 class NodeGradients(Protocol):
-    """What one microbatch of a node gives, as it comes."""
+    """What a node gives, as it comes.
+
+    For each microbatch every block, last block first: `BlockAdded`, or with the node's last
+    microbatch the node's sum as a `BlockGradient`; after them the node's `Loss`.
+    """
 
     def __iter__(self) -> Iterator[NodeItem]: ...
 
     def close(self) -> None:
-        """Abandon the rest, and the node; the program stays usable."""
-
-
-class NodeSum(Protocol):
-    """The gradient sums of one node of the reduction tree: those of its microbatches, added in
-    float32 along the tree, wherever that is; losses and weights in float64."""
-
-    def add(self, batch: Batch, seed: int) -> NodeGradients:
-        """Forward and backward of the node's next microbatch; arguments as for `gradients`.
-
-        Gives for each block, last block first, `BlockAdded`, or with the node's last microbatch
-        the node's sum as a `BlockGradient`; after it the node's `Loss`. One microbatch is done
-        before the next is added.
-        """
+        """Abandon the rest; the program stays usable. Any thread may call it."""
 
 
 class Program(Protocol):
@@ -137,19 +122,15 @@ class Program(Protocol):
     def load(self, parameters: list[Array]) -> None:
         """Take these values of all trainable tensors: one flat array per block, copied."""
 
-    def gradients(self, batch: Batch, seed: int) -> Gradients:
-        """Forward and backward of one microbatch; see the module's text.
+    def gradients(self, leaves: Sequence[Leaf]) -> NodeGradients:
+        """Forward and backward of one node's microbatches, one after the other.
 
-        Every block comes exactly once, last block first; a tensor without a gradient counts as
-        zeros. Closing the iterator early abandons the microbatch and leaves the program usable.
+        Their gradients are added in float32 along the tree, wherever that is; losses and weights
+        in float64. A tensor without a gradient counts as zeros. One node is in work at a time.
 
         Args:
-            batch: Shapes as in the example batch, or fewer samples.
-            seed: Seeds every random draw (dropout) of this microbatch.
+            leaves: At least one; shapes as in the example batches, or fewer samples.
         """
-
-    def node_sum(self, leaves: int) -> NodeSum:
-        """Start on a node of so many microbatches; one node is in work at a time."""
 
     def evaluate(self, batch: Batch) -> Sums:
         """Evaluation sums over one batch, in evaluation mode."""

@@ -22,14 +22,13 @@ from backends.base.interface import (
     Batch,
     BlockGradient,
     DeviceInfo,
+    Leaf,
     Loss,
-    MicrobatchItem,
     Program,
     Sums,
     Trainable,
 )
-from backends.base.node_sum import HostNodeSum
-from backends.base.stream import GradientStream
+from backends.base.node_stream import Microbatch, NodeStream, added_on_host
 from backends.eager import numerics
 from backends.eager.block_order import BlockOrder, unused_parameters
 from protocol.base.errors import SamestepError
@@ -122,8 +121,12 @@ class EagerProgram:
             raise SamestepError(f"expected blocks of {expected} elements, got {sizes}")
         self._thread.submit(self._load, parameters).result()
 
-    def gradients(self, batch: Batch, seed: int) -> GradientStream[MicrobatchItem]:
-        """One microbatch; the device thread starts on it at once."""
+    def gradients(self, leaves: Sequence[Leaf]) -> NodeStream:
+        """One node; the device thread starts on it at once."""
+        return added_on_host(leaves, self._begin, len(self._blocks))
+
+    def _begin(self, leaf: int, batch: Batch, seed: int) -> Microbatch:
+        del leaf
         abandoned = threading.Event()
         out: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         running = self._thread.submit(self._microbatch, batch, seed, out.put, abandoned)
@@ -134,16 +137,12 @@ class EagerProgram:
             running.cancel()
             wait([running])
 
-        return GradientStream(_items(out, abandoned), stop)
+        return Microbatch(_items(out, abandoned), stop)
 
     @property
     def memory(self) -> str:
         """Not known."""
         return ""
-
-    def node_sum(self, leaves: int) -> HostNodeSum:
-        """Added on the host."""
-        return HostNodeSum(self, len(self._blocks), leaves)
 
     def evaluate(self, batch: Batch) -> Sums:
         """Evaluation sums of one batch.
@@ -305,7 +304,9 @@ class _Abandoned(Exception):
 _Item = BlockGradient | tuple[int, torch.Tensor, torch.cuda.Event] | Future[Loss]
 
 
-def _items(out: queue.SimpleQueue[_Item], abandoned: threading.Event) -> Iterator[MicrobatchItem]:
+def _items(
+    out: queue.SimpleQueue[_Item], abandoned: threading.Event
+) -> Iterator[BlockGradient | Loss]:
     """What the device thread puts out; its errors are raised here."""
     while not abandoned.is_set():
         item = out.get()

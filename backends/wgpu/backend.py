@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from backends.base.interface import Batch, DeviceInfo, Program, Trainable
+from backends.base.interface import Batch, DeviceInfo, Trainable
 from backends.wgpu.device.adapters import Adapter, adapters
 from backends.wgpu.device.additions import differing_additions
 from backends.wgpu.device.device import Device
@@ -67,7 +67,7 @@ class VulkanBackend:
         example: Batch,
         others: Sequence[Batch] = (),
         evaluations: Sequence[Batch] = (),
-    ) -> Program:
+    ) -> VulkanProgram:
         """Capture the step for batches like the example, and upload the weights.
 
         Raises:

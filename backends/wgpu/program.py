@@ -16,13 +16,12 @@ from backends.base.interface import (
     Array,
     Batch,
     BlockGradient,
+    Leaf,
     Loss,
-    MicrobatchItem,
     Sums,
     Trainable,
 )
-from backends.base.node_sum import HostNodeSum
-from backends.base.stream import GradientStream
+from backends.base.node_stream import Microbatch, NodeStream, added_on_host
 from backends.wgpu.capture.additivity import refuse_loss_that_does_not_add_up
 from backends.wgpu.capture.capture import Capture, capture_forward, capture_step
 from backends.wgpu.capture.stand_in import StandIn
@@ -42,7 +41,7 @@ from backends.wgpu.lowering.lowered_plan import lowered_plan
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.lowering.plan import Plan
 from backends.wgpu.lowering.split_tables import split_tables
-from backends.wgpu.node_sum import DeviceNodeSum
+from backends.wgpu.node_sum import added_on_device
 from protocol.base.errors import DeviceError, SamestepError
 from protocol.host.allocator import give_back_freed_memory
 from protocol.spec.manifest import Block
@@ -117,7 +116,7 @@ class VulkanProgram:
 
     def warm_up(self, batch: Batch) -> None:
         """Run a microbatch of another shape once: drivers compile shaders when they first run."""
-        for _ in self.gradients(batch, 0):
+        for _ in self.gradients([(batch, 0)]):
             pass
 
     def load(self, parameters: list[Array]) -> None:
@@ -129,29 +128,34 @@ class VulkanProgram:
         with self._lock:
             self._weights.load(parameters)
 
-    def gradients(self, batch: Batch, seed: int) -> GradientStream[MicrobatchItem]:
-        """One microbatch; see `Program.gradients`."""
+    def gradients(self, leaves: Sequence[Leaf]) -> NodeStream:
+        """One node, added on the device if its additions are exact and it has room."""
+        self._adding = False
+        if self._sums is None or len(leaves) == 1:
+            return self.added_on_host(leaves)
+        levels = levels_of(len(leaves))
+        needed = max(levels * self._sums.level_bytes, self._sums.held_bytes)
+        if not has_room(self.estimates, needed, self._device.adapter.memory_bytes):
+            return self.added_on_host(leaves)
+        self._sums.hold(levels)
+        self._adding = True
+        start = partial(self._start, self._sums, len(leaves))
+        return added_on_device(leaves, start, len(self._blocks))
+
+    def added_on_host(self, leaves: Sequence[Leaf]) -> NodeStream:
+        """One node, whatever the device can do."""
+        return added_on_host(leaves, self._begin, len(self._blocks))
+
+    def _begin(self, leaf: int, batch: Batch, seed: int) -> Microbatch:
+        del leaf
         if _is_empty(batch):
-            return GradientStream(self._nothing(batch), lambda: None)
+            return Microbatch(self._nothing(batch), lambda: None)
         with self._lock:
             ready = self._step(batch)
             words = _packed(ready, batch.arrays, seed)
             running = Running(self._device, ready.submissions, ready.upload, words)
             self._running = running
-        return GradientStream(self._items(ready, running, batch.weight), running.stop)
-
-    def node_sum(self, leaves: int) -> DeviceNodeSum | HostNodeSum:
-        """Added on the device if its additions are exact and it has room, else on the host."""
-        self._adding = False
-        if self._sums is not None and leaves > 1:
-            levels = levels_of(leaves)
-            needed = max(levels * self._sums.level_bytes, self._sums.held_bytes)
-            if has_room(self.estimates, needed, self._device.adapter.memory_bytes):
-                self._sums.hold(levels)
-                self._adding = True
-                start = partial(self._start, self._sums, leaves)
-                return DeviceNodeSum(start, len(self._blocks), leaves)
-        return HostNodeSum(self, len(self._blocks), leaves)
+        return Microbatch(self._items(ready, running, batch.weight), running.stop)
 
     def evaluate(self, batch: Batch) -> Sums:
         """Evaluation sums; the model's forward runs on the device, the sums on the host.
@@ -199,7 +203,7 @@ class VulkanProgram:
             self._sums = self._zero = None
             self._weights.forget()
 
-    def _start(self, sums: SumStack, leaves: int, batch: Batch, seed: int, leaf: int) -> Running:
+    def _start(self, sums: SumStack, leaves: int, leaf: int, batch: Batch, seed: int) -> Running:
         """Microbatch `leaf` of a node, added to its sums."""
         with self._lock:
             ready = None if _is_empty(batch) else self._step(batch)
@@ -236,7 +240,9 @@ class VulkanProgram:
         """Blocks as backward gives them."""
         return range(len(self._blocks) - 1, -1, -1)
 
-    def _items(self, ready: Ready, running: Running, weight: float) -> Iterator[MicrobatchItem]:
+    def _items(
+        self, ready: Ready, running: Running, weight: float
+    ) -> Iterator[BlockGradient | Loss]:
         loss = 0.0
         for number in self._order():
             arrays = running.next()
@@ -273,7 +279,7 @@ class VulkanProgram:
             found += [part.rows * columns for part in parts] if parts else [tensor.elements]
         return found
 
-    def _nothing(self, batch: Batch) -> Iterator[MicrobatchItem]:
+    def _nothing(self, batch: Batch) -> Iterator[BlockGradient | Loss]:
         for number in self._order():
             yield BlockGradient(number, np.zeros(self._blocks[number].elements, np.float32))
         yield Loss(0.0, batch.weight)

@@ -14,7 +14,7 @@ from torch import nn
 
 from backends.base.accumulate import TreeAccumulator
 from backends.base.interface import Batch, BlockAdded, BlockGradient, Loss, Program, Trainable
-from backends.base.stream import GradientStream
+from backends.base.node_stream import NodeStream
 from backends.registry import choose
 from backends.wgpu.device.adapters import adapters
 from protocol.base.errors import SamestepError
@@ -91,7 +91,7 @@ def program(backend) -> Iterator[Program]:
 
 
 def run(program: Program, batch: Batch, seed: int) -> tuple[list[BlockGradient], Loss]:
-    *gradients, loss = program.gradients(batch, seed)
+    *gradients, loss = program.gradients([(batch, seed)])
     assert isinstance(loss, Loss)
     assert all(isinstance(item, BlockGradient) for item in gradients)
     return gradients, loss  # type: ignore[return-value]
@@ -134,7 +134,7 @@ def test_the_seed_decides_the_draws(program):
 def test_early_close_abandons_and_the_next_microbatch_is_whole(program):
     whole = bits(run(program, make_batch(), 5)[0])
     for taken in range(3):
-        stream = program.gradients(make_batch(seed=9), 8)
+        stream = program.gradients([(make_batch(seed=9), 8)])
         for _ in range(taken):
             next(stream)
         stream.close()
@@ -144,7 +144,7 @@ def test_early_close_abandons_and_the_next_microbatch_is_whole(program):
 
 def test_leaving_a_loop_early_abandons_too(program):
     whole = bits(run(program, make_batch(), 5)[0])
-    for _ in program.gradients(make_batch(seed=9), 8):
+    for _ in program.gradients([(make_batch(seed=9), 8)]):
         break
     assert bits(run(program, make_batch(), 5)[0]) == whole
 
@@ -165,11 +165,10 @@ def test_a_nodes_sums_are_those_of_its_microbatches_along_the_tree(program, leav
             if total is not None:
                 sums[item.block] = total.tobytes()
     for _ in range(2):  # a node leaves nothing behind for the next
-        node = program.node_sum(leaves)
-        for leaf, batch in enumerate(batches[:-1]):
-            added = [BlockAdded(n) for n in reversed(range(len(blocks)))]
-            assert list(node.add(batch, leaf)) == added
-        *gradients, found = node.add(batches[-1], leaves - 1)
+        items = list(program.gradients([(batch, leaf) for leaf, batch in enumerate(batches)]))
+        added = [BlockAdded(n) for n in reversed(range(len(blocks)))] * (leaves - 1)
+        assert items[: len(added)] == added
+        *gradients, found = items[len(added) :]
         assert [item.block for item in gradients] == list(reversed(range(len(blocks))))
         assert {item.block: item.values.tobytes() for item in gradients} == sums
         assert found == loss
@@ -177,16 +176,16 @@ def test_a_nodes_sums_are_those_of_its_microbatches_along_the_tree(program, leav
 
 def test_a_node_that_is_abandoned_leaves_the_next_whole(program):
     def whole() -> list[bytes]:
-        node = program.node_sum(3)
-        items = [item for leaf in range(3) for item in node.add(make_batch(seed=leaf), leaf)]
+        items = program.gradients([(make_batch(seed=leaf), leaf) for leaf in range(3)])
         return [item.values.tobytes() for item in items if isinstance(item, BlockGradient)]
 
     expected = whole()
-    node = program.node_sum(3)
-    list(node.add(make_batch(seed=7), 7))
-    stream = node.add(make_batch(seed=8), 8)
-    next(iter(stream))
+    stream = program.gradients([(make_batch(seed=leaf), leaf) for leaf in (7, 8, 9)])
+    items = iter(stream)
+    for _ in range(len(make_trainable().blocks) + 1):
+        next(items)
     stream.close()
+    assert list(items) == []
     assert whole() == expected
 
 
@@ -225,8 +224,8 @@ def test_another_thread_may_close_while_the_device_computes(backend):
     name = "scripted:60000" if backend == "scripted" else backend
     program = choose(name).backend.compile(trainable, make_batch())
     armed.append(True)
-    stream = program.gradients(make_batch(), 0)
-    assert isinstance(stream, GradientStream)
+    stream = program.gradients([(make_batch(), 0)])
+    assert isinstance(stream, NodeStream)
     seen: list[object] = []
 
     def receive() -> None:

@@ -19,7 +19,7 @@ def test_gradients_vary_over_seed_block_and_element():
     program = ScriptedBackend().compile(Trainable(BLOCKS), BATCH)
     seen = set()
     for seed in range(3):
-        for item in program.gradients(BATCH, seed):
+        for item in program.gradients([(BATCH, seed)]):
             if isinstance(item, BlockGradient):
                 assert len(np.unique(item.values)) > 90
                 seen.add(item.values[:100].tobytes())
@@ -30,7 +30,9 @@ def test_two_programs_give_the_same_bits():
     first, second = (
         [
             item.values.tobytes() if isinstance(item, BlockGradient) else item
-            for item in ScriptedBackend(ms).compile(Trainable(BLOCKS), BATCH).gradients(BATCH, 4)
+            for item in ScriptedBackend(ms)
+            .compile(Trainable(BLOCKS), BATCH)
+            .gradients([(BATCH, 4)])
         ]
         for ms in (0.0, 1.0)
     )
@@ -40,7 +42,7 @@ def test_two_programs_give_the_same_bits():
 def test_no_block_comes_before_its_time():
     program = ScriptedBackend(40.0).compile(Trainable(BLOCKS), BATCH)
     start_s = time.perf_counter()
-    for done, _ in enumerate(program.gradients(BATCH, 0), start=1):
+    for done, _ in enumerate(program.gradients([(BATCH, 0)]), start=1):
         share = FORWARD_SHARE + (1 - FORWARD_SHARE) * min(done, 4) / 4
         assert time.perf_counter() - start_s >= share * 0.040
 

@@ -229,28 +229,27 @@ class Engine:
                 f"the coordinator plans {microbatches} microbatches, this task has {len(samples)}"
             )
         batches = [job.task.batch(samples[leaf]) for leaf in range(node.lo, node.hi)]
-        sums = job.program.node_sum(node.leaves)
+        seeds = (microbatch_seed(job.spec.seed, place.step, leaf) for leaf in range(*node))
         weight = tree_sum([batch.weight for batch in batches])  # known before the backward
+        leaf, since_us = node.lo, now_us()
         loss: Loss | None = None
-        for leaf, batch in zip(range(node.lo, node.hi), batches, strict=True):
-            seed = microbatch_seed(job.spec.seed, place.step, leaf)
-            stream = sums.add(batch, seed)
-            since_us = now_us()
-            for item in stream:
-                if self._is_cancelled(generation, place, node):
-                    stream.close()
-                    return
-                if isinstance(item, Loss):
-                    loss = item
-                    continue
-                if self._tracer is not None:
-                    self._tracer.span(
-                        f"backward block {item.block}", "device", since_us,
-                        step=place.step, microbatch=leaf, block=item.block,
-                    )  # fmt: skip
-                    since_us = now_us()
-                if isinstance(item, BlockGradient):
-                    self._emit(BlockSum(place, node, item.block, item.values, weight))
+        stream = job.program.gradients(list(zip(batches, seeds, strict=True)))
+        for item in stream:
+            if self._is_cancelled(generation, place, node):
+                stream.close()
+                return
+            if isinstance(item, Loss):
+                loss = item
+                continue
+            if self._tracer is not None:
+                self._tracer.span(
+                    f"backward block {item.block}", "device", since_us,
+                    step=place.step, microbatch=leaf, block=item.block,
+                )  # fmt: skip
+                since_us = now_us()
+            if isinstance(item, BlockGradient):
+                self._emit(BlockSum(place, node, item.block, item.values, weight))
+            leaf += item.block == 0
         assert loss is not None
         if self._tracer is not None:
             self._tracer.span(f"node {node}", "nodes", start_us, step=place.step)

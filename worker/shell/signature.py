@@ -14,7 +14,7 @@ from typing import Final
 
 from blake3 import blake3
 
-from backends.base.interface import Batch, Loss, Program
+from backends.base.interface import Batch, BlockGradient, Loss, Program
 
 _PROBE_SEED: Final = 0
 _NAMES_ONLY: Final = frozenset({"name"})
@@ -24,10 +24,10 @@ _NAMES_ONLY: Final = frozenset({"name"})
 def probe_digest(program: Program, batch: Batch) -> str:
     """Digest of the gradients and the loss of one microbatch, with the values now loaded."""
     hasher = blake3()
-    for item in program.gradients(batch, _PROBE_SEED):
+    for item in program.gradients([(batch, _PROBE_SEED)]):
         if isinstance(item, Loss):
             hasher.update(struct.pack("<dd", item.loss_sum, item.weight))
-        else:
+        elif isinstance(item, BlockGradient):
             hasher.update(struct.pack("<I", item.block))
             hasher.update(item.values.astype("<f4", copy=False).tobytes())
     return hasher.hexdigest()

@@ -73,7 +73,7 @@ def compiled(job: Trainable, example: Batch | None = None) -> Program:
 
 
 def by_block(program: Program, of: Batch, seed: int = 0) -> dict[int, Array]:
-    items = program.gradients(of, seed)
+    items = program.gradients([(of, seed)])
     return {item.block: item.values for item in items if isinstance(item, BlockGradient)}
 
 
@@ -159,7 +159,7 @@ def test_the_last_block_is_out_before_backward_reaches_the_first(unused_at_the_e
     program = compiled(trainable(Gated()))
     _Gate.opened.clear()
     order = []
-    for item in program.gradients(batch(), 0):
+    for item in program.gradients([(batch(), 0)]):
         order.append(item.block if isinstance(item, BlockGradient) else "loss")
         if isinstance(item, BlockGradient) and item.block == 1:
             _Gate.opened.set()
@@ -175,7 +175,7 @@ def test_load_takes_effect_and_copies():
     program.load(zeros)
     for values in zeros:
         values.fill(9.0)
-    loss = list(program.gradients(batch(), 0))[-1]
+    loss = list(program.gradients([(batch(), 0)]))[-1]
     assert isinstance(loss, Loss)
     expected = float((torch.tensor(batch().arrays["y"]) ** 2).sum())
     assert loss.loss_sum == pytest.approx(expected, rel=1e-6)
@@ -193,7 +193,7 @@ def test_evaluation_has_no_dropout_and_training_keeps_it():
 
 def test_a_microbatch_without_samples_counts_as_zeros():
     program = compiled(trainable(Net()))
-    *gradients, loss = program.gradients(batch(samples=0), 0)
+    *gradients, loss = program.gradients([(batch(samples=0), 0)])
     program.close()
     assert all(not item.values.any() for item in gradients if isinstance(item, BlockGradient))
     assert loss == Loss(0.0, 0.0)
@@ -206,7 +206,7 @@ def test_a_loss_without_graph_counts_as_zeros():
         return loss_sum(module, arrays)
 
     program = compiled(trainable(Net(), loss=nothing))
-    *gradients, loss = program.gradients(Batch({"x": np.zeros((1, WIDTH), np.float32)}, 0.0), 0)
+    *gradients, loss = program.gradients([(Batch({"x": np.zeros((1, WIDTH), np.float32)}, 0.0), 0)])
     program.close()
     assert [item.block for item in gradients if isinstance(item, BlockGradient)] == [3, 2, 1, 0]
     assert loss == Loss(0.0, 0.0)
@@ -217,7 +217,7 @@ def test_an_error_in_the_device_thread_reaches_the_receiver():
     whole = by_block(program, batch())
     broken = Batch({"x": np.zeros((1, WIDTH + 1), np.float32), "y": batch().arrays["y"]}, 1.0)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        list(program.gradients(broken, 0))
+        list(program.gradients([(broken, 0)]))
     again = by_block(program, batch())
     program.close()
     assert all(np.array_equal(whole[number], again[number]) for number in whole)
@@ -273,7 +273,7 @@ def test_bfloat16_computes_in_it_and_sums_in_float32():
     found = by_block(program, batch())
     assert by_block(program, batch())[0].tobytes() == found[0].tobytes()
     program.evaluate(batch())
-    loss = list(program.gradients(batch(), 0))[-1]
+    loss = list(program.gradients([(batch(), 0)]))[-1]
     program.close()
     assert set(seen) == {torch.bfloat16}
     assert isinstance(loss, Loss)
@@ -349,7 +349,7 @@ def test_a_loss_that_is_not_one_number_is_refused():
     program = compiled(trainable(Net()))
     program._loss = lambda m, a: m(a["x"])  # type: ignore[attr-defined]
     with pytest.raises(SamestepError, match="one sum"):
-        list(program.gradients(batch(), 0))
+        list(program.gradients([(batch(), 0)]))
     program.close()
 
 

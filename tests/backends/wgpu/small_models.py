@@ -116,7 +116,7 @@ def trainable(module: nn.Module, loss: Any, **changes: Any) -> Trainable:
 
 
 def gradients(program: Program, batch: Batch, seed: int = 0) -> dict[int, Array]:
-    items = program.gradients(batch, seed)
+    items = program.gradients([(batch, seed)])
     return {item.block: item.values for item in items if isinstance(item, BlockGradient)}
 
 

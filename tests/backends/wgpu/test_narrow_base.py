@@ -57,7 +57,7 @@ def trainable(module, base_dtype):
 
 
 def gradients(program, batch):
-    items = list(program.gradients(batch, 0))
+    items = list(program.gradients([(batch, 0)]))
     assert isinstance(items[-1], Loss)
     return items[-1].loss_sum, [item.values for item in items[:-1]]
 

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from backends.base.interface import Batch, BlockGradient, Loss, Trainable
-from backends.base.node_sum import HostNodeSum
 from backends.wgpu.backend import VulkanBackend
 from backends.wgpu.device.adapters import adapters
 from backends.wgpu.device.matmul_tuning import MatmulTuner
@@ -21,7 +20,6 @@ from backends.wgpu.device.packing import seed_words
 from backends.wgpu.graph import threefry
 from backends.wgpu.lowering.estimate import ROOM, Estimate, has_room
 from backends.wgpu.lowering.lowering import Templates
-from backends.wgpu.node_sum import DeviceNodeSum
 from backends.wgpu.program import VulkanProgram
 from protocol.base.errors import DataError, DeviceError, SamestepError
 from tests.backends.wgpu.small_models import (
@@ -110,7 +108,7 @@ def test_loaded_values_count_and_evaluation_runs_on_the_device(compiled):
     for array in values:
         array.fill(9.0)
     after = program.evaluate(text())["loss"]
-    (*_, loss) = program.gradients(text(), 0)
+    (*_, loss) = program.gradients([(text(), 0)])
     assert after != before
     with torch.no_grad():  # the host's copy has the values too
         module.eval()
@@ -230,11 +228,10 @@ def test_one_upload_for_a_microbatch_and_one_readback_per_block_for_a_node(compi
 
     def node(leaves: int) -> tuple[int, int]:
         before = (device.counts.uploads, device.counts.readbacks)
-        sums = program.node_sum(leaves)
-        assert isinstance(sums, DeviceNodeSum)
-        for leaf in range(leaves):
-            for _ in sums.add(labelled(seed=leaf), leaf):
-                pass
+        stream = program.gradients([(labelled(seed=leaf), leaf) for leaf in range(leaves)])
+        assert stream.sums is None, "added on the device"
+        for _ in stream:
+            pass
         return device.counts.uploads - before[0], device.counts.readbacks - before[1]
 
     for leaves in (2, 5, 8):
@@ -245,7 +242,7 @@ def test_sums_are_added_on_the_host_where_the_device_has_no_room_or_is_not_exact
     job = trainable(llama(), next_token_loss)
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
     inexact = VulkanProgram(device, job, template, adds=False)
-    assert isinstance(inexact.node_sum(2), HostNodeSum)
+    assert inexact.gradients([(text(), 0)] * 2).sums is not None
     inexact.close()
     needed = [Estimate(10, 60, 5, (0, ""))]
     assert has_room(needed, 20, 100)
@@ -271,19 +268,16 @@ def test_sums_that_are_held_give_way_to_a_plan_that_needs_their_memory(device, m
     room = int((plain.estimates[-1].total + 1000) / (1 - ROOM))
     monkeypatch.setattr(device, "adapter", replace(device.adapter, memory_bytes=room))
     between = program()
-    node = between.node_sum(2)
-    assert isinstance(node, DeviceNodeSum)
-    run(node.add(small, 0))
-    run(node.add(small, 1))
-    run(between.gradients(large, 0))
-    assert isinstance(between.node_sum(2), HostNodeSum)
+    node = between.gradients([(small, 0), (small, 1)])
+    assert node.sums is None
+    run(node)
+    run(between.gradients([(large, 0)]))
+    assert between.gradients([(small, 0), (small, 1)]).sums is not None
     assert between._sums is not None
     assert not between._sums.held_bytes
     within = program()
-    node = within.node_sum(2)
-    run(node.add(small, 0))
     with pytest.raises(DeviceError, match="needs the memory that holds the sums"):
-        node.add(large, 1)
+        run(within.gradients([(small, 0), (large, 1)]))
     for each in (plain, between, within):
         each.close()
 
@@ -304,19 +298,21 @@ def test_a_block_comes_while_the_backward_of_earlier_ones_is_yet_to_run(compiled
     program = compiled(job, text())
     gradients(program, text())
     for leaves in (1, 2):
-        sums = program.node_sum(leaves)
-        for leaf in range(leaves):
-            before = device.counts.submissions
-            stream = sums.add(text(), leaf)
+        before = device.counts.submissions
+        stream = program.gradients([(text(), leaf) for leaf in range(leaves)])
+        for _ in range(leaves):
             next(stream)
             begun = device.counts.submissions - before
-            list(stream)
+            for _ in job.blocks[1:]:
+                next(stream)
             assert begun <= device.counts.submissions - before - len(job.blocks) // 2
+            before = device.counts.submissions
+        assert isinstance(next(stream), Loss)
 
 
 def test_blocks_come_in_reverse_order_and_the_loss_last(compiled):
     job = trainable(llama(layers=3), next_token_loss)
-    items = list(compiled(job, text()).gradients(text(), 0))
+    items = list(compiled(job, text()).gradients([(text(), 0)]))
     numbers = [item.block for item in items if isinstance(item, BlockGradient)]
     assert numbers == list(reversed(range(len(job.blocks))))
     assert isinstance(items[-1], Loss)
@@ -385,7 +381,7 @@ def test_what_cannot_be_trained_is_refused_before_training(compiled, module, los
 def test_a_microbatch_without_samples_counts_as_zeros(compiled):
     job = trainable(nn.Linear(4, 4), total)
     program = compiled(job, Batch({"x": np.ones((2, 4), np.float32)}, 2.0))
-    *blocks, loss = program.gradients(Batch({"x": np.ones((0, 4), np.float32)}, 0.0), 0)
+    *blocks, loss = program.gradients([(Batch({"x": np.ones((0, 4), np.float32)}, 0.0), 0)])
     assert all(not item.values.any() for item in blocks)
     assert loss == Loss(0.0, 0.0)
 
@@ -395,7 +391,7 @@ def test_numbers_that_do_not_fit_in_32_bits_are_refused(compiled):
     batch = text()
     batch.arrays["input_ids"][0, 0] = 2**40
     with pytest.raises(DataError, match="32 bits in input_ids"):
-        program.gradients(batch, 0)
+        program.gradients([(batch, 0)])
 
 
 def _tensors(batch: Batch) -> dict[str, torch.Tensor]:

@@ -11,7 +11,6 @@ from torch import nn
 
 from backends.base.frozen_base import round_frozen_base
 from backends.base.interface import Batch, BlockGradient, Loss
-from backends.base.node_sum import HostNodeSum
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.graph.table_parts import row_parts
 from backends.wgpu.lowering.lowering import Templates
@@ -172,7 +171,7 @@ def test_an_evaluation_and_its_loss_are_those_of_the_whole_table(device):
     module = Tied()
     job = trainable(module, token_loss, evaluate=evaluate)
     program = program_of(device, job, tokens(), 8000)
-    (*_, loss) = program.gradients(tokens(), 0)
+    (*_, loss) = program.gradients([(tokens(), 0)])
     assert isinstance(loss, Loss)
     found = program.evaluate(tokens())["loss"]
     program.close()
@@ -236,8 +235,8 @@ def test_a_trained_table_takes_values_and_gives_a_nodes_sums_in_parts(device):
     assert_like_the_cpu(module, job.blocks, next_token_loss, short(), after)
     assert any(before[n].tobytes() != after[n].tobytes() for n in before)
     found = []
-    for node in (program.node_sum(2), HostNodeSum(program, len(job.blocks), 2)):
-        items = [item for leaf in range(2) for item in node.add(short(), leaf)]
+    for compute in (program.gradients, program.added_on_host):
+        items = compute([(short(), leaf) for leaf in range(2)])
         found.append([x.values.tobytes() for x in items if isinstance(x, BlockGradient)])
     program.close()
     assert found[0] == found[1]

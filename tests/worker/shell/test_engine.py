@@ -36,8 +36,8 @@ class GatedProgram(ScriptedProgram):
         super().__init__(trainable, 0.0)
         self._gate, self._reached = gate, reached
 
-    def gradients(self, batch, seed):
-        stream = super().gradients(batch, seed)
+    def gradients(self, leaves):
+        stream = super().gradients(leaves)
         program = self
 
         class Gated:
@@ -313,6 +313,6 @@ def test_a_failing_digest_surfaces(device, monkeypatch):
 def test_the_scripted_job_has_the_microbatches_of_its_spec():
     assert SampleOrder(SPEC.seed, 8, SPEC.batch).microbatch_count(0) == 4
     stream = ScriptedProgram(Scripted(SPEC).trainable, 0.0).gradients(
-        Scripted(SPEC).batch([1, 2]), 3
+        [(Scripted(SPEC).batch([1, 2]), 3)]
     )
     assert [type(item) for item in stream] == [BlockGradient, BlockGradient, Loss]

@@ -83,7 +83,7 @@ def saved(task, tmp_path_factory) -> str:
 def gradients(task: Task, seed: int = 1, rows: Any = (0, 1)) -> tuple[list[bytes], Loss]:
     program = choose("cpu").backend.compile(task.trainable, task.batch([0, 1]))
     program.load(task.initial_parameters())
-    *items, loss = program.gradients(task.batch(rows), seed)
+    *items, loss = program.gradients([(task.batch(rows), seed)])
     program.close()
     assert isinstance(loss, Loss)
     return [item.values.tobytes() for item in items if isinstance(item, BlockGradient)], loss

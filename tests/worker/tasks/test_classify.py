@@ -132,7 +132,7 @@ def test_exported_adapter_gives_the_same_logits_in_peft(task, tmp_path):
     batch = task.evaluation_batch(0)
     sums = program.evaluate(batch)
     ours = logits_of(task.trainable.module, batch)
-    items = list(program.gradients(task.batch([0, 1]), 1))
+    items = list(program.gradients([(task.batch([0, 1]), 1)]))
     program.close()
 
     directory = export(task, values, tmp_path)
@@ -249,8 +249,8 @@ def test_balanced_weights_give_every_class_the_same_say(tiny, texts):
     for row in range(16):
         given, alone = task.batch([row]), plain.batch([row])
         weighted, unweighted = (
-            list(one.gradients(given, 0))[-1],
-            list(other.gradients(alone, 0))[-1],
+            list(one.gradients([(given, 0)]))[-1],
+            list(other.gradients([(alone, 0)]))[-1],
         )
         assert isinstance(weighted, Loss)
         assert isinstance(unweighted, Loss)
@@ -361,7 +361,7 @@ def test_weights_mapped_from_a_file_give_the_bits_of_copies(texts, monkeypatch):
         task = build(spec_of(texts, lora=LoraSpec()))
         program = choose("cpu").backend.compile(task.trainable, task.batch([0]))
         program.load(task.initial_parameters())
-        items = [item for n in range(3) for item in program.gradients(task.batch([n]), n)]
+        items = [item for n in range(3) for item in program.gradients([(task.batch([n]), n)])]
         program.close()
         made.append([i.values.tobytes() for i in items if isinstance(i, BlockGradient)])
     assert made[0] == made[1]

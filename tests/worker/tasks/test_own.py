@@ -56,7 +56,7 @@ def train(task: Task, spec: RunSpec) -> float:
         sums = [np.zeros(block.elements, np.float32) for block in blocks]
         for leaf, samples in enumerate(order.microbatches(step)):
             seed = microbatch_seed(spec.seed, step, leaf)
-            for item in program.gradients(task.batch(samples), seed):
+            for item in program.gradients([(task.batch(samples), seed)]):
                 if isinstance(item, BlockGradient):
                     sums[item.block] += item.values / np.float32(spec.batch.samples)
         replica.apply(sums, step_scalars(spec.optimizer, step + 1, step, spec.steps, 1.0))

@@ -32,7 +32,7 @@ def descend(task: Task, program: Program, rate: float, steps: int, samples: int)
         program.load(values)
         first = step * samples
         chosen = [(first + n) % task.manifest.train_samples for n in range(samples)]
-        for item in program.gradients(task.batch(chosen), step):
+        for item in program.gradients([(task.batch(chosen), step)]):
             if isinstance(item, BlockGradient):
                 values[item.block] -= np.float32(rate / samples) * item.values
     program.load(values)
@@ -139,7 +139,7 @@ def test_scripted_has_the_blocks_asked_for():
     task = build(RunSpec(task="scripted", steps=1, scripted=spec))
     assert [b.elements for b in task.manifest.blocks] == [10, 10, 10]
     program = choose("scripted").backend.compile(task.trainable, task.batch([0]))
-    assert len(list(program.gradients(task.batch([1, 2]), 0))) == 4
+    assert len(list(program.gradients([(task.batch([1, 2]), 0)]))) == 4
     assert measured(task, program) == {"samples_held_out": 4.0}
 
 

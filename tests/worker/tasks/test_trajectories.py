@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from backends.base.accumulate import TreeAccumulator
-from backends.base.interface import Loss
+from backends.base.interface import BlockGradient, Loss
 from backends.registry import choose
 from protocol.exact.replica import Replica
 from protocol.exact.samples import SampleOrder, microbatch_seed
-from protocol.exact.tree import root
 from protocol.exact.update import global_norm, square_sum, step_scalars
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from worker.tasks.base import Task
@@ -87,16 +85,14 @@ def exact_losses(task: Task, spec: RunSpec) -> list[float]:
     for step in range(STEPS):
         program.load(replica.parameters)
         samples = order.microbatches(step)
-        sums, total = TreeAccumulator(root(len(samples)), len(blocks)), None
-        averages = {}
-        for leaf, rows in enumerate(samples):
-            for item in program.gradients(task.batch(rows), microbatch_seed(spec.seed, step, leaf)):
-                if isinstance(item, Loss):
-                    total = sums.add_loss(leaf, item.loss_sum, item.weight)
-                elif (done := sums.add(leaf, item.block, item.values)) is not None:
-                    averages[item.block] = done
-        assert total is not None
-        gradients = [averages[n] * np.float32(1 / total.weight) for n in range(len(blocks))]
+        leaves = [
+            (task.batch(rows), microbatch_seed(spec.seed, step, leaf))
+            for leaf, rows in enumerate(samples)
+        ]
+        *items, total = program.gradients(leaves)
+        assert isinstance(total, Loss)
+        sums = {each.block: each.values for each in items if isinstance(each, BlockGradient)}
+        gradients = [sums[n] * np.float32(1 / total.weight) for n in range(len(blocks))]
         norm = global_norm(map(square_sum, gradients))
         replica.apply(gradients, step_scalars(spec.optimizer, step + 1, step, STEPS, norm))
         losses.append(total.loss_sum / total.weight)
