@@ -78,10 +78,12 @@ def replace_file(path: Path, content: bytes) -> None:
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     with storing("write", path):
         try:
-            with temporary.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            try:
+                write_all(fd, [memoryview(content)])
+                os.fsync(fd)
+            finally:
+                os.close(fd)
             temporary.replace(path)
         except OSError:
             temporary.unlink(missing_ok=True)

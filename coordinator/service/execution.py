@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
@@ -47,7 +46,9 @@ from protocol.base.errors import (
     text_of,
 )
 from protocol.base.fields import cut_text
+from protocol.host.machine import Machine
 from protocol.host.trace import Tracer, now_us
+from protocol.spec.manifest import Manifest
 from protocol.wire.connection import Body, Received, encode
 from protocol.wire.messages import AveragedGradient, EndRun, Message, Ready, StateChunk
 
@@ -79,6 +80,8 @@ class Execution:
         storage: RunStorage,
         watcher: Watcher,
         tracer: Tracer | None = None,
+        *,
+        machine: Machine | None = None,
     ) -> None:
         self.run = run
         self.directory = storage.directory.path
@@ -91,6 +94,7 @@ class Execution:
         self._sessions = sessions
         self._watcher = watcher
         self._tracer = tracer
+        self._machine = machine or Machine()
         self._keeper: ReplicaKeeper | None = None
         self._storage = storage
         self._chronicle = Chronicle(run)
@@ -104,11 +108,14 @@ class Execution:
     def take_up_again(self, recovery: Recovery) -> None:
         """After a restart: workers go on, while the replica takes the logged steps again."""
         assert recovery.manifest is not None
-        self.started_s = time.monotonic()
-        self._keeper = ReplicaKeeper(recovery.manifest, self.run.spec)
+        self.started_s = self._machine.now_s()
+        self._keeper = self._new_keeper(recovery.manifest)
         self._storage.settle(recovery.manifest, recovery.step, recovery.redo)
         self._spawn(self._catch_up(self._keeper, recovery))
         self._handle(self.run.take_up_again)
+
+    def _new_keeper(self, manifest: Manifest) -> ReplicaKeeper:
+        return ReplicaKeeper(manifest, self.run.spec, self._machine.thread("replica"))
 
     async def _catch_up(self, keeper: ReplicaKeeper, recovery: Recovery) -> None:
         try:
@@ -120,7 +127,7 @@ class Execution:
 
     def tick(self) -> None:
         """Time goes on."""
-        self._handle(lambda: self.run.tick(time.monotonic() * 1000))
+        self._handle(lambda: self.run.tick(self._machine.now_s() * 1000))
 
     def invite(self, session: Session) -> None:
         """A free worker: take it into the run."""
@@ -211,7 +218,7 @@ class Execution:
                 case MakeCheckpoint():
                     self._spawn(self._save(action.step))
                 case Adopt():
-                    self._keeper = ReplicaKeeper(action.manifest, self.run.spec)
+                    self._keeper = self._new_keeper(action.manifest)
                     self._storage.settle(action.manifest, 0)
                 case Dismiss():
                     self._dismiss(action)
@@ -244,7 +251,7 @@ class Execution:
 
     def _report(self, action: Report) -> None:
         if action.event == "started":
-            self.started_s = time.monotonic()
+            self.started_s = self._machine.now_s()
         if action.event == "evaluated":
             self._storage.keep_metrics(self.run.step, self.run.metrics)
         self._watcher.reported(action.event, {"run_id": self.run.run_id, **action.fields})
@@ -344,7 +351,7 @@ class Execution:
     async def _finish(self, action: Finish) -> None:
         """Write what the run leaves behind, then let the workers go."""
         self.outcome = action
-        ended_s = time.monotonic()
+        ended_s = self._machine.now_s()
         try:
             await self._write(action, ended_s)
         except StorageFailed as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -14,6 +14,7 @@ from coordinator.storage.recovery import Recovery
 from protocol.base.errors import OutOfPlace
 from protocol.exact.replica import Replica
 from protocol.exact.update import StepScalars
+from protocol.host.machine import Machine
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec
 from protocol.wire.messages import StateChunk
@@ -32,10 +33,10 @@ class Applied(NamedTuple):
 class ReplicaKeeper:
     """Owns the replica; its methods run one after the other, in the order of the calls."""
 
-    def __init__(self, manifest: Manifest, spec: RunSpec) -> None:
+    def __init__(self, manifest: Manifest, spec: RunSpec, thread: Executor | None = None) -> None:
         self._blocks = manifest.blocks
         self._replica = Replica(manifest.blocks, spec.optimizer)
-        self._thread = ThreadPoolExecutor(1, "replica")
+        self._thread = thread or Machine().thread("replica")
 
     def fill(self, message: StateChunk, values: Array) -> None:
         """Take a chunk of state 0, before the first step.

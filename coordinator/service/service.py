@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import ssl
 import uuid
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import structlog
 
@@ -16,7 +17,7 @@ from coordinator.disk.claim import Claim
 from coordinator.files.blob_index import BlobIndex
 from coordinator.files.blob_server import BlobServer
 from coordinator.members.credentials import Credentials
-from coordinator.members.doorway import Doorway
+from coordinator.members.doorway import Doorway, Greet
 from coordinator.members.join_check import JoinCheck
 from coordinator.members.session import Session
 from coordinator.members.strangers import Strangers
@@ -27,6 +28,7 @@ from coordinator.service.listener import Listener
 from coordinator.storage.run_storage import RunStorage
 from protocol.base import limits
 from protocol.base.errors import ExitCode, OutOfPlace, SamestepError, UsageError
+from protocol.host.machine import Machine
 from protocol.host.trace import Tracer
 from protocol.spec.run_spec import RunSpec
 from protocol.wire.connection import Connection, Received
@@ -56,6 +58,18 @@ class Settings:
     plaintext: bool = False
 
 
+class Entrance(Protocol):
+    """Where connections come in: a `Doorway`, unless they are played."""
+
+    address: tuple[str, int]
+
+    async def open(self, option: str, host: str, port: int) -> None:
+        """Listen."""
+
+    def close(self) -> None:
+        """No more connections."""
+
+
 class Service:
     """Members, the run in progress and those that wait.
 
@@ -69,8 +83,15 @@ class Service:
 
     credentials: Credentials
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        machine: Machine | None = None,
+        doorway: Callable[[Greet, ssl.SSLContext | None], Entrance] = Doorway,
+    ) -> None:
         self.settings = settings
+        self._machine = machine or Machine()
+        self._open_doorway = doorway
         self.sessions: dict[str, Session] = {}
         self.known: set[str] = set()
         self.current: Execution | None = None
@@ -78,10 +99,10 @@ class Service:
         self.waiting: deque[AcceptedRun] = deque()
         self.over = asyncio.Event()
         self.address = settings.bind
-        self.started_s = time.monotonic()
+        self.started_s = self._machine.now_s()
         self.listeners: list[Listener] = []
         self._joining = Strangers()
-        self._doorway: Doorway | None = None
+        self._doorway: Entrance | None = None
         self._ticking: list[asyncio.Task[None]] = []
         self._claim: Claim | None = None
         self._running: AcceptedRun | None = None
@@ -101,7 +122,7 @@ class Service:
         loop = asyncio.get_running_loop()
         plaintext = self.settings.plaintext
         context = None if plaintext else self.credentials.server_context()
-        self._doorway = Doorway(self._connection, context)
+        self._doorway = self._open_doorway(self._connection, context)
         await self._doorway.open("--bind", *self.settings.bind)
         self.address = self._doorway.address
         self._ticking = [loop.create_task(self._beat()), loop.create_task(self._tick())]
@@ -299,7 +320,7 @@ class Service:
             return None
         check = JoinCheck(self.credentials, encrypted=not self.settings.plaintext)
         session = Session(self, check, host)
-        channel = Channel(Connection("coordinator"), session, time.monotonic)
+        channel = Channel(Connection("coordinator"), session, self._machine.now_s)
         channel.peer = f"{host}:{address[1]}"
         session.start(channel)
         self._joining.enter(session)
@@ -322,9 +343,12 @@ class Service:
         storage = RunStorage(
             accepted.directory, stored.run_id, stored.spec, epoch=epoch,
             guard=accepted.claim.check, failed=self._storage_failed,
+            thread=self._machine.thread,
         )  # fmt: skip
         storage.begin_journal(accepted.first_lines)
-        self.current = Execution(run, self.sessions, storage, self, self._tracer)
+        self.current = Execution(
+            run, self.sessions, storage, self, self._tracer, machine=self._machine
+        )
         told = {"run_id": stored.run_id, "task": stored.spec.task, "steps": stored.spec.steps}
         if accepted.resumption is None:
             self.reported("run_accepted", told)
@@ -375,16 +399,16 @@ class Service:
     async def _beat(self) -> None:
         """Send heartbeats, and count silent workers as lost."""
         interval_s = limits.HEARTBEAT_INTERVAL_MS / 1000
-        last_s = time.monotonic()
+        last_s = self._machine.now_s()
         while True:
             await asyncio.sleep(interval_s)
             # After a stall of our own, what others sent meanwhile is still to be read.
-            stalled = time.monotonic() - last_s > 3 * interval_s
-            last_s = time.monotonic()
+            stalled = self._machine.now_s() - last_s > 3 * interval_s
+            last_s = self._machine.now_s()
             if stalled:
                 continue
             for session in list(self.sessions.values()):
-                silent_s = time.monotonic() - session.channel.last_received_s
+                silent_s = self._machine.now_s() - session.channel.last_received_s
                 if silent_s * 1000 > limits.LIVENESS_TIMEOUT_MS:
                     session.channel.abort(f"silent for {silent_s:.0f} s")
                 elif session.check.revoked:

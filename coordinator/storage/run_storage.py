@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from typing import Final, TypeVar
 
 from coordinator.run.commit_record import CommitRecord
@@ -42,6 +43,7 @@ class RunStorage:
         epoch: The coordinator's.
         guard: Raises if the directory is not this coordinator's any more.
         failed: Called in the event loop with what the disk refused.
+        thread: Gives a thread of that name.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class RunStorage:
         epoch: int,
         guard: Callable[[], None],
         failed: Callable[[Exception], None],
+        thread: Callable[[str], Executor] | None = None,
     ) -> None:
         self.directory = directory
         self._run_id = run_id
@@ -61,7 +64,8 @@ class RunStorage:
         self._guard = guard
         self._failed = failed
         self._loop = asyncio.get_running_loop()
-        self._threads = {name: ThreadPoolExecutor(1, name) for name in _THREADS}
+        thread = thread or partial(ThreadPoolExecutor, 1)
+        self._threads = {name: thread(name) for name in _THREADS}
         self._manifest: Manifest | None = None
         self._next_step = 0
         self._redo: Sequence[CommitRecord] = ()

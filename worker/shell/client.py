@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from protocol.base.errors import (
     error_for,
 )
 from protocol.base.fields import cut_text
+from protocol.host.machine import Machine
 from protocol.host.trace import Tracer
 from protocol.wire import tls
 from protocol.wire.authentication import NO_CERTIFICATE, answer, new_nonce
@@ -76,7 +76,9 @@ class Client:
         tracer: Tracer | None = None,
         *,
         cache: Path | None = None,
+        machine: Machine | None = None,
     ) -> None:
+        self._machine = machine = machine or Machine()
         self._target = target
         self._credentials = credentials
         self._hello: Hello | None = None
@@ -86,8 +88,8 @@ class Client:
         self._tracer = tracer
         self._instance = uuid.uuid4().hex
         self._loop = asyncio.get_running_loop()
-        self._engine = engine.Engine(toolbox, self._emit, tracer)
-        self._files = Obtainer(self._obtained, cache)
+        self._engine = engine.Engine(toolbox, self._emit, tracer, machine)
+        self._files = Obtainer(self._obtained, cache, machine)
         self._session: Session | None = None
         self._trouble = f"connecting to {target.host}:{target.port}"
         self._channel: Channel | None = None
@@ -132,7 +134,7 @@ class Client:
         return {"worker": session.name, **run}
 
     async def _serve(self) -> ExitCode:
-        since_s, told_s = time.monotonic(), -_TELL_EVERY_S
+        since_s, told_s = self._machine.now_s(), -_TELL_EVERY_S
         while not self._stop.is_set():
             reason = await self._attempt()
             leaving = self._leaving
@@ -147,7 +149,7 @@ class Client:
                 raise error_for(leaving.exit_code, leaving.reason)
             if self._draining:
                 return ExitCode.OK
-            now_s = time.monotonic()
+            now_s = self._machine.now_s()
             if self._session is not None and self._session.name:
                 since_s, told_s = now_s, -_TELL_EVERY_S
             self._session = None
@@ -201,7 +203,7 @@ class Client:
         at = f"{self._target.host}:{self._target.port}"
         try:
             _, channel = await self._loop.create_connection(
-                lambda: Channel(Connection("worker"), self, time.monotonic),
+                lambda: Channel(Connection("worker"), self, self._machine.now_s),
                 self._target.host,
                 self._target.port,
                 ssl=context,
@@ -244,11 +246,11 @@ class Client:
 
     async def _heartbeat(self, channel: Channel) -> None:
         interval_s = limits.HEARTBEAT_INTERVAL_MS / 1000
-        last_s = time.monotonic()
+        last_s = self._machine.now_s()
         while not channel.closed:
             await asyncio.sleep(interval_s)
-            stalled = time.monotonic() - last_s > 3 * interval_s
-            last_s = time.monotonic()
+            stalled = self._machine.now_s() - last_s > 3 * interval_s
+            last_s = self._machine.now_s()
             silent_s = last_s - channel.last_received_s
             if self._session is None or stalled:
                 continue

@@ -6,11 +6,8 @@ which is called in this thread.
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +19,7 @@ from protocol.exact.replica import PartKind, Replica, StatePart
 from protocol.exact.samples import SampleOrder, microbatch_seed
 from protocol.exact.tree import Node
 from protocol.exact.update import StepScalars
+from protocol.host.machine import Machine
 from protocol.host.trace import Tracer, now_us
 from protocol.spec.run_spec import RunSpec
 from worker.logic.events import (
@@ -80,23 +78,26 @@ class Engine:
     """Owns the device; call its methods from one other thread."""
 
     def __init__(
-        self, toolbox: Toolbox, emit: Callable[[Event], None], tracer: Tracer | None = None
+        self,
+        toolbox: Toolbox,
+        emit: Callable[[Event], None],
+        tracer: Tracer | None = None,
+        machine: Machine | None = None,
     ) -> None:
         self._toolbox = toolbox
         self._emit = emit
         self._tracer = tracer
-        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._machine = machine or Machine()
         self._job: _Job | None = None
         self._generation = 0
         self._cancelled: set[tuple[Place, Node]] = set()
-        self._digests = ThreadPoolExecutor(1, "digest")
+        self._digests = self._machine.thread("digest")
         self._digest: Future[None] | None = None
-        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
-        self._thread.start()
+        self._thread = self._machine.device_thread("engine")
 
     def open(self) -> None:
         """Open the device; gives DeviceFailed if it cannot be used."""
-        self._jobs.put(self._toolbox.backend)
+        self._submit(self._toolbox.backend)
 
     def build(
         self, run_id: str, spec: RunSpec, *, keep: bool = False, inputs: str | None = None
@@ -105,12 +106,12 @@ class Engine:
 
         The replica starts anew, unless it is to keep the state that it has of this run.
         """
-        self._jobs.put(lambda: self._build(run_id, spec, inputs, keep=keep))
+        self._submit(lambda: self._build(run_id, spec, inputs, keep=keep))
 
     def compute(self, place: Place, microbatches: int, node: Node) -> None:
         """Compute a node unless cancelled before; gives its BlockSums, then NodeDone."""
         generation = self._generation
-        self._jobs.put(lambda: self._compute(generation, place, microbatches, node))
+        self._submit(lambda: self._compute(generation, place, microbatches, node))
 
     def cancel(self) -> None:
         """Abandon the node in work and those that wait."""
@@ -123,40 +124,46 @@ class Engine:
 
     def apply(self, averages: list[Array], scalars: StepScalars | None) -> None:
         """Take the step, or skip it without scalars; gives Applied."""
-        self._jobs.put(lambda: self._apply(averages, scalars))
+        self._submit(lambda: self._apply(averages, scalars))
 
     def load_chunk(self, kind: PartKind, block: int, chunk: int, values: Array) -> None:
         """Take a chunk of another replica's state."""
-        self._jobs.put(lambda: self._load_chunk(kind, block, chunk, values))
+        self._submit(lambda: self._load_chunk(kind, block, chunk, values))
 
     def restore(self, step: int, optimizer_step: int) -> None:
         """All chunks are there; gives Applied."""
-        self._jobs.put(lambda: self._restore(step, optimizer_step))
+        self._submit(lambda: self._restore(step, optimizer_step))
 
     def evaluate(self, step: int, part: int) -> None:
         """Evaluate one held-out part unless cancelled before; gives Evaluated."""
         generation = self._generation
-        self._jobs.put(lambda: self._evaluate(generation, step, part))
+        self._submit(lambda: self._evaluate(generation, step, part))
 
     def copy_state(self) -> None:
         """Give StateCopied."""
-        self._jobs.put(self._copy_state)
+        self._submit(self._copy_state)
 
     def close(self) -> None:
         """Abandon everything and end the thread."""
         self.cancel()
-        self._jobs.put(None)
-        self._thread.join(timeout=10)
+        self._submit(self._free)
+        self._thread.close(10)
         self._digests.shutdown(wait=False, cancel_futures=True)
 
     # In the engine's thread.
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except Exception as error:  # noqa: BLE001 -- whatever it is, the shell must hear of it
-                self._emit(DeviceFailed(error))
+    def _submit(self, work: Callable[[], object]) -> None:
+        self._thread.submit(lambda: self._guarded(work))
+
+    def _guarded(self, work: Callable[[], object]) -> Iterator[None]:
+        try:
+            pieces = work()
+            if isinstance(pieces, Iterator):
+                yield from pieces
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the shell must hear of it
+            self._emit(DeviceFailed(error))
+
+    def _free(self) -> None:
         if self._job is not None:
             self._job.program.close()
 
@@ -218,11 +225,13 @@ class Engine:
         self._job = _Job(spec, inputs, task, program, replica, order, initial, start, probe)
         return self._job
 
-    def _compute(self, generation: int, place: Place, microbatches: int, node: Node) -> None:
+    def _compute(
+        self, generation: int, place: Place, microbatches: int, node: Node
+    ) -> Iterator[None]:
         if self._is_cancelled(generation, place, node):
             return
         job = self._built()
-        start_s, start_us = time.perf_counter(), now_us()
+        start_s, start_us = self._machine.now_s(), now_us()
         samples = job.order.microbatches(place.step)
         if len(samples) != microbatches:
             raise DataError(
@@ -235,6 +244,7 @@ class Engine:
         loss: Loss | None = None
         stream = job.program.gradients(list(zip(batches, seeds, strict=True)))
         for item in stream:
+            yield  # the device has computed
             if self._is_cancelled(generation, place, node):
                 stream.close()
                 return
@@ -253,7 +263,7 @@ class Engine:
         assert loss is not None
         if self._tracer is not None:
             self._tracer.span(f"node {node}", "nodes", start_us, step=place.step)
-        self._emit(NodeDone(place, node, loss, (time.perf_counter() - start_s) * 1e3))
+        self._emit(NodeDone(place, node, loss, (self._machine.now_s() - start_s) * 1e3))
 
     def _is_cancelled(self, generation: int, place: Place, node: Node) -> bool:
         return generation != self._generation or (place, node) in self._cancelled
@@ -283,7 +293,7 @@ class Engine:
         def work() -> None:
             try:
                 self._emit(Applied(replica.step, replica.state_digest()))
-            except Exception as error:  # noqa: BLE001 -- as in _work
+            except Exception as error:  # noqa: BLE001 -- as in _guarded
                 self._emit(DeviceFailed(error))
 
         self._digest = self._digests.submit(work)

@@ -8,15 +8,14 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
 from protocol.base import limits
 from protocol.base.errors import DataError, SamestepError
 from protocol.host.cache_directory import cache_directory
+from protocol.host.machine import Machine
 from protocol.spec.blob_list import BlobFile, Role
 from protocol.spec.file_digest import FileDigests
 from protocol.spec.run_files import source_files
@@ -46,13 +45,20 @@ class Obtainer:
     Args:
         emit: Called in the event loop with what came of each action.
         cache: Its directory; by default where the environment says.
+        machine: Gives the thread and the time.
     """
 
-    def __init__(self, emit: Callable[[FileEvent], None], cache: Path | None = None) -> None:
+    def __init__(
+        self,
+        emit: Callable[[FileEvent], None],
+        cache: Path | None = None,
+        machine: Machine | None = None,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._emit = emit
         self._cache_directory = cache
-        self._thread = ThreadPoolExecutor(1, "files")
+        self._machine = machine or Machine()
+        self._thread = self._machine.thread("files")
         self._generation = 0
         # From here on in the thread alone.
         self._digests = FileDigests()
@@ -158,7 +164,7 @@ class Obtainer:
             return BlobPresent(file.digest)
         part = cache.open_part(file.digest, file.size)
         if part is None:
-            have, now_s = cache.part_bytes(file.digest), time.monotonic()
+            have, now_s = cache.part_bytes(file.digest), self._machine.now_s()
             if self._watched[:2] != (file.digest, have):
                 self._watched = (file.digest, have, now_s)
             if now_s - self._watched[2] < _BUSY_PATIENCE_S:

@@ -117,7 +117,7 @@ def device():
     yield made
     made.toolbox.gate.set()
     made.engine.close()
-    assert not made.engine._thread.is_alive()
+    assert all(thread.name != "engine" for thread in threading.enumerate())
 
 
 def test_a_device_is_opened_without_a_task_and_only_trouble_is_told(device):
