@@ -20,6 +20,7 @@ from torch.nn.modules import module as module_hooks
 from torch.utils import _pytree as pytree
 
 from backends.wgpu.capture.attention import Fuses, written_out
+from backends.wgpu.capture.draws import refuse_foreign_draws, refuse_undrawn
 from backends.wgpu.capture.layer_call import LayerCall, Like, closed_layers
 from backends.wgpu.capture.model_attention import own_attention, sdpa_can_be_traced
 from backends.wgpu.capture.rewrites import Rewrites
@@ -190,7 +191,7 @@ def prepared(module: nn.Module, *, train: bool, fuses: Fuses = written_out) -> I
         for config, before in attention:
             if before != "sdpa" or not sdpa_can_be_traced():
                 config._attn_implementation = "eager"  # noqa: SLF001
-        with own_attention(module, fuses):
+        with own_attention(module, fuses), refuse_foreign_draws():
             yield bool(flags)
     finally:
         for config, before in attention:
@@ -303,6 +304,7 @@ def _trace(
     except Exception as error:
         raise _cannot(places.now or "the step", error) from error
     places.mark(graph)
+    refuse_undrawn(graph)
     return graph
 
 

@@ -262,7 +262,7 @@ def _run_empty(call: LayerCall) -> None:
     call.outputs = [Like.of(x) for x in results]
     fingerprint.add("results", [fingerprint.number(x) for x in results], call.results)
     call.fingerprint = fingerprint.digest()
-    if rewrites.sites:
+    if rewrites.draws.sites:
         call.draws = True
         call.inputs = [*call.inputs, Like((2,), torch.int32)]
 

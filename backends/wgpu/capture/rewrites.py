@@ -1,36 +1,49 @@
-"""What a trace sees in place of torch's own dropout and attention.
+"""What a trace sees in place of torch's own random numbers and attention.
 
-Dropout becomes a product with a mask that is a function of (seed, site, element). Attention becomes
-an operator of our own where that pays, and is written out elsewhere: torch's fused kernels have no
-rule in other operators.
+Random numbers are a function of (seed, site, element): see `draws`. Attention becomes an operator
+of our own where that pays, and is written out elsewhere: torch's fused kernels have no rule in
+other operators.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import cache
+from types import FunctionType
+from typing import Any, Final
 
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from backends.wgpu.capture.attention import Fuses, fused_attention, sizes_of
-from backends.wgpu.graph.opaque import KEEP
+from backends.wgpu.capture.draws import Draws
+
+_CHECKS: Final = frozenset({
+    "has_torch_function",
+    "has_torch_function_unary",
+    "has_torch_function_variadic",
+})  # fmt: skip
+"""By these a function of torch's, written in Python, asks whether a mode shall have the call."""
 
 
 class Rewrites(TorchFunctionMode):
-    """While it is entered, dropout draws from `seed`, a (2,) int32 tensor of two random words.
+    """While it is entered, what is random draws from `seed`, a (2,) int32 tensor of random words.
+
+    Functions that torch composes of others, `multi_head_attention_forward` say, are run with the
+    mode on, so that it sees the others.
 
     Attributes:
-        sites: How many draws there were: each has a number of its own.
+        draws: What was drawn.
     """
 
     def __init__(self, seed: torch.Tensor, fuses: Fuses) -> None:
         super().__init__()
-        self.seed = seed
+        self.draws = Draws(seed)
         self._fuses = fuses
-        self.sites = 0
+        self._running: list[FunctionType] = []
+        """Composites: one that comes again asks in a way of its own, and would ask for ever."""
 
     def __torch_function__(
         self,
@@ -42,32 +55,20 @@ class Rewrites(TorchFunctionMode):
         """Replace what is known here; leave the rest."""
         del types
         kwargs = kwargs or {}
-        if func is functional.dropout:
-            return self._dropout(*args, **kwargs)
-        if func is torch.dropout:
-            x, drop, training = args
-            return self._dropout(x, drop, training)
         if func is functional.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    # The parameters of these two are torch's own.
-
-    def _dropout(
-        self,
-        x: torch.Tensor,
-        p: float = 0.5,
-        training: bool = True,  # noqa: FBT001, FBT002
-        inplace: bool = False,  # noqa: FBT001, FBT002
-    ) -> torch.Tensor:
-        del inplace
-        if not training or p == 0.0:
-            return x
-        if p == 1.0:
-            return x * 0.0
-        site, self.sites = self.sites, self.sites + 1
-        noise: torch.Tensor = KEEP(self.seed, list(x.shape), p, site)
-        return x * noise
+        drawn = self.draws.known(func)
+        if drawn is not None:
+            return drawn(*args, **kwargs)
+        inside = _inside(func) if isinstance(func, FunctionType) else None
+        if inside is None or inside in self._running:
+            return func(*args, **kwargs)
+        self._running.append(inside)
+        try:
+            with self:
+                return inside(*args, **kwargs)
+        finally:
+            self._running.pop()
 
     def _attention(  # noqa: PLR0917
         self,
@@ -80,6 +81,7 @@ class Rewrites(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,  # noqa: FBT001, FBT002
     ) -> torch.Tensor:
+        """With the parameters of torch's own."""
         scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
         sizes = sizes_of(query, key, value, attn_mask)
         if sizes is not None and dropout_p == 0.0 and self._fuses(sizes):
@@ -94,8 +96,24 @@ class Rewrites(TorchFunctionMode):
             weights = torch.softmax(scores.masked_fill(later, -torch.inf), dim=-1)
         else:
             weights = _softmax(scores, attn_mask)
-        weights = self._dropout(weights, dropout_p, dropout_p > 0)
+        weights = self.draws.dropout(weights, dropout_p, dropout_p > 0)
         return weights @ value
+
+
+@cache
+def _inside(func: FunctionType) -> FunctionType | None:
+    """The function without its question for a mode, which would ask again and again; None if it
+    asks none."""
+    if not _CHECKS & {*func.__code__.co_names} & func.__globals__.keys():
+        return None
+    names = func.__globals__ | dict.fromkeys(_CHECKS, _no)
+    made = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    made.__kwdefaults__ = func.__kwdefaults__
+    return made
+
+
+def _no(*_: object) -> bool:
+    return False
 
 
 def _repeated(x: torch.Tensor, times: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Operators of our own that stand for one node each: a dropout mask, a part of a long reduction,
+"""Operators of our own that stand for one node each: random numbers, a part of a long reduction,
 products with a matrix in parts, attention, and a whole layer.
 
 They are never computed by torch; the lowering knows what they stand for.
@@ -15,6 +15,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _library: Any = torch.library.Library("samestep", "DEF")  # type: ignore[no-untyped-call]
 _library.define("keep(Tensor seed, int[] shape, float drop, int site) -> Tensor")
+_library.define("uniform(Tensor seed, int[] shape, int site) -> Tensor")
 _library.define("partial(Tensor x, int[] dims, int parts, str fold) -> Tensor")
 for _name, _more in {
     "attention": "",
@@ -91,6 +92,11 @@ def _keep(seed: torch.Tensor, shape: Sequence[int], _drop: float, _site: int) ->
     return seed.new_empty(shape, dtype=torch.float32)
 
 
+@_fake("uniform")
+def _uniform(seed: torch.Tensor, shape: Sequence[int], _site: int) -> torch.Tensor:
+    return seed.new_empty(shape, dtype=torch.float32)
+
+
 @_fake("partial")
 def _partial(x: torch.Tensor, dims: Sequence[int], parts: int, _fold: str) -> torch.Tensor:
     kept = [size for dim, size in enumerate(x.shape) if dim not in dims]
@@ -144,6 +150,8 @@ def _layer_backward(tangents: Sequence[torch.Tensor], call: int) -> list[torch.T
 
 
 KEEP: Final[Any] = torch.ops.samestep.keep.default
+UNIFORM: Final[Any] = torch.ops.samestep.uniform.default
+"""In [0, 1), of 24 bits."""
 PARTIAL: Final[Any] = torch.ops.samestep.partial.default
 ATTENTION: Final[Any] = torch.ops.samestep.attention.default
 """Flat: the output as (B, T, H, D); then for each 4 rows of (B, H, T) their 4 maxima and the

@@ -55,6 +55,7 @@ _UNKNOWN = frozenset({
     "samestep::keep",
     "samestep::layer_backward",
     "samestep::layer_forward",
+    "samestep::uniform",
 })  # fmt: skip
 """Torch cannot compute these, whatever is known of their inputs."""
 

@@ -9,6 +9,7 @@ from torch import fx
 
 from backends.wgpu.graph import threefry
 from backends.wgpu.graph.index import linear, plain
+from backends.wgpu.graph.opaque import KEEP, UNIFORM
 from backends.wgpu.graph.values import NoRule, Scalar, converted, literal, scalar_of
 from backends.wgpu.graph.views import Coordinates
 from backends.wgpu.shaders.kernel_text import KernelText, Rule
@@ -211,14 +212,22 @@ def _arange(k: KernelText, node: fx.Node, at: Coordinates) -> str:
 
 def _keep(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     """Zero with the probability of being dropped, else what makes up for it."""
-    seed, shape, drop, site = node.args
-    assert isinstance(seed, fx.Node)
+    seed, _shape, drop, site = node.args
     assert isinstance(drop, float)
-    del shape
-    one, two = (k.let(f"u32({k.element(seed, [plain(f'{i}u', 2)])})") for i in (0, 1))
-    word = f"threefry({one}, {two}, {linear(at)}, {site}u)"
     scale = literal(1.0 / (1.0 - drop), "f32")
-    return f"select({scale}, 0.0, {word} < {threefry.threshold(drop)}u)"
+    return f"select({scale}, 0.0, {_word(k, seed, at, site)} < {threefry.threshold(drop)}u)"
+
+
+def _uniform(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+    seed, _shape, site = node.args
+    return f"(f32({_word(k, seed, at, site)} >> 8u) * {literal(2.0**-24, 'f32')})"
+
+
+def _word(k: KernelText, seed: object, at: Coordinates, site: object) -> str:
+    """The random word of an element."""
+    assert isinstance(seed, fx.Node)
+    one, two = (k.let(f"u32({k.element(seed, [plain(f'{i}u', 2)])})") for i in (0, 1))
+    return f"threefry({one}, {two}, {linear(at)}, {site}u)"
 
 
 ELEMENTWISE: Final[dict[Any, Rule]] = {
@@ -252,5 +261,6 @@ ELEMENTWISE: Final[dict[Any, Rule]] = {
     _aten.arange.default: _arange,
     _aten.arange.start: _arange,
     _aten.arange.start_step: _arange,
-    torch.ops.samestep.keep.default: _keep,
+    KEEP: _keep,
+    UNIFORM: _uniform,
 }

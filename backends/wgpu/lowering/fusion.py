@@ -24,6 +24,7 @@ from backends.wgpu.graph.opaque import (
     PARTIAL,
     PRODUCTS_BESIDE,
     SUM_OF_PRODUCTS,
+    UNIFORM,
 )
 from backends.wgpu.graph.values import elements_of
 from backends.wgpu.graph.views import above, is_copy, is_own, is_view, strided, whole_buffer
@@ -65,6 +66,8 @@ _COSTLY: Final = frozenset({
     _aten.tanh.default,
     _aten.cos.default,
     _aten.sin.default,
+    KEEP,
+    UNIFORM,
 })  # fmt: skip
 _TRANSCENDENTAL_COST: Final = 5
 _SHARED_COST: Final = 5
@@ -169,7 +172,7 @@ def _consider(fusion: Fusion, node: fx.Node, readers: set[Any]) -> None:
         _keep(fusion, node)
     else:
         cost = _inputs_cost(fusion, node)
-        cost += _TRANSCENDENTAL_COST if target in _COSTLY or target is KEEP else 1
+        cost += _TRANSCENDENTAL_COST if target in _COSTLY else 1
         if _is_kept(node, readers, cost):
             _keep(fusion, node)
         else:

@@ -1,0 +1,153 @@
+"""What is random in a model: drawn by the run's seed in every microbatch, or refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from backends.base.interface import Batch
+from backends.wgpu.capture.capture import capture_step
+from backends.wgpu.device.packing import seed_words
+from backends.wgpu.graph import threefry
+from protocol.base.errors import SamestepError
+from tests.backends.wgpu.on_device import Function, on_device
+from tests.backends.wgpu.small_models import gradients, trainable
+
+SHAPE = (64, 32, 8)
+
+
+def uniform(site: int, count: int) -> np.ndarray[Any, Any]:
+    key = seed_words(0, 1)[0]
+    drawn = threefry.words((int(key[0]), int(key[1])), site, count) >> 8
+    return drawn.astype(np.float32) / np.float32(2**24)
+
+
+def test_uniform_numbers_are_those_that_the_host_knows(device):
+    (got,) = on_device(device, lambda x: torch.rand(3, 5) + x, (torch.zeros(3, 5),))
+    assert got.numpy().tobytes() == uniform(0, 15).reshape(3, 5).tobytes()
+
+
+def dropped(x: torch.Tensor) -> torch.Tensor:
+    """What others read is dropped too."""
+    functional.dropout(x, 0.2, inplace=True)
+    return x
+
+
+DISTRIBUTIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float, float]] = {
+    "rand": (lambda x: torch.rand(x.shape), 0.5, 12**-0.5),
+    "rand_like": (torch.rand_like, 0.5, 12**-0.5),
+    "uniform_": (lambda x: torch.empty_like(x).uniform_(-1, 3), 1.0, 4 * 12**-0.5),
+    "randn": (lambda x: torch.randn(*x.shape), 0.0, 1.0),
+    "normal_": (lambda x: x.clone().normal_(2, 0.5), 2.0, 0.5),
+    "normal": (lambda x: torch.normal(x, 3.0), 1.0, 3.0),
+    "exponential_": (lambda x: torch.empty_like(x).exponential_(2.0), 0.5, 0.5),
+    "bernoulli": (lambda x: torch.bernoulli(x * 0.25), 0.25, 0.433),
+    "bernoulli_": (lambda x: x.new_empty(x.shape).bernoulli_(0.9), 0.9, 0.3),
+    "randint": (lambda x: torch.randint(2, 6, x.shape).float(), 3.5, 1.118),
+    "dropout": (lambda x: functional.dropout(x, 0.2), 1.0, 0.5),
+    "dropout in place": (lambda x: dropped(x * 1), 1.0, 0.5),
+    "dropout1d": (lambda x: functional.dropout1d(x, 0.2), 1.0, 0.5),
+    "dropout2d": (lambda x: functional.dropout2d(x[..., None], 0.2)[..., 0], 1.0, 0.5),
+    "alpha_dropout": (lambda x: functional.alpha_dropout(x - 1, 0.5, training=True), 0.0, 0.78),
+    "feature_alpha_dropout": (
+        lambda x: functional.feature_alpha_dropout(x - 1, 0.5, training=True), 0.0, 0.78,
+    ),
+    "rrelu": (lambda x: functional.rrelu(-x, 0.2, 0.4, training=True), -0.3, 0.2 * 12**-0.5),
+}  # fmt: skip
+
+
+def test_each_distribution_has_the_mean_and_deviation_that_it_should(device):
+    def all_(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(draw(x) for draw, _, _ in DISTRIBUTIONS.values())
+
+    found = on_device(device, all_, (torch.ones(SHAPE),))
+    for (name, (_, mean, deviation)), got in zip(DISTRIBUTIONS.items(), found, strict=True):
+        error = 5 * deviation / (64 * 32) ** 0.5
+        assert abs(float(got.mean()) - mean) < error, name
+        assert float(got.std()) == pytest.approx(deviation, rel=0.1), name
+    by_channel = found[list(DISTRIBUTIONS).index("dropout1d")]
+    assert torch.equal(by_channel, by_channel[..., :1].expand(SHAPE))
+
+
+class Composites(nn.Module):
+    """Of torch's, with draws inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+        self.gumbel = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        mixed, _ = self.attention(x, x, x)
+        return [
+            (mixed * x).sum(),
+            (self.encoder(x) * x).sum(),
+            (functional.gumbel_softmax(self.gumbel(x)) * x).sum(),
+        ]
+
+
+def total(module: nn.Module, arrays: Any) -> torch.Tensor:
+    return torch.stack(module(arrays["x"])).sum()
+
+
+def test_each_microbatch_has_draws_of_its_own_by_its_seed(device):
+    from backends.wgpu.device.matmul_tuning import MatmulTuner
+    from backends.wgpu.lowering.lowering import Templates
+    from backends.wgpu.program import VulkanProgram
+
+    module = Composites()
+    job = trainable(module, total)
+    x = np.random.default_rng(0).standard_normal((4, 8, 8)).astype(np.float32)
+    batch = Batch({"x": x}, 4.0)
+    template = Templates(cooperative=False, matmul=MatmulTuner(device).shader)
+    program = VulkanProgram(device, job, template, adds=True)
+    one, two, again = (gradients(program, batch, seed) for seed in (1, 2, 1))
+    program.close()
+    for number, block in enumerate(job.blocks):
+        assert one[number].tobytes() == again[number].tobytes()
+        for tensor, place in block.slices():
+            if tensor.name.endswith("weight"):
+                assert (one[number][place] != two[number][place]).any(), tensor.name
+
+
+REFUSED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "randperm": (lambda x: x[torch.randperm(4)], "cannot draw 'randperm'"),
+    "multinomial": (lambda x: x[torch.multinomial(x.abs(), 1)[:, 0]], "cannot draw 'multinomial'"),
+    "poisson": (lambda x: x * torch.poisson(x.detach()), "cannot draw 'poisson'"),
+    "numpy": (lambda x: x * float(np.random.uniform()), "cannot draw from numpy.random"),  # noqa: NPY002
+    "python": (lambda x: x * random.random(), "cannot draw from Python's random"),
+    "generator": (
+        lambda x: x * torch.rand(4, generator=torch.Generator()), "of the model's own",
+    ),
+    "checkpoint": (
+        lambda x: torch.utils.checkpoint.checkpoint(functional.dropout, x * x, use_reentrant=False),
+        "model.gradient_checkpointing",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_drawn_by_the_seed_is_refused(name):
+    function, why = REFUSED[name]
+
+    def loss(module: nn.Module, arrays: Any) -> torch.Tensor:
+        return (function(module(arrays["x"])) ** 2).sum()
+
+    with pytest.raises(SamestepError, match=why):
+        capture_step(nn.Linear(4, 4), loss, ["weight"], {"x": torch.ones(4, 4)})
+
+
+def test_a_function_of_the_models_own_is_left_as_it_is():
+    captured = capture_step(
+        Function(lambda x: functional.relu(x).sum()), lambda m, a: m(a["x"]), [],
+        {"x": torch.ones(2)},
+    )  # fmt: skip
+    assert captured.seeds == 1
