@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from coordinator.audit.history import History
 from coordinator.run.reduction import averages_digest, block_digest
 from coordinator.storage.checkpoint import Checkpoint, load_replica
-from coordinator.storage.log_reader import LoggedStep, LogScan, read_averages, scan_log
+from coordinator.storage.log_index import LoggedStep, LogIndex, read_averages
+from coordinator.storage.log_reader import scan_log
 from coordinator.storage.log_records import Array
 from coordinator.storage.replay import take
 from coordinator.storage.run_directory import RunDirectory, StoredRun
@@ -21,7 +22,6 @@ class StateProof:
     """The replay of what is kept, from the oldest checkpoint on.
 
     Attributes:
-        steps: How many steps were taken again.
         faults: What differs, step by step.
         replica: The last state; None without any checkpoint that is whole.
     """
@@ -29,13 +29,18 @@ class StateProof:
     def __init__(
         self, directory: RunDirectory, run: StoredRun, manifest: Manifest, history: History
     ) -> None:
-        self.steps = 0
+        self._taken: set[int] = set()
         self.faults: list[str] = []
         self.replica: Replica | None = None
         self._log = directory.log
         self._run = run
         self._manifest = manifest
         self._history = history
+
+    @property
+    def steps(self) -> int:
+        """How many steps were taken again."""
+        return len(self._taken)
 
     @property
     def reached_end(self) -> bool:
@@ -49,24 +54,25 @@ class StateProof:
             checkpoints: Those that are whole, by step.
         """
         try:
-            scan = scan_log(self._log, self._run.run_id, self._manifest, thorough=True)
-            self._compare_lengths(scan)
-            for index, checkpoint in enumerate(checkpoints):
-                following = checkpoints[index + 1 :]
+            index = scan_log(self._log, self._run.run_id, self._manifest).index
+            self._compare_lengths(index)
+            for number, checkpoint in enumerate(checkpoints, 1):
+                following = checkpoints[number:]
                 until = min([c.info.step for c in following], default=len(self._history.commits))
-                self._from(checkpoint, scan, min(until, len(self._history.commits)))
+                self._from(checkpoint, index, min(until, len(self._history.commits)))
             self._compare_end()
+            self._read_others(index)
         except SamestepError as error:
             self.faults.append(str(error))
 
-    def _from(self, checkpoint: Checkpoint, scan: LogScan, until: int) -> None:
+    def _from(self, checkpoint: Checkpoint, index: LogIndex, until: int) -> None:
         """Go on from the replica if it is as far as the checkpoint, else from the checkpoint."""
         info = checkpoint.info
         if self.replica is None or self.replica.step < info.step:
             self.replica = load_replica(checkpoint, self._manifest, self._run.spec.optimizer)
         elif self.replica.state_digest() != info.state_digest:
             self.faults.append(f"the replay does not lead to the checkpoint of step {info.step}")
-        for logged in scan.following(self.replica.step):
+        for logged in index.following(self.replica.step):
             if logged.step >= until:
                 break
             averages = read_averages(logged, self._manifest.blocks)
@@ -78,7 +84,7 @@ class StateProof:
             ]
             self.faults += [f"step {logged.step}: {what}" for what in differences]
             take(self.replica, logged.record, averages)
-            self.steps += 1
+            self._taken.add(logged.step)
 
     def _between_log_and_journal(self, replica: Replica, logged: LoggedStep) -> Iterator[str]:
         record, commit = logged.record, logged.record.commit
@@ -117,11 +123,16 @@ class StateProof:
         if commit.scalars != step_scalars(spec.optimizer, updates, commit.step, spec.steps, norm):
             yield "the scalars of the update do not follow from run spec and gradients"
 
-    def _compare_lengths(self, scan: LogScan) -> None:
-        extra = len(scan.following(len(self._history.commits)))
+    def _compare_lengths(self, index: LogIndex) -> None:
+        extra = sum(1 for _ in index.following(len(self._history.commits)))
         if extra > 1:
             # One may be missing: a crash between the log's sync and the journal's.
             self.faults.append(f"the log has {extra} commits that the journal has not")
+
+    def _read_others(self, index: LogIndex) -> None:
+        """Gradients that follow no checkpoint are at least what was written."""
+        for step in (s for steps in index.ranges() for s in steps if s not in self._taken):
+            read_averages(next(index.following(step)), self._manifest.blocks)
 
     def _compare_end(self) -> None:
         end = self._history.end

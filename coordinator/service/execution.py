@@ -110,7 +110,7 @@ class Execution:
         assert recovery.manifest is not None
         self.started_s = self._machine.now_s()
         self._keeper = self._new_keeper(recovery.manifest)
-        self._storage.settle(recovery.manifest, recovery.step, recovery.redo)
+        self._storage.settle(recovery.manifest, recovery.step, recovery.redo, recovery.index)
         self._spawn(self._catch_up(self._keeper, recovery))
         self._handle(self.run.take_up_again)
 

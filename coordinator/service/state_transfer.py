@@ -7,7 +7,7 @@ from typing import Final
 from coordinator.run.actions import Replay
 from coordinator.run.reduction import Array
 from coordinator.service.followers import Followers
-from coordinator.storage.log_reader import LoggedStep
+from coordinator.storage.log_index import LoggedStep
 from coordinator.storage.run_storage import RunStorage
 from protocol.base import limits
 from protocol.exact.replica import Replica

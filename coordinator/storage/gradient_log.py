@@ -18,15 +18,20 @@ One thread at a time; every call may block on the disk.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
 
 from coordinator.disk.append_file import AppendFile
 from coordinator.disk.durable_file import TEMPORARY_SUFFIX, storing, sync_directory, write_all
 from coordinator.run.commit_record import CommitRecord
+from coordinator.storage.log_index import (
+    LogIndex,
+    SegmentIndex,
+    segment_base,
+    segment_files,
+    segment_name,
+)
 from coordinator.storage.log_records import (
     Array,
     ChunkPlace,
@@ -38,16 +43,13 @@ from coordinator.storage.log_records import (
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import LogMode
 
-SEGMENT_SUFFIX: Final = ".log"
-
-_NAME: Final = re.compile(r"epoch-(\d{6,})-step-(\d{10,})\.log")
-
 
 class GradientLog:
     """The log of one run, as its coordinator writes it; begins with a new segment.
 
     Attributes:
         next_step: The step that is committed next.
+        index: Where the committed steps lie.
 
     Args:
         directory: Where segments are; made if it is not there.
@@ -57,6 +59,7 @@ class GradientLog:
         next_step: Steps committed so far. What older segments hold from there on is replaced.
         mode: See the module's text.
         redo: Commits of the steps from there on that are to be done again; they stay known.
+        index: Of the segments that are there already, as `scan_log` finds them; kept up here.
         guard: Called after each sync, before `commit` returns; raises if the directory is not
             this coordinator's any more (`Claim.check`).
 
@@ -74,9 +77,11 @@ class GradientLog:
         next_step: int,
         mode: LogMode = "full",
         redo: Sequence[CommitRecord] = (),
+        index: LogIndex | None = None,
         guard: Callable[[], None] | None = None,
     ) -> None:
         self.next_step = next_step
+        self.index = index if index is not None else LogIndex()
         self._directory = directory
         self._epoch = epoch
         self._mode = mode
@@ -151,6 +156,7 @@ class GradientLog:
             if self._guard is not None:
                 self._guard()
         self._file.settle()
+        self.index.committed(self._file.end)
         self._pending.clear()
         self.next_step += 1
 
@@ -180,13 +186,15 @@ class GradientLog:
         """
         removed: list[Path] = []
         with storing("remove segments from", self._directory):
-            segments = segment_files(self._directory)
-            for path, following in pairwise(segments):
-                # What a segment holds from the next one's base on is void.
-                if segment_base(following) > step:
-                    break
-                path.unlink()
-                removed.append(path)
+            try:
+                for path, following in pairwise(segment_files(self._directory)):
+                    # What a segment holds from the next one's base on is void.
+                    if segment_base(following) > step:
+                        break
+                    path.unlink()
+                    removed.append(path)
+            finally:
+                self.index.forget(removed)
             if removed:
                 sync_directory(self._directory)
         return removed
@@ -219,6 +227,7 @@ class GradientLog:
                 os.close(fd)
                 raise
         end = sum(buffer.nbytes for buffer in buffers)
+        self.index.begin(SegmentIndex(path, header, end))
         return AppendFile(path, fd, end, self._rewrite)
 
     def _check_before_mending(self) -> None:
@@ -232,31 +241,3 @@ class GradientLog:
     def _rewrite(self) -> None:
         for place, values in self._pending.items():
             self._write(RecordKind.CHUNK, chunk_payload(place, values))
-
-
-def segment_name(epoch: int, base_step: int) -> str:
-    """A segment's file name; names sort as segments follow each other."""
-    return f"epoch-{epoch:06d}-step-{base_step:010d}{SEGMENT_SUFFIX}"
-
-
-def segment_files(directory: Path) -> list[Path]:
-    """The segments of a log, in order; empty if there is none.
-
-    Raises:
-        OSError: The directory cannot be read.
-    """
-    if not directory.is_dir():
-        return []
-    names = (path for path in directory.iterdir() if _NAME.fullmatch(path.name))
-    return sorted(names, key=lambda path: tuple(map(int, _numbers(path))))
-
-
-def segment_base(path: Path) -> int:
-    """The number of steps before it, in a segment's name."""
-    return int(_numbers(path)[1])
-
-
-def _numbers(path: Path) -> tuple[str, ...]:
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return match.groups()

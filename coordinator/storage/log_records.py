@@ -53,6 +53,7 @@ class RecordKind(IntEnum):
     COMMIT = 3
 
 
+_KINDS: Final = {int(kind): kind for kind in RecordKind}
 T = TypeVar("T", bound=Packed)
 
 
@@ -132,8 +133,10 @@ def read_head(fd: int, offset: int) -> Head | None:
     if len(raw) < HEAD_BYTES or raw[_HEAD.size :] != _head_check(raw[: _HEAD.size], offset):
         return None
     magic, kind, payload_bytes, checksum = _HEAD.unpack_from(raw)
-    known = magic == MAGIC and kind in set(RecordKind) and payload_bytes <= _PAYLOAD_BYTES
-    return Head(offset, RecordKind(kind), payload_bytes, checksum) if known else None
+    known = _KINDS.get(kind)
+    if magic != MAGIC or known is None or payload_bytes > _PAYLOAD_BYTES:
+        return None
+    return Head(offset, known, payload_bytes, checksum)
 
 
 def read_payload(fd: int, head: Head) -> bytes | None:
@@ -160,6 +163,15 @@ def split_chunk(payload: bytes) -> tuple[ChunkPlace, Array] | None:
 def read_commit(payload: bytes) -> CommitRecord | None:
     """A commit record's content; None if it does not fit."""
     return _validated(CommitRecord, payload)
+
+
+def step_of_commit(payload: bytes) -> int | None:
+    """The step of a commit record, without the rest of it; None if it does not fit."""
+    try:
+        step = msgpack.unpackb(payload)["commit"]["step"]
+    except (ValueError, TypeError, KeyError, msgpack.UnpackException):
+        return None
+    return step if isinstance(step, int) else None
 
 
 def read_header(payload: bytes) -> SegmentHeader | None:

@@ -18,7 +18,8 @@ from coordinator.storage.checkpoint import (
     load_replica,
     remove_checkpoint,
 )
-from coordinator.storage.log_reader import LoggedStep, LogScan, read_averages, scan_log
+from coordinator.storage.log_index import LoggedStep, LogIndex, read_averages
+from coordinator.storage.log_reader import scan_log
 from coordinator.storage.replay import take
 from coordinator.storage.run_directory import RunDirectory, StoredRun
 from protocol.base.errors import StorageDamaged
@@ -42,6 +43,7 @@ class Recovery:
         step: Steps committed that can be had back: the run goes on with this one.
         optimizer_step: Updates among them.
         losses: Mean loss of each; NaN for a skipped one.
+        index: Where the log's steps lie, those before the checkpoint too.
         notes: What was cut off or passed over, for people and for the journal.
     """
 
@@ -54,6 +56,7 @@ class Recovery:
     optimizer_step: int
     losses: tuple[float, ...]
     notes: tuple[str, ...]
+    index: LogIndex
 
     def replica(self, start: Replica | None = None) -> Replica:
         """The state after `step` steps: the checkpoint's, with the logged steps taken again.
@@ -103,14 +106,14 @@ def recover(directory: RunDirectory) -> Recovery | None:
         if checkpoint_steps(directory.checkpoints):
             reason = "it is missing, though there are checkpoints; bring it back from a copy"
             raise StorageDamaged(str(directory.manifest_file), "", reason)
-        return Recovery(run, None, None, (), (), 0, 0, (), ())
+        return Recovery(run, None, None, (), (), 0, 0, (), (), LogIndex())
     checkpoint, passed = latest_checkpoint(directory.checkpoints, run.run_id, manifest)
     scan = scan_log(directory.log, run.run_id, manifest, repair=True)
     base = checkpoint.info.step if checkpoint is not None else 0
-    logged, redo = _split(scan.following(base))
+    logged, redo = _split(list(scan.index.following(base)))
     notes = [f"checkpoint passed over: {reason}" for reason in passed]
     notes += [str(cut) for cut in scan.cuts]
-    notes += _out_of_reach(scan, base + len(logged) + len(redo))
+    notes += _out_of_reach(scan.index, base + len(logged) + len(redo))
     losses = () if checkpoint is None else checkpoint.info.losses
     optimizer_step = 0 if checkpoint is None else checkpoint.info.optimizer_step
     return Recovery(
@@ -126,6 +129,7 @@ def recover(directory: RunDirectory) -> Recovery | None:
             *(step.record.commit.loss for step in logged),
         ),
         notes=tuple(notes),
+        index=scan.index,
     )
 
 
@@ -137,11 +141,10 @@ def _split(row: list[LoggedStep]) -> tuple[list[LoggedStep], list[CommitRecord]]
     return row[:kept], [logged.record for logged in row[kept:]]
 
 
-def _out_of_reach(scan: LogScan, step: int) -> list[str]:
-    beyond = sorted(other for other in scan.steps if other >= step)
-    if not beyond:
+def _out_of_reach(index: LogIndex, step: int) -> list[str]:
+    if index.last is None or index.last < step:
         return []
-    which = f"steps {beyond[0]} to {beyond[-1]} are in the log"
+    which = f"steps up to {index.last} are in the log"
     return [f"{which}, but no state that they follow: they are done again"]
 
 

@@ -4,6 +4,7 @@
     run.json                  the run's id, its spec, and when it was accepted
     manifest.json             what the workers agreed on
     terms.json                what workers were accepted by (`terms`)
+    files.json                the files that it reads, and where they lay (`kept_index`)
     journal.jsonl             what happened (`journal`)
     log/                      averaged gradients since the last checkpoint (`gradient_log`)
     checkpoints/              whole states (`checkpoint`)

@@ -20,7 +20,7 @@ from coordinator.storage.checkpoint import Checkpoint, write_checkpoint, write_m
 from coordinator.storage.gradient_log import GradientLog
 from coordinator.storage.journal import Journal
 from coordinator.storage.journal_records import Record
-from coordinator.storage.log_reader import LoggedStep, read_averages, scan_log
+from coordinator.storage.log_index import LoggedStep, LogIndex, read_averages
 from coordinator.storage.log_records import Array, ChunkPlace
 from coordinator.storage.retention import prune
 from coordinator.storage.run_directory import RunDirectory
@@ -69,6 +69,7 @@ class RunStorage:
         self._manifest: Manifest | None = None
         self._next_step = 0
         self._redo: Sequence[CommitRecord] = ()
+        self._index: LogIndex | None = None
         self._log: GradientLog | None = None
         self._lost: dict[tuple[int, int], SamestepError] = {}
         self._terms: Terms | None = None
@@ -81,15 +82,23 @@ class RunStorage:
 
     # The gradient log.
 
-    def settle(self, manifest: Manifest, next_step: int, redo: Sequence[CommitRecord] = ()) -> None:
+    def settle(
+        self,
+        manifest: Manifest,
+        next_step: int,
+        redo: Sequence[CommitRecord] = (),
+        index: LogIndex | None = None,
+    ) -> None:
         """The manifest is known: keep it, and begin the log after so many steps.
 
         Args:
             manifest: The run's.
             next_step: Steps committed that can be had back.
             redo: The commits after them.
+            index: Where they lie; None if there are none.
         """
         self._manifest, self._next_step, self._redo = manifest, next_step, redo
+        self._index = index
         self._spawn("log", self._opened)
 
     def append(self, place: ChunkPlace, values: Array) -> None:
@@ -137,15 +146,7 @@ class RunStorage:
         Raises:
             SamestepError: The log cannot be read.
         """
-        assert self._manifest is not None
-        manifest, directory = self._manifest, self.directory.log
-
-        def work() -> list[LoggedStep]:
-            row = scan_log(directory, self._run_id, manifest).following(step)
-            # A commit whose sync failed can be read all the same, and is none.
-            return [logged for logged in row if logged.step < self._opened().next_step]
-
-        return await self._do("log", work)
+        return await self._do("log", lambda: list(self._opened().index.following(step)))
 
     async def averages(self, logged: LoggedStep) -> list[Array] | None:
         """What a logged step averaged; None if that is not kept, or the step was skipped.
@@ -165,7 +166,8 @@ class RunStorage:
             self.directory.settle(self._manifest)
             self._log = GradientLog(
                 self.directory.log, self._run_id, self._manifest, epoch=self._epoch,
-                next_step=self._next_step, mode=self._spec.log, redo=self._redo, guard=self._guard,
+                next_step=self._next_step, mode=self._spec.log, redo=self._redo, index=self._index,
+                guard=self._guard,
             )  # fmt: skip
         return self._log
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import durability, hostile, overlap, recovery, sync, uneven
+from benchmarks import durability, hostile, overlap, reconnect, recovery, sync, uneven
 from benchmarks.timeline import StepTimes, Timeline, intervals_us, step_times
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +27,12 @@ def test_sync_measures_every_round_of_both_ways():
     lines = sync.rows(case, measured)
     assert [line[0].partition(": ")[0] for line in lines] == ["0.0 MB over 2"] * 3
     assert lines[0][-1] == "1.00"
+
+
+def test_reconnect_measures_short_and_long_logs():
+    measured = [reconnect.measure(kept, rounds=2) for kept in (6, 12)]
+    assert all(ms > 0 for each in measured for ms in (*each.reconnect_ms, each.open_ms))
+    assert [line[0] for line in reconnect.rows(measured)] == ["6 kept steps", "12 kept steps"]
 
 
 @pytest.mark.full

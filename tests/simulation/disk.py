@@ -21,7 +21,7 @@ from coordinator.run.commit_record import CommitRecord
 from coordinator.run.resumption import Resumption
 from coordinator.run.terms import Terms
 from coordinator.service.after_restart import resumption_of
-from coordinator.storage.log_reader import LoggedStep
+from coordinator.storage.log_index import LoggedStep
 from coordinator.storage.log_records import Array, ChunkPlace
 from coordinator.storage.recovery import _split
 from coordinator.storage.replay import take

@@ -18,7 +18,8 @@ from coordinator.run.terms import Terms
 from coordinator.service.after_restart import resumption_of
 from coordinator.storage.checkpoint import checkpoint_steps, write_checkpoint
 from coordinator.storage.gradient_log import GradientLog
-from coordinator.storage.log_reader import read_averages, scan_log
+from coordinator.storage.log_index import read_averages
+from coordinator.storage.log_reader import scan_log
 from coordinator.storage.recovery import recover
 from coordinator.storage.retention import prune
 from coordinator.storage.run_directory import RunDirectory
@@ -111,7 +112,8 @@ class RealDirectory:
         return good
 
     def logged(self, step: int, log: Log) -> list[tuple[CommitRecord, Averages]]:
-        row = scan_log(self._directory.log, self._run_id, self._job.manifest).following(step)
+        scan = scan_log(self._directory.log, self._run_id, self._job.manifest)
+        row = scan.index.following(step)
         return [
             (logged.record, read_averages(logged, self._job.blocks))
             for logged in row

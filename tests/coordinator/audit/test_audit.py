@@ -12,9 +12,9 @@ from coordinator.audit.coverage import cover_samples
 from coordinator.audit.history import read_history
 from coordinator.disk.artifacts import write_model
 from coordinator.storage.checkpoint import checkpoint_path
-from coordinator.storage.gradient_log import segment_files
 from coordinator.storage.journal import Entry, Journal, read_journal
 from coordinator.storage.journal_records import Committed, Ended, Planned, Record, Resumed
+from coordinator.storage.log_index import segment_files
 from protocol.base.errors import UsageError
 from protocol.exact.samples import SampleOrder
 from protocol.exact.tree import root

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from coordinator.disk import append_file
 from coordinator.disk.claim import Claim
-from coordinator.storage.gradient_log import GradientLog, segment_files
-from coordinator.storage.log_reader import committed_steps, scan_log
+from coordinator.storage.gradient_log import GradientLog
+from coordinator.storage.log_index import read_averages, segment_files
+from coordinator.storage.log_reader import scan_log
 from coordinator.storage.log_records import ChunkPlace
 from protocol.base import limits
 from protocol.base.errors import Mismatch, RunFailed, StorageDamaged, StorageFailed
@@ -31,22 +32,30 @@ from tests.durable_run import (
 )
 
 
-def opened(directory, *, epoch=1, next_step=0, mode="full", redo=(), guard=None):
-    return GradientLog(
-        directory, RUN_ID, MANIFEST, epoch=epoch, next_step=next_step, mode=mode, redo=redo,
-        guard=guard,
-    )  # fmt: skip
+def opened(directory, *, epoch=1, next_step=0, **how):
+    return GradientLog(directory, RUN_ID, MANIFEST, epoch=epoch, next_step=next_step, **how)
 
 
 def scan(directory, **how):
     return scan_log(directory, RUN_ID, MANIFEST, **how)
 
 
+def steps(directory, step=0, **how):
+    """The committed steps from this one on, and what else the look found."""
+    found = scan(directory, **how)
+    return list(found.index.following(step)), found.cuts
+
+
+def numbers(directory, step=0, **how):
+    return [logged.step for logged in steps(directory, step, **how)[0]]
+
+
 def contents(directory, step=0):
     """(epoch, step, attempt) and the averages' bytes of each committed step."""
     found = []
-    for record, arrays in committed_steps(scan(directory, thorough=True), BLOCKS, step):
-        place = (record.commit.epoch, record.commit.step, record.commit.attempt)
+    for logged in steps(directory, step)[0]:
+        commit, arrays = logged.record.commit, read_averages(logged, BLOCKS)
+        place = (commit.epoch, commit.step, commit.attempt)
         found.append((place, None if arrays is None else [a.tobytes() for a in arrays]))
     return found
 
@@ -72,7 +81,7 @@ def test_committed_steps_come_back_bit_for_bit(tmp_path):
         log.commit(record_of(step, step + 1, state_before=f"{step:064x}"))
     log.close()
     assert contents(tmp_path) == expected((1, 0, 0), (1, 1, 0), (1, 2, 0))
-    records = [record for record, _ in committed_steps(scan(tmp_path), BLOCKS, 1)]
+    records = [logged.record for logged in steps(tmp_path, 1)[0]]
     assert [record.commit for record in records] == [commit_of(1, 2), commit_of(2, 3)]
     assert [(r.optimizer_step, r.state_before) for r in records] == [
         (2, f"{1:064x}"),
@@ -103,8 +112,8 @@ def test_a_block_of_many_chunks_is_put_together_whatever_their_order(tmp_path):
     for chunk in (2, 0, 1):
         log.append_chunk(ChunkPlace(1, 0, 0, 0, chunk), values[block.chunk_slice(chunk)])
     log.commit(record_of(0, 1))
-    found = scan_log(tmp_path, RUN_ID, manifest, thorough=True)
-    [(_, arrays)] = committed_steps(found, manifest.blocks, 0)
+    [logged] = scan_log(tmp_path, RUN_ID, manifest).index.following(0)
+    arrays = read_averages(logged, manifest.blocks)
     assert arrays is not None
     assert arrays[0].tobytes() == values.tobytes()
 
@@ -145,7 +154,7 @@ def test_mode_checkpoint_keeps_commits_alone(tmp_path):
 def test_commits_that_are_done_again_stay_known_over_restarts_and_checkpoints(tmp_path):
     written(tmp_path, 4, mode="checkpoint")
     for epoch in (2, 3):
-        redo = [step.record for step in scan(tmp_path, repair=True).following(0)]
+        redo = [step.record for step in steps(tmp_path, repair=True)[0]]
         assert [record.commit.step for record in redo] == [0, 1, 2, 3]
         log = opened(tmp_path, epoch=epoch, mode="checkpoint", redo=redo)
     log_step(log, 0, epoch=3)
@@ -183,10 +192,10 @@ def test_one_that_has_lost_the_directory_does_not_mend_its_segment(tmp_path, mon
     # The commit can be read, so who takes over goes on from there.
     (tmp_path / "lock").unlink()
     Claim.take(tmp_path)
-    assert [step.step for step in scan(tmp_path / "log", repair=True).following(0)] == [0]
+    assert numbers(tmp_path / "log", repair=True) == [0]
     with pytest.raises(RunFailed):
         append_step(log, 0, attempt=1)
-    assert [step.step for step in scan(tmp_path / "log").following(0)] == [0]
+    assert numbers(tmp_path / "log") == [0]
 
 
 def _refuses(fd):
@@ -242,9 +251,7 @@ def test_any_history_reads_back_like_a_dictionary(tmp_path_factory, history, dat
                 if event == "torn":
                     with log.segment.open("ab") as file:
                         file.write(data.draw(st.binary(max_size=60)))
-                assert [s.step for s in scan(directory, repair=True).following(base)] == list(
-                    range(base, step)
-                )
+                assert numbers(directory, base, repair=True) == list(range(base, step))
                 naive.epoch, naive.attempt = naive.epoch + 1, 0
                 log = opened(directory, epoch=naive.epoch, next_step=step)
     log.close()
@@ -261,15 +268,15 @@ def test_any_history_reads_back_like_a_dictionary(tmp_path_factory, history, dat
 def test_a_tail_torn_at_any_byte_of_the_last_step_is_cut(tmp_path):
     path = written(tmp_path / "log", 3)
     whole = path.read_bytes()
-    ends = [logged.end for logged in scan(tmp_path / "log").following(0)]
+    ends = [logged.end for logged in steps(tmp_path / "log")[0]]
     assert ends[-1] == len(whole)
     for length in range(ends[-2], len(whole)):
         path.write_bytes(whole[:length])
-        found = scan(tmp_path / "log", repair=True)
-        assert [s.step for s in found.following(0)] == [0, 1], length
-        assert bool(found.cuts) == (path.stat().st_size < length)
+        found, cuts = steps(tmp_path / "log", repair=True)
+        assert [s.step for s in found] == [0, 1], length
+        assert bool(cuts) == (path.stat().st_size < length)
         # Cut once, it is whole: the next start finds nothing to do, and the log goes on.
-        assert scan(tmp_path / "log", thorough=True).cuts == ()
+        assert scan(tmp_path / "log").cuts == ()
     log = opened(tmp_path / "log", epoch=2, next_step=2)
     log_step(log, 2, epoch=2)
     assert contents(tmp_path / "log") == expected((1, 0, 0), (1, 1, 0), (2, 2, 0))
@@ -289,28 +296,25 @@ def test_a_tail_of_blocks_that_were_never_written_is_cut(tmp_path, filler):
 def test_a_flipped_bit_before_the_newest_step_is_refused_with_its_place(tmp_path):
     path = written(tmp_path, 3)
     whole = path.read_bytes()
-    newest = scan(tmp_path).following(0)[1].end
+    newest = steps(tmp_path)[0][1].end
     for at in range(0, newest, 2):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        # The first look passes over gradients; whoever reads them is told.
         with pytest.raises(StorageDamaged, match=path.name) as raised:
-            scan(tmp_path, thorough=True)
+            contents(tmp_path)
         place = int(raised.value.place.removeprefix("byte "))
         assert place <= at < place + 600
-        # The quick look may pass over gradients; whoever reads them is told.
-        with pytest.raises(StorageDamaged):
-            list(committed_steps(scan(tmp_path), BLOCKS, 0))
 
 
 def test_a_flipped_bit_in_the_newest_step_takes_that_step_back(tmp_path):
     """A sync that had not ended may leave the commit and not what it commits."""
     path = written(tmp_path, 3)
     whole = path.read_bytes()
-    for at in range(scan(tmp_path).following(0)[1].end, len(whole)):
+    for at in range(steps(tmp_path)[0][1].end, len(whole)):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
-        for thorough in (False, True):
-            found = scan(tmp_path, thorough=thorough)
-            assert [s.step for s in found.following(0)] == [0, 1]
-            assert len(found.cuts) == 1
+        found, cuts = steps(tmp_path)
+        assert [s.step for s in found] == [0, 1]
+        assert len(cuts) == 1
 
 
 def test_damage_is_refused_in_a_segment_that_others_follow(tmp_path):
@@ -338,7 +342,7 @@ def test_a_half_made_segment_is_cleared_away(tmp_path):
     path = written(tmp_path, 1)
     leftover = path.with_name("epoch-000002-step-0000000001.log.part")
     leftover.write_bytes(b"half")
-    assert [s.step for s in scan(tmp_path, repair=True).following(0)] == [0]
+    assert numbers(tmp_path, repair=True) == [0]
     assert not leftover.exists()
 
 
@@ -425,6 +429,65 @@ def test_rolling_in_the_middle_of_a_step_takes_its_chunks_along(tmp_path):
     assert contents(tmp_path, 1) == expected((1, 1, 0))
 
 
+# The index.
+
+
+def index_of(directory):
+    return [(s.step, s.record, s.chunks, s.end) for s in steps(directory)[0]]
+
+
+def test_the_index_that_a_log_keeps_up_is_the_one_that_opening_it_finds(tmp_path):
+    log = opened(tmp_path)
+    for step in range(4):
+        log_step(log, step)
+        if step == 1:
+            log.roll()
+        if step == 2:
+            append_step(log, 3, attempt=3)  # of no account, but it takes room
+    kept = [(s.step, s.record, s.chunks, s.end) for s in log.index.following(0)]
+    assert kept == index_of(tmp_path)
+    log.close()
+    fresh = opened(tmp_path, epoch=2, next_step=3, index=scan(tmp_path).index)
+    assert [s.step for s in fresh.index.following(0)] == [0, 1, 2]  # step 3 is void
+    log_step(fresh, 3, epoch=2)
+    fresh.roll()
+    fresh.cut(3)
+    assert [s.record.commit.epoch for s in fresh.index.following(3)] == [2]
+    assert list(fresh.index.following(0)) == []
+
+
+class Reads:
+    """How often, and how much, is read of any file."""
+
+    def __init__(self, monkeypatch):
+        self.calls = self.bytes = 0
+        self.real = os.pread
+        monkeypatch.setattr(os, "pread", self)
+
+    def __call__(self, fd, length, offset):
+        found = self.real(fd, length, offset)
+        self.calls, self.bytes = self.calls + 1, self.bytes + len(found)
+        return found
+
+
+def test_what_was_missed_is_read_whatever_the_length_of_the_log(tmp_path, monkeypatch):
+    costs = []
+    for kept in (10, 400):
+        log = opened(tmp_path / str(kept))
+        for step in range(kept):
+            log_step(log, step)
+            if step % 50 == 49:
+                log.roll()
+        with monkeypatch.context() as patch:
+            reads = Reads(patch)
+            missed = list(log.index.following(kept - 3))
+        assert len(missed) == 3
+        costs.append((reads.calls, reads.bytes // 16))  # numbers have more digits later on
+        log.close()
+    assert costs[0][0] == costs[1][0]
+    assert abs(costs[0][1] - costs[1][1]) < 4
+
+
 # Disks that refuse.
 
 
@@ -472,7 +535,7 @@ def test_any_call_of_the_system_may_fail_and_be_made_again(tmp_path, monkeypatch
     assert len(told) == 1
     assert "No space left on device; make room, then go on" in told[0]
     assert contents(tmp_path) == expected((1, 0, 0), (1, 1, 0), (1, 2, 0))
-    assert scan(tmp_path, thorough=True).cuts == ()
+    assert scan(tmp_path).cuts == ()
 
 
 def test_a_commit_whose_sync_failed_is_gone_once_another_attempt_begins(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from coordinator.disk import claim as claim_module
 from coordinator.disk.claim import Claim, stored_epoch
@@ -16,6 +17,7 @@ from coordinator.storage.gradient_log import GradientLog
 from coordinator.storage.recovery import recover
 from coordinator.storage.run_directory import RunDirectory
 from protocol.base.errors import Mismatch, RunFailed, StorageDamaged, StorageFailed, UsageError
+from protocol.spec.manifest import Export
 from tests.durable_run import (
     MANIFEST,
     RUN_ID,
@@ -185,6 +187,17 @@ def test_a_run_and_its_manifest_come_back(tmp_path):
         directory.begin("other", SPEC)
     with pytest.raises(Mismatch, match="start a new run"):
         directory.settle(MANIFEST.model_copy(update={"train_samples": 11}))
+
+
+def test_nothing_that_a_run_keeps_can_be_the_name_of_an_export(tmp_path):
+    """Nor what is written beside it."""
+    directory = RunDirectory(tmp_path)
+    kept = [value for name in dir(directory) if isinstance(value := getattr(directory, name), Path)]
+    names = {path.name for path in kept if path != tmp_path}
+    assert names
+    for name in names | {claim_module.LOCK_FILE, claim_module.EPOCH_FILE, "report.html"}:
+        with pytest.raises(ValidationError, match="keeps for itself"):
+            Export(directory=name)
 
 
 def test_an_empty_directory_holds_no_run(tmp_path):
