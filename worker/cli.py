@@ -163,9 +163,10 @@ def classify(
     texts: Annotated[list[str], typer.Argument(metavar="TEXT...", help="Each by itself.")],
 ) -> None:
     """Classify texts with what a run has trained."""
+    from backends.registry import choose
     from worker.tasks.prediction import classify as classify_texts
 
-    for prediction in classify_texts(directory, texts):
+    for prediction in classify_texts(directory, texts, choose("cpu").backend):
         typer.echo(f"{prediction.label} {prediction.probability:.3f}  {prediction.text}")
 
 

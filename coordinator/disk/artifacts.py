@@ -12,8 +12,10 @@ import numpy as np
 from safetensors.numpy import save
 
 from coordinator.disk.durable_file import replace_file
+from protocol.base.errors import DataError
 from protocol.exact.replica import Replica
-from protocol.spec.manifest import Manifest
+from protocol.spec.manifest import ADAPTER_CONFIG, Manifest
+from protocol.spec.sources import model_source
 
 
 def write_model(directory: Path, manifest: Manifest, replica: Replica) -> Path:
@@ -36,8 +38,22 @@ def write_model(directory: Path, manifest: Manifest, replica: Replica) -> Path:
     }
     replace_file(target / export.weights_file, save(tensors, metadata={"format": "pt"}))
     for name, text in export.files.items():
-        replace_file(target / name, text.encode())
+        written = _with_place_of_base(text) if name == ADAPTER_CONFIG else text
+        replace_file(target / name, written.encode())
     return target
+
+
+def _with_place_of_base(text: str) -> str:
+    """PEFT itself looks for an adapter's base in a directory or on the hub: no other words do."""
+    try:
+        config = json.loads(text)
+        found = Path(model_source(str(config["base_model_name_or_path"])))
+    except (DataError, ValueError, KeyError, TypeError):
+        return text
+    if not found.is_dir():
+        return text
+    config["base_model_name_or_path"] = str(found.absolute())
+    return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
 
 def write_json(path: Path, document: dict[str, object]) -> None:

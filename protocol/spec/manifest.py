@@ -30,6 +30,9 @@ RESERVED: Final = frozenset(
 )
 """What else lies in a run's directory."""
 
+ADAPTER_CONFIG: Final = "adapter_config.json"
+"""An export's text file that names the model which the trained tensors are added to."""
+
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 

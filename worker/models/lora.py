@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from backends.base import draws
 from protocol.base.errors import DataError
-from protocol.spec.manifest import Block, Export
+from protocol.spec.manifest import ADAPTER_CONFIG, Block, Export
 from protocol.spec.run_spec import LoraSpec
 from worker.models.pretrained import fill, one_line
 
@@ -101,11 +101,11 @@ class Lora:
             directory="adapter",
             weights_file="adapter_model.safetensors",
             names={
-                tensor.name: _adapter_name(tensor.name)
+                tensor.name: adapter_name(tensor.name)
                 for block in blocks
                 for tensor in block.tensors
             },
-            files={"adapter_config.json": text, **files},
+            files={ADAPTER_CONFIG: text, **files},
         )
 
 
@@ -150,7 +150,7 @@ def _fits(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.Linear | Conv1D)
 
 
-def _adapter_name(name: str) -> str:
+def adapter_name(name: str) -> str:
     """A parameter's name in a peft module as the adapter's file has it."""
     return name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
 

@@ -48,6 +48,12 @@ class Pretrained:
     weights_digest: str
     forward_options: Mapping[str, Any]
 
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens it knows: rows of its embedding."""
+        embedding = getattr(self.model.get_input_embeddings(), "num_embeddings", None)  # type: ignore[operator]
+        return int(embedding or self.config.get_text_config().vocab_size)
+
 
 def load_classifier(spec: ModelSpec, labels: Sequence[str], padding: int, seed: int) -> Pretrained:
     """A model with a head for these labels; the head is drawn where the source has none.
@@ -178,6 +184,8 @@ def _load(kind: Any, spec: ModelSpec, seed: int, extra: Mapping[str, Any]) -> Pr
     assert spec.source is not None
     quiet()
     place, keywords = locate(spec.source)
+    if "gguf_file" not in keywords:
+        keywords["use_safetensors"] = True  # never pickles
     main_memory.refuse_what_does_not_fit(place)
     try:
         model, report = kind.from_pretrained(
@@ -195,9 +203,29 @@ def _load(kind: Any, spec: ModelSpec, seed: int, extra: Mapping[str, Any]) -> Pr
         model.hf_quantizer, model.is_quantized = None, False
         vars(model).pop("quantization_method", None)
         vars(model.config).pop("quantization_config", None)
-    mismatched = (entry[0] for entry in report["mismatched_keys"])
-    _draw(model, {*report["missing_keys"], *mismatched}, seed)
+    drawn = {*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])}
+    _refuse_what_is_not_there(model, drawn, spec.source)
+    _draw(model, drawn, seed)
     return _ready(model, spec)
+
+
+def _refuse_what_is_not_there(model: Any, drawn: Collection[str], source: str) -> None:
+    """A head and a pooler may be new; a body whose layers are drawn is another model.
+
+    Raises:
+        DataError: The checkpoint lacks some of it, or has it in other shapes.
+    """
+    body = getattr(model, "base_model_prefix", "") + "."
+    lacking = sorted(
+        name
+        for name, _ in model.named_parameters()
+        if name in drawn and name.startswith(body) and ".pooler." not in name
+    )
+    if lacking:
+        raise DataError(
+            f"the checkpoint {source!r} lacks {len(lacking)} weights that its config.json asks for "
+            f"(such as {lacking[0]!r}), or has them in other shapes; get the files of one model"
+        )
 
 
 def _ready(model: Any, spec: ModelSpec) -> Pretrained:

@@ -23,6 +23,10 @@ EXPORT_CHARACTERS: Final = 3_000_000
 
 _OF_THIS_MACHINE: Final = {"is_local", "local_files_only", "name_or_path"}
 
+SAMPLE_TEXTS: Final = 1_000
+SAMPLE_CHARACTERS: Final = 4_096
+"""So much of a data set shows whether a tokenizer knows its language."""
+
 Tokens = NDArray[np.int64]
 
 
@@ -38,6 +42,12 @@ def load_tokenizer(source: str) -> Any:
         tokenizer = transformers.AutoTokenizer.from_pretrained(place, use_fast=True, **keywords)
     except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
         raise refusal("tokenizer", source, error) from None
+    # Without its files transformers makes up one that knows its own marks and no text.
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        raise DataError(
+            f"expected a tokenizer beside the model in {source!r}, found no vocabulary; "
+            "put its tokenizer.json (or vocab.txt, tokenizer.model) there"
+        )
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token is None:
             raise DataError(f"the tokenizer of {source!r} has neither a padding nor an end token")
@@ -69,6 +79,44 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
     return transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=bpe, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
     )
+
+
+def check_tokens(highest: int, vocabulary: int) -> None:
+    """A tokenizer of another model would name tokens that this one has not.
+
+    Args:
+        highest: Of the tokens in use, padding included.
+        vocabulary: How many tokens the model knows: rows of its embedding.
+
+    Raises:
+        DataError: It does.
+    """
+    if highest >= vocabulary:
+        raise DataError(
+            f"expected tokens below {vocabulary}, the rows of the model's embedding, got "
+            f"{highest}; give the tokenizer that belongs to the model"
+        )
+
+
+def unknown_per_thousand(tokenizer: Any, texts: Sequence[str]) -> int:
+    """How many of a thousand tokens of these texts stand for what the tokenizer does not know.
+
+    Looks at texts evenly drawn from all of them.
+
+    Raises:
+        DataError: Most of them do: the tokenizer is another language's, or its files are damaged.
+    """
+    sample = [text[:SAMPLE_CHARACTERS] for text in texts[:: -(-len(texts) // SAMPLE_TEXTS)]]
+    ids = tokenizer(sample, add_special_tokens=False, verbose=False)["input_ids"]
+    tokens = np.concatenate([np.array(each, np.int64) for each in ids])
+    unknown = int(np.count_nonzero(tokens == tokenizer.unk_token_id))
+    if 2 * unknown >= len(tokens):
+        raise DataError(
+            f"the tokenizer does not know {unknown} of {len(tokens)} tokens of the data, so the "
+            "model would read next to nothing of it; give the tokenizer that belongs to the model, "
+            "and a model of the data's language"
+        )
+    return 1000 * unknown // len(tokens)
 
 
 def encode_cut(tokenizer: Any, texts: Sequence[str], max_tokens: int) -> tuple[list[Tokens], int]:

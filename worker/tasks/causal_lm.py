@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from backends.base.interface import Array, Batch, Sums, Trainable
-from protocol.base.errors import DataError
 from protocol.spec.manifest import Manifest, Metric
 from protocol.spec.run_spec import RunSpec, TokenizerSpec
 from worker.data import holdout
@@ -31,11 +30,13 @@ from worker.models.full_export import export_in_full
 from worker.models.lora import Lora
 from worker.models.tokens import (
     Tokens,
+    check_tokens,
     digest_tokens,
     encode_stream,
     load_tokenizer,
     tokenizer_files,
     train_tokenizer,
+    unknown_per_thousand,
 )
 
 PART_TOKENS: Final = 1_024
@@ -83,7 +84,7 @@ class CausalLM:
         tokenizer = _tokenizer(spec, train)
         loaded = _model(spec, tokenizer)
         streams = [encode_stream(tokenizer, texts) for texts in (train, held_out) if texts]
-        _check_tokens(streams, loaded)
+        check_tokens(max(int(stream.max()) for stream in streams), loaded.vocabulary)
         length = spec.data.max_tokens
         self._train = Windows.cut(streams[0], length)
         self._held_out = Windows.cut(streams[-1] if held_out else streams[0][:0], length)
@@ -114,6 +115,7 @@ class CausalLM:
                 "documents": len(train) + len(held_out),
                 "duplicates_removed": corpus.duplicates,
                 "train_tokens": len(streams[0]),
+                "unknown_tokens_per_thousand": unknown_per_thousand(tokenizer, train),
             },
             export=lora.export(base, blocks, files) if lora else export_in_full(loaded, files),
         )
@@ -171,17 +173,6 @@ def _model(spec: RunSpec, tokenizer: Any) -> pretrained.Pretrained:
         loaded = pretrained.start_causal_lm(spec.model, len(tokenizer), end, spec.seed)
     pretrained.check_length(loaded.config, spec.data.max_tokens)
     return loaded
-
-
-def _check_tokens(streams: Sequence[Tokens], loaded: pretrained.Pretrained) -> None:
-    """A tokenizer of another model would name tokens that this one has not."""
-    known = loaded.config.get_text_config().vocab_size
-    highest = max(int(stream.max()) for stream in streams)
-    if highest >= known:
-        raise DataError(
-            f"expected tokens below {known}, the model's vocabulary, got {highest}; "
-            "is the tokenizer (section tokenizer) the model's own?"
-        )
 
 
 def _documents_digest(documents: Sequence[str]) -> str:

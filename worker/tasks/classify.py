@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ from backends.base.interface import Array, Batch, Sums, Trainable
 from protocol.base.errors import DataError
 from protocol.exact.samples import permutation
 from protocol.spec.manifest import Block, Export, Manifest
-from protocol.spec.run_spec import ClassWeights, RunSpec
+from protocol.spec.run_spec import ClassWeights, LoraSpec, ModelSpec, RunSpec
 from worker.data import holdout
 from worker.data.digest import digest_arrays
 from worker.data.labelled_text import LabelledText, read_labelled_text
@@ -24,11 +25,62 @@ from worker.models import pretrained
 from worker.models.blocks import cut_into_blocks
 from worker.models.full_export import export_in_full
 from worker.models.lora import Lora, head_modules
-from worker.models.tokens import digest_tokens, encode_cut, load_tokenizer, tokenizer_files
+from worker.models.tokens import (
+    Tokens,
+    check_tokens,
+    digest_tokens,
+    encode_cut,
+    load_tokenizer,
+    tokenizer_files,
+    unknown_per_thousand,
+)
 from worker.tasks.class_counts import PART_SAMPLES, class_metrics, confusion_sums
+from worker.tasks.trained import FILE, Trained
 
 PADDING_TOKENS: Final = 16
 """Texts are padded to a multiple of this: few shapes, little waste."""
+
+
+@dataclass(frozen=True, slots=True)
+class Classifier:
+    """A model with a head for some labels, and with LoRA if that was asked for."""
+
+    loaded: pretrained.Pretrained
+    lora: Lora | None
+    blocks: tuple[Block, ...]
+    spec: ModelSpec
+
+    @staticmethod
+    def load(
+        model: ModelSpec, lora: LoraSpec | None, labels: Sequence[str], padding: int, seed: int
+    ) -> Classifier:
+        """See `pretrained.load_classifier` for arguments and errors."""
+        loaded = pretrained.load_classifier(model, labels, padding, seed)
+        module = loaded.model
+        added: Lora | None = None
+        if lora is not None:
+            added = Lora(module, lora, "SEQ_CLS", head_modules(module), seed)
+            module = added.module
+        return Classifier(loaded, added, cut_into_blocks(module), model)
+
+    @property
+    def module(self) -> nn.Module:
+        return self.lora.module if self.lora is not None else self.loaded.model
+
+    def trainable(
+        self, seed: int, threads: int, evaluate: Callable[[Any, Mapping[str, Any]], Sums]
+    ) -> Trainable:
+        """What a backend compiles."""
+        return Trainable(
+            blocks=self.blocks,
+            module=self.module,
+            loss=partial(_loss, options=self.loaded.forward_options),
+            evaluate=evaluate,
+            seed=seed,
+            threads=threads,
+            precision=self.spec.precision,
+            base_dtype=self.spec.base_dtype,
+        )
 
 
 class Classify:
@@ -47,24 +99,28 @@ class Classify:
         train, held_out = data.split(spec.seed, spec.data.holdout)
         tokenizer = load_tokenizer(spec.model.source)
         self._padding = int(tokenizer.pad_token_id)
-        loaded = pretrained.load_classifier(spec.model, data.names, self._padding, spec.seed)
+        classifier = Classifier.load(spec.model, spec.lora, data.names, self._padding, spec.seed)
+        loaded, blocks = classifier.loaded, classifier.blocks
         pretrained.check_length(loaded.config, spec.data.max_tokens)
         self._tokens, cut = encode_cut(tokenizer, data.texts, spec.data.max_tokens)
+        highest = max(self._padding, *(int(text.max()) for text in self._tokens))
+        check_tokens(highest, loaded.vocabulary)
         self._labels = np.array(data.labels, np.int64)
         self._max_tokens = spec.data.max_tokens
         self._train = np.array(train, np.int64)
         self._weights = class_weights(spec.data.class_weights, self._labels[train], data.names)
         measured = holdout.measured(len(held_out), spec.data.holdout_samples, spec.seed)
         self._parts = self._held_out_parts([held_out[n] for n in measured], spec.seed)
-        lora: Lora | None = None
-        module = loaded.model
-        if spec.lora is not None:
-            lora = Lora(module, spec.lora, "SEQ_CLS", head_modules(module), spec.seed)
-            module = lora.module
-        blocks = cut_into_blocks(module)
-        files = {"labels.json": json.dumps(list(data.names), indent=2) + "\n"}
-        files |= tokenizer_files(tokenizer)
-        self._initial = pretrained.initial_values(module, blocks)
+        self._initial = pretrained.initial_values(classifier.module, blocks)
+        trained = Trained(
+            task=spec.task,
+            labels=data.names,
+            max_tokens=spec.data.max_tokens,
+            seed=spec.seed,
+            model=spec.model,
+            lora=spec.lora,
+            base_weights=loaded.weights_digest,
+        )
         self.manifest = Manifest(
             blocks=blocks,
             train_samples=len(train),
@@ -75,18 +131,17 @@ class Classify:
                 "tokenizer": digest_tokens(self._tokens, self._padding),
                 "data": _data_digest(data),
             },
-            notes={"duplicates_removed": data.duplicates, "texts_truncated": cut},
-            export=_export(spec.model.name or spec.model.source, loaded, lora, blocks, files),
+            notes={
+                "duplicates_removed": data.duplicates,
+                "texts_truncated": cut,
+                "unknown_tokens_per_thousand": unknown_per_thousand(tokenizer, data.texts),
+            },
+            export=_export(spec.model, classifier, trained, tokenizer_files(tokenizer)),
         )
-        self.trainable = Trainable(
-            blocks=blocks,
-            module=module,
-            loss=partial(_loss, options=loaded.forward_options),
+        self.trainable = classifier.trainable(
+            spec.seed,
+            spec.threads,
             evaluate=partial(_evaluate, options=loaded.forward_options, classes=len(data.names)),
-            seed=spec.seed,
-            threads=spec.threads,
-            precision=spec.model.precision,
-            base_dtype=spec.model.base_dtype,
         )
 
     def initial_parameters(self) -> list[Array]:
@@ -111,20 +166,25 @@ class Classify:
 
     def _rows(self, rows: NDArray[np.int64]) -> Batch:
         texts = [self._tokens[row] for row in rows]
-        longest = max((len(text) for text in texts), default=1)
-        width = min(-(-longest // PADDING_TOKENS) * PADDING_TOKENS, self._max_tokens)
-        ids = np.full((len(texts), width), self._padding, np.int64)
-        mask = np.zeros((len(texts), width), np.int64)
-        for index, text in enumerate(texts):
-            ids[index, : len(text)] = text
-            mask[index, : len(text)] = 1
+        arrays = padded(texts, self._padding, self._max_tokens)
         labels = self._labels[rows]
-        arrays: dict[str, NDArray[Any]]
-        arrays = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        arrays["labels"] = labels
         if self._weights is None:
             return Batch(arrays, float(len(texts)))
         arrays["weights"] = self._weights[labels]
         return Batch(arrays, float(arrays["weights"].sum(dtype=np.float64)))
+
+
+def padded(texts: Sequence[Tokens], padding: int, max_tokens: int) -> dict[str, NDArray[Any]]:
+    """input_ids and attention_mask, as wide as the longest of these texts needs."""
+    longest = max((len(text) for text in texts), default=1)
+    width = min(-(-longest // PADDING_TOKENS) * PADDING_TOKENS, max_tokens)
+    ids = np.full((len(texts), width), padding, np.int64)
+    mask = np.zeros((len(texts), width), np.int64)
+    for index, text in enumerate(texts):
+        ids[index, : len(text)] = text
+        mask[index, : len(text)] = 1
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 def class_weights(
@@ -165,16 +225,13 @@ def _commonest(labels: NDArray[np.int64]) -> int:
 
 
 def _export(
-    source: str,
-    loaded: pretrained.Pretrained,
-    lora: Lora | None,
-    blocks: Sequence[Block],
-    files: dict[str, str],
+    model: ModelSpec, classifier: Classifier, trained: Trained, files: dict[str, str]
 ) -> Export:
-    """PEFT's layout for LoRA, Hugging Face's for a whole model; and the labels in order."""
-    if lora is not None:
-        return lora.export(source, blocks, files)
-    return export_in_full(loaded, files)
+    """PEFT's layout for LoRA, Hugging Face's for a whole model; and what it expects as input."""
+    files = {FILE: trained.document(), **files}
+    if classifier.lora is not None:
+        return classifier.lora.export(model.name or model.source or "", classifier.blocks, files)
+    return export_in_full(classifier.loaded, files)
 
 
 def _data_digest(data: LabelledText) -> str:
@@ -183,7 +240,7 @@ def _data_digest(data: LabelledText) -> str:
     return digest_arrays({"document": np.frombuffer(document, np.uint8)})
 
 
-def _logits(
+def logits_of(
     module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
 ) -> torch.Tensor:
     """(samples, classes), in float32 whatever forward computes in."""
@@ -196,7 +253,7 @@ def _logits(
 
 def _loss(module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> torch.Tensor:
     """Cross-entropy, weighted if the batch says so, summed over samples."""
-    logits, labels = _logits(module, arrays, options), arrays["labels"]
+    logits, labels = logits_of(module, arrays, options), arrays["labels"]
     if "weights" not in arrays:
         return nn.functional.cross_entropy(logits, labels, reduction="sum")
     losses = nn.functional.cross_entropy(logits, labels, reduction="none")
@@ -207,5 +264,5 @@ def _loss(module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, An
 def _evaluate(
     module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any], classes: int
 ) -> Sums:
-    chosen = _logits(module, arrays, options).argmax(dim=1)
+    chosen = logits_of(module, arrays, options).argmax(dim=1)
     return confusion_sums(arrays["labels"].tolist(), chosen.tolist(), classes)

