@@ -112,12 +112,14 @@ class Classify:
         measured = holdout.measured(len(held_out), spec.data.holdout_samples, spec.seed)
         self._parts = self._held_out_parts([held_out[n] for n in measured], spec.seed)
         self._initial = pretrained.initial_values(classifier.module, blocks)
+        # A worker's own directory for what it was sent is no part of the result.
+        source = spec.model.name or spec.model.source
         trained = Trained(
             task=spec.task,
             labels=data.names,
             max_tokens=spec.data.max_tokens,
             seed=spec.seed,
-            model=spec.model,
+            model=spec.model.model_copy(update={"source": source, "name": None}),
             lora=spec.lora,
             base_weights=loaded.weights_digest,
         )

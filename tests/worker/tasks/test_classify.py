@@ -312,6 +312,16 @@ def test_a_result_predicts_as_the_run_measured(tiny, texts, tmp_path, lora):
     assert prediction.probability == pytest.approx(exponents.max() / exponents.sum(), abs=1e-6)
 
 
+def test_where_a_worker_keeps_the_files_is_no_part_of_the_result(tiny, texts, tmp_path):
+    manifests = set()
+    for place in (tmp_path / "a", tmp_path / "b"):
+        spec = spec_of(texts, source=str(copied(tiny, place)), lora=LoraSpec(r=2))
+        assert spec.model is not None
+        named = spec.model.model_copy(update={"name": "package:the-model"})
+        manifests.add(build(spec.model_copy(update={"model": named})).manifest.digest())
+    assert len(manifests) == 1
+
+
 def text_of(task: Task, sample: int) -> str:
     """A text that gives these tokens."""
     import transformers
