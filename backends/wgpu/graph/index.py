@@ -9,6 +9,7 @@ tensor is read at the plain linear index whatever views lie between. All are u32
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -75,6 +76,8 @@ def linear(coordinates: Sequence[Coordinate]) -> Coordinate:
 
 def split(index: Coordinate, sizes: Sequence[int]) -> list[Coordinate]:
     """A linear index over `sizes`, row-major, as one coordinate per dimension."""
+    if index.modulus not in {None, math.prod(sizes)}:  # it is one of a cut part of the dimension
+        index = plain(str(index), index.size)
     parts, stride = [], 1
     first = next((i for i, size in enumerate(sizes) if size != 1), 0)
     for position, size in reversed([*enumerate(sizes)]):

@@ -82,3 +82,17 @@ def test_what_is_broadcast_is_read_at_zero():
     at = split(plain("i", 24), [2, 3, 4])
     assert [str(c) for c in broadcast(at, [3, 1])] == ["((i / 4u) % 3u)", "0u"]
     assert broadcast(at, []) == []
+
+
+@UNHURRIED
+@given(regrouped(), st.integers(1, 30))
+def test_a_part_of_a_reshaped_tensor_is_read_there_wherever_it_is_broadcast(shapes, size):
+    """Its place is a remainder by less than the dimension that it was cut from."""
+    old, _ = shapes
+    total = math.prod(old)
+    size = min(size, total)
+    part = split(plain("i", 4 * size), [4, size])[1]
+    at = reshape([part.sized(total)], [total], old)
+    for i in range(4 * size):
+        place = np.unravel_index(i % size, old) if old else ()
+        assert tuple(value(c, i) for c in at) == tuple(map(int, place))
