@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -109,9 +110,15 @@ def room_of(name: str, path: Path) -> str:
     return name if path.name == "__init__.py" else name.rsplit(".", 1)[0]
 
 
+@cache
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    """All that a module's text consists of."""
+    return tuple(ast.walk(ast.parse(source)))
+
+
 def imported(source: str) -> Iterator[tuple[int, str, tuple[str, ...]]]:
     """Line, module and names of every absolute import, wherever it stands."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name, ()) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

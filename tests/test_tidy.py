@@ -72,14 +72,16 @@ def no_unsafe_loading(path: str, source: str) -> Iterator[str]:
     for line, name in modules_imported(source):
         if name.split(".")[0] in UNSAFE:
             yield f"{path}:{line} imports {name}"
-    for node in ast.walk(ast.parse(source)):
+    for node in house.nodes(source):
         if not isinstance(node, ast.Call):
             continue
         given = {word.arg: getattr(word.value, "value", None) for word in node.keywords}
         for argument in ("trust_remote_code", "allow_pickle"):
             if given.get(argument, False) is not False:
                 yield f"{path}:{node.lineno} passes {argument}"
-        if ast.unparse(node.func) == "torch.load" and given.get("weights_only") is not True:
+        loads = isinstance(node.func, ast.Attribute) and node.func.attr == "load"
+        torchs = loads and ast.unparse(node.func) == "torch.load"
+        if torchs and given.get("weights_only") is not True:
             yield f"{path}:{node.lineno} calls torch.load without weights_only=True"
 
 
@@ -92,7 +94,7 @@ def telling_names(path: str, _source: str) -> Iterator[str]:
 def sizes(path: str, source: str) -> Iterator[str]:
     if path.startswith("tests/"):
         return
-    for node in ast.walk(ast.parse(source)):
+    for node in house.nodes(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > FUNCTION_LINES:
