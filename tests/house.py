@@ -39,7 +39,7 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
     "coordinator.audit": (*_LOGIC, "coordinator.run", "coordinator.disk", "coordinator.storage"),
     "coordinator.operator": (
         *_SHELL, "coordinator.run", "coordinator.disk", "coordinator.storage",
-        "coordinator.members", "coordinator.files", "coordinator.service",
+        "coordinator.members", "coordinator.files", "coordinator.service", "coordinator.audit",
     ),
     "coordinator.doctor": (
         *_SHELL, "coordinator.disk", "coordinator.storage", "coordinator.members",

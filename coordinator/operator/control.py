@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from functools import partial
-from importlib import resources
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -17,6 +16,7 @@ from coordinator.members.listening import bind_failure, require_loopback
 from coordinator.operator.control_guard import Guard, Handler
 from coordinator.operator.event_stream import EventStream
 from coordinator.operator.metrics import ServiceMetrics
+from coordinator.operator.page_server import PageServer
 from coordinator.operator.status import status_document
 from coordinator.run.phase import RunPhase
 from coordinator.service.service import Service
@@ -25,10 +25,6 @@ from protocol.base.errors import SamestepError, UsageError
 from protocol.spec.run_spec import parse_run_spec
 
 Model = TypeVar("Model", bound=BaseModel)
-
-_PAGE_POLICY: Final = (
-    "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-)
 
 
 class _Submission(BaseModel):
@@ -61,7 +57,7 @@ class ControlPort:
         """
         require_loopback(host, "--control")
         app = web.Application(client_max_size=limits.RUN_SPEC_BYTES, middlewares=[self._answer])
-        app.router.add_get("/", self._dashboard, allow_head=False)
+        PageServer(self._service).add_routes(app.router)
         app.router.add_get("/healthz", self._healthz, allow_head=False)
         app.router.add_get("/readyz", self._readyz, allow_head=False)
         app.router.add_get("/status", self._status, allow_head=False)
@@ -96,15 +92,6 @@ class ControlPort:
     @web.middleware
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         return self.guard.refusal(request) or await _errors_as_json(request, handler)
-
-    async def _dashboard(self, request: web.Request) -> web.Response:
-        del request
-        page = resources.files("coordinator.operator").joinpath("dashboard.html").read_text("utf-8")
-        return web.Response(
-            text=page,
-            content_type="text/html",
-            headers={"Content-Security-Policy": _PAGE_POLICY},
-        )
 
     async def _healthz(self, request: web.Request) -> web.Response:
         del request

@@ -17,12 +17,13 @@ from typing import Final
 
 from aiohttp import web
 
+from coordinator.operator.page_server import PAGE_PATHS
 from protocol.host.secret_file import control_token_file, state_home, write_secret
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 METHODS: Final = ("GET", "POST")
-OPEN: Final = ("/", "/healthz")
+OPEN: Final = ("/healthz", *PAGE_PATHS)
 """Without a token: whether the loop answers, and the page, which holds no data of its own."""
 _HOSTS: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _PORT: Final = re.compile(r":[0-9]{1,5}$")

@@ -337,14 +337,19 @@ def load_run_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
         raise RunSpecError(f"expected a run spec at {str(path)!r}, found no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RunSpecError(f"cannot read the run spec {str(path)!r}: {error}") from None
+    return parse_run_spec_text(text, overrides, origin=str(path))
+
+
+def parse_run_spec_text(text: str, overrides: Sequence[str] = (), origin: str = "") -> RunSpec:
+    """Validate a YAML text; see `load_run_spec`."""
     if len(text) > limits.RUN_SPEC_BYTES:
-        raise RunSpecError(f"expected at most {limits.RUN_SPEC_BYTES} bytes in {str(path)!r}")
+        raise RunSpecError(f"expected at most {limits.RUN_SPEC_BYTES} bytes in {origin!r}")
     try:
         document = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         line = " ".join(str(error).split())
-        raise RunSpecError(f"{str(path)!r} is not YAML: {line}") from None
-    return parse_run_spec(document, overrides, origin=str(path))
+        raise RunSpecError(f"{origin!r} is not YAML: {line}") from None
+    return parse_run_spec(document, overrides, origin=origin)
 
 
 def parse_run_spec(document: object, overrides: Sequence[str] = (), origin: str = "") -> RunSpec:

@@ -15,6 +15,7 @@ import pytest
 from coordinator.members.credentials import Credentials
 from coordinator.operator.control import ControlPort
 from coordinator.operator.control_client import control_token, request
+from coordinator.operator.page_server import PAGE_PATHS
 from protocol.base.errors import ExitCode, NotAuthorised
 from protocol.host.secret_file import control_token_file, state_home
 from tests.event_loop import on_uvloop
@@ -24,11 +25,14 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 ROUTES = {
     "/": "GET", "/healthz": "GET", "/readyz": "GET", "/status": "GET", "/metrics": "GET",
     "/events": "GET", "/submit": "POST", "/halt": "POST", "/continue": "POST",
-    "/checkpoint": "POST", "/drain": "POST",
+    "/checkpoint": "POST", "/drain": "POST", "/runs": "GET",
+    "/history": "GET", "/report": "GET", "/join": "GET", "/check": "POST", "/revoke": "POST",
+    **dict.fromkeys(PAGE_PATHS, "GET"),
 }  # fmt: skip
-OPEN = {"/", "/healthz"}
+OPEN = {"/healthz", *PAGE_PATHS}
 ANSWERS = {
     "/readyz": 503, "/submit": 400, "/halt": 409, "/continue": 409, "/checkpoint": 409,
+    "/history": 400, "/report": 400, "/check": 400, "/revoke": 400,
 }  # fmt: skip
 """With nothing going on; all others: 200."""
 

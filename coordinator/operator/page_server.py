@@ -1,0 +1,144 @@
+"""The page: its files, and what it asks for beyond what the commands use.
+
+The files hold no data and are open; everything else bears the control token, as all of the port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from importlib import resources
+from pathlib import Path
+from typing import Final
+
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from coordinator.audit.report import report
+from coordinator.members.invitation import invitation
+from coordinator.operator.run_history import RunHistory
+from coordinator.service.service import Service
+from coordinator.storage.run_directory import RunDirectory
+from protocol.base.errors import UsageError
+from protocol.spec.run_spec import parse_run_spec_text
+
+_POLICY: Final = (
+    "default-src 'none'; connect-src 'self'; style-src 'self'; script-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_TYPES: Final = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+PAGE_PATHS: Final = (
+    "/", "/page/page.css", "/page/page.js", "/page/uPlot.min.css", "/page/uPlot.min.js",
+)  # fmt: skip
+"""Open without a token."""
+_PAST_RUNS: Final = 200
+_KEPT_HISTORIES: Final = 4
+
+
+class _Revocation(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: str
+
+
+class PageServer:
+    """Serves the page of one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._histories: dict[Path, tuple[RunHistory, asyncio.Lock]] = {}
+
+    def add_routes(self, router: web.UrlDispatcher) -> None:
+        """Add the page's own paths."""
+        for path in PAGE_PATHS:
+            router.add_get(path, self._file, allow_head=False)
+        router.add_get("/runs", self._runs, allow_head=False)
+        router.add_get("/history", self._history, allow_head=False)
+        router.add_get("/report", self._report, allow_head=False)
+        router.add_get("/join", self._join, allow_head=False)
+        router.add_post("/check", self._check)
+        router.add_post("/revoke", self._revoke)
+
+    async def _file(self, request: web.Request) -> web.Response:
+        name = Path(request.path).name or "index.html"
+        text = (resources.files("coordinator.operator") / "page" / name).read_text("utf-8")
+        headers = {
+            "Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache",
+        }  # fmt: skip
+        return web.Response(text=text, content_type=_TYPES[Path(name).suffix], headers=headers)
+
+    async def _runs(self, request: web.Request) -> web.Response:
+        """Runs whose journal is here, newest first, and those that wait."""
+        del request
+        found = await asyncio.to_thread(self._directories)
+        queued = [accepted.stored.run_id for accepted in self._service.waiting]
+        return web.json_response({"runs": [*found], "queued": queued})
+
+    def _directories(self) -> dict[str, Path]:
+        """Directories of runs by the run's id, newest first."""
+        top = self._service.settings.directory
+        once = self._service.settings.once
+        held = {top} if once else {path.parent for path in top.glob("*/run.json")}
+        dated = []
+        for path in held:
+            journal = RunDirectory(path).journal
+            if journal.is_file() and (stored := RunDirectory(path).read_run()) is not None:
+                dated.append((journal.stat().st_mtime, stored.run_id, path))
+        return {run_id: path for _, run_id, path in sorted(dated, reverse=True)[:_PAST_RUNS]}
+
+    async def _directory(self, request: web.Request) -> Path:
+        """Of the run that is asked for; without a name the present one, else the last."""
+        asked = request.query.get("run")
+        execution = self._service.current or self._service.finished
+        if execution is not None and asked in {None, execution.run.run_id}:
+            return execution.directory
+        if asked is None:
+            raise UsageError("expected a run, there has been none yet; submit one")
+        found = (await asyncio.to_thread(self._directories)).get(asked)
+        if found is None:
+            raise UsageError(f"expected a run of this coordinator, got {asked!r}; /runs lists them")
+        return found
+
+    async def _history(self, request: web.Request) -> web.Response:
+        directory = await self._directory(request)
+        if directory not in self._histories and len(self._histories) >= _KEPT_HISTORIES:
+            del self._histories[next(iter(self._histories))]
+        journal = RunDirectory(directory).journal
+        kept = self._histories.setdefault(directory, (RunHistory(journal), asyncio.Lock()))
+        history, reading = kept
+        async with reading:
+            await asyncio.to_thread(history.read)
+            return web.json_response(history.document(_number(request.query.get("after", "0"))))
+
+    async def _report(self, request: web.Request) -> web.Response:
+        directory = await self._directory(request)
+        page = await asyncio.to_thread(report, directory)
+        return web.Response(text=page, content_type="text/html")
+
+    async def _join(self, request: web.Request) -> web.Response:
+        """What to paste on a machine that is to join."""
+        del request
+        settings = self._service.settings
+        lines = invitation(
+            self._service.credentials, self._service.address, name="",
+            plaintext=settings.plaintext, to_terminal=True,
+        )  # fmt: skip
+        return web.json_response({"lines": [*lines]})
+
+    async def _check(self, request: web.Request) -> web.Response:
+        """Whether a text is a run spec; its document, to be submitted."""
+        spec = parse_run_spec_text(await request.text(), origin="the run spec")
+        return web.json_response({"run": spec.model_dump(mode="json")})
+
+    async def _revoke(self, request: web.Request) -> web.Response:
+        try:
+            name = _Revocation.model_validate_json(await request.read()).name
+        except ValidationError:
+            raise UsageError('expected {"name": the name of a worker}') from None
+        await asyncio.to_thread(self._service.credentials.revoke, name)
+        return web.json_response({"revoked": name})
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise UsageError(f"expected the number of a step after which to begin, got {text!r}")
+    return int(text)

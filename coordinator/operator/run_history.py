@@ -1,0 +1,244 @@
+"""What has happened in a run, for the page: curves, workers and events, from its journal alone.
+
+A journal is followed: each reading takes only the lines that came since the last. What is kept is
+bounded, whatever the length of the run: a curve that grows beyond its bound is halved, two
+neighbouring points becoming one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+from protocol.base import limits
+
+_POINTS: Final = 2_000
+"""Of a curve, an even number: when there are as many, each two become one."""
+_EVENTS: Final = 300
+_EVALUATIONS: Final = 500
+_WORKERS: Final = 200
+_READ_BYTES: Final = 1 * limits.MIB
+
+
+@dataclass(slots=True)
+class Curve:
+    """A value by step: points (last step, mean, lowest, highest), each of as many steps."""
+
+    points: list[tuple[int, float, float, float]] = field(default_factory=list)
+    stride: int = 1
+    _waiting: list[tuple[int, float]] = field(default_factory=list)
+
+    def add(self, step: int, value: float | None) -> None:
+        """Add the value of a step; one that is missing or not finite leaves no point."""
+        if value is None or not math.isfinite(value):
+            return
+        self._waiting.append((step, value))
+        if len(self._waiting) == self.stride:
+            self.points.append(self._merged())
+            self._waiting.clear()
+        if len(self.points) == _POINTS:
+            self._halve()
+
+    def cut(self, step: int) -> None:
+        """Steps from this one on are void: they are done again."""
+        self.points = [point for point in self.points if point[0] <= step]
+        self._waiting = [each for each in self._waiting if each[0] <= step]
+
+    def document(self, after: int) -> dict[str, Any]:
+        """Columns of the points after a step, rounded for eyes.
+
+        The last point may hold fewer steps than the others and change yet: all up to `full` are
+        as they stay, as long as `stride` is the same.
+        """
+        points = [*self.points, self._merged()] if self._waiting else self.points
+        shown = [point for point in points if point[0] > after]
+        return {
+            "stride": self.stride,
+            "full": self.points[-1][0] if self.points else 0,
+            "step": [point[0] for point in shown],
+            **{
+                name: [float(f"{point[place]:.6g}") for point in shown]
+                for place, name in enumerate(("mean", "low", "high"), 1)
+            },
+        }
+
+    def _merged(self) -> tuple[int, float, float, float]:
+        values = [value for _, value in self._waiting]
+        return self._waiting[-1][0], math.fsum(values) / len(values), min(values), max(values)
+
+    def _halve(self) -> None:
+        pairs = zip(self.points[::2], self.points[1::2], strict=True)
+        self.points = [
+            (right[0], (left[1] + right[1]) / 2, min(left[2], right[2]), max(left[3], right[3]))
+            for left, right in pairs
+        ]
+        self.stride *= 2
+
+
+@dataclass(slots=True)
+class _Worker:
+    name: str
+    device: str
+    backend: str
+    signature: str
+    here: bool
+    since: str
+    why: str = ""
+
+
+class RunHistory:
+    """Follows one journal.
+
+    Args:
+        journal: The file; it need not be there yet.
+    """
+
+    def __init__(self, journal: Path) -> None:
+        self._journal = journal
+        self._offset = 0
+        self._rest = b""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._losses, self._norms, self._times = Curve(), Curve(), Curve()
+        self._workers_at: list[tuple[int, int]] = []
+        self._evaluations: deque[tuple[int, dict[str, float | None]]] = deque(maxlen=_EVALUATIONS)
+        self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
+        self._workers: dict[str, _Worker] = {}
+        self._began = self._run_id = ""
+        self._steps: int | None = None
+        self._samples: int | None = None
+        self._last = ""
+        self._last_commit: datetime | None = None
+        self._outcome = ""
+
+    def read(self) -> None:
+        """Take the lines that are new. Blocks for as long as they take to read."""
+        for line in self._new_lines():
+            try:
+                entry = json.loads(line)
+                self._take(entry["time"], entry["record"])
+            except (ValueError, KeyError, TypeError):
+                continue  # a line that is no record: the audit names it, a picture goes on
+
+    def document(self, after: int = 0) -> dict[str, Any]:
+        """What there is to be drawn; of curves only what comes after a step."""
+        return {
+            "run_id": self._run_id,
+            "steps": self._steps,
+            "samples": self._samples,
+            "last": self._last,
+            "began": self._began,
+            "outcome": self._outcome,
+            "loss": self._losses.document(after),
+            "norm": self._norms.document(after),
+            "step_s": self._times.document(after),
+            "workers_at": self._workers_at,
+            "evaluations": [{"step": step, "metrics": made} for step, made in self._evaluations],
+            "events": [*self._events],
+            "workers": [
+                {
+                    "name": each.name, "device": each.device, "backend": each.backend,
+                    "signature": each.signature[:12], "here": each.here, "since": each.since,
+                    "why": each.why,
+                }
+                for each in self._workers.values()
+            ],
+        }  # fmt: skip
+
+    def _new_lines(self) -> Iterator[bytes]:
+        try:
+            with self._journal.open("rb") as file:
+                if self._journal.stat().st_size < self._offset:
+                    self._offset, self._rest = 0, b""  # cut by a restart: read it all again
+                    self._forget()
+                file.seek(self._offset)
+                while part := file.read(_READ_BYTES):
+                    self._offset += len(part)
+                    *lines, self._rest = (self._rest + part).split(b"\n")
+                    yield from lines
+        except FileNotFoundError:
+            return
+
+    def _take(self, time: str, record: dict[str, Any]) -> None:
+        self._last = time
+        match record["kind"]:
+            case "commit":
+                self._commit(time, record)
+            case "evaluation":
+                self._evaluations.append((record["step"], record["metrics"]))
+            case "view":
+                self._view(time, record)
+            case "run":
+                self._began, self._run_id = time, record["run_id"]
+                self._steps = record["spec"].get("steps")
+                self._samples = record["spec"].get("batch", {}).get("samples")
+            case "resumed":
+                self._resumed(time, record)
+            case "end":
+                self._outcome = record["outcome"]
+                self._tell(time, record, record["outcome"], record["reason"])
+            case "halt":
+                self._tell(time, record, "halted", record["reason"], record.get("worker"))
+            case "fault":
+                text = "; ".join(filter(None, (record["reason"], record["response"])))
+                self._tell(time, record, record["what"], text, record.get("worker"))
+            case "command":
+                self._outcome = ""
+                self._tell(time, record, record["command"], record.get("source", ""))
+            case "checkpoint":
+                self._tell(time, record, "checkpoint", record["directory"])
+
+    def _commit(self, time: str, record: dict[str, Any]) -> None:
+        at, step = datetime.fromisoformat(time), record["step"] + 1
+        self._losses.add(step, record["loss"])
+        self._norms.add(step, record.get("norm"))
+        if self._last_commit is not None:
+            self._times.add(step, (at - self._last_commit).total_seconds())
+        self._last_commit, self._outcome = at, ""
+        if record["skipped"]:
+            self._tell(time, record, "skipped", "nothing was applied")
+
+    def _view(self, time: str, record: dict[str, Any]) -> None:
+        members, name = record["members"], record.get("worker")
+        self._workers_at.append((record["step"], len(members)))
+        if len(self._workers_at) > _POINTS:
+            del self._workers_at[1::2]
+        here = {member["name"] for member in members}
+        for member in members:
+            known = self._workers.get(member["name"])
+            since = known.since if known is not None and known.here else time
+            self._workers[member["name"]] = _Worker(
+                name=member["name"], device=member["device"], backend=member["backend"],
+                signature=member["signature"], here=True, since=since,
+            )  # fmt: skip
+        for worker in self._workers.values():
+            if worker.here and worker.name not in here:
+                worker.here, worker.since = False, time
+                worker.why = record["reason"] if worker.name == name else record["change"]
+        gone = [worker.name for worker in self._workers.values() if not worker.here]
+        for surplus in gone[: max(0, len(self._workers) - _WORKERS)]:
+            del self._workers[surplus]
+        self._tell(time, record, record["change"], record["reason"], name)
+
+    def _resumed(self, time: str, record: dict[str, Any]) -> None:
+        for curve in (self._losses, self._norms, self._times):
+            curve.cut(record["step"])
+        self._last_commit, self._outcome = None, ""
+        for worker in self._workers.values():
+            worker.here, worker.since, worker.why = False, time, "the coordinator was restarted"
+        self._tell(time, record, "resumed", "; ".join(record["notes"]))
+
+    def _tell(
+        self, time: str, record: dict[str, Any], what: str, text: str, worker: str | None = None
+    ) -> None:
+        step = record.get("step")
+        self._events.append(
+            {"time": time, "step": step, "what": what, "worker": worker, "text": text}
+        )

@@ -1,0 +1,124 @@
+"""What the page asks for, over real HTTP: its files, histories, the report, a spec's check."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from coordinator.operator.page_server import PAGE_PATHS
+from tests.coordinator.operator.test_control import LONG, SPEC, operating
+from tests.event_loop import on_uvloop
+
+FOLDER = Path(__file__).parents[3] / "coordinator" / "operator" / "page"
+RUN = """
+name: short
+task: scripted
+steps: 4
+batch: {samples: 8, microbatch: 1}
+scripted: {blocks: 3, block_bytes: 64, samples: 64}
+"""
+
+
+@on_uvloop
+async def test_the_page_s_files_load_nothing_from_elsewhere(tmp_path):
+    async with operating(tmp_path) as operator:
+        for path in PAGE_PATHS:
+            async with operator.http.get(f"http://{operator.address}{path}") as answer:
+                assert answer.status == 200, path
+                policy = answer.headers["Content-Security-Policy"]
+                text = await answer.text()
+            assert "unsafe" not in policy
+            assert "connect-src 'self'" in policy
+            if "uPlot" not in path:
+                assert re.findall(r"https?://", text) == []
+
+
+def test_the_page_makes_text_of_what_comes_from_outside():
+    script = (FOLDER / "page.js").read_text()
+    assert (
+        re.findall(r"innerHTML|insertAdjacentHTML|outerHTML|document\.write|eval\(", script) == []
+    )
+
+
+def test_the_chart_library_comes_with_its_licence():
+    assert "MIT" in (FOLDER / "uPlot.LICENSE").read_text()
+    assert "uPlot (v" in (FOLDER / "uPlot.min.js").read_text()[:200].replace("leeoniya/", "")
+
+
+@on_uvloop
+async def test_a_run_s_history_is_there_during_and_after_it(tmp_path):
+    async with operating(tmp_path) as operator:
+        code, document = await operator.ask("GET", "/history")
+        assert (code, document["exit_code"]) == (400, 2)
+        operator.live.worker("w0")
+        _, first = await operator.post("/submit", {"run": SPEC})
+        await operator.live.result(first["run_id"])
+        _, second = await operator.post("/submit", {"run": LONG})
+        await operator.live.wait_for("committed", run_id=second["run_id"])
+        _, history = await operator.ask("GET", f"/history?run={first['run_id']}")
+        assert history["loss"]["step"] == [1, 2, 3, 4]
+        assert history["outcome"] == "finished"
+        assert [worker["name"] for worker in history["workers"]] == ["w0"]
+        _, later = await operator.ask("GET", f"/history?run={first['run_id']}&after=3")
+        assert later["loss"]["step"] == [4]
+        _, present = await operator.ask("GET", "/history")
+        assert present["run_id"] == second["run_id"]
+        _, runs = await operator.ask("GET", "/runs")
+        assert set(runs["runs"]) == {first["run_id"], second["run_id"]}
+
+
+@pytest.mark.parametrize(
+    ("query", "told"),
+    [("run=nothing", "expected a run of this"), ("run=../..", "expected a run of this"),
+     ("after=-1", "expected the number"), ("after=x", "expected the number")],
+)  # fmt: skip
+@on_uvloop
+async def test_what_is_asked_for_and_not_there_is_one_line(tmp_path, query, told):
+    async with operating(tmp_path) as operator:
+        operator.live.worker("w0")
+        _, submitted = await operator.post("/submit", {"run": SPEC})
+        await operator.live.result(submitted["run_id"])
+        code, document = await operator.ask("GET", f"/history?{query}")
+        assert code == 400
+        assert told in document["error"]
+
+
+@on_uvloop
+async def test_the_report_is_the_command_s(tmp_path):
+    async with operating(tmp_path) as operator:
+        operator.live.worker("w0")
+        _, submitted = await operator.post("/submit", {"run": SPEC})
+        await operator.live.result(submitted["run_id"])
+        url = f"http://{operator.address}/report?run={submitted['run_id']}"
+        async with operator.http.get(url) as answer:
+            assert answer.content_type == "text/html"
+            assert f"<h1>Run {submitted['run_id']}</h1>" in await answer.text()
+
+
+@on_uvloop
+async def test_a_spec_is_checked_before_it_is_submitted(tmp_path):
+    async with operating(tmp_path) as operator:
+        code, document = await operator.ask("POST", "/check", data=RUN)
+        assert code == 200
+        assert document["run"]["steps"] == 4
+        assert (await operator.post("/submit", {"run": document["run"]}))[0] == 200
+        for text in ("", "steps: [", RUN.replace("steps", "stebs"), "x" * 10):
+            code, document = await operator.ask("POST", "/check", data=text)
+            assert code == 400, text
+            assert "\n" not in document["error"]
+
+
+@on_uvloop
+async def test_the_line_to_join_by_and_a_worker_that_is_revoked(tmp_path):
+    async with operating(tmp_path) as operator:
+        _, joining = await operator.ask("GET", "/join")
+        assert joining["lines"][0].startswith("listening for workers: worker --coordinator")
+        operator.live.worker("w0")
+        await operator.live.wait_for("worker_connected", worker="w0")
+        code, document = await operator.post("/revoke", {"name": "nobody"})
+        assert code == 400
+        assert "nobody" in document["error"]
+        assert await operator.post("/revoke", {"name": "w0"}) == (200, {"revoked": "w0"})
+        await operator.live.wait_for("worker_disconnected", worker="w0")
