@@ -26,6 +26,7 @@ from backends.base.interface import (
 )
 from backends.base.node_stream import Microbatch, NodeStream, added_on_host
 from protocol.base.errors import SamestepError
+from protocol.exact.subnormals import subnormals_are_kept
 
 FORWARD_SHARE = 1.0 / 3.0
 """Part of a microbatch's time before the first block comes out: backward costs twice forward."""
@@ -117,6 +118,10 @@ class ScriptedProgram:
     def evaluate(self, batch: Batch) -> Sums:
         """Only counts: samples and parts."""
         return {"samples": batch.weight, "parts": 1}
+
+    def keeps_subnormals(self) -> bool:
+        """The thread that takes the gradients adds them."""
+        return subnormals_are_kept()
 
     def close(self) -> None:
         """Nothing to free."""

@@ -71,9 +71,9 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
         "backends.wgpu.shaders", "backends.wgpu.capture", "backends.wgpu.lowering",
     ),
     "backends.wgpu": (
-        "protocol.base", "protocol.spec", "protocol.host", "backends.base", "backends.wgpu.graph",
-        "backends.wgpu.shaders", "backends.wgpu.capture", "backends.wgpu.lowering",
-        "backends.wgpu.device",
+        "protocol.base", "protocol.spec", "protocol.exact", "protocol.host", "backends.base",
+        "backends.wgpu.graph", "backends.wgpu.shaders", "backends.wgpu.capture",
+        "backends.wgpu.lowering", "backends.wgpu.device",
     ),
     "backends": ("*",),
 }  # fmt: skip

@@ -135,6 +135,10 @@ class Program(Protocol):
     def evaluate(self, batch: Batch) -> Sums:
         """Evaluation sums over one batch, in evaluation mode."""
 
+    def keeps_subnormals(self) -> bool:
+        """Whether the threads that compute just now keep subnormal numbers: part of the signature,
+        see `protocol.exact.subnormals`."""
+
     def close(self) -> None:
         """Free the device's memory and threads."""
 
@@ -170,8 +174,8 @@ class Backend(Protocol):
         """Which device this is."""
 
     def signature(self, threads: int) -> Mapping[str, str]:
-        """What decides the bits of a gradient here: device kind, library versions, threads,
-        instruction set."""
+        """What decides the bits of a gradient here: device kind, library versions, driver, threads,
+        instruction set, a card's name. A `processor` is named for people, and decides nothing."""
 
     def compile(
         self,

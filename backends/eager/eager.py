@@ -154,6 +154,10 @@ class EagerProgram:
             raise SamestepError("this task has no evaluation")
         return self._thread.submit(self._evaluate_batch, self._evaluate, batch).result()
 
+    def keeps_subnormals(self) -> bool:
+        """In the device thread, and in those that share its loops."""
+        return self._thread.submit(numerics.keeps_subnormals, self._device).result()
+
     def close(self) -> None:
         """End the device thread and let go of the module."""
         self._abandoned.set()

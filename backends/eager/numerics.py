@@ -6,6 +6,7 @@ thread count, instruction set and memory alignment agree.
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import random
@@ -17,8 +18,13 @@ import numpy as np
 import torch
 from blake3 import blake3
 
+from protocol.exact.subnormals import SMALLEST_NORMAL, SMALLEST_SUBNORMAL
+
 ALIGNMENT_BYTES: Final = 64
 """Kernels choose their path by it; tensors mapped from a file are aligned to 8 only."""
+
+_LOOP_SHARE: Final = 32_768
+"""Elements that torch gives a thread at least, where several share a loop (at::GRAIN_SIZE)."""
 
 _BIT_DECIDING_VARIABLES: Final = (
     "ATEN_CPU_CAPABILITY",
@@ -81,7 +87,7 @@ def signature(device: torch.device, threads: int) -> Mapping[str, str]:
     """What decides the bits here, by name."""
     facts = {
         "device": device.type,
-        "name": device_name(device),
+        "processor" if device.type == "cpu" else "name": device_name(device),
         "torch": str(torch.__version__),
         "torch_build": blake3(torch.__config__.show().encode()).hexdigest(16),
         "numpy": np.__version__,
@@ -94,10 +100,21 @@ def signature(device: torch.device, threads: int) -> Mapping[str, str]:
         facts["cuda"] = str(torch.version.cuda)
         facts["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
         facts["compute_capability"] = f"{major}.{minor}"
+        facts["driver"] = _cuda_driver()
+        facts["cuda_libraries"] = _cuda_libraries()
     for variable in _BIT_DECIDING_VARIABLES:
         if variable in os.environ:
             facts[variable] = os.environ[variable]
     return facts
+
+
+def keeps_subnormals(device: torch.device) -> bool:
+    """Whether arithmetic keeps subnormal numbers: for a CPU, in every thread that shares a loop."""
+    elements = _LOOP_SHARE * torch.get_num_threads() if device.type == "cpu" else 1
+    halved = torch.full((elements,), SMALLEST_NORMAL, device=device) * 0.5
+    doubled = torch.full((elements,), SMALLEST_SUBNORMAL, device=device) * 2.0**23
+    kept = (halved * 2.0**24 == SMALLEST_NORMAL * 2.0**23) & (doubled == SMALLEST_NORMAL)
+    return bool(kept.all())
 
 
 def device_name(device: torch.device) -> str:
@@ -105,6 +122,25 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return _cpu_name()
+
+
+def _cuda_driver() -> str:
+    """The release of NVIDIA's driver, as far as the kernel tells it."""
+    try:
+        words = Path("/proc/driver/nvidia/version").read_text(errors="replace").split()
+    except OSError:
+        words = []
+    return next((word for word in words if word[:1].isdigit() and "." in word), "not told")
+
+
+def _cuda_libraries() -> str:
+    """NVIDIA's libraries that are installed beside torch, with their versions, in one digest."""
+    found = {
+        f"{each.name} {each.version}"
+        for each in importlib.metadata.distributions()
+        if (each.name or "").startswith("nvidia-")
+    }
+    return blake3("\n".join(sorted(found)).encode()).hexdigest(16)
 
 
 def _cpu_name() -> str:

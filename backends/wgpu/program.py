@@ -43,6 +43,7 @@ from backends.wgpu.lowering.plan import Plan
 from backends.wgpu.lowering.split_tables import split_tables
 from backends.wgpu.node_sum import added_on_device
 from protocol.base.errors import DeviceError, SamestepError
+from protocol.exact.subnormals import subnormals_are_kept
 from protocol.host.allocator import give_back_freed_memory
 from protocol.spec.manifest import Block
 
@@ -191,6 +192,10 @@ class VulkanProgram:
             for result, like in zip(results, likes, strict=True)
         ]
         return pytree.tree_unflatten(tensors, ready.capture.results)
+
+    def keeps_subnormals(self) -> bool:
+        """Of the host; what the device does with them is in its driver's name and in the probe."""
+        return subnormals_are_kept()
 
     def close(self) -> None:
         """Abandon what runs and let go of the device's memory; the device stays open."""

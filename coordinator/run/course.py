@@ -173,11 +173,23 @@ class Course:
         self.phase = RunPhase.TRAINING
         return self.halt(f"all is committed, but the result is not written: {reason}")
 
-    def replica_applied(self, step: int, digest: str) -> list[Action]:
-        """The coordinator's own replica has taken `step` steps; it arbitrates."""
+    def replica_applied(self, step: int, digest: str, not_finite: str = "") -> list[Action]:
+        """The coordinator's own replica has taken `step` steps; it arbitrates.
+
+        Args:
+            step: So many.
+            digest: Of its state.
+            not_finite: Where that state has a value that is not finite; empty if nowhere.
+        """
         assert self.progress is not None
         self.progress.agreement.settle(step, digest)
-        return self._judge(self.progress, step)
+        halted: list[Action] = []
+        if not_finite:
+            halted = self.halt(
+                f"the update of step {step - 1} left a value that is not finite: {not_finite}; "
+                "go on from an earlier checkpoint, with a lower learning rate"
+            )
+        return halted + self._judge(self.progress, step)
 
     # An operator's word.
 

@@ -269,7 +269,7 @@ class Execution:
             self._tracer.span("apply step", "replica", start, step=action.step)
         self.applied = applied
         self._followers.forget_before(applied.step)
-        self._do(self.run.replica_applied(applied.step, applied.state_digest))
+        self._do(self.run.replica_applied(applied.step, applied.state_digest, applied.not_finite))
 
     async def _save(self, step: int) -> None:
         """Write a checkpoint; the log begins a new segment where it belongs."""

@@ -23,11 +23,12 @@ T = TypeVar("T")
 
 
 class Applied(NamedTuple):
-    """The replica has taken `step` steps."""
+    """The replica has taken `step` steps; `not_finite` as in `protocol.exact.replica.Digests`."""
 
     step: int
     state_digest: str
     weights_digest: str
+    not_finite: str = ""
 
 
 class ReplicaKeeper:
@@ -91,7 +92,7 @@ class ReplicaKeeper:
 
     def _digests(self) -> Applied:
         digests = self._replica.digests()
-        return Applied(self._replica.step, digests.state, digests.weights)
+        return Applied(self._replica.step, *digests)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

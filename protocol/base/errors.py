@@ -9,6 +9,7 @@ SamestepError
 ├── Unreachable           exit 69  nothing answers at the address, or a device is not there
 │   └── BackendUnavailable         a named backend cannot be used here, with the reason
 ├── DeviceError           exit 1   a device was lost, or has no memory left, while it computed
+│   └── SubnormalsFlushed          a thread takes subnormal numbers for zeros: other bits
 ├── MainMemoryTooSmall    exit 1   this machine has no room to read the model; others may
 ├── NotAuthorised         exit 77  the other side does not accept who we are
 ├── Mismatch              exit 78  versions, manifests or configurations differ
@@ -107,6 +108,23 @@ class DeviceError(SamestepError):
 
     def __str__(self) -> str:
         return f"the device {self.device!r} failed: {self.reason}"
+
+
+class SubnormalsFlushed(DeviceError):
+    """A thread takes subnormal numbers for zeros, which the exact update must not.
+
+    Attributes:
+        device: What the thread belongs to.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device, "it takes subnormal numbers for zeros")
+
+    def __str__(self) -> str:
+        return (
+            f"{self.device} takes subnormal numbers for zeros, so its bits would differ: leave out "
+            "torch.set_flush_denormal(True), or the library that was built with -ffast-math"
+        )
 
 
 class MainMemoryTooSmall(SamestepError):

@@ -26,6 +26,8 @@ HANDSHAKE_TIMEOUT_MS: Final = 5_000
 HEARTBEAT_INTERVAL_MS: Final = 1_000
 TICK_MS: Final = 100
 """How often leases are looked at."""
+GOODBYE_TIMEOUT_MS: Final = 5_000
+"""How long a worker that has failed waits until its reason is written."""
 LIVENESS_TIMEOUT_MS: Final = 8_000
 """Silence after which a peer counts as lost (any byte counts as a sign of life)."""
 WRITE_HIGH_WATER_BYTES: Final = 16 * MIB

@@ -13,6 +13,7 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 
 from protocol.exact.digest import state_digest, weights_digest
+from protocol.exact.subnormals import check_subnormals
 from protocol.exact.update import Array, StepScalars, apply_update, decays, moment_count
 from protocol.spec.manifest import Block
 from protocol.spec.run_spec import OptimizerSpec
@@ -36,10 +37,15 @@ class StatePart:
 
 
 class Digests(NamedTuple):
-    """Of the whole state, and of the parameters alone."""
+    """Of the whole state, and of the parameters alone.
+
+    Attributes:
+        not_finite: Where the state has a value that is not finite; empty if nowhere.
+    """
 
     state: str
     weights: str
+    not_finite: str = ""
 
 
 class Replica:
@@ -75,7 +81,12 @@ class Replica:
             np.copyto(mine, given)
 
     def apply(self, averages: Sequence[Array], scalars: StepScalars) -> None:
-        """Take one step: averaged gradients, one flat array per block, left as they are."""
+        """Take one step: averaged gradients, one flat array per block, left as they are.
+
+        Raises:
+            SubnormalsFlushed: This thread would give other bits; nothing is changed.
+        """
+        check_subnormals("the thread that applies updates")
         self._check(averages)
         moments = [arrays for kind, arrays in self._state.items() if kind != "parameters"]
         for index, gradient in enumerate(averages):
@@ -105,13 +116,25 @@ class Replica:
 
     def state_digest(self) -> str:
         """Digest of parameters, moments and counters."""
-        return self.digests().state
+        return self._state_and_weights()[0]
 
     def digests(self) -> Digests:
-        """Both digests, the parameters hashed once."""
+        """Both digests, the parameters hashed once, and whether all values are finite."""
+        return Digests(*self._state_and_weights(), self._not_finite())
+
+    def _state_and_weights(self) -> tuple[str, str]:
         groups = [(kind, weights_digest(self._named(kind))) for kind in self._state]
         state = state_digest(self.step, self.optimizer_step, groups)
-        return Digests(state=state, weights=dict(groups)["parameters"])
+        return state, dict(groups)["parameters"]
+
+    def _not_finite(self) -> str:
+        for kind, arrays in self._state.items():
+            for block, array in zip(self._blocks, arrays, strict=True):
+                if _is_finite(array):
+                    continue
+                name = next(t.name for t, part in block.slices() if not _is_finite(array[part]))
+                return f"block {block.name!r}, tensor {name!r} ({kind.replace('_', ' ')})"
+        return ""
 
     def parts(self) -> list[StatePart]:
         """Every array, in a fixed order: to send the state, or to fill it with another's."""
@@ -148,6 +171,11 @@ class Replica:
         for block, array in zip(self._blocks, arrays, strict=True):
             assert array.dtype == np.float32
             assert array.shape == (block.elements,)
+
+
+def _is_finite(array: Array) -> bool:
+    """Whether all values are; without the array of truths that numpy.isfinite would fill."""
+    return not array.size or bool(array.min() > -np.inf and array.max() < np.inf)
 
 
 def aligned_zeros(elements: int) -> Array:

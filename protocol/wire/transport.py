@@ -99,6 +99,12 @@ class Channel(asyncio.BufferedProtocol):
         message = Goodbye(reason=self._short(reason), retry=retry, exit_code=exit_code)
         with contextlib.suppress(ProtocolError):
             self.send(message)
+        self.finish()
+
+    def finish(self) -> None:
+        """Close once what is urgent is written; the rest is dropped."""
+        if self._closing:
+            return
         self._queue.clear()
         self._pump(force=True)
         self._closing = True

@@ -381,5 +381,12 @@ class Client:
         # The first failure says why; what else the engine had to do may have failed after it.
         if self._leaving is None or not self._leaving.failed:
             self._leaving = action
-        if self._channel is not None:
-            self._channel.abort(action.reason)
+        channel = self._channel
+        if channel is None:
+            return
+        if not action.failed:
+            channel.abort(action.reason)
+            return
+        # Others must not be given what this one failed at: its Goodbye is written first.
+        channel.finish()
+        self._loop.call_later(limits.GOODBYE_TIMEOUT_MS / 1000, channel.abort, action.reason)

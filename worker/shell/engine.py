@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from backends.base.accumulate import tree_sum
 from backends.base.interface import Array, Backend, BlockGradient, Loss, Program
-from protocol.base.errors import DataError, MainMemoryTooSmall, SamestepError
+from protocol.base.errors import DataError, MainMemoryTooSmall, SamestepError, SubnormalsFlushed
 from protocol.base.fields import cut_text
 from protocol.exact.replica import PartKind, Replica, StatePart
 from protocol.exact.samples import SampleOrder, microbatch_seed
+from protocol.exact.subnormals import check_subnormals
 from protocol.exact.tree import Node
 from protocol.exact.update import StepScalars
 from protocol.host.machine import Machine
@@ -35,8 +36,10 @@ from worker.logic.events import (
     StateCopied,
 )
 from worker.shell.batch_shapes import evaluation_of_each_shape, microbatch_of_each_shape
-from worker.shell.signature import probe_digest, signature_digest
+from worker.shell.signature import library_versions, probe_digest, signature_digest
 from worker.tasks.base import Task
+
+_APPLIES: Final = "the worker's thread that applies updates"
 
 
 class _Unfit(Exception):
@@ -69,6 +72,7 @@ class _Job:
     initial: list[Array]
     initial_digest: str
     probe_digest: str
+    keeps_subnormals: bool
     run_id: str = ""
     whole: bool = True
     """Whether the replica is in one state: not while another's is being loaded."""
@@ -186,7 +190,11 @@ class Engine:
             job.program.load(job.replica.parameters)
             job.run_id, job.whole = run_id, True
         backend = self._toolbox.backend()
-        traits = backend.signature(spec.threads)
+        traits = {
+            **backend.signature(spec.threads),
+            **library_versions(job.task.trainable.module),
+            "subnormals": "kept" if job.keeps_subnormals else "flushed",
+        }
         text = ", ".join(f"{key} {value}" for key, value in sorted(traits.items()))
         self._emit(
             Built(
@@ -210,6 +218,7 @@ class Engine:
             self._job.program.close()
             self._job = None
         task = self._toolbox.task(spec)
+        check_subnormals(_APPLIES)
         order = SampleOrder(spec.seed, task.manifest.train_samples, spec.batch)
         example, *others = microbatch_of_each_shape(task, order)
         evaluations = evaluation_of_each_shape(task)
@@ -219,10 +228,11 @@ class Engine:
             raise _Unfit(error) from error
         replica, initial = Replica(task.manifest.blocks, spec.optimizer), task.initial_parameters()
         program.load(initial)
-        probe = probe_digest(program, example)
+        probe = probe_digest(program, [example, *others])
+        kept = program.keeps_subnormals()
         replica.load_parameters(initial)
         start = replica.state_digest()
-        self._job = _Job(spec, inputs, task, program, replica, order, initial, start, probe)
+        self._job = _Job(spec, inputs, task, program, replica, order, initial, start, probe, kept)
         return self._job
 
     def _compute(
@@ -271,6 +281,9 @@ class Engine:
     def _apply(self, averages: list[Array], scalars: StepScalars | None) -> None:
         job, start_us = self._built(), now_us()
         self._settle_digest()
+        if job.program.keeps_subnormals() != job.keeps_subnormals:
+            # What a model's code does to its thread in the middle of a run no signature can say.
+            raise SubnormalsFlushed("since the run began, a thread that computes gradients")
         if scalars is None:
             job.replica.skip()
         else:

@@ -367,4 +367,18 @@ def test_the_signature_names_what_decides_the_bits():
     assert one["torch"] == torch.__version__
     assert one["isa"] == torch.backends.cpu.get_cpu_capability()
     assert backend.info.usable
-    assert backend.info.name == one["name"]
+    assert backend.info.name == one["processor"]
+
+
+def test_a_thread_that_computes_and_flushes_subnormals_says_so():
+    class Flushing(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch.set_flush_denormal(True)
+            return super().forward(x)
+
+    plain = compiled(trainable(Net()))
+    assert plain.keeps_subnormals()
+    plain.close()
+    program = compiled(trainable(Flushing()))
+    assert not program.keeps_subnormals()
+    program.close()

@@ -1,8 +1,12 @@
 """The replica: update, counters, digests, and moving a state from one to another."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
+import torch
 
+from protocol.base.errors import SubnormalsFlushed
 from protocol.exact.digest import weights_digest
 from protocol.exact.replica import Replica, aligned_zeros
 from protocol.exact.update import apply_update, decays, moment_count, step_scalars
@@ -44,6 +48,38 @@ def trained(spec, steps=3):
     for step in range(steps):
         replica.apply(values(step + 1), scalars(replica, spec))
     return replica
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("kind", ["parameters", "second_moment"])
+def test_a_value_that_is_not_finite_is_found_and_named(bad, kind):
+    replica = Replica(BLOCKS, OptimizerSpec(name="adamw", lr=0.1))
+    assert replica.digests().not_finite == ""
+    block, tensor = BLOCKS[-1], BLOCKS[-1].tensors[-1]
+    part = next(p for p in replica.parts() if (p.kind, p.block) == (kind, len(BLOCKS) - 1))
+    part.values[-1] = bad
+    words = kind.replace("_", " ")
+    expected = f"block {block.name!r}, tensor {tensor.name!r} ({words})"
+    assert replica.digests().not_finite == expected
+
+
+def test_a_thread_that_flushes_subnormals_may_not_update():
+    """In a thread of its own, which takes its setting with it."""
+    replica = Replica(BLOCKS, SPECS[0])
+    before = replica.state_digest()
+    gradients = [np.zeros(block.elements, np.float32) for block in BLOCKS]
+    scalars = step_scalars(SPECS[0], 1, 0, 3, 1.0)
+
+    def update() -> str:
+        assert torch.set_flush_denormal(True)
+        with pytest.raises(SubnormalsFlushed, match="subnormal numbers for zeros") as caught:
+            replica.apply(gradients, scalars)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(1) as thread:
+        assert "\n" not in thread.submit(update).result()
+    assert replica.state_digest() == before
+    replica.apply(gradients, scalars)
 
 
 @each_spec

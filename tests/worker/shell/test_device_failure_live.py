@@ -7,7 +7,8 @@ import pytest
 from protocol.base.errors import BackendUnavailable, DeviceError, ExitCode, RunFailed, Unreachable
 from tests.event_loop import on_uvloop
 from tests.live_service import Scripted, live_service, scripted_spec, undisturbed
-from worker.logic.events import DeviceFailed
+from worker.logic.events import BlockSum, DeviceFailed, NodeDone
+from worker.shell.client import Client
 
 
 @on_uvloop
@@ -29,6 +30,37 @@ async def test_the_first_failure_is_told_and_others_finish_the_run(tmp_path):
         disturbed = await live.result(run_id)
     alone = await undisturbed(tmp_path / "alone", spec)
     assert disturbed["weights_digest"] == alone["weights_digest"]
+
+
+class FailsBehindAnUpload(Client):
+    """Its device fails when a node's sums have been handed to the network, all at once."""
+
+    def __init__(self, *given, **named):
+        super().__init__(*given, **named)
+        self._held: list[BlockSum] = []
+
+    def _result(self, event):
+        if isinstance(event, BlockSum):
+            self._held.append(event)
+        elif isinstance(event, NodeDone):
+            for each in self._held:
+                super()._result(each)
+            super()._result(DeviceFailed(DeviceError("card", "out of memory")))
+        else:
+            super()._result(event)
+
+
+@on_uvloop
+async def test_the_reason_arrives_behind_an_upload_that_is_on_its_way(tmp_path):
+    # 32 MiB: more than the sockets of both sides hold.
+    large = {"blocks": 8, "block_bytes": 4 * 2**20, "samples": 8}
+    async with live_service(tmp_path, 1) as live:
+        live.worker("broken", FailsBehindAnUpload)
+        live.service.submit(scripted_spec(scripted=large))
+        with pytest.raises(RunFailed, match="out of memory"):
+            await live.workers["broken"]
+        lost = await live.wait_for("worker_disconnected", worker="broken")
+        assert lost["reason"] == "the device 'card' failed: out of memory"
 
 
 class Missing(Scripted):

@@ -5,10 +5,17 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 
 from backends.base.interface import BlockGradient, Loss
 from backends.scripted import ScriptedBackend, ScriptedProgram
-from protocol.base.errors import BackendUnavailable, DataError, MainMemoryTooSmall, SamestepError
+from protocol.base.errors import (
+    BackendUnavailable,
+    DataError,
+    MainMemoryTooSmall,
+    SamestepError,
+    SubnormalsFlushed,
+)
 from protocol.exact.replica import Replica
 from protocol.exact.samples import SampleOrder
 from protocol.exact.tree import Node
@@ -128,6 +135,32 @@ def test_a_device_is_opened_without_a_task_and_only_trouble_is_told(device):
     device.engine.open()
     device.engine.build("run", SPEC)
     assert isinstance(device.next(), events.Built)
+
+
+def test_a_thread_that_flushes_subnormals_applies_nothing_and_its_task_is_not_built(device):
+    device.build()
+    device.engine._submit(lambda: torch.set_flush_denormal(True))
+    device.engine.apply(ONES, SCALARS)
+    failed, _ = device.until(events.DeviceFailed)
+    assert isinstance(failed.error, SubnormalsFlushed)
+    device.engine.build("next", SPEC.model_copy(update={"seed": 5}))
+    refused, _ = device.until(events.BuildFailed)
+    assert isinstance(refused.error, SubnormalsFlushed)
+    assert "the worker's thread that applies updates takes subnormal" in str(refused.error)
+
+
+def test_the_signature_says_what_threads_that_compute_do_to_subnormals(device, monkeypatch):
+    kept = device.build()
+    assert "subnormals kept" in kept.signature_text
+    monkeypatch.setattr(GatedProgram, "keeps_subnormals", lambda _: False)
+    device.engine.apply(ONES, SCALARS)
+    failed, _ = device.until(events.DeviceFailed)
+    assert "since the run began, a thread that computes gradients takes" in str(failed.error)
+    flushed = device.build(SPEC.model_copy(update={"seed": 5}))
+    assert "subnormals flushed" in flushed.signature_text
+    monkeypatch.undo()
+    assert device.build(SPEC.model_copy(update={"seed": 5})).signature == flushed.signature
+    assert device.build().signature == kept.signature != flushed.signature
 
 
 def naive_replica():
