@@ -17,6 +17,12 @@ _ALSO = (
     _aten._softmax,  # noqa: SLF001
     _aten._softmax_backward_data,  # noqa: SLF001
     _aten.addmm,
+    _aten.hardtanh,
+    _aten.hardtanh_backward,
+    _aten.elu,
+    _aten.elu_backward,
+    _aten.leaky_relu,
+    _aten.leaky_relu_backward,
     _aten.baddbmm,
     _aten.embedding_dense_backward,
     _aten.gelu,
@@ -37,9 +43,15 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     table: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
     table.update(get_decompositions(_ALSO))
     table[_aten.copy.default] = _copy
+    table[_aten.softshrink.default] = _softshrink
     table[_aten.index.Tensor] = _index
     table[_aten.index_put.default] = _index_put
     return table
+
+
+def _softshrink(x: torch.Tensor, lambd: float = 0.5) -> torch.Tensor:
+    """What is no number stays so, which torch's own turns into zero."""
+    return torch.where(x > lambd, x - lambd, torch.where(x < -lambd, x + lambd, x * 0.0))
 
 
 def _copy(

@@ -28,6 +28,8 @@ _SCALARS: Final[dict[torch.dtype, Scalar]] = {
     torch.bool: "bool",
 }
 
+HALVES: Final = frozenset({torch.float16, torch.bfloat16})
+
 STORED: Final[dict[Scalar, str]] = {"f32": "f32", "i32": "i32", "bool": "u32"}
 """The type of a buffer's elements: 4 bytes each."""
 
@@ -90,7 +92,7 @@ def literal(value: object, scalar: Scalar) -> str:
     if math.isinf(number):
         return f"infinity({'0x80000000u' if number < 0 else '0u'})"
     if math.isnan(number):
-        return "(infinity(0u) - infinity(0u))"
+        return "not_a_number(0u)"
     rounded = float(torch.tensor(number, dtype=torch.float32))
     if math.isinf(rounded):
         return literal(rounded, scalar)
@@ -98,11 +100,11 @@ def literal(value: object, scalar: Scalar) -> str:
 
 
 def converted(expression: str, have: Scalar, want: Scalar) -> str:
-    """A cast."""
+    """A cast. Of a float: what is no number is true too, and `!=` would say that it is not."""
     if have == want:
         return expression
     if want == "bool":
-        return f"({expression} != {literal(0, have)})"
+        return f"!({expression} == {literal(0, have)})"
     if have == "bool":
         return f"select({literal(0, want)}, {literal(1, want)}, {expression})"
     return f"{want}({expression})"

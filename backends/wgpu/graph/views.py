@@ -102,7 +102,13 @@ def _applied(step: fx.Node, tensor: torch.Tensor) -> torch.Tensor:
     if step.target in _RESHAPES:
         return tensor.view(shape_of(step))
     result: torch.Tensor = step.target(tensor, *step.args[1:], **step.kwargs)  # type: ignore[operator]
+    if result.untyped_storage()._cdata != tensor.untyped_storage()._cdata:  # noqa: SLF001
+        raise _NoStridesError
     return result
+
+
+class _NoStridesError(RuntimeError):
+    """Torch copies where our rule only renames, a flip say: no strides put it so."""
 
 
 def _reshape(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> Coordinates:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 import torch
@@ -25,9 +26,21 @@ _BINARY: Final[dict[Any, str]] = {
     _aten.mul.Scalar: "({0} * {1})",
     _aten.div.Tensor: "({0} / {1})",
     _aten.div.Scalar: "({0} / {1})",
+    _aten.maximum.default: "larger({0}, {1})",
+    _aten.minimum.default: "smaller({0}, {1})",
+}
+_BINARY_OF_WHOLE: Final[dict[Any, str]] = {
     _aten.maximum.default: "max({0}, {1})",
     _aten.minimum.default: "min({0}, {1})",
 }
+_BINARY_OF_TRUTH: Final[dict[Any, str]] = {
+    _aten.add.Tensor: "({0} || {1})",
+    _aten.mul.Tensor: "({0} && {1})",
+    _aten.maximum.default: "({0} || {1})",
+    _aten.minimum.default: "({0} && {1})",
+}
+_MULTIPLIED: Final = frozenset({_aten.mul.Tensor, _aten.mul.Scalar})
+_SUBTRACTED: Final = frozenset({_aten.sub.Tensor, _aten.sub.Scalar})
 _RULES_OF_TRUTH: Final[dict[Any, str]] = {
     _aten.logical_and.default: "({0} && {1})",
     _aten.logical_or.default: "({0} || {1})",
@@ -46,12 +59,12 @@ _UNARY: Final[dict[Any, str]] = {
     _aten.neg.default: "(-{0})",
     _aten.abs.default: "abs({0})",
     _aten.exp.default: "exp({0})",
-    _aten.log.default: "log({0})",
+    _aten.log.default: "logarithm({0})",
     _aten.sqrt.default: "sqrt({0})",
     _aten.rsqrt.default: "(1.0 / sqrt({0}))",  # inverseSqrt is less exact
     _aten.reciprocal.default: "(1.0 / {0})",
     _aten.sigmoid.default: "(1.0 / (1.0 + exp(-{0})))",
-    _aten.tanh.default: "tanh(clamp({0}, -15.0, 15.0))",  # some drivers overflow beyond
+    _aten.tanh.default: "hyperbolic_tangent({0})",
     _aten.erf.default: "erf({0})",
     _aten.sin.default: "sin({0})",
     _aten.cos.default: "cos({0})",
@@ -60,22 +73,39 @@ _UNARY: Final[dict[Any, str]] = {
     _aten.trunc.default: "trunc({0})",
     _aten.sign.default: "sign({0})",
     _aten.exp2.default: "exp2({0})",
-    _aten.log2.default: "log2({0})",
-    _aten.log1p.default: "log(1.0 + {0})",
-    _aten.expm1.default: "(exp({0}) - 1.0)",
+    _aten.log2.default: f"(logarithm({{0}}) * {1 / math.log(2)!r})",
+    _aten.log1p.default: "log_1_plus({0})",
+    _aten.expm1.default: "exp_minus_1({0})",
 }
+_POWERS: Final[dict[Scalar, str]] = {"f32": "power", "i32": "int_power", "bool": "power"}
+_MULTIPLIED_POWER: Final = 64
+"""Whole exponents up to it are products, which lose less than a logarithm."""
 _COMPARISONS: Final = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
 def _binary(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     scalar = scalar_of(node)
-    if scalar == "bool":
-        raise NoRule(node, "of truth values")
     one, two = (k.argument(x, at, scalar) for x in node.args[:2])
+    if scalar == "bool":
+        if node.target not in _BINARY_OF_TRUTH:
+            raise NoRule(node, "of truth values")
+        return _BINARY_OF_TRUTH[node.target].format(one, two)
     alpha: Any = node.kwargs.get("alpha", 1)
     if alpha != 1:
         two = f"({literal(alpha, scalar)} * {two})"
-    return _BINARY[node.target].format(one, two)
+    if scalar == "i32":
+        return _BINARY_OF_WHOLE.get(node.target, _BINARY[node.target]).format(one, two)
+    return _of_written_zeros(node.target, one, two) or _BINARY[node.target].format(one, two)
+
+
+def _of_written_zeros(target: Any, one: str, two: str) -> str:
+    """What a compiler would take for zero, though an operand may be infinite or no number."""
+    zeros = {literal(0.0, "f32"), literal(-0.0, "f32")}
+    if target in _MULTIPLIED and (one in zeros or two in zeros):
+        return f"times_zero({two if one in zeros else one})"
+    if target in _SUBTRACTED and one == two:
+        return f"times_zero({one})"
+    return ""
 
 
 def _unary(k: KernelText, node: fx.Node, at: Coordinates) -> str:
@@ -96,6 +126,8 @@ def _comparison(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     scalar = _compared_as(node)
     one, two = (k.argument(x, at, scalar) for x in node.args)
     name = str(node.target).split(".")[1]
+    if name == "ne":  # WGSL's is false of what is no number
+        return f"!({one} == {two})"
     return f"({one} {_COMPARISONS[name]} {two})"
 
 
@@ -114,6 +146,8 @@ def _power(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     scalar = scalar_of(node)
     x, power = k.argument(node.args[0], at, scalar), node.args[1]
     if isinstance(power, int | float):
+        if scalar == "i32":
+            return f"int_power({x}, {literal(power, scalar)})"
         if power in {2, 3, 4}:
             return "(" + " * ".join([x] * int(power)) + ")"
         if power == 0.5:
@@ -124,15 +158,27 @@ def _power(k: KernelText, node: fx.Node, at: Coordinates) -> str:
             return f"(1.0 / {x})"
         if power == 0:
             return literal(1, scalar)
-        if float(power).is_integer():
-            odd = f"select(1.0, -1.0, {x} < 0.0)" if int(power) % 2 else "1.0"
-            return f"({odd} * pow(abs({x}), {literal(power, scalar)}))"
-    return f"pow({x}, {k.argument(power, at, scalar)})"
+        if float(power).is_integer() and abs(power) <= _MULTIPLIED_POWER:
+            product = _multiplied(k, x, abs(int(power)))
+            return product if power > 0 else f"(1.0 / {product})"
+    return f"{_POWERS[scalar]}({x}, {k.argument(power, at, scalar)})"
+
+
+def _multiplied(k: KernelText, x: str, power: int) -> str:
+    """By squaring."""
+    product = ""
+    while power:
+        if power % 2:
+            product = f"({product} * {x})" if product else x
+        power //= 2
+        x = k.let(f"{x} * {x}") if power else x
+    return product
 
 
 def _power_of_number(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     scalar = scalar_of(node)
-    return f"pow({literal(node.args[0], scalar)}, {k.argument(node.args[1], at, scalar)})"
+    one, two = literal(node.args[0], scalar), k.argument(node.args[1], at, scalar)
+    return f"{_POWERS[scalar]}({one}, {two})"
 
 
 def _divide_rounding(k: KernelText, node: fx.Node, at: Coordinates) -> str:
@@ -141,7 +187,7 @@ def _divide_rounding(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     floor = node.kwargs.get("rounding_mode") == "floor" or "floor" in str(node.target)
     if scalar == "i32":
         return f"floor_div({one}, {two})" if floor else f"({one} / {two})"
-    return f"{'floor' if floor else 'trunc'}({one} / {two})"
+    return f"{'float_floor_div' if floor else 'trunc_div'}({one}, {two})"
 
 
 def _remainder(k: KernelText, node: fx.Node, at: Coordinates) -> str:
@@ -149,7 +195,7 @@ def _remainder(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     one, two = (k.argument(x, at, scalar) for x in node.args[:2])
     if scalar == "i32":
         return f"({one} - {two} * floor_div({one}, {two}))"
-    return f"({one} - {two} * floor({one} / {two}))"
+    return f"remainder({one}, {two})"
 
 
 def _where(k: KernelText, node: fx.Node, at: Coordinates) -> str:
@@ -164,16 +210,18 @@ def _clamp(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     low = node.args[1] if len(node.args) > 1 else node.kwargs.get("min")
     high = node.args[2] if len(node.args) > 2 else node.kwargs.get("max")
     text = k.argument(node.args[0], at, scalar)
+    least, most = ("larger", "smaller") if scalar == "f32" else ("max", "min")
     if low is not None:
-        text = f"max({text}, {k.argument(low, at, scalar)})"
+        text = f"{least}({text}, {k.argument(low, at, scalar)})"
     if high is not None:
-        text = f"min({text}, {k.argument(high, at, scalar)})"
+        text = f"{most}({text}, {k.argument(high, at, scalar)})"
     return text
 
 
 def _relu(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     scalar = scalar_of(node)
-    return f"max({k.argument(node.args[0], at, scalar)}, {literal(0, scalar)})"
+    name = "larger" if scalar == "f32" else "max"
+    return f"{name}({k.argument(node.args[0], at, scalar)}, {literal(0, scalar)})"
 
 
 def _converted(k: KernelText, node: fx.Node, at: Coordinates) -> str:
@@ -184,7 +232,7 @@ def _converted(k: KernelText, node: fx.Node, at: Coordinates) -> str:
 
 def _is_nan(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     x = k.argument(node.args[0], at, "f32")
-    return f"((bitcast<u32>({x}) & 0x7fffffffu) > 0x7f800000u)"
+    return f"is_nan({x})"
 
 
 def _is_infinite(k: KernelText, node: fx.Node, at: Coordinates) -> str:

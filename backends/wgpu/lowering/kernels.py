@@ -17,7 +17,15 @@ from torch import fx
 
 from backends.wgpu.graph.index import Coordinate, broadcast, plain, split
 from backends.wgpu.graph.opaque import PARTIAL
-from backends.wgpu.graph.values import NoRule, Scalar, elements_of, literal, scalar_of, shape_of
+from backends.wgpu.graph.values import (
+    HALVES,
+    NoRule,
+    Scalar,
+    elements_of,
+    literal,
+    scalar_of,
+    shape_of,
+)
 from backends.wgpu.graph.views import is_copy, is_view, strided
 from backends.wgpu.lowering.attention_operands import attention_problem
 from backends.wgpu.lowering.elementwise import ELEMENTWISE
@@ -38,6 +46,8 @@ _ROUNDS: Final = 60_000
 """Of a loop: software Vulkan ends an invocation's loops after 65,535 rounds, without a word."""
 _COOPERATIVE_TERMS: Final = 128
 """From so many terms on, a workgroup of a GPU shares the sum."""
+_SUMS: Final = MATMULS | ATTENTIONS | SCATTERS | SCANS | REDUCTIONS
+"""What torch sums in a half type in ways of its own."""
 _RULES: Final = {**ELEMENTWISE, **PLACEMENT}
 
 
@@ -84,6 +94,8 @@ class Emitter:
             NoRule: The operator has none.
         """
         target = node.target
+        if node.meta["val"].dtype in HALVES and target in _SUMS:
+            raise NoRule(node, f"in {str(node.meta['val'].dtype).removeprefix('torch.')}")
         if target in MATMULS:
             return [*self._products(node)]
         if target in ATTENTIONS:
@@ -276,7 +288,8 @@ class _Reduction:
     def fold(self, one: str, two: str) -> str:
         """Two folds as one."""
         if self.name in {"amax", "amin"}:
-            return f"{self.name[1:]}({one}, {two})"
+            name = {"amax": "larger", "amin": "smaller"}[self.name]
+            return f"{name if self.scalar == 'f32' else self.name[1:]}({one}, {two})"
         return f"({one} || {two})" if self.name == "any" else f"({one} + {two})"
 
     def result(self, folded: str) -> str:
@@ -287,9 +300,11 @@ class _Reduction:
     def serial(self, lines: Sequence[str], value: str) -> list[str]:
         """One invocation per output."""
         if "arg" in self.name:
-            better = ">" if self.name == "argmax" else "<"
+            better = f"{value} {'>' if self.name == 'argmax' else '<'} best"
+            if self.scalar == "f32":  # the first that is no number, as in torch
+                better = f"!is_nan(best) && ({better} || is_nan({value}))"
             body = [f"var best = {self.start};", "var place = 0u;", self._loop(), *lines]
-            body += [f"if ({value} {better} best) {{ best = {value}; place = r; }}", "}"]
+            body += [f"if ({better}) {{ best = {value}; place = r; }}", "}"]
             return [*body, "out[i] = i32(place);"]
         if self.part <= 2 * _TERMS or self.name not in {"sum", "mean"}:
             body = [f"var sum = {self.start};", self._loop(), *lines]

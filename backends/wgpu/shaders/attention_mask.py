@@ -54,7 +54,7 @@ def needed(problem: AttentionProblem) -> list[str]:
     if not problem.truth:
         lowest = [f"vec4f(highest[{i}])" if problem.part != "keys" else "highest" for i in range(4)]
         counted = [
-            f"({on} & ((bias{i} > vec4f({_HIDES})) | ({lowest[i]} < vec4f({_HIDES}))))"
+            f"({on} & (!(bias{i} <= vec4f({_HIDES})) | ({lowest[i]} < vec4f({_HIDES}))))"
             for i, on in enumerate(counted)
         ]
     return [

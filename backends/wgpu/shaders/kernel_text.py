@@ -7,12 +7,11 @@ coordinates where it is needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import fx
 
-from backends.wgpu.graph import threefry
 from backends.wgpu.graph.index import Coordinate, broadcast, linear
 from backends.wgpu.graph.values import (
     STORED,
@@ -25,42 +24,10 @@ from backends.wgpu.graph.values import (
     shape_of,
 )
 from backends.wgpu.graph.views import Coordinates, above, is_copy, is_view, through
+from backends.wgpu.shaders.functions import called
 from backends.wgpu.shaders.narrow import form_of
 
 Rule = Callable[["KernelText", fx.Node, Coordinates], str]
-
-INFINITY: Final = "fn infinity(sign: u32) -> f32 { return bitcast<f32>(0x7f800000u | sign); }"
-# Rational approximation of erf on [-4, 4], beyond which it is 1 in float32, as in Eigen
-# (MathFunctionsImpl.h).
-ERF: Final = """\
-fn erf(given: f32) -> f32 {
-  let x = clamp(given, -4.0, 4.0);
-  let s = x * x;
-  var p = -2.72614225801306e-10;
-  p = fma(p, s, 2.77068142495902e-08);
-  p = fma(p, s, -2.10102402082508e-06);
-  p = fma(p, s, -5.69250639462346e-05);
-  p = fma(p, s, -7.34990630326855e-04);
-  p = fma(p, s, -2.95459980854025e-03);
-  p = fma(p, s, -1.60960333262415e-02);
-  var q = -1.45660718464996e-05;
-  q = fma(q, s, -2.13374055278905e-04);
-  q = fma(q, s, -1.68282697438203e-03);
-  q = fma(q, s, -7.37332916720468e-03);
-  q = fma(q, s, -1.42647390514189e-02);
-  return x * p / q;
-}"""
-HELPERS: Final[Mapping[str, str]] = {
-    "infinity(": INFINITY,
-    "erf(": ERF,
-    "threefry(": threefry.SHADER,
-    "floor_div(": """\
-fn floor_div(a: i32, b: i32) -> i32 {
-  let q = a / b;
-  return select(q, q - 1, (a % b != 0) && ((a < 0) != (b < 0)));
-}""",
-}
-"""Functions that a kernel gets if its text calls them."""
 
 
 class KernelText:
@@ -128,7 +95,7 @@ class KernelText:
         if rule is None:
             raise NoRule(node)
         sized = [c.sized(size) for c, size in zip(coordinates, shape_of(node), strict=True)]
-        return self.let(rule(self, node, sized))
+        return self.let(rounded(rule(self, node, sized), node))
 
     def _element(self, node: fx.Node, coordinates: Coordinates) -> str:
         if node in self._folded and elements_of(node) == 1:
@@ -155,7 +122,7 @@ class KernelText:
         )
         if "shared_sums[" in text:
             declared.append(f"var<workgroup> shared_sums: array<{output}, 64>;")
-        helpers = [source for call, source in HELPERS.items() if call in text]
+        helpers = called(text)
         helpers += [
             form.one(f"{name}_at", name)
             for node, name in self.buffers.items()
@@ -176,3 +143,10 @@ def _held(node: fx.Node) -> str:
 def stored(expression: str, scalar: Scalar) -> str:
     """A value as its buffer keeps it."""
     return f"select(0u, 1u, {expression})" if scalar == "bool" else expression
+
+
+def rounded(expression: str, node: fx.Node) -> str:
+    """A result as its type holds it: the device computes all floats in float32."""
+    cast = {torch.float16: "to_float16", torch.bfloat16: "to_bfloat16"}
+    name = cast.get(node.meta["val"].dtype)
+    return f"{name}({expression})" if name else expression

@@ -267,3 +267,35 @@ def test_long_reductions_lose_little(device, cooperative):
         on_device(device, lambda x: x.argmax(1), (x,))
     for one, other in zip(got, function(x.double()), strict=True):
         torch.testing.assert_close(one, other.to(one.dtype), rtol=1e-6, atol=0.0)
+
+
+def test_products_and_layers_read_what_no_strides_say(device):
+    """What is flipped, rolled, repeated, windowed or expanded, on either side and as a result."""
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        both = torch.cat([x, x], 1)
+        return (
+            x.flip(0) @ y,
+            y @ x.flip(1).transpose(0, 1).flip(0),
+            x.flip(0, 1),
+            x.expand(3, 4, 4).flip(2) @ y[None].expand(3, 4, 4).flip(1),
+            both[:, 1::2] @ y.flip(1)[:, ::2],
+            torch.cat([x[1:], x[:1]]) @ y,
+            y[:, None].expand(4, 2, 4).reshape(4, 8) @ both.flip(1).transpose(0, 1),
+            y.flip(0).flip(0) @ x,
+        )
+
+    agree(device, function, drawn(4, 4), drawn(4, 4, seed=1))
+
+
+def test_gradients_of_running_sums_and_flips(device):
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        both = torch.cat([x @ y, x.flip(1) @ y], 1)
+        return (both.cumsum(1) * both).sum() + (x.cumsum(0) @ y).square().sum()
+
+    given = drawn(5, 4), drawn(4, 4, seed=1)
+    got = gradients_on_device(device, function, given)
+    leaves = [x.clone().requires_grad_() for x in given]
+    expected = torch.autograd.grad(function(*leaves), leaves)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=RTOL, atol=ATOL)

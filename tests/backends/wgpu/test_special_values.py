@@ -1,0 +1,137 @@
+"""Numbers at the edges: what is no number, infinities, zeros, the very small, half types.
+
+The promise that a loss that is no number stops the run rests on none being dropped on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from backends.wgpu.graph.values import NoRule
+from tests.backends.wgpu.on_device import on_device
+
+NAN, INF = torch.nan, torch.inf
+EDGES = torch.tensor(
+    [
+        *(NAN, INF, -INF, 0.0, -0.0, 1.0, -1.0, 0.5, 2.0, -3.0, 1e-9, -1e-9, 1e30, -1e30, 88.0),
+        *(-88.0, 20.0, -20.0, 3.7, -3.7, 16777217.0, 0.1, -2.5, 1.5, 0.9999),
+    ]
+)
+Functions = Mapping[str, Callable[..., torch.Tensor]]
+
+
+def assert_alike(device: Any, functions: Functions, *given: torch.Tensor) -> None:
+    """Within rounding, each of them."""
+    found = on_device(device, lambda *x: tuple(f(*x) for f in functions.values()), given)
+    for (name, function), got in zip(functions.items(), found, strict=True):
+        expected = function(*given)
+        assert got.dtype == expected.dtype, name
+        close = torch.isclose(got, expected, rtol=5e-6, atol=1e-37, equal_nan=True)
+        assert close.all(), (name, [x[~close][:3] for x in (*given, got, expected) if x.shape])
+
+
+def powers(*exponents: float) -> Functions:
+    return {f"to the {p}": lambda x, p=p: x**p for p in exponents}
+
+
+OF_ONE: Functions = {
+    **{name: getattr(torch, name) for name in ("exp", "log", "log1p", "expm1", "tanh", "erf")},
+    **{name: getattr(torch, name) for name in ("relu", "sign", "abs", "sigmoid", "sqrt", "log2")},
+    **{
+        name: getattr(functional, name)
+        for name in ("silu", "softplus", "logsigmoid", "relu6", "hardsigmoid", "softshrink")
+    },
+    "clamp": lambda x: x.clamp(-1, 1),
+    "clamp from below": lambda x: x.clamp(min=-1),
+    "as truth": lambda x: x.bool(),
+    "differs": lambda x: x != 0,
+    "times zero": lambda x: x * 0.0,
+    "less itself": lambda x: x - x,
+    "where": lambda x: torch.where(x > 0, x, NAN),
+    "remainder": lambda x: x % -1.5,
+    "floor division": lambda x: x // 0.1,
+    "division of a number": lambda x: 1.0 // torch.where(x == 0, 1, x),
+    "division cut off": lambda x: torch.div(x, 0.3, rounding_mode="trunc"),
+    "power of a number": lambda x: 0.5**x,
+    "float16": lambda x: x.half(),
+    "float16 and back": lambda x: x.half().float() * 3,
+    "bfloat16": lambda x: x.bfloat16().float(),
+    "a bfloat16 product": lambda x: (x.bfloat16() * 0.1).float(),
+    **powers(0, 2, 3, 5, -1, -2, -3, 0.5, 1.5, 10),
+}
+OF_TWO: Functions = {
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "power": torch.pow,
+    "clamp": lambda x, y: x.clamp(min=y),
+    "differs": lambda x, y: x != y,
+    "remainder": lambda x, y: torch.remainder(x, torch.where(y == 0, 1, y)),
+    "floor division": torch.floor_divide,
+}
+FOLDS: Functions = {
+    **{
+        name: lambda x, name=name: getattr(x, name)(-1)
+        for name in ("amax", "amin", "argmax", "argmin", "any", "all", "logsumexp", "softmax")
+    },
+    "softmax of one": lambda x: x[..., :1].softmax(-1),
+    "of all": lambda x: x.amax(),
+}
+
+
+def test_functions_of_one(device):
+    assert_alike(device, OF_ONE, EDGES)
+
+
+def test_functions_of_two(device):
+    ordinary = EDGES.where(EDGES.abs() != 1e-9, 7.0)  # a power of it is at the edge of the edges
+    count = len(EDGES)
+    assert_alike(device, OF_TWO, ordinary.repeat_interleave(count), ordinary.repeat(count))
+
+
+@pytest.mark.parametrize("cooperative", [False, True])
+def test_folds(device, cooperative):
+    rows = torch.randn((6, 200), generator=torch.Generator().manual_seed(0))
+    rows[0, 70], rows[1, 3], rows[2, 199], rows[3] = NAN, INF, -INF, -INF
+    rows[4, 0], rows[4, 1] = NAN, INF
+    found = on_device(
+        device, lambda x: tuple(f(x) for f in FOLDS.values()), (rows,), cooperative=cooperative
+    )
+    for (name, function), got in zip(FOLDS.items(), found, strict=True):
+        assert torch.allclose(got, function(rows), rtol=1e-5, equal_nan=True), name
+
+
+def attended(places: Sequence[tuple[int, float]]) -> list[torch.Tensor]:
+    """Queries, keys, values and an added mask, some with a special value."""
+    draws = torch.Generator().manual_seed(1)
+    given = [torch.randn((1, 2, 40, 8), generator=draws) for _ in range(3)]
+    given.append(torch.zeros(1, 1, 40, 40))
+    for place, value in places:
+        given[place][0, 0, 3, 5] = value
+    return given
+
+
+@pytest.mark.parametrize("cooperative", [False, True])
+@pytest.mark.parametrize("place", range(4))
+def test_attention(device, cooperative, place):
+    """Fused as on a card, and written out."""
+    given = attended([(place, NAN)])
+    (got,) = on_device(
+        device,
+        functional.scaled_dot_product_attention,
+        given,
+        cooperative=cooperative,
+    )
+    query, key, value, mask = given
+    expected = functional.scaled_dot_product_attention(query, key, value, mask)
+    assert torch.equal(got.isnan(), expected.isnan())
+
+
+def test_a_product_in_a_half_type_is_refused(device):
+    """Its sums would be rounded otherwise."""
+    with pytest.raises(NoRule, match=r"mm.default.*bfloat16"):
+        on_device(device, lambda x: (x.bfloat16() @ x.bfloat16()).float(), (torch.ones(4, 4),))
