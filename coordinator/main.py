@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from coordinator.disk.artifacts import write_json
-from coordinator.files.blob_index import index_blobs
+from coordinator.files.blob_index import BlobIndex, index_blobs
 from coordinator.local_workers import LocalWorkers
 from coordinator.members.invitation import invitation, status_line
 from coordinator.members.listening import is_loopback
@@ -80,6 +80,8 @@ def main(options: Options) -> int:
 async def _serve(options: Options, journal: SystemJournal | None) -> int:
     directory = _directory(options)
     alone = options.resume and RunDirectory(directory).run_file.exists()
+    # Before anything is made: a mistake in the data leaves nothing behind.
+    blobs = index_blobs(options.spec) if options.spec is not None and not alone else None
     service = Service(
         Settings(
             bind=options.bind,
@@ -98,7 +100,7 @@ async def _serve(options: Options, journal: SystemJournal | None) -> int:
     await service.start()
     try:
         await control.start(*options.control)
-        queued = _queue(options, service, console)
+        queued = _queue(options, service, console, blobs)
     except SamestepError:
         await service.stop()
         await control.stop()
@@ -155,12 +157,12 @@ def new_directory(name: str) -> Path:
     return path
 
 
-def _queue(options: Options, service: Service, console: Console) -> bool:
+def _queue(options: Options, service: Service, console: Console, blobs: BlobIndex | None) -> bool:
     """Queue what the command line asks for; False if that has finished already."""
     directory = service.settings.directory
     if not options.resume:
         if options.spec is not None:
-            service.submit(options.spec, directory, index_blobs(options.spec))
+            service.submit(options.spec, directory, blobs)
         return True
     if RunDirectory(directory).run_file.exists():
         if service.take_up(directory, options.spec) is not None:
@@ -169,7 +171,7 @@ def _queue(options: Options, service: Service, console: Console) -> bool:
         console.print(Text(told), soft_wrap=True)
         return False
     if options.spec is not None:
-        service.submit(options.spec, directory, index_blobs(options.spec))
+        service.submit(options.spec, directory, blobs)
         return True
     for found in unfinished_runs(directory):
         try:

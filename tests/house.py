@@ -24,6 +24,7 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
     "protocol": (),
     "protocol.base": (),
     "protocol.spec": ("protocol.base",),
+    "protocol.data": ("protocol.base", "protocol.spec"),
     "protocol.exact": ("protocol.base", "protocol.spec"),
     "protocol.wire": ("protocol", "protocol.base", "protocol.spec", "protocol.exact"),
     "protocol.host": ("protocol", "protocol.base"),
@@ -31,7 +32,7 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
     "coordinator.disk": _LOGIC,
     "coordinator.storage": (*_LOGIC, "coordinator.run", "coordinator.disk"),
     "coordinator.members": _SHELL,
-    "coordinator.files": (*_LOGIC, "coordinator.disk"),
+    "coordinator.files": (*_LOGIC, "protocol.data", "coordinator.disk"),
     "coordinator.service": (
         *_SHELL, "coordinator.run", "coordinator.disk", "coordinator.storage",
         "coordinator.members", "coordinator.files",
@@ -48,9 +49,9 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
     "coordinator": ("*",),
     "worker.logic": (*_LOGIC, "backends.base"),
     "worker.joining": _SHELL,
-    "worker.data": (*_LOGIC, "backends.base"),
+    "worker.data": (*_LOGIC, "protocol.data", "backends.base"),
     "worker.models": (*_LOGIC, "protocol.host", "backends.base", "worker.data"),
-    "worker.tasks": (*_LOGIC, "backends.base", "worker.data", "worker.models"),
+    "worker.tasks": (*_LOGIC, "protocol.data", "backends.base", "worker.data", "worker.models"),
     "worker.shell": (
         *_SHELL, "backends.base", "worker.logic", "worker.joining", "worker.tasks",
     ),

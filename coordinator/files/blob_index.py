@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from protocol.base.errors import DataError
+from protocol.data.data_check import check_data
 from protocol.spec.blob_list import BlobFile, BlobList, BlobSource, document_digest
 from protocol.spec.file_digest import file_digest
 from protocol.spec.run_files import ROLES, SourceFiles, source_files
@@ -49,10 +50,11 @@ def index_blobs(spec: RunSpec) -> BlobIndex | None:
     """Find and hash every file that the run spec names; None if it names none.
 
     Raises:
-        DataError: One is missing, cannot be read, or cannot be sent to workers.
+        DataError: One is missing, cannot be read or sent to workers, or holds no usable data.
     """
     blobs: dict[str, Blob] = {}
     found = [files for role in ROLES if (files := source_files(spec, role)) is not None]
+    check_data(spec)
     if not found:
         return None
     listed = tuple(_hash(files, blobs) for files in found)

@@ -92,10 +92,14 @@ class RunDirectory:
             StorageFailed: The disk refuses.
         """
         if self.run_file.exists():
-            raise UsageError(
-                f"{str(self.path)!r} holds a run already: go on with it (--resume), or choose "
-                "another directory"
-            )
+            if self.manifest_file.exists() or self.log.exists() or self.checkpoints.exists():
+                raise UsageError(
+                    f"{str(self.path)!r} holds a run already: go on with it (--resume), or choose "
+                    "another directory"
+                )
+            with storing("remove what is left of a run that never began in", self.path):
+                for left in (self.journal, self.files_file, self.terms_file, self.result_file):
+                    left.unlink(missing_ok=True)
         with storing("make", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         document = {

@@ -26,6 +26,7 @@ _TOKENIZER: Final = (
     "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
     "vocab.txt",
 )  # fmt: skip
+_VOCABULARIES: Final = ("tokenizer.json", "vocab.json", "vocab.txt")
 _TOKENIZER_SUFFIXES: Final = (".model", ".spm", ".tiktoken")
 _WEIGHTS: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
@@ -66,7 +67,13 @@ def source_files(spec: RunSpec, role: Role) -> SourceFiles | None:
     if not found.is_dir():
         return None
     names = _model_files(found, source) if role == "model" else []
-    names += _tokenizer_files(found)
+    tokenizer = _tokenizer_files(found)
+    if (role == "tokenizer" or spec.tokenizer is None) and not _has_vocabulary(tokenizer):
+        raise DataError(
+            f"expected a tokenizer in {source!r}, found no vocabulary; put the model's "
+            "tokenizer.json (or vocab.txt, tokenizer.model) there"
+        )
+    names += tokenizer
     return SourceFiles(role, source, "directory", tuple((n, found / n) for n in sorted(set(names))))
 
 
@@ -126,6 +133,10 @@ def _shards(index: Path) -> Sequence[str]:
 def _tokenizer_files(directory: Path) -> list[str]:
     suffixed = (p.name for p in directory.iterdir() if p.suffix in _TOKENIZER_SUFFIXES)
     return [name for name in (*_TOKENIZER, *suffixed) if (directory / name).is_file()]
+
+
+def _has_vocabulary(names: Sequence[str]) -> bool:
+    return any(n in _VOCABULARIES or n.endswith(_TOKENIZER_SUFFIXES) for n in names)
 
 
 def _name(name: str) -> str:

@@ -6,7 +6,9 @@ is imported or run.
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 import sysconfig
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +23,7 @@ PYTHON_STDLIB: Final = "python-stdlib"
 """The modules at the top of Python's own library: some 4.7 MB of text that is always there."""
 GGUF: Final = ".gguf"
 _WEIGHTS_SUFFIXES: Final = (".safetensors",)
+_MODEL_SUFFIXES: Final = (GGUF, *_WEIGHTS_SUFFIXES)
 
 
 def package_files(distribution: str) -> list[Path]:
@@ -62,9 +65,28 @@ def model_source(source: str) -> str:
         return str(found[0])
     if path.is_file() and path.suffix == GGUF:
         return str(path)
-    if path.exists() or path.is_absolute() or source.startswith((".", "~")):
-        raise DataError(f"expected a model's directory at {source!r}, found none")
+    if path.exists() or not _is_hub_name(source):
+        near = difflib.get_close_matches(path.name, _models_in(path.parent), n=1)
+        hint = f"; did you mean {str(path.with_name(near[0]))!r}?" if near else ""
+        raise DataError(f"expected a model's directory at {source!r}, found none{hint}")
     return source
+
+
+def _is_hub_name(source: str) -> bool:
+    """Whether it can be one, and is not meant as a path: no models lie in a directory of its name.
+
+    A hub name is `name` or `organisation/name`.
+    """
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source) or source.endswith(_MODEL_SUFFIXES):
+        return False
+    return "/" not in source or not _models_in(Path(source).parent)
+
+
+def _models_in(directory: Path) -> list[str]:
+    try:
+        return [path.parent.name for path in directory.glob("*/config.json")]
+    except OSError:
+        return []
 
 
 def text_source(source: str) -> Path:
@@ -82,8 +104,18 @@ def text_source(source: str) -> Path:
             )
         return found[0]
     path = Path(os.path.expanduser(source))  # noqa: PTH111  (leaves an unknown ~name as it is)
+    if path.is_dir():
+        inside = sorted(each for each in path.iterdir() if each.suffix in TEXT_SUFFIXES)
+        named = inside[0] if inside else path / "FILE.jsonl"
+        there = ", ".join(each.name for each in inside[:10]) or "none of them"
+        raise DataError(
+            f"expected one {', '.join(TEXT_SUFFIXES)} file, got the directory {source!r} with "
+            f"{there} in it; name the file: --set data.train={named}"
+        )
     if not path.is_file():
-        raise DataError(f"expected a data file at {source!r}, found none")
+        raise DataError(
+            f"expected a data file at {source!r}, found none; name it: --set data.train=FILE"
+        )
     return path
 
 

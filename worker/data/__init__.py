@@ -1,4 +1,4 @@
-"""Text and samples as they are read from files: checked, without duplicates, split.
+"""Which samples are held out, and digests of what was read.
 
-Imports nothing else of the worker. Start with `text_file`.
+Imports nothing else of the worker. Start with `holdout`.
 """

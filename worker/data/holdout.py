@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.base import draws
+from protocol.data.data_check import held_out
 from protocol.exact.samples import permutation
 
 
@@ -22,7 +23,7 @@ def split(keys: Sequence[str], seed: int, fraction: float) -> tuple[list[int], l
         seed: The run's seed.
         fraction: How much is held out, in [0, 1).
     """
-    count = min(round(len(keys) * fraction), len(keys) - 1)
+    count = held_out(len(keys), fraction)
     ranked = sorted(range(len(keys)), key=lambda i: (draws.key_of(seed, "holdout", keys[i]), i))
     return sorted(ranked[count:]), sorted(ranked[:count])
 

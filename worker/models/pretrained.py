@@ -10,12 +10,16 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+import socket
+import urllib.parse
+import urllib.request
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import huggingface_hub
 import numpy as np
 import torch
 import transformers
@@ -32,6 +36,7 @@ from worker.models import main_memory
 
 _DEVIATION: Final = 0.02
 """Of new weights, where the model's configuration names none (BERT's own)."""
+_HUB_TIMEOUT_S: Final = 5.0
 _ERRORS: Final = (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError)
 """What transformers raises for a source or a configuration that it cannot use."""
 
@@ -157,8 +162,34 @@ def locate(source: str) -> tuple[str, dict[str, Any]]:
     keywords: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     if found.endswith(sources.GGUF):
         return str(Path(found).parent), keywords | {"gguf_file": Path(found).name}
-    keywords["local_files_only"] = os.path.isdir(found)  # noqa: PTH112  (a hub name is no path)
+    keywords["local_files_only"] = os.path.isdir(found) or not _hub_answers(found)  # noqa: PTH112
     return found, keywords
+
+
+def _hub_answers(name: str) -> bool:
+    """Asked once and shortly: the hub's own library tries for a minute, and says so line by line.
+
+    Raises:
+        DataError: It does not answer, and nothing of that name was fetched before.
+    """
+    address = urllib.parse.urlsplit(huggingface_hub.constants.ENDPOINT)
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        reason = "HF_HUB_OFFLINE is set"
+    elif urllib.request.getproxies().get(address.scheme):
+        return True
+    else:
+        port = address.port or (443 if address.scheme == "https" else 80)
+        try:
+            with socket.create_connection((address.hostname or "", port), timeout=_HUB_TIMEOUT_S):
+                return True
+        except OSError as error:
+            reason = error.strerror or str(error)
+    if not isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+        raise DataError(
+            f"cannot fetch the model {name!r}: the hub at {address.hostname} does not answer "
+            f"({reason}); give a model's directory: --set model.source=DIR"
+        )
+    return False
 
 
 def refusal(what: str, source: str, error: Exception) -> DataError:
@@ -176,6 +207,7 @@ def quiet() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # What one of these libraries tells the other is nothing a user can act on.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
+    huggingface_hub.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 from backends.base.interface import Array, Batch, Sums, Trainable
+from protocol.data.text_corpus import read_text_corpus
 from protocol.spec.manifest import Manifest, Metric
 from protocol.spec.run_spec import RunSpec, TokenizerSpec
 from worker.data import holdout
 from worker.data.digest import digest_arrays
-from worker.data.text_corpus import read_text_corpus
 from worker.models import pretrained
 from worker.models.blocks import cut_into_blocks
 from worker.models.full_export import export_in_full
@@ -80,7 +80,8 @@ class CausalLM:
         assert spec.model is not None
         assert spec.data is not None
         corpus = read_text_corpus(spec.data)
-        train, held_out = corpus.split(spec.seed, spec.data.holdout)
+        parts = holdout.split(corpus.documents, spec.seed, spec.data.holdout)
+        train, held_out = ([corpus.documents[n] for n in part] for part in parts)
         tokenizer = _tokenizer(spec, train)
         loaded = _model(spec, tokenizer)
         streams = [encode_stream(tokenizer, texts) for texts in (train, held_out) if texts]

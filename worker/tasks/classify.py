@@ -15,12 +15,12 @@ from torch import nn
 
 from backends.base.interface import Array, Batch, Sums, Trainable
 from protocol.base.errors import DataError
+from protocol.data.labelled_text import LabelledText, read_labelled_text
 from protocol.exact.samples import permutation
 from protocol.spec.manifest import Block, Export, Manifest
 from protocol.spec.run_spec import ClassWeights, LoraSpec, ModelSpec, RunSpec
 from worker.data import holdout
 from worker.data.digest import digest_arrays
-from worker.data.labelled_text import LabelledText, read_labelled_text
 from worker.models import pretrained
 from worker.models.blocks import cut_into_blocks
 from worker.models.full_export import export_in_full
@@ -96,7 +96,7 @@ class Classify:
         assert spec.model.source is not None
         assert spec.data is not None
         data = read_labelled_text(spec.data)
-        train, held_out = data.split(spec.seed, spec.data.holdout)
+        train, held_out = holdout.split(data.texts, spec.seed, spec.data.holdout)
         tokenizer = load_tokenizer(spec.model.source)
         self._padding = int(tokenizer.pad_token_id)
         classifier = Classifier.load(spec.model, spec.lora, data.names, self._padding, spec.seed)
@@ -201,7 +201,7 @@ def class_weights(
         names: Of the classes, in the order of their numbers.
 
     Raises:
-        DataError: A name is no class, or a class has no training sample to balance.
+        DataError: A class has no training sample to balance.
     """
     if asked is None:
         return None
@@ -212,12 +212,6 @@ def class_weights(
                 f"cannot balance classes: no training sample of {names[int(counts.argmin())]!r}"
             )
         return (len(labels) / (len(names) * counts)).astype(np.float32)
-    unknown = sorted(asked.keys() - set(names))
-    if unknown:
-        raise DataError(
-            f"expected labels in data.class_weights, got {unknown[0]!r}; "
-            f"there are {', '.join(names[:10])}"
-        )
     return np.array([asked.get(name, 1.0) for name in names], np.float32)
 
 

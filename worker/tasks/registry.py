@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from protocol.base.errors import DataError
+from protocol.data.data_check import check_samples
 from protocol.spec.run_spec import TASK_SECTIONS, RunSpec
 from worker.tasks.base import Task
 
@@ -19,12 +20,7 @@ def build(spec: RunSpec) -> Task:
     # Progress bars are not for a log. Read when the libraries are imported.
     os.environ.setdefault("TQDM_DISABLE", "1")
     task = _build_own(spec) if spec.task not in TASK_SECTIONS else _build_known(spec)
-    samples = task.manifest.train_samples
-    if samples < spec.batch.microbatch:
-        raise DataError(
-            f"expected at least {spec.batch.microbatch} training samples, a microbatch, "
-            f"got {samples}; give more data or lower batch.microbatch"
-        )
+    check_samples(task.manifest.train_samples, spec)
     return task
 
 

@@ -189,6 +189,17 @@ def test_a_run_and_its_manifest_come_back(tmp_path):
         directory.settle(MANIFEST.model_copy(update={"train_samples": 11}))
 
 
+def test_a_run_that_never_began_leaves_its_directory_free(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.begin(RUN_ID, SPEC)
+    directory.journal.write_text("of the first\n")
+    directory.begin("second", SPEC)
+    stored = directory.read_run()
+    assert stored is not None
+    assert stored.run_id == "second"
+    assert not directory.journal.exists()
+
+
 def test_nothing_that_a_run_keeps_can_be_the_name_of_an_export(tmp_path):
     """Nor what is written beside it."""
     directory = RunDirectory(tmp_path)

@@ -55,7 +55,7 @@ def test_of_a_model_only_what_a_task_reads(tmp_path):
 
 
 def test_a_model_in_shards_has_those_of_its_index(tmp_path):
-    put(tmp_path, "config.json", "a-1.safetensors", "a-2.safetensors", "b.safetensors")
+    put(tmp_path, "config.json", "a-1.safetensors", "a-2.safetensors", "b.safetensors", "vocab.txt")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "a-2.safetensors", "y": "a-1.safetensors"}}))
     assert names(model(tmp_path)) == [
@@ -63,6 +63,7 @@ def test_a_model_in_shards_has_those_of_its_index(tmp_path):
         "a-2.safetensors",
         "config.json",
         index.name,
+        "vocab.txt",
     ]
     for hostile in ("../../secret", "sub/x.safetensors", "/etc/passwd", "missing.safetensors"):
         index.write_text(json.dumps({"weight_map": {"x": hostile}}))
@@ -70,6 +71,12 @@ def test_a_model_in_shards_has_those_of_its_index(tmp_path):
             model(tmp_path)
     index.write_text("[]")
     with pytest.raises(DataError, match="cannot read the index of weights"):
+        model(tmp_path)
+
+
+def test_a_model_without_its_tokenizer_is_found_at_once(tmp_path):
+    put(tmp_path, "config.json", "model.safetensors", "tokenizer_config.json")
+    with pytest.raises(DataError, match=r"expected a tokenizer in .*tokenizer\.json"):
         model(tmp_path)
 
 

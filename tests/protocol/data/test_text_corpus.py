@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.base.errors import DataError
+from protocol.data.text_corpus import LONE_FILE_CHARACTERS, TextCorpus, _pieces, read_text_corpus
 from protocol.spec.run_spec import DataSpec
-from worker.data.text_corpus import LONE_FILE_CHARACTERS, TextCorpus, _pieces, read_text_corpus
 
 
 @pytest.fixture
@@ -57,9 +57,6 @@ def test_pythons_own_modules_are_there():
     corpus = read_text_corpus(DataSpec(train="python-stdlib"))
     assert len(corpus.documents) > 100
     assert any("def dumps(" in document for document in corpus.documents)
-    train, held_out = corpus.split(7, 0.1)
-    assert len(held_out) == round(0.1 * len(corpus.documents))
-    assert not set(train) & set(held_out)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +66,7 @@ def test_pythons_own_modules_are_there():
         ({}, "none.txt", "expected a data file"),
         ({"a.txt": " \n "}, "a.txt", "expected text"),
         ({"a.txt": b"x\xff"}, "a.txt", "not UTF-8 at byte 1"),
-        ({"a.jsonl": '{"body": "x"}'}, "a.jsonl", "a column 'text'.*line 1.*'body'"),
+        ({"a.jsonl": '{"body": "x"}'}, "a.jsonl", "a column 'text'.*line 1.*set data.text=body"),
         ({"a.jsonl": '{"text": 3}'}, "a.jsonl", "line 1: expected text, got int"),
         ({"a.jsonl": "{"}, "a.jsonl", "line 1 is not JSON"),
     ],

@@ -1,0 +1,44 @@
+"""Looks at a run's data before any worker is asked: mistakes show in seconds, where they were made.
+
+Only the tasks that read text are looked at; a worker checks the same once more, with its tokenizer.
+"""
+
+from __future__ import annotations
+
+from protocol.base.errors import DataError
+from protocol.data.labelled_text import read_labelled_text
+from protocol.data.text_corpus import documents
+from protocol.spec.run_spec import RunSpec
+
+
+def check_data(spec: RunSpec) -> None:
+    """Read all of it, and keep nothing.
+
+    Raises:
+        DataError: It cannot be used, with the place and what to set.
+    """
+    if spec.data is None:
+        return
+    if spec.task == "classify":
+        samples = len(read_labelled_text(spec.data).texts)
+        check_samples(samples - held_out(samples, spec.data.holdout), spec)
+    elif spec.task == "causal-lm" and not [1 for text in documents(spec.data) if text.strip()]:
+        raise DataError(f"expected text in {spec.data.train!r}, found none")
+
+
+def check_samples(train_samples: int, spec: RunSpec) -> None:
+    """See that there is a microbatch of training samples.
+
+    Raises:
+        DataError: There is not.
+    """
+    if train_samples < spec.batch.microbatch:
+        raise DataError(
+            f"expected at least {spec.batch.microbatch} training samples, a microbatch, got "
+            f"{train_samples}; give more data, or lower it: --set batch.microbatch={train_samples}"
+        )
+
+
+def held_out(samples: int, fraction: float) -> int:
+    """How many samples are held out; at least one stays for training."""
+    return min(round(samples * fraction), samples - 1)

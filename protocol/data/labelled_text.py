@@ -1,0 +1,219 @@
+"""Labelled text out of a JSONL, CSV or TSV file: read, checked, duplicates removed.
+
+What parts the cells of a table is seen from its header, whatever the file's name ends with. A TSV
+file may come without a header if it has two columns, label first, as the SMS Spam Collection has;
+the columns asked for are then `text` and `label`.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from protocol.base.errors import DataError
+from protocol.data.text_file import check_columns, json_records, read_lines
+from protocol.spec import sources
+from protocol.spec.run_spec import DataSpec
+
+LABELS: Final = 1_000
+LABEL_CHARACTERS: Final = 90
+_TAB: Final = "\t"
+_DELIMITERS: Final = (",", _TAB, ";", "|")
+_HEADERLESS: Final = ("label", "text")
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledText:
+    """Texts with their labels as numbers into `names`; no text comes twice."""
+
+    texts: tuple[str, ...]
+    labels: tuple[int, ...]
+    names: tuple[str, ...]
+    duplicates: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    line: int
+    text: str
+    label: str
+
+
+def read_labelled_text(spec: DataSpec) -> LabelledText:
+    """Read what the run spec names.
+
+    Rows with the same text (spaces at both ends apart) and label count once. Labels are numbered
+    by name; if all of them are whole numbers, by value.
+
+    Raises:
+        DataError: The file is not there, not UTF-8, empty, lacks a column, a label or a class, or
+            gives one text two labels.
+    """
+    path = sources.text_source(spec.train)
+    seen: dict[str, _Row] = {}
+    rows = 0
+    for row in _rows(path, spec):
+        first = seen.setdefault(row.text, row)
+        rows += 1
+        if first.label != row.label:
+            raise DataError(
+                f"{str(path)!r} line {row.line}: expected the label {first.label!r} that line "
+                f"{first.line} gives to the same text, got {row.label!r}; keep one of them"
+            )
+    if not seen:
+        raise DataError(f"expected samples in {str(path)!r}, found none")
+    names = _label_names({row.label for row in seen.values()}, spec, path)
+    number = {name: index for index, name in enumerate(names)}
+    labels = tuple(number[row.label] for row in seen.values())
+    return LabelledText(tuple(seen), labels, names, rows - len(seen))
+
+
+def _label_names(found: set[str], spec: DataSpec, path: Path) -> tuple[str, ...]:
+    if len(found) < 2:
+        raise DataError(
+            f"expected at least 2 labels in {str(path)!r}, found only {min(found)!r}; add samples "
+            "of another class, or name the label's column: --set data.label=COLUMN"
+        )
+    if len(found) > LABELS or max(map(len, found)) > LABEL_CHARACTERS:
+        raise DataError(
+            f"expected at most {LABELS} labels of {LABEL_CHARACTERS} characters in {str(path)!r}, "
+            f"found {len(found)}; is {spec.label!r} the label's column? --set data.label=COLUMN"
+        )
+    if spec.num_classes is not None and spec.num_classes != len(found):
+        raise DataError(
+            f"expected {spec.num_classes} labels (data.num_classes) in {str(path)!r}, "
+            f"found {len(found)}: {', '.join(sorted(found)[:10])}"
+        )
+    if isinstance(spec.class_weights, dict) and (unknown := {*spec.class_weights} - found):
+        raise DataError(
+            f"expected labels in data.class_weights, got {min(unknown)!r}; "
+            f"there are {', '.join(sorted(found)[:10])}"
+        )
+    if all(name.isascii() and name.removeprefix("-").isdigit() for name in found):
+        return tuple(sorted(found, key=lambda name: (int(name), name)))
+    return tuple(sorted(found))
+
+
+def _rows(path: Path, spec: DataSpec) -> Iterator[_Row]:
+    if path.suffix == ".jsonl":
+        return _json_rows(path, spec)
+    if path.suffix in (".csv", ".tsv"):
+        return _table_rows(path, spec)
+    known = ", ".join(sources.TEXT_SUFFIXES)
+    raise DataError(f"expected a file that ends with one of {known}, got {str(path)!r}")
+
+
+def _json_rows(path: Path, spec: DataSpec) -> Iterator[_Row]:
+    wanted = {"text": spec.text, "label": spec.label}
+    for number, record in json_records(path):
+        check_columns(path, number, list(record), wanted)
+        yield _row(path, number, record[spec.text], record[spec.label])
+
+
+def _table_rows(path: Path, spec: DataSpec) -> Iterator[_Row]:
+    lines = read_lines(path)
+    rows = _cells(path, lines, _delimiter(path, lines, spec))
+    if not rows:
+        return
+    header, body = _header(path, rows, spec)
+    text, label = header.index(spec.text), header.index(spec.label)
+    for number, row in body:
+        yield _row(path, number, row[text], row[label])
+
+
+def _delimiter(path: Path, lines: Sequence[str], spec: DataSpec) -> str:
+    """What parts the header into the columns asked for; without them what the name says."""
+    usual = _TAB if path.suffix == ".tsv" else ","
+    first = next((line for line in lines if line.strip()), "")
+    by_cells = {each: next(csv.reader([first], delimiter=each)) for each in _DELIMITERS}
+    fitting = [each for each, cells in by_cells.items() if {spec.text, spec.label} <= {*cells}]
+    if fitting:
+        return fitting[0]
+    if all(_TAB in line for line in lines if line.strip()):
+        return _TAB
+    return max((usual, *_DELIMITERS), key=lambda each: len(by_cells[each]))
+
+
+Rows = list[tuple[int, list[str]]]
+
+
+def _cells(path: Path, lines: Sequence[str], delimiter: str) -> Rows:
+    """The cells of every row that is not empty, with the number of its last line.
+
+    Raises:
+        DataError: Quotes or the number of columns are wrong somewhere.
+    """
+    quoted, fault = _read(path, lines, delimiter, quoting=csv.QUOTE_MINIMAL)
+    if delimiter != _TAB or not any(line[0] == '"' or '\t"' in line for line in lines if line):
+        return _sound(quoted, fault)
+    # A TSV file may hold quotes that only are part of the text.
+    plain, ragged = _read(path, lines, delimiter, quoting=csv.QUOTE_NONE)
+    if ragged is None and (fault is not None or len(quoted) < len(plain)):
+        columns = zip(*(row for _, row in plain), strict=True)
+        if not any(all(map(_is_quoted, column)) for column in columns):
+            return plain
+    return _sound(quoted, fault)
+
+
+def _sound(rows: Rows, fault: DataError | None) -> Rows:
+    if fault is not None:
+        raise fault
+    return rows
+
+
+def _is_quoted(cell: str) -> bool:
+    return len(cell) > 1 and cell[0] == cell[-1] == '"'
+
+
+def _read(
+    path: Path, lines: Sequence[str], delimiter: str, quoting: Any
+) -> tuple[Rows, DataError | None]:
+    """Rows, and what is wrong behind them."""
+    table = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
+    rows: Rows = []
+    try:
+        for row in table:
+            if not row:
+                continue
+            rows.append((table.line_num, row))
+            if len(row) != len(rows[0][1]):
+                expected = f"expected {len(rows[0][1])} columns, got {len(row)}"
+                remedy = f"quote cells that hold {delimiter!r}"
+                place = f"{str(path)!r} line {table.line_num}"
+                return rows, DataError(f"{place}: {expected}; {remedy}, or write the data as JSONL")
+    except csv.Error as error:
+        return rows, DataError(
+            f"{str(path)!r} line {table.line_num} is not a table: {error}; is a quote left open, "
+            "or not doubled inside a cell? JSONL knows no such question"
+        )
+    return rows, None
+
+
+def _header(path: Path, rows: Rows, spec: DataSpec) -> tuple[Sequence[str], Rows]:
+    """Column names, and the rows below them."""
+    line, first = rows[0]
+    asked = {spec.text, spec.label}
+    if asked == {*_HEADERLESS} and len(first) == 2 and not asked & {*first}:
+        # A header of other names would be a label that comes once.
+        labels = Counter(row[0] for _, row in rows)
+        if labels[first[0]] > 1 and len(labels) <= LABELS:
+            return _HEADERLESS, rows
+    check_columns(path, line, first, {"text": spec.text, "label": spec.label})
+    return first, rows[1:]
+
+
+def _row(path: Path, number: int, text: Any, label: Any) -> _Row:
+    if not isinstance(text, str):
+        raise DataError(f"{str(path)!r} line {number}: expected text, got {type(text).__name__}")
+    if not isinstance(label, str | int):
+        raise DataError(
+            f"{str(path)!r} line {number}: expected a label, got {type(label).__name__}"
+        )
+    name = str(label).strip()
+    if not name:
+        raise DataError(f"{str(path)!r} line {number}: expected a label, found none")
+    return _Row(number, text.strip(), name)

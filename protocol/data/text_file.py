@@ -1,0 +1,100 @@
+"""Reads text files whole: UTF-8 or a clear refusal, and JSON lines."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from protocol.base.errors import DataError
+
+
+def read_text(path: Path) -> str:
+    """The file's text with its line ends as they are; a byte-order mark is left out.
+
+    Raises:
+        DataError: It cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{str(path)!r} is not UTF-8 at byte {error.start}; convert it to UTF-8"
+        ) from None
+    except OSError as error:
+        raise DataError(f"cannot read {str(path)!r}: {error.strerror}") from None
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines with their ends; only real line ends count, not U+2028 and its like."""
+    return list(io.StringIO(read_text(path), newline=""))
+
+
+class _KeyTwice(ValueError):
+    pass
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _KeyTwice(f"the key {twice!r} comes twice")
+    return record
+
+
+def json_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Every object of a JSONL file with its line number, from 1; empty lines are passed over.
+
+    Raises:
+        DataError: A line is not JSON, or no object.
+    """
+    for number, line in enumerate(read_lines(path), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line, object_pairs_hook=_distinct)
+        except (ValueError, RecursionError) as error:
+            reason = f": {error}" if isinstance(error, _KeyTwice) else ""
+            raise DataError(f"{str(path)!r} line {number} is not JSON{reason}") from None
+        if not isinstance(record, dict):
+            raise DataError(f"{str(path)!r} line {number}: expected a JSON object")
+        yield number, record
+
+
+def check_columns(path: Path, line: int, there: Sequence[str], wanted: Mapping[str, str]) -> None:
+    """See that the columns asked for are there, each once.
+
+    Args:
+        path: The file.
+        line: Where `there` was found.
+        there: Columns or keys.
+        wanted: By the key of the run spec's section `data` that names it.
+
+    Raises:
+        DataError: What is missing, and what to set.
+    """
+    for name in wanted.values():
+        if there.count(name) > 1:
+            raise DataError(
+                f"{str(path)!r} line {line}: expected one column {name!r}, found "
+                f"{there.count(name)} of that name; rename all but one"
+            )
+    missing = {key: name for key, name in wanted.items() if name not in there}
+    if not missing:
+        return
+    others = [name for name in there if name not in wanted.values()]
+    found = ", ".join(repr(str(name)[:40]) for name in there[:10]) or "nothing"
+    settings = []
+    for key, name in missing.items():
+        near = difflib.get_close_matches(name, others, n=1) or others
+        lone = len(near) == 1 and len(missing) <= len(others)
+        settings.append(f"--set data.{key}={near[0] if lone else 'COLUMN'}")
+    names = " and ".join(map(repr, missing.values()))
+    raise DataError(
+        f"expected a column {names} in {str(path)!r} line {line}, found {found}; "
+        f"say which it is: {' '.join(settings)}"
+    )

@@ -1,0 +1,13 @@
+from worker.data import holdout
+
+
+def test_the_split_is_by_text_and_seed_and_not_by_place():
+    texts = [f"text {n}" for n in range(100)]
+    turned = texts[::-1]
+    train, held_out = holdout.split(texts, 7, 0.2)
+    assert sorted(train + held_out) == list(range(100))
+    assert len(held_out) == 20
+    assert {texts[n] for n in held_out} == {turned[n] for n in holdout.split(turned, 7, 0.2)[1]}
+    assert holdout.split(texts, 8, 0.2)[1] != held_out
+    assert holdout.split(texts, 7, 0.0)[1] == []
+    assert len(holdout.split(texts, 7, 0.999)[0]) == 1
