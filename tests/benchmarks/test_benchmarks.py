@@ -35,7 +35,7 @@ def test_reconnect_measures_short_and_long_logs():
     assert [line[0] for line in reconnect.rows(measured)] == ["6 kept steps", "12 kept steps"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_overlap_measures_every_way():
     case = overlap.Case(workers=2, blocks=2, block_bytes=4096, block_ms=2)
     exposed = overlap.measure(case, rounds=2, turns=1)
@@ -48,7 +48,7 @@ def test_overlap_measures_every_way():
     assert len(overlap.rows(case, exposed)) == len(exposed)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_uneven_measures_ours_and_equal_shares():
     speeds_ms = (5.0, 10.0)
     for measured in (
@@ -62,7 +62,7 @@ def test_uneven_measures_ours_and_equal_shares():
     assert head == ["both", "240.00", "250.00", "96.0 %", "80.0 %"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_recovery_measures_every_kind_of_kill():
     case = recovery.Case(blocks=2, block_bytes=4096, microbatch_ms=5)
     measured = recovery.measure(case, kills=1)
@@ -72,7 +72,7 @@ def test_recovery_measures_every_kind_of_kill():
     assert recovery.rows(case, measured)[0][:2] == ["state 0 MB: a step", ""]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_durability_measures_both_modes_and_none():
     job = durability.full_training(steps=6, block_bytes=4096, microbatch_ms=5)
     measured = durability.measure(job, turns=2)
@@ -89,7 +89,7 @@ def test_durability_measures_both_modes_and_none():
     ]  # fmt: skip
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_hostile_measures_calm_and_attacked_turns():
     calm, attacked, begun = hostile.measure(turns=1, seconds=2, connections=50)
     for each in (calm, attacked):

@@ -18,7 +18,7 @@ from protocol.spec.run_spec import parse_run_spec
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_bare_loop_takes_the_same_steps_as_a_worker():
     document = short("digits", 3 + overhead.WARMING_STEPS)
     measured = overhead.measure(document, turns=2)
@@ -35,7 +35,7 @@ def test_the_bare_loop_takes_the_same_steps_as_a_worker():
     ]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_workers_way_to_its_first_step_is_timed(tmp_path):
     times = startup.measure(short("digits", 1), "cpu", tmp_path)
     assert 0 < times.connected_s < times.ready_s <= times.started_s < times.committed_s

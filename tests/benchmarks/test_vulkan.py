@@ -50,7 +50,7 @@ def test_a_decoder_computes_the_same_on_both_sides(backend):
     assert float(named["torch ms"]) > 0
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_node_sums_come_back_once(backend):
     row = vulkan_steps.sums_row(backend, "causal-lm", 1, 2)
     device, host = map(int, row[-2:])
@@ -76,7 +76,7 @@ def test_the_peak_of_a_card():
     assert torch_side("cpu").peak_tflops_of("llvmpipe") is None
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.usefixtures("backend")
 def test_only_one_table(monkeypatch, capsys):
     given = "--only decoder --hidden 64 --batch 2 8 --rounds 1 --against cpu"

@@ -23,7 +23,6 @@ def test_a_plan_follows_from_its_seed_and_has_every_kind():
     assert all(0 < fault.after_step < SIZE.steps for fault in faults)
 
 
-@pytest.mark.chaos
 @pytest.mark.timeout(400)
 def test_faults_of_every_kind_leave_no_trace_in_the_result(tmp_path, request):
     seed = int(request.config.getoption("randomly_seed", default=1)) % 2**32

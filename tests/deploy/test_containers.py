@@ -126,7 +126,7 @@ def base_system(cache: pytest.Cache, directory: Path) -> Path:
     return kept
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 class TestBuilt:
     def test_a_coordinator_and_a_worker_that_joins(self, podman):

@@ -142,7 +142,7 @@ Trusted: yes
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("file", "source"), [("sources.list", ONE_LINE), ("sources.list.d/debian.sources", STANZA)]

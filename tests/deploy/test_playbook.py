@@ -38,7 +38,7 @@ def ansible(command: str) -> str:
     beside = Path(sys.prefix) / "ansible" / "bin"
     found = shutil.which(command, path=f"{beside}:{os.environ['PATH']}")
     if found is None:
-        pytest.skip(f"{command} is missing: see CONTRIBUTING.md for how to install it")
+        pytest.skip(f"{command} is missing: deploy/test.sh installs it")
     return found
 
 
@@ -178,7 +178,7 @@ def cluster(wheels, tmp_path_factory) -> Iterator[Cluster]:
         yield Cluster(directory, machines, {name: made.address(name) for name in names})
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_first_all_is_made_then_nothing_changes_then_what_is_wanted(cluster, tmp_path):
     first_run(cluster)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.cluster import RUNS, Cluster
 
-WORKERS = [3, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 4, 8))]
+WORKERS = [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 8))]
 DIGITS = ("--set", "steps=60", "--set", "evaluate_every=0")
 
 
@@ -74,7 +74,7 @@ def test_the_main_jobs(tmp_path, reference_directory, run, workers):
 
 
 @pytest.mark.parametrize(
-    "run", ["sms-spam.yaml", pytest.param("small-llama.yaml", marks=pytest.mark.full)]
+    "run", ["sms-spam.yaml", pytest.param("small-llama.yaml", marks=pytest.mark.slow)]
 )
 def test_the_main_jobs_with_a_worker_killed_and_another_joining(tmp_path, reference_directory, run):
     alone = undisturbed(reference_directory / run, run, *MAIN_JOBS[run])

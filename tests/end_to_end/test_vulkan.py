@@ -72,7 +72,7 @@ def test_an_adapter_that_is_not_there_is_one_line_and_69(tmp_path):
             assert line.startswith(f"worker: backend 'vulkan' is not usable here: {reason}")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["digits.yaml", "sms-spam.yaml", "small-llama.yaml"])
 def test_the_main_jobs_on_one_two_and_three(tmp_path, run):
     short = ("--set", "steps=3", "--set", "evaluate_every=0")
@@ -96,7 +96,7 @@ def lengths(run: Path) -> set[int]:
     return {task.batch([n]).arrays["input_ids"].shape[1] for n in range(count)}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("job", ["causal-lm", "classify", "regress"])
 def test_jobs_that_the_plain_run_leaves_out(tmp_path, job):
     """LoRA of a decoder on an int8 base, with dropout, checkpointing, texts of several lengths

@@ -29,7 +29,7 @@ def _a_device_is_there():
 
 @pytest.fixture(
     scope="module",
-    params=["digits", *(pytest.param(job, marks=pytest.mark.full) for job in DECODERS)],
+    params=["digits", *(pytest.param(job, marks=pytest.mark.slow) for job in DECODERS)],
 )
 def job(request, tmp_path_factory) -> tuple[str, ...]:
     """Digits, or a small Llama with LoRA."""

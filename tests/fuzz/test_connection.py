@@ -1,7 +1,7 @@
 """Broken frames against the connection, both sides of it, before and after authentication.
 
 Whatever comes, nothing but RemoteProtocolError escapes, and memory stays what it was. 100,000
-frames in a plain run, a million with `-m ''`; `SAMESTEP_FUZZ_SEED` gives other ones. A failure
+frames in a plain run, a million with `-m slow`; `SAMESTEP_FUZZ_SEED` gives other ones. A failure
 names the seed that repeats its frame.
 """
 
@@ -26,7 +26,6 @@ MEMORY_GROWTH_BYTES = 32 * MIB
 PIECES = (1, 3, 18, 100, *[70_000] * 12)
 """Bytes at a time: mostly all at once, which is quick."""
 
-pytestmark = pytest.mark.fuzz
 both_sides_and_every_phase = pytest.mark.parametrize(
     ("role", "phase"),
     [(role, phase) for role in ROLES for phase in PHASES],
@@ -78,7 +77,7 @@ def campaign(role, phase, each_way):
     "frames",
     [
         pytest.param(100_008, id="100,000"),
-        pytest.param(1_000_008, marks=pytest.mark.full, id="1,000,000"),
+        pytest.param(1_000_008, marks=pytest.mark.slow, id="1,000,000"),
     ],
 )
 def test_broken_frames(role, phase, frames):

@@ -45,7 +45,7 @@ LONGEST = 24
 """More than an honest member says in this run."""
 PATIENCE_S = 120.0
 
-pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 
 
 async def build() -> Built:
@@ -104,7 +104,7 @@ def play(coordinator: PureCoordinator, built: Built, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "connections", [500, pytest.param(20_000, marks=pytest.mark.full, id="20,000")]
+    "connections", [500, pytest.param(20_000, marks=pytest.mark.slow, id="20,000")]
 )
 def test_a_run_s_logic_outlives_members_that_break_what_they_say(connections):
     built = asyncio.run(build())
@@ -222,7 +222,7 @@ async def go_on(live: LiveService) -> None:
 
 
 @pytest.mark.usefixtures("_quick_and_quiet")
-@pytest.mark.parametrize("connections", [40, pytest.param(500, marks=pytest.mark.full, id="500")])
+@pytest.mark.parametrize("connections", [40, pytest.param(500, marks=pytest.mark.slow, id="500")])
 @on_uvloop_for(1_800.0)
 async def test_a_service_outlives_members_that_break_what_they_say(tmp_path, connections):
     async with live_service(tmp_path, 1) as live:

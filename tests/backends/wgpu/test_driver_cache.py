@@ -30,7 +30,7 @@ def kept_after_a_start(cache: Path, **more: str) -> dict[str, tuple[int, int]]:
     }
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_second_start_compiles_nothing(tmp_path):
     found = adapters()
     if isinstance(found, str):

@@ -196,7 +196,7 @@ def test_the_page_names_these():
     assert re.split("[,;] ", named[1]) == [*DECODERS, *ENCODERS]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("cooperative", [True, False], ids=["fused", "written out"])
 @pytest.mark.parametrize(
     ("family", "attention"),
@@ -223,7 +223,7 @@ def test_gradients_are_those_of_the_cpu(compiled, family, cooperative, attention
         assert in_one_piece == ((family, attention) not in WRITTEN_OUT)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_is_refused_is_refused_in_one_line(compiled, family, caplog):
     logging.getLogger(LOGGER).addHandler(caplog.handler)

@@ -121,7 +121,7 @@ def measure(base_dtype: str) -> int:
 
 @pytest.mark.parametrize(
     ("base_dtype", "bits"),
-    [pytest.param("float32", 32, marks=pytest.mark.full), ("int8", 8.5)],
+    [pytest.param("float32", 32, marks=pytest.mark.slow), ("int8", 8.5)],
 )
 def test_main_memory_holds_the_base_once_as_it_is_stored(device, base_dtype, bits):
     if not device.adapter.software:

@@ -48,7 +48,7 @@ def test_odd_shapes_in_any_layout(device, number):
 @pytest.mark.parametrize(
     ("number", "storage", "backward"),
     [
-        pytest.param(number, storage, backward, marks=() if number == place else pytest.mark.full)
+        pytest.param(number, storage, backward, marks=() if number == place else pytest.mark.slow)
         for number in range(8)
         for place, (storage, backward) in enumerate(FORMS)
     ],
@@ -61,7 +61,7 @@ def test_stored_weights_of_several_groups(device, number, storage, backward):
     assert same_bits(values, wide.on(device, SMALL_TILES))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("base_dtype", ["int8", "bfloat16"])
 def test_a_whole_model_on_them(device, base_dtype):
     """As on a card: tiles, each product of others; sums by workgroups, fused attention."""

