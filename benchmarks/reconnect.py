@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 
 from benchmarks.machine import print_heading, print_table
-from coordinator.run.commit_record import CommitRecord
+from coordinator.run.restart import CommitRecord
 from coordinator.storage.log_reader import scan_log
 from coordinator.storage.log_records import ChunkPlace
 from coordinator.storage.run_directory import RunDirectory

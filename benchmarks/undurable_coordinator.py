@@ -15,7 +15,7 @@ import coordinator.service.execution
 import coordinator.service.service
 from coordinator.cli import main
 from coordinator.run.actions import Action
-from coordinator.run.commit_record import CommitRecord
+from coordinator.run.restart import CommitRecord
 from coordinator.service.chronicle import Chronicle
 from coordinator.storage.journal_records import Record
 from coordinator.storage.log_records import Array, ChunkPlace

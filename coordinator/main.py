@@ -6,7 +6,6 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +24,9 @@ from coordinator.operator.control import ControlPort
 from coordinator.operator.status import status_document
 from coordinator.operator.status_text import summary
 from coordinator.operator.structured_log import set_up_logging
+from coordinator.run.facts import Fact
 from coordinator.service.accepted_run import unfinished_runs
+from coordinator.service.listener import Draining
 from coordinator.service.service import Service, Settings
 from coordinator.storage.run_directory import RunDirectory
 from protocol.base.errors import ExitCode, SamestepError, StorageFailed, UsageError
@@ -165,7 +166,7 @@ def _queue(options: Options, service: Service, console: Console, blobs: BlobInde
             service.submit(options.spec, directory, blobs)
         return True
     if RunDirectory(directory).run_file.exists():
-        if service.take_up(directory, options.spec) is not None:
+        if service.resume(directory, options.spec) is not None:
             return True
         told = f"the run in {str(directory)!r} has finished; nothing is to be done"
         console.print(Text(told), soft_wrap=True)
@@ -175,7 +176,7 @@ def _queue(options: Options, service: Service, console: Console, blobs: BlobInde
         return True
     for found in unfinished_runs(directory):
         try:
-            service.take_up(found)
+            service.resume(found)
         except SamestepError as error:
             print(f"coordinator: {str(found)!r} is left alone: {error}", file=sys.stderr)
     if not service.waiting and service.current is None:
@@ -196,10 +197,10 @@ class _TellsOfTheEnd:
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
 
-    def reported(self, event: str, fields: Mapping[str, object]) -> None:
-        """See `service.Listener`."""
-        del fields
-        if event == "draining":
+    def reported(self, fact: Fact, run_id: str = "") -> None:
+        """See `listener.Listener`."""
+        del run_id
+        if isinstance(fact, Draining):
             self._supervisor.stopping()
 
 

@@ -15,7 +15,7 @@ import pytest
 from blake3 import blake3
 
 from coordinator.disk.artifacts import write_model
-from coordinator.run.commit_record import CommitRecord
+from coordinator.run.restart import CommitRecord
 from coordinator.storage.checkpoint import write_checkpoint
 from coordinator.storage.gradient_log import GradientLog
 from coordinator.storage.journal import Journal

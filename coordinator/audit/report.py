@@ -182,7 +182,7 @@ def _fault_row(entry: Entry) -> tuple[object, ...] | None:
             notes = "; ".join(resumed.notes)
             why = f"coordinator of epoch {resumed.epoch}; {notes}".strip("; ")
             return entry.time, resumed.step, "resumed", "", why
-        case ViewChanged(change="lost" | "joined" | "drained" | "reseeded") as view:
+        case ViewChanged(change="lost" | "joined" | "late" | "drained" | "reseeded") as view:
             who = f"{len(view.members)} workers from here on"
             why = f"{view.reason}; {who}".strip("; ")
             return entry.time, view.step, view.change, view.worker or "", why

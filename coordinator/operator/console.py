@@ -13,8 +13,35 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.operator.status import status_document, waiting_for
+from coordinator.run.facts import (
+    Fact,
+    HeldOutMeasured,
+    NodesReassigned,
+    NodesSpeculated,
+    RedoneOtherwise,
+    RunContinued,
+    RunHalted,
+    StepCommitted,
+    StepRestarted,
+    TrainingStarted,
+    WorkerJoined,
+    WorkerLate,
+    WorkerReady,
+    WorkerUnready,
+)
 from coordinator.run.run import Run
 from coordinator.service.execution import Execution
+from coordinator.service.listener import (
+    Draining,
+    InternalError,
+    LogUnreadable,
+    RunAccepted,
+    RunEnded,
+    RunResumed,
+    WorkerConnected,
+    WorkerDisconnected,
+    document,
+)
 from coordinator.service.service import Service
 from protocol.host.system_journal import Priority, SystemJournal
 
@@ -23,39 +50,39 @@ _LINE_INTERVAL_S: Final = 2.0
 _FIRST_WAITING_S: Final = 5.0
 """Until the first line that says what is waited for; each next one comes after twice as long."""
 
-_TOLD: Final = {
-    "worker_connected": "worker {worker} connected, backend {backend}; {workers} connected",
-    "worker_ready": "worker {worker} ready on {device}, backend {backend}",
-    "worker_disconnected": "worker {worker} left: {reason}; {workers} connected",
-    "worker_unready": "worker {worker} cannot take part: {reason}",
-    "worker_joined": "worker {worker} joined after step {step}",
-    "started": "training starts",
-    "run_resumed": "run {run_id} goes on after step {step} of {steps}",
-    "reassigned": "step {step}: a lost worker's microbatches {nodes} go to others",
-    "straggler": "step {step}: {owing} of {worker} overdue; others go on without",
-    "speculated": "step {step}: idle workers take microbatches {nodes} as well",
-    "redone_otherwise": "step {step} was done again with other bits than before the restart",
-    "log_unreadable": "the log cannot be read: {error}",
-    "restarted": "step {step} is started anew: a worker left before its state was compared",
-    "halted": "HALTED at step {step}: {reason}",
-    "continued": "continued at step {step}",
-    "draining": "draining: the step in progress is finished first",
-    "internal_error": "internal error: {error}",
+_TOLD: Final[dict[type[Fact], str]] = {
+    WorkerConnected: "worker {worker} connected, backend {backend}; {workers} connected",
+    WorkerReady: "worker {worker} ready on {device}, backend {backend}",
+    WorkerDisconnected: "worker {worker} left: {reason}; {workers} connected",
+    WorkerUnready: "worker {worker} cannot take part: {reason}",
+    WorkerJoined: "worker {worker} joined after step {step}",
+    TrainingStarted: "training starts",
+    RunResumed: "run {run_id} goes on after step {step} of {steps}",
+    NodesReassigned: "step {step}: a lost worker's microbatches {nodes} go to others",
+    WorkerLate: "step {step}: {owing} of {worker} overdue; others go on without",
+    NodesSpeculated: "step {step}: idle workers take microbatches {nodes} as well",
+    RedoneOtherwise: "step {step} was done again with other bits than before the restart",
+    LogUnreadable: "the log cannot be read: {error}",
+    StepRestarted: "step {step} is started anew: a worker left before its state was compared",
+    RunHalted: "HALTED at step {step}: {reason}",
+    RunContinued: "continued at step {step}",
+    Draining: "draining: the step in progress is finished first",
+    InternalError: "internal error: {error}",
 }
-_TOLD_WHILE_SERVING: Final = {
-    "run_accepted": "run {run_id} accepted: {task}, {steps} steps",
-    "run_ended": "run {run_id} {outcome}: {reason}",
+_TOLD_WHILE_SERVING: Final[dict[type[Fact], str]] = {
+    RunAccepted: "run {run_id} accepted: {task}, {steps} steps",
+    RunEnded: "run {run_id} {outcome}: {reason}",
 }
 """One run that is done at a terminal has its own first and last lines."""
-_PRIORITIES: Final = {
-    "worker_disconnected": Priority.NOTICE,
-    "worker_unready": Priority.WARNING,
-    "reassigned": Priority.NOTICE,
-    "straggler": Priority.NOTICE,
-    "redone_otherwise": Priority.WARNING,
-    "log_unreadable": Priority.ERROR,
-    "halted": Priority.ERROR,
-    "internal_error": Priority.CRITICAL,
+_PRIORITIES: Final[dict[type, Priority]] = {
+    WorkerDisconnected: Priority.NOTICE,
+    WorkerUnready: Priority.WARNING,
+    NodesReassigned: Priority.NOTICE,
+    WorkerLate: Priority.NOTICE,
+    RedoneOtherwise: Priority.WARNING,
+    LogUnreadable: Priority.ERROR,
+    RunHalted: Priority.ERROR,
+    InternalError: Priority.CRITICAL,
 }
 
 
@@ -95,23 +122,24 @@ class ProgressConsole:
             self._live.stop()
             self._live = None
 
-    def reported(self, event: str, fields: Mapping[str, object]) -> None:
-        """Tell one report; see `service.Listener`."""
-        if event in ("started", "run_resumed"):
+    def reported(self, fact: Fact, run_id: str = "") -> None:
+        """Tell one fact; see `listener.Listener`."""
+        fields = document(fact, run_id)
+        if isinstance(fact, TrainingStarted | RunResumed):
             self._last_line_s = 0.0  # a run's first step is told at once
-        if event in self._sentences:
-            self._tell(self._sentences[event].format(**fields), event, fields)
-            notes = fields.get("notes")
-            for note in notes if isinstance(notes, list) else ():
-                self._tell(f"  {note}", event)
-        elif event == "evaluated":
-            execution = self._service.current
-            assert execution is not None
-            figures = _headline(execution.run)
-            text = ", ".join(f"{name} {_figure(value)}" for name, value in figures.items())
-            self._tell(f"step {fields['step']}: held-out {text}", event, fields)
-        elif event == "committed" and self._live is None:
-            self._progress_line(event, fields)
+        if (sentence := self._sentences.get(type(fact))) is not None:
+            self._tell(sentence.format(**fields), fact, fields)
+        execution = self._service.current
+        match fact:
+            case RunResumed():
+                for note in fact.notes:
+                    self._tell(f"  {note}", fact)
+            case HeldOutMeasured() if execution is not None:
+                figures = _headline(execution.run, fact.metrics)
+                text = ", ".join(f"{name} {_figure(value)}" for name, value in figures.items())
+                self._tell(f"step {fact.step}: held-out {text}", fact, fields)
+            case StepCommitted() if execution is not None and self._live is None:
+                self._progress_line(execution, fact, fields)
 
     def tick(self) -> None:
         """Called about once a second: say what has been waited for all this time."""
@@ -129,24 +157,26 @@ class ProgressConsole:
             away = ", ".join(sorted(self._service.known - told))
             before = f"; was here before: {away}" if away else ""
             seconds = now_s - self._waiting_since_s
-            self._tell(f"waiting {seconds:.0f} s for {waiting}{before}", "waiting")
+            self._tell(f"waiting {seconds:.0f} s for {waiting}{before}")
 
-    def _tell(self, text: str, event: str, fields: Mapping[str, object] | None = None) -> None:
+    def _tell(
+        self, text: str, fact: Fact | None = None, fields: Mapping[str, object] | None = None
+    ) -> None:
         if self._journal is None:
             self._console.print(Text(text), soft_wrap=True)
             return
         current = self._service.current
         run = {"run_id": current.run.run_id} if current is not None else {}
-        told = {"event": event, **run, **(fields or {})}
-        self._journal.write(text, told, _PRIORITIES.get(event, Priority.INFO))
+        told = {"event": fact.event if fact is not None else "waiting", **run, **(fields or {})}
+        self._journal.write(text, told, _PRIORITIES.get(type(fact), Priority.INFO))
 
-    def _progress_line(self, event: str, fields: Mapping[str, object]) -> None:
-        execution = self._service.current
+    def _progress_line(
+        self, execution: Execution, fact: Fact, fields: Mapping[str, object]
+    ) -> None:
         now_s = time.monotonic()
-        if execution is None or now_s - self._last_line_s < _LINE_INTERVAL_S:
-            return
-        self._last_line_s = now_s
-        self._tell(_progress(execution, now_s), event, fields)
+        if now_s - self._last_line_s >= _LINE_INTERVAL_S:
+            self._last_line_s = now_s
+            self._tell(_progress(execution, now_s), fact, fields)
 
     def _screen(self) -> Table | Text:
         execution = self._service.current
@@ -202,7 +232,7 @@ def print_outcome(execution: Execution, console: Console) -> None:
         return
     lines = [
         f"{outcome.outcome}: {pace} ({exact if execution.result.get('exact') else mixed})",
-        *(f"held-out {name}: {_figure(value)}" for name, value in _headline(run).items()),
+        *(f"held-out {name}: {_figure(value)}" for name, value in _headline(run, run.metrics).items()),
         *(f"{name.replace('_', ' ')}: {count}" for name, count in _notes(run).items()),
         f"weights digest: {execution.result.get('weights_digest', '-')}",
     ]
@@ -217,10 +247,10 @@ def print_outcome(execution: Execution, console: Console) -> None:
         console.print(Text(line), soft_wrap=True)
 
 
-def _headline(run: Run) -> dict[str, float]:
-    """The figures of the newest evaluation that belong on a screen; the rest is in the files."""
+def _headline(run: Run, figures: Mapping[str, float]) -> dict[str, float]:
+    """The figures of an evaluation that belong on a screen; the rest is in the files."""
     metrics = run.manifest.metrics if run.manifest is not None else ()
-    return {m.name: run.metrics[m.name] for m in metrics if m.name in run.metrics and not m.detail}
+    return {m.name: figures[m.name] for m in metrics if m.name in figures and not m.detail}
 
 
 def _notes(run: Run) -> dict[str, int]:

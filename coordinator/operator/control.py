@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,7 +17,9 @@ from coordinator.operator.event_stream import EventStream
 from coordinator.operator.metrics import ServiceMetrics
 from coordinator.operator.page_server import PageServer
 from coordinator.operator.status import status_document
-from coordinator.run.phase import RunPhase
+from coordinator.run.facts import Fact
+from coordinator.run.run import RunPhase
+from coordinator.service.listener import document
 from coordinator.service.service import Service
 from protocol.base import limits
 from protocol.base.errors import SamestepError, UsageError
@@ -85,9 +86,9 @@ class ControlPort:
             await self._runner.cleanup()
         self.guard.close()
 
-    def reported(self, event: str, fields: Mapping[str, object]) -> None:
-        """Pass a report on to every reader; see `service.Listener`."""
-        self._stream.publish(event, fields)
+    def reported(self, fact: Fact, run_id: str = "") -> None:
+        """Pass a fact on to every reader; see `listener.Listener`."""
+        self._stream.publish(fact.event, document(fact, run_id))
 
     @web.middleware
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -142,7 +143,7 @@ class ControlPort:
         if current is None or current.run.phase is not RunPhase.HALTED:
             return _conflict("no run is halted")
         skip = continuation.skip_step
-        event = partial(current.run.resume, skip_step=skip)
+        event = partial(current.run.end_halt, skip_step=skip)
         current.command("skip_step" if skip else "continue", event)
         return web.json_response({"phase": current.run.phase.value})
 

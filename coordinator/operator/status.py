@@ -9,10 +9,9 @@ import math
 from typing import Any
 
 from coordinator.run.membership import MemberState
-from coordinator.run.phase import RunPhase
 from coordinator.run.planner import balance
 from coordinator.run.progress import Progress
-from coordinator.run.run import Run
+from coordinator.run.run import Run, RunPhase
 from coordinator.service.execution import Execution
 from coordinator.service.service import Service
 from protocol import __version__

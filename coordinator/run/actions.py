@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
-from coordinator.run.commit_record import CommitRecord
+from coordinator.run.facts import Fact
 from coordinator.run.reduction import Array
-from coordinator.run.terms import Terms
+from coordinator.run.restart import CommitRecord, Terms
 from protocol.base.errors import ExitCode
 from protocol.exact.update import StepScalars
 from protocol.spec.manifest import Manifest
-from protocol.wire.messages import Message
+from protocol.wire.messages import Message, StateChunk
 
 Outcome = Literal["finished", "drained", "failed"]
 
@@ -39,6 +39,21 @@ class Adopt:
     """The run's manifest is settled: make the replica."""
 
     manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class FillReplica:
+    """Copy a chunk of state 0 into the replica."""
+
+    message: StateChunk
+    values: Array
+
+
+@dataclass(frozen=True, slots=True)
+class DigestReplica:
+    """All chunks of this upload of state 0 are in the replica; `Run.replica_loaded` follows."""
+
+    upload: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +97,7 @@ class Persist:
 
 @dataclass(frozen=True, slots=True)
 class Remember:
-    """Keep for a restart what workers were accepted by (see `terms.Terms`)."""
+    """Keep for a restart what workers were admitted by."""
 
     terms: Terms
 
@@ -115,10 +130,9 @@ class Dismiss:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Something worth telling: a stable event name and its fields."""
+    """Something worth telling, to people and to the journal."""
 
-    event: str
-    fields: Mapping[str, object] = field(default_factory=dict)
+    fact: Fact
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +145,6 @@ class Finish:
 
 
 Action = (
-    Send | Broadcast | Adopt | Follow | Seed | Replay | Persist | Remember | MakeCheckpoint
-    | ApplyStep | Dismiss | Report | Finish
+    Send | Broadcast | Adopt | FillReplica | DigestReplica | Follow | Seed | Replay | Persist
+    | Remember | MakeCheckpoint | ApplyStep | Dismiss | Report | Finish
 )  # fmt: skip

@@ -1,31 +1,47 @@
-"""How workers get into a run: what the first settles, whom it refuses, and the state they get.
+"""How workers are admitted to a run: on what terms, whom it refuses, and the state they get.
 
-Pure.
+Pure. The first ready worker settles manifest, signature and initial state. State 0 comes from one
+worker, chunk by chunk, into the coordinator's replica; whoever starts in another state is seeded
+from there. So all start with the same bits even if their own random initialization differs.
 """
 
 from __future__ import annotations
 
-from coordinator.run.actions import Action, Dismiss, Follow, Replay, Seed, Send
+from coordinator.run.actions import (
+    Action,
+    DigestReplica,
+    Dismiss,
+    FillReplica,
+    Follow,
+    Replay,
+    Report,
+    Seed,
+    Send,
+)
 from coordinator.run.agreement import Agreement
+from coordinator.run.facts import WorkerRefused
 from coordinator.run.membership import Member, Membership, MemberState
-from coordinator.run.terms import Terms
-from protocol.base.errors import ExitCode
+from coordinator.run.reduction import Array
+from coordinator.run.restart import Terms
+from protocol.base.errors import ExitCode, OutOfPlace
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import Exactness
-from protocol.wire.messages import Drain, Message, Ready, StateRequest, Unready
+from protocol.wire.messages import Drain, Message, Ready, StateChunk, StateRequest, Unready
 
 
 class Admission:
-    """The first ready worker's manifest, signature and initial state, and the way to state 0.
+    """The terms that workers are admitted on, and the way to state 0.
 
     Attributes:
         state_known: Whether the coordinator's replica has state 0.
+        upload: Number of the upload that counts; each worker that is asked begins another.
     """
 
     def __init__(
         self, run_id: str, exactness: Exactness, members: Membership, manifest: Manifest
     ) -> None:
         self.state_known = False
+        self.upload = 0
         self._run_id = run_id
         self._exactness = exactness
         self._members = members
@@ -34,13 +50,16 @@ class Admission:
         self._signature: str | None = None
         self._initial_digest = ""
         self._uploader: str | None = None
+        self._uploaded = False
         self._asked: set[str] = set()
 
-    def settle(self, first: Ready) -> None:
-        """The first ready worker settles signature and initial state."""
+    # Terms.
+
+    def first_ready(self, message: Ready) -> None:
+        """The first ready worker settles signature and initial state; later ones change nothing."""
         if self._signature is None:
-            self._signature = first.signature
-            self._initial_digest = self._initial_digest or first.initial_digest
+            self._signature = message.signature
+            self._initial_digest = self._initial_digest or message.initial_digest
 
     def resume(self, terms: Terms | None, initial_digest: str | None) -> None:
         """The state is known, and so is what was settled before a restart.
@@ -57,7 +76,7 @@ class Admission:
 
     def terms(self, signatures: set[str], *, mixed: bool) -> Terms:
         """What a restart needs to know, with the signatures of all that have computed."""
-        assert self._signature is not None
+        assert self._signature is not None, "whoever has computed was ready before"
         return Terms(
             signature=self._signature,
             initial_digest=self._initial_digest,
@@ -82,38 +101,52 @@ class Admission:
             return "the run requires exactness and this worker's initial weights are others"
         return ""
 
-    def was_asked(self, worker: str) -> bool:
-        """Whether the worker was ever to send state 0."""
-        return worker in self._asked
-
-    def awaits(self, worker: str) -> bool:
-        """Whether state 0 is to come from this worker."""
-        return self._uploader == worker and not self.state_known
-
-    def state_loaded(self, digest: str) -> list[Action]:
-        """The replica has state 0, with this digest.
-
-        Returns:
-            Nothing if it is accepted; else the sender is dismissed, and another will be asked.
-        """
-        sender = self._members.get(self._uploader) if self._uploader is not None else None
-        if sender is not None and sender.initial_digest != digest:
-            reason = "the state it sent is not the one whose digest it announced"
-            return [Dismiss(sender.name, reason, ExitCode.MISMATCH)]
-        self.state_known = True
-        # Whoever sent it may not start like the first: those who did may have left.
-        self._initial_digest = digest
-        return []
+    # State 0.
 
     def request_state(self) -> list[Action]:
         """Ask one ready worker for state 0, unless one is asked already."""
         ready = self._members.names(MemberState.READY)
         if self._uploader is not None or self.state_known or not ready:
             return []
+        # One that starts like the first, if there is one: then most need not be seeded.
         alike = {member.name for member in self._members if self.starts_alike(member)}
         self._uploader = next((name for name in ready if name in alike), ready[0])
+        self._uploaded = False
+        self.upload += 1
         self._asked.add(self._uploader)
         return [Send(self._uploader, StateRequest(run_id=self._run_id))]
+
+    def state_chunk(self, worker: str, message: StateChunk, values: Array) -> list[Action]:
+        """A chunk of state 0; only those of the upload that counts are taken.
+
+        Raises:
+            OutOfPlace: The worker was never asked, or it is no chunk of parameters at step 0.
+        """
+        if worker not in self._asked:
+            raise OutOfPlace("StateChunk was not asked for")
+        if self.state_known or worker != self._uploader or self._uploaded:
+            return []  # another sends it by now, or this one has sent it all
+        if message.kind != "parameters" or message.step or message.optimizer_step:
+            raise OutOfPlace("StateChunk: expected the parameters of step 0")
+        self._uploaded = message.last
+        fill = FillReplica(message, values)
+        return [fill, DigestReplica(self.upload)] if message.last else [fill]
+
+    def state_loaded(self, upload: int, digest: str) -> list[Action]:
+        """The replica has all of an upload's chunks, and this digest.
+
+        It is accepted (`state_known`), or its sender is refused, and another will be asked.
+        """
+        if self.state_known or upload != self.upload or self._uploader is None:
+            return []  # whoever sent it has left meanwhile
+        sender = self._members.get(self._uploader)
+        if sender is not None and sender.initial_digest != digest:
+            reason = "the state it sent is not the one whose digest it announced"
+            return refuse(sender.name, reason)
+        self.state_known = True
+        # Whoever sent it may not start like the first: those who did may have left.
+        self._initial_digest = digest
+        return []
 
     def lost(self, worker: str) -> list[Action]:
         """A worker has left; if it was to send state 0, another is asked."""
@@ -122,25 +155,27 @@ class Admission:
         self._uploader = None
         return self.request_state()
 
+    # The way in.
+
     def starts_alike(self, member: Member) -> bool:
         """Whether the worker's own initial state is the run's."""
         return member.initial_digest == self._initial_digest
 
     def admit_ready(self) -> list[Action]:
-        """Let every ready worker in: at once, or once it has loaded state 0."""
+        """Training starts: let every ready worker in, at once or once it has loaded state 0."""
         actions: list[Action] = []
-        for name in self._members.names(MemberState.READY):
-            member = self._members.get(name)
-            assert member is not None
+        for member in self._members:
+            if member.state is not MemberState.READY:
+                continue
             if self.starts_alike(member):
                 self._members.activate(member)
-                actions.append(Follow(name, 0))
+                actions.append(Follow(member.name, 0))
             else:
                 member.state = MemberState.LOADING
-                actions.append(Seed(name))
+                actions.append(Seed(member.name))
         return actions
 
-    def take_in(self, member: Member, step: int, agreement: Agreement) -> list[Action]:
+    def admit(self, member: Member, step: int, agreement: Agreement) -> list[Action]:
         """A worker is ready while the run goes on: see what its state lacks.
 
         Args:
@@ -151,7 +186,8 @@ class Admission:
         known = agreement.digest(member.step)
         trusted = agreement.catching_up and known is None
         if member.step == step and (member.state_digest == known or trusted):
-            # What is taken on trust is compared once the coordinator's replica is there.
+            # After a restart a worker that kept its state goes on before the replica is back.
+            # What is taken on trust is compared once the replica is there.
             if trusted:
                 agreement.owe(member.name)
                 agreement.answer(member.name, step, member.state_digest)
@@ -159,14 +195,20 @@ class Admission:
             return [Follow(member.name, step)]
         member.state = MemberState.LOADING
         if 0 < member.step < step and known in (None, member.state_digest):
+            # It has been in the run: what it missed is less than the whole state.
             member.replaying = True
             to_compare = member.state_digest if known is None else None
             return [Replay(member.name, member.step, to_compare)]
         return [Seed(member.name)]
 
 
+def refuse(worker: str, reason: str) -> list[Action]:
+    """Send a worker away for good, since what it has is not the run's."""
+    return [Report(WorkerRefused(worker, reason)), Dismiss(worker, reason, ExitCode.MISMATCH)]
+
+
 def is_stale(member: Member, message: Message, run_id: str) -> bool:
     """Whether the worker sent it before it heard of this run, as all that comes before `Ready`."""
-    if isinstance(message, Ready | Unready):
+    if isinstance(message, Ready | Unready | StateChunk):
         return message.run_id != run_id
     return member.state is MemberState.PREPARING and not isinstance(message, Drain)

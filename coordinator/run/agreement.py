@@ -28,7 +28,7 @@ class Agreement:
     def __init__(
         self, step: int = 0, *, catching_up: bool = False, known: str | None = None
     ) -> None:
-        self._settled: dict[int, str] = {} if known is None else {step: known}
+        self._arbiter: dict[int, str] = {} if known is None else {step: known}
         self._answers: dict[int, dict[str, str]] = {}
         self._owed: set[str] = set()
         self._newest = step
@@ -62,24 +62,24 @@ class Agreement:
 
     def digest(self, step: int) -> str | None:
         """The replica's own digest after so many steps, if it is known still."""
-        return self._settled.get(step)
+        return self._arbiter.get(step)
 
     def expect(self, step: int, workers: list[str]) -> None:
         """A commit went out: these and the replica will have taken `step` steps."""
         self._newest = step
         self._owed = set(workers)
         self._replica_owed = True
-        for old in [s for s in (*self._settled, *self._answers) if s <= step - _STEPS_KEPT]:
-            self._settled.pop(old, None)
+        for old in [s for s in (*self._arbiter, *self._answers) if s <= step - _STEPS_KEPT]:
+            self._arbiter.pop(old, None)
             self._answers.pop(old, None)
 
     def owe(self, worker: str) -> None:
         """The next commit waits for this worker too."""
         self._owed.add(worker)
 
-    def settle(self, step: int, digest: str) -> None:
-        """The replica's own answer."""
-        self._settled[step] = digest
+    def replica_answer(self, step: int, digest: str) -> None:
+        """The replica's own answer: it arbitrates."""
+        self._arbiter[step] = digest
         if step == self._newest:
             self._replica_owed = False
             self._behind_since = None
@@ -99,12 +99,12 @@ class Agreement:
 
         Each answer is judged once, as soon as the replica's is there.
         """
-        settled = self._settled.get(step)
-        if settled is None:
+        known = self._arbiter.get(step)
+        if known is None:
             return [], []
         answers = self._answers.pop(step, {})
-        agreed = sorted(name for name, digest in answers.items() if digest == settled)
-        odd = sorted(name for name, digest in answers.items() if digest != settled)
+        agreed = sorted(name for name, digest in answers.items() if digest == known)
+        odd = sorted(name for name, digest in answers.items() if digest != known)
         if step == self._newest:
             self._owed.difference_update(agreed)
         return agreed, odd

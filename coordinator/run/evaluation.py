@@ -77,7 +77,7 @@ class Evaluation:
         """Time goes on."""
         self._leases.tick(now_ms)
 
-    def release_late(self) -> list[str]:
+    def disown_late(self) -> list[str]:
         """Workers that take far longer than a part has ever taken, if others are idle.
 
         Their unanswered parts are nobody's after that, though their answers still count.
@@ -96,6 +96,7 @@ class Evaluation:
 
     @property
     def complete(self) -> bool:
+        """Whether every part's sums are there."""
         return len(self._sums) == self._parts
 
     def metrics(self, metrics: Sequence[Metric]) -> dict[str, float]:

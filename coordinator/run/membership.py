@@ -13,6 +13,7 @@ from statistics import median
 from typing import Final
 
 from coordinator.run.actions import Report
+from coordinator.run.facts import Change, ComputingWorker, ViewBegins
 from protocol.wire.messages import Ready
 
 _IDLE_STEPS: Final = 16
@@ -30,6 +31,10 @@ class MemberState(Enum):
     LOADING = "loading"
     ACTIVE = "active"
     DRAINING = "draining"
+
+
+COMPUTING: Final = (MemberState.ACTIVE, MemberState.DRAINING)
+"""Those who have nodes, and answer to commits."""
 
 
 @dataclass(slots=True)
@@ -70,13 +75,6 @@ class Member:
         self.initial_digest = message.initial_digest
         self.step, self.state_digest = message.step, message.state_digest
         self.signature, self.signature_text = message.signature, message.signature_text
-
-    def ready_report(self) -> Report:
-        """That it is ready, and on what."""
-        return Report(
-            "worker_ready",
-            {"worker": self.name, "device": self.device, "backend": self.backend},
-        )
 
     def measured(self, ms_per_microbatch: float) -> None:
         """Take in a measured time."""
@@ -128,6 +126,7 @@ class Membership:
 
     def __init__(self) -> None:
         self.view = 0
+        self._told_view = 0
         self._members: dict[str, Member] = {}  # sorted
         self._departed: dict[str, int] = {}
 
@@ -154,7 +153,7 @@ class Membership:
         member = self._members.pop(name, None)
         if member is not None and member.microbatches:
             self._departed[name] = self._departed.get(name, 0) + member.microbatches
-        if member is not None and member.state in (MemberState.ACTIVE, MemberState.DRAINING):
+        if member is not None and member.state in COMPUTING:
             self.view += 1
         return member
 
@@ -163,10 +162,24 @@ class Membership:
         member.state = MemberState.ACTIVE
         self.view += 1
 
-    def deactivate(self, name: str) -> None:
-        """A worker's state is not the run's: it has to load it anew."""
-        self._members[name].state = MemberState.LOADING
+    def deactivate(self, member: Member) -> None:
+        """A worker's state is not the run's, or not known to be: it computes no more."""
+        member.state = MemberState.LOADING
         self.view += 1
+
+    def view_begins(
+        self, step: int, change: Change, worker: str | None = None, reason: str = ""
+    ) -> list[Report]:
+        """Who computes from now on, and why that changed, unless it has not."""
+        if self.view == self._told_view:
+            return []
+        self._told_view = self.view
+        computing = tuple(
+            ComputingWorker(m.name, m.backend, m.device, m.signature, m.admitted_by)
+            for m in self
+            if m.state in COMPUTING
+        )
+        return [Report(ViewBegins(step, self.view, change, worker, reason, computing))]
 
     def names(self, *states: MemberState) -> list[str]:
         """Names of the members in one of these states, sorted."""
@@ -190,5 +203,4 @@ class Membership:
     @property
     def signatures(self) -> set[str]:
         """The distinct numeric signatures of members that compute."""
-        states = (MemberState.ACTIVE, MemberState.DRAINING)
-        return {member.signature for member in self if member.state in states}
+        return {member.signature for member in self if member.state in COMPUTING}

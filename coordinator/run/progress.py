@@ -6,17 +6,24 @@ Pure. Of a run's life it knows only training steps; joining, halting and the end
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 from coordinator.run.actions import Action, ApplyStep, Broadcast, Dismiss, Persist, Report, Send
 from coordinator.run.agreement import Agreement
-from coordinator.run.commit_record import CommitRecord
-from coordinator.run.membership import Member, Membership, MemberState
+from coordinator.run.facts import (
+    Cause,
+    NodesPlanned,
+    NodesReassigned,
+    NodesSpeculated,
+    RedoneOtherwise,
+    StepCommitted,
+    StepRestarted,
+)
+from coordinator.run.leases import Stragglers
+from coordinator.run.membership import COMPUTING, Member, Membership, MemberState
 from coordinator.run.planner import Shares, divide, nodes_for, spread
-from coordinator.run.reduction import Array
-from coordinator.run.resumption import Resumption
-from coordinator.run.round import Averaged, NonFinite, Round
-from coordinator.run.stragglers import Stragglers
+from coordinator.run.restart import CommitRecord, Resumption
+from coordinator.run.round import NonFinite, Round
 from protocol.base.errors import ExitCode, OutOfPlace
 from protocol.exact.samples import SampleOrder
 from protocol.exact.tree import Node
@@ -25,12 +32,9 @@ from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec
 from protocol.wire.messages import (
     Assign,
-    AveragedBlockGradient,
-    AveragedNonBlockGradient,
     Cancel,
     Commit,
     GradientPayload,
-    Message,
     NodeLoss,
     StepApplied,
     StepPlan,
@@ -39,7 +43,13 @@ from protocol.wire.messages import (
 _NO_AVERAGES: Final = "0" * 64
 _MAX_NODES: Final = 64
 """In one message."""
-_COMPUTING: Final = (MemberState.ACTIVE, MemberState.DRAINING)
+
+
+class _Committing(NamedTuple):
+    """A commit on its way to the disk, and the round that it ends."""
+
+    record: CommitRecord
+    round: Round
 
 
 class Progress:
@@ -82,7 +92,7 @@ class Progress:
         self.mixed = False
         self.signatures: set[str] = set()
         self._stragglers = Stragglers(members)
-        self._committing: CommitRecord | None = None
+        self._committing: _Committing | None = None
         self._redone: Mapping[int, str | None] = {}
         self._spec = spec
         self._epoch = epoch
@@ -123,16 +133,14 @@ class Progress:
     def begin(self) -> list[Action]:
         """Start an attempt: give every active worker its nodes."""
         microbatches = self._order.microbatch_count(self.step)
-        blocks = self._manifest.blocks
-        self.round = Round(blocks, microbatches, self._epoch, self.step, self.attempt)
+        round_ = Round(self._manifest.blocks, microbatches, self._epoch, self.step, self.attempt)
+        self.round = round_
         speeds = self._members.speeds()
-        leaving = self.let_go()
+        leaving = self.release()
         if not speeds or self.was_skipped:
             return leaving
-        self._note_signatures()
         self.division = self._divide(microbatches, speeds)
-        nodes = nodes_for(self.division)
-        return [*leaving, *(self._plan(name, mine) for name, mine in nodes.items())]
+        return leaving + self._give(round_, nodes_for(self.division), "step")
 
     def _divide(self, microbatches: int, speeds: dict[str, float | None]) -> Shares:
         """By speed; a worker that has long had nothing gets one microbatch, to be measured."""
@@ -161,34 +169,61 @@ class Progress:
             self.round.lose(worker, proven=proven)
         return proven
 
+    def reassign(self) -> list[Action]:
+        """Give what is nobody's to the active workers, within the step."""
+        round_ = self.round
+        if round_ is None or self.was_skipped or self.persisting:
+            return []
+        if round_.tainted:
+            self.attempt += 1
+            return [Report(StepRestarted(**self.place())), *self.begin()]
+        speeds = self._members.speeds()
+        orphans = round_.unassigned()
+        if not speeds or not orphans:
+            return []
+        if not round_.begun:  # nobody was there when the step began
+            return self._spread(round_, orphans, speeds, "step")
+        told = NodesReassigned(self.step, [str(node) for node in orphans])
+        return [*self._spread(round_, orphans, speeds, "reassigned"), Report(told)]
+
+    def _spread(
+        self,
+        round_: Round,
+        nodes: tuple[Node, ...],
+        speeds: dict[str, float | None],
+        cause: Cause,
+    ) -> list[Action]:
+        return self._give(round_, spread(nodes, round_.microbatches, speeds), cause)
+
+    def _give(
+        self, round_: Round, nodes: Mapping[str, tuple[Node, ...]], cause: Cause
+    ) -> list[Action]:
+        """Give nodes to workers: their plans of this step, or more of it."""
+        self._note_signatures()
+        actions: list[Action] = []
+        for name, mine in nodes.items():
+            parts = [mine[at : at + _MAX_NODES] for at in range(0, len(mine), _MAX_NODES)]
+            actions += [self._plan(round_, name, part) for part in parts or [()]]
+        view, given = self._members.view, {name: mine for name, mine in nodes.items() if mine}
+        planned = NodesPlanned(
+            self.step, self.attempt, view, round_.microbatches, cause, given
+        )
+        return [*actions, Report(planned)]
+
+    def _plan(self, round_: Round, worker: str, nodes: tuple[Node, ...]) -> Send:
+        known = worker in round_.shares
+        round_.assign(worker, nodes)
+        self._stragglers.given(worker)
+        place, view = self.place(), self._members.view
+        if known:
+            return Send(worker, Assign(**place, view=view, nodes=nodes))
+        microbatches = round_.microbatches
+        return Send(worker, StepPlan(**place, view=view, nodes=nodes, microbatches=microbatches))
+
     def _note_signatures(self) -> None:
         """Also of those that have left since: what they computed stays."""
         self.signatures |= self._members.signatures
         self.mixed = self.mixed or len(self.signatures) > 1
-
-    def take_up(self) -> list[Action]:
-        """Give what is nobody's to the active workers, within the step."""
-        if self.round is None or self.was_skipped or self.persisting:
-            return []
-        if self.round.tainted:
-            self.attempt += 1
-            return [Report("restarted", self.place()), *self.begin()]
-        speeds = self._members.speeds()
-        orphans = self.round.unassigned()
-        if not speeds or not orphans:
-            return []
-        self._note_signatures()
-        told = {"step": self.step, "nodes": [str(n) for n in orphans]}
-        reports = [Report("reassigned", told)] if self.round.begun else []
-        return [*self._spread(orphans, speeds), *reports]
-
-    def _spread(self, nodes: tuple[Node, ...], speeds: dict[str, float | None]) -> list[Action]:
-        assert self.round is not None
-        actions: list[Action] = []
-        for name, mine in spread(nodes, self.round.microbatches, speeds).items():
-            parts = [mine[at : at + _MAX_NODES] for at in range(0, len(mine), _MAX_NODES)]
-            actions += [self._plan(name, part) for part in parts]
-        return actions
 
     def tick(self, now_ms: float) -> list[Action]:
         """Time goes on: see who is late, and let nobody wait for them."""
@@ -201,19 +236,21 @@ class Progress:
     def _pass_over(self) -> list[Action]:
         """Go on without those that do not answer; they are back when they have."""
         late = self._stragglers.late_answers(self.agreement)
+        if not late:
+            return []
         actions: list[Action] = list(self._stragglers.reports(late, self.step, "an answer"))
-        for name in late:
-            member = self._members.get(name)
-            assert member is not None
+        for member in late:
             if member.state is MemberState.DRAINING:
-                actions.append(Dismiss(name, "drained", ExitCode.OK))
+                actions.append(Dismiss(member.name, "drained", ExitCode.OK))
                 continue
             member.late = True
-            self.agreement.lose(name)
-            self._members.deactivate(name)
+            self.agreement.lose(member.name)
+            self._members.deactivate(member)
             if self.round is not None:
-                self.round.release(name, proven=False)
-        return actions + (self.take_up() if late else [])
+                self.round.disown(member.name, proven=False)
+        names = ", ".join(member.name for member in late)
+        actions += self._members.view_begins(self.step, "late", reason=f"no answer of {names}")
+        return actions + self.reassign()
 
     def _speculate(self, round_: Round) -> list[Action]:
         """Give what late workers owe to idle ones as well; whichever is there first counts.
@@ -221,7 +258,8 @@ class Progress:
         Where all are late, nobody goes on without them: nothing is told.
         """
         late = self._stragglers.late_workers(round_)
-        others = {name: ms for name, ms in self._members.speeds().items() if name not in late}
+        names = [member.name for member in late]
+        others = {name: ms for name, ms in self._members.speeds().items() if name not in names}
         if not late or not others:
             return []
         reports = self._stragglers.reports(late, self.step, "gradients")
@@ -230,25 +268,25 @@ class Progress:
             for name, speed in others.items()
             if name not in round_.shares or not round_.shares[name].pending
         }
-        nodes = round_.unassigned(ignoring=late) if speeds else ()
+        nodes = round_.unassigned(ignoring=names) if speeds else ()
         if not nodes:
             return [*reports]
-        self._note_signatures()
-        told = {"step": self.step, "nodes": [str(n) for n in nodes], "late": late}
-        return [*reports, *self._spread(nodes, speeds), Report("speculated", told)]
+        told = NodesSpeculated(self.step, [str(node) for node in nodes], names)
+        given = self._spread(round_, nodes, speeds, "speculative")
+        return [*reports, *given, Report(told)]
 
-    def cancel_surplus(self) -> list[Action]:
+    def cancel_surplus(self, round_: Round) -> list[Action]:
         """Tell workers what need not be computed any more, since others were first."""
-        assert self.round is not None
         return [
             Send(name, Cancel(**self.place(), nodes=nodes[at : at + _MAX_NODES]))
-            for name, nodes in self.round.surplus().items()
+            for name, nodes in round_.surplus().items()
             for at in range(0, len(nodes), _MAX_NODES)
         ]
 
-    def is_present(self, message: GradientPayload | NodeLoss) -> bool:
-        """Whether it belongs to the attempt in progress; late ones are dropped, as are those that
-        come when the step is skipped already.
+    def present(self, message: GradientPayload | NodeLoss) -> Round | None:
+        """The round that it belongs to, if that is still open.
+
+        Late ones belong to none: of an earlier attempt, or of a step that is skipped already.
 
         Raises:
             OutOfPlace: It belongs to no attempt that there has been.
@@ -259,24 +297,16 @@ class Progress:
             raise OutOfPlace(
                 f"{type(message).__name__}: expected (epoch, step, attempt) {ours}, got {theirs}"
             )
-        return theirs == ours and self.round is not None and not self.persisting
+        return self.round if theirs == ours and not self.persisting else None
 
-    def payload(
-        self, worker: str, message: GradientPayload, values: Array
-    ) -> list[Action] | NonFinite:
-        """Take a payload of the attempt in progress; completed chunks go to all."""
-        assert self.round is not None
+    def delivered(self, worker: str) -> None:
+        """It has sent a part of what it owes."""
         self._stragglers.delivered(worker)
-        outcome = self.round.payload(worker, message, values)
-        if isinstance(outcome, NonFinite):
-            return outcome
-        return [self._averaged(chunk) for chunk in outcome]
 
-    def node_loss(self, member: Member, message: NodeLoss) -> NonFinite | None:
+    def node_loss(self, round_: Round, member: Member, message: NodeLoss) -> NonFinite | None:
         """Take a node's loss, and how long the node took."""
-        assert self.round is not None
-        self._stragglers.delivered(member.name)
-        outcome = self.round.node_loss(member.name, message)
+        self.delivered(member.name)
+        outcome = round_.node_loss(member.name, message)
         member.measured(message.elapsed_ms / message.node.leaves)
         if outcome is True:
             member.microbatches += message.node.leaves
@@ -297,28 +327,28 @@ class Progress:
             self._stragglers.answered(worker)
         self.agreement.answer(worker, message.step, message.state_digest)
 
-    def persist(self, *, skip: bool) -> list[Action]:
+    def persist(self, round_: Round, *, skip: bool) -> list[Action]:
         """The round is complete and everyone agrees on the step before, or it is skipped, and
         nothing is to be applied: make the commit durable before anyone hears of it."""
-        assert self.round is not None
         scalars, loss, digest = None, float("nan"), _NO_AVERAGES
         updates = self.optimizer_step
         if not skip:
             updates += 1
-            norm = self.round.gradient_norm
+            norm = round_.gradient_norm
             scalars = step_scalars(self._spec.optimizer, updates, self.step, self._spec.steps, norm)
-            loss, digest = self.round.loss, self.round.averages_digest()
+            loss, digest = round_.loss, round_.averages_digest()
         commit = Commit(**self.place(), scalars=scalars, loss=loss, averages_digest=digest)
         before = self.agreement.digest(self.step)
-        self._committing = CommitRecord(commit=commit, optimizer_step=updates, state_before=before)
-        return [*self._compare(digest), Persist(self._committing)]
+        record = CommitRecord(commit=commit, optimizer_step=updates, state_before=before)
+        self._committing = _Committing(record, round_)
+        return [*self._compare(digest), Persist(record)]
 
     def _compare(self, digest: str) -> list[Action]:
         """A step that is done again should have the averages it had."""
         known = self._redone.get(self.step)
         if known is None or known == digest:
             return []
-        return [Report("redone_otherwise", {"step": self.step, "before": known, "now": digest})]
+        return [Report(RedoneOtherwise(self.step, known, digest))]
 
     def leave_out(self) -> None:
         """The run is to end before this step, unless its commit is on its way to the disk."""
@@ -329,50 +359,32 @@ class Progress:
         """It did not get to the disk: the step is still in progress."""
         self._committing = None
 
-    def commit(self) -> list[Action]:
-        """The commit is durable: end the step."""
-        assert self.round is not None
-        assert self._committing is not None
-        round_, self.round = self.round, None
-        record, self._committing = self._committing, None
+    def durable(self, step: int) -> list[Action]:
+        """The commit of this step is on disk: all may hear of it, and the step is over.
+
+        Returns:
+            Nothing if no such commit is on its way.
+        """
+        if self._committing is None or step != self.step:
+            return []
+        record, round_ = self._committing
+        self._committing = self.round = None
         commit = record.commit
-        skipped = commit.scalars is None
-        told = {"step": self.step, "loss": commit.loss, "skipped": skipped}
         apply = ApplyStep(self.step, round_.averages, commit.scalars)
         self.optimizer_step = record.optimizer_step
         self.losses.append(commit.loss)
         self.step += 1
         self.attempt = 0
-        computing = self._members.names(*_COMPUTING)
+        computing = self._members.names(*COMPUTING)
         self.agreement.expect(self.step, computing)
         self._stragglers.committed(round_, computing)
-        return [Broadcast(commit), apply, Report("committed", told), *self.let_go()]
+        return [Broadcast(commit), apply, Report(StepCommitted(record)), *self.release()]
 
-    def let_go(self) -> list[Action]:
+    def release(self) -> list[Action]:
         """Say goodbye to draining workers that have no unfinished nodes of this attempt."""
         leaving = self._members.names(MemberState.DRAINING)
         busy = self.round.unfinished if self.round is not None else lambda _: ()
         return [Dismiss(name, "drained", ExitCode.OK) for name in leaving if not busy(name)]
-
-    def _plan(self, worker: str, nodes: tuple[Node, ...]) -> Send:
-        """Give nodes to a worker: its plan of this step, or more of it."""
-        assert self.round is not None
-        assert len(nodes) <= _MAX_NODES
-        known = worker in self.round.shares
-        self.round.assign(worker, nodes)
-        self._stragglers.given(worker)
-        place, view = self.place(), self._members.view
-        if known:
-            return Send(worker, Assign(**place, view=view, nodes=nodes))
-        microbatches = self.round.microbatches
-        return Send(worker, StepPlan(**place, view=view, nodes=nodes, microbatches=microbatches))
-
-    def _averaged(self, chunk: Averaged) -> Broadcast:
-        """A completed chunk as a broadcast."""
-        block = self._manifest.blocks[chunk.block]
-        kind = AveragedBlockGradient if block.kind == "block" else AveragedNonBlockGradient
-        message: Message = kind(**self.place(), block=chunk.block, chunk=chunk.chunk)
-        return Broadcast(message, chunk.values)
 
     def next_place(self) -> dict[str, int]:
         """Where the next message belongs: to the next step, if this one is being committed."""

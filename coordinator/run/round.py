@@ -1,7 +1,9 @@
 """One attempt at one step: payloads in, averaged blocks out.
 
-Pure: no clock, socket, file or randomness. Arrival order cannot change a bit of what comes out,
-since everything is summed along the tree; a payload that was there already changes nothing.
+Pure: no clock, socket, file or randomness. Arrival order cannot change a bit of what comes out:
+each chunk of each block has its own sum along the tree, float addition is commutative, and the
+tree fixes what is added to what. So nodes may come twice, from several workers, or as parts of
+nodes that come later; what is covered already changes nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from coordinator.run.actions import Action, Broadcast
 from coordinator.run.reduction import (
     Array,
     TreeSum,
@@ -25,16 +28,12 @@ from protocol.base.errors import OutOfPlace
 from protocol.exact.tree import Node, cover, is_node, root
 from protocol.exact.update import average, global_norm, square_sum
 from protocol.spec.manifest import Block
-from protocol.wire.messages import GradientPayload, NodeLoss
-
-
-@dataclass(frozen=True, slots=True)
-class Averaged:
-    """A chunk is complete: the average over all samples of the step."""
-
-    block: int
-    chunk: int
-    values: Array
+from protocol.wire.messages import (
+    AveragedBlockGradient,
+    AveragedNonBlockGradient,
+    GradientPayload,
+    NodeLoss,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +43,6 @@ class NonFinite:
     worker: str | None
     block: str | None
     node: Node
-
-    def place(self) -> dict[str, object]:
-        """Worker, block and microbatches [lo, hi), as far as they are one's."""
-        place: dict[str, object] = {"microbatches": (self.node.lo, self.node.hi)}
-        if self.worker is not None:
-            place["worker"] = self.worker
-        if self.block is not None:
-            place["block"] = self.block
-        return place
 
     def __str__(self) -> str:
         what = "loss" if self.block is None else f"gradient in block {self.block!r}"
@@ -86,6 +76,7 @@ class Round:
     """Collects one attempt at a step.
 
     Attributes:
+        place: Epoch, step and attempt, as messages carry them.
         averages: One flat array per block; complete in the end.
         shares: Nodes by worker, for workers that have not left.
         begun: Whether nodes were given to anyone.
@@ -96,9 +87,7 @@ class Round:
         self, blocks: tuple[Block, ...], microbatches: int, epoch: int, step: int, attempt: int
     ) -> None:
         self.microbatches = microbatches
-        self.epoch = epoch
-        self.step = step
-        self.attempt = attempt
+        self.place = {"epoch": epoch, "step": step, "attempt": attempt}
         self.shares: dict[str, Share] = {}
         self.tainted = False
         self.averages = [np.empty(block.elements, np.float32) for block in blocks]
@@ -124,19 +113,23 @@ class Round:
 
     def payload(
         self, worker: str, message: GradientPayload, values: Array
-    ) -> list[Averaged] | NonFinite:
+    ) -> list[Action] | NonFinite:
         """Take a chunk of a node's gradient sum; `values` belongs to the round from then on.
+
+        Returns:
+            The average to send to all, where this completes the chunk.
 
         Raises:
             OutOfPlace: No such node, or not this worker's.
         """
         self._check_place(worker, message.node)
-        self._summarise()
+        self._summarise()  # of what earlier payloads completed: it has been sent by now
         chunk = self._chunks[message.block][message.chunk]
         if chunk.done or chunk.sums.covers(message.node):
             return []
         if not is_finite(values):
             return NonFinite(worker, self._blocks[message.block].name, message.node)
+        # With each payload: the first chunk may be complete before any node's loss has come.
         self._weights.put(message.node, message.weight)
         chunk.sums.put(message.node, values)
         self._delivered.add(worker)
@@ -222,11 +215,13 @@ class Round:
             worker: Its name.
             proven: Whether its weights are known to be the run's.
         """
+        # Were its weights others than the run's, so may be what it delivered, and a sum cannot be
+        # taken apart again: then the step starts anew.
         self.shares.pop(worker, None)
         self.tainted = self.tainted or (not proven and worker in self._delivered)
 
-    def release(self, worker: str, *, proven: bool) -> None:
-        """The worker is late and what it owes is nobody's; it may be delivered all the same."""
+    def disown(self, worker: str, *, proven: bool) -> None:
+        """The worker is late, and what it owes is nobody's; it may be delivered all the same."""
         share = self.shares.get(worker)
         if share is not None:
             share.pending.clear()
@@ -273,7 +268,7 @@ class Round:
             raise OutOfPlace(f"node {node} was not given to worker {worker!r} in this step")
         return share
 
-    def _complete(self, block: int, number: int, total: Array) -> list[Averaged] | NonFinite:
+    def _complete(self, block: int, number: int, total: Array) -> list[Action] | NonFinite:
         weight = self._weights.total
         assert weight is not None, "a chunk is complete, so every node's weight has come"
         values = self.averages[block][self._blocks[block].chunk_slice(number)]
@@ -282,6 +277,9 @@ class Round:
         # A small weight can make an average overflow where the sum did not.
         if not (math.isfinite(weight) and is_finite(values)):
             return NonFinite(None, self._blocks[block].name, root(self.microbatches))
+        # The sum's memory goes now, not at the end of the step: it is as large as the model.
         self._chunks[block][number] = _Chunk(TreeSum(self.microbatches, add_arrays), done=True)
         self._open_chunks[block] -= 1
-        return [Averaged(block, number, values)]
+        is_block = self._blocks[block].kind == "block"
+        kind = AveragedBlockGradient if is_block else AveragedNonBlockGradient
+        return [Broadcast(kind(**self.place, block=block, chunk=number), values)]

@@ -1,39 +1,234 @@
 """One run: from the first ready worker to the last committed step.
 
 Pure: every event is a method call that returns actions, in the order in which they are to be
-done. No clock, socket, file or randomness. Completions (the replica has applied a step) come
-back as events.
+done. No clock, socket, file or randomness. Completions (the replica has applied a step, a commit
+is on disk) come back as events.
+
+All that decides a run's phase is here. `_TABLE`, at the end, says for each event and each phase
+what handles it, that it is ignored, or that it is an error of whoever sent it; `_NEXT` says which
+phase may follow which.
 """
 
 from __future__ import annotations
 
-from coordinator.run.actions import Action, Adopt, Broadcast, Dismiss, Report, Seed, Send
-from coordinator.run.admission import is_stale
-from coordinator.run.course import Course
-from coordinator.run.membership import Member, MemberState
-from coordinator.run.phase import RunPhase
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import Any, Final
+
+from coordinator.run.actions import (
+    Action,
+    Adopt,
+    Broadcast,
+    Dismiss,
+    Finish,
+    Outcome,
+    Remember,
+    Report,
+    Seed,
+    Send,
+)
+from coordinator.run.admission import Admission, is_stale, refuse
+from coordinator.run.evaluation import Evaluation
+from coordinator.run.facts import (
+    HeldOutMeasured,
+    ManifestAgreed,
+    RunContinued,
+    RunHalted,
+    TrainingStarted,
+    WorkerJoined,
+    WorkerLost,
+    WorkerReady,
+    WorkerUnready,
+)
+from coordinator.run.failures import Failures
+from coordinator.run.membership import COMPUTING, Member, Membership, MemberState
+from coordinator.run.progress import Progress
 from coordinator.run.reduction import Array
+from coordinator.run.restart import Resumption
 from coordinator.run.round import NonFinite
+from coordinator.run.saves import Saves
 from protocol.base.errors import ExitCode, OutOfPlace
+from protocol.base.fields import cut_text
 from protocol.spec.manifest import Manifest
+from protocol.spec.run_spec import RunSpec
 from protocol.wire.messages import (
     BlockGradientPayload,
     Continue,
     Drain,
     EvalResult,
     GradientPayload,
+    Halt,
     Message,
     NodeLoss,
     NonBlockGradientPayload,
     Ready,
     StartRun,
+    StateChunk,
     StepApplied,
     Unready,
 )
 
+_BEHIND: Final = 2
+"""A joiner whose state was right so many steps ago takes part: it gets every commit since."""
 
-class Run(Course):
-    """The logic of one run: what workers, the shell and an operator say, and what follows."""
+
+class RunPhase(Enum):
+    """Where a run is.
+
+    WAITING for workers to be ready; TRAINING; EVALUATING held-out data; HALTED until an
+    operator's word; OVER.
+    """
+
+    WAITING = "waiting"
+    TRAINING = "training"
+    EVALUATING = "evaluating"
+    HALTED = "halted"
+    OVER = "over"
+
+
+class Event(Enum):
+    """What can happen to a run. `_TABLE` says what follows."""
+
+    # A worker is there, is gone, or says something.
+    INVITE = auto()
+    LOST = auto()
+    READY = auto()
+    UNREADY = auto()
+    WORKER_DRAINS = auto()
+    STATE_CHUNK = auto()
+    PAYLOAD = auto()
+    NODE_LOSS = auto()
+    STEP_APPLIED = auto()
+    EVAL_RESULT = auto()
+    # The shell has done something, or could not.
+    TICK = auto()
+    RESUME = auto()
+    REPLICA_LOADED = auto()
+    REPLICA_APPLIED = auto()
+    REPLAYED = auto()
+    DURABLE = auto()
+    CHECKPOINTED = auto()
+    STORAGE_FAILED = auto()
+    RESULT_REFUSED = auto()
+    # An operator's word.
+    HALT = auto()
+    END_HALT = auto()
+    SAVE = auto()
+    DRAIN = auto()
+    GIVE_UP = auto()
+    # What other events lead to.
+    ADVANCE = auto()
+    REASSIGN = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What there is once the first ready worker's manifest is the run's.
+
+    Attributes:
+        manifest: The run's.
+        progress: The steps.
+        admission: On what terms workers are admitted.
+    """
+
+    manifest: Manifest
+    progress: Progress
+    admission: Admission
+
+
+class Run:
+    """The logic of one run: what workers, the shell and an operator say, and what follows.
+
+    Attributes:
+        phase: Where the run is.
+        reason: Why, in words; empty while all goes well.
+        members: Who takes part.
+        settled: Manifest, steps and terms, once there are any.
+        evaluation: The one in progress, also while it is halted.
+        metrics: Figures of the newest evaluation.
+        saves: The checkpoints.
+        blobs: Digest of the list of files that workers may ask for, if there are any.
+        unfit: Workers whose device cannot take part in this run, and why.
+
+    Args:
+        run_id: The run's.
+        spec: What to do.
+        epoch: The coordinator's.
+        expect_workers: How many must be ready before the start.
+        resumption: Where a restart goes on from; None for a new run.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        spec: RunSpec,
+        epoch: int,
+        expect_workers: int,
+        resumption: Resumption | None = None,
+    ) -> None:
+        self.run_id = run_id
+        self.spec = spec
+        self.epoch = epoch
+        self.expect_workers = expect_workers
+        self.phase = RunPhase.WAITING
+        self.reason = "waiting for workers"
+        self.members = Membership()
+        self.settled: Settled | None = None
+        self.evaluation: Evaluation | None = None
+        self.metrics: dict[str, float] = {}
+        self.saves = Saves(spec.checkpoint)
+        self.blobs: str | None = None
+        self.unfit: dict[str, str] = {}
+        self._odd: set[str] = set()
+        self._skip_asked = False
+        self._drain_asked = False
+        self._evaluated_step = -1
+        self._next_owed = False
+        self._failures = Failures()
+        self._remembered: set[str] = set()
+        if resumption is not None:
+            self._take_from(resumption)
+
+    def _take_from(self, resumption: Resumption) -> None:
+        terms = resumption.terms
+        settled = self._settle(resumption.manifest, resumption)
+        settled.admission.resume(terms, None if resumption.step else resumption.state_digest)
+        self.saves = Saves(self.spec.checkpoint, resumption.saved)
+        self._remembered = set(terms.signatures) if terms is not None else set()
+
+    def _settle(self, manifest: Manifest, resumption: Resumption | None = None) -> Settled:
+        self.settled = Settled(
+            manifest,
+            Progress(self.spec, self.epoch, manifest, self.members, resumption),
+            Admission(self.run_id, self.spec.exactness, self.members, manifest),
+        )
+        return self.settled
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The run's, once it is settled."""
+        return self.settled.manifest if self.settled is not None else None
+
+    @property
+    def progress(self) -> Progress | None:
+        """The steps, once the manifest is settled."""
+        return self.settled.progress if self.settled is not None else None
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the coordinator's replica has a state of this run."""
+        return self.settled is not None and self.settled.admission.state_known
+
+    @property
+    def step(self) -> int:
+        """Steps committed."""
+        return self.settled.progress.step if self.settled is not None else 0
+
+    @property
+    def losses(self) -> list[float]:
+        """Mean loss of each committed step; NaN for a skipped one."""
+        return self.settled.progress.losses if self.settled is not None else []
 
     # Events about workers.
 
@@ -44,12 +239,7 @@ class Run(Course):
             worker: Its name.
             admitted_by: What it proved itself with.
         """
-        if self.phase is RunPhase.OVER:
-            return []
-        self.members.add(worker, admitted_by)
-        self.unfit.pop(worker, None)
-        message = StartRun(run_id=self.run_id, epoch=self.epoch, step=self.step, blobs=self.blobs)
-        return [Send(worker, message, self.spec.to_bytes())]
+        return self._on(Event.INVITE, worker, admitted_by)
 
     def receive(self, worker: str, message: Message, body: Array | bytes | None) -> list[Action]:
         """A worker's message.
@@ -57,7 +247,7 @@ class Run(Course):
         Args:
             worker: Its name.
             message: What it sent.
-            body: float32 values of a gradient, or the document of `Ready`.
+            body: float32 values of a gradient or of state, or the document of `Ready`.
 
         Raises:
             RemoteProtocolError: The message does not fit the present; its connection is to end.
@@ -65,26 +255,11 @@ class Run(Course):
         member = self.members.get(worker)
         if member is None or self.phase is RunPhase.OVER or is_stale(member, message, self.run_id):
             return []
-        match message:
-            case BlockGradientPayload() | NonBlockGradientPayload():
-                assert body is not None
-                assert not isinstance(body, bytes)
-                return self._payload(member, message, body)
-            case NodeLoss():
-                return self._node_loss(member, message)
-            case StepApplied():
-                return self._step_applied(worker, message)
-            case EvalResult():
-                return self._eval_result(worker, message)
-            case Ready() if member.state is MemberState.PREPARING:
-                assert isinstance(body, bytes)
-                return self._ready(member, message, body)
-            case Unready() if member.state is MemberState.PREPARING:
-                return self._unready(worker, message)
-            case Drain():
-                return self._worker_drains(member)
-            case _:
-                raise OutOfPlace(f"{type(message).__name__} is out of place here")
+        event = _EVENT_OF.get(type(message))
+        prepares = member.state is MemberState.PREPARING
+        if event is None or (event in _ONCE_PREPARED and not prepares):
+            raise OutOfPlace(f"{type(message).__name__} is out of place here")
+        return self._on(event, member, message, body)
 
     def lost(self, worker: str, reason: str, *, failed: bool = False) -> list[Action]:
         """A worker's session is over; its unfinished nodes go to others within the step.
@@ -96,182 +271,634 @@ class Run(Course):
                 same microbatches the run halts: the others would follow.
         """
         member = self.members.remove(worker)
-        if member is None or self.phase is RunPhase.OVER:
+        return [] if member is None else self._on(Event.LOST, member, reason, failed=failed)
+
+    # Events from the shell.
+
+    def tick(self, now_ms: float) -> list[Action]:
+        """Time goes on: nobody waits for those who are late, if others can do it."""
+        return self._on(Event.TICK, now_ms)
+
+    def resume(self) -> list[Action]:
+        """After a restart: go on with the step that the disk says comes next."""
+        return self._on(Event.RESUME)
+
+    def replica_loaded(self, upload: int, digest: str) -> list[Action]:
+        """All of an upload of state 0 is in the replica, which has this digest."""
+        return self._on(Event.REPLICA_LOADED, upload, digest)
+
+    def replica_applied(self, step: int, digest: str, not_finite: str = "") -> list[Action]:
+        """The coordinator's own replica has taken `step` steps; it arbitrates.
+
+        Args:
+            step: So many.
+            digest: Of its state.
+            not_finite: Where that state has a value that is not finite; empty if nowhere.
+        """
+        return self._on(Event.REPLICA_APPLIED, step, digest, not_finite)
+
+    def replayed(self, worker: str) -> list[Action]:
+        """A worker was sent what it had missed, and hears broadcasts from now on."""
+        return self._on(Event.REPLAYED, worker)
+
+    def durable(self, step: int) -> list[Action]:
+        """The commit of this step is on disk: now all may hear of it."""
+        return self._on(Event.DURABLE, step)
+
+    def checkpointed(self, step: int) -> list[Action]:
+        """The state after so many steps is saved."""
+        return self._on(Event.CHECKPOINTED, step)
+
+    def storage_failed(self, reason: str, *, lost_commit: bool = False) -> list[Action]:
+        """The disk refuses. Nothing is damaged.
+
+        Args:
+            reason: What the disk says.
+            lost_commit: Whether it was the commit that did not get there: the step is done again.
+                Else one that is on its way may get there all the same.
+        """
+        return self._on(Event.STORAGE_FAILED, reason, lost_commit=lost_commit)
+
+    def result_refused(self, reason: str) -> list[Action]:
+        """The run is done, but the disk refuses its result: it waits for room."""
+        return self._on(Event.RESULT_REFUSED, reason)
+
+    # An operator's word.
+
+    def halt(self, reason: str, fault: NonFinite | None = None) -> list[Action]:
+        """Stop now, apply nothing; `fault` says where a value was not finite.
+
+        A commit that is on its way to the disk gets there: then it is the next step that waits.
+        """
+        return self._on(Event.HALT, reason, fault)
+
+    def end_halt(self, *, skip_step: bool) -> list[Action]:
+        """Another attempt at the step that was halted, or the next one."""
+        return self._on(Event.END_HALT, skip_step=skip_step)
+
+    def save(self) -> list[Action]:
+        """Save the present state now."""
+        return self._on(Event.SAVE)
+
+    def drain(self) -> list[Action]:
+        """Stop after the present step."""
+        self._drain_asked = True
+        return self._on(Event.DRAIN)
+
+    def give_up(self, reason: str) -> list[Action]:
+        """Nothing more can come: end as failed."""
+        return self._on(Event.GIVE_UP, reason)
+
+    # The machine.
+
+    def _on(self, event: Event, *details: Any, **named: Any) -> list[Action]:
+        return _TABLE[event][self.phase](self, *details, **named)
+
+    def _enter(self, phase: RunPhase, reason: str = "") -> None:
+        assert phase in _NEXT[self.phase], f"{self.phase} is never followed by {phase}"
+        self.phase, self.reason = phase, reason
+
+    @property
+    def _agreed(self) -> Settled:
+        assert self.settled is not None, "no run gets beyond WAITING without a manifest"
+        return self.settled
+
+    def _ignore(self, *details: object, **named: object) -> list[Action]:
+        del details, named
+        return []
+
+    def _refuse_early(self, member: Member, message: Message, body: object) -> list[Action]:
+        del body
+        raise OutOfPlace(f"{type(message).__name__} of {member.name!r} before the first step")
+
+    def _check_late(self, member: Member, message: GradientPayload, body: object) -> list[Action]:
+        """The step does not go on: what belongs to it is dropped, what never did is an error."""
+        del member, body
+        self._agreed.progress.present(message)
+        return []
+
+    # Workers come and go.
+
+    def _invite(self, worker: str, admitted_by: str) -> list[Action]:
+        self.members.add(worker, admitted_by)
+        self.unfit.pop(worker, None)
+        message = StartRun(run_id=self.run_id, epoch=self.epoch, step=self.step, blobs=self.blobs)
+        return [Send(worker, message, self.spec.to_bytes())]
+
+    def _first_ready(self, member: Member, message: Ready, document: bytes) -> list[Action]:
+        """Before the start: whoever is the first settles what all have to agree on."""
+        manifest = Manifest.from_bytes(document)
+        actions: list[Action] = []
+        if self.settled is None:
+            self._settle(manifest)
+            actions += [Adopt(manifest), Report(ManifestAgreed(manifest))]
+        actions += self._check_ready(member, manifest, message)
+        if member.state is not MemberState.READY:
+            return actions
+        return actions + self._agreed.admission.request_state() + self._start_if_enough()
+
+    def _later_ready(self, member: Member, message: Ready, document: bytes) -> list[Action]:
+        """While the run goes on: the worker computes once it has the state."""
+        settled = self._agreed
+        actions = self._check_ready(member, Manifest.from_bytes(document), message)
+        if member.state is not MemberState.READY:
+            return actions
+        actions += settled.admission.admit(member, self.step, settled.progress.agreement)
+        return actions + (self._joined(member) if member.state is MemberState.ACTIVE else [])
+
+    def _check_ready(self, member: Member, manifest: Manifest, message: Ready) -> list[Action]:
+        admission = self._agreed.admission
+        admission.first_ready(message)
+        if refusal := admission.refusal(manifest, message):
+            self.members.remove(member.name)
+            return refuse(member.name, refusal)
+        member.now_ready(message)
+        return [Report(WorkerReady(member.name, member.device, member.backend))]
+
+    def _unready(self, member: Member, message: Unready, body: None = None) -> list[Action]:
+        del body
+        self.members.remove(member.name)
+        if message.own:
+            self.unfit[member.name] = message.reason
+        return [Report(WorkerUnready(member.name, message.reason))]
+
+    def _early_unready(self, member: Member, message: Unready, body: None) -> list[Action]:
+        """Before the start: what hinders one hinders all, unless it is the worker's own matter
+        and others may still come."""
+        del body
+        actions = self._unready(member, message)
+        able = self.members.names(MemberState.PREPARING, MemberState.READY)
+        if message.own and (able or len(self.unfit) < self.expect_workers):
+            return actions
+        reason = f"worker {member.name!r}: {message.reason}"
+        return actions + self._finish("failed", reason, message.exit_code)
+
+    def _state_chunk(self, member: Member, message: StateChunk, values: Array) -> list[Action]:
+        if self.settled is None:
+            raise OutOfPlace("StateChunk was not asked for")
+        return self.settled.admission.state_chunk(member.name, message, values)
+
+    def _replica_loaded(self, upload: int, digest: str) -> list[Action]:
+        settled = self._agreed
+        actions = settled.admission.state_loaded(upload, digest)
+        if not settled.admission.state_known:
+            return actions
+        settled.progress.agreement.replica_answer(0, digest)
+        return actions + self.saves.save(0) + self._start_if_enough()
+
+    def _start_if_enough(self) -> list[Action]:
+        ready = [member for member in self.members if member.state is MemberState.READY]
+        admission, progress = self._agreed.admission, self._agreed.progress
+        if len(ready) < self.expect_workers or not admission.state_known:
             return []
-        round_ = self.progress.round if self.progress is not None else None
+        progress.mixed = not all(admission.starts_alike(member) for member in ready)
+        started = Report(TrainingStarted([member.name for member in ready]))
+        admitted = admission.admit_ready()
+        self._enter(RunPhase.TRAINING)
+        view = self.members.view_begins(self.step, "started")
+        return [started, *admitted, *view, *progress.begin()]
+
+    def _early_lost(self, member: Member, reason: str, *, failed: bool) -> list[Action]:
+        actions: list[Action] = [self._gone(member, reason)]
+        self._note_unfit(member, reason, failed=failed)
+        return actions + (self.settled.admission.lost(member.name) if self.settled else [])
+
+    def _lost(self, member: Member, reason: str, *, failed: bool) -> list[Action]:
+        progress, worker = self._agreed.progress, member.name
+        round_ = progress.round
         pattern = ""
         if failed and round_ is not None:
             pattern = self._failures.note(worker, round_.unfinished(worker))
         self._odd.discard(worker)
-        actions: list[Action] = [
-            Report("worker_lost", {"worker": worker, "reason": reason, "view": self.members.view})
-        ]
-        if self.admission is not None:
-            actions += self.admission.lost(worker)
-        if failed and member.state is MemberState.PREPARING:
-            self.unfit[worker] = reason  # it may come again, mended, or another in its place
-        if self.progress is not None:
-            proven = self.progress.lose(worker)
-            if self.evaluation is not None:
-                self.evaluation.lose(worker, proven=proven)
+        self._note_unfit(member, reason, failed=failed)
+        actions: list[Action] = [self._gone(member, reason)]
+        actions += self.members.view_begins(self.step, "lost", worker, reason)
+        proven = progress.lose(worker)
+        if self.evaluation is not None:
+            self.evaluation.lose(worker, proven=proven)
         if pattern:
             self._failures.clear()
             actions += self.halt(f"step {self.step}: {pattern}; the last said: {reason}")
-        actions += self._take_up() + self._advance()
+        actions += self._on(Event.REASSIGN) + self._on(Event.ADVANCE)
         return actions + self.drain() if self._drain_asked else actions
 
-    # Events from the shell.
+    def _gone(self, member: Member, reason: str) -> Report:
+        return Report(WorkerLost(member.name, reason, self.members.view))
 
-    def replica_loaded(self, digest: str) -> list[Action]:
-        """The first ready worker's state has come: it is state 0, with this digest."""
-        if self.phase is RunPhase.OVER:
+    def _note_unfit(self, member: Member, reason: str, *, failed: bool) -> None:
+        if failed and member.state is MemberState.PREPARING:
+            self.unfit[member.name] = reason  # it may come again, mended, or another in its place
+
+    def _release(self, member: Member, message: Drain, body: None) -> list[Action]:
+        """It wants to leave, and owes nothing that others wait for."""
+        del message, body
+        return [Dismiss(member.name, "drained", ExitCode.OK)]
+
+    def _release_when_done(self, member: Member, message: Drain, body: None) -> list[Action]:
+        round_ = self._agreed.progress.round
+        if round_ is None or not round_.unfinished(member.name):
+            return self._release(member, message, body)
+        member.state = MemberState.DRAINING
+        return []
+
+    # Steps.
+
+    def _resume(self) -> list[Action]:
+        self._enter(RunPhase.TRAINING)
+        return self._after_commit() + self._on(Event.ADVANCE)
+
+    def _begin_step(self) -> list[Action]:
+        self._enter(RunPhase.TRAINING)
+        return self._agreed.progress.begin()
+
+    def _payload(self, member: Member, message: GradientPayload, values: Array) -> list[Action]:
+        progress = self._agreed.progress
+        round_ = progress.present(message)
+        if round_ is None or member.state is MemberState.LOADING:
             return []
-        assert self.progress is not None
-        assert self.admission is not None
-        if refused := self.admission.state_loaded(digest):
-            return refused
-        self.progress.agreement.settle(0, digest)
-        return self.saves.save(0) + self._start_if_enough()
+        progress.delivered(member.name)
+        outcome = round_.payload(member.name, message, values)
+        if isinstance(outcome, NonFinite):
+            return self._halt_for(outcome)
+        return outcome + self._on(Event.ADVANCE)
 
-    def replayed(self, worker: str) -> list[Action]:
-        """A worker was sent what it had missed, and hears broadcasts from now on."""
+    def _node_loss(self, member: Member, message: NodeLoss, body: None) -> list[Action]:
+        del body
+        progress = self._agreed.progress
+        round_ = progress.present(message)
+        if round_ is None or member.state is MemberState.LOADING:
+            return []
+        fault = progress.node_loss(round_, member, message)
+        actions = progress.release() + progress.cancel_surplus(round_)
+        return actions + (self._halt_for(fault) if fault else self._on(Event.ADVANCE))
+
+    def _halt_for(self, fault: NonFinite) -> list[Action]:
+        return self.halt(f"step {self.step}: {fault}", fault)
+
+    def _reassign(self) -> list[Action]:
+        return self._agreed.progress.reassign()
+
+    def _tick(self, now_ms: float) -> list[Action]:
+        return self._agreed.progress.tick(now_ms) + self._on(Event.ADVANCE)
+
+    def _advance(self) -> list[Action]:
+        """Commit if everything is there and everyone agrees on the step before."""
+        progress = self._agreed.progress
+        round_ = progress.round
+        if not progress.agreement.reached:
+            return []
+        if round_ is None:
+            return self._end_if_done()
+        # The first commit waits for the checkpoint of step 0: without it a restart has no state.
+        if progress.persisting or self.saves.saved is None:
+            return []
+        skip = self._skip_asked or progress.was_skipped
+        if not (skip or round_.complete):
+            return []
+        self._skip_asked = False
+        return self._remember() + progress.persist(round_, skip=skip)
+
+    def _remember(self) -> list[Action]:
+        """Whose bits may be in the step that is committed now."""
+        progress, admission = self._agreed.progress, self._agreed.admission
+        if self._remembered == progress.signatures:
+            return []
+        self._remembered = set(progress.signatures)
+        return [Remember(admission.terms(progress.signatures, mixed=progress.mixed))]
+
+    def _durable(self, step: int) -> list[Action]:
+        actions = self._commit(step)
+        return actions and actions + self._after_commit() + self._on(Event.ADVANCE)
+
+    def _durable_in_halt(self, step: int) -> list[Action]:
+        actions = self._commit(step)
+        self._next_owed = self._next_owed or bool(actions)
+        return actions
+
+    def _durable_too_late(self, step: int) -> list[Action]:
+        """The step counts, though the run has ended without it: nobody is told."""
+        self._agreed.progress.durable(step)
+        return []
+
+    def _commit(self, step: int) -> list[Action]:
+        actions = self._agreed.progress.durable(step)
+        if actions:
+            self._failures.clear()
+            actions += self.saves.committed(self.step)
+        return actions
+
+    def _after_commit(self) -> list[Action]:
+        progress = self._agreed.progress
+        if self._drain_asked and not self._computing:
+            return []
+        every = self.spec.evaluate_every
+        due = progress.all_committed or (progress.step and every and progress.step % every == 0)
+        if self._agreed.manifest.evaluation_parts and due:
+            return self._begin_evaluation()
+        if progress.all_committed or self._drain_asked:
+            return []
+        return self._begin_step()
+
+    # Agreement.
+
+    def _step_applied(self, member: Member, message: StepApplied, body: None) -> list[Action]:
+        del body
+        progress = self._agreed.progress
+        progress.applied(member.name, message)
+        agreement = progress.agreement
+        if agreement.catching_up and agreement.digest(message.step) is None:
+            # On trust: compared with the others now, with the replica once that is there.
+            return self._is_right(member, message.step) + self._on(Event.ADVANCE)
+        return self._judge(message.step)
+
+    def _replica_applied(self, step: int, digest: str, not_finite: str) -> list[Action]:
+        self._agreed.progress.agreement.replica_answer(step, digest)
+        halted: list[Action] = []
+        if not_finite:
+            halted = self.halt(
+                f"the update of step {step - 1} left a value that is not finite: {not_finite}; "
+                "go on from an earlier checkpoint, with a lower learning rate"
+            )
+        return halted + self._judge(step)
+
+    def _judge(self, step: int) -> list[Action]:
+        """Compare the answers to a step once the replica's own is known."""
+        agreed, odd = self._agreed.progress.agreement.judge(step)
+        actions: list[Action] = []
+        if odd:
+            self._odd.update(odd)
+            names = ", ".join(repr(name) for name in odd)
+            actions += self.halt(
+                f"the state of worker {names} after {step} steps differs from the coordinator's"
+            )
+        for name in agreed:
+            actions += self._is_right(self.members.get(name), step)
+        return actions + self._on(Event.ADVANCE)
+
+    def _is_right(self, member: Member | None, step: int) -> list[Action]:
+        """A worker's state after so many steps is the run's, or is taken for it: it takes part, if
+        it had to load it and hears broadcasts."""
+        if member is None or member.state is not MemberState.LOADING:
+            return []
+        if member.replaying:
+            member.right_at = step
+            return []
+        agreement, behind = self._agreed.progress.agreement, self.step - step
+        trusted = agreement.digest(step) is None
+        if behind > (0 if trusted else _BEHIND):
+            return []
+        if behind or trusted:
+            agreement.owe(member.name)  # it says what came of the steps in between, too
+        self.members.activate(member)
+        return self._joined(member)
+
+    def _joined(self, member: Member) -> list[Action]:
+        told = Report(WorkerJoined(member.name, self.step, self.members.view))
+        view = self.members.view_begins(self.step, "joined", member.name)
+        return [told, *view, *self._on(Event.REASSIGN)]
+
+    def _replayed(self, worker: str) -> list[Action]:
         member = self.members.get(worker)
-        if member is None or not member.replaying or self.phase is RunPhase.OVER:
+        if member is None or not member.replaying:
             return []
         member.replaying = False
         if member.right_at is None:
             return []
-        return self._is_right(member, member.right_at) + self._advance()
+        return self._is_right(member, member.right_at) + self._on(Event.ADVANCE)
 
-    # An operator's word.
+    # Evaluation.
 
-    def resume(self, *, skip_step: bool) -> list[Action]:
-        """End a halt: another attempt at the same step, or the next one."""
-        if self.progress is None or self.phase is not RunPhase.HALTED:
+    def _begin_evaluation(self) -> list[Action]:
+        self._enter(RunPhase.EVALUATING)
+        self.evaluation = Evaluation(self.step, self._agreed.manifest.evaluation_parts)
+        return self._plan_evaluation()
+
+    @property
+    def _evaluating(self) -> Evaluation:
+        assert self.evaluation is not None, "the phase begins with it"
+        return self.evaluation
+
+    def _plan_evaluation(self) -> list[Action]:
+        busy, active = self._evaluating.waiting_for(), self.members.names(MemberState.ACTIVE)
+        idle = [name for name in active if name not in busy]
+        return self._evaluating.plan(self.epoch, idle or active)
+
+    def _eval_result(self, member: Member, message: EvalResult, body: None) -> list[Action]:
+        del body
+        self._evaluating.result(member.name, message)
+        return self._on(Event.ADVANCE)
+
+    def _tick_evaluation(self, now_ms: float) -> list[Action]:
+        """Who does not say that it has the state that is evaluated is passed over here too."""
+        before = set(self.members.names(MemberState.ACTIVE))
+        actions = self._agreed.progress.tick(now_ms)
+        passed = before.difference(self.members.names(MemberState.ACTIVE))
+        for worker in passed:
+            self._evaluating.lose(worker, proven=False)
+        self._evaluating.tick(now_ms)
+        if self._evaluating.disown_late() or passed:
+            actions += self._plan_evaluation()
+        return actions + self._on(Event.ADVANCE)
+
+    def _advance_evaluation(self) -> list[Action]:
+        """End it when all parts are there and everyone agrees on the state that was evaluated."""
+        progress = self._agreed.progress
+        if not (progress.agreement.reached and self._evaluating.complete):
             return []
-        progress = self.progress
+        self.metrics = self._evaluating.metrics(self._agreed.manifest.metrics)
+        self.evaluation, self._evaluated_step = None, self.step
+        told: list[Action] = [Report(HeldOutMeasured(self.step, self.metrics))]
+        self._enter(RunPhase.TRAINING)
+        ends = progress.all_committed or self._drain_asked
+        return told + (self._end_if_done() if ends else self._begin_step())
+
+    # Halts.
+
+    def _halt(self, reason: str, fault: NonFinite | None) -> list[Action]:
+        self._enter(RunPhase.HALTED, reason)
+        place = self._agreed.progress.next_place()
+        told = RunHalted(**place, reason=reason)
+        if fault is not None:
+            where = (fault.node.lo, fault.node.hi)
+            told = replace(told, microbatches=where, worker=fault.worker, block=fault.block)
+        actions = [Broadcast(Halt(**place, reason=cut_text(reason))), Report(told)]
+        return actions + self.drain() if self._drain_asked else actions
+
+    def _end_halt(self, *, skip_step: bool) -> list[Action]:
+        progress = self._agreed.progress
         passing = progress.persisting or self._next_owed
         if not passing:
             progress.attempt += 1
-        self.reason = ""
         place = progress.next_place()
-        report = Report("continued", {**place, "skip_step": skip_step})
-        actions = [Broadcast(Continue(**place)), report, *self.progress.let_go()]
+        told = RunContinued(**place, skip_step=skip_step)
+        actions = [Broadcast(Continue(**place)), Report(told), *progress.release()]
         actions += self.saves.again(self.step)
-        for name in sorted(self._odd.difference(self.members.names(MemberState.DRAINING))):
-            self.progress.agreement.lose(name)
-            self.members.deactivate(name)
-            actions.append(Seed(name))
-        self._odd.clear()
+        actions += self._seed_odd()
         if self.evaluation is not None:
             return actions + self._begin_evaluation()
-        if self.progress.round is None or self.progress.persisting:
-            self.phase = RunPhase.TRAINING
-            self._skip_asked = skip_step and passing
-            owed, self._next_owed = self._next_owed, False
-            actions += self._after_commit(self.progress) if owed else []
-            return actions + self._advance()
-        self._skip_asked = skip_step
-        return actions + self._begin_step(self.progress) + self._advance()
+        if progress.round is not None and not progress.persisting:
+            self._skip_asked = skip_step
+            return actions + self._begin_step() + self._on(Event.ADVANCE)
+        # The step that was halted got to the disk: what was asked for is about the next one.
+        self._enter(RunPhase.TRAINING)
+        self._skip_asked = skip_step and passing
+        owed, self._next_owed = self._next_owed, False
+        actions += self._after_commit() if owed else []
+        return actions + self._on(Event.ADVANCE)
 
-    # Joining.
-
-    def _ready(self, member: Member, message: Ready, document: bytes) -> list[Action]:
-        manifest = Manifest.from_bytes(document)
+    def _seed_odd(self) -> list[Action]:
+        """Workers whose state differs get the replica's."""
         actions: list[Action] = []
-        if self.admission is None:
-            self._settle(manifest)
-            actions.append(Adopt(manifest))
-        assert self.admission is not None
-        self.admission.settle(message)
-        refusal = self.admission.refusal(manifest, message)
-        if refusal:
-            self.members.remove(member.name)
-            return [Dismiss(member.name, refusal, ExitCode.MISMATCH)]
-        member.now_ready(message)
-        actions.append(member.ready_report())
-        if self.phase is not RunPhase.WAITING:
-            return actions + self._take_in(member)
-        return actions + self.admission.request_state() + self._start_if_enough()
+        for name in sorted(self._odd.difference(self.members.names(MemberState.DRAINING))):
+            self._agreed.progress.agreement.lose(name)
+            if (member := self.members.get(name)) is not None:
+                self.members.deactivate(member)
+            actions.append(Seed(name))
+        self._odd.clear()
+        return actions + self.members.view_begins(self.step, "reseeded")
 
-    def _take_in(self, member: Member) -> list[Action]:
-        """A worker is ready while the run goes on: it computes once it has the state."""
-        assert self.admission is not None
-        assert self.progress is not None
-        actions = self.admission.take_in(member, self.step, self.progress.agreement)
-        return actions + (self._joined(member) if member.state is MemberState.ACTIVE else [])
+    def _storage_failed(self, reason: str, *, lost_commit: bool) -> list[Action]:
+        self.saves.failed()
+        if lost_commit:
+            self._agreed.progress.abandon_commit()
+        return self.halt(reason)
 
-    def _unready(self, worker: str, message: Unready) -> list[Action]:
-        self.members.remove(worker)
-        report = Report("worker_unready", {"worker": worker, "reason": message.reason})
-        if message.own:
-            self.unfit[worker] = message.reason
-        able = self.members.names(MemberState.PREPARING, MemberState.READY)
-        others_may = message.own and (able or len(self.unfit) < self.expect_workers)
-        if self.phase is not RunPhase.WAITING or others_may:
-            return [report]
-        reason = f"worker {worker!r}: {message.reason}"
-        return [report, *self._finish("failed", reason, message.exit_code)]
+    def _early_storage_failed(self, reason: str, *, lost_commit: bool) -> list[Action]:
+        del lost_commit
+        self.saves.failed()
+        return self.give_up(reason)
 
-    def _start_if_enough(self) -> list[Action]:
-        ready = self.members.names(MemberState.READY)
-        admission, progress = self.admission, self.progress
-        if self.phase is not RunPhase.WAITING or len(ready) < self.expect_workers:
+    # The end.
+
+    @property
+    def _computing(self) -> list[str]:
+        return self.members.names(*COMPUTING)
+
+    def _save(self) -> list[Action]:
+        return self.saves.save(self.step) if self.has_state else []
+
+    def _checkpointed(self, step: int) -> list[Action]:
+        self.saves.done(step)
+        return self._on(Event.ADVANCE)
+
+    def _end_if_done(self) -> list[Action]:
+        """Everyone agrees, and no step is in progress: end when no other is to come."""
+        progress = self._agreed.progress
+        if progress.persisting or not (progress.all_committed or self._drain_asked):
             return []
-        if admission is None or progress is None or not admission.state_known:
+        if progress.agreement.catching_up or self.saves.saved != progress.step:
+            return self.saves.save(progress.step)
+        evaluated = (
+            self._evaluated_step == progress.step or not self._agreed.manifest.evaluation_parts
+        )
+        if progress.all_committed and evaluated:
+            return self._finish("finished", "all steps are committed", ExitCode.OK)
+        before = ", before their evaluation" if progress.all_committed else ""
+        reason = f"drained after {progress.step} steps{before}"
+        return self._finish("drained", reason, ExitCode.OK)
+
+    def _drain_before_start(self) -> list[Action]:
+        return self._finish("drained", "drained before the start", ExitCode.OK)
+
+    def _drain_step(self) -> list[Action]:
+        """If nobody is left to end the step in progress, the run ends after those committed."""
+        if self._computing:
             return []
-        members = [member for member in self.members if member.name in ready]
-        progress.mixed = not all(admission.starts_alike(member) for member in members)
-        started = Report("started", {"workers": ready})
-        return [started, *admission.admit_ready(), *self._begin_step(progress)]
+        if self.evaluation is not None:
+            self.evaluation = None
+            self._enter(RunPhase.TRAINING)
+        self._agreed.progress.leave_out()
+        return self._on(Event.ADVANCE)
 
-    def _worker_drains(self, member: Member) -> list[Action]:
-        round_ = self.progress.round if self.progress is not None else None
-        busy = round_ is not None and round_.unfinished(member.name)
-        if busy and self.phase is RunPhase.TRAINING:
-            member.state = MemberState.DRAINING
-            return []
-        return [Dismiss(member.name, "drained", ExitCode.OK)]
+    def _drain_halted(self) -> list[Action]:
+        return self._finish("failed", f"halted: {self.reason}", ExitCode.FAILED)
 
-    # Work.
+    def _give_up(self, reason: str) -> list[Action]:
+        return self._finish("failed", reason, ExitCode.FAILED)
 
-    def _payload(self, member: Member, message: GradientPayload, values: Array) -> list[Action]:
-        if not self._is_present(message) or member.state is MemberState.LOADING:
-            return []
-        assert self.progress is not None
-        outcome = self.progress.payload(member.name, message, values)
-        if isinstance(outcome, NonFinite):
-            return self._halt_for(outcome)
-        return outcome + self._advance()
+    def _finish(self, outcome: Outcome, reason: str, exit_code: int) -> list[Action]:
+        self._enter(RunPhase.OVER, reason)
+        return [Finish(outcome, reason, exit_code)]
 
-    def _node_loss(self, member: Member, message: NodeLoss) -> list[Action]:
-        if not self._is_present(message) or member.state is MemberState.LOADING:
-            return []
-        assert self.progress is not None
-        fault = self.progress.node_loss(member, message)
-        going = self.progress.let_go() + self.progress.cancel_surplus()
-        return going + (self._halt_for(fault) if fault is not None else self._advance())
+    def _result_refused(self, reason: str) -> list[Action]:
+        self._enter(RunPhase.TRAINING)  # it was not over after all
+        return self.halt(f"all is committed, but the result is not written: {reason}")
 
-    def _is_present(self, message: GradientPayload | NodeLoss) -> bool:
-        present = self.progress is not None and self.progress.is_present(message)
-        return present and self.phase is RunPhase.TRAINING
 
-    def _step_applied(self, worker: str, message: StepApplied) -> list[Action]:
-        if self.progress is None:
-            raise OutOfPlace("StepApplied before the first step")
-        progress, member = self.progress, self.members.get(worker)
-        assert member is not None
-        progress.applied(worker, message)
-        agreement = progress.agreement
-        if agreement.catching_up and agreement.digest(message.step) is None:
-            # On trust: compared with the others now, with the replica once that is there.
-            return self._is_right(member, message.step) + self._advance()
-        return self._judge(progress, message.step)
+_NEXT: Final[dict[RunPhase, set[RunPhase]]] = {
+    RunPhase.WAITING: {RunPhase.TRAINING, RunPhase.OVER},
+    RunPhase.TRAINING: {
+        RunPhase.TRAINING, RunPhase.EVALUATING, RunPhase.HALTED, RunPhase.OVER,
+    },
+    RunPhase.EVALUATING: {RunPhase.TRAINING, RunPhase.HALTED, RunPhase.OVER},
+    RunPhase.HALTED: {RunPhase.TRAINING, RunPhase.EVALUATING, RunPhase.OVER},
+    RunPhase.OVER: {RunPhase.TRAINING},
+}  # fmt: skip
+"""TRAINING follows itself with each step, and OVER where the disk refuses the result."""
 
-    def _eval_result(self, worker: str, message: EvalResult) -> list[Action]:
-        if self.evaluation is not None and self.phase is RunPhase.EVALUATING:
-            self.evaluation.result(worker, message)
-        return self._advance()
+_EVENT_OF: Final[dict[type[Message], Event]] = {
+    Ready: Event.READY,
+    Unready: Event.UNREADY,
+    Drain: Event.WORKER_DRAINS,
+    StateChunk: Event.STATE_CHUNK,
+    BlockGradientPayload: Event.PAYLOAD,
+    NonBlockGradientPayload: Event.PAYLOAD,
+    NodeLoss: Event.NODE_LOSS,
+    StepApplied: Event.STEP_APPLIED,
+    EvalResult: Event.EVAL_RESULT,
+}
+_ONCE_PREPARED: Final = {Event.READY, Event.UNREADY}
+"""Only from a worker that was asked to build the task, and once."""
 
-    def _halt_for(self, fault: NonFinite) -> list[Action]:
-        return self.halt(f"step {self.step}: {fault}", fault)
+_Handler = Callable[..., list[Action]]
+
+
+def _rows(
+    table: dict[Event, tuple[_Handler, _Handler, _Handler, _Handler, _Handler]],
+) -> dict[Event, dict[RunPhase, _Handler]]:
+    return {event: dict(zip(RunPhase, row, strict=True)) for event, row in table.items()}
+
+
+_NO: Final = Run._ignore
+_EARLY: Final = Run._refuse_early
+_LATE: Final = Run._check_late
+_R: Final = Run
+
+_TABLE: Final = _rows({
+    # event: WAITING, TRAINING, EVALUATING, HALTED, OVER
+    Event.INVITE: (_R._invite, _R._invite, _R._invite, _R._invite, _NO),
+    Event.LOST: (_R._early_lost, _R._lost, _R._lost, _R._lost, _NO),
+    Event.READY: (_R._first_ready, _R._later_ready, _R._later_ready, _R._later_ready, _NO),
+    Event.UNREADY: (_R._early_unready, _R._unready, _R._unready, _R._unready, _NO),
+    Event.WORKER_DRAINS: (_R._release, _R._release_when_done, _R._release, _R._release, _NO),
+    Event.STATE_CHUNK: (
+        _R._state_chunk, _R._state_chunk, _R._state_chunk, _R._state_chunk, _NO,
+    ),
+    Event.PAYLOAD: (_EARLY, _R._payload, _LATE, _LATE, _NO),
+    Event.NODE_LOSS: (_EARLY, _R._node_loss, _LATE, _LATE, _NO),
+    Event.STEP_APPLIED: (_EARLY, _R._step_applied, _R._step_applied, _R._step_applied, _NO),
+    Event.EVAL_RESULT: (_EARLY, _NO, _R._eval_result, _NO, _NO),
+    Event.TICK: (_NO, _R._tick, _R._tick_evaluation, _NO, _NO),
+    Event.RESUME: (_R._resume, _NO, _NO, _NO, _NO),
+    Event.REPLICA_LOADED: (_R._replica_loaded, _NO, _NO, _NO, _NO),
+    Event.REPLICA_APPLIED: (
+        _NO, _R._replica_applied, _R._replica_applied, _R._replica_applied, _R._replica_applied,
+    ),
+    Event.REPLAYED: (_NO, _R._replayed, _R._replayed, _R._replayed, _NO),
+    Event.DURABLE: (_NO, _R._durable, _NO, _R._durable_in_halt, _R._durable_too_late),
+    Event.CHECKPOINTED: (
+        _R._checkpointed, _R._checkpointed, _R._checkpointed, _R._checkpointed, _R._checkpointed,
+    ),
+    Event.STORAGE_FAILED: (
+        _R._early_storage_failed, _R._storage_failed, _R._storage_failed, _R._storage_failed,
+        _R._storage_failed,
+    ),
+    Event.RESULT_REFUSED: (_NO, _NO, _NO, _NO, _R._result_refused),
+    Event.HALT: (_NO, _R._halt, _R._halt, _NO, _NO),
+    Event.END_HALT: (_NO, _NO, _NO, _R._end_halt, _NO),
+    Event.SAVE: (_R._save, _R._save, _R._save, _R._save, _R._save),
+    Event.DRAIN: (_R._drain_before_start, _R._drain_step, _R._drain_step, _R._drain_halted, _NO),
+    Event.GIVE_UP: (_R._give_up, _R._give_up, _R._give_up, _R._give_up, _NO),
+    Event.ADVANCE: (_NO, _R._advance, _R._advance_evaluation, _NO, _NO),
+    Event.REASSIGN: (_NO, _R._reassign, _R._plan_evaluation, _NO, _NO),
+})  # fmt: skip

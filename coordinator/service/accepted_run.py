@@ -10,7 +10,7 @@ from pathlib import Path
 from coordinator.disk.claim import Claim
 from coordinator.files.blob_index import BlobIndex
 from coordinator.files.kept_index import keep_index, kept_index
-from coordinator.run.resumption import Resumption
+from coordinator.run.restart import Resumption
 from coordinator.service.after_restart import lines_after_restart, resumption_of
 from coordinator.storage.journal_end import read_end
 from coordinator.storage.journal_records import Record, RunBegins

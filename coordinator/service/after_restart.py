@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from coordinator.run.resumption import Resumption
-from coordinator.run.terms import Terms
+from coordinator.run.restart import Resumption, Terms
 from coordinator.service.chronicle import committed, settled
 from coordinator.storage.journal_end import JournalEnd
 from coordinator.storage.journal_records import Checkpointed, Record, Resumed

@@ -1,17 +1,30 @@
-"""What the journal says of a run's course: records from the actions that its logic gives.
-
-Pure: it sees each batch of actions as it is about to be done, and the run after that event.
-"""
+"""What the journal says of a run's course: a record for each fact that is worth one. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
-from coordinator.run.actions import Action, Adopt, Broadcast, Dismiss, Persist, Report, Send
-from coordinator.run.commit_record import CommitRecord
-from coordinator.run.course import Course
-from coordinator.run.membership import MemberState
+from coordinator.run.actions import Action, Report
+from coordinator.run.facts import (
+    Fact,
+    HeldOutMeasured,
+    ManifestAgreed,
+    NodesPlanned,
+    NodesSpeculated,
+    RedoneOtherwise,
+    RunHalted,
+    StepCommitted,
+    StepRestarted,
+    ViewBegins,
+    WorkerLate,
+    WorkerLost,
+    WorkerRefused,
+    WorkerUnready,
+)
+from coordinator.run.restart import CommitRecord
+from coordinator.run.run import Run
+from coordinator.service.listener import InternalError, LogUnreadable, RunFails
 from coordinator.storage.journal_records import (
     Committed,
     Evaluated,
@@ -23,150 +36,88 @@ from coordinator.storage.journal_records import (
     Record,
     ViewChanged,
 )
-from protocol.base.errors import ExitCode
 from protocol.spec.manifest import Manifest
-from protocol.wire.messages import Assign, Commit, StepPlan
 
-_CHANGES: Final = (
-    ("started", "started"),
-    ("worker_lost", "lost"),
-    ("worker_joined", "joined"),
-)
-_FAULTS: Final = {
-    "worker_lost": "its unfinished nodes go to others",
-    "worker_unready": "it takes no part",
-    "straggler": "others go on without it",
-    "redone_otherwise": "it goes on: all replicas are equal",
-    "log_unreadable": "the worker gets the whole state",
-    "speculated": "idle workers compute the same nodes; whoever is first counts",
-    "restarted": "the step starts anew",
-    "internal_error": "the run ends",
+_RESPONSES: Final[dict[type[Fact], tuple[str, str]]] = {
+    WorkerLost: ("worker_lost", "its unfinished nodes go to others"),
+    WorkerUnready: ("worker_unready", "it takes no part"),
+    WorkerRefused: ("refused", "dismissed"),
+    WorkerLate: ("straggler", "others go on without it"),
+    RedoneOtherwise: ("redone_otherwise", "it goes on: all replicas are equal"),
+    LogUnreadable: ("log_unreadable", "the worker gets the whole state"),
+    NodesSpeculated: ("speculated", "idle workers compute the same nodes; whoever is first counts"),
+    StepRestarted: ("restarted", "the step starts anew"),
+    InternalError: ("internal_error", "the run ends"),
+    RunFails: ("failed", "the run can be resumed"),
 }
+"""What a fault is called in the journal, and what is done about it."""
 
 
-class Chronicle:
-    """Turns one run's actions into records."""
+def records_of(actions: Sequence[Action], run: Run) -> list[Record]:
+    """What these actions, which are about to be done, are worth noting for."""
+    facts = [action.fact for action in actions if isinstance(action, Report)]
+    return [record for fact in facts if (record := record_of(fact, run)) is not None]
 
-    def __init__(self, course: Course) -> None:
-        self._course = course
-        self._view = 0
-        self._committing: CommitRecord | None = None
 
-    def records(self, actions: Sequence[Action]) -> list[Record]:
-        """What these actions are worth noting for."""
-        return [
-            *self._of_single_actions(actions),
-            *self._views(actions),
-            *self._plans(actions),
-        ]
+def record_of(fact: Fact, run: Run) -> Record | None:
+    """The journal's record of a fact; None if it keeps none."""
+    match fact:
+        case ManifestAgreed(manifest):
+            return settled(manifest)
+        case StepCommitted(record):
+            return committed(record)
+        case HeldOutMeasured(step, metrics):
+            return Evaluated(epoch=run.epoch, step=step, metrics=metrics)
+        case RunHalted():
+            return Halted.model_validate(fact.fields())
+        case ViewBegins():
+            return _view(fact, run.epoch)
+        case NodesPlanned():
+            return _planned(fact, run.epoch)
+        case _:
+            return _fault(fact, run) if type(fact) in _RESPONSES else None
 
-    def failed(self, reason: str) -> Fault:
-        """The run ends as failed."""
-        return self._fault("failed", {"reason": reason}, "the run can be resumed")
 
-    def _of_single_actions(self, actions: Sequence[Action]) -> Iterator[Record]:
-        for action in actions:
-            match action:
-                case Adopt(manifest):
-                    yield settled(manifest)
-                case Persist(record):
-                    self._committing = record
-                case Broadcast(Commit()):
-                    assert self._committing is not None
-                    yield committed(self._committing)
-                case Report(event, fields):
-                    yield from self._of_report(event, fields)
-                case Dismiss(worker, reason, exit_code) if exit_code != ExitCode.OK:
-                    yield self._fault("refused", {"worker": worker, "reason": reason}, "dismissed")
+def _fault(fact: Fact, run: Run) -> Fault:
+    what, response = _RESPONSES[type(fact)]
+    fields = fact.fields()
+    worker = fields.pop("worker", None)
+    reason = fields.get("reason") or fields.get("error")
+    if reason is None:
+        reason = ", ".join(f"{name} {value}" for name, value in fields.items())
+    return Fault(
+        epoch=run.epoch,
+        step=run.step,
+        what=what,
+        worker=None if worker is None else str(worker),
+        reason=str(reason)[:2000],
+        response=response,
+    )
 
-    def _of_report(self, event: str, fields: Mapping[str, Any]) -> Iterator[Record]:
-        if event == "halted":
-            node = fields.get("microbatches")
-            yield Halted(
-                epoch=fields["epoch"],
-                step=fields["step"],
-                attempt=fields["attempt"],
-                reason=fields["reason"],
-                worker=fields.get("worker"),
-                block=fields.get("block"),
-                microbatches=tuple(node) if node is not None else None,
-            )
-        elif event == "evaluated":
-            metrics = {name: value for name, value in fields.items() if name != "step"}
-            yield Evaluated(epoch=self._course.epoch, step=fields["step"], metrics=metrics)
-        elif event in _FAULTS:
-            yield self._fault(event, fields, _FAULTS[event])
 
-    def _fault(self, what: str, fields: Mapping[str, Any], response: str) -> Fault:
-        reason = fields.get("reason") or fields.get("error")
-        if reason is None and (details := {k: fields[k] for k in fields if k != "worker"}):
-            reason = ", ".join(f"{name} {value}" for name, value in details.items())
-        return Fault(
-            epoch=self._course.epoch,
-            step=self._course.step,
-            what=what,
-            worker=fields.get("worker"),
-            reason=str(reason or "")[:2000],
-            response=response,
+def _view(fact: ViewBegins, epoch: int) -> ViewChanged:
+    members = tuple(
+        MemberNoted(
+            name=member.name,
+            backend=member.backend,
+            device=member.device,
+            signature=member.signature,
+            admitted_by=member.admitted_by,
         )
+        for member in fact.members
+    )
+    return ViewChanged(
+        epoch=epoch, step=fact.step, view=fact.view, change=fact.change, worker=fact.worker,
+        reason=fact.reason[:2000], members=members,
+    )  # fmt: skip
 
-    def _views(self, actions: Sequence[Action]) -> Iterator[Record]:
-        members = self._course.members
-        if members.view == self._view:
-            return
-        self._view = members.view
-        reports = {a.event: a.fields for a in actions if isinstance(a, Report)}
-        change, worker, reason = "reseeded", None, ""
-        for event, name in _CHANGES:
-            if event in reports:
-                change = name
-                worker = reports[event].get("worker")
-                reason = str(reports[event].get("reason", ""))[:2000]
-                break
-        computing = (MemberState.ACTIVE, MemberState.DRAINING)
-        noted = tuple(
-            MemberNoted(
-                name=m.name,
-                backend=m.backend,
-                device=m.device,
-                signature=m.signature,
-                admitted_by=m.admitted_by,
-            )
-            for m in members
-            if m.state in computing
-        )
-        yield ViewChanged.model_validate(
-            {
-                "epoch": self._course.epoch, "step": self._course.step, "view": members.view,
-                "change": change, "worker": worker, "reason": reason, "members": noted,
-            }
-        )  # fmt: skip
 
-    def _plans(self, actions: Sequence[Action]) -> Iterator[Record]:
-        plans: dict[tuple[int, int], dict[str, tuple[tuple[int, int], ...]]] = {}
-        for action in actions:
-            match action:
-                case Send(worker, StepPlan() | Assign() as message) if message.nodes:
-                    given = plans.setdefault((message.step, message.attempt), {})
-                    given[worker] = (*given.get(worker, ()), *message.nodes)
-        if not plans:
-            return
-        events = {action.event for action in actions if isinstance(action, Report)}
-        cause = "step"
-        if "speculated" in events:
-            cause = "speculative"
-        elif "reassigned" in events:
-            cause = "reassigned"
-        progress = self._course.progress
-        assert progress is not None
-        for (step, attempt), nodes in plans.items():
-            yield Planned.model_validate(
-                {
-                    "epoch": self._course.epoch, "step": step, "attempt": attempt,
-                    "view": self._course.members.view, "cause": cause, "nodes": nodes,
-                    "microbatches": progress.microbatches(step),
-                }
-            )  # fmt: skip
+def _planned(fact: NodesPlanned, epoch: int) -> Planned:
+    nodes = {name: tuple((node.lo, node.hi) for node in mine) for name, mine in fact.nodes.items()}
+    return Planned(
+        epoch=epoch, step=fact.step, attempt=fact.attempt, view=fact.view,
+        microbatches=fact.microbatches, nodes=nodes, cause=fact.cause,
+    )  # fmt: skip
 
 
 def settled(manifest: Manifest) -> ManifestSettled:

@@ -13,7 +13,9 @@ from coordinator.run.actions import (
     Adopt,
     ApplyStep,
     Broadcast,
+    DigestReplica,
     Dismiss,
+    FillReplica,
     Finish,
     Follow,
     MakeCheckpoint,
@@ -26,9 +28,16 @@ from coordinator.run.actions import (
 )
 from coordinator.run.reduction import Array
 from coordinator.run.run import Run
-from coordinator.service.chronicle import Chronicle
+from coordinator.run.facts import Fact, HeldOutMeasured, TrainingStarted
+from coordinator.service.chronicle import record_of, records_of
 from coordinator.service.followers import Followers
-from coordinator.service.listener import Listener
+from coordinator.service.listener import (
+    CheckpointSaved,
+    InternalError,
+    Listener,
+    LogUnreadable,
+    RunFails,
+)
 from coordinator.service.replica_keeper import Applied, ReplicaKeeper
 from coordinator.service.result import write_result
 from coordinator.service.state_transfer import send_missed, send_state
@@ -38,7 +47,6 @@ from coordinator.storage.recovery import Recovery
 from coordinator.storage.run_storage import RunStorage
 from protocol.base.errors import (
     ExitCode,
-    OutOfPlace,
     RemoteProtocolError,
     SamestepError,
     StorageFailed,
@@ -49,8 +57,8 @@ from protocol.base.fields import cut_text
 from protocol.host.machine import Machine
 from protocol.host.trace import Tracer, now_us
 from protocol.spec.manifest import Manifest
-from protocol.wire.connection import Body, Received, encode
-from protocol.wire.messages import AveragedGradient, EndRun, Message, Ready, StateChunk
+from protocol.wire.connection import Received, encode
+from protocol.wire.messages import AveragedGradient, EndRun, Message, Ready
 
 Command = Literal["submit", "halt", "continue", "skip_step", "checkpoint", "drain"]
 
@@ -97,22 +105,20 @@ class Execution:
         self._machine = machine or Machine()
         self._keeper: ReplicaKeeper | None = None
         self._storage = storage
-        self._chronicle = Chronicle(run)
         self._followers = Followers(sessions, run.step)
-        self._state_from = ""
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
     # Events.
 
-    def take_up_again(self, recovery: Recovery) -> None:
+    def resume(self, recovery: Recovery) -> None:
         """After a restart: workers go on, while the replica takes the logged steps again."""
         assert recovery.manifest is not None
         self.started_s = self._machine.now_s()
         self._keeper = self._new_keeper(recovery.manifest)
         self._storage.settle(recovery.manifest, recovery.step, recovery.redo, recovery.index)
         self._spawn(self._catch_up(self._keeper, recovery))
-        self._handle(self.run.take_up_again)
+        self._handle(self.run.resume)
 
     def _new_keeper(self, manifest: Manifest) -> ReplicaKeeper:
         return ReplicaKeeper(manifest, self.run.spec, self._machine.thread("replica"))
@@ -136,9 +142,6 @@ class Execution:
     def receive(self, session: Session, received: Received) -> None:
         """A member's message."""
         message, raw = received
-        if isinstance(message, StateChunk):
-            self._state_chunk(session.name, message, raw)
-            return
         body: Array | bytes | None = None
         if raw is not None:
             body = raw.tobytes() if message.body == "document" else raw.view("<f4")
@@ -183,7 +186,7 @@ class Execution:
         if isinstance(error, SamestepError):
             self.storage_failed(error)
             return
-        self._watcher.reported("internal_error", {"error": text_of(error)})
+        self._tell(InternalError(text_of(error)))
         self._do(self.run.give_up(text_of(error)))
 
     # Actions.
@@ -191,7 +194,7 @@ class Execution:
     def _do(self, actions: Sequence[Action]) -> None:
         if self._closed:
             return
-        self._storage.record(self._chronicle.records(actions))
+        self._storage.record(records_of(actions, self.run))
         for action in actions:
             match action:
                 case Send():
@@ -199,7 +202,12 @@ class Execution:
                 case Broadcast():
                     self._broadcast(action)
                 case Report():
-                    self._report(action)
+                    self._report(action.fact)
+                case FillReplica():
+                    assert self._keeper is not None
+                    self._keeper.fill(action.message, action.values)
+                case DigestReplica():
+                    self._spawn(self._digest_replica(action.upload))
                 case ApplyStep():
                     self._spawn(self._apply(action))
                 case Follow():
@@ -249,12 +257,20 @@ class Execution:
             self._tracer.span("sync the log", "log", start, step=step)
         self._do(self.run.durable(step))
 
-    def _report(self, action: Report) -> None:
-        if action.event == "started":
+    def _report(self, fact: Fact) -> None:
+        if isinstance(fact, TrainingStarted):
             self.started_s = self._machine.now_s()
-        if action.event == "evaluated":
-            self._storage.keep_metrics(self.run.step, self.run.metrics)
-        self._watcher.reported(action.event, {"run_id": self.run.run_id, **action.fields})
+        if isinstance(fact, HeldOutMeasured):
+            self._storage.keep_metrics(fact.step, fact.metrics)
+        if fact.event:
+            self._watcher.reported(fact, self.run.run_id)
+
+    def _tell(self, fact: Fact) -> None:
+        """A fact of the shell's own, to the journal and to all who listen."""
+        record = record_of(fact, self.run)
+        if record is not None and not self._closed:
+            self._storage.record([record])
+        self._report(fact)
 
     def _dismiss(self, action: Dismiss) -> None:
         self._followers.discard(action.worker)
@@ -287,7 +303,7 @@ class Execution:
             directory=made.path.name,
         )  # fmt: skip
         self._storage.record([record])
-        self._watcher.reported("checkpoint", {"run_id": self.run.run_id, "step": step})
+        self._tell(CheckpointSaved(step))
         self._do(self.run.checkpointed(step))
 
     async def _seed(self, worker: str) -> None:
@@ -313,8 +329,8 @@ class Execution:
                 epoch=self.run.epoch, followers=self._followers,
             )  # fmt: skip
         except SamestepError as error:
-            reached, reason = None, str(error)
-            self._watcher.reported("log_unreadable", {"error": reason})
+            reached = None
+            self._tell(LogUnreadable(str(error)))
         if session.channel.closed or self.outcome is not None:
             return
         if reached is None:
@@ -324,29 +340,14 @@ class Execution:
         if not session.channel.closed:
             self._do(self.run.replayed(action.worker))
 
-    def _state_chunk(self, worker: str, message: StateChunk, raw: Body | None) -> None:
-        if message.run_id != self.run.run_id:
-            return
-        admission = self.run.admission
-        if self._keeper is None or admission is None or not admission.was_asked(worker):
-            raise OutOfPlace("StateChunk was not asked for")
-        if not admission.awaits(worker) or self._state_from == worker:
-            return  # another sends it, or this one has
-        assert raw is not None
-        self._keeper.fill(message, raw.view("<f4"))
-        if message.last:
-            self._state_from = worker
-            self._spawn(self._state_loaded(worker))
-
-    async def _state_loaded(self, sender: str) -> None:
+    async def _digest_replica(self, upload: int) -> None:
+        """All chunks of an upload of state 0 are in the replica; maybe its sender has left."""
         assert self._keeper is not None
         applied = await self._keeper.digests()
-        assert self.run.admission is not None
-        if self._state_from == sender:
-            self._state_from = ""
-        if self.run.admission.awaits(sender):  # else it has left, and another sends it anew
+        actions = self.run.replica_loaded(upload, applied.state_digest)
+        if self.run.has_state and self.applied is None:
             self.applied = applied
-            self._do(self.run.replica_loaded(self.applied.state_digest))
+        self._do(actions)
 
     async def _finish(self, action: Finish) -> None:
         """Write what the run leaves behind, then let the workers go."""
@@ -363,7 +364,7 @@ class Execution:
             reason = f"the run is done, but its result is not written: {text_of(error)}"
             self.outcome = Finish("failed", reason, ExitCode.FAILED)
         if self.outcome.outcome == "failed":
-            self._storage.record([self._chronicle.failed(self.outcome.reason)])
+            self._tell(RunFails(self.outcome.reason))
         message = EndRun(run_id=self.run.run_id, reason=cut_text(self.outcome.reason))
         try:
             for member in self.run.members:

@@ -11,7 +11,6 @@ import numpy as np
 
 from coordinator.run.reduction import Array
 from coordinator.storage.recovery import Recovery
-from protocol.base.errors import OutOfPlace
 from protocol.exact.replica import Replica
 from protocol.exact.update import StepScalars
 from protocol.host.machine import Machine
@@ -40,13 +39,7 @@ class ReplicaKeeper:
         self._thread = thread or Machine().thread("replica")
 
     def fill(self, message: StateChunk, values: Array) -> None:
-        """Take a chunk of state 0, before the first step.
-
-        Raises:
-            OutOfPlace: It is no chunk of parameters at step 0.
-        """
-        if message.kind != "parameters" or message.step or message.optimizer_step:
-            raise OutOfPlace("StateChunk: expected the parameters of step 0")
+        """Take a chunk of the parameters of state 0, before the first step."""
         piece = self._blocks[message.block].chunk_slice(message.chunk)
         np.copyto(self._replica.parameters[message.block][piece], values)
 

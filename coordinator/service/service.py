@@ -6,7 +6,7 @@ import asyncio
 import ssl
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -21,10 +21,20 @@ from coordinator.members.doorway import Doorway, Greet
 from coordinator.members.join_check import JoinCheck
 from coordinator.members.session import Session
 from coordinator.members.strangers import Strangers
+from coordinator.run.facts import Fact
 from coordinator.run.run import Run
 from coordinator.service.accepted_run import AcceptedRun, begin_run, find_run
 from coordinator.service.execution import Execution
-from coordinator.service.listener import Listener
+from coordinator.service.listener import (
+    Draining,
+    Listener,
+    RunAccepted,
+    RunEnded,
+    RunResumed,
+    WorkerConnected,
+    WorkerDisconnected,
+    document,
+)
 from coordinator.storage.run_storage import RunStorage
 from protocol.base import limits
 from protocol.base.errors import ExitCode, OutOfPlace, SamestepError, UsageError
@@ -193,7 +203,7 @@ class Service:
         self._queue(accepted)
         return run_id
 
-    def take_up(self, directory: Path, spec: RunSpec | None = None) -> str | None:
+    def resume(self, directory: Path, spec: RunSpec | None = None) -> str | None:
         """Queue the run that a directory holds, to go on with it.
 
         Args:
@@ -230,7 +240,7 @@ class Service:
         """Finish the present step, then end."""
         if not self._draining:
             self._draining = True
-            self.reported("draining", {})
+            self.reported(Draining())
         while self.waiting:
             self._release(self.waiting.pop().claim)
         if self.current is None:
@@ -276,14 +286,9 @@ class Service:
         self._joining.leave(session)
         self.sessions[session.name] = session
         self.known.add(session.name)
+        backend, admitted_by = session.hello.backend, session.check.admitted_by
         self.reported(
-            "worker_connected",
-            {
-                "worker": session.name,
-                "backend": session.hello.backend,
-                "admitted_by": session.check.admitted_by,
-                "workers": len(self.sessions),
-            },
+            WorkerConnected(session.name, backend, admitted_by, len(self.sessions))
         )
         if self.current is not None:
             self.current.invite(session)
@@ -308,8 +313,7 @@ class Service:
         if self.sessions.get(session.name) is not session:
             return
         del self.sessions[session.name]
-        fields = {"worker": session.name, "reason": reason, "workers": len(self.sessions)}
-        self.reported("worker_disconnected", fields)
+        self.reported(WorkerDisconnected(session.name, reason, len(self.sessions)))
         if self.current is not None:
             self.current.lost(session, reason)
 
@@ -349,14 +353,14 @@ class Service:
         self.current = Execution(
             run, self.sessions, storage, self, self._tracer, machine=self._machine
         )
-        told = {"run_id": stored.run_id, "task": stored.spec.task, "steps": stored.spec.steps}
+        task, steps = stored.spec.task, stored.spec.steps
         if accepted.resumption is None:
-            self.reported("run_accepted", told)
+            self.reported(RunAccepted(task, steps), stored.run_id)
         else:
             assert accepted.recovery is not None
             notes = list(accepted.recovery.notes)
-            self.reported("run_resumed", {**told, "step": run.step, "notes": notes})
-            self.current.take_up_again(accepted.recovery)
+            self.reported(RunResumed(task, steps, run.step, notes), stored.run_id)
+            self.current.resume(accepted.recovery)
         for session in list(self.sessions.values()):
             self.current.invite(session)
 
@@ -364,12 +368,12 @@ class Service:
         if self.current is not None:
             self.current.storage_failed(error)
 
-    def reported(self, event: str, fields: Mapping[str, object]) -> None:
+    def reported(self, fact: Fact, run_id: str = "") -> None:
         """Log once and tell the listeners; see `execution.Watcher`."""
-        log.info(event, **fields)
+        log.info(fact.event, **document(fact, run_id))
         for listener in list(self.listeners):
             try:
-                listener.reported(event, fields)
+                listener.reported(fact, run_id)
             except (Exception, SystemExit) as error:  # noqa: BLE001 -- a run outlives its audience
                 self.listeners.remove(listener)
                 log.warning("listener_lost", error=repr(error))
@@ -382,8 +386,7 @@ class Service:
             self._release(self._running.claim)
             self._running = None
         outcome = execution.outcome
-        fields = {"run_id": execution.run.run_id, "outcome": outcome.outcome}
-        self.reported("run_ended", {**fields, "reason": outcome.reason})
+        self.reported(RunEnded(outcome.outcome, outcome.reason), execution.run.run_id)
         if self.settings.once or self._draining:
             self.over.set()
         else:

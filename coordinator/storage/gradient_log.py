@@ -24,7 +24,7 @@ from pathlib import Path
 
 from coordinator.disk.append_file import AppendFile
 from coordinator.disk.durable_file import TEMPORARY_SUFFIX, storing, sync_directory, write_all
-from coordinator.run.commit_record import CommitRecord
+from coordinator.run.restart import CommitRecord
 from coordinator.storage.log_index import (
     LogIndex,
     SegmentIndex,

@@ -109,7 +109,7 @@ class ViewChanged(Record):
     epoch: Number
     step: Number
     view: Number
-    change: Literal["started", "joined", "lost", "drained", "reseeded"]
+    change: Literal["started", "joined", "lost", "late", "drained", "reseeded"]
     worker: Name | None = None
     reason: Words = ""
     members: tuple[MemberNoted, ...]

@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from coordinator.disk.durable_file import storing
-from coordinator.run.commit_record import CommitRecord
+from coordinator.run.restart import CommitRecord
 from coordinator.storage.log_records import (
     Array,
     Head,

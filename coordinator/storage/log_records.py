@@ -28,7 +28,7 @@ import xxhash
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
-from coordinator.run.commit_record import CommitRecord, Packed
+from coordinator.run.restart import CommitRecord, Packed
 from protocol.base import limits
 from protocol.base.fields import Digest, Number, Small
 from protocol.wire.messages import AveragedGradient

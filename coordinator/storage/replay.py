@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.run.commit_record import CommitRecord
+from coordinator.run.restart import CommitRecord
 from coordinator.storage.log_records import Array
 from protocol.exact.replica import Replica
 

@@ -25,7 +25,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from coordinator.disk.durable_file import remove_temporaries, replace_file, storing, sync_directory
-from coordinator.run.terms import Terms
+from coordinator.run.restart import Terms
 from protocol.base.errors import MessageError, Mismatch, StorageDamaged, UsageError
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes

@@ -14,8 +14,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from typing import Final, TypeVar
 
-from coordinator.run.commit_record import CommitRecord
-from coordinator.run.terms import Terms
+from coordinator.run.restart import CommitRecord, Terms
 from coordinator.storage.checkpoint import Checkpoint, write_checkpoint, write_metrics
 from coordinator.storage.gradient_log import GradientLog
 from coordinator.storage.journal import Journal

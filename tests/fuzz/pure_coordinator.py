@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from coordinator.run import actions as act
-from coordinator.run.phase import RunPhase
-from coordinator.run.run import Run
+from coordinator.run.run import Run, RunPhase
 from coordinator.service.chronicle import Chronicle
 from coordinator.service.replica_keeper import ReplicaKeeper
 from protocol.base.errors import OutOfPlace, ProtocolError, RemoteProtocolError

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import pytest
 import structlog
 
-from coordinator.run.phase import RunPhase
+from coordinator.run.run import RunPhase
 from protocol.base.errors import MessageError
 from protocol.spec.manifest import Manifest
 from protocol.wire import frames

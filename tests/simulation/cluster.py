@@ -14,8 +14,7 @@ from random import Random
 from typing import Any
 
 from coordinator.run.actions import Outcome
-from coordinator.run.phase import RunPhase
-from coordinator.run.run import Run
+from coordinator.run.run import Run, RunPhase
 from tests.simulation.clock import Clock
 from tests.simulation.coordinator import SimulatedCoordinator
 from tests.simulation.disk import MemoryDirectory

@@ -17,9 +17,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from coordinator.run.commit_record import CommitRecord
-from coordinator.run.resumption import Resumption
-from coordinator.run.terms import Terms
+from coordinator.run.restart import CommitRecord, Resumption, Terms
 from coordinator.service.after_restart import resumption_of
 from coordinator.storage.log_index import LoggedStep
 from coordinator.storage.log_records import Array, ChunkPlace

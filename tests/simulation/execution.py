@@ -26,10 +26,8 @@ from coordinator.run.actions import (
     Seed,
     Send,
 )
-from coordinator.run.commit_record import CommitRecord
-from coordinator.run.phase import RunPhase
-from coordinator.run.run import Run
-from coordinator.run.terms import Terms
+from coordinator.run.restart import CommitRecord, Terms
+from coordinator.run.run import Run, RunPhase
 from coordinator.storage.log_records import ChunkPlace
 from protocol.base.errors import ExitCode, OutOfPlace, RunFailed, SamestepError, StorageFailed
 from protocol.exact.replica import Replica

@@ -10,8 +10,7 @@ import math
 from collections import Counter
 
 from coordinator.run.actions import Finish
-from coordinator.run.commit_record import CommitRecord
-from coordinator.run.resumption import Resumption
+from coordinator.run.restart import CommitRecord, Resumption
 from protocol.exact.replica import Replica
 from protocol.wire.messages import Commit
 from tests.simulation.disk import Found, MemoryDirectory

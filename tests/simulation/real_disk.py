@@ -13,8 +13,7 @@ from random import Random
 from typing import Any
 
 from coordinator.disk.claim import LOCK_FILE, Claim
-from coordinator.run.commit_record import CommitRecord
-from coordinator.run.terms import Terms
+from coordinator.run.restart import CommitRecord, Terms
 from coordinator.service.after_restart import resumption_of
 from coordinator.storage.checkpoint import checkpoint_steps, write_checkpoint
 from coordinator.storage.gradient_log import GradientLog

@@ -33,10 +33,8 @@ import numpy as np
 from blake3 import blake3
 
 from coordinator.run import actions as act
-from coordinator.run.phase import RunPhase
-from coordinator.run.resumption import Resumption
-from coordinator.run.run import Run
-from coordinator.run.terms import Terms
+from coordinator.run.restart import Resumption, Terms
+from coordinator.run.run import Run, RunPhase
 from protocol.base import limits
 from protocol.base.errors import RemoteProtocolError
 from protocol.spec.manifest import Block, Manifest, Metric, TensorSpec

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from coordinator.operator.console import ProgressConsole
 from coordinator.operator.structured_log import set_up_logging
-from coordinator.run.phase import RunPhase
+from coordinator.run.run import RunPhase
 from protocol.host.system_journal import Priority, SystemJournal
 from tests.coordinator.operator.test_status import staged
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from coordinator.run.actions import ApplyStep, Broadcast, Dismiss, Persist, Report, Send
-from coordinator.run.commit_record import CommitRecord
 from coordinator.run.membership import Membership, MemberState
 from coordinator.run.progress import Progress
+from coordinator.run.restart import CommitRecord
 from protocol.base.errors import OutOfPlace
 from protocol.spec.manifest import Block, Manifest, TensorSpec
 from protocol.spec.run_spec import BatchSpec, OptimizerSpec, RunSpec

@@ -6,8 +6,7 @@ The scenarios themselves are in `tests/transcripts`, the disturbances in `tests/
 import pytest
 
 from coordinator.run.actions import Finish, Send
-from coordinator.run.phase import RunPhase
-from coordinator.run.run import Run
+from coordinator.run.run import Run, RunPhase
 from protocol.base.errors import OutOfPlace
 from protocol.spec.run_spec import RunSpec
 from protocol.wire.messages import Heartbeat, StartRun

@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.audit.audit import audit
 from coordinator.disk.durable_file import TEMPORARY_SUFFIX
-from coordinator.run.phase import RunPhase
+from coordinator.run.run import RunPhase
 from protocol.base.errors import StorageFailed, UsageError
 from tests.durable_run import small_disk
 from tests.live_service import PATIENCE_S, live_service, scripted_spec, undisturbed

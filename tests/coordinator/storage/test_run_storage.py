@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from coordinator.run.terms import Terms
+from coordinator.run.restart import Terms
 from coordinator.storage import run_storage
 from coordinator.storage.checkpoint import read_metrics, write_checkpoint
 from coordinator.storage.journal import Journal, read_journal
