@@ -14,9 +14,7 @@ from unittest.mock import patch
 import coordinator.service.execution
 import coordinator.service.service
 from coordinator.cli import main
-from coordinator.run.actions import Action
 from coordinator.run.restart import CommitRecord
-from coordinator.service.chronicle import Chronicle
 from coordinator.storage.journal_records import Record
 from coordinator.storage.log_records import Array, ChunkPlace
 from coordinator.storage.run_storage import RunStorage
@@ -48,17 +46,9 @@ class _Forgetful(RunStorage):
         pass
 
 
-class _Silent(Chronicle):
-    """Has nothing to tell."""
-
-    def records(self, actions: Sequence[Action]) -> list[Record]:
-        del actions
-        return []
-
-
 if __name__ == "__main__":
     with (
         patch.object(coordinator.service.service, "RunStorage", _Forgetful),
-        patch.object(coordinator.service.execution, "Chronicle", _Silent),
+        patch.object(coordinator.service.execution, "records_of", lambda *_: []),
     ):
         main()

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 from backends.base.interface import Backend
 from backends.scripted import ScriptedBackend
+from coordinator.run.facts import Fact
+from coordinator.service.listener import document
 from coordinator.service.service import Service, Settings
 from protocol.base.errors import ExitCode
 from protocol.spec.run_spec import RunSpec, parse_run_spec
@@ -71,8 +73,8 @@ class LiveService:
     def port(self) -> int:
         return self.service.address[1]
 
-    def reported(self, event: str, fields: Mapping[str, object]) -> None:
-        self.events.append({"event": event, **fields})
+    def reported(self, fact: Fact, run_id: str = "") -> None:
+        self.events.append({"event": fact.event, **document(fact, run_id)})
         self.changed.set()
 
     def worker(

@@ -232,7 +232,10 @@ def print_outcome(execution: Execution, console: Console) -> None:
         return
     lines = [
         f"{outcome.outcome}: {pace} ({exact if execution.result.get('exact') else mixed})",
-        *(f"held-out {name}: {_figure(value)}" for name, value in _headline(run, run.metrics).items()),
+        *(
+            f"held-out {name}: {_figure(value)}"
+            for name, value in _headline(run, run.metrics).items()
+        ),
         *(f"{name.replace('_', ' ')}: {count}" for name, count in _notes(run).items()),
         f"weights digest: {execution.result.get('weights_digest', '-')}",
     ]

@@ -205,9 +205,7 @@ class Progress:
             parts = [mine[at : at + _MAX_NODES] for at in range(0, len(mine), _MAX_NODES)]
             actions += [self._plan(round_, name, part) for part in parts or [()]]
         view, given = self._members.view, {name: mine for name, mine in nodes.items() if mine}
-        planned = NodesPlanned(
-            self.step, self.attempt, view, round_.microbatches, cause, given
-        )
+        planned = NodesPlanned(self.step, self.attempt, view, round_.microbatches, cause, given)
         return [*actions, Report(planned)]
 
     def _plan(self, round_: Round, worker: str, nodes: tuple[Node, ...]) -> Send:

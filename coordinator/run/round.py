@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from coordinator.run.actions import Action, Broadcast
+from coordinator.run.actions import Broadcast
 from coordinator.run.reduction import (
     Array,
     TreeSum,
@@ -113,7 +113,7 @@ class Round:
 
     def payload(
         self, worker: str, message: GradientPayload, values: Array
-    ) -> list[Action] | NonFinite:
+    ) -> Broadcast | NonFinite | None:
         """Take a chunk of a node's gradient sum; `values` belongs to the round from then on.
 
         Returns:
@@ -126,7 +126,7 @@ class Round:
         self._summarise()  # of what earlier payloads completed: it has been sent by now
         chunk = self._chunks[message.block][message.chunk]
         if chunk.done or chunk.sums.covers(message.node):
-            return []
+            return None
         if not is_finite(values):
             return NonFinite(worker, self._blocks[message.block].name, message.node)
         # With each payload: the first chunk may be complete before any node's loss has come.
@@ -135,7 +135,7 @@ class Round:
         self._delivered.add(worker)
         total = chunk.sums.total
         if total is None:
-            return []
+            return None
         return self._complete(message.block, message.chunk, total)
 
     def node_loss(self, worker: str, message: NodeLoss) -> NonFinite | bool:
@@ -268,7 +268,7 @@ class Round:
             raise OutOfPlace(f"node {node} was not given to worker {worker!r} in this step")
         return share
 
-    def _complete(self, block: int, number: int, total: Array) -> list[Action] | NonFinite:
+    def _complete(self, block: int, number: int, total: Array) -> Broadcast | NonFinite:
         weight = self._weights.total
         assert weight is not None, "a chunk is complete, so every node's weight has come"
         values = self.averages[block][self._blocks[block].chunk_slice(number)]
@@ -282,4 +282,4 @@ class Round:
         self._open_chunks[block] -= 1
         is_block = self._blocks[block].kind == "block"
         kind = AveragedBlockGradient if is_block else AveragedNonBlockGradient
-        return [Broadcast(kind(**self.place, block=block, chunk=number), values)]
+        return Broadcast(kind(**self.place, block=block, chunk=number), values)

@@ -4,9 +4,9 @@ Pure: every event is a method call that returns actions, in the order in which t
 done. No clock, socket, file or randomness. Completions (the replica has applied a step, a commit
 is on disk) come back as events.
 
-All that decides a run's phase is here. `_TABLE`, at the end, says for each event and each phase
-what handles it, that it is ignored, or that it is an error of whoever sent it; `_NEXT` says which
-phase may follow which.
+All that decides a run's phase is here. The table at the end of `Run` says for each event and each
+phase what handles it, that it is ignored, or that it is an error of whoever sent it; `_NEXT` says
+which phase may follow which.
 """
 
 from __future__ import annotations
@@ -120,6 +120,41 @@ class Event(Enum):
     # What other events lead to.
     ADVANCE = auto()
     REASSIGN = auto()
+
+
+_NEXT: Final[dict[RunPhase, set[RunPhase]]] = {
+    RunPhase.WAITING: {RunPhase.TRAINING, RunPhase.OVER},
+    RunPhase.TRAINING: {
+        RunPhase.TRAINING, RunPhase.EVALUATING, RunPhase.HALTED, RunPhase.OVER,
+    },
+    RunPhase.EVALUATING: {RunPhase.TRAINING, RunPhase.HALTED, RunPhase.OVER},
+    RunPhase.HALTED: {RunPhase.TRAINING, RunPhase.EVALUATING, RunPhase.OVER},
+    RunPhase.OVER: {RunPhase.TRAINING},
+}  # fmt: skip
+"""TRAINING follows itself with each step, and OVER where the disk refuses the result."""
+
+_EVENT_OF: Final[dict[type[Message], Event]] = {
+    Ready: Event.READY,
+    Unready: Event.UNREADY,
+    Drain: Event.WORKER_DRAINS,
+    StateChunk: Event.STATE_CHUNK,
+    BlockGradientPayload: Event.PAYLOAD,
+    NonBlockGradientPayload: Event.PAYLOAD,
+    NodeLoss: Event.NODE_LOSS,
+    StepApplied: Event.STEP_APPLIED,
+    EvalResult: Event.EVAL_RESULT,
+}
+_ONCE_PREPARED: Final = {Event.READY, Event.UNREADY}
+"""Only from a worker that was asked to build the task, and once."""
+
+_Handler = Callable[..., list[Action]]
+
+
+def _rows(
+    *table: tuple[Event, _Handler, _Handler, _Handler, _Handler, _Handler],
+) -> dict[Event, dict[RunPhase, _Handler]]:
+    """Handlers in the order of the phases, by event and phase."""
+    return {event: dict(zip(RunPhase, handlers, strict=True)) for event, *handlers in table}
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +387,7 @@ class Run:
     # The machine.
 
     def _on(self, event: Event, *details: Any, **named: Any) -> list[Action]:
-        return _TABLE[event][self.phase](self, *details, **named)
+        return self._TABLE[event][self.phase](self, *details, **named)
 
     def _enter(self, phase: RunPhase, reason: str = "") -> None:
         assert phase in _NEXT[self.phase], f"{self.phase} is never followed by {phase}"
@@ -393,7 +428,7 @@ class Run:
             self._settle(manifest)
             actions += [Adopt(manifest), Report(ManifestAgreed(manifest))]
         actions += self._check_ready(member, manifest, message)
-        if member.state is not MemberState.READY:
+        if member.name not in self.members:
             return actions
         return actions + self._agreed.admission.request_state() + self._start_if_enough()
 
@@ -401,7 +436,7 @@ class Run:
         """While the run goes on: the worker computes once it has the state."""
         settled = self._agreed
         actions = self._check_ready(member, Manifest.from_bytes(document), message)
-        if member.state is not MemberState.READY:
+        if member.name not in self.members:
             return actions
         actions += settled.admission.admit(member, self.step, settled.progress.agreement)
         return actions + (self._joined(member) if member.state is MemberState.ACTIVE else [])
@@ -438,7 +473,7 @@ class Run:
             raise OutOfPlace("StateChunk was not asked for")
         return self.settled.admission.state_chunk(member.name, message, values)
 
-    def _replica_loaded(self, upload: int, digest: str) -> list[Action]:
+    def _loaded(self, upload: int, digest: str) -> list[Action]:
         settled = self._agreed
         actions = settled.admission.state_loaded(upload, digest)
         if not settled.admission.state_known:
@@ -520,7 +555,8 @@ class Run:
         outcome = round_.payload(member.name, message, values)
         if isinstance(outcome, NonFinite):
             return self._halt_for(outcome)
-        return outcome + self._on(Event.ADVANCE)
+        averaged: list[Action] = [outcome] if outcome is not None else []
+        return averaged + self._on(Event.ADVANCE)
 
     def _node_loss(self, member: Member, message: NodeLoss, body: None) -> list[Action]:
         del body
@@ -601,7 +637,7 @@ class Run:
 
     # Agreement.
 
-    def _step_applied(self, member: Member, message: StepApplied, body: None) -> list[Action]:
+    def _applied(self, member: Member, message: StepApplied, body: None) -> list[Action]:
         del body
         progress = self._agreed.progress
         progress.applied(member.name, message)
@@ -611,7 +647,7 @@ class Run:
             return self._is_right(member, message.step) + self._on(Event.ADVANCE)
         return self._judge(message.step)
 
-    def _replica_applied(self, step: int, digest: str, not_finite: str) -> list[Action]:
+    def _replica(self, step: int, digest: str, not_finite: str) -> list[Action]:
         self._agreed.progress.agreement.replica_answer(step, digest)
         halted: list[Action] = []
         if not_finite:
@@ -717,11 +753,11 @@ class Run:
     def _halt(self, reason: str, fault: NonFinite | None) -> list[Action]:
         self._enter(RunPhase.HALTED, reason)
         place = self._agreed.progress.next_place()
-        told = RunHalted(**place, reason=reason)
+        told = RunHalted(place["epoch"], place["step"], place["attempt"], reason)
         if fault is not None:
             where = (fault.node.lo, fault.node.hi)
             told = replace(told, microbatches=where, worker=fault.worker, block=fault.block)
-        actions = [Broadcast(Halt(**place, reason=cut_text(reason))), Report(told)]
+        actions: list[Action] = [Broadcast(Halt(**place, reason=cut_text(reason))), Report(told)]
         return actions + self.drain() if self._drain_asked else actions
 
     def _end_halt(self, *, skip_step: bool) -> list[Action]:
@@ -757,13 +793,13 @@ class Run:
         self._odd.clear()
         return actions + self.members.view_begins(self.step, "reseeded")
 
-    def _storage_failed(self, reason: str, *, lost_commit: bool) -> list[Action]:
+    def _refused(self, reason: str, *, lost_commit: bool) -> list[Action]:
         self.saves.failed()
         if lost_commit:
             self._agreed.progress.abandon_commit()
         return self.halt(reason)
 
-    def _early_storage_failed(self, reason: str, *, lost_commit: bool) -> list[Action]:
+    def _early_refused(self, reason: str, *, lost_commit: bool) -> list[Action]:
         del lost_commit
         self.saves.failed()
         return self.give_up(reason)
@@ -777,7 +813,7 @@ class Run:
     def _save(self) -> list[Action]:
         return self.saves.save(self.step) if self.has_state else []
 
-    def _checkpointed(self, step: int) -> list[Action]:
+    def _saved(self, step: int) -> list[Action]:
         self.saves.done(step)
         return self._on(Event.ADVANCE)
 
@@ -824,81 +860,34 @@ class Run:
         self._enter(RunPhase.TRAINING)  # it was not over after all
         return self.halt(f"all is committed, but the result is not written: {reason}")
 
+    # What handles which event in which phase.
 
-_NEXT: Final[dict[RunPhase, set[RunPhase]]] = {
-    RunPhase.WAITING: {RunPhase.TRAINING, RunPhase.OVER},
-    RunPhase.TRAINING: {
-        RunPhase.TRAINING, RunPhase.EVALUATING, RunPhase.HALTED, RunPhase.OVER,
-    },
-    RunPhase.EVALUATING: {RunPhase.TRAINING, RunPhase.HALTED, RunPhase.OVER},
-    RunPhase.HALTED: {RunPhase.TRAINING, RunPhase.EVALUATING, RunPhase.OVER},
-    RunPhase.OVER: {RunPhase.TRAINING},
-}  # fmt: skip
-"""TRAINING follows itself with each step, and OVER where the disk refuses the result."""
-
-_EVENT_OF: Final[dict[type[Message], Event]] = {
-    Ready: Event.READY,
-    Unready: Event.UNREADY,
-    Drain: Event.WORKER_DRAINS,
-    StateChunk: Event.STATE_CHUNK,
-    BlockGradientPayload: Event.PAYLOAD,
-    NonBlockGradientPayload: Event.PAYLOAD,
-    NodeLoss: Event.NODE_LOSS,
-    StepApplied: Event.STEP_APPLIED,
-    EvalResult: Event.EVAL_RESULT,
-}
-_ONCE_PREPARED: Final = {Event.READY, Event.UNREADY}
-"""Only from a worker that was asked to build the task, and once."""
-
-_Handler = Callable[..., list[Action]]
-
-
-def _rows(
-    table: dict[Event, tuple[_Handler, _Handler, _Handler, _Handler, _Handler]],
-) -> dict[Event, dict[RunPhase, _Handler]]:
-    return {event: dict(zip(RunPhase, row, strict=True)) for event, row in table.items()}
-
-
-_NO: Final = Run._ignore
-_EARLY: Final = Run._refuse_early
-_LATE: Final = Run._check_late
-_R: Final = Run
-
-_TABLE: Final = _rows({
-    # event: WAITING, TRAINING, EVALUATING, HALTED, OVER
-    Event.INVITE: (_R._invite, _R._invite, _R._invite, _R._invite, _NO),
-    Event.LOST: (_R._early_lost, _R._lost, _R._lost, _R._lost, _NO),
-    Event.READY: (_R._first_ready, _R._later_ready, _R._later_ready, _R._later_ready, _NO),
-    Event.UNREADY: (_R._early_unready, _R._unready, _R._unready, _R._unready, _NO),
-    Event.WORKER_DRAINS: (_R._release, _R._release_when_done, _R._release, _R._release, _NO),
-    Event.STATE_CHUNK: (
-        _R._state_chunk, _R._state_chunk, _R._state_chunk, _R._state_chunk, _NO,
-    ),
-    Event.PAYLOAD: (_EARLY, _R._payload, _LATE, _LATE, _NO),
-    Event.NODE_LOSS: (_EARLY, _R._node_loss, _LATE, _LATE, _NO),
-    Event.STEP_APPLIED: (_EARLY, _R._step_applied, _R._step_applied, _R._step_applied, _NO),
-    Event.EVAL_RESULT: (_EARLY, _NO, _R._eval_result, _NO, _NO),
-    Event.TICK: (_NO, _R._tick, _R._tick_evaluation, _NO, _NO),
-    Event.RESUME: (_R._resume, _NO, _NO, _NO, _NO),
-    Event.REPLICA_LOADED: (_R._replica_loaded, _NO, _NO, _NO, _NO),
-    Event.REPLICA_APPLIED: (
-        _NO, _R._replica_applied, _R._replica_applied, _R._replica_applied, _R._replica_applied,
-    ),
-    Event.REPLAYED: (_NO, _R._replayed, _R._replayed, _R._replayed, _NO),
-    Event.DURABLE: (_NO, _R._durable, _NO, _R._durable_in_halt, _R._durable_too_late),
-    Event.CHECKPOINTED: (
-        _R._checkpointed, _R._checkpointed, _R._checkpointed, _R._checkpointed, _R._checkpointed,
-    ),
-    Event.STORAGE_FAILED: (
-        _R._early_storage_failed, _R._storage_failed, _R._storage_failed, _R._storage_failed,
-        _R._storage_failed,
-    ),
-    Event.RESULT_REFUSED: (_NO, _NO, _NO, _NO, _R._result_refused),
-    Event.HALT: (_NO, _R._halt, _R._halt, _NO, _NO),
-    Event.END_HALT: (_NO, _NO, _NO, _R._end_halt, _NO),
-    Event.SAVE: (_R._save, _R._save, _R._save, _R._save, _R._save),
-    Event.DRAIN: (_R._drain_before_start, _R._drain_step, _R._drain_step, _R._drain_halted, _NO),
-    Event.GIVE_UP: (_R._give_up, _R._give_up, _R._give_up, _R._give_up, _NO),
-    Event.ADVANCE: (_NO, _R._advance, _R._advance_evaluation, _NO, _NO),
-    Event.REASSIGN: (_NO, _R._reassign, _R._plan_evaluation, _NO, _NO),
-})  # fmt: skip
+    _TABLE: Final = _rows(
+        # event, then what handles it when WAITING, TRAINING, EVALUATING, HALTED, OVER
+        (Event.INVITE, _invite, _invite, _invite, _invite, _ignore),
+        (Event.LOST, _early_lost, _lost, _lost, _lost, _ignore),
+        (Event.READY, _first_ready, _later_ready, _later_ready, _later_ready, _ignore),
+        (Event.UNREADY, _early_unready, _unready, _unready, _unready, _ignore),
+        (Event.WORKER_DRAINS, _release, _release_when_done, _release, _release, _ignore),
+        (Event.STATE_CHUNK, _state_chunk, _state_chunk, _state_chunk, _state_chunk, _ignore),
+        (Event.PAYLOAD, _refuse_early, _payload, _check_late, _check_late, _ignore),
+        (Event.NODE_LOSS, _refuse_early, _node_loss, _check_late, _check_late, _ignore),
+        (Event.STEP_APPLIED, _refuse_early, _applied, _applied, _applied, _ignore),
+        (Event.EVAL_RESULT, _refuse_early, _ignore, _eval_result, _ignore, _ignore),
+        (Event.TICK, _ignore, _tick, _tick_evaluation, _ignore, _ignore),
+        (Event.RESUME, _resume, _ignore, _ignore, _ignore, _ignore),
+        (Event.REPLICA_LOADED, _loaded, _ignore, _ignore, _ignore, _ignore),
+        (Event.REPLICA_APPLIED, _ignore, _replica, _replica, _replica, _replica),
+        (Event.REPLAYED, _ignore, _replayed, _replayed, _replayed, _ignore),
+        (Event.DURABLE, _ignore, _durable, _ignore, _durable_in_halt, _durable_too_late),
+        (Event.CHECKPOINTED, _saved, _saved, _saved, _saved, _saved),
+        (Event.STORAGE_FAILED, _early_refused, _refused, _refused, _refused, _refused),
+        (Event.RESULT_REFUSED, _ignore, _ignore, _ignore, _ignore, _result_refused),
+        (Event.HALT, _ignore, _halt, _halt, _ignore, _ignore),
+        (Event.END_HALT, _ignore, _ignore, _ignore, _end_halt, _ignore),
+        (Event.SAVE, _save, _save, _save, _save, _save),
+        (Event.DRAIN, _drain_before_start, _drain_step, _drain_step, _drain_halted, _ignore),
+        (Event.GIVE_UP, _give_up, _give_up, _give_up, _give_up, _ignore),
+        (Event.ADVANCE, _ignore, _advance, _advance_evaluation, _ignore, _ignore),
+        (Event.REASSIGN, _ignore, _reassign, _plan_evaluation, _ignore, _ignore),
+    )

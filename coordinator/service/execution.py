@@ -26,9 +26,9 @@ from coordinator.run.actions import (
     Seed,
     Send,
 )
+from coordinator.run.facts import Fact, HeldOutMeasured, TrainingStarted
 from coordinator.run.reduction import Array
 from coordinator.run.run import Run
-from coordinator.run.facts import Fact, HeldOutMeasured, TrainingStarted
 from coordinator.service.chronicle import record_of, records_of
 from coordinator.service.followers import Followers
 from coordinator.service.listener import (

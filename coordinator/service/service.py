@@ -287,9 +287,7 @@ class Service:
         self.sessions[session.name] = session
         self.known.add(session.name)
         backend, admitted_by = session.hello.backend, session.check.admitted_by
-        self.reported(
-            WorkerConnected(session.name, backend, admitted_by, len(self.sessions))
-        )
+        self.reported(WorkerConnected(session.name, backend, admitted_by, len(self.sessions)))
         if self.current is not None:
             self.current.invite(session)
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 from coordinator.run import actions as act
 from coordinator.run.run import Run, RunPhase
-from coordinator.service.chronicle import Chronicle
+from coordinator.service.chronicle import records_of
 from coordinator.service.replica_keeper import ReplicaKeeper
-from protocol.base.errors import OutOfPlace, ProtocolError, RemoteProtocolError
+from protocol.base.errors import ProtocolError, RemoteProtocolError
 from protocol.spec.run_spec import RunSpec
 from protocol.wire.connection import Connection, Encoded, Phase, Received, encode
 from protocol.wire.messages import (
@@ -47,7 +47,6 @@ class PureCoordinator:
     def _begin(self) -> None:
         self.run = Run("r", self._spec, 1, 1)
         self.runs += 1
-        self._chronicle = Chronicle(self.run)
         self._keeper: ReplicaKeeper | None = None
         self._digests: dict[int, str] = {}
         self._tail: list[Encoded] = []
@@ -66,7 +65,7 @@ class PureCoordinator:
         self._told = bytearray()
         self.open, self._following = True, False
         if self.run.phase is RunPhase.HALTED:
-            self._do(lambda: self.run.resume(skip_step=False))
+            self._do(lambda: self.run.end_halt(skip_step=False))
         self._do(lambda: self.run.invite("m"))
         return self._take()
 
@@ -107,8 +106,6 @@ class PureCoordinator:
         elif "m" not in self.run.members:
             if isinstance(message, Drain):
                 self._lose("drained")
-        elif isinstance(message, StateChunk):
-            self._state_chunk(message, raw)
         else:
             body = None
             if raw is not None:
@@ -117,22 +114,9 @@ class PureCoordinator:
             if isinstance(message, Ready) and self.run.manifest is not None:
                 self._connection.blocks = self.run.manifest.blocks
 
-    def _state_chunk(self, message: StateChunk, raw: object) -> None:
-        admission = self.run.admission
-        if message.run_id != self.run.run_id:
-            return
-        if self._keeper is None or admission is None or not admission.was_asked("m"):
-            raise OutOfPlace("StateChunk was not asked for")
-        if not admission.awaits("m"):
-            return
-        self._keeper.fill(message, raw.view("<f4"))  # type: ignore[attr-defined]
-        if message.last:
-            self._digests[0] = self._keeper._digests().state_digest
-            self._do(lambda: self.run.replica_loaded(self._digests[0]))
-
     def _do(self, event: Callable[[], Sequence[act.Action]]) -> None:
         actions = event()
-        self._chronicle.records(actions)
+        records_of(actions, self.run)
         for action in actions:
             self._do_one(action)
 
@@ -149,6 +133,13 @@ class PureCoordinator:
                 self._seed()
             case act.Adopt():
                 self._keeper = ReplicaKeeper(action.manifest, run.spec)
+            case act.FillReplica():
+                assert self._keeper is not None
+                self._keeper.fill(action.message, action.values)
+            case act.DigestReplica():
+                assert self._keeper is not None
+                self._digests[0] = self._keeper._digests().state_digest
+                self._do(lambda: run.replica_loaded(action.upload, self._digests[0]))
             case act.Persist():
                 self._do(lambda: run.durable(action.record.commit.step))
             case act.MakeCheckpoint():

@@ -218,7 +218,7 @@ async def go_on(live: LiveService) -> None:
         service.submit(SPEC)
     elif service.current.run.phase is RunPhase.HALTED:
         run = service.current.run
-        service.current.command("continue", lambda: run.resume(skip_step=False))
+        service.current.command("continue", lambda: run.end_halt(skip_step=False))
 
 
 @pytest.mark.usefixtures("_quick_and_quiet")

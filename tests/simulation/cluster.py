@@ -206,7 +206,7 @@ class Cluster:
         skip = self.rng.random() < (0.7 if poisoned else 0.25)
         # What was committed as taken and is done again is not to be left out now.
         skip = skip and run.step >= len(execution.ledger.skips)
-        execution.do(run.resume(skip_step=skip))
+        execution.do(run.end_halt(skip_step=skip))
 
     def _idle(self) -> None:
         """Nothing is on its way but ticks: leases may run out, or a person must do something."""

@@ -15,7 +15,9 @@ from coordinator.run.actions import (
     Adopt,
     ApplyStep,
     Broadcast,
+    DigestReplica,
     Dismiss,
+    FillReplica,
     Finish,
     Follow,
     MakeCheckpoint,
@@ -26,10 +28,18 @@ from coordinator.run.actions import (
     Seed,
     Send,
 )
+from coordinator.run.facts import (
+    HeldOutMeasured,
+    NodesSpeculated,
+    RedoneOtherwise,
+    RunHalted,
+    StepCommitted,
+    StepRestarted,
+)
 from coordinator.run.restart import CommitRecord, Terms
 from coordinator.run.run import Run, RunPhase
 from coordinator.storage.log_records import ChunkPlace
-from protocol.base.errors import ExitCode, OutOfPlace, RunFailed, SamestepError, StorageFailed
+from protocol.base.errors import ExitCode, RunFailed, SamestepError, StorageFailed
 from protocol.exact.replica import Replica
 from protocol.wire.messages import (
     AveragedBlockGradient,
@@ -88,7 +98,6 @@ class SimulatedExecution:
         self._tail: list[tuple[Message, Any]] = []
         self._answered: dict[str, int] = {}
         self._view = 0
-        self._state_from = ""
         self._found = found
         self._log: Log | None = None
         self._lost: dict[tuple[int, int], SamestepError] = {}
@@ -111,7 +120,7 @@ class SimulatedExecution:
         self._in("log", 0, self._opened)
         rng = self._coordinator.rng
         self._in("keeper", rng.choice((10.0, 300.0, 3000.0)), catch_up, caught_up)
-        self.do(self.run.take_up_again())
+        self.do(self.run.resume())
 
     def _in(
         self,
@@ -129,9 +138,6 @@ class SimulatedExecution:
         self.do(self.run.invite(name))
 
     def receive(self, name: str, message: Message, body: Any) -> None:
-        if isinstance(message, StateChunk):
-            self._state_chunk(name, message, body)
-            return
         if isinstance(message, StepApplied) and name in self.run.members:
             self._answered[name] = message.step
         self.do(self.run.receive(name, message, body))
@@ -166,6 +172,11 @@ class SimulatedExecution:
                     self._broadcast(action)
                 case Report():
                     self._report(action)
+                case FillReplica(message, values):
+                    self._fill(message, values)
+                case DigestReplica(upload):
+                    loaded = partial(self._state_loaded, upload)
+                    self._in("keeper", self.pace, lambda: None, loaded)
                 case ApplyStep():
                     self._in("keeper", self.pace, partial(self._apply, action), self._has_applied)
                 case Follow():
@@ -266,19 +277,20 @@ class SimulatedExecution:
         self._in("log", self.pace, job, lambda _: self.do(self.run.durable(step)), failed)
 
     def _report(self, action: Report) -> None:
-        self.ledger.counts[action.event] += 1
-        match action.event:
-            case "halted":
-                self.ledger.check_halt(str(action.fields["reason"]))
-            case "evaluated":
+        fact = action.fact
+        self.ledger.counts[fact.event] += 1
+        match fact:
+            case RunHalted():
+                self.ledger.check_halt(fact.reason)
+            case HeldOutMeasured():
                 replica = self.ledger.expected(self.run.step).replica
-                assert action.fields["ratio"] == self.job.figure(replica)
+                assert fact.metrics["ratio"] == self.job.figure(replica)
                 self.ledger.evaluated_step = self.run.step
-            case "speculated":
+            case NodesSpeculated():
                 self._speculated = True
-            case "committed" | "restarted":
+            case StepCommitted() | StepRestarted():
                 self._speculated = False
-            case "redone_otherwise":
+            case RedoneOtherwise():
                 raise AssertionError("a step that is done again has other bits")
 
     def _apply(self, action: ApplyStep) -> tuple[int, str]:
@@ -431,29 +443,18 @@ class SimulatedExecution:
         if not (link.closed or self.outcome is not None):
             self._seed(link, replayed=True)
 
-    def _state_chunk(self, name: str, message: StateChunk, body: Any) -> None:
-        if message.run_id != self.run.run_id:
-            return
-        admission = self.run.admission
-        if self._replica is None or admission is None or not admission.was_asked(name):
-            raise OutOfPlace("StateChunk was not asked for")
-        if not admission.awaits(name) or self._state_from == name:
-            return
-        assert message.kind == "parameters"
-        piece = self.job.blocks[message.block].chunk_slice(message.chunk)
-        self._replica.parameters[message.block][piece] = body
-        if message.last:
-            self._state_from = name
-            self._in("keeper", self.pace, lambda: None, lambda _: self._state_loaded(name))
-
-    def _state_loaded(self, sender: str) -> None:
+    def _fill(self, message: StateChunk, values: Any) -> None:
         assert self._replica is not None
-        assert self.run.admission is not None
-        if self._state_from == sender:
-            self._state_from = ""
-        if self.run.admission.awaits(sender):
+        piece = self.job.blocks[message.block].chunk_slice(message.chunk)
+        self._replica.parameters[message.block][piece] = values
+
+    def _state_loaded(self, upload: int, _: object) -> None:
+        assert self._replica is not None
+        assert self.run.settled is not None
+        admission = self.run.settled.admission
+        if admission.upload == upload and admission._uploader is not None:
             digest = self.ledger.begins_with(self._replica)
-            self.do(self.run.replica_loaded(digest))
+            self.do(self.run.replica_loaded(upload, digest))
 
     def _dismiss(self, action: Dismiss) -> None:
         assert action.exit_code != ExitCode.MISMATCH, "nobody here is of another run"

@@ -89,13 +89,19 @@ def yes(*_arguments, **_options):
     return True
 
 
+def any_round(self, message):
+    """Whatever comes belongs to the present attempt."""
+    del message
+    return self.round
+
+
 def no(*_arguments):
     return False
 
 
 def nobody_is_odd(self, step):
     """Answers are taken, and not compared."""
-    if step not in self._settled:
+    if step not in self._arbiter:
         return [], []
     answers = self._answers.pop(step, {})
     if step == self._newest:
@@ -142,13 +148,13 @@ def trusts(self, member, step, agreement):
     if member.step == step:
         self._members.activate(member)
         return [Follow(member.name, step)]
-    return TAKE_IN(self, member, step, agreement)
+    return ADMIT(self, member, step, agreement)
 
 
 def trusts_those_behind(self, member, step, agreement):
     """What was missed is replayed on whatever state there is."""
     member.state_digest = agreement.digest(member.step) or member.state_digest
-    actions = TAKE_IN(self, member, step, agreement)
+    actions = ADMIT(self, member, step, agreement)
     member.replaying = False
     return actions
 
@@ -181,7 +187,7 @@ def leaves_it_unsynced(self, *, repair=False):
 
 PERSIST = SimulatedExecution._persist
 START_RUN = Session._start_run
-TAKE_IN = Admission.take_in
+ADMIT = Admission.admit
 NEW_SEGMENT = MemoryLog._new_segment
 SCAN = MemoryDirectory._scan
 
@@ -193,9 +199,9 @@ PLANTED: dict[str, list[tuple[Any, str, Any]]] = {
     "an ancestor beside its descendants": [(TreeSum, "put", keeps_ancestor_and_descendant)],
     "an ancestor is dropped for its descendants": [(TreeSum, "put", drops_what_overlaps)],
     "sums in arrival order": [(TreeSum, "put", sums_as_they_arrive)],
-    "a lost worker's nodes are forgotten": [(Progress, "take_up", nothing)],
+    "a lost worker's nodes are forgotten": [(Progress, "reassign", nothing)],
     "a stale attempt is accepted": [
-        (Progress, "is_present", yes),
+        (Progress, "present", any_round),
         (Round, "_check_place", any_share),
     ],
     "a commit before agreement": [(Agreement, "reached", True)],
@@ -205,9 +211,9 @@ PLANTED: dict[str, list[tuple[Any, str, Any]]] = {
     "Cancel is lost": [(Progress, "cancel_surplus", nothing)],
     "Cancel is not obeyed": [(Session, "_cancel", hears_no_cancel)],
     "a joiner misses what was broadcast since": [(SimulatedExecution, "missed", nothing)],
-    "a state is trusted without comparison": [(Admission, "take_in", trusts)],
+    "a state is trusted without comparison": [(Admission, "admit", trusts)],
     "steps are replayed to one that is not where it says": [
-        (Admission, "take_in", trusts_those_behind)
+        (Admission, "admit", trusts_those_behind)
     ],
     "a torn tail is read as committed": [(disk, "is_whole", yes)],
     "a skipped step is taken after a restart": [(Progress, "was_skipped", False)],
@@ -221,7 +227,7 @@ PLANTED: dict[str, list[tuple[Any, str, Any]]] = {
     ],
     "a checkpoint refused twice is forgotten": [(Saves, "failed", forgets_what_was_refused)],
     "a lost worker's parts are forgotten": [(Evaluation, "lose", forgets_nothing)],
-    "a draining worker is forgotten": [(Progress, "let_go", nothing)],
+    "a draining worker is forgotten": [(Progress, "release", nothing)],
     "another run's message is taken for this one's": [(run, "is_stale", no)],
     "an odd worker's last gradients count": [(Round, "lose", assumes_proven)],
     "a replica that nobody compares": [(Agreement, "judge", nobody_is_odd)],

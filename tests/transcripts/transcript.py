@@ -10,7 +10,8 @@ action a line, in order; the phase in brackets when it changes. `#` begins a rem
     invite NAME               a worker is connected and free
     ready NAME [initial=S] [signature=S] [run=ID] [data=D] [step=N] [state=S]
     unready NAME [run=ID] [own=yes]
-    loaded [state=S]          state 0 has come
+    chunk NAME [block=layer] [last=yes]   of state 0
+    loaded [state=S]          all of it is in the replica
     node NAME LO-HI [nan=embedding|layer|loss] [step=S] [attempt=A]   its payloads and its loss
     payload NAME LO-HI [block=layer] [value=1]   one payload
     applied NAME STEP [state=S]   a worker has taken so many steps, and is in this state
@@ -64,7 +65,7 @@ def _played(lines: list[str]) -> Iterator[str]:
                 stage = Stage(**options)
             elif word == "restart":
                 stage = Stage(restart=plain[0], **options)
-                yield from (f"  {told}" for told in stage.told(stage.run.take_up_again()))
+                yield from (f"  {told}" for told in stage.told(stage.run.resume()))
             else:
                 assert stage is not None
                 yield from (f"  {told}" for told in stage.command(word, plain, options))
@@ -129,7 +130,8 @@ class Stage:
             "invite": run.invite,
             "ready": self._ready,
             "unready": self._unready,
-            "loaded": lambda state="0": run.replica_loaded(digest(state)),
+            "loaded": self._loaded,
+            "chunk": self._chunk,
             "node": self._node,
             "payload": self._payload,
             "applied": self._applied,
@@ -141,7 +143,7 @@ class Stage:
             "drain": run.drain,
             "replayed": run.replayed,
             "halt": lambda: run.halt("halted by the operator"),
-            "continue": lambda skip="": run.resume(skip_step=bool(skip)),
+            "continue": lambda skip="": run.end_halt(skip_step=bool(skip)),
             "give-up": lambda: run.give_up("nobody is left"),
             "save": run.save,
             "tick": self._tick,
@@ -167,7 +169,9 @@ class Stage:
         told: list[str] = []
         todo = list(actions)
         while todo:
-            told.append(_text(action := todo.pop(0)))
+            action = todo.pop(0)
+            if not isinstance(action, act.Report) or action.fact.event:
+                told.append(_text(action))
             if not self._disk_is_slow:
                 todo += self._answer(action)
         if self.run.phase is not before:
@@ -226,6 +230,17 @@ class Stage:
         )  # fmt: skip
         manifest = self._manifest(data)
         return self.run.receive(name, message, manifest.to_bytes())
+
+    def _loaded(self, state: str = "0") -> Actions:
+        assert self.run.settled is not None
+        return self.run.replica_loaded(self.run.settled.admission.upload, digest(state))
+
+    def _chunk(self, name: str, block: str = "embedding", last: str = "no") -> Actions:
+        message = msg.StateChunk(
+            run_id=RUN_ID, kind="parameters", block=BLOCKS[block], chunk=0, step=0,
+            optimizer_step=0, last=last == "yes",
+        )  # fmt: skip
+        return self.run.receive(name, message, np.zeros(2, np.float32))
 
     def _unready(self, name: str, run: str = RUN_ID, own: str = "no") -> Actions:
         reason = "too large for its device" if own == "yes" else "no such data"
@@ -304,8 +319,12 @@ def _text(action: act.Action) -> str:
             return f"replica: apply step {step}, {[a.tolist() for a in averages]}"
         case act.Dismiss(worker, reason, exit_code):
             return f"dismiss {worker}, {int(exit_code)}: {reason}"
-        case act.Report(event, fields):
-            return f"report {event} {fields}"
+        case act.Report(fact):
+            return f"report {fact.event} {fact.fields()}"
+        case act.FillReplica(message):
+            return f"replica: fill block {message.block} chunk {message.chunk}"
+        case act.DigestReplica(upload):
+            return f"replica: digest upload {upload}"
         case act.Finish(outcome, reason, exit_code):
             return f"finish {outcome}, {int(exit_code)}: {reason}"
         case act.Adopt():

@@ -10,8 +10,12 @@ from rich.console import Console
 
 from coordinator.operator.console import ProgressConsole
 from coordinator.operator.structured_log import set_up_logging
+from coordinator.run.facts import RunHalted, StepCommitted, TrainingStarted
+from coordinator.run.restart import CommitRecord
 from coordinator.run.run import RunPhase
+from coordinator.service.listener import RunAccepted, RunEnded, WorkerConnected
 from protocol.host.system_journal import Priority, SystemJournal
+from protocol.wire.messages import Commit
 from tests.coordinator.operator.test_status import staged
 
 
@@ -39,18 +43,23 @@ def progress(journal=None, *, once=False):
     return ProgressConsole(service(once=once), Console(file=screen), journal), screen
 
 
-HALTED = {"step": 3, "reason": "a NaN", "worker": "ann", "block": 2}
+HALTED = RunHalted(1, 3, 0, "a NaN", worker="ann", block="layer")
+
+
+def committed(step):
+    commit = Commit(epoch=1, step=step, attempt=0, scalars=None, loss=1.0, averages_digest="0" * 64)
+    return StepCommitted(CommitRecord(commit=commit, optimizer_step=step))
 
 
 def test_an_entry_has_its_event_s_fields_and_its_weight():
     entries = Entries()
     told, screen = progress(entries)
-    told.reported("halted", HALTED)
-    told.reported("worker_connected", {"worker": "bob", "backend": "cpu", "workers": 1})
+    told.reported(HALTED)
+    told.reported(WorkerConnected("bob", "cpu", "a key", 1))
     halted, connected = entries.kept
     assert halted == (
         "HALTED at step 3: a NaN",
-        {"event": "halted", "run_id": "r-1", **HALTED},
+        {"event": "halted", "run_id": "r-1", **HALTED.fields()},
         Priority.ERROR,
     )
     assert connected[0] == "worker bob connected, backend cpu; 1 connected"
@@ -60,15 +69,15 @@ def test_an_entry_has_its_event_s_fields_and_its_weight():
 
 def test_without_a_journal_the_same_lines_are_printed():
     told, screen = progress()
-    told.reported("halted", HALTED)
+    told.reported(HALTED)
     assert screen.getvalue() == "HALTED at step 3: a NaN\n"
 
 
 @pytest.mark.parametrize("once", [True, False])
 def test_a_service_tells_of_each_run_that_it_takes_and_ends(once):
     told, screen = progress(once=once)
-    told.reported("run_accepted", {"run_id": "r-1", "task": "digits", "steps": 5})
-    told.reported("run_ended", {"run_id": "r-1", "outcome": "failed", "reason": "no data"})
+    told.reported(RunAccepted("digits", 5), "r-1")
+    told.reported(RunEnded("failed", "no data"), "r-1")
     lines = ["run r-1 accepted: digits, 5 steps", "run r-1 failed: no data"]
     assert screen.getvalue().splitlines() == ([] if once else lines)
 
@@ -78,10 +87,10 @@ def test_the_first_step_of_every_run_is_told_at_once():
     told._service.current.started_s = None
     told._service.current.run.phase = RunPhase.TRAINING
     for step in (0, 1):
-        told.reported("committed", {"step": step})
-    told.reported("started", {"workers": ["ann"]})
+        told.reported(committed(step), "r-1")
+    told.reported(TrainingStarted(["ann"]), "r-1")
     for step in (0, 1):
-        told.reported("committed", {"step": step})
+        told.reported(committed(step), "r-1")
     line = "r-1: training"
     assert screen.getvalue().splitlines() == [line, "training starts", line]
 

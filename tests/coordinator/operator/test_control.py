@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from coordinator.members.listening import require_loopback
 from coordinator.operator.control import ControlPort
 from coordinator.operator.control_client import request
+from coordinator.run.facts import Fact
 from coordinator.service.service import Service, Settings
 from protocol.base.errors import ExitCode, Unreachable, UsageError
 from tests.event_loop import on_uvloop
@@ -32,6 +34,15 @@ SPEC = {
     "scripted": {"blocks": 3, "block_bytes": 64, "samples": 64},
 }  # fmt: skip
 LONG = {**SPEC, "steps": 100_000}
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked(Fact):
+    """Anything that is told."""
+
+    event = "tick"
+    number: int
+    loss: float = math.nan
 
 
 class Operator:
@@ -343,7 +354,7 @@ async def test_an_event_stream_ends_with_the_port(tmp_path):
 async def test_a_reader_that_comes_back_gets_what_it_missed(tmp_path):
     async with operating(tmp_path) as operator:
         for number in range(3):
-            operator.control.reported("tick", {"number": number, "loss": math.nan})
+            operator.control.reported(Ticked(number))
         first = await read_events(operator, last_id="0", count=2)
         assert [each["number"] for _, each in first] == [0, 1]
         assert [each["loss"] for _, each in first] == [None, None]

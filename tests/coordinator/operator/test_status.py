@@ -22,8 +22,8 @@ NOW_S = 100.0
 
 
 class Watcher:
-    def reported(self, event, fields):
-        del event, fields
+    def reported(self, fact, run_id=""):
+        del fact, run_id
 
     def ended(self, execution):
         del execution

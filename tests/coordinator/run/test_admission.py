@@ -1,12 +1,14 @@
 """Whom a run takes, whom it refuses, and who sends state 0."""
 
+import numpy as np
 import pytest
 
-from coordinator.run.actions import Follow, Seed, Send
+from coordinator.run.actions import DigestReplica, FillReplica, Follow, Seed, Send
 from coordinator.run.admission import Admission, is_stale
 from coordinator.run.membership import Membership, MemberState
+from protocol.base.errors import OutOfPlace
 from protocol.spec.manifest import Block, Manifest, TensorSpec
-from protocol.wire.messages import Drain, Heartbeat, Ready, StepApplied, Unready
+from protocol.wire.messages import Drain, Heartbeat, Ready, StateChunk, StepApplied, Unready
 
 MANIFEST = Manifest(
     blocks=(Block(name="b", kind="block", tensors=(TensorSpec(name="w", shape=(2,)),)),),
@@ -28,7 +30,7 @@ def admission(exactness="require", **members):
     for name, state in members.items():
         membership.add(name).now_ready(ready(state))
     admission = Admission("run", exactness, membership, MANIFEST)
-    admission.settle(ready())
+    admission.first_ready(ready())
     return admission, membership
 
 
@@ -76,7 +78,7 @@ def test_one_worker_is_asked_for_the_state_and_the_next_when_it_is_lost():
     assert admitting.lost("cem") == []
     members.add("dan").now_ready(ready("2"))
     assert asked(admitting.request_state()) == ["dan"]
-    admitting.state_loaded("2" * 64)
+    admitting.state_loaded(admitting.upload, "2" * 64)
     members.remove("dan")
     assert admitting.lost("dan") == []
 
@@ -84,10 +86,11 @@ def test_one_worker_is_asked_for_the_state_and_the_next_when_it_is_lost():
 def test_whoever_starts_in_the_loaded_state_follows_at_once_and_others_load_it():
     admitting, members = admission("prefer", ann="2", bob="0")
     members.add("preparing")
-    admitting.state_loaded("2" * 64)
-    assert admitting.admit_ready() == [Follow("ann", 0), Seed("bob")]
-    assert members.names(MemberState.ACTIVE) == ["ann"]
-    assert members.names(MemberState.LOADING) == ["bob"]
+    admitting.request_state()
+    admitting.state_loaded(admitting.upload, "0" * 64)
+    assert admitting.admit_ready() == [Seed("ann"), Follow("bob", 0)]
+    assert members.names(MemberState.ACTIVE) == ["bob"]
+    assert members.names(MemberState.LOADING) == ["ann"]
 
 
 def test_what_comes_before_ready_belongs_to_an_earlier_run():
@@ -102,3 +105,48 @@ def test_what_comes_before_ready_belongs_to_an_earlier_run():
     assert not is_stale(fresh, ready(), "run")
     assert is_stale(old, ready(run_id="other"), "run")
     assert is_stale(fresh, Unready(run_id="other", reason="", own=False, exit_code=1), "run")
+
+
+def chunk(*, last=False, **changed):
+    message = StateChunk(
+        run_id="run", kind="parameters", block=0, chunk=0, step=0, optimizer_step=0, last=last
+    )
+    return message.model_copy(update=changed), np.zeros(2, np.float32)
+
+
+def test_only_the_upload_that_counts_fills_the_replica():
+    admitting, members = admission("prefer", ann="0", bob="0")
+    with pytest.raises(OutOfPlace, match="not asked for"):
+        admitting.state_chunk("ann", *chunk())
+    admitting.request_state()
+    message, values = chunk()
+    assert admitting.state_chunk("ann", message, values) == [FillReplica(message, values)]
+    members.remove("ann")
+    admitting.lost("ann")
+    # What was on its way from Ann, and the digest of what she sent, count no more.
+    assert admitting.state_chunk("ann", *chunk()) == []
+    assert admitting.state_loaded(1, "0" * 64) == []
+    assert not admitting.state_known
+    _, done = admitting.state_chunk("bob", *chunk(last=True))
+    assert done == DigestReplica(2)
+    assert admitting.state_chunk("bob", *chunk(last=True)) == []
+    assert admitting.state_loaded(2, "0" * 64) == []
+    assert admitting.state_known
+
+
+@pytest.mark.parametrize("change", [{"kind": "first_moment"}, {"step": 1}, {"optimizer_step": 1}])
+def test_state_0_has_parameters_alone(change):
+    admitting, _ = admission("prefer", ann="0")
+    admitting.request_state()
+    with pytest.raises(OutOfPlace, match="expected the parameters of step 0"):
+        admitting.state_chunk("ann", *chunk(**change))
+
+
+def test_who_sends_another_state_than_announced_is_refused():
+    admitting, members = admission("prefer", ann="0", bob="0")
+    admitting.request_state()
+    report, dismiss = admitting.state_loaded(1, "2" * 64)
+    assert report.fact.worker == dismiss.worker == "ann"
+    assert not admitting.state_known
+    members.remove("ann")
+    assert asked(admitting.lost("ann")) == ["bob"]

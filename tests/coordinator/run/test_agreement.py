@@ -16,7 +16,7 @@ def test_it_waits_for_every_worker_and_for_the_replica():
     agreement = committed("a", "b")
     assert agreement.waiting_for == ["a", "b"]
     agreement.answer("a", 1, "x")
-    agreement.settle(1, "x")
+    agreement.replica_answer(1, "x")
     assert agreement.judge(1) == (["a"], [])
     assert not agreement.reached
     agreement.answer("b", 1, "x")
@@ -30,7 +30,7 @@ def test_answers_are_judged_once_the_replica_is_there():
     agreement.answer("b", 1, "y")
     assert agreement.judge(1) == ([], [])
     assert not agreement.reached
-    agreement.settle(1, "x")
+    agreement.replica_answer(1, "x")
     assert agreement.judge(1) == (["a"], ["b"])
     assert agreement.judge(1) == ([], [])
     assert agreement.waiting_for == ["b"]
@@ -39,9 +39,9 @@ def test_answers_are_judged_once_the_replica_is_there():
 def test_the_replica_alone_is_waited_for_too():
     agreement = committed()
     assert not agreement.reached
-    agreement.settle(0, "x")
+    agreement.replica_answer(0, "x")
     assert not agreement.reached
-    agreement.settle(1, "x")
+    agreement.replica_answer(1, "x")
     assert agreement.reached
 
 
@@ -49,7 +49,7 @@ def test_a_lost_worker_is_not_waited_for_and_its_answer_does_not_count():
     agreement = committed("a", "b")
     agreement.answer("a", 1, "odd")
     agreement.lose("a")
-    agreement.settle(1, "x")
+    agreement.replica_answer(1, "x")
     assert agreement.judge(1) == ([], [])
     assert agreement.waiting_for == ["b"]
 
@@ -60,9 +60,9 @@ def test_old_steps_are_forgotten():
         agreement.expect(step, ["a"])
         agreement.answer("a", step, "x")
         agreement.answer("joiner", step - 1, "x")
-        agreement.settle(step, "x")
+        agreement.replica_answer(step, "x")
         agreement.judge(step)
-    assert len(agreement._settled) < 6
+    assert len(agreement._arbiter) < 6
     assert len(agreement._answers) < 6
 
 
@@ -72,7 +72,7 @@ def test_in_any_order_all_and_only_the_odd_are_named(order, odd):
     agreed, found = [], []
     for who in order:
         if who == "replica":
-            agreement.settle(1, "x")
+            agreement.replica_answer(1, "x")
         else:
             agreement.answer(who, 1, "odd" if who in odd else "x")
         now, wrong = agreement.judge(1)

@@ -21,7 +21,7 @@ def test_a_view_is_a_change_of_who_computes():
     assert members.view == 1
     members.remove("bob")
     assert members.view == 1
-    members.deactivate("ann")
+    members.deactivate(ann)
     assert members.view == 2
     members.remove("ann")
     assert members.view == 2

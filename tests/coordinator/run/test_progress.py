@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from coordinator.run.actions import ApplyStep, Broadcast, Dismiss, Persist, Report, Send
+from coordinator.run.facts import StepRestarted
 from coordinator.run.membership import Membership, MemberState
 from coordinator.run.progress import Progress
 from coordinator.run.restart import CommitRecord
@@ -49,6 +50,23 @@ def loss(lo, hi, **where):
     return NodeLoss(**place, lo=lo, hi=hi, loss_sum=1.0, weight=hi - lo, elapsed_ms=6.0 * (hi - lo))
 
 
+def pay(progress, worker, message):
+    """What a payload of ones leads to in the round that it belongs to."""
+    round_ = progress.present(message)
+    assert round_ is not None
+    return round_.payload(worker, message, np.full(2, 8, np.float32))
+
+
+def skip(progress):
+    progress.persist(progress.round, skip=True)
+    return shown(progress.durable(progress.step))
+
+
+def shown(actions):
+    """Without the facts that are for the journal alone."""
+    return [a for a in actions if not (isinstance(a, Report) and not a.fact.event)]
+
+
 def plans(actions):
     return {a.worker: a.message for a in actions if isinstance(a, Send)}
 
@@ -80,9 +98,9 @@ def test_without_workers_the_round_waits():
     assert progress.begin() == []
     assert progress.round is not None
     members.activate(members.add("ann"))
-    (plan,) = progress.take_up()
+    (plan,) = shown(progress.reassign())
     assert plan.message.nodes == ((0, 4),)
-    assert progress.take_up() == []
+    assert progress.reassign() == []
 
 
 def test_many_scattered_nodes_go_in_several_messages():
@@ -93,7 +111,7 @@ def test_many_scattered_nodes_go_in_several_messages():
     progress.round.shares.clear()
     for leaf in range(0, 300, 2):
         progress.round.assign("gone", (type(progress.round.unassigned()[0])(leaf, leaf + 1),))
-    actions = progress.take_up()
+    actions = progress.reassign()
     kinds = [type(a.message) for a in actions if isinstance(a, Send)]
     assert kinds == [StepPlan, Assign, Assign]
     del members
@@ -106,36 +124,36 @@ def test_many_scattered_nodes_go_in_several_messages():
 def test_the_present_attempt_is_present(where, expected):
     progress, _ = started("ann")
     progress.begin()
-    assert progress.is_present(payload(0, 4, **where)) is expected
+    assert (progress.present(payload(0, 4, **where)) is progress.round) is expected
 
 
 def test_older_attempts_are_late_and_newer_ones_out_of_place():
     progress, _ = started("ann")
     progress.attempt = 1
     progress.begin()
-    assert not progress.is_present(payload(0, 4))
+    assert not progress.present(payload(0, 4))
     for where in ({"attempt": 2}, {"step": 1}, {"epoch": 4, "attempt": 1}, {"epoch": 6}):
         with pytest.raises(OutOfPlace, match="expected"):
-            progress.is_present(payload(0, 4, **where))
+            progress.present(payload(0, 4, **where))
     progress.round = None
-    assert not progress.is_present(payload(0, 4, attempt=1))
+    assert not progress.present(payload(0, 4, attempt=1))
 
 
 def test_a_step_from_plan_to_commit():
     progress, members = started("ann")
     progress.begin()
-    (said,) = progress.payload("ann", payload(0, 4), np.full(2, 8, np.float32))
+    said = pay(progress, "ann", payload(0, 4))
     assert isinstance(said, Broadcast)
     assert isinstance(said.message, AveragedNonBlockGradient)
     assert said.body is not None
     assert said.body.tolist() == [2, 2]
     ann = members.get("ann")
     assert ann is not None
-    assert progress.node_loss(ann, loss(0, 4)) is None
+    assert progress.node_loss(progress.round, ann, loss(0, 4)) is None
     assert (ann.microbatches, ann.ms_per_microbatch) == (4, 6.0)
-    (persist,) = progress.persist(skip=False)
+    (persist,) = progress.persist(progress.round, skip=False)
     assert progress.persisting
-    commit, apply, report = progress.commit()
+    commit, apply, report = progress.durable(0)
     assert persist == Persist(CommitRecord(commit=commit.message, optimizer_step=1))
     assert isinstance(commit, Broadcast)
     assert isinstance(commit.message, Commit)
@@ -150,8 +168,7 @@ def test_a_step_from_plan_to_commit():
 def test_a_skipped_step_updates_nothing():
     progress, _ = started("ann")
     progress.begin()
-    progress.persist(skip=True)
-    commit, apply, _ = progress.commit()
+    commit, apply, _ = skip(progress)
     assert commit.message.scalars is None
     assert apply.scalars is None
     assert (progress.step, progress.optimizer_step) == (1, 0)
@@ -171,10 +188,10 @@ def test_a_draining_worker_goes_when_its_nodes_are_there():
     ann = members.get("ann")
     assert ann is not None
     ann.state = MemberState.DRAINING
-    assert progress.let_go() == []
-    progress.payload("ann", payload(0, 2), np.ones(2, np.float32))
-    progress.node_loss(ann, loss(0, 2))
-    (going,) = progress.let_go()
+    assert progress.release() == []
+    pay(progress, "ann", payload(0, 2))
+    progress.node_loss(progress.round, ann, loss(0, 2))
+    (going,) = progress.release()
     assert isinstance(going, Dismiss)
     assert going.worker == "ann"
 
@@ -182,18 +199,17 @@ def test_a_draining_worker_goes_when_its_nodes_are_there():
 def test_what_an_unproven_worker_delivered_starts_the_step_anew():
     progress, members = started("ann", "bob")
     progress.begin()
-    progress.persist(skip=True)
-    progress.commit()
+    skip(progress)
     progress.begin()
-    progress.payload("bob", payload(2, 4, step=1), np.ones(2, np.float32))
+    pay(progress, "bob", payload(2, 4, step=1))
     members.remove("bob")
     assert not progress.lose("bob")
-    report, plan = progress.take_up()
-    assert report == Report("restarted", {"epoch": 5, "step": 1, "attempt": 1})
+    report, plan = shown(progress.reassign())
+    assert report == Report(StepRestarted(5, 1, 1))
     assert plan.message.nodes == ((0, 4),)
     members.remove("ann")
     assert not progress.lose("ann")
-    assert progress.take_up() == []
+    assert progress.reassign() == []
 
 
 def test_unlike_signatures_make_the_run_mixed():

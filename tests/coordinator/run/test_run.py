@@ -46,7 +46,7 @@ def test_an_invitation_carries_the_run_spec():
 def test_before_the_first_worker_there_is_nothing_to_tell():
     run = Run("run", SPEC, 4, 1)
     assert (run.step, run.losses, run.phase) == (0, [], RunPhase.WAITING)
-    assert run.halt("x") == run.resume(skip_step=False) == []
+    assert run.halt("x") == run.end_halt(skip_step=False) == []
 
 
 @pytest.mark.parametrize(("word", "plain", "options"), AFTER)

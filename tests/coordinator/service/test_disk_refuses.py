@@ -41,7 +41,7 @@ async def halt_or_end(live, halts):
 
 def go_on(live):
     run = live.service.current.run
-    live.service.current.command("continue", lambda: run.resume(skip_step=False))
+    live.service.current.command("continue", lambda: run.end_halt(skip_step=False))
 
 
 def fill(disk, free_bytes):

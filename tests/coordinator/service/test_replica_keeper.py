@@ -7,7 +7,6 @@ import pytest
 
 from coordinator.service.replica_keeper import ReplicaKeeper
 from protocol.base import limits
-from protocol.base.errors import OutOfPlace
 from protocol.exact.replica import Replica
 from protocol.exact.update import step_scalars
 from protocol.spec.manifest import Block, Manifest, TensorSpec
@@ -50,14 +49,6 @@ async def test_chunks_fill_state_0(keeper):
     fill(keeper)
     applied = await keeper.digests()
     assert (applied.step, applied.state_digest) == (0, naive([]).state_digest())
-
-
-@pytest.mark.parametrize(
-    "change", [{"kind": "first_moment"}, {"step": 1}, {"step": 1, "optimizer_step": 1}]
-)
-async def test_only_the_parameters_of_step_0_are_taken(keeper, change):
-    with pytest.raises(OutOfPlace, match="step 0"):
-        keeper.fill(chunk(0, **change), np.zeros(4, np.float32))
 
 
 async def test_steps_and_snapshots_keep_the_order_of_the_calls(keeper):

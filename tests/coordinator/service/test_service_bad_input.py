@@ -299,7 +299,7 @@ async def test_a_non_finite_value_halts_and_names_its_worker(tmp_path, reference
         assert not live.every("committed")
         assert live.service.current is not None
         run = live.service.current.run
-        live.service.current.command("continue", lambda: run.resume(skip_step=False))
+        live.service.current.command("continue", lambda: run.end_halt(skip_step=False))
         assert alike(await live.result(run_id), reference)
 
 

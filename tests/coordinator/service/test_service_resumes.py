@@ -33,7 +33,7 @@ async def test_unfinished_runs_go_on_in_their_order(tmp_path):
     async with live_service(tmp_path / "runs", 1) as live:
         found = unfinished_runs(tmp_path / "runs")
         assert [path.name for path in found] == ids
-        assert [live.service.take_up(path) for path in found] == ids
+        assert [live.service.resume(path) for path in found] == ids
         live.worker("w0")
         result = await live.result(ids[0])
         assert result["weights_digest"] == reference["weights_digest"]
@@ -73,7 +73,7 @@ async def test_a_finished_run_is_not_taken_up(tmp_path):
         run_id = live.service.submit(SPEC)
         live.worker("w0")
         await live.result(run_id)
-        assert live.service.take_up(tmp_path / run_id) is None
+        assert live.service.resume(tmp_path / run_id) is None
         with pytest.raises(UsageError, match="holds a run already"):
             live.service.submit(SPEC, tmp_path / run_id)
 
@@ -82,8 +82,8 @@ async def test_another_run_spec_is_refused_and_the_directory_let_go(tmp_path):
     (run_id,) = await interrupted(tmp_path, SPEC)
     async with live_service(tmp_path, 1) as live:
         with pytest.raises(Mismatch, match="of another run spec"):
-            live.service.take_up(tmp_path / run_id, scripted_spec(steps=31))
-        assert live.service.take_up(tmp_path / run_id, SPEC) == run_id
+            live.service.resume(tmp_path / run_id, scripted_spec(steps=31))
+        assert live.service.resume(tmp_path / run_id, SPEC) == run_id
 
 
 async def test_a_directory_in_use_is_refused(tmp_path):
@@ -99,7 +99,7 @@ async def test_a_missing_manifest_is_no_new_run(tmp_path):
     (tmp_path / run_id / "manifest.json").unlink()
     async with live_service(tmp_path, 1) as live:
         with pytest.raises(StorageDamaged, match="is damaged: it is missing"):
-            live.service.take_up(tmp_path / run_id)
+            live.service.resume(tmp_path / run_id)
 
 
 async def test_a_later_checkpoint_that_could_not_be_used_is_left_behind(tmp_path):
@@ -109,7 +109,7 @@ async def test_a_later_checkpoint_that_could_not_be_used_is_left_behind(tmp_path
     odd = checkpoint_path(root, 900)
     shutil.copytree(checkpoint_path(root, checkpoint_steps(root)[-1]), odd)
     async with live_service(tmp_path, 1) as live:
-        live.service.take_up(tmp_path / run_id)
+        live.service.resume(tmp_path / run_id)
         assert not odd.exists()
         live.worker("w0")
         assert (await live.result(run_id))["steps"] == 30
