@@ -15,15 +15,17 @@ import pytest
 from blake3 import blake3
 
 from coordinator.disk.artifacts import write_model
+from coordinator.disk.canonical_json import json_digest
 from coordinator.run.restart import CommitRecord
 from coordinator.storage.checkpoint import write_checkpoint
 from coordinator.storage.gradient_log import GradientLog
-from coordinator.storage.journal import Journal
+from coordinator.storage.journal import Entry, Journal, verify_journal
 from coordinator.storage.journal_records import (
     Checkpointed,
     Committed,
     Ended,
     Evaluated,
+    FilesKept,
     ManifestSettled,
     MemberNoted,
     Planned,
@@ -31,6 +33,7 @@ from coordinator.storage.journal_records import (
     RunBegins,
     ViewChanged,
 )
+from coordinator.storage.kept_files import hold, kept_digests
 from coordinator.storage.log_records import Array, ChunkPlace
 from coordinator.storage.recovery import Recovery, recover
 from coordinator.storage.replay import take
@@ -75,6 +78,13 @@ SPEC = RunSpec(
     optimizer=OptimizerSpec(name="adamw", lr=0.01, weight_decay=0.1, clip_norm=1.0),
     steps=9,
 )
+
+
+def read_journal(path: Path) -> tuple[Entry, ...]:
+    """The lines of a journal that is sound."""
+    verified = verify_journal(path)
+    assert verified.bad_line is None, (verified.bad_line, verified.reason)
+    return verified.entries
 
 
 def averages(step: int, attempt: int = 0) -> list[Array]:
@@ -174,6 +184,7 @@ class WrittenRun:
         self.replica = state_zero()
         self.losses: list[float] = []
         self.epoch = 1
+        hold(path).release()
         self.directory.begin(RUN_ID, SPEC)
         self.directory.settle(MANIFEST)
         self.journal = self.open_journal()
@@ -188,9 +199,13 @@ class WrittenRun:
                 evaluation_parts=MANIFEST.evaluation_parts,
             )
         )
+        self.tell_files()
         self.checkpoint()
         self.view("started", "a", "b")
         self.log = self.open_log()
+
+    def tell_files(self) -> None:
+        self.journal.append(FilesKept(epoch=self.epoch, digests=kept_digests(self.directory)))
 
     def open_journal(self) -> Journal:
         # A minute for each line.
@@ -231,9 +246,8 @@ class WrittenRun:
             self.journal.append(
                 Committed(
                     epoch=self.epoch, step=step, attempt=0, optimizer_step=updates,
-                    loss=commit.loss, norm=1.0, skipped=skipped, state_before=before,
+                    loss=commit.loss, skipped=skipped, state_before=before,
                     averages_digest=commit.averages_digest,
-                    weights_before=self.replica.weights_digest(),
                 )
             )  # fmt: skip
             self.journal.sync()
@@ -267,7 +281,9 @@ class WrittenRun:
         """Forget everything in memory, and go on from what is on disk."""
         self.log.close()
         self.journal.close()
-        self.epoch += 1
+        claim = hold(self.directory.path)
+        self.epoch = claim.epoch
+        claim.release()
         found = recover(self.directory)
         assert found is not None
         self.replica = found.replica()
@@ -276,9 +292,10 @@ class WrittenRun:
         self.journal.append(
             Resumed(
                 epoch=self.epoch, step=found.step, optimizer_step=found.optimizer_step,
-                state_digest=self.replica.state_digest(), notes=found.notes,
+                notes=found.notes,
             )
         )  # fmt: skip
+        self.tell_files()
         self.view("started", "a", "b")
         self.log = self.open_log()
         return found
@@ -287,15 +304,6 @@ class WrittenRun:
         self.journal.append(
             Evaluated(epoch=self.epoch, step=self.replica.step, metrics={"accuracy": 0.75})
         )
-        head = self.journal.append(
-            Ended(
-                epoch=self.epoch, step=self.replica.step, outcome="finished", reason="all done",
-                weights_digest=self.replica.weights_digest(),
-                state_digest=self.replica.state_digest(),
-            )
-        )  # fmt: skip
-        self.journal.sync()
-        write_model(self.directory.path, MANIFEST, self.replica)
         result = {
             "run_id": RUN_ID,
             "outcome": "finished",
@@ -303,8 +311,16 @@ class WrittenRun:
             "weights_digest": self.replica.weights_digest(),
             "losses": [loss if np.isfinite(loss) else None for loss in self.losses],
             "eval": {"accuracy": 0.75},
-            "journal_head": head,
         }
+        result["journal_head"] = self.journal.append(
+            Ended(
+                epoch=self.epoch, step=self.replica.step, outcome="finished", reason="all done",
+                weights_digest=self.replica.weights_digest(),
+                state_digest=self.replica.state_digest(), result_digest=json_digest(result),
+            )
+        )  # fmt: skip
+        self.journal.sync()
+        write_model(self.directory.path, MANIFEST, self.replica)
         self.directory.result_file.write_text(json.dumps(result))
         self.journal.close()
         self.log.close()

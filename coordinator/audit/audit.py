@@ -14,19 +14,25 @@ from typing import Any, Literal
 from coordinator.audit.coverage import cover_samples
 from coordinator.audit.history import History, read_history
 from coordinator.audit.state_proof import StateProof
+from coordinator.disk.canonical_json import json_digest
+from coordinator.disk.claim import EPOCH_FILE, stored_epoch
 from coordinator.storage.checkpoint import (
     Checkpoint,
     checkpoint_steps,
     find_checkpoint,
     load_tensors,
+    read_metrics,
 )
 from coordinator.storage.journal import Verified, verify_journal
+from coordinator.storage.kept_files import changed_files, known_epoch
 from coordinator.storage.run_directory import RunDirectory, StoredRun
-from protocol.base.errors import SamestepError, UsageError
+from protocol.base.errors import SamestepError, StorageDamaged, UsageError
 from protocol.exact.digest import weights_digest
-from protocol.spec.manifest import Manifest
+from protocol.spec.manifest import RESERVED, Manifest
 
-Check = Literal["journal", "head", "inputs", "coverage", "checkpoints", "digests", "result"]
+Check = Literal[
+    "journal", "head", "files", "inputs", "coverage", "checkpoints", "digests", "result"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,7 @@ def audit(path: Path) -> AuditResult:
     )
     _check_journal(evidence)
     _check_head(evidence)
+    _check_files(evidence)
     _check_inputs(evidence)
     if evidence.manifest is not None:
         _check_coverage(evidence, evidence.manifest)
@@ -146,6 +153,31 @@ def _check_head(evidence: _Evidence) -> None:
         evidence.note("head", ok=False, text=text)
 
 
+def _check_files(evidence: _Evidence) -> None:
+    """The small files that a restart reads, the epoch, and whatever else lies there."""
+    directory, told = evidence.directory, evidence.history.files
+    if told is None and evidence.verified.bad_line is not None:
+        return  # what the journal would say of them is lost
+    changed = changed_files(directory, told)
+    for path, reason in changed:
+        evidence.note("files", ok=False, text=f"{str(path)!r}: {reason}")
+    if not changed:
+        named = ", ".join(sorted(told.digests)) if told is not None else "run.json, manifest.json"
+        older = "" if told is not None else " (of an older release: it tells of no others)"
+        evidence.note("files", ok=True, text=f"{named} are what the journal says{older}")
+    try:
+        epoch, known = stored_epoch(directory.path), known_epoch(directory)
+        text = f"{EPOCH_FILE} says {epoch}, journal and log tell of {known}"
+        evidence.note("files", ok=epoch >= known, text=text)
+    except (OSError, ValueError) as error:
+        evidence.note("files", ok=False, text=str(error))
+    export = evidence.manifest.export.directory if evidence.manifest is not None else ""
+    others = [p.name for p in directory.path.iterdir() if p.name not in RESERVED | {export}]
+    if others:
+        text = f"not the run's, and not looked at: {', '.join(sorted(others))}"
+        evidence.note("files", ok=True, text=text)
+
+
 def _check_inputs(evidence: _Evidence) -> None:
     history, run, manifest = evidence.history, evidence.run, evidence.manifest
     told = history.run
@@ -190,13 +222,7 @@ def _check_states(evidence: _Evidence, manifest: Manifest) -> StateProof:
         except SamestepError as error:
             evidence.note("checkpoints", ok=False, text=str(error))
             continue
-        told = evidence.history.checkpoints.get(step)
-        info = checkpoint.info
-        same = told is not None and told.state_digest == info.state_digest
-        text = f"step {step}: files whole, state {info.state_digest}"
-        if not same:
-            text = f"step {step}: its state {info.state_digest} is not the one in the journal"
-        evidence.note("checkpoints", ok=same, text=text)
+        _check_checkpoint(evidence, checkpoint)
         whole.append(checkpoint)
     proof = StateProof(evidence.directory, evidence.run, manifest, evidence.history)
     proof.replay(whole)
@@ -210,6 +236,33 @@ def _check_states(evidence: _Evidence, manifest: Manifest) -> StateProof:
     return proof
 
 
+def _check_checkpoint(evidence: _Evidence, checkpoint: Checkpoint) -> None:
+    """Its state and its figures are those in the journal."""
+    history, info = evidence.history, checkpoint.info
+    told, step = history.checkpoints.get(info.step), info.step
+    text, ok = f"step {step}: files whole, state {info.state_digest}", True
+    if told is None and history.end is None and step > max(history.checkpoints, default=-1):
+        text += "; the journal has no line of it yet: the coordinator ended in between"
+    elif told is None or told.state_digest != info.state_digest:
+        text, ok = (
+            f"step {step}: its state {info.state_digest} is not the one in the journal",
+            False,
+        )
+    evidence.note("checkpoints", ok=ok, text=text)
+    try:
+        kept = read_metrics(evidence.directory.checkpoints, step)
+    except StorageDamaged as error:
+        evidence.note("checkpoints", ok=False, text=str(error))
+        return
+    figures = history.figures.get(step)
+    if kept is None or (figures is None and history.end is None):
+        return
+    told_figures = {} if figures is None else figures.metrics
+    if kept.figures != {name: v for name, v in told_figures.items() if v is not None}:
+        text = f"step {step}: its figures {kept.figures} are not those in the journal"
+        evidence.note("checkpoints", ok=False, text=text)
+
+
 def _check_result(evidence: _Evidence, manifest: Manifest, proof: StateProof) -> None:
     result, history = evidence.result, evidence.history
     if result is None:
@@ -220,7 +273,12 @@ def _check_result(evidence: _Evidence, manifest: Manifest, proof: StateProof) ->
         "losses": (result.get("losses"), [commit.loss for _, commit in history.commits]),
     }
     if history.end is not None:
-        claims["weights_digest"] = (digest, history.end[1].weights_digest)
+        end = history.end[1]
+        claims["weights_digest"] = (digest, end.weights_digest)
+        claims["outcome"] = (result.get("outcome"), end.outcome)
+        if end.result_digest is not None:
+            said = {name: value for name, value in result.items() if name != "journal_head"}
+            claims["content of digest"] = (json_digest(said), end.result_digest)
     for name, (claimed, told) in claims.items():
         if claimed != told:
             text = f"result.json says {name} {claimed!r:.80}, the journal {told!r:.80}"
@@ -228,7 +286,8 @@ def _check_result(evidence: _Evidence, manifest: Manifest, proof: StateProof) ->
     if proof.replica is not None and proof.reached_end:
         reached = proof.replica.weights_digest()
         same = reached == digest
-        text = f"weights {reached} reached by replay"
+        way = "reached by replay" if proof.since else "are those of the last checkpoint"
+        text = f"weights {reached} {way}"
         if not same:
             text += f", but result.json says {digest}"
         evidence.note("result", ok=same, text=text)

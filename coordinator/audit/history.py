@@ -15,6 +15,8 @@ from coordinator.storage.journal_records import (
     Checkpointed,
     Committed,
     Ended,
+    Evaluated,
+    FilesKept,
     ManifestSettled,
     Planned,
     Record,
@@ -43,6 +45,8 @@ class History:
         commits: The commits that count, in order, each with its line.
         plans: What was planned, by attempt.
         checkpoints: The newest record of each checkpoint, by step.
+        figures: The newest on held-out data, by step.
+        files: The newest record of the run's small files.
         resumed: How often a coordinator took the run up again.
         void: How many commits a restart took back.
         end: How it ended, with its line; None while it has not, or goes on after that.
@@ -54,6 +58,8 @@ class History:
     commits: list[tuple[int, Committed]] = field(default_factory=list)
     plans: dict[Attempt, list[Planned]] = field(default_factory=dict)
     checkpoints: dict[int, Checkpointed] = field(default_factory=dict)
+    figures: dict[int, Evaluated] = field(default_factory=dict)
+    files: FilesKept | None = None
     resumed: int = 0
     void: int = 0
     end: tuple[int, Ended] | None = None
@@ -84,6 +90,10 @@ def read_history(entries: Iterable[Entry]) -> History:
                 _commit(history, record, entry.number)
             case Checkpointed() as record:
                 history.checkpoints[record.step] = record
+            case Evaluated() as record:
+                history.figures[record.step] = record
+            case FilesKept() as record:
+                history.files = record
             case Ended() as record:
                 history.end = entry.number, record
     return history
@@ -104,6 +114,9 @@ def _resume(history: History, record: Resumed, number: int) -> None:
         )
     history.void += len(history.commits[record.step :])
     del history.commits[record.step :]
+    for told in (history.checkpoints, history.figures):
+        for step in [step for step in told if step > record.step]:
+            del told[step]
 
 
 def _commit(history: History, record: Committed, number: int) -> None:

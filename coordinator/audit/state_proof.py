@@ -23,12 +23,14 @@ class StateProof:
 
     Attributes:
         faults: What differs, step by step.
+        since: How many of them after the checkpoint that the last state is taken from.
         replica: The last state; None without any checkpoint that is whole.
     """
 
     def __init__(
         self, directory: RunDirectory, run: StoredRun, manifest: Manifest, history: History
     ) -> None:
+        self.since = 0
         self._taken: set[int] = set()
         self.faults: list[str] = []
         self.replica: Replica | None = None
@@ -70,6 +72,7 @@ class StateProof:
         info = checkpoint.info
         if self.replica is None or self.replica.step < info.step:
             self.replica = load_replica(checkpoint, self._manifest, self._run.spec.optimizer)
+            self.since = 0
         elif self.replica.state_digest() != info.state_digest:
             self.faults.append(f"the replay does not lead to the checkpoint of step {info.step}")
         for logged in index.following(self.replica.step):
@@ -85,6 +88,7 @@ class StateProof:
             self.faults += [f"step {logged.step}: {what}" for what in differences]
             take(self.replica, logged.record, averages)
             self._taken.add(logged.step)
+            self.since += 1
 
     def _between_log_and_journal(self, replica: Replica, logged: LoggedStep) -> Iterator[str]:
         record, commit = logged.record, logged.record.commit
@@ -100,11 +104,10 @@ class StateProof:
         ):
             if mine != theirs:
                 yield f"the log has {name} {mine}, the journal {theirs}"
-        state, weights = replica.state_digest(), replica.weights_digest()
+        state = replica.state_digest()
         for name, known, found in (
             ("log says the state", record.state_before, state),
             ("journal says the state", told.state_before, state),
-            ("journal says the weights", told.weights_before, weights),
         ):
             if known is not None and known != found:
                 yield f"the {name} before had digest {known}, the replay has {found}"

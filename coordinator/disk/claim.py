@@ -128,12 +128,18 @@ def stored_epoch(directory: Path) -> int:
         ValueError: The file holds no epoch.
     """
     try:
-        document = json.loads((directory / EPOCH_FILE).read_bytes())
+        content = (directory / EPOCH_FILE).read_bytes()
     except FileNotFoundError:
         return 0
-    epoch = document.get("epoch") if isinstance(document, dict) else None
+    try:
+        epoch = json.loads(content)["epoch"]
+    except (ValueError, KeyError, TypeError, IndexError):
+        epoch = None
     if not isinstance(epoch, int) or epoch < 1:
-        raise ValueError(f"expected an epoch in {EPOCH_FILE}, got {document!r}")
+        raise ValueError(
+            f"expected an epoch in {EPOCH_FILE}, got {content[:40]!r}; remove that file: journal "
+            "and log tell the epoch too"
+        )
     return epoch
 
 

@@ -12,12 +12,13 @@ from coordinator.files.blob_index import BlobIndex
 from coordinator.files.kept_index import keep_index, kept_index
 from coordinator.run.restart import Resumption
 from coordinator.service.after_restart import lines_after_restart, resumption_of
-from coordinator.storage.journal_end import read_end
+from coordinator.storage.journal import read_end
 from coordinator.storage.journal_records import Record, RunBegins
+from coordinator.storage.kept_files import check_files
 from coordinator.storage.recovery import Recovery, leave_behind, recover
 from coordinator.storage.run_directory import RunDirectory, StoredRun
 from protocol import __version__
-from protocol.base.errors import Mismatch, SamestepError, UsageError
+from protocol.base.errors import Mismatch, SamestepError, StorageDamaged, UsageError
 from protocol.spec.run_spec import RunSpec
 
 
@@ -90,6 +91,7 @@ def find_run(claim: Claim, spec: RunSpec | None = None) -> AcceptedRun | None:
         StorageFailed: The disk refuses.
     """
     directory = RunDirectory(claim.directory)
+    check_files(directory)
     stored = directory.read_run()
     if stored is None:
         return None
@@ -115,10 +117,14 @@ def find_run(claim: Claim, spec: RunSpec | None = None) -> AcceptedRun | None:
 def is_unfinished(path: Path) -> bool:
     """Whether a directory holds a run that can go on: interrupted, failed or drained."""
     directory = RunDirectory(path)
-    if not directory.run_file.is_file():
+    if directory.read_run_file() is None:
         return False
     result = directory.read_result()
-    return result is None or result.get("outcome") == "drained"
+    outcome = result.get("outcome") if result is not None else "drained"
+    if outcome not in {"finished", "drained"}:
+        reason = f"expected the outcome of a run, got {outcome!r}; bring it back from a copy"
+        raise StorageDamaged(str(directory.result_file), "", reason)
+    return outcome == "drained"
 
 
 def unfinished_runs(path: Path) -> list[Path]:

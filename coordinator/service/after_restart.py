@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from coordinator.run.restart import Resumption, Terms
 from coordinator.service.chronicle import committed, settled
-from coordinator.storage.journal_end import JournalEnd
+from coordinator.storage.journal import JournalEnd
 from coordinator.storage.journal_records import Checkpointed, Record, Resumed
 from coordinator.storage.recovery import Recovery
 from protocol.base.errors import StorageDamaged

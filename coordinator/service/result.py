@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 from coordinator.disk.artifacts import write_json, write_model
+from coordinator.disk.canonical_json import json_digest
 from coordinator.run.actions import Finish
 from coordinator.run.run import Run
 from coordinator.storage.journal_records import Ended
@@ -38,11 +39,6 @@ async def write_result(
     await storage.check()
     model = await asyncio.to_thread(write_model, path, run.manifest, replica)
     digest = replica.weights_digest()
-    record = Ended(
-        epoch=run.epoch, step=run.step, outcome=end.outcome, reason=end.reason,
-        weights_digest=digest, state_digest=replica.state_digest(),
-    )  # fmt: skip
-    head = await storage.end_journal(record)
     document: dict[str, object] = {
         "run_id": run.run_id,
         "outcome": end.outcome,
@@ -53,7 +49,12 @@ async def write_result(
         "exact": run.progress is not None and not run.progress.mixed,
         "workers": run.members.microbatches(),
         "wall_s": round(wall_s, 3),
-        "journal_head": head,
     }
+    record = Ended(
+        epoch=run.epoch, step=run.step, outcome=end.outcome, reason=end.reason,
+        weights_digest=digest, state_digest=replica.state_digest(),
+        result_digest=json_digest(document),
+    )  # fmt: skip
+    document["journal_head"] = await storage.end_journal(record)
     await asyncio.to_thread(write_json, storage.directory.result_file, document)
     return model, document

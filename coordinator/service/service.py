@@ -35,6 +35,7 @@ from coordinator.service.listener import (
     WorkerDisconnected,
     document,
 )
+from coordinator.storage.kept_files import hold
 from coordinator.storage.run_storage import RunStorage
 from protocol.base import limits
 from protocol.base.errors import ExitCode, OutOfPlace, SamestepError, UsageError
@@ -167,10 +168,10 @@ class Service:
             UsageError: It is another coordinator's, or cannot be used.
         """
         if self._claim is None:
-            self._claim = Claim.take(self.settings.directory)
+            self._claim = hold(self.settings.directory)
         if directory is None or directory.resolve() == self.settings.directory.resolve():
             return self._claim
-        claim = Claim.take(directory, above=self._claim.epoch - 1)
+        claim = hold(directory, above=self._claim.epoch - 1)
         self._claim.raise_to(claim.epoch)
         return claim
 

@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeVar
 
 import numpy as np
 from blake3 import blake3
@@ -44,6 +44,7 @@ from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import OptimizerSpec
 
 FORMAT: Final = 1
+Sealed = TypeVar("Sealed", bound=BaseModel)
 STATE_FILE: Final = "optimizer.safetensors"
 INFO_FILE: Final = "checkpoint.json"
 METRICS_FILE: Final = "metrics.json"
@@ -70,6 +71,16 @@ class CheckpointInfo(BaseModel):
     state_digest: Digest
     losses: tuple[float | None, ...]
     files: dict[str, Digest]
+
+
+class Metrics(BaseModel):
+    """What `metrics.json` says: figures on held-out data, and of which state they are; an older
+    release did not say."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    state_digest: Digest | None
+    figures: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,17 +174,7 @@ def find_checkpoint(root: Path, step: int, run_id: str, manifest: Manifest) -> C
         Mismatch: It is of another run or manifest.
     """
     path = checkpoint_path(root, step)
-    file = path / INFO_FILE
-    try:
-        with storing("read", file):
-            document = json.loads(file.read_bytes())
-        info = CheckpointInfo.model_validate_json(json.dumps(document["checkpoint"]), strict=True)
-        whole = document["blake3"] == json_digest(document["checkpoint"])
-    except (ValueError, TypeError, KeyError) as error:
-        reason = f"expected a checkpoint's description, got {type(error).__name__}"
-        raise StorageDamaged(str(file), "", reason) from None
-    if not whole:
-        raise StorageDamaged(str(file), "", "it is not what was written")
+    file, info = path / INFO_FILE, _read_info(path)
     if info.run_id != run_id or info.manifest_digest != manifest.digest():
         raise Mismatch(f"{str(path)!r} is of run {info.run_id!r}, or of another manifest")
     if info.step != step:
@@ -186,6 +187,31 @@ def find_checkpoint(root: Path, step: int, run_id: str, manifest: Manifest) -> C
         if found[name] != digest:
             raise StorageDamaged(str(path / name), "", "it is not what was written")
     return Checkpoint(path, info)
+
+
+def _read_info(path: Path) -> CheckpointInfo:
+    return _read_sealed(path / INFO_FILE, "checkpoint", CheckpointInfo)
+
+
+def _read_sealed(file: Path, key: str, kind: type[Sealed]) -> Sealed:
+    """A JSON document that holds its own BLAKE3."""
+    try:
+        with storing("read", file):
+            document = json.loads(file.read_bytes())
+        content = kind.model_validate_json(json.dumps(document[key]), strict=True)
+        whole = document["blake3"] == json_digest(document[key])
+    except (ValueError, TypeError, KeyError) as error:
+        reason = f"expected a {key}'s description, got {type(error).__name__}"
+        raise StorageDamaged(str(file), "", reason) from None
+    if not whole:
+        raise StorageDamaged(str(file), "", "it is not what was written")
+    return content
+
+
+def _seal(key: str, content: BaseModel) -> bytes:
+    plain = content.model_dump(mode="json")
+    document = {key: plain, "blake3": json_digest(plain)}
+    return (json.dumps(document, indent=2) + "\n").encode()
 
 
 def load_replica(checkpoint: Checkpoint, manifest: Manifest, optimizer: OptimizerSpec) -> Replica:
@@ -235,26 +261,51 @@ def latest_checkpoint(
     return None, tuple(passed)
 
 
-def write_metrics(root: Path, step: int, metrics: Mapping[str, float]) -> None:
-    """Keep the figures of an evaluation with the checkpoint of that state, if there is one.
+def write_metrics(root: Path, step: int, state_digest: str, figures: Mapping[str, float]) -> None:
+    """Keep the figures of an evaluation with the checkpoint of that very state, if there is one.
 
     Raises:
         StorageFailed: The disk refuses.
     """
     path = checkpoint_path(root, step)
-    if path.is_dir():
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        replace_file(path / METRICS_FILE, (json.dumps(finite, indent=2) + "\n").encode())
-
-
-def read_metrics(root: Path, step: int) -> dict[str, float]:
-    """The figures kept with a checkpoint; empty where there are none, or none that can be read."""
     try:
-        document = json.loads((checkpoint_path(root, step) / METRICS_FILE).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    items = document.items() if isinstance(document, dict) else ()
-    return {str(name): float(v) for name, v in items if isinstance(v, int | float)}
+        if not path.is_dir() or _read_info(path).state_digest != state_digest:
+            return
+    except StorageDamaged:
+        return  # it is passed over by whoever would use it
+    finite = {name: value for name, value in figures.items() if math.isfinite(value)}
+    kept = Metrics(state_digest=state_digest, figures=finite)
+    replace_file(path / METRICS_FILE, _seal("metrics", kept))
+
+
+def read_metrics(root: Path, step: int) -> Metrics | None:
+    """The figures kept with a checkpoint; None where there are none.
+
+    Raises:
+        StorageDamaged: They are not what was written, or of another state.
+        StorageFailed: They cannot be read.
+    """
+    path = checkpoint_path(root, step)
+    file = path / METRICS_FILE
+    with storing("read", file):
+        if not file.exists():
+            return None
+        older = _older_figures(file.read_bytes())
+    if older is not None:
+        return Metrics(state_digest=None, figures=older)
+    kept = _read_sealed(file, "metrics", Metrics)
+    if kept.state_digest != _read_info(path).state_digest:
+        raise StorageDamaged(str(file), "", "its figures are of another state; remove the file")
+    return kept
+
+
+def _older_figures(content: bytes) -> dict[str, float] | None:
+    """What a release before this one wrote: the figures alone."""
+    try:
+        document = json.loads(content)
+        return {str(name): float(value) for name, value in document.items()}
+    except (ValueError, TypeError, AttributeError):
+        return None
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -286,9 +337,7 @@ def _write_files(
     sync_directory(write_model(path, manifest, replica))
     replace_file(path / STATE_FILE, _optimizer_state(manifest, replica))
     info = info.model_copy(update={"files": _file_digests(path)})
-    content = info.model_dump(mode="json")
-    document = {"checkpoint": content, "blake3": json_digest(content)}
-    replace_file(path / INFO_FILE, (json.dumps(document, indent=2) + "\n").encode())
+    replace_file(path / INFO_FILE, _seal("checkpoint", info))
     return info
 
 

@@ -12,6 +12,9 @@ was changed together with its hash shows in the next one. Only the end can be cu
 Lines of one batch (`batch` is the number of its first line) are written and synced together. So
 damage in the last batch may be a crash's, and is cut when the journal is opened; damage before it
 is not, and the journal is refused.
+
+A restart must not wait for all of a long journal: it reads the first line and looks back from the
+end (`read_end`). The audit looks at all of it (`verify_journal`).
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from blake3 import blake3
 from pydantic import ValidationError
@@ -32,11 +35,14 @@ from pydantic import ValidationError
 from coordinator.disk.append_file import AppendFile
 from coordinator.disk.canonical_json import canonical_json
 from coordinator.disk.durable_file import storing, sync_directory
-from coordinator.storage.journal_records import Record, read_record
+from coordinator.storage.journal_records import Record, kind_of, read_record
 from protocol.base.errors import StorageDamaged
+
+T = TypeVar("T", bound=Record)
 
 NO_HASH: Final = "0" * 64
 _TAIL_BYTES: Final = 1 << 18
+_WINDOW_BYTES: Final = 1 << 16
 _KEYS: Final = {"batch", "hash", "number", "previous", "record", "time"}
 
 
@@ -189,17 +195,49 @@ def verify_journal(path: Path) -> Verified:
     return Verified(tuple(entries), head, None, "")
 
 
-def read_journal(path: Path) -> Iterator[Entry]:
-    """The lines of a journal that is sound.
+@dataclass(frozen=True, slots=True)
+class JournalEnd:
+    """What a restart has to know of its journal.
+
+    Attributes:
+        begun: The run's line is there.
+        settled: The manifest's line is there.
+        commits: How many steps count as committed.
+        saved: The checkpoint that was asked about is there.
+    """
+
+    begun: bool
+    settled: bool
+    commits: int
+    saved: bool
+
+
+def read_end(path: Path, checkpoint_step: int) -> JournalEnd:
+    """Look back until it is known whether a checkpoint was noted, after so many steps.
+
+    Args:
+        path: A journal whose end is sound; it need not be there.
+        checkpoint_step: Its line follows the commit before it.
 
     Raises:
-        StorageDamaged: The first bad line, by its number.
         StorageFailed: It cannot be read.
     """
-    verified = verify_journal(path)
-    if verified.bad_line is not None:
-        raise StorageDamaged(str(path), f"line {verified.bad_line}", verified.reason)
-    yield from verified.entries
+    begun = settled = saved = False
+    commits: int | None = None
+    for record in _records_backwards(path):
+        kind, step = record.get("kind"), record.get("step")
+        begun, settled = begun or kind == "run", settled or kind == "manifest"
+        if not isinstance(step, int):
+            continue
+        saved = saved or (kind == "checkpoint" and step == checkpoint_step)
+        if kind not in {"commit", "resumed"}:
+            continue
+        if commits is None:
+            commits = step + 1 if kind == "commit" else step
+        if saved or step < checkpoint_step:
+            # Steps are committed, so the lines that come before all of them are there.
+            return JournalEnd(begun=True, settled=True, commits=commits, saved=saved)
+    return JournalEnd(begun, settled, commits or 0, saved)
 
 
 def _hash(document: dict[str, Any]) -> str:
@@ -261,3 +299,81 @@ def _sound_end(content: bytes, path: Path, start: int) -> tuple[dict[str, Any] |
             text = "it is damaged, and lines that were synced later follow"
             raise StorageDamaged(str(path), f"line {bad}", text)
     return last, end
+
+
+def first_record(path: Path) -> Record | None:
+    """What the first line says; None if there is none that is what was written.
+
+    Raises:
+        StorageFailed: It cannot be read.
+    """
+    with storing("read", path):
+        if not path.exists():
+            return None
+        with path.open("rb") as file:
+            return _sound_record(file.readline())
+
+
+def newest_record(path: Path, kind: type[T]) -> T | None:
+    """The newest line of a kind that is what was written; the file need not be there.
+
+    Raises:
+        StorageFailed: It cannot be read.
+    """
+    mark = f'"kind":"{kind_of(kind)}"'.encode()
+    for line in _lines_backwards(path):
+        record = _sound_record(line + b"\n") if mark in line else None
+        if isinstance(record, kind):
+            return record
+    return None
+
+
+def _sound_record(line: bytes) -> Record | None:
+    document, _ = _checked(line)
+    try:
+        return read_record(document["record"]) if document is not None else None
+    except ValidationError:
+        return None
+
+
+def newest_epoch(path: Path) -> int:
+    """The epoch of the coordinator that wrote the last lines; 0 where none is told.
+
+    Raises:
+        StorageFailed: It cannot be read.
+    """
+    for record in _records_backwards(path):
+        epoch = record.get("epoch")
+        if isinstance(epoch, int):
+            return epoch
+    return 0
+
+
+def _records_backwards(path: Path) -> Iterator[dict[str, Any]]:
+    for line in _lines_backwards(path):
+        try:
+            record = json.loads(line)["record"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue  # the audit names it
+        if isinstance(record, dict):
+            yield record
+
+
+def _lines_backwards(path: Path) -> Iterator[bytes]:
+    """The lines of a file, the last one first; it may not be there."""
+    with storing("read", path):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        try:
+            start, rest = os.fstat(fd).st_size, b""
+            while start:
+                length = min(_WINDOW_BYTES, start)
+                start -= length
+                rest, *lines = (os.pread(fd, length, start) + rest).split(b"\n")
+                yield from (line for line in reversed(lines) if line)
+            if rest:
+                yield rest
+        finally:
+            os.close(fd)

@@ -8,7 +8,7 @@ what it is good for, not that keeping it is all the article asks.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, ClassVar, Literal, Union
+from typing import Annotated, Any, ClassVar, Final, Literal, Union
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
@@ -37,6 +37,8 @@ class Record(BaseModel):
 
     articles: ClassVar[tuple[int, ...]]
     serves: ClassVar[str]
+    older: ClassVar[tuple[str, ...]] = ()
+    """Fields that older releases wrote, always null."""
 
 
 class RunBegins(Record):
@@ -71,18 +73,30 @@ class ManifestSettled(Record):
     notes: dict[Name, int] = {}
 
 
+class FilesKept(Record):
+    """BLAKE3 of the small files that a restart reads. Two for one that is being replaced: a crash
+    may leave either; None where that is no file."""
+
+    articles = (12, 15)
+    serves = "that settings and terms of a resumed run are those that it was begun with"
+
+    kind: Literal["files"] = "files"
+    epoch: Number
+    digests: dict[Name, tuple[Digest | None, ...]]
+
+
 class Resumed(Record):
     """A coordinator took the run up again. Commits from `step` on, if there were any, are void:
     those steps are done again."""
 
     articles = (12, 15)
     serves = "resilience: what a restart found, and from where the run went on"
+    older = ("state_digest",)
 
     kind: Literal["resumed"] = "resumed"
     epoch: Number
     step: Number
     optimizer_step: Number
-    state_digest: Digest | None = None
     notes: tuple[Words, ...] = ()
 
 
@@ -139,12 +153,13 @@ class Planned(Record):
 class Committed(Record):
     """A step was taken, or skipped: then its samples are covered, and nothing was applied.
 
-    `counted` says whose sums make up the step's, where that is known. The digests are those of
-    the state that the step started from.
+    `counted` says whose sums make up the step's, where that is known. `state_before` is the digest
+    of the state that the step started from.
     """
 
     articles = (10, 12, 15)
     serves = "that every sample counted once; loss and digests of every step"
+    older = ("norm", "weights_before")
 
     kind: Literal["commit"] = "commit"
     epoch: Number
@@ -152,11 +167,9 @@ class Committed(Record):
     attempt: Number
     optimizer_step: Number
     loss: Figure
-    norm: Figure = None
     skipped: bool
     averages_digest: Digest
     state_before: Digest | None = None
-    weights_before: Digest | None = None
     counted: Nodes | None = None
     recovered: bool = False
     """Written after a restart, from the gradient log."""
@@ -246,10 +259,12 @@ class Ended(Record):
     reason: Words
     weights_digest: Digest | None = None
     state_digest: Digest | None = None
+    result_digest: Digest | None = None
+    """Of what `result.json` says, less this line's hash."""
 
 
 RECORDS: tuple[type[Record], ...] = (
-    RunBegins, ManifestSettled, Resumed, ViewChanged, Planned, Committed, Halted, Fault,
+    RunBegins, ManifestSettled, FilesKept, Resumed, ViewChanged, Planned, Committed, Halted, Fault,
     Commanded, Checkpointed, Evaluated, Ended,
 )  # fmt: skip
 
@@ -263,9 +278,15 @@ def read_record(document: Any) -> Record:
     Raises:
         pydantic.ValidationError: It is of no kind, or does not fit it.
     """
+    if isinstance(document, dict):
+        older = _OLDER.get(document.get("kind", ""), ())
+        document = {k: v for k, v in document.items() if k not in older or v is not None}
     return _READER.validate_json(canonical_json(document), strict=True)
 
 
 def kind_of(record: type[Record]) -> str:
     """The name of a kind of record."""
     return str(record.model_fields["kind"].default)
+
+
+_OLDER: Final = {kind_of(kind): kind.older for kind in RECORDS if kind.older}

@@ -29,17 +29,24 @@ class Pruned:
     """The newest checkpoint that is whole; the log is needed from there on."""
 
 
-def best_step(root: Path, retention: CheckpointSpec, steps: Iterable[int]) -> int | None:
-    """The checkpoint with the best figure, the earliest of equals; None without any figure."""
+def best_steps(root: Path, retention: CheckpointSpec, steps: Iterable[int]) -> set[int]:
+    """The checkpoint with the best figure, the earliest of equals, and those whose figures cannot
+    be read: one of them may be the best."""
     if retention.metric is None:
-        return None
+        return set()
     sign = 1.0 if retention.better == "higher" else -1.0
-    figures = {
-        step: sign * metrics[retention.metric]
-        for step in steps
-        if retention.metric in (metrics := read_metrics(root, step))
-    }
-    return max(figures, key=lambda step: (figures[step], -step), default=None)
+    figures: dict[int, float] = {}
+    unknown: set[int] = set()
+    for step in steps:
+        try:
+            kept = read_metrics(root, step)
+        except (StorageDamaged, StorageFailed):
+            unknown.add(step)
+            continue
+        if kept is not None and retention.metric in kept.figures:
+            figures[step] = sign * kept.figures[retention.metric]
+    best = max(figures, key=lambda step: (figures[step], -step), default=None)
+    return unknown if best is None else unknown | {best}
 
 
 def prune(root: Path, run_id: str, manifest: Manifest, retention: CheckpointSpec) -> Pruned:
@@ -55,10 +62,7 @@ def prune(root: Path, run_id: str, manifest: Manifest, retention: CheckpointSpec
     good = next((s for s in reversed(steps) if _is_whole(root, s, run_id, manifest)), None)
     if good is None:
         return Pruned(tuple(steps), (), None)
-    keep = {good, *steps[-retention.keep_last :]}
-    best = best_step(root, retention, steps)
-    if best is not None:
-        keep.add(best)
+    keep = {good, *steps[-retention.keep_last :]} | best_steps(root, retention, steps)
     if retention.keep_log:
         keep.add(steps[0])  # the log is replayed from there
     removed = [step for step in steps if step not in keep]

@@ -84,6 +84,11 @@ class RunDirectory:
     def result_file(self) -> Path:
         return self.path / "result.json"
 
+    @property
+    def small_files(self) -> tuple[Path, ...]:
+        """What a restart reads beside log, journal and checkpoints (`kept_files`)."""
+        return self.run_file, self.manifest_file, self.terms_file, self.files_file
+
     def begin(self, run_id: str, spec: RunSpec) -> None:
         """A run is accepted: keep its id and spec.
 
@@ -91,7 +96,7 @@ class RunDirectory:
             UsageError: There is a run already.
             StorageFailed: The disk refuses.
         """
-        if self.run_file.exists():
+        if self.read_run_file() is not None:
             if self.manifest_file.exists() or self.log.exists() or self.checkpoints.exists():
                 raise UsageError(
                     f"{str(self.path)!r} holds a run already: go on with it (--resume), or choose "
@@ -132,7 +137,7 @@ class RunDirectory:
         Raises:
             StorageFailed: The disk refuses.
         """
-        replace_file(self.terms_file, terms.model_dump_json().encode())
+        replace_file(self.terms_file, terms_bytes(terms))
 
     def read_terms(self) -> Terms | None:
         """What workers were accepted by, if any has computed.
@@ -145,7 +150,7 @@ class RunDirectory:
         try:
             return Terms.model_validate_json(content) if content is not None else None
         except ValidationError as error:
-            reason = error.errors()[0]["msg"]
+            reason = f"{error.errors()[0]['msg']}; bring it back from a copy"
             raise StorageDamaged(str(self.terms_file), "", reason) from None
 
     def reopen(self) -> None:
@@ -166,7 +171,7 @@ class RunDirectory:
             StorageDamaged: `run.json` holds none that this release can read.
             StorageFailed: It cannot be read.
         """
-        content = _read(self.run_file)
+        content = self.read_run_file()
         if content is None:
             return None
         try:
@@ -174,9 +179,22 @@ class RunDirectory:
             run_id, spec = document["run_id"], document["spec"]
             parsed = parse_run_spec_bytes(json.dumps(spec).encode())
         except (ValueError, KeyError, TypeError, MessageError) as error:
-            reason = f"expected a run of this release, got {error}"
+            reason = f"expected a run of this release, got {error}; bring it back from a copy"
             raise StorageDamaged(str(self.run_file), "", reason) from None
         return StoredRun(str(run_id), parsed, spec)
+
+    def read_run_file(self) -> bytes | None:
+        """What is in `run.json`; None where there is no run.
+
+        Raises:
+            StorageDamaged: There is a run, without that file.
+            StorageFailed: It cannot be read.
+        """
+        content = _read(self.run_file)
+        if content is None and (self.journal.exists() or self.log.exists()):
+            reason = "it is missing, though there is a journal or a log; bring it back from a copy"
+            raise StorageDamaged(str(self.run_file), "", reason)
+        return content
 
     def accepted_ns(self) -> int:
         """When the run was accepted, in nanoseconds since 1970.
@@ -200,7 +218,8 @@ class RunDirectory:
         try:
             return Manifest.from_bytes(content) if content is not None else None
         except MessageError as error:
-            raise StorageDamaged(str(self.manifest_file), "", str(error)) from None
+            reason = f"{error}; bring it back from a copy"
+            raise StorageDamaged(str(self.manifest_file), "", reason) from None
 
     def read_result(self) -> dict[str, Any] | None:
         """What `result.json` says, if the run has ended.
@@ -228,6 +247,11 @@ class RunDirectory:
         """
         for directory in (self.path, self.log, self.checkpoints):
             remove_temporaries(directory)
+
+
+def terms_bytes(terms: Terms) -> bytes:
+    """What `terms.json` holds."""
+    return terms.model_dump_json().encode()
 
 
 def _read(path: Path) -> bytes | None:

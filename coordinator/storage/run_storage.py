@@ -14,15 +14,18 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from typing import Final, TypeVar
 
+from blake3 import blake3
+
 from coordinator.run.restart import CommitRecord, Terms
 from coordinator.storage.checkpoint import Checkpoint, write_checkpoint, write_metrics
 from coordinator.storage.gradient_log import GradientLog
 from coordinator.storage.journal import Journal
-from coordinator.storage.journal_records import Record
+from coordinator.storage.journal_records import FilesKept, Record
+from coordinator.storage.kept_files import Digests, file_digest, kept_digests
 from coordinator.storage.log_index import LoggedStep, LogIndex, read_averages
 from coordinator.storage.log_records import Array, ChunkPlace
 from coordinator.storage.retention import prune
-from coordinator.storage.run_directory import RunDirectory
+from coordinator.storage.run_directory import RunDirectory, terms_bytes
 from protocol.base.errors import SamestepError
 from protocol.exact.replica import Replica
 from protocol.spec.manifest import Manifest
@@ -76,8 +79,9 @@ class RunStorage:
         self._unsynced = False
         self._first_lines: Callable[[], Sequence[Record]] | None = None
         self._lines: deque[Record] = deque()
+        self._kept: Digests = {}
         self._ended = False
-        self._metrics: tuple[int, dict[str, float]] = (-1, {})
+        self._metrics: tuple[int, str, dict[str, float]] = (-1, "", {})
 
     # The gradient log.
 
@@ -120,6 +124,8 @@ class RunStorage:
             RunFailed: The directory has another coordinator now.
         """
         terms = self._terms
+        if terms is not None:
+            await self._do("journal", lambda: self._announce(terms))
 
         def work() -> None:
             lost = self._lost.get((record.commit.step, record.commit.attempt))
@@ -200,13 +206,12 @@ class RunStorage:
                 root, manifest, replica, run_id=self._run_id, epoch=self._epoch, losses=losses
             )
             self._guard()
-            step, metrics = self._metrics
-            if step == replica.step:
-                write_metrics(root, step, metrics)
+            if self._metrics[0] == replica.step:
+                write_metrics(root, *self._metrics)
             return checkpoint, prune(root, self._run_id, manifest, self._spec.checkpoint).good
 
         # Before the log's commits go, and before a restart no longer looks at them.
-        await self._do("journal", self._sync_journal)
+        await self._do("journal", self._tell_files)
         checkpoint, good = await self._do("checkpoint", work)
         if good is not None and not self._spec.checkpoint.keep_log:
             await self._do("log", lambda: self._cut(good))
@@ -216,11 +221,11 @@ class RunStorage:
         self._guard()  # another coordinator may be reading what it has found
         self._opened().cut(step)
 
-    def keep_metrics(self, step: int, metrics: dict[str, float]) -> None:
+    def keep_metrics(self, step: int, state_digest: str, metrics: dict[str, float]) -> None:
         """Keep the figures of an evaluation with the checkpoint of that state, if there is one."""
-        self._metrics = (step, metrics)  # a checkpoint of that state may be yet to come
+        self._metrics = (step, state_digest, metrics)  # a checkpoint of it may be yet to come
         root = self.directory.checkpoints
-        self._spawn("checkpoint", lambda: write_metrics(root, step, metrics))
+        self._spawn("checkpoint", lambda: write_metrics(root, step, state_digest, metrics))
 
     # The journal.
 
@@ -275,9 +280,31 @@ class RunStorage:
             for record in self._first_lines():
                 self._journal.append(record)
             self._first_lines = None
+            self._kept = kept_digests(self.directory)
+            self._journal.append(FilesKept(epoch=self._epoch, digests=self._kept))
         while self._lines:
             self._journal.append(self._lines.popleft())
         return self._journal
+
+    def _announce(self, terms: Terms) -> None:
+        """The journal tells what the terms' file is about to hold; a crash may leave either."""
+        name, new = self.directory.terms_file.name, blake3(terms_bytes(terms)).hexdigest()
+        journal = self._opened_journal()
+        told = (file_digest(self.directory.terms_file), new)
+        if self._kept.get(name) != told:
+            self._kept[name] = told
+            journal.append(FilesKept(epoch=self._epoch, digests=self._kept))
+        self._sync_journal()
+
+    def _tell_files(self) -> None:
+        """So that a restart, which looks back to the newest checkpoint, comes upon it."""
+        journal = self._opened_journal()
+        if self._kept:
+            settled = file_digest(self.directory.manifest_file)
+            if settled is not None:
+                self._kept[self.directory.manifest_file.name] = (settled,)
+            journal.append(FilesKept(epoch=self._epoch, digests=self._kept))
+        self._sync_journal()
 
     def _sync_journal(self) -> None:
         self._unsynced = False

@@ -11,15 +11,24 @@ from coordinator.audit.audit import audit
 from coordinator.audit.coverage import cover_samples
 from coordinator.audit.history import read_history
 from coordinator.disk.artifacts import write_model
-from coordinator.storage.checkpoint import checkpoint_path
-from coordinator.storage.journal import Entry, Journal, read_journal
+from coordinator.run.restart import Terms
+from coordinator.storage.checkpoint import checkpoint_path, find_checkpoint, write_metrics
+from coordinator.storage.journal import Entry, Journal
 from coordinator.storage.journal_records import Committed, Ended, Planned, Record, Resumed
 from coordinator.storage.log_index import segment_files
 from protocol.base.errors import UsageError
 from protocol.exact.samples import SampleOrder
 from protocol.exact.tree import root
 from protocol.spec.run_spec import BatchSpec
-from tests.durable_run import MANIFEST, SPEC, WrittenRun, state_zero, written_run
+from tests.durable_run import (
+    MANIFEST,
+    RUN_ID,
+    SPEC,
+    WrittenRun,
+    read_journal,
+    state_zero,
+    written_run,
+)
 
 
 def bad(path):
@@ -178,6 +187,68 @@ def test_a_missing_result_is_found(run):
 def test_a_result_that_says_otherwise_is_found(run, field, value):
     change_result(run, **{field: value})
     assert only_bad(run) == {"result"}
+
+
+@pytest.mark.parametrize("name", ["run.json", "manifest.json", "terms.json", "files.json"])
+def test_a_changed_small_file_is_found(tmp_path, name):
+    run = WrittenRun(tmp_path / "run")
+    run.directory.write_terms(Terms(signature="a" * 64, initial_digest="b" * 64))
+    run.directory.files_file.write_text('{"list": "", "files": {}}')
+    run.tell_files()
+    run.step()
+    run.finish()
+    assert audit(tmp_path / "run").ok
+    path = tmp_path / "run" / name
+    path.write_bytes(path.read_bytes() + b" ")
+    assert "files" in only_bad(tmp_path / "run")
+
+
+def test_an_epoch_below_what_is_known_is_found(run):
+    (run / "epoch.json").unlink()
+    assert only_bad(run) == {"files"}
+
+
+def test_a_changed_figure_of_the_result_or_of_a_checkpoint_is_found(run):
+    change_result(run, eval={"accuracy": 0.76})
+    assert only_bad(run) == {"result"}
+    change_result(run, eval={"accuracy": 0.75})
+    assert audit(run).ok
+    write_metrics(run / "checkpoints", 9, state_of(run, 9), {"accuracy": 0.75})
+    assert audit(run).ok
+    write_metrics(run / "checkpoints", 9, state_of(run, 9), {"accuracy": 0.76})
+    assert only_bad(run) == {"checkpoints"}
+
+
+def state_of(run, step):
+    return find_checkpoint(run / "checkpoints", step, RUN_ID, MANIFEST).info.state_digest
+
+
+def test_what_is_not_the_run_s_is_named(run):
+    (run / "notes.txt").touch()
+    result = audit(run)
+    assert result.ok
+    assert "not looked at: notes.txt" in "\n".join(result.lines())
+
+
+def test_a_kill_between_a_checkpoint_and_its_line_is_no_damage(tmp_path):
+    run = WrittenRun(tmp_path / "run")
+    for _ in range(3):
+        run.step()
+    lines = run.directory.journal.read_bytes()
+    run.checkpoint()
+    run.log.cut(3)
+    run.journal.close()
+    run.directory.journal.write_bytes(lines)
+    result = audit(tmp_path / "run")
+    assert result.ok, result.lines()
+    assert "the coordinator ended in between" in "\n".join(result.lines())
+
+
+def test_a_replay_is_claimed_only_where_there_was_one(tmp_path):
+    whole = "\n".join(audit(written_run(tmp_path / "replayed", steps=5)).lines())
+    assert "reached by replay" in whole
+    path = written_run(tmp_path / "run", mode="checkpoint")
+    assert "are those of the last checkpoint" in "\n".join(audit(path).lines())
 
 
 def test_a_model_that_is_not_the_trained_one_is_found(run):

@@ -13,7 +13,6 @@ import pytest
 
 from coordinator.members.certificate import self_signed
 from coordinator.members.credentials import Credentials
-from coordinator.storage.journal import read_journal
 from coordinator.storage.journal_records import ViewChanged
 from protocol.base import limits
 from protocol.base.errors import ExitCode, NotAuthorised, Unreachable
@@ -29,6 +28,7 @@ from protocol.wire.authentication import (
 from protocol.wire.connection import Connection, encode
 from protocol.wire.join_token import JoinToken
 from protocol.wire.messages import Challenge, Hello, Proof, Welcome
+from tests.durable_run import read_journal
 from tests.event_loop import on_uvloop
 from tests.hostile_worker import HostileWorker
 from tests.live_service import PATIENCE_S, LiveService, Scripted, live_service, scripted_spec

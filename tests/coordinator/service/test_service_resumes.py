@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from coordinator.storage.run_directory import RunDirectory
 from protocol.base.errors import Mismatch, StorageDamaged, UsageError
 from tests.live_service import live_service, scripted_spec, undisturbed
 
+ROOT = Path(__file__).parents[3]
 SPEC = scripted_spec(steps=30, checkpoint={"every": 10})
 
 
@@ -100,6 +102,61 @@ async def test_a_missing_manifest_is_no_new_run(tmp_path):
     async with live_service(tmp_path, 1) as live:
         with pytest.raises(StorageDamaged, match="is damaged: it is missing"):
             live.service.resume(tmp_path / run_id)
+
+
+@pytest.mark.parametrize("name", ["run.json", "manifest.json", "terms.json"])
+async def test_a_flipped_bit_in_what_is_read_is_refused_by_name(tmp_path, name):
+    """As a spec with another learning rate: it would end well, with another digest."""
+    (run_id,) = await interrupted(tmp_path, SPEC)
+    path = tmp_path / run_id / name
+    whole = path.read_bytes()
+    at = whole.index(b"1")
+    path.write_bytes(whole[:at] + b"3" + whole[at + 1 :])
+    async with live_service(tmp_path, 1) as live:
+        with pytest.raises(StorageDamaged, match="bring it back from a copy") as raised:
+            live.service.resume(tmp_path / run_id)
+        assert raised.value.path == str(path)
+        path.write_bytes(whole)
+        assert live.service.resume(tmp_path / run_id) == run_id
+
+
+async def test_a_result_that_is_none_is_no_finished_run(tmp_path):
+    (run_id,) = await interrupted(tmp_path, SPEC)
+    (tmp_path / run_id / "result.json").write_text('{"outcome": "drainee"}')
+    async with live_service(tmp_path, 1) as live:
+        with pytest.raises(StorageDamaged, match="outcome"):
+            live.service.resume(tmp_path / run_id)
+
+
+async def test_without_its_epoch_a_run_loses_no_step(tmp_path):
+    reference = await undisturbed(tmp_path / "alone", SPEC)
+    (run_id,) = await interrupted(tmp_path / "runs", SPEC)
+    for path in (tmp_path / "runs").rglob("epoch.json"):
+        path.unlink()
+    async with live_service(tmp_path / "runs", 1) as live:
+        live.service.resume(tmp_path / "runs" / run_id)
+        live.worker("w0")
+        result = await live.result(run_id)
+    assert result["weights_digest"] == reference["weights_digest"]
+    found = audit(tmp_path / "runs" / run_id)
+    assert found.ok, found.lines()
+
+
+async def test_a_run_of_an_older_release_goes_on_with_the_same_bits(tmp_path):
+    """Interrupted after step 14 by a release whose journal told no digests of its files."""
+    reference = await undisturbed(tmp_path / "alone", SPEC)
+    [kept] = (ROOT / "tests" / "older_release").iterdir()
+    run = shutil.copytree(kept, tmp_path / "runs" / kept.name)
+    before = audit(run)
+    assert before.ok, before.lines()
+    async with live_service(tmp_path / "runs", 1) as live:
+        live.service.resume(run)
+        live.worker("w0")
+        result = await live.result(kept.name)
+    assert result["weights_digest"] == reference["weights_digest"]
+    assert result["losses"] == reference["losses"]
+    after = audit(run)
+    assert after.ok, after.lines()
 
 
 async def test_a_later_checkpoint_that_could_not_be_used_is_left_behind(tmp_path):

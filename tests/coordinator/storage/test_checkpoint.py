@@ -238,9 +238,11 @@ def test_the_last_few_are_kept(tmp_path):
 @pytest.mark.parametrize(("better", "best"), [("higher", 2), ("lower", 3)])
 def test_the_best_is_never_removed(tmp_path, better, best):
     for step, figure in ((1, 0.5), (2, 0.9), (3, 0.1), (4, 0.9), (5, 0.6)):
-        write(tmp_path, step)
-        write_metrics(tmp_path, step, {"accuracy": figure, "odd": float("nan")})
-    assert read_metrics(tmp_path, 2) == {"accuracy": 0.9}
+        digest = write(tmp_path, step).info.state_digest
+        write_metrics(tmp_path, step, digest, {"accuracy": figure, "odd": float("nan")})
+    kept = read_metrics(tmp_path, 2)
+    assert kept is not None
+    assert kept.figures == {"accuracy": 0.9}
     pruned = steps_after_pruning(tmp_path, keep_last=1, metric="accuracy", better=better)
     assert pruned.kept == (best, 5)
     assert latest(tmp_path)[0].info.step == 5
@@ -266,8 +268,43 @@ def test_the_last_whole_one_is_never_removed(tmp_path):
 
 
 def test_figures_of_a_state_without_checkpoint_are_no_error(tmp_path):
-    write_metrics(tmp_path, 3, {"accuracy": 1.0})
-    assert read_metrics(tmp_path, 3) == {}
+    write_metrics(tmp_path, 3, "d" * 64, {"accuracy": 1.0})
+    assert read_metrics(tmp_path, 3) is None
+
+
+def test_figures_of_another_state_are_not_kept_with_a_checkpoint(tmp_path):
+    made = write(tmp_path, 3)
+    write_metrics(tmp_path, 3, "d" * 64, {"accuracy": 1.0})
+    assert read_metrics(tmp_path, 3) is None
+    write_metrics(tmp_path, 3, made.info.state_digest, {"accuracy": 0.5})
+    file = made.path / "metrics.json"
+    whole = file.read_bytes()
+    shutil.rmtree(made.path)
+    other = trained(3)
+    other.parameters[0][0] += 1
+    write_checkpoint(tmp_path, MANIFEST, other, run_id=RUN_ID, epoch=1, losses=[1.0] * 3)
+    file.write_bytes(whole)
+    with pytest.raises(StorageDamaged, match="of another state"):
+        read_metrics(tmp_path, 3)
+
+
+def test_a_figure_with_a_flipped_bit_is_told_and_its_checkpoint_kept(tmp_path):
+    for step, figure in ((1, 0.5), (2, 0.9), (3, 0.1)):
+        digest = write(tmp_path, step).info.state_digest
+        write_metrics(tmp_path, step, digest, {"accuracy": figure})
+    file = checkpoint_path(tmp_path, 1) / "metrics.json"
+    file.write_bytes(file.read_bytes().replace(b"0.5", b"0.7"))
+    with pytest.raises(StorageDamaged, match="not what was written"):
+        read_metrics(tmp_path, 1)
+    kept = steps_after_pruning(tmp_path, keep_last=1, metric="accuracy", better="higher").kept
+    assert kept == (1, 2, 3)
+
+
+def test_figures_of_an_older_release_are_read(tmp_path):
+    (write(tmp_path, 1).path / "metrics.json").write_text('{"accuracy": 0.25}')
+    kept = read_metrics(tmp_path, 1)
+    assert kept is not None
+    assert (kept.figures, kept.state_digest) == ({"accuracy": 0.25}, None)
 
 
 def test_values_that_are_not_finite_survive(tmp_path):

@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.audit.history import read_history
-from coordinator.storage import journal_end
-from coordinator.storage.journal import Journal, read_journal
-from coordinator.storage.journal_end import JournalEnd, read_end
+from coordinator.storage import journal as journal_module
+from coordinator.storage.journal import Journal, JournalEnd, read_end
 from coordinator.storage.journal_records import (
     Checkpointed,
     Committed,
@@ -16,6 +15,7 @@ from coordinator.storage.journal_records import (
     Resumed,
     RunBegins,
 )
+from tests.durable_run import read_journal
 
 D = "d" * 64
 BEGIN = [
@@ -26,7 +26,7 @@ BEGIN = [
 
 def committed(step, epoch=1):
     return Committed(
-        epoch=epoch, step=step, attempt=0, optimizer_step=step + 1, loss=0.1, norm=1.0,
+        epoch=epoch, step=step, attempt=0, optimizer_step=step + 1, loss=0.1,
         skipped=False, averages_digest=D, counted={"w1": ((0, 2),)},
     )  # fmt: skip
 
@@ -91,7 +91,7 @@ def test_the_end_says_what_the_whole_journal_says(tmp_path_factory, history, win
     path = tmp_path_factory.mktemp("journal") / "j"
     write(path, records)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journal_end, "_WINDOW_BYTES", window)
+        patch.setattr(journal_module, "_WINDOW_BYTES", window)
         assert read_end(path, saved) == naively(path, saved)
 
 
@@ -100,14 +100,14 @@ def test_a_long_journal_is_not_read_beyond_its_last_checkpoint(tmp_path, monkeyp
     long_ago = [committed(step) for step in range(500)]
     write(path, [*BEGIN, *long_ago, checkpointed(500), committed(500)])
     read = []
-    whole = journal_end._lines_backwards
+    whole = journal_module._lines_backwards
 
     def counted(path):
         for line in whole(path):
             read.append(line)
             yield line
 
-    monkeypatch.setattr(journal_end, "_lines_backwards", counted)
+    monkeypatch.setattr(journal_module, "_lines_backwards", counted)
     assert read_end(path, 500) == JournalEnd(begun=True, settled=True, commits=501, saved=True)
     assert read_end(path, 501) == JournalEnd(begun=True, settled=True, commits=501, saved=False)
     assert len(read) < 10
