@@ -15,6 +15,7 @@ from typing import Final
 from backends.base.interface import DeviceInfo
 from backends.nvidia_driver import is_older, least_driver
 from backends.registry import devices
+from protocol.base.byte_size import byte_size
 from protocol.base.device_name import parse_backend
 from protocol.host.doctor import Finding, failure, ok, warning
 
@@ -100,7 +101,7 @@ def _tried(row: DeviceInfo) -> Finding:
     """Compute a gradient on a device that is called usable."""
     from backends.device_trial import gradient_is_right  # noqa: PLC0415 -- imports torch: seconds
 
-    memory = f", {row.memory_bytes / 2**30:.1f} GiB" if row.memory_bytes else ""
+    memory = f", {byte_size(row.memory_bytes)}" if row.memory_bytes else ""
     found = f"{row.backend} {row.index}: {row.name}{memory}"
     try:
         right = gradient_is_right(row.backend, row.index)

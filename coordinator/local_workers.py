@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from coordinator.members.listening import from_here
+
 _END_TIMEOUT_S: Final = 10.0
 
 
@@ -32,8 +34,7 @@ class LocalWorkers:
         *,
         plaintext: bool = False,
     ) -> None:
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address[0], address[0])  # noqa: S104
-        self._address = f"{host}:{address[1]}"
+        self._address = f"{from_here(address[0])}:{address[1]}"
         self._options = ["--plaintext"] if plaintext else []
         self._environment = {**os.environ, "SAMESTEP_TOKEN_FILE": str(token_file)}
         self._environment.pop("SAMESTEP_TOKEN", None)

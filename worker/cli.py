@@ -12,6 +12,7 @@ import typer
 
 from protocol import __version__
 from protocol.base.address import parse_address
+from protocol.base.byte_size import byte_size
 from protocol.base.device_name import parse_devices
 from protocol.base.errors import ExitCode, SamestepError
 from protocol.host.command_line import check_options_follow
@@ -123,7 +124,7 @@ def devices() -> None:
     from backends.registry import devices as all_devices
 
     for info in all_devices():
-        memory = f", {info.memory_bytes / 2**30:.1f} GiB" if info.memory_bytes else ""
+        memory = f", {byte_size(info.memory_bytes)}" if info.memory_bytes else ""
         verdict = "usable" if info.usable else f"not usable: {info.reason}"
         verdict += " (software: taken only with --backend vulkan)" if info.software else ""
         typer.echo(f"{info.backend} {info.index}: {info.name}{memory}: {verdict}")

@@ -35,13 +35,13 @@ from backends.wgpu.lowering.estimate import (
     estimate,
     has_room,
     refuse_what_does_not_fit,
-    size,
 )
 from backends.wgpu.lowering.lowered_plan import lowered_plan
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.lowering.plan import Plan
 from backends.wgpu.lowering.split_tables import split_tables
 from backends.wgpu.node_sum import added_on_device
+from protocol.base.byte_size import byte_size
 from protocol.base.errors import DeviceError, SamestepError
 from protocol.exact.subnormals import subnormals_are_kept
 from protocol.host.allocator import give_back_freed_memory
@@ -99,7 +99,7 @@ class VulkanProgram:
         """The estimate of the plan that needs most, and what the device has."""
         most = max(self.estimates, key=lambda one: one.total)
         has = self._device.adapter.memory_bytes
-        return f"{most} of {size(has)}" if has else str(most)
+        return f"{most} of {byte_size(has)}" if has else str(most)
 
     def check(self, example: Batch) -> None:
         """Make the plan of a training step for batches like this one.

@@ -14,9 +14,8 @@ import socket
 from collections.abc import Iterator
 from typing import Final
 
-from coordinator.doctor.firewall import closed_by
 from coordinator.members.invitation import reachable_address
-from coordinator.members.listening import bind_failure, is_loopback, require_loopback
+from coordinator.members.listening import bind_failure, from_here, is_loopback, require_loopback
 from protocol.base.errors import UsageError
 from protocol.host.doctor import Finding, failure, ok, warning
 from protocol.wire import tls
@@ -41,7 +40,7 @@ def workers_port(host: str, port: int, certificate: bytes | None) -> Iterator[Fi
         if error.errno != errno.EADDRINUSE:
             yield failure(check, bind_failure("--bind", host, port, error))
             return
-        shown = _certificate_at(_way_in(host), port)
+        shown = _certificate_at(from_here(host), port)
         if shown is None or shown != certificate:
             yield failure(check, bind_failure("--bind", host, port, error))
             return
@@ -115,13 +114,6 @@ def _open_to_others(check: str, host: str, port: int) -> Iterator[Finding]:
             "connect it to a network (ip addr)",
         )  # fmt: skip
         return
-    closed = closed_by(port)
-    if closed:
-        yield warning(
-            check, f"the firewall ({closed}) seems to drop what comes to TCP port {port}",
-            f"let it in, then {_ELSEWHERE} {there}:{port}",
-        )  # fmt: skip
-        return
     yield ok(check, f"others connect to {there}:{port}; {_ELSEWHERE} {there}:{port}")
 
 
@@ -142,10 +134,6 @@ def _loopback_only(host: str) -> str:
     if found and all(is_loopback(address) for address in found):
         return f"{host} means {', '.join(sorted(found))} here (/etc/hosts)"
     return ""
-
-
-def _way_in(host: str) -> str:
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
 
 
 def _certificate_at(host: str, port: int) -> bytes | None:

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Iterator
 
 from coordinator.members.credentials import Credentials
-from coordinator.members.listening import is_loopback
+from coordinator.members.listening import from_here, is_loopback
 
 
 def invitation(
@@ -34,9 +34,8 @@ def invitation(
         to_terminal: Whether a person at a terminal reads this, and nobody else.
     """
     host, port = address
-    here = "127.0.0.1" if host == "0.0.0.0" else "::1" if host == "::" else host  # noqa: S104
     option = " --plaintext" if plaintext else ""
-    yield f"listening for workers: worker --coordinator {here}:{port}{option}"
+    yield f"listening for workers: worker --coordinator {from_here(host)}:{port}{option}"
     if plaintext:
         yield "NOT ENCRYPTED (--plaintext): all that workers send can be read and changed"
     if is_loopback(host):

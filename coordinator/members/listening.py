@@ -16,6 +16,11 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
+def from_here(host: str) -> str:
+    """Where this machine connects to what listens at a host; some hosts mean all addresses."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
+
+
 def require_loopback(host: str, option: str) -> None:
     """What speaks plain HTTP is for this machine only.
 

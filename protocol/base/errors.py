@@ -30,6 +30,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from protocol.base.byte_size import byte_size
+
 
 class ExitCode(IntEnum):
     """Exit codes of both commands (the upper ones follow BSD's sysexits)."""
@@ -141,10 +143,10 @@ class MainMemoryTooSmall(SamestepError):
         self.free_bytes = free_bytes
 
     def __str__(self) -> str:
-        needed, free = (nbytes / 2**30 for nbytes in (self.needed_bytes, self.free_bytes))
+        needed, free = byte_size(self.needed_bytes), byte_size(self.free_bytes)
         return (
-            f"reading the model takes {needed:.2f} GiB of main memory, and {free:.2f} GiB can be "
-            "had: end other programs, or add memory or swap"
+            f"reading the model takes {needed} of main memory, and {free} can be had: end other "
+            "programs, or add memory or swap"
         )
 
 

@@ -19,15 +19,15 @@ from typing import Final
 from packaging.requirements import Requirement
 
 from protocol import PROTOCOL_VERSION, __version__
-from protocol.base import limits
+from protocol.base.byte_size import byte_size
 from protocol.host.doctor import Finding, failure, ok, warning
+from protocol.host.memory import GROUPS, PROC, read_memory
 
 _MADE_S: Final = 1_767_225_600.0
 """2026-01-01: a clock that is before this release is wrong."""
 _TIME_ERROR: Final = 5
 """adjtimex(2): the clock is not synchronized."""
 _SHARED: Final = {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "glusterfs", "fuse.glusterfs"}
-_GIB: Final = 1024 * limits.MIB
 
 
 def release() -> Finding:
@@ -123,38 +123,23 @@ def open_files(needed: int, enough: int) -> Finding:
     return make("open files", f"up to {held}, where {enough} may be needed", advice)
 
 
-def memory(least_bytes: int, proc: Path = Path("/proc"), groups: Path | None = None) -> Finding:
+def memory(least_bytes: int, proc: Path = PROC, groups: Path = GROUPS) -> Finding:
     """What is free, of the machine and of this process's control group.
 
     Args:
         least_bytes: Less is worth a warning.
         proc: Where procfs is.
-        groups: Where the tree of control groups (version 2) is; None for its usual place.
+        groups: Where the tree of control groups (version 2) is.
     """
-    lines = (proc / "meminfo").read_text().splitlines()
-    kib = {key: int(value.split()[0]) for key, value in (line.split(":") for line in lines)}
-    free, of = kib["MemAvailable"] * limits.KIB, "this machine"
-    left = _left_in_group(proc, groups or Path("/sys/fs/cgroup"))
-    if left is not None and left < free:
-        free, of = left, "its control group"
-    found = f"{_size(free)} free in {of}"
+    found = read_memory(proc, groups)
+    free, of = found.free, "this machine"
+    if found.left_in_group is not None and found.left_in_group < free:
+        free, of = found.left_in_group, "its control group"
+    said = f"{byte_size(free)} free in {of}"
     if free < least_bytes:
-        advice = f"end something or add memory; less than {_size(least_bytes)} is little"
-        return warning("memory", found, advice)
-    return ok("memory", found)
-
-
-def _left_in_group(proc: Path, groups: Path) -> int | None:
-    """Bytes that the control group may still take; None if nothing bounds it."""
-    try:
-        own = (proc / "self" / "cgroup").read_text().splitlines()
-        path = next(line.partition("::")[2] for line in own if line.startswith("0::"))
-        group = groups / path.lstrip("/")
-        most = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-    except (OSError, StopIteration, ValueError):
-        return None
-    return None if most == "max" else max(0, int(most) - used)
+        advice = f"end something or add memory; less than {byte_size(least_bytes)} is little"
+        return warning("memory", said, advice)
+    return ok("memory", said)
 
 
 def directory(check: str, path: Path, least_bytes: int, elsewhere: str) -> Iterator[Finding]:
@@ -179,7 +164,7 @@ def directory(check: str, path: Path, least_bytes: int, elsewhere: str) -> Itera
         yield failure(check, f"cannot write in {str(there)!r}: {error.strerror or error}", advice)
         return
     kind = _file_system(there)
-    found = f"{shown}: {_size(free)} free"
+    found = f"{shown}: {byte_size(free)} free"
     if kind == "tmpfs":
         yield warning(check, f"{found}, in memory: gone after a restart", elsewhere)
     elif kind in _SHARED:
@@ -187,7 +172,7 @@ def directory(check: str, path: Path, least_bytes: int, elsewhere: str) -> Itera
             check, f"{found}, on a {kind} mount: locks and syncs may not hold there", elsewhere
         )
     elif free < least_bytes:
-        little = f"less than {_size(least_bytes)} is little; make room, or {elsewhere}"
+        little = f"less than {byte_size(least_bytes)} is little; make room, or {elsewhere}"
         yield warning(check, found, little)
     else:
         yield ok(check, found)
@@ -215,9 +200,3 @@ def _file_system(path: Path) -> str:
         if os.makedev(int(major), int(minor)) == device:
             return rest.split()[0]
     return ""
-
-
-def _size(count: int) -> str:
-    if count >= _GIB:
-        return f"{count / _GIB:.1f} GiB"
-    return f"{count / limits.MIB:.0f} MiB"

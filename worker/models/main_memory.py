@@ -12,17 +12,15 @@ from typing import Final
 
 from safetensors import SafetensorError, safe_open
 
-from protocol.base import limits
 from protocol.base.errors import MainMemoryTooSmall
 from protocol.host.allocator import give_back_freed_memory
+from protocol.host.memory import GROUPS, PROC, read_memory
 
-_PROC: Final = Path("/proc")
-_GROUPS: Final = Path("/sys/fs/cgroup")
 _ONE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 
 
-def refuse_what_does_not_fit(place: str, proc: Path = _PROC, groups: Path = _GROUPS) -> None:
+def refuse_what_does_not_fit(place: str, proc: Path = PROC, groups: Path = GROUPS) -> None:
     """Say so before anything is read; what is not known to be too much is tried.
 
     Args:
@@ -38,8 +36,11 @@ def refuse_what_does_not_fit(place: str, proc: Path = _PROC, groups: Path = _GRO
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
         return  # who reads it says what is wrong with it
     give_back_freed_memory()  # of an earlier run's model
-    most = _most(proc, groups)
-    if most is not None and needed > most:
+    try:
+        most = read_memory(proc, groups).most
+    except (OSError, ValueError):
+        return
+    if needed > most:
         raise MainMemoryTooSmall(needed, most)
 
 
@@ -59,21 +60,3 @@ def converted_bytes(directory: Path) -> int:
                 slices = map(tensors.get_slice, tensors.keys())
                 elements += sum(math.prod(s.get_shape()) for s in slices if s.get_dtype() != "F32")
     return 4 * elements
-
-
-def _most(proc: Path, groups: Path) -> int | None:
-    """What could be had: free or reclaimable memory and swap, within the group's bound."""
-    try:
-        lines = (proc / "meminfo").read_text().splitlines()
-        kib = {key: int(value.split()[0]) for key, value in (line.split(":") for line in lines)}
-        most = (kib["MemAvailable"] + kib.get("SwapFree", 0)) * limits.KIB
-    except (OSError, ValueError, KeyError, IndexError):
-        return None
-    try:
-        own = (proc / "self" / "cgroup").read_text().splitlines()
-        path = next(line.partition("::")[2] for line in own if line.startswith("0::"))
-        group = groups / path.lstrip("/")
-        bounds = [(group / name).read_text().strip() for name in ("memory.max", "memory.swap.max")]
-    except (OSError, StopIteration):
-        return most
-    return most if "max" in bounds else min(most, sum(map(int, bounds)))

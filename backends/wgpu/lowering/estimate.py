@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from backends.wgpu.lowering.plan import Plan
+from protocol.base.byte_size import byte_size
 from protocol.base.errors import SamestepError
 
 ROOM: Final = 0.05
 """Of a device's memory, that no plan is given."""
 
-_GIB: Final = 2**30
 _COMPUTED: Final = "an intermediate result"
 
 
@@ -45,12 +45,9 @@ class Estimate:
     def __str__(self) -> str:
         parts = (("weights", self.weights), ("activations", self.activations),
                  ("transfers", self.transfers))  # fmt: skip
-        return f"{size(self.total)} ({', '.join(f'{name} {size(n)}' for name, n in parts)})"
-
-
-def size(nbytes: int) -> str:
-    """In GiB, less than one in MiB."""
-    return f"{nbytes / _GIB:.2f} GiB" if nbytes >= _GIB else f"{nbytes / 2**20:.1f} MiB"
+        return (
+            f"{byte_size(self.total)} ({', '.join(f'{name} {byte_size(n)}' for name, n in parts)})"
+        )
 
 
 def estimate(plan: Plan, tensor_bytes: Mapping[str, int]) -> Estimate:
@@ -106,15 +103,15 @@ def refuse_what_does_not_fit(
             if what != _COMPUTED:
                 advice = "it smaller, or a cpu or cuda worker"
             raise SamestepError(
-                f"{what!r} needs a buffer of {size(nbytes)}, and {device!r} has at most "
-                f"{size(largest_bytes)}: expected {advice}"
+                f"{what!r} needs a buffer of {byte_size(nbytes)}, and {device!r} has at most "
+                f"{byte_size(largest_bytes)}: expected {advice}"
             )
     usable = _usable(memory_bytes)
     worst = max(needed, key=lambda one: one.total)
     if memory_bytes and worst.total > usable:
         raise SamestepError(
-            f"expected at most {size(usable)} for {device!r}, but this needs {worst}: "
-            f"{size(worst.total - usable)} too much; lower batch.microbatch or "
+            f"expected at most {byte_size(usable)} for {device!r}, but this needs {worst}: "
+            f"{byte_size(worst.total - usable)} too much; lower batch.microbatch or "
             "data.max_tokens, set model.gradient_checkpointing, or with lora model.base_dtype"
         )
 

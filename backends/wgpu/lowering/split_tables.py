@@ -21,8 +21,8 @@ from backends.wgpu.graph.passes import add
 from backends.wgpu.graph.table_parts import RowPart, Tables
 from backends.wgpu.graph.values import shape_of
 from backends.wgpu.graph.views import is_view, strided
-from backends.wgpu.lowering.estimate import size
 from backends.wgpu.lowering.split_gradients import split_gradients
+from protocol.base.byte_size import byte_size
 from protocol.base.errors import SamestepError
 
 _aten = torch.ops.aten
@@ -105,7 +105,7 @@ class _Table:
                 return self._summed(reader)
             if self._shows(right, turned=True) and not self._is_of_table(left):
                 return self._beside(reader)
-        whole = size(4 * self._node.meta["val"].numel())
+        whole = byte_size(4 * self._node.meta["val"].numel())
         raise SamestepError(
             f"{self._parts[0].table!r} ({whole}) does not fit in one buffer of the device; "
             "it can be cut into parts for an embedding and for products, but "

@@ -101,7 +101,7 @@ def test_memory_of_a_control_group(tmp_path):
     (group / "memory.max").write_text(f"{800 * limits.MIB}\n")
     bounded = memory(1024 * limits.MIB, tmp_path, tmp_path / "groups")
     assert bounded.outcome == "warning"
-    assert "500 MiB free in its control group" in bounded.found
+    assert "500.0 MiB free in its control group" in bounded.found
     (group / "memory.max").write_text("max\n")
     assert "this machine" in memory(1, tmp_path, tmp_path / "groups").found
 

@@ -1,0 +1,83 @@
+"""Main memory: the machine's, and what this process's control group (version 2) may take of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from protocol.base import limits
+
+PROC: Final = Path("/proc")
+GROUPS: Final = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """In bytes.
+
+    Attributes:
+        free: Of the machine's, unused or reclaimable.
+        free_swap: Of its swap.
+        bound: That the group may take; None if nothing bounds it.
+        swap_bound: That it may take of swap; likewise.
+        used: That the group has taken; None if that is not told.
+    """
+
+    free: int
+    free_swap: int
+    bound: int | None
+    swap_bound: int | None
+    used: int | None
+
+    @property
+    def left_in_group(self) -> int | None:
+        """What the group may still take; None if nothing bounds it."""
+        if self.bound is None or self.used is None:
+            return None
+        return max(0, self.bound - self.used)
+
+    @property
+    def most(self) -> int:
+        """What could be had at the most, with swap, if the group gave back all it has taken."""
+        most = self.free + self.free_swap
+        if self.bound is None or self.swap_bound is None:
+            return most
+        return min(most, self.bound + self.swap_bound)
+
+
+def read_memory(proc: Path = PROC, groups: Path = GROUPS) -> Memory:
+    """Look at what there is now.
+
+    Args:
+        proc: Where procfs is.
+        groups: Where the tree of control groups is.
+
+    Raises:
+        OSError: There is no procfs.
+        ValueError: It is not as Linux has it.
+    """
+    lines = (proc / "meminfo").read_text().splitlines()
+    try:
+        kib = {key: int(value.split()[0]) for key, value in (line.split(":") for line in lines)}
+        free, swap = kib["MemAvailable"] * limits.KIB, kib.get("SwapFree", 0) * limits.KIB
+    except (KeyError, IndexError) as error:
+        raise ValueError(f"expected MemAvailable in {proc / 'meminfo'}") from error
+    try:
+        own = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        own = []
+    path = next((line.partition("::")[2] for line in own if line.startswith("0::")), None)
+    if path is None:
+        return Memory(free, swap, None, None, None)
+    group = groups / path.lstrip("/")
+    names = ("memory.max", "memory.swap.max", "memory.current")
+    return Memory(free, swap, *(_number(group / name) for name in names))
+
+
+def _number(file: Path) -> int | None:
+    """What a file of a control group holds; None where it is missing or says `max`."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
