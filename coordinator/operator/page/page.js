@@ -80,8 +80,12 @@ function smoothed(values) {
 
 // Charts.
 function chart(id, series, bands, data, whole = false) {
-  const place = $(id), old = shown.charts[id];
-  if (!data[0].length) {
+  const place = $(id), old = shown.charts[id], name = id.slice(6);
+  const [steps, values] = data, last = steps.length - 1;
+  place.setAttribute("role", "img");
+  place.setAttribute("aria-label", last < 0 ? `${name}: nothing yet`
+    : `${name}: ${figure(values[0])} at step ${steps[0]}, ${figure(values[last])} at step ${steps[last]}`);
+  if (last < 0) {
     if (old) { old.destroy(); delete shown.charts[id]; }
     place.replaceChildren(Object.assign(document.createElement("p"), { textContent: "nothing yet" }));
     return;
@@ -104,7 +108,6 @@ function chart(id, series, bands, data, whole = false) {
   }, data, place);
   made.shape = shape;
   shown.charts[id] = made;
-  place.setAttribute("role", "img");
 }
 function line(label, stroke, more = {}) {
   return { label, stroke, width: 1.5, points: { show: false }, value: (_, value) => figure(value), ...more };
@@ -119,9 +122,6 @@ function drawCurve(id, mine, other, smooth) {
     for (const one of series) one.spanGaps = true;
   }
   chart(id, series, [{ series: [3, 2], fill: `${COLOURS.mine}33` }], data);
-  $(id).setAttribute("aria-label", mine.step.length
-    ? `${id.slice(6)}: ${figure(mine.mean[0])} at step ${mine.step[0]}, ${figure(mine.mean.at(-1))} at step ${mine.step.at(-1)}`
-    : `${id.slice(6)}: nothing yet`);
 }
 function drawEvaluations(mine, other) {
   const names = [...new Set(mine.evaluations.flatMap(each => Object.keys(each.metrics)))];

@@ -1,0 +1,270 @@
+"""The page in a real browser: what it shows in each state, what its buttons do, what does no harm.
+
+Needs Chromium and its driver (Debian: chromium, chromium-driver). With `SAMESTEP_SCREENSHOTS=DIR`
+each state is also saved as a picture, to be looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.coordinator.operator.test_control import LONG, SPEC, Operator, operating
+from tests.coordinator.operator.test_run_history import Journal, commit, view
+from tests.event_loop import on_uvloop
+
+webdriver = pytest.importorskip("selenium.webdriver")
+axe = pytest.importorskip("axe_core_python.selenium")
+DRIVER, BROWSER = shutil.which("chromedriver"), shutil.which("chromium")
+pytestmark = [
+    pytest.mark.skipif(not (DRIVER and BROWSER), reason="no browser here: install chromium-driver"),
+    pytest.mark.full,
+]
+
+OPTIONS = (
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+PATIENCE_S = 60.0
+HOSTILE = "<img src=x onerror=alert(1)>\u202e" + "w" * 200
+PICTURES = os.environ.get("SAMESTEP_SCREENSHOTS")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    for option in OPTIONS:
+        options.add_argument(option)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    service = webdriver.ChromeService(DRIVER)
+    driver = webdriver.Chrome(options=options, service=service)
+    yield driver
+    driver.quit()
+
+
+class Page:
+    """The page in the browser; the service answers in this loop, so the browser has a thread."""
+
+    def __init__(self, driver: Any, operator: Operator) -> None:
+        self.driver = driver
+        self.operator = operator
+
+    async def run(self, script: str, *arguments: object) -> Any:
+        return await asyncio.to_thread(self.driver.execute_script, script, *arguments)
+
+    async def open(self, *, token: str | None = None) -> None:
+        await asyncio.to_thread(self.driver.get, "about:blank")
+        given = self.operator.control.guard.token if token is None else token
+        fragment = f"#token={given}" if given else ""
+        await asyncio.to_thread(self.driver.get, f"http://{self.operator.address}/{fragment}")
+
+    async def until(self, script: str) -> Any:
+        """Wait until an expression holds in the page; the page itself is driven by events."""
+        wait = (
+            "const done = arguments[0]; const look = () => { const found = (() => { try { return "
+            f"{script}; }} catch {{ return null; }} }})(); if (found) return done(found); "
+            "requestAnimationFrame(look); }; look();"
+        )
+        self.driver.set_script_timeout(PATIENCE_S)
+        return await asyncio.to_thread(self.driver.execute_async_script, wait)
+
+    async def says(self, element: str, text: str) -> None:
+        found = f"document.getElementById({element!r}).textContent"
+        await self.until(f"{found}.includes({json.dumps(text)})")
+
+    async def click(self, selector: str) -> None:
+        await self.run(f"document.querySelector({json.dumps(selector)}).click()")
+
+    async def act(self, name: str) -> None:
+        """Press a button of the section "Act", and say yes."""
+        await self.until(f"!document.querySelector('[data-act={name}]').disabled")
+        await self.click(f"[data-act={name}]")
+        await self.until("document.getElementById('confirm').open")
+        await self.click("#yes")
+
+    async def picture(self, name: str) -> None:
+        if PICTURES:
+            path = Path(PICTURES) / f"{name}.png"
+            await asyncio.to_thread(self.driver.save_screenshot, str(path))
+
+    async def findings(self) -> list[str]:
+        """What axe-core finds that is serious or worse."""
+        found = await asyncio.to_thread(axe.Axe().run, self.driver)
+        grave = [each for each in found["violations"] if each["impact"] in {"serious", "critical"}]
+        return [f"{each['id']}: {each['nodes'][0]['html']}" for each in grave]
+
+    def complaints(self) -> list[str]:
+        """Errors in the browser's log since the last look, but for answers that refuse."""
+        entries = self.driver.get_log("browser")
+        said = [each["message"] for each in entries]
+        return [each for each in said if not re.search(r"status of 40[019] ", each)]
+
+
+@pytest.fixture
+def opened(browser: Any, tmp_path: Path) -> Callable[..., Any]:
+    @asynccontextmanager
+    async def open_page(expect_workers: int = 1) -> AsyncIterator[Page]:
+        browser.set_window_size(1280, 1700)
+        async with operating(tmp_path, expect_workers) as operator:
+            page = Page(browser, operator)
+            await page.open()
+            yield page
+            assert page.complaints() == []
+
+    return open_page
+
+
+@on_uvloop
+async def test_without_a_token_it_asks_for_one_and_says_only_that(opened):
+    async with opened() as page:
+        await page.run("sessionStorage.clear()")
+        await page.open(token="")
+        await page.until("!document.getElementById('ask').hidden")
+        assert "no run" not in await page.run("return document.body.innerText")
+        assert await page.run("return document.getElementById('shown').hidden")
+        await page.run("document.getElementById('token').value = 'wrong'")
+        await page.click("#ask button")
+        await page.until("!document.getElementById('refused').hidden")
+        token = page.operator.control.guard.token
+        await page.run("document.getElementById('token').value = arguments[0]", token)
+        await page.click("#ask button")
+        await page.says("phase", "idle")
+        assert token not in await page.run("return location.href")
+
+
+@on_uvloop
+async def test_waiting_training_worker_lost_halted_and_finished(opened):
+    async with opened(2) as page:
+        operator = page.operator
+        operator.live.worker("mars")
+        _, submitted = await operator.post("/submit", {"run": LONG})
+        await page.says("facts", "1 more worker")
+        await page.picture("waiting")
+        operator.live.worker("venus")
+        await page.says("phase", "training")
+        await page.until("shown.charts['chart-loss'].data[0].length > 3")
+        await page.picture("training")
+        assert await page.findings() == []
+
+        operator.live.clients[0].drain()
+        await page.until("document.querySelector('#workers .gone')?.textContent.includes('gone')")
+        await page.says("events", "mars")
+        await page.picture("worker-lost")
+
+        await page.act("halt")
+        await page.says("phase", "halted")
+        await page.says("reason", "operator")
+        await page.says("acted", "done")
+        await page.picture("halted")
+        assert await page.findings() == []
+        await page.act("continue")
+        await page.says("phase", "training")
+        await page.act("halt")
+        await page.says("phase", "halted")
+        await page.act("skip")
+        await page.says("events", "skipped")
+        await page.act("checkpoint")
+        await page.says("events", "checkpoint")
+
+        steps = await page.run("return shown.charts['chart-loss'].data[0][0]")
+        await asyncio.to_thread(page.driver.refresh)
+        await page.until("shown.charts['chart-loss'].data[0].length > 3")
+        assert await page.run("return shown.charts['chart-loss'].data[0][0]") == steps
+        await page.says("events", "skipped")
+        await page.act("drain")
+        ended = await operator.live.wait_for("run_ended", run_id=submitted["run_id"])
+        assert ended["outcome"] == "drained"
+        await page.says("phase", "drained")
+
+
+@on_uvloop
+async def test_a_run_is_submitted_seen_to_its_end_and_laid_beside_another(opened):
+    async with opened() as page:
+        page.operator.live.worker("mars")
+        text = json.dumps(SPEC)  # YAML, too
+        await page.run(
+            "const spec = document.getElementById('spec'); spec.closest('details').open = true;"
+            "spec.value = arguments[0]; spec.dispatchEvent(new Event('input'))", "stebs: 3",
+        )  # fmt: skip
+        await page.says("verdict", "stebs")
+        assert await page.run("return document.getElementById('submit').disabled")
+        await page.run(
+            "const spec = document.getElementById('spec'); spec.value = arguments[0];"
+            "spec.dispatchEvent(new Event('input'))", text,
+        )  # fmt: skip
+        await page.says("verdict", "can be submitted")
+        for _ in range(2):
+            await page.click("#submit")
+            await page.until("document.getElementById('confirm').open")
+            await page.click("#yes")
+            await page.until("!document.getElementById('confirm').open")
+            await page.says("acted", "Submit: done")
+            await page.says("phase", "finished")
+        await page.picture("finished")
+        await page.until("document.querySelectorAll('#beside option').length === 2")
+        await page.run(
+            "const beside = document.getElementById('beside'); beside.selectedIndex = 1;"
+            "beside.dispatchEvent(new Event('change'))"
+        )
+        await page.until("shown.charts['chart-loss'].data.length === 6")
+
+
+@on_uvloop
+async def test_a_worker_that_is_revoked_is_gone(opened):
+    async with opened() as page:
+        page.operator.live.worker("mars")
+        await page.until("document.querySelector('#workers button')")
+        await page.click("#workers button")
+        await page.until("document.getElementById('confirm').open")
+        await page.click("#yes")
+        await page.operator.live.wait_for("worker_disconnected", worker="mars")
+        await page.click("#join")
+        await page.says("joined", "worker --coordinator")
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@on_uvloop
+async def test_a_hostile_name_does_no_harm_and_nothing_overflows(opened, width):
+    async with opened() as page:
+        await asyncio.to_thread(page.driver.set_window_size, max(width, 500), 900)
+        metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+        await asyncio.to_thread(
+            page.driver.execute_cdp_cmd, "Emulation.setDeviceMetricsOverride", metrics
+        )
+        page.operator.live.worker("mars")
+        _, submitted = await page.operator.post("/submit", {"run": SPEC})
+        await page.operator.live.result(submitted["run_id"])
+        journal = Journal(page.operator.live.service.finished.directory / "journal.jsonl")
+        journal.write(view(4, "lost", HOSTILE, worker=HOSTILE, reason=HOSTILE))
+        await page.open()
+        await page.says("events", "onerror")
+        assert await page.run("return document.querySelectorAll('#shown img').length") == 0
+        over = "return document.documentElement.scrollWidth - window.innerWidth"
+        assert await page.run(over) <= 0
+        assert await page.findings() == []
+        await asyncio.to_thread(
+            page.driver.execute_cdp_cmd, "Emulation.clearDeviceMetricsOverride", {}
+        )
+
+
+@on_uvloop
+async def test_ten_thousand_steps_are_drawn_in_under_a_second_of_the_page_s_own_time(opened):
+    async with opened() as page:
+        page.operator.live.worker("mars")
+        _, submitted = await page.operator.post("/submit", {"run": SPEC})
+        await page.operator.live.result(submitted["run_id"])
+        journal = Journal(page.operator.live.service.finished.directory / "journal.jsonl")
+        journal.write(*(commit(step, 1 / (step + 1)) for step in range(4, 10_000)))
+        await page.open()
+        await page.until("shown.charts['chart-loss'].data[0].at(-1) === 10000")
+        steps = await page.run("return shown.charts['chart-loss'].data[0].length")
+        assert 500 < steps <= 2_000
