@@ -8,14 +8,15 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 exec </dev/null
 
 # Hosts of the network tests are made with ip, the machine that the units run on is booted with
-# systemd-nspawn, and the Vulkan backend is tested on Mesa's software Vulkan and on one that fails,
-# which is compiled.
+# systemd-nspawn, the Vulkan backend is tested on Mesa's software Vulkan and on one that fails, which
+# is compiled, and the page in Chromium.
 missing=()
 command -v ip >/dev/null || missing+=(iproute2)
 command -v systemd-nspawn >/dev/null || missing+=(systemd systemd-container)
 ldconfig -p | grep -q libvulkan.so.1 || missing+=(libvulkan1)
 compgen -G '/usr/share/vulkan/icd.d/*.json' >/dev/null || missing+=(mesa-vulkan-drivers)
 command -v cc >/dev/null || missing+=(gcc libc6-dev)
+command -v chromedriver >/dev/null || missing+=(chromium chromium-driver)
 if [ "${#missing[@]}" -gt 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     printf 'samestep: installing %s\n' "${missing[*]}" >&2
     { apt-get update -qq && apt-get install -qq -y "${missing[@]}"; } >/dev/null 2>&1 ||

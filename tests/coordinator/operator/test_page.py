@@ -27,7 +27,6 @@ axe = pytest.importorskip("axe_core_python.selenium")
 DRIVER, BROWSER = shutil.which("chromedriver"), shutil.which("chromium")
 pytestmark = [
     pytest.mark.skipif(not (DRIVER and BROWSER), reason="no browser here: install chromium-driver"),
-    pytest.mark.full,
 ]
 
 OPTIONS = (
@@ -141,6 +140,7 @@ async def test_without_a_token_it_asks_for_one_and_says_only_that(opened):
         assert token not in await page.run("return location.href")
 
 
+@pytest.mark.slow
 @on_uvloop
 async def test_waiting_training_worker_lost_halted_and_finished(opened):
     async with opened(2) as page:
@@ -186,6 +186,7 @@ async def test_waiting_training_worker_lost_halted_and_finished(opened):
         await page.says("phase", "drained")
 
 
+@pytest.mark.slow
 @on_uvloop
 async def test_a_run_is_submitted_seen_to_its_end_and_laid_beside_another(opened):
     async with opened() as page:
@@ -218,6 +219,7 @@ async def test_a_run_is_submitted_seen_to_its_end_and_laid_beside_another(opened
         await page.until("shown.charts['chart-loss'].data.length === 6")
 
 
+@pytest.mark.slow
 @on_uvloop
 async def test_a_worker_that_is_revoked_is_gone(opened):
     async with opened() as page:
@@ -231,7 +233,7 @@ async def test_a_worker_that_is_revoked_is_gone(opened):
         await page.says("joined", "worker --coordinator")
 
 
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.slow)])
 @on_uvloop
 async def test_a_hostile_name_does_no_harm_and_nothing_overflows(opened, width):
     async with opened() as page:
@@ -256,6 +258,7 @@ async def test_a_hostile_name_does_no_harm_and_nothing_overflows(opened, width):
         )
 
 
+@pytest.mark.slow
 @on_uvloop
 async def test_ten_thousand_steps_are_drawn_in_under_a_second_of_the_page_s_own_time(opened):
     async with opened() as page:
