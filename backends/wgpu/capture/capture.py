@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from backends.wgpu.capture.attention import Fuses, written_out
 from backends.wgpu.capture.draws import refuse_foreign_draws, refuse_undrawn
-from backends.wgpu.capture.layer_call import LayerCall, Like, closed_layers
+from backends.wgpu.capture.layer_call import LayerCall, Like, closed_layers, refuse_changed
 from backends.wgpu.capture.model_attention import own_attention, sdpa_can_be_traced
 from backends.wgpu.capture.rewrites import Rewrites
 from backends.wgpu.capture.substitution import named_tensors, substituted
@@ -269,6 +269,7 @@ def _kinds(calls: Sequence[LayerCall]) -> list[Kind]:
 
 
 def _capture_kind(call: LayerCall) -> Kind:
+    refuse_changed(call)
     reached = [number for number, there in enumerate(call.tangents or ()) if there]
     inputs = [like.fake() for like in call.inputs]
     tangents = [Like(call.outputs[i].shape, call.outputs[i].dtype).fake() for i in reached]

@@ -3,8 +3,8 @@
 A model is traced with its layers closed: forward and backward of each are one node, so the size
 of the trace hardly grows with depth. What happens inside is traced once for each *kind* of call.
 Two calls are of one kind if torch runs the same operators on tensors of the same shapes with the
-same numbers. A layer is run once, on empty tensors, to see that; like layers are taken at their
-attributes if forward does not ask for the layer's number.
+same numbers, forward and backward. Each call is run on empty tensors to see that: what a layer
+computes may depend on anything, its place among the layers or a count of calls.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ import torch
 from blake3 import blake3
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.autograd.function import BackwardCFunction
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backends.wgpu.capture.attention import Fuses, written_out
-from backends.wgpu.capture.layer_structure import structure, without_number
 from backends.wgpu.capture.rewrites import Rewrites
 from backends.wgpu.capture.substitution import named_tensors, substituted
 from backends.wgpu.graph.opaque import LAYER_BACKWARD, LAYER_FORWARD, CallsOfTrace
+from protocol.base.errors import SamestepError
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _HASHED_ELEMENTS = 1 << 16
@@ -67,7 +68,7 @@ class LayerCall:
         arguments: The structure of (args, kwargs).
         results: The structure of what forward gives.
         draws: Whether it has dropout; the last input is then the seed.
-        fingerprint: Of the operators that forward runs.
+        fingerprint: Of the operators that forward and backward run.
         tangents: For each output, whether backward came through it; None without backward.
         checkpoint: Whether to compute forward again in backward.
         fuses: Which attention stays in one piece.
@@ -94,12 +95,15 @@ class LayerCall:
         """Calls of equal kind compute the same."""
         return self.fingerprint, tuple(self.inputs), self.tangents, self.checkpoint
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], Rewrites]:
-        """Forward on these inputs: flat results, and what was drawn."""
+    def run(
+        self, tensors: Sequence[torch.Tensor], seed: torch.Tensor | None = None
+    ) -> tuple[list[Any], Rewrites]:
+        """Forward on these inputs: flat results, and what was drawn from the seed, by default the
+        last input."""
         by_name = {name: tensors[place] for name, place in self.names.items()}
         leaves = [tensors[x.place] if isinstance(x, _Place) else x for x in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.arguments)
-        seed = tensors[-1] if self.draws else torch.empty(2, dtype=torch.int32)
+        seed = tensors[-1] if seed is None else seed
         with substituted(self.layer, by_name), Rewrites(seed, self.fuses) as rewrites:
             results, self.results = pytree.tree_flatten(self.forward(*args, **kwargs))
         return results, rewrites
@@ -130,7 +134,6 @@ def closed_layers(
         fuses: Which attention stays in one piece.
     """
     layers = dict(repeated_layers(module, ""))
-    seen: dict[Any, LayerCall] = {}
     with CallsOfTrace[LayerCall]() as calls:
 
         def close(path: str, layer: nn.Module) -> None:
@@ -140,7 +143,7 @@ def closed_layers(
                 try:
                     call, tensors = _described(len(calls), path, layer, forward, args, kwargs)
                     call.fuses = fuses
-                    _look(call, seen)
+                    _look(call)
                 except NotOpaque:
                     return forward(*args, **kwargs)
                 call.checkpoint = checkpoint and torch.is_grad_enabled()
@@ -235,36 +238,88 @@ def _described(  # noqa: PLR0917
     return LayerCall(number, path, layer, forward, inputs, names, leaves, arguments), tensors
 
 
-def _look(call: LayerCall, seen: dict[Any, LayerCall]) -> None:
-    """See what the call does: as one like it did, or by running it on empty tensors."""
-    inputs = tuple(call.inputs), tuple(call.names.items())
-    key = structure(call.layer), inputs, repr(call.leaves), str(call.arguments)
-    if key in seen:
-        like = seen[key]
-        call.outputs, call.results, call.draws = like.outputs, like.results, like.draws
-        call.fingerprint, call.inputs = like.fingerprint, like.inputs
-        return
+def _look(call: LayerCall) -> None:
+    """See what the call does, forward and backward, by running it on empty tensors."""
     with disable_proxy_modes_tracing():
-        try:
-            with without_number(call.layer):
-                _run_empty(call)
-            seen[key] = call
-        except AttributeError:
-            _run_empty(call)
-
-
-def _run_empty(call: LayerCall) -> None:
-    fakes = [like.fake() for like in call.inputs]
-    with _Fingerprint(fakes) as fingerprint:
-        results, rewrites = call.run(fakes)
-    if not results or not all(isinstance(x, torch.Tensor) for x in results):
-        raise NotOpaque
+        results, rewrites, call.fingerprint = _run_empty(call)
     call.outputs = [Like.of(x) for x in results]
-    fingerprint.add("results", [fingerprint.number(x) for x in results], call.results)
-    call.fingerprint = fingerprint.digest()
     if rewrites.draws.sites:
         call.draws = True
         call.inputs = [*call.inputs, Like((2,), torch.int32)]
+
+
+def refuse_changed(call: LayerCall) -> None:
+    """A call computes the same when it is traced as when it was first seen.
+
+    Raises:
+        SamestepError: It does not: its forward counts calls, say.
+    """
+    try:
+        now = _run_empty(call)[2]
+    except NotOpaque:
+        now = ""
+    if now != call.fingerprint:
+        raise SamestepError(
+            f"{call.path} computes something else each time it is called, by a state of its own; "
+            "the vulkan backend cannot capture it: use a cpu or cuda worker for this model"
+        )
+
+
+def _run_empty(call: LayerCall) -> tuple[list[torch.Tensor], Rewrites, str]:
+    """What it gives, what it drew, and the fingerprint of all that ran.
+
+    Raises:
+        NotOpaque: No node can stand for it.
+    """
+    likes = call.inputs[:-1] if call.draws else call.inputs
+    fakes = [like.fake() for like in likes]
+    with _Fingerprint(fakes) as fingerprint:
+        results, rewrites = call.run(fakes, torch.empty(2, dtype=torch.int32))
+        if not results or not all(isinstance(x, torch.Tensor) for x in results):
+            raise NotOpaque
+        fingerprint.add("results", [fingerprint.number(x) for x in results], call.results)
+        fingerprint.add("backward", *_backward(results, fingerprint))
+        fingerprint.add("gradients", _gradients(results, fakes, fingerprint))
+    return results, rewrites, fingerprint.digest()
+
+
+def _nodes(results: Sequence[torch.Tensor]) -> dict[Any, int]:
+    """Of the graph by which gradients will flow, numbered as they are reached."""
+    numbers: dict[Any, int] = {}
+    waiting: list[Any] = [x.grad_fn for x in results]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in numbers:
+            numbers[node] = len(numbers)
+            waiting += [above for above, _ in node.next_functions]
+    return numbers
+
+
+def _backward(results: Sequence[torch.Tensor], fingerprint: _Fingerprint) -> Iterator[object]:
+    """What each node is and what it passes gradients to.
+
+    What a node of torch's own computes is told by its operator, which is hashed where it ran.
+    """
+    numbers = _nodes(results)
+    yield [numbers.get(x.grad_fn) for x in results]
+    for node in numbers:
+        leaf = getattr(node, "variable", None)
+        yield node.name(), None if leaf is None else fingerprint.number(leaf)
+        yield [(numbers.get(above), place) for above, place in node.next_functions]
+
+
+def _gradients(
+    results: Sequence[torch.Tensor], fakes: Sequence[torch.Tensor], fingerprint: _Fingerprint
+) -> list[int | None]:
+    """Run backward too, where a function of the model's own says what it computes."""
+    if not any(isinstance(node, BackwardCFunction) for node in _nodes(results)):
+        return []
+    reached = [x for x in results if x.requires_grad]
+    wanted = [x for x in fakes if x.requires_grad]
+    tangents = [torch.empty_like(x) for x in reached]
+    grads: Sequence[torch.Tensor | None]
+    grads = [*torch.autograd.grad(reached, wanted, tangents, allow_unused=True)]
+    return [None if x is None else fingerprint.number(x) for x in grads]
 
 
 class _Fingerprint(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -98,7 +98,7 @@ def lower(
         mark(node, form)
     values = {node: value for node, value in zip(inputs, known, strict=True) if value is not None}
     folded = passes.constants(graph, values)
-    outputs = _outputs(graph)
+    outputs = _outputs(graph, folded)
     nodes = [node for node in graph.graph.nodes if node.op != "output"]
     _check(nodes, folded)
     fusion = decide(nodes, folded, [node for node in outputs if node is not None])
@@ -117,8 +117,8 @@ def lower(
     return Lowered(tuple(inputs), held, tuple(_needed(steps, held)), constants)
 
 
-def _outputs(graph: fx.GraphModule) -> list[fx.Node | None]:
-    """Each in a buffer that nothing else is: an input or a second output is copied."""
+def _outputs(graph: fx.GraphModule, folded: Mapping[fx.Node, torch.Tensor]) -> list[fx.Node | None]:
+    """Each in a buffer that nothing else is: an input, a constant or a second output is copied."""
     (last,) = [node for node in graph.graph.nodes if node.op == "output"]
     given: Any = last.args[0]
     results: list[fx.Node | None] = []
@@ -130,7 +130,7 @@ def _outputs(graph: fx.GraphModule) -> list[fx.Node | None]:
         node = root = output
         while is_view(root):
             root = root.args[0]
-        if root in seen or root.op in {"placeholder", "get_attr"} or root.target is _FULL:
+        if root in seen or root in folded or root.op == "placeholder" or root.target is _FULL:
             with graph.graph.inserting_before(last):
                 copy = graph.graph.call_function(_aten.clone.default, (node,))
             copy.meta = dict(node.meta)

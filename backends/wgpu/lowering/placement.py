@@ -27,7 +27,9 @@ def _embedding(k: KernelText, node: fx.Node, at: Coordinates) -> str:
 def _gather(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     source, dim, numbers = node.args[:3]
     assert isinstance(source, fx.Node)
-    place = operator.index(dim) % len(at) if at else 0  # type: ignore[arg-type]
+    if not at:
+        return k.element(source, [])
+    place = operator.index(dim) % len(at)  # type: ignore[arg-type]
     at = [*at]
     at[place] = k.index(numbers, at, shape_of(source)[place])
     return k.element(source, at)

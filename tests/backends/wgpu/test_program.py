@@ -221,6 +221,28 @@ def test_layers_that_hold_numbers_of_their_own(compiled, columns):
     assert_like_the_cpu(module, job.blocks, total, batch, found)
 
 
+class Counted(Picking):
+    """A layer one of whose results is a constant."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), torch.ones(4).cumsum(0)
+
+
+class Constants(Stacked):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x, more = layer(x)
+            x = x * more
+        return x
+
+
+def test_layers_that_give_constants(compiled):
+    module = Constants(nn.ModuleList(Counted([1, 2]) for _ in range(3)))
+    x = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+    job, batch = trainable(module, total), Batch({"x": x}, 3.0)
+    assert_like_the_cpu(module, job.blocks, total, batch, gradients(compiled(job, batch), batch))
+
+
 def test_one_upload_for_a_microbatch_and_one_readback_per_block_for_a_node(compiled, device):
     module = bert(dropout=0.1)
     job = trainable(module, class_loss)
