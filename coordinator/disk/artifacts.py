@@ -8,17 +8,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
-from safetensors.numpy import save
-
 from coordinator.disk.durable_file import replace_file
+from coordinator.disk.safetensors_file import safetensors_pieces
 from protocol.base.errors import DataError
 from protocol.exact.replica import Replica
 from protocol.spec.manifest import ADAPTER_CONFIG, Manifest
 from protocol.spec.sources import model_source
 
 
-def write_model(directory: Path, manifest: Manifest, replica: Replica) -> Path:
+def write_model(directory: Path, manifest: Manifest, replica: Replica) -> dict[str, str]:
     """Save the trained tensors as the manifest says.
 
     Args:
@@ -27,20 +25,18 @@ def write_model(directory: Path, manifest: Manifest, replica: Replica) -> Path:
         replica: The trained state.
 
     Returns:
-        The export's directory.
+        BLAKE3 of each file, by its path below `directory`.
     """
     export = manifest.export
     target = directory / export.directory
     target.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        export.names.get(name, name): np.ascontiguousarray(values)
-        for name, values in replica.tensors().items()
-    }
-    replace_file(target / export.weights_file, save(tensors, metadata={"format": "pt"}))
+    tensors = {export.names.get(name, name): values for name, values in replica.tensors().items()}
+    weights = safetensors_pieces(tensors, {"format": "pt"})
+    digests = {export.weights_file: replace_file(target / export.weights_file, weights)}
     for name, text in export.files.items():
         written = _with_place_of_base(text) if name == ADAPTER_CONFIG else text
-        replace_file(target / name, written.encode())
-    return target
+        digests[name] = replace_file(target / name, written.encode())
+    return {f"{export.directory}/{name}": digest for name, digest in digests.items()}
 
 
 def _with_place_of_base(text: str) -> str:

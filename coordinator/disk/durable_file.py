@@ -9,10 +9,12 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
+
+from blake3 import blake3
 
 from protocol.base.errors import StorageFailed
 
@@ -69,18 +71,28 @@ def sync_directory(directory: Path) -> None:
         os.close(fd)
 
 
-def replace_file(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes | Iterable[memoryview]) -> str:
     """Write, sync, rename into place, sync the directory.
+
+    Args:
+        path: The file.
+        content: All of it, or its pieces in order.
+
+    Returns:
+        The content's BLAKE3, 64 hex digits.
 
     Raises:
         StorageFailed: The disk refuses; what was there before is untouched.
     """
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    digest = blake3(max_threads=blake3.AUTO)
     with storing("write", path):
         try:
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
             try:
-                write_all(fd, [memoryview(content)])
+                for piece in [memoryview(content)] if isinstance(content, bytes) else content:
+                    write_all(fd, [piece])
+                    digest.update(piece)
                 os.fsync(fd)
             finally:
                 os.close(fd)
@@ -89,6 +101,7 @@ def replace_file(path: Path, content: bytes) -> None:
             temporary.unlink(missing_ok=True)
             raise
         sync_directory(path.parent)
+    return digest.hexdigest()
 
 
 def remove_temporaries(directory: Path) -> None:

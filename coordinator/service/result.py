@@ -37,7 +37,8 @@ async def write_result(
     assert run.manifest is not None
     path = storage.directory.path
     await storage.check()
-    model = await asyncio.to_thread(write_model, path, run.manifest, replica)
+    await asyncio.to_thread(write_model, path, run.manifest, replica)
+    model = path / run.manifest.export.directory
     digest = replica.weights_digest()
     document: dict[str, object] = {
         "run_id": run.run_id,

@@ -26,7 +26,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save
+from safetensors.numpy import load_file
 
 from coordinator.disk.artifacts import write_model
 from coordinator.disk.canonical_json import json_digest
@@ -37,6 +37,7 @@ from coordinator.disk.durable_file import (
     storing,
     sync_directory,
 )
+from coordinator.disk.safetensors_file import safetensors_pieces
 from protocol.base.errors import Mismatch, StorageDamaged, StorageFailed
 from protocol.base.fields import Digest, Number, Small
 from protocol.exact.replica import Replica
@@ -137,14 +138,15 @@ def write_checkpoint(
         root.mkdir(parents=True, exist_ok=True)
         sync_directory(root.parent)
     remove_temporaries(root)
+    digests = replica.digests()
     info = CheckpointInfo(
         run_id=run_id,
         epoch=epoch,
         step=replica.step,
         optimizer_step=replica.optimizer_step,
         manifest_digest=manifest.digest(),
-        weights_digest=replica.weights_digest(),
-        state_digest=replica.state_digest(),
+        weights_digest=digests.weights,
+        state_digest=digests.state,
         losses=tuple(loss if math.isfinite(loss) else None for loss in losses),
         files={},
     )
@@ -334,21 +336,18 @@ def _write_files(
     path: Path, manifest: Manifest, replica: Replica, info: CheckpointInfo
 ) -> CheckpointInfo:
     path.mkdir()
-    sync_directory(write_model(path, manifest, replica))
-    replace_file(path / STATE_FILE, _optimizer_state(manifest, replica))
-    info = info.model_copy(update={"files": _file_digests(path)})
-    replace_file(path / INFO_FILE, _seal("checkpoint", info))
-    return info
-
-
-def _optimizer_state(manifest: Manifest, replica: Replica) -> bytes:
-    tensors = {
+    files = write_model(path, manifest, replica)
+    moments = {
         f"{part.kind}/{tensor.name}": part.values[place].reshape(tensor.shape)
         for part in replica.parts()
         if part.kind != "parameters"
         for tensor, place in manifest.blocks[part.block].slices()
     }
-    return save(tensors, metadata={"step": str(replica.step)})
+    pieces = safetensors_pieces(moments, {"step": str(replica.step)})
+    files[STATE_FILE] = replace_file(path / STATE_FILE, pieces)
+    info = info.model_copy(update={"files": files})
+    replace_file(path / INFO_FILE, _seal("checkpoint", info))
+    return info
 
 
 def _file_digests(path: Path) -> dict[str, str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from blake3 import blake3
 from safetensors.numpy import load_file
 
 from coordinator.disk.artifacts import write_json, write_model
@@ -28,8 +29,12 @@ MANIFEST = Manifest(
 def test_the_model_is_saved_in_the_manifest_s_layout(tmp_path):
     replica = Replica(MANIFEST.blocks, OptimizerSpec())
     replica.load_parameters([np.arange(6, dtype="f4"), np.arange(4, dtype="f4") + 10])
-    target = write_model(tmp_path, MANIFEST, replica)
-    assert target == tmp_path / "adapter"
+    digests = write_model(tmp_path, MANIFEST, replica)
+    assert digests == {
+        name: blake3((tmp_path / name).read_bytes()).hexdigest()
+        for name in ("adapter/weights.safetensors", "adapter/config.json")
+    }
+    target = tmp_path / "adapter"
     tensors = load_file(target / "weights.safetensors")
     assert tensors["base.a.w"].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert tensors["b"].tolist() == [10, 11, 12, 13]
@@ -44,7 +49,8 @@ def test_an_adapter_of_an_installed_model_names_its_directory(tmp_path):
     manifest = MANIFEST.model_copy(update={"export": export})
     replica = Replica(MANIFEST.blocks, OptimizerSpec())
     replica.load_parameters([np.zeros(6, "f4"), np.zeros(4, "f4")])
-    target = write_model(tmp_path, manifest, replica)
+    write_model(tmp_path, manifest, replica)
+    target = tmp_path / "adapter"
     named = json.loads((target / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert (Path(named) / "config.json").is_file()
 
