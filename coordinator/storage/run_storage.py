@@ -18,6 +18,7 @@ from blake3 import blake3
 
 from coordinator.run.restart import CommitRecord, Terms
 from coordinator.storage.checkpoint import Checkpoint, write_checkpoint, write_metrics
+from coordinator.storage.disk_room import check_room
 from coordinator.storage.gradient_log import GradientLog
 from coordinator.storage.journal import Journal
 from coordinator.storage.journal_records import FilesKept, Record
@@ -168,6 +169,8 @@ class RunStorage:
         assert self._manifest is not None
         if self._log is None:
             self._guard()
+            if self._index is None:
+                check_room(self.directory.path, self._spec, self._manifest)
             self.directory.settle(self._manifest)
             self._log = GradientLog(
                 self.directory.log, self._run_id, self._manifest, epoch=self._epoch,

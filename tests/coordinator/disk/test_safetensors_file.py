@@ -11,7 +11,7 @@ from coordinator.disk import safetensors_file
 from coordinator.disk.durable_file import replace_file
 from coordinator.disk.safetensors_file import safetensors_pieces
 
-NAMES = st.text(st.characters(exclude_categories=("Cs",)), max_size=12).filter(
+NAMES = st.text(st.characters(codec="utf-8"), max_size=12).filter(
     lambda name: name != "__metadata__"
 )
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)

@@ -1,0 +1,78 @@
+"""A run that cannot fit is refused before it begins, with the choice that fits."""
+
+import shutil
+
+import pytest
+
+from coordinator.storage.checkpoint import write_checkpoint
+from coordinator.storage.disk_room import Needed, check_room
+from coordinator.storage.gradient_log import GradientLog
+from protocol.base.errors import StorageFailed
+from protocol.spec.run_spec import CheckpointSpec
+from tests.durable_run import MANIFEST, RUN_ID, SPEC, log_step, small_disk, state_zero
+from tests.live_service import live_service, scripted_spec
+
+PARAMETER_BYTES = MANIFEST.elements * 4
+
+
+def spec_of(*, steps=100, log="full", **saving):
+    saved = CheckpointSpec.model_validate({"every": 10, "keep_last": 2, **saving})
+    return SPEC.model_copy(update={"steps": steps, "log": log, "checkpoint": saved})
+
+
+def test_what_is_needed_follows_from_the_spec():
+    needed = Needed.of(spec_of(), MANIFEST)
+    assert (needed.step_bytes, needed.steps) == (PARAMETER_BYTES, 10)
+    assert (needed.state_bytes, needed.states) == (3 * PARAMETER_BYTES, 3)
+    assert needed.total_bytes == (10 + 9 + 1) * PARAMETER_BYTES
+    assert Needed.of(spec_of(every=0), MANIFEST).steps == 100
+    assert Needed.of(spec_of(every=0), MANIFEST).states == 2
+    assert Needed.of(spec_of(keep_log=True), MANIFEST).steps == 100
+    assert Needed.of(spec_of(log="checkpoint"), MANIFEST).step_bytes == 0
+
+
+def test_no_less_is_needed_than_what_is_written(tmp_path):
+    log = GradientLog(tmp_path / "log", RUN_ID, MANIFEST, epoch=1, next_step=0)
+    for step in range(4):
+        log_step(log, step)
+    assert log.segment.stat().st_size > 4 * Needed.of(spec_of(), MANIFEST).step_bytes
+    made = write_checkpoint(
+        tmp_path, MANIFEST, state_zero(), run_id=RUN_ID, epoch=1, losses=[]
+    ).path
+    written = sum(file.stat().st_size for file in made.rglob("*.safetensors"))
+    assert written > Needed.of(spec_of(), MANIFEST).state_bytes
+
+
+@pytest.mark.parametrize(
+    ("free", "spec", "remedy"),
+    [
+        (19, spec_of(), "or set checkpoint.every=9 (--set)"),
+        (10, spec_of(), "or set log=checkpoint (--set)"),
+        (9, spec_of(), "MiB more"),
+        (60, spec_of(keep_log=True), "or set checkpoint.keep_log=false (--set)"),
+    ],
+)
+def test_the_choice_that_fits_is_named(tmp_path, monkeypatch, free, spec, remedy):
+    usage = shutil.disk_usage(tmp_path)._replace(free=free * PARAMETER_BYTES)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(StorageFailed, match="No space left") as raised:
+        check_room(tmp_path, spec, MANIFEST)
+    assert remedy in str(raised.value)
+    assert "\n" not in str(raised.value)
+    usage = usage._replace(free=10_000 * PARAMETER_BYTES)
+    check_room(tmp_path, spec, MANIFEST)
+
+
+async def test_a_run_that_does_not_fit_never_begins(tmp_path):
+    spec = scripted_spec(
+        steps=1000, scripted={"blocks": 3, "block_bytes": 8192, "samples": 64},
+        checkpoint={"every": 500},
+    )  # fmt: skip
+    with small_disk(tmp_path / "disk", 4096) as disk:
+        async with live_service(disk / "runs", 1) as live:
+            live.service.submit(spec)
+            live.worker("w0")
+            ended = await live.wait_for("run_ended")
+            assert ended["outcome"] == "failed"
+            assert "or set checkpoint.every=" in ended["reason"]
+            assert live.every("committed") == []
