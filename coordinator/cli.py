@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 from coordinator import token_cli
 from protocol import __version__
 from protocol.base.address import parse_address
 from protocol.base.device_name import parse_devices
-from protocol.base.errors import ExitCode, RunSpecError, SamestepError, UsageError
+from protocol.base.errors import ExitCode, SamestepError, UsageError
 from protocol.host.command_line import check_options_follow
 from protocol.host.system_journal import write_error
 from protocol.wire.discovery import check_name
@@ -193,14 +192,10 @@ def _expected(expect_workers: int | None, local_workers: int, *, resume: bool) -
 @app.command()
 def submit(run: Path, overrides: Overrides = [], control: Control = DEFAULT_CONTROL) -> None:  # noqa: B006
     """Give a run spec to a serving coordinator."""
-    try:
-        document = yaml.safe_load(run.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError, yaml.YAMLError) as error:
-        line = " ".join(str(error).split())
-        raise RunSpecError(f"cannot read the run spec {str(run)!r}: {line}") from None
-    if not isinstance(document, dict):
-        raise RunSpecError(f"expected keys and values in {str(run)!r}")
-    submission = {"run": document, "overrides": overrides}
+    from protocol.spec.run_spec import load_run_spec
+
+    document = json.loads(load_run_spec(run, overrides).to_bytes())
+    submission = {"run": document}
     answer = _ask(control, "POST", "/submit", submission, timeout_s=_HASHING_TIMEOUT_S)
     typer.echo(answer["run_id"])
 

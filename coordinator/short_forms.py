@@ -45,6 +45,10 @@ def run_spec_from(run: Path | None, short: ShortForms, overrides: list[str]) -> 
         RunSpecError: The run spec is not valid.
     """
     every = [*short.overrides(), *overrides]
+    if run is not None and short.task is not None:
+        raise UsageError(
+            f"expected --run {run} or --task {short.task}, got both: the run spec says the task"
+        )
     if run is not None:
         return load_run_spec(run, every)
     if short.task is None:
@@ -52,8 +56,6 @@ def run_spec_from(run: Path | None, short: ShortForms, overrides: list[str]) -> 
             raise UsageError("expected --run RUN.yaml or --task beside the options of a run")
         return None
     document: dict[str, object] = {"name": short.task, "steps": DEFAULT_STEPS}
-    if short.task == "classify":
-        document["lora"] = {}
     return parse_run_spec(document, every, origin="the command line")
 
 

@@ -19,6 +19,8 @@ from protocol.host.command_line import check_options_follow
 from protocol.host.system_journal import write_error
 from protocol.wire.discovery import check_name
 
+DEFAULT_PORT = 9000
+
 app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -37,9 +39,9 @@ Coordinator = Annotated[
     str,
     typer.Option(
         envvar="SAMESTEP_COORDINATOR",
-        metavar="HOST:PORT|NAME",
-        help="The coordinator's address, or the name it announces on the network "
-        "[the one on this machine, else on the network].",
+        metavar="HOST[:PORT]|NAME",
+        help="The coordinator's address (port 9000 if none is given), or the name it announces on "
+        "the network [the one on this machine, else on the network].",
     ),
 ]
 BackendName = Annotated[
@@ -173,11 +175,12 @@ def classify(
 
 def _coordinator(coordinator: str) -> tuple[tuple[str, int] | None, str]:
     """Address or name in the flag or its variable, else torchrun's MASTER_ADDR and MASTER_PORT."""
-    if coordinator and ":" not in coordinator and "." not in coordinator:
+    named = ":" not in coordinator and "." not in coordinator and coordinator != "localhost"
+    if coordinator and named:
         return None, check_name(coordinator, "--coordinator")
     if coordinator:
-        return parse_address(coordinator, "--coordinator"), ""
-    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "9000")
+        return parse_address(coordinator, "--coordinator", DEFAULT_PORT), ""
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", str(DEFAULT_PORT))
     if host:
         return parse_address(f"{host}:{port}", "MASTER_ADDR:MASTER_PORT"), ""
     return None, ""

@@ -28,7 +28,13 @@ from pydantic import (
 from protocol.base import limits
 from protocol.base.errors import MessageError, RunSpecError
 from protocol.spec.blob_list import Role
-from protocol.spec.run_spec_text import apply_override, explain, with_exponents
+from protocol.spec.run_spec_text import (
+    NAME_PATTERN,
+    apply_override,
+    explain,
+    with_exponents,
+    yaml_fault,
+)
 
 TASK_SECTIONS: Final = {
     "regress": {"regress"},
@@ -39,6 +45,7 @@ TASK_SECTIONS: Final = {
 }
 """The tasks that come along, and which of the sections below each of them reads."""
 
+_KINDS: Final = {list: "list", str: "text", int: "number", float: "number", bool: "truth value"}
 _OWN_TASK: Final = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
 
 
@@ -129,7 +136,12 @@ class TokenizerSpec(_Section):
 
 
 class LoraSpec(_Section):
-    """Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685)."""
+    """Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685).
+
+    A document of task classify that does not say has this section with its defaults, on the
+    command line and in a file alike; `lora: null` trains the whole model. For causal-lm it is
+    used where the section is given.
+    """
 
     r: Count = 8
     alpha: float = Field(16.0, gt=0)
@@ -248,7 +260,7 @@ class RunSpec(_Section):
     on every worker; `options` are for the latter alone.
     """
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,53}$")
+    name: str = Field("run", pattern=NAME_PATTERN, description="of runs and directories")
     task: TaskName
     seed: int = Field(0, ge=0, lt=2**63)
     exactness: Exactness = "prefer"
@@ -347,8 +359,7 @@ def parse_run_spec_text(text: str, overrides: Sequence[str] = (), origin: str = 
     try:
         document = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        line = " ".join(str(error).split())
-        raise RunSpecError(f"{origin!r} is not YAML: {line}") from None
+        raise RunSpecError(f"{origin!r} is not YAML: {yaml_fault(error)}") from None
     return parse_run_spec(document, overrides, origin=origin)
 
 
@@ -356,7 +367,10 @@ def parse_run_spec(document: object, overrides: Sequence[str] = (), origin: str 
     """Validate a document of plain dicts and lists; see `load_run_spec`."""
     where = f" in {origin!r}" if origin else ""
     if not isinstance(document, Mapping):
-        raise RunSpecError(f"expected keys and values{where}, got {type(document).__name__}")
+        got = "nothing" if document is None else f"a lone {_KINDS.get(type(document), 'value')}"
+        raise RunSpecError(
+            f"expected keys and values{where}, got {got}; a run spec has at least task: and steps:"
+        )
     try:
         merged: dict[str, Any] = json.loads(json.dumps(document, default=str))
     except (TypeError, ValueError, RecursionError):
@@ -364,11 +378,17 @@ def parse_run_spec(document: object, overrides: Sequence[str] = (), origin: str 
         raise RunSpecError(f"expected plain keys and values{where}") from None
     for override in overrides:
         apply_override(merged, override)
+    if merged.get("task") == "classify":
+        merged.setdefault("lora", {})
     try:
         # Strict JSON mode: lists stand for tuples, yet "8" is not taken for 8.
         return RunSpec.model_validate_json(json.dumps(with_exponents(merged)), strict=True)
     except ValidationError as error:
-        raise RunSpecError(explain(RunSpec, error) + where) from None
+        told = explain(RunSpec, error, overrides)
+        # What was set is not the file's mistake.
+        raise RunSpecError(
+            told if told.endswith(")") and "(from --set" in told else told + where
+        ) from None
 
 
 def parse_run_spec_bytes(document: bytes) -> RunSpec:

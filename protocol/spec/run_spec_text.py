@@ -5,13 +5,27 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable
-from typing import Any, get_args
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from protocol.base.errors import RunSpecError
+
+NAME_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,53}$"
+
+_TOLD: Final = 5
+"""More mistakes at once are no help."""
+_BOUNDS: Final = {
+    "greater_than": ("gt", "above"),
+    "greater_than_equal": ("ge", "of at least"),
+    "less_than": ("lt", "below"),
+    "less_than_equal": ("le", "of at most"),
+}
+_PATTERNS: Final = {
+    NAME_PATTERN: "expected 1 to 54 letters, digits, or any of _.- behind the first",
+}
 
 
 def apply_override(document: dict[str, Any], override: str) -> None:
@@ -48,38 +62,94 @@ def with_exponents(value: Any) -> Any:
     return value
 
 
-def explain(model: type[BaseModel], error: ValidationError) -> str:
-    """What is wrong and where, in one line, with the nearest known key.
+def explain(model: type[BaseModel], error: ValidationError, overrides: Sequence[str] = ()) -> str:
+    """What is wrong and where, in one line: every mistake, each key with what to write instead.
 
     Args:
         model: What was validated.
         error: What pydantic says.
+        overrides: `key=value` pairs that were set; a mistake in one of them is told as such.
     """
+    found = error.errors()
     # A misspelt key comes before the key that is missing for it.
-    first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
-    place = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        *parents, key = (str(part) for part in first["loc"])
-        near = difflib.get_close_matches(key, _keys_of(model, parents), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        return f"unknown key {place!r}{hint}"
-    if first["type"] == "missing":
-        return f"the key {place!r} is missing"
-    message = first["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:]
-    if not place:
-        return message
-    return f"{place}: {message}, got {json.dumps(first['input'], default=str)[:80]}"
+    found.sort(key=lambda one: one["type"] != "extra_forbidden")
+    told = dict.fromkeys(_explained(model, one, overrides) for one in found)
+    more = f"; and {len(told) - _TOLD} more" if len(told) > _TOLD else ""
+    return "; ".join([*told][:_TOLD]) + more
+
+
+def _explained(model: type[BaseModel], one: Any, overrides: Sequence[str]) -> str:
+    place = ".".join(str(part) for part in one["loc"])
+    if one["type"] == "extra_forbidden":
+        text = f"unknown key {place!r}{_hint(model, [str(part) for part in one['loc']])}"
+    elif one["type"] == "missing":
+        text = f"the key {place!r} is missing"
+    else:
+        text = _in_words(one)
+        if place:
+            text = f"{place}: {text}, got {json.dumps(one['input'], default=str)[:80]}"
+    said = [
+        each for each in overrides if place and f"{each}=".startswith((f"{place}=", f"{place}."))
+    ]
+    return f"{text} (from --set {said[-1]})" if said else text
+
+
+def _in_words(one: Any) -> str:
+    limits = one.get("ctx") or {}
+    if one["type"] in _BOUNDS:
+        bound, words = _BOUNDS[one["type"]]
+        return f"expected a number {words} {limits[bound]:g}"
+    if one["type"] == "string_pattern_mismatch":
+        return _PATTERNS.get(limits["pattern"], "expected other characters")
+    message = str(one["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
+    message = message if message != one["msg"] else message[0].lower() + message[1:]
+    return f"expected {message}" if str(one["msg"]).startswith("Input should be ") else message
+
+
+def _hint(model: type[BaseModel], path: Sequence[str]) -> str:
+    """The key that was meant: alike, or of these initials, here or in another section."""
+    *parents, key = path
+    here = _keys_of(model, parents)
+    everywhere = [(name, name) for name in model.model_fields]
+    for section in model.model_fields:
+        everywhere += [(f"{section}.{name}", name) for name in _keys_of(model, [section])]
+    initials = "".join(word[:1] for word in key.split("_"))
+    near = (
+        [full for full, name in everywhere if name == key]
+        or difflib.get_close_matches(key, here, n=1)
+        or [name for name in here if name == initials]
+        or [full for full, name in everywhere if name == initials]
+    )
+    if near:
+        return f"; did you mean {' or '.join(map(repr, near))}?"
+    return f"; there are {', '.join(here)}" if here else ""
 
 
 def _keys_of(model: type[BaseModel], parents: Iterable[str]) -> list[str]:
     for parent in parents:
-        field = model.model_fields.get(parent)
-        if field is None:
+        inner = section_of(model, parent)
+        if inner is None:
             return []
-        candidates = (field.annotation, *get_args(field.annotation))
-        inner = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
-        if not inner:
-            return []
-        model = inner[0]
+        model = inner
     return list(model.model_fields)
+
+
+def section_of(model: type[BaseModel], key: str) -> type[BaseModel] | None:
+    """The section that a key of this one holds; None if it holds a value, or there is no such."""
+    field = model.model_fields.get(key)
+    if field is None:
+        return None
+    candidates = (field.annotation, *get_args(field.annotation))
+    inner = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+    return inner[0] if inner else None
+
+
+def yaml_fault(error: yaml.YAMLError | ValueError | RecursionError) -> str:
+    """Where a document is no YAML, and what to do about what happens most."""
+    mark = getattr(error, "problem_mark", None)
+    problem = " ".join(str(getattr(error, "problem", None) or error).split())
+    if mark is None:
+        return problem
+    if "\\t" in problem:
+        problem = "a tab where YAML wants spaces: replace it"
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"

@@ -102,7 +102,8 @@ def answer(hello: Hello, challenge: Challenge, fingerprint: bytes, key: bytes) -
     exchange = Exchange(hello, challenge.nonce, fingerprint)
     if not hmac.compare_digest(exchange.prove("coordinator", key), challenge.proof):
         raise NotAuthorised(
-            "what answers is not the coordinator of this worker's join token or key; get the "
-            "present token with: coordinator token show"
+            "the coordinator does not know this worker's join token or key: it is outdated "
+            "(changed by token rotate or revoke) or another coordinator's; print the present "
+            "token on its machine: coordinator token show"
         )
     return Proof(proof=exchange.prove("worker", key))

@@ -40,6 +40,11 @@ def test_an_option_of_a_run_without_a_run_is_refused():
         run_spec_from(None, ShortForms(data="x.csv"), [])
 
 
+def test_a_task_beside_a_run_spec_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"expected --run .* or --task regress, got both"):
+        run_spec_from(tmp_path / "run.yaml", ShortForms(task="regress"), [])
+
+
 def test_the_data_of_a_classify_run_is_missing():
     with pytest.raises(RunSpecError, match="data"):
         run_spec_from(None, ShortForms(task="classify", model="m"), [])

@@ -178,7 +178,7 @@ def test_a_stop_drains_and_a_start_goes_on(cluster, digest):
 @pytest.mark.parametrize(
     ("options", "code"),
     [
-        ({"SAMESTEP_COORDINATOR": "no.where"}, "2"),
+        ({"SAMESTEP_COORDINATOR": "no.where:"}, "2"),
         ({"SAMESTEP_TOKEN": f"{'0' * 64}.{'A' * 43}", "SAMESTEP_NAME": "stranger"}, "77"),
     ],
 )

@@ -56,7 +56,7 @@ def test_devices_says_of_each_whether_it_is_usable():
     [
         (["--gpus", "0,-"], "--gpus"),
         (["--gpus", "1,1"], "--gpus"),
-        (["--coordinator", "no.where"], "--coordinator"),
+        (["--coordinator", "no.where:"], "--coordinator"),
         (["--coordinator", "host:notaport"], "--coordinator"),
         (["--backend", "abacus"], "abacus"),
         (["--backend", "abacus0"], "abacus0"),

@@ -79,10 +79,15 @@ class Credentials:
         if (token is None or not self._given) and (key := self._key(certificate, name)):
             return key
         if token is None:
-            raise NotAuthorised(f"this worker has no join token and no key yet; {_HOW}")
+            raise NotAuthorised(
+                f"this worker has no join token, and under the name {name!r} no key; keys are kept "
+                f"by name, so one that has joined before comes back under its old one (--name), or "
+                f"with a token: {_HOW}"
+            )
         raise NotAuthorised(
             f"expected the certificate {_short(token.fingerprint)} that the join token names, got "
-            f"{_short(certificate)}: it is another coordinator, or someone is in between; {_HOW}"
+            f"{_short(certificate)}: the token is outdated (the coordinator's certificate was made "
+            f"anew), or of another coordinator, or someone is in between; {_HOW}"
         )
 
     def is_for(self, certificate: bytes, name: str) -> bool:

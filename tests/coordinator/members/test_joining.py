@@ -202,7 +202,7 @@ async def test_the_right_certificate_and_a_wrong_secret(tmp_path):
     async with live_service(tmp_path, 1) as live:
         wrong = JoinToken(Credentials.open().fingerprint, new_key()).reveal()
         text = await refusal(live.port, elsewhere(tmp_path, wrong))
-        assert "is not the coordinator of this worker's join token" in text
+        assert "does not know this worker's join token or key: it is outdated" in text
         assert wrong.partition(".")[2] not in text
 
 
@@ -340,7 +340,7 @@ async def test_a_relay_hears_nothing_from_a_worker_with_a_key(tmp_path):
         async with serving(live, client(live.port, elsewhere(tmp_path, token))):
             pass
     async with Impostor(another_context(tmp_path)) as relay:
-        assert "no key yet" in await refusal(relay.port, elsewhere(tmp_path))
+        assert "no key; keys are kept by name" in await refusal(relay.port, elsewhere(tmp_path))
         assert relay.heard == []
 
 

@@ -39,3 +39,8 @@ def test_any_text_is_an_address_or_a_usage_error(text):
         return
     assert host
     assert 0 <= port <= 65535
+
+
+@pytest.mark.parametrize("text", ["10.0.0.7", "10.0.0.7:9000", "localhost", "[fe80::1]", "host"])
+def test_a_host_alone_has_the_port_that_is_usual_there(text):
+    assert parse_address(text, "--coordinator", 9000)[1] == 9000

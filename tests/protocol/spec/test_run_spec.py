@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from protocol.base import limits
 from protocol.base.errors import ExitCode, RunSpecError
-from protocol.spec.run_spec import RunSpec, load_run_spec, parse_run_spec, run_spec_schema
+from protocol.spec.run_spec import LoraSpec, RunSpec, load_run_spec, parse_run_spec, run_spec_schema
 
 CLASSIFY = """
 name: sms-spam
@@ -112,8 +112,37 @@ def test_an_unknown_key_names_the_nearest(document, expected):
     assert expected in refusal(REGRESS | document)
 
 
-def test_an_unknown_key_far_from_all_is_named_alone():
-    assert refusal(REGRESS | {"qqqq": 1}) == "unknown key 'qqqq'"
+def test_an_unknown_key_far_from_all_is_named_with_those_that_are():
+    assert refusal(REGRESS | {"qqqq": 1}).startswith("unknown key 'qqqq'; there are name, task, ")
+
+
+def test_every_mistake_is_named_at_once_and_where_it_was_made():
+    document = REGRESS | {"stepz": 1, "lr": 0.1, "optimizer": {"learning_rate": 1}}
+    told = refusal(document, "seed=abc")
+    assert "unknown key 'stepz'; did you mean 'steps'?" in told
+    assert "unknown key 'lr'; did you mean 'optimizer.lr'?" in told
+    assert "unknown key 'optimizer.learning_rate'; did you mean 'lr'?" in told
+    assert 'seed: expected a valid integer, got "abc" (from --set seed=abc)' in told
+
+
+def test_what_was_set_is_not_blamed_on_the_file(written):
+    with pytest.raises(RunSpecError) as caught:
+        load_run_spec(written("task: regress\nsteps: 3\n"), ["steps=abc"])
+    assert str(caught.value).endswith("(from --set steps=abc)")
+
+
+def test_bounds_and_patterns_are_told_in_words():
+    assert "optimizer.lr: expected a number of at least 1e-30, got 0" in refusal(
+        REGRESS | {"optimizer": {"lr": 0}}
+    )
+    assert "name: expected 1 to 54 letters" in refusal(REGRESS | {"name": "a b"})
+
+
+def test_classify_has_lora_unless_it_is_told_not_to():
+    document = {"task": "classify", "steps": 1, "model": {"source": "m"}, "data": {"train": "d"}}
+    assert parse_run_spec(document).lora == LoraSpec()
+    assert parse_run_spec({**document, "lora": None}).lora is None
+    assert parse_run_spec(document, ["lora=null"]).lora is None
 
 
 @pytest.mark.parametrize(
@@ -171,6 +200,7 @@ def test_a_missing_key_is_named():
 @pytest.mark.parametrize("document", [None, [], "text", 3])
 def test_a_document_without_keys_is_refused(document):
     assert refusal(document).startswith("expected keys and values, got ")
+    assert "NoneType" not in refusal(document)
 
 
 def test_lists_stand_for_tuples():
@@ -257,7 +287,8 @@ def test_a_missing_file(tmp_path):
         ("? [a]\n: b", "is not YAML"),
         ("task: !!python/object/apply:os.getcwd []", "is not YAML"),
         (b"\xff\xfe\xfa", "cannot read the run spec"),
-        ("", "expected keys and values"),
+        ("", "got nothing; a run spec has at least"),
+        ("task: regress\n\tsteps: 1\n", "line 2, column 1: a tab where YAML wants spaces"),
         ("- a", "expected keys and values"),
         ("task: regress\nstepz: 1\n", "unknown key 'stepz'"),
         ("#" * (limits.RUN_SPEC_BYTES + 1), "expected at most"),
@@ -302,8 +333,8 @@ def test_only_a_frozen_base_is_stored_in_fewer_bits():
         "steps": 1,
     }
     with pytest.raises(RunSpecError, match="base_dtype int8 needs lora"):
-        parse_run_spec(document)
-    spec = parse_run_spec({**document, "lora": {}})
+        parse_run_spec({**document, "lora": None})
+    spec = parse_run_spec(document)
     assert spec.model is not None
     assert spec.model.base_dtype == "int8"
     with pytest.raises(RunSpecError, match="base_dtype"):

@@ -69,6 +69,7 @@ def classify(tmp_path) -> RunSpec:
     return parse_run_spec({
         **COMMON,
         "task": "classify",
+        "lora": None,
         "model": {"source": str(tmp_path / "model")},
         "data": {"train": str(tmp_path / "rows.jsonl"), "class_weights": {"1": 2.0}},
     })  # fmt: skip
