@@ -93,7 +93,8 @@ def _account_for(history: History, commit: Committed, microbatches: int) -> str 
     if not plans:
         return None if commit.recovered else "committed without a plan"
     missing = set(range(microbatches)).difference(*(range(node.lo, node.hi) for node in planned))
-    return f"microbatches {sorted(missing)} were given to nobody" if missing else ""
+    named = ", ".join(map(str, sorted(missing)))
+    return f"microbatches {named} were given to nobody" if missing else ""
 
 
 def _counted(commit: Committed) -> Iterator[Node]:

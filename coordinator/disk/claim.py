@@ -174,4 +174,8 @@ def _lock(directory: Path) -> int:
 
 
 def _unusable(directory: Path, error: Exception) -> UsageError:
-    return UsageError(f"the run directory {str(directory)!r} (--out) cannot be used: {error}")
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return UsageError(
+        f"the run directory {str(directory)!r} cannot be used: {reason}; choose one that this user "
+        "can write to: --out DIR"
+    )

@@ -348,7 +348,8 @@ def load_run_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
     except FileNotFoundError:
         raise RunSpecError(f"expected a run spec at {str(path)!r}, found no such file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise RunSpecError(f"cannot read the run spec {str(path)!r}: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise RunSpecError(f"cannot read the run spec {str(path)!r}: {reason}") from None
     return parse_run_spec_text(text, overrides, origin=str(path))
 
 

@@ -23,6 +23,17 @@ _BOUNDS: Final = {
     "less_than": ("lt", "below"),
     "less_than_equal": ("le", "of at most"),
 }
+_TYPES: Final = {
+    "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "a valid string": "text",
+    "a valid boolean": "true or false",
+    "a valid array": "a list",
+    "a valid list": "a list",
+    "a valid tuple": "a list",
+    "an object": "a section of keys and values",
+    "a valid dictionary": "a section of keys and values",
+}
 _PATTERNS: Final = {
     NAME_PATTERN: "expected 1 to 54 letters, digits, or any of _.- behind the first",
 }
@@ -101,9 +112,11 @@ def _in_words(one: Any) -> str:
         return f"expected a number {words} {limits[bound]:g}"
     if one["type"] == "string_pattern_mismatch":
         return _PATTERNS.get(limits["pattern"], "expected other characters")
-    message = str(one["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
-    message = message if message != one["msg"] else message[0].lower() + message[1:]
-    return f"expected {message}" if str(one["msg"]).startswith("Input should be ") else message
+    said = str(one["msg"]).removeprefix("Value error, ")
+    message = said.removeprefix("Input should be ")
+    if message != said:
+        return f"expected {_TYPES.get(message, message)}"
+    return message[0].lower() + message[1:]
 
 
 def _hint(model: type[BaseModel], path: Sequence[str]) -> str:

@@ -122,7 +122,7 @@ def test_every_mistake_is_named_at_once_and_where_it_was_made():
     assert "unknown key 'stepz'; did you mean 'steps'?" in told
     assert "unknown key 'lr'; did you mean 'optimizer.lr'?" in told
     assert "unknown key 'optimizer.learning_rate'; did you mean 'lr'?" in told
-    assert 'seed: expected a valid integer, got "abc" (from --set seed=abc)' in told
+    assert 'seed: expected a whole number, got "abc" (from --set seed=abc)' in told
 
 
 def test_what_was_set_is_not_blamed_on_the_file(written):
