@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import PATIENCE_S, ROOT, RUNS, Cluster, start
+from tests.commands import called
 from tests.free_ports import free_address
 
 LOOPBACK = ("--bind", "127.0.0.1:0", "--control", "127.0.0.1:0")
@@ -44,23 +45,35 @@ def coordinator(
     return run("coordinator", *LOOPBACK, *out, *arguments, environment=environment)
 
 
+def called_coordinator(tmp_path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return called("coordinator", *LOOPBACK, "-o", str(tmp_path / "out"), *arguments)
+
+
+@pytest.fixture
+def scripted(tmp_path) -> tuple[str, str]:
+    """A run whose device is of no matter; longer than what a test does with it."""
+    spec = tmp_path / "scripted.yaml"
+    spec.write_text("task: scripted\nsteps: 40\nbatch: {samples: 8, microbatch: 1}\n")
+    return "--run", str(spec)
+
+
 def test_unknown_key_names_the_nearest(tmp_path):
     spec = tmp_path / "run.yaml"
     spec.write_text("task: regress\nsteps: 3\noptimiser: {lr: 0.1}\n")
-    ended = coordinator(tmp_path, "--expect-workers", "1", "--run", str(spec))
+    ended = called_coordinator(tmp_path, "--expect-workers", "1", "--run", str(spec))
     assert ended.returncode == 2
     assert "'optimiser'" in one_line(ended)
     assert "'optimizer'" in one_line(ended)
 
 
 def test_missing_run_spec(tmp_path):
-    ended = coordinator(tmp_path, "--expect-workers", "1", "--run", "no/such.yaml")
+    ended = called_coordinator(tmp_path, "--expect-workers", "1", "--run", "no/such.yaml")
     assert ended.returncode == 2
     assert "no/such.yaml" in one_line(ended)
 
 
 def test_how_many_workers_is_missing(tmp_path):
-    ended = coordinator(tmp_path, "--run", str(RUNS / "regress.yaml"))
+    ended = called_coordinator(tmp_path, "--run", str(RUNS / "regress.yaml"))
     assert ended.returncode == 2
     assert "--expect-workers" in one_line(ended)
 
@@ -90,7 +103,7 @@ def test_output_directory_that_cannot_be(tmp_path):
 
 @pytest.mark.parametrize("address", ["non.sense", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:99999"])
 def test_malformed_address(address):
-    ended = run("worker", "--coordinator", address)
+    ended = called("worker", "--coordinator", address)
     assert ended.returncode == 2
     assert "HOST:PORT" in one_line(ended)
 
@@ -105,14 +118,14 @@ def test_worker_without_coordinator_says_so_and_gives_up():
 
 
 def test_operator_without_coordinator():
-    ended = run("coordinator", "status", "--control", free_address())
+    ended = called("coordinator", "status", "--control", free_address())
     assert ended.returncode == 69
     assert "--control" in one_line(ended)
 
 
-def test_a_second_signal_ends_a_worker_at_once(tmp_path):
-    with Cluster(tmp_path, "--expect-workers", "1", "--run", str(RUNS / "regress.yaml")) as cluster:
-        cluster.held_worker("w0", 3, "--backend", "cpu").reached()
+def test_a_second_signal_ends_a_worker_at_once(tmp_path, scripted):
+    with Cluster(tmp_path, "--expect-workers", "1", *scripted) as cluster:
+        cluster.held_worker("w0", 3, "--backend", "scripted").reached()
         worker = cluster.workers["w0"]
         assert worker.stdout is not None
         assert worker.stderr is not None
@@ -129,19 +142,19 @@ def test_unknown_backend():
     assert "'tpu'" in one_line(ended)
 
 
-def test_a_named_backend_that_is_not_there_leaves_and_the_run_goes_on(tmp_path):
-    with Cluster(tmp_path, "--expect-workers", "1", "--run", str(RUNS / "regress.yaml")) as cluster:
+def test_a_named_backend_that_is_not_there_leaves_and_the_run_goes_on(tmp_path, scripted):
+    with Cluster(tmp_path, "--expect-workers", "1", *scripted) as cluster:
         without = cluster.worker("w0", "--backend", "cuda", environment=NO_CARD)
         assert cluster.wait_for_exit(without) == 69
         assert without.stderr is not None
         assert "backend 'cuda' is not usable here" in without.stderr.read()
-        cluster.worker("w1", "--backend", "cpu")
+        cluster.worker("w1", "--backend", "scripted")
         assert cluster.result()["workers"].keys() == {"w1"}
 
 
-def test_a_run_ends_when_no_local_worker_s_device_is_there(tmp_path):
+def test_a_run_ends_when_no_local_worker_s_device_is_there(tmp_path, scripted):
     """With the device's reason, not only with that all have left."""
-    job = ("--run", str(RUNS / "regress.yaml"), "--local-workers", "2", "--backend", "cuda")
+    job = (*scripted, "--local-workers", "2", "--backend", "cuda")
     ended = coordinator(tmp_path, *job, environment=NO_CARD)
     assert ended.returncode == 1
     *others, last = ended.stderr.splitlines()
@@ -152,14 +165,14 @@ def test_a_run_ends_when_no_local_worker_s_device_is_there(tmp_path):
 
 def test_local_workers_of_no_such_backend_are_not_started(tmp_path):
     job = ("--run", str(RUNS / "regress.yaml"), "--local-workers", "1", "--backend", "vulcan")
-    ended = coordinator(tmp_path, *job)
+    ended = called_coordinator(tmp_path, *job)
     assert ended.returncode == 2
     assert "got 'vulcan'" in one_line(ended)
     assert not (tmp_path / "out").exists()
 
 
 def test_an_option_before_a_subcommand_is_not_passed_over():
-    ended = run("coordinator", "--control", "127.0.0.1:1", "status")
+    ended = called("coordinator", "--control", "127.0.0.1:1", "status")
     assert ended.returncode == 2
     assert "options of 'coordinator status' after it, got --control before it" in one_line(ended)
 
@@ -185,15 +198,14 @@ def test_data_that_cannot_be_used(tmp_path, lines, expected):
     assert not (tmp_path / "out").exists(), "no worker was asked, nothing was made"
 
 
-def test_workers_outlive_runs_and_leave_with_0(tmp_path):
+def test_workers_outlive_runs_and_leave_with_0(tmp_path, scripted):
     """A serving coordinator takes one run after the other; drain ends it and its workers."""
     with Cluster(tmp_path, "--expect-workers", "2") as cluster:
-        workers = [cluster.worker(f"w{number}", "--backend", "cpu") for number in range(2)]
+        workers = [cluster.worker(f"w{number}", "--backend", "scripted") for number in range(2)]
         control = ("--control", cluster.address["control"])
         short = ("--set", "steps=5")
         submitted = [
-            run("coordinator", "submit", str(RUNS / "regress.yaml"), *short, *control)
-            for _ in range(2)
+            called("coordinator", "submit", scripted[1], *short, *control) for _ in range(2)
         ]
         assert [each.returncode for each in submitted] == [0, 0]
         results = []
@@ -201,9 +213,9 @@ def test_workers_outlive_runs_and_leave_with_0(tmp_path):
             run_id = each.stdout.strip()
             assert cluster.wait_for("run_ended", run_id=run_id)["outcome"] == "finished"
             results.append((tmp_path / "out" / run_id / "result.json").read_text())
-        status = run("coordinator", "status", *control)
+        status = called("coordinator", "status", *control)
         assert "phase    finished" in status.stdout
-        assert run("coordinator", "drain", *control).returncode == 0
+        assert called("coordinator", "drain", *control).returncode == 0
         assert cluster.wait_for_exit(cluster.coordinator) == 0
         assert [cluster.wait_for_exit(worker) for worker in workers] == [0, 0]
     digests = {line for text in results for line in text.splitlines() if "weights_digest" in line}
@@ -217,19 +229,16 @@ def test_a_service_that_is_drained_ends_with_0_whatever_came_of_its_runs(tmp_pat
     with Cluster(tmp_path, "--expect-workers", "1") as cluster:
         cluster.worker("w0", "--backend", "scripted")
         control = ("--control", cluster.address["control"])
-        assert run("coordinator", "submit", str(spec), *control).returncode == 0
+        assert called("coordinator", "submit", str(spec), *control).returncode == 0
         assert cluster.wait_for("run_ended")["outcome"] == "failed"
-        assert run("coordinator", "drain", *control).returncode == 0
+        assert called("coordinator", "drain", *control).returncode == 0
         assert cluster.wait_for_exit(cluster.coordinator) == 0
 
 
-def test_a_worker_that_is_told_to_end_finishes_its_part(tmp_path):
-    with Cluster(
-        tmp_path, "--expect-workers", "2", "--run", str(RUNS / "digits.yaml"),
-        "--set", "steps=40",
-    ) as cluster:  # fmt: skip
-        cluster.worker("w0", "--backend", "cpu")
-        hold = cluster.held_worker("w1", 6, "--backend", "cpu")
+def test_a_worker_that_is_told_to_end_finishes_its_part(tmp_path, scripted):
+    with Cluster(tmp_path, "--expect-workers", "2", *scripted) as cluster:
+        cluster.worker("w0", "--backend", "scripted")
+        hold = cluster.held_worker("w1", 6, "--backend", "scripted")
         hold.reached()
         leaving = cluster.workers["w1"]
         leaving.terminate()
@@ -256,7 +265,7 @@ def test_coordinator_stays_small_and_without_torch(tmp_path):
 
 def test_torch_is_not_imported_by_the_coordinators_modules():
     code = (
-        "import sys, coordinator.main, coordinator.cli, coordinator.control_client\n"
+        "import sys, coordinator.main, coordinator.cli, coordinator.operator.control_client\n"
         "sys.exit('torch' in sys.modules or 'worker' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
@@ -312,17 +321,17 @@ def test_the_longest_name_of_a_run(tmp_path):
     assert "name" in one_line(ended)
 
 
-def test_a_task_that_breaks_ends_its_run_and_not_the_worker(tmp_path):
+def test_a_task_that_breaks_ends_its_run_and_not_the_worker(tmp_path, scripted):
     spec = tmp_path / "run.yaml"
     spec.write_text("task: tests.broken_task:Broken\nsteps: 2\n")
     with Cluster(tmp_path, "--expect-workers", "1") as cluster:
-        worker = cluster.worker("w0", "--backend", "cpu")
+        worker = cluster.worker("w0", "--backend", "scripted")
         control = ("--control", cluster.address["control"])
-        broken = run("coordinator", "submit", str(spec), *control).stdout.strip()
+        broken = called("coordinator", "submit", str(spec), *control).stdout.strip()
         ended = cluster.wait_for("run_ended", run_id=broken)
         assert ended["outcome"] == "failed"
         assert "no luck today" in ended["reason"]
-        good = run("coordinator", "submit", str(RUNS / "regress.yaml"), *control).stdout.strip()
+        good = called("coordinator", "submit", scripted[1], *control).stdout.strip()
         assert cluster.wait_for("run_ended", run_id=good)["outcome"] == "finished"
         assert worker.poll() is None
 
@@ -337,17 +346,9 @@ def test_gpus_starts_one_process_for_each(tmp_path):
     assert set(result["workers"]) == {"box-gpu0", "box-gpu1"}
 
 
-def test_devices_says_why_not():
-    ended = run("worker", "devices", environment=NO_CARD)
-    assert ended.returncode == 0
-    rows = ended.stdout.splitlines()
-    assert any(row.startswith("cpu 0:") and "usable" in row for row in rows)
-    assert any(row.startswith("cuda 0:") and "not usable: " in row for row in rows)
-
-
 def test_address_file_and_version():
     for module in ("coordinator", "worker"):
-        ended = run(module, "--version")
+        ended = called(module, "--version")
         assert ended.returncode == 0
         assert ended.stdout.startswith(f"samestep {module} ")
     process = start("coordinator", "--help")

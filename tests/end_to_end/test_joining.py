@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,8 @@ from coordinator.members.credentials import Credentials
 from coordinator.members.invitation import invitation, reachable_address, status_line
 from protocol.wire.authentication import new_key
 from protocol.wire.join_token import JoinToken
-from tests.cluster import PATIENCE_S, ROOT, Cluster
+from tests.cluster import Cluster
+from tests.commands import called
 
 
 @pytest.fixture(autouse=True)
@@ -38,10 +37,7 @@ def there(tmp_path: Path, **more: str) -> dict[str, str]:
 
 
 def command(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "coordinator", *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=os.environ,
-    )  # fmt: skip
+    done = called("coordinator", *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -153,10 +149,7 @@ def test_a_token_file_that_others_may_read(tmp_path, own_home):
     path = tmp_path / "token"
     path.write_text(Credentials.open(own_home).join_token().reveal())
     path.chmod(0o644)
-    ended = subprocess.run(
-        [sys.executable, "-m", "worker", "--token-file", str(path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-    )  # fmt: skip
+    ended = called("worker", "--token-file", str(path))
     assert ended.returncode == 2
     assert "chmod 600" in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1

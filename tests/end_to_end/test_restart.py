@@ -10,19 +10,23 @@ from typing import Any
 
 import pytest
 
-from tests.cluster import PATIENCE_S, RUNS, Cluster, start
+from tests.cluster import PATIENCE_S, Cluster, start
 from tests.free_ports import free_address
 
-REGRESS = (
-    "--run",
-    str(RUNS / "regress.yaml"),
-    "--set",
-    "steps=120",
-    "--set",
-    "checkpoint.every=25",
-)
-LOCAL = ("--local-workers", "1", "--backend", "cpu")
+STEPS = 120
+LOCAL = ("--local-workers", "1", "--backend", "scripted")
 ANYWHERE = ("--bind", "127.0.0.1:0", "--control", "127.0.0.1:0")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> tuple[str, ...]:
+    """What the device computes is of no matter here: workers that go on are in test_same_bits."""
+    spec = tmp_path_factory.mktemp("job") / "run.yaml"
+    spec.write_text(
+        f"task: scripted\nsteps: {STEPS}\nbatch: {{samples: 8, microbatch: 1}}\n"
+        "checkpoint: {every: 25}\n"
+    )
+    return "--run", str(spec)
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -43,10 +47,10 @@ def result_of(directory: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
+def finished(job, tmp_path_factory) -> Path:
     """The directory of a run that nothing has disturbed."""
     directory = tmp_path_factory.mktemp("finished") / "out"
-    ended = run(*ANYWHERE, *REGRESS, *LOCAL, "--out", str(directory))
+    ended = run(*ANYWHERE, *job, *LOCAL, "--out", str(directory))
     assert ended.returncode == 0, ended.stderr
     return directory
 
@@ -79,8 +83,8 @@ def test_a_flipped_byte_is_found_and_its_line_named(finished):
         journal.write_bytes(content)
 
 
-def test_a_directory_with_a_run_is_not_overwritten(finished):
-    again = run(*ANYWHERE, *REGRESS, *LOCAL, "--out", str(finished))
+def test_a_directory_with_a_run_is_not_overwritten(job, finished):
+    again = run(*ANYWHERE, *job, *LOCAL, "--out", str(finished))
     assert again.returncode == 2
     assert "holds a run already" in one_line(again)
     assert "--resume" in one_line(again)
@@ -94,8 +98,8 @@ def test_a_finished_run_stays_as_it_is(finished):
     assert (finished / "result.json").read_bytes() == before
 
 
-def test_another_run_spec_does_not_go_on_with_it(finished):
-    other = run(*ANYWHERE, *REGRESS, "--set", "seed=99", *LOCAL, "--out", str(finished), "--resume")
+def test_another_run_spec_does_not_go_on_with_it(job, finished):
+    other = run(*ANYWHERE, *job, "--set", "seed=99", *LOCAL, "--out", str(finished), "--resume")
     assert other.returncode == 78
     assert "of another run spec" in one_line(other)
 
@@ -109,21 +113,21 @@ def test_nothing_to_resume_is_one_line(tmp_path):
     assert "expected a run" in one_line(ended)
 
 
-def test_one_directory_has_one_coordinator(tmp_path):
-    with Cluster(tmp_path, "--expect-workers", "1", *REGRESS) as cluster:
+def test_one_directory_has_one_coordinator(job, tmp_path):
+    with Cluster(tmp_path, "--expect-workers", "1", *job) as cluster:
         out = str(tmp_path / "out")
-        second = run(*ANYWHERE, *REGRESS, *LOCAL, "--out", out, "--resume")
+        second = run(*ANYWHERE, *job, *LOCAL, "--out", out, "--resume")
         assert second.returncode == 2
         assert f"another coordinator (process {cluster.coordinator.pid})" in one_line(second)
         assert "is in progress" in one_line(run("audit", out))
         assert run("report", out).returncode == 0
 
 
-def test_a_drained_run_goes_on(tmp_path, finished):
+def test_a_drained_run_goes_on(job, tmp_path, finished):
     address = free_address()
-    at = ("--bind", address, "--control", "127.0.0.1:0", "--expect-workers", "1", *REGRESS)
+    at = ("--bind", address, "--control", "127.0.0.1:0", "--expect-workers", "1", *job)
     with Cluster(tmp_path, *at, "--resume") as cluster:
-        worker = cluster.held_worker("w0", 31, "--backend", "cpu")
+        worker = cluster.held_worker("w0", 31, "--backend", "scripted")
         worker.reached()
         cluster.coordinator.terminate()
         cluster.wait_for("draining")
@@ -132,7 +136,7 @@ def test_a_drained_run_goes_on(tmp_path, finished):
         assert drained["outcome"] == "drained"
         assert 30 < drained["steps"] < 120
     with Cluster(tmp_path, *at, "--resume") as cluster:
-        cluster.worker("w1", "--backend", "cpu")
+        cluster.worker("w1", "--backend", "scripted")
         result = cluster.result()
     assert result["outcome"] == "finished"
     assert result["weights_digest"] == result_of(finished)["weights_digest"]
@@ -140,10 +144,10 @@ def test_a_drained_run_goes_on(tmp_path, finished):
     assert run("audit", str(tmp_path / "out")).returncode == 0
 
 
-def test_a_second_signal_ends_at_once_and_says_how_to_go_on(tmp_path, finished):
-    with Cluster(tmp_path, "--expect-workers", "1", *REGRESS) as cluster:
+def test_a_second_signal_ends_at_once_and_says_how_to_go_on(job, tmp_path, finished):
+    with Cluster(tmp_path, "--expect-workers", "1", *job) as cluster:
         # The step in progress does not end.
-        cluster.held_worker("w0", 31, "--backend", "cpu").reached()
+        cluster.held_worker("w0", 31, "--backend", "scripted").reached()
         cluster.coordinator.terminate()
         cluster.wait_for("draining")
         cluster.coordinator.terminate()
@@ -151,19 +155,19 @@ def test_a_second_signal_ends_at_once_and_says_how_to_go_on(tmp_path, finished):
         again = f"--resume --out {tmp_path / 'out'}"
         assert cluster.coordinator.stderr is not None
         assert again in cluster.coordinator.stderr.read().splitlines()[-1]
-    ended = run(*ANYWHERE, *REGRESS, *LOCAL, *again.split())
+    ended = run(*ANYWHERE, *job, *LOCAL, *again.split())
     assert ended.returncode == 0, ended.stderr
     assert result_of(tmp_path / "out")["weights_digest"] == result_of(finished)["weights_digest"]
 
 
 @pytest.mark.parametrize("mode", ["full", "checkpoint"])
-def test_a_killed_coordinator_goes_on_with_the_same_worker(tmp_path, finished, mode):
+def test_a_killed_coordinator_goes_on_with_the_same_worker(job, tmp_path, finished, mode):
     at = (
-        "--bind", free_address(), "--control", "127.0.0.1:0", "--expect-workers", "1", *REGRESS,
+        "--bind", free_address(), "--control", "127.0.0.1:0", "--expect-workers", "1", *job,
         "--set", f"log={mode}", "--set", "checkpoint.keep_log=true", "--resume",
     )  # fmt: skip
     with Cluster(tmp_path, *at) as first:
-        worker = first.held_worker("w0", 61, "--backend", "cpu")
+        worker = first.held_worker("w0", 61, "--backend", "scripted")
         worker.reached()
         first.wait_for("checkpoint", step=50)
         first.coordinator.send_signal(signal.SIGKILL)

@@ -8,6 +8,7 @@ import pytest
 
 from protocol import __version__
 from tests.cluster import PATIENCE_S, ROOT
+from tests.commands import called
 
 TELL_IMPORTS = """
 import atexit, sys
@@ -34,19 +35,21 @@ def test_a_question_imports_neither_torch_nor_transformers(argument):
 
 
 def test_the_version_is_the_package_s():
-    assert worker("--version")[:2] == (0, f"samestep worker {__version__}\n")
+    ended = called("worker", "--version")
+    assert (ended.returncode, ended.stdout) == (0, f"samestep worker {__version__}\n")
 
 
 def test_help_names_every_option():
-    _, out, _ = worker("--help")
+    out = called("worker", "--help").stdout
     for word in ("--coordinator", "--backend", "--gpus", "--name", "--retry-for", "devices"):
         assert word in out
 
 
-def test_devices_says_of_each_whether_it_is_usable():
-    code, out, _ = worker("devices")
+def test_devices_says_of_each_whether_it_is_usable_and_why_not():
+    code, out, _ = worker("devices", CUDA_VISIBLE_DEVICES="")
     assert code == 0
     lines = out.splitlines()
+    assert any(line.startswith("cuda 0: ") and ": not usable: " in line for line in lines)
     assert any(line.startswith("cpu 0: ") and line.endswith("usable") for line in lines)
     assert all(": usable" in line or ": not usable: " in line for line in lines)
 
@@ -68,10 +71,10 @@ def test_devices_says_of_each_whether_it_is_usable():
     ],
 )
 def test_what_can_not_be_used_is_one_line_and_exit_2(arguments, named):
-    code, _, err = worker(*arguments)
-    assert code == 2
-    assert named in err
-    assert "Traceback" not in err
+    ended = called("worker", *arguments)
+    assert ended.returncode == 2
+    assert named in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_without_a_coordinator_it_gives_up_with_69():

@@ -1,0 +1,33 @@
+"""The two commands called in this process: what they say and end with, without a process's start.
+
+For what ends at once. What has to be a process (signals, ports, imports) is started as one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import subprocess
+import sys
+from collections.abc import Mapping
+from unittest import mock
+
+
+def called(
+    module: str, *arguments: str, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`python -m MODULE ARGUMENTS...`, as far as a caller can tell."""
+    main = importlib.import_module(f"{module}.cli").main
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with (
+        mock.patch.object(sys, "argv", [module, *arguments]),
+        mock.patch.dict("os.environ", environment or {}),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return subprocess.CompletedProcess([module, *arguments], code, out.getvalue(), err.getvalue())
