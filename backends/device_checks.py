@@ -82,6 +82,11 @@ def device_findings(name: str, wanted: Sequence[int | str], machine: Machine) ->
         elif advice := _advice(row, cards, machine):
             yield warning("device", f"{row.backend}: {row.reason}", advice)
     usable = [row for row in rows if row.usable]
+    named = ", ".join(map(str, wanted))
+    if kind == "auto" and named and all(row.backend == "cpu" for row in usable):
+        lacking = f"expected device {named}, found none but the CPU"
+        yield failure("device", lacking, "see: worker devices")
+        return
     if not usable:
         if kind == "auto":
             yield failure("device", "none is usable", "see: worker devices")

@@ -1,8 +1,8 @@
 """Which devices are here, which one is taken, and why the others are not.
 
 `auto` goes down cuda -> vulkan -> cpu and says what it passed over, software Vulkan among it. A
-backend asked for by name never falls back. torch is imported only when a device that needs it is
-looked at.
+backend asked for by name never falls back, and a device that is asked for is never the CPU. torch
+is imported only when a device that needs it is looked at.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
-def choose(name: str, wanted: int | str = 0) -> BackendChoice:
+def choose(name: str, wanted: int | str | None = None) -> BackendChoice:
     """The backend of this name.
 
     Args:
         name: auto, cuda, vulkan, cpu, scripted or scripted:MS (milliseconds per microbatch).
-        wanted: Which device of its kind, by number or by part of its name in any case; cpu and
-            scripted have one, whatever is wanted.
+        wanted: Which device of its kind, by number or by part of its name in any case; None for
+            the first. cpu and scripted, asked for by name, have one, whatever is wanted.
 
     Raises:
         UsageError: There is no such name.
-        BackendUnavailable: The named backend cannot be used here, with the reason.
+        BackendUnavailable: The named backend, or the wanted device, cannot be had here, with the
+            reason.
     """
     kind, microbatch_ms = parse_backend(name)
     if kind == "scripted":
@@ -52,9 +53,10 @@ def devices() -> list[DeviceInfo]:
     return [*_cuda_devices(), *_vulkan_devices(), _cpu_device()]
 
 
-def _auto(wanted: int | str) -> BackendChoice:
+def _auto(wanted: int | str | None) -> BackendChoice:
     passed_over: list[DeviceInfo] = []
-    for kind in AUTO_ORDER:
+    kinds = AUTO_ORDER if wanted is None else [kind for kind in AUTO_ORDER if kind != "cpu"]
+    for kind in kinds:
         info = _device(kind, wanted)
         if info.usable and info.software:
             reason = f"{info.name} is software; ask for it with --backend {kind}"
@@ -64,7 +66,11 @@ def _auto(wanted: int | str) -> BackendChoice:
             reason = f"auto took {kind} ({why})" if why else f"auto took {kind}, the first choice"
             return BackendChoice(_make(kind, info.index), reason, tuple(passed_over))
         passed_over.append(info)
+        if isinstance(wanted, int) and _device(kind, None).usable:
+            break  # numbers count the devices of the first kind that there is
     reasons = "; ".join(f"{info.backend}: {info.reason}" for info in passed_over)
+    if wanted is not None:
+        reasons = f"device {wanted} was asked for, and is not there: {reasons}; see: worker devices"
     raise BackendUnavailable("auto", reasons)
 
 
@@ -78,11 +84,11 @@ def _make(kind: str, index: int) -> Backend:
     return EagerBackend("cuda" if kind == "cuda" else "cpu", index)
 
 
-def _device(kind: str, wanted: int | str) -> DeviceInfo:
+def _device(kind: str, wanted: int | str | None) -> DeviceInfo:
     if kind == "cpu":
         return _cpu_device()
     found = _vulkan_devices() if kind == "vulkan" else _cuda_devices()
-    if not found[0].usable:
+    if not found[0].usable or wanted is None:
         return found[0]
     if isinstance(wanted, str):
         for info in found:
@@ -97,9 +103,9 @@ def _device(kind: str, wanted: int | str) -> DeviceInfo:
     return found[wanted]
 
 
-def _among_others(kind: str, wanted: int | str) -> str:
+def _among_others(kind: str, wanted: int | str | None) -> str:
     """Says so where a part of a name is in several devices' names."""
-    if kind == "cpu" or isinstance(wanted, int):
+    if kind == "cpu" or not isinstance(wanted, str):
         return ""
     found = _vulkan_devices() if kind == "vulkan" else _cuda_devices()
     fitting = [info.name for info in found if wanted.lower() in info.name.lower()]

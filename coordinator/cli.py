@@ -146,6 +146,11 @@ def serve(
     from coordinator.short_forms import ShortForms, run_spec_from
 
     local_backend, local_devices = parse_devices(backend, gpus)
+    if len(local_devices) > local_workers:
+        raise UsageError(
+            f"expected a local worker for each device, got {len(local_devices)} in --gpus or "
+            f"--backend and --local-workers {local_workers}"
+        )
     options = Options(
         bind=parse_address(bind, "--bind"),
         control=parse_address(control, "--control"),

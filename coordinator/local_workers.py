@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import sys
+import signal
+from asyncio.subprocess import Process
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from coordinator.members.listening import from_here
+from protocol.base.errors import ExitCode
+from protocol.host.own_command import own_command, own_environment
 
 _END_TIMEOUT_S: Final = 10.0
+RESTARTS: Final = 3
+"""How often one that was killed is started again: what kills it once more is there to stay."""
+_CANNOT_BEGIN: Final = (ExitCode.USAGE, ExitCode.UNREACHABLE)
 
 
 class LocalWorkers:
     """Child processes that run `worker` against this coordinator.
 
+    One that a signal ended is started again: the system's killer of what takes too much memory
+    may have meant another. One that ended by itself had its reason.
+
     Args:
         address: Where the coordinator listens.
         backend: Of each worker.
-        devices: By number or part of their name, dealt out in turn.
+        devices: By number or part of their name, dealt out in turn; none: each takes the first.
         token_file: What they join with: they are told where it is, not what it holds.
+        tell: Says to a person that one is started again.
         plaintext: Without TLS.
     """
 
@@ -31,43 +41,67 @@ class LocalWorkers:
         backend: str,
         devices: tuple[int | str, ...],
         token_file: Path,
+        tell: Callable[[str], None],
         *,
         plaintext: bool = False,
     ) -> None:
-        self._address = f"{from_here(address[0])}:{address[1]}"
-        self._options = ["--plaintext"] if plaintext else []
-        self._environment = {**os.environ, "SAMESTEP_TOKEN_FILE": str(token_file)}
+        self._command = [
+            *own_command("worker"), "--coordinator", f"{from_here(address[0])}:{address[1]}", "--quiet",
+            "--backend", backend, *(["--plaintext"] if plaintext else []),
+        ]  # fmt: skip
+        self._environment = {**own_environment(), "SAMESTEP_TOKEN_FILE": str(token_file)}
         self._environment.pop("SAMESTEP_TOKEN", None)
-        self._backend = backend
         self._devices = devices
-        self._processes: list[asyncio.subprocess.Process] = []
+        self._tell = tell
+        self._processes: dict[str, Process] = {}
+        self._kept: list[asyncio.Task[int]] = []
+        self._ending = False
 
     async def start(self, count: int) -> None:
         """Start so many; each imports its task in parallel with the others."""
         for index in range(count):
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "worker", "--coordinator", self._address,
-                "--name", f"local-{index}", "--quiet", "--backend", self._backend,
-                "--gpus", str(self._devices[index % len(self._devices)]),
-                *self._options, stdin=asyncio.subprocess.DEVNULL, env=self._environment,
-            )  # fmt: skip
-            self._processes.append(process)
+            name = f"local-{index}"
+            device = self._devices[index % len(self._devices)] if self._devices else None
+            arguments = ["--name", name, *([] if device is None else ["--gpus", str(device)])]
+            await self._begin(name, arguments)
+            self._kept.append(asyncio.create_task(self._keep(name, arguments)))
 
     async def all_ended(self) -> list[int]:
         """Wait until none is left; their exit codes."""
-        return [await process.wait() for process in self._processes]
+        return list(await asyncio.gather(*map(asyncio.shield, self._kept)))
+
+    @property
+    def could_not_begin(self) -> int:
+        """The exit code of all, if all ended because what they were given cannot be had; else 0."""
+        codes = {task.result() if task.done() else 0 for task in self._kept}
+        return codes.pop() if len(codes) == 1 and codes <= set(_CANNOT_BEGIN) else 0
 
     async def stop(self) -> None:
         """End those that are still there: first asked, then made."""
-        running = [p for p in self._processes if p.returncode is None]
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.all_ended(), _END_TIMEOUT_S)
-            return
-        for signal_name in ("terminate", "kill"):
-            for process in running:
-                if process.returncode is None:
+        self._ending = True
+        for end in ("", "terminate", "kill"):
+            for process in self._processes.values():
+                if end and process.returncode is None:
                     with contextlib.suppress(ProcessLookupError):
-                        getattr(process, signal_name)()
+                        getattr(process, end)()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.all_ended(), _END_TIMEOUT_S)
                 return
+
+    async def _begin(self, name: str, arguments: list[str]) -> Process:
+        self._processes[name] = await asyncio.create_subprocess_exec(
+            *self._command, *arguments,
+            stdin=asyncio.subprocess.DEVNULL, env=self._environment,
+        )  # fmt: skip
+        return self._processes[name]
+
+    async def _keep(self, name: str, arguments: list[str]) -> int:
+        """Wait for the end of a worker, through its restarts; its last exit code."""
+        code = await self._processes[name].wait()
+        for restart in range(1, RESTARTS + 1):
+            if code >= 0 or self._ending:
+                break
+            what = f"local worker {name!r} was ended by {signal.Signals(-code).name}"
+            self._tell(f"{what}; started again, {restart} of at most {RESTARTS} times")
+            code = await (await self._begin(name, arguments)).wait()
+        return code

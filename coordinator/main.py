@@ -117,6 +117,7 @@ async def _serve(options: Options, journal: SystemJournal | None) -> int:
         options.local_backend,
         options.local_devices,
         service.credentials.token_file,
+        lambda text: print(f"coordinator: {text}", file=sys.stderr, flush=True),
         plaintext=options.plaintext,
     )
     _end_on_signals(service)
@@ -135,7 +136,8 @@ async def _serve(options: Options, journal: SystemJournal | None) -> int:
         await local.stop()
         await control.stop()
         supervisor.close()
-    return _conclude(service, console)
+    code = _conclude(service, console)
+    return local.could_not_begin or code if code else code
 
 
 def _directory(options: Options) -> Path:

@@ -113,8 +113,8 @@ def serve(
     raise typer.Exit(
         main(
             Options(
-                address, named, name or _host_name(), backend, retry_for, wanted[0], trace,
-                quiet, credentials,
+                address, named, name or _host_name(), backend, retry_for,
+                wanted[0] if wanted else None, trace, quiet, credentials,
             )
         )
     )  # fmt: skip

@@ -33,6 +33,7 @@ class Options:
         address: Of the coordinator; None to look for it.
         coordinator: Its name, if it is one by name that is looked for.
         name: This worker's.
+        device: The one that was asked for, by number or part of its name; None for the first.
     """
 
     address: tuple[str, int] | None
@@ -40,7 +41,7 @@ class Options:
     name: str
     backend: str
     retry_for_s: float
-    device: int | str
+    device: int | str | None
     trace: Path | None
     quiet: bool
     credentials: Credentials
@@ -49,7 +50,7 @@ class Options:
 class LocalDevice:
     """The engine's toolbox: chooses the backend once, and builds tasks for it."""
 
-    def __init__(self, name: str, wanted: int | str, tell: Callable[[str], None]) -> None:
+    def __init__(self, name: str, wanted: int | str | None, tell: Callable[[str], None]) -> None:
         self._name = name
         self._wanted = wanted
         self._tell = tell

@@ -37,7 +37,7 @@ def parse_devices(backend: str, gpus: str) -> tuple[str, tuple[int | str, ...]]:
     A machine has one CPU; numbers tell several workers on it apart.
 
     Returns:
-        The backend's name without a number; at least one device, the first if none is named.
+        The backend's name without a number; the devices that are named, which may be none.
 
     Raises:
         UsageError: There is no such backend, or what is given names no devices, or both name one.
@@ -45,7 +45,7 @@ def parse_devices(backend: str, gpus: str) -> tuple[str, tuple[int | str, ...]]:
     numbered = _NUMBERED.fullmatch(backend)
     if numbered is None:
         parse_backend(backend)
-        return backend, _listed(gpus) or (0,)
+        return backend, _listed(gpus)
     if gpus:
         raise UsageError(f"expected a device in --backend {backend} or in --gpus, got both")
     return numbered[1], (int(numbered[2]),)

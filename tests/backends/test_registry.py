@@ -75,7 +75,23 @@ def test_an_index_past_the_last_cuda_device_is_not_usable(machine):
     machine("cuda", "cpu")
     with pytest.raises(BackendUnavailable, match="no device 1"):
         registry.choose("cuda", 1)
-    assert made(registry.choose("auto", 1)) == ("cpu", 0)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "wanted"),
+    [(("cpu",), 0), (("cpu",), "radeon"), (("cuda", "vulkan", "cpu"), 1), (("vulkan", "cpu"), 1)],
+)
+def test_a_device_that_is_asked_for_and_not_there_is_never_another(machine, kinds, wanted):
+    machine(*kinds)
+    asked = f"device {wanted} was asked for, and is not there: "
+    with pytest.raises(BackendUnavailable, match=asked) as caught:
+        registry.choose("auto", wanted)
+    assert caught.value.exit_code == ExitCode.UNREACHABLE
+    assert "\n" not in str(caught.value)
+    for named in ("cpu", "scripted"):  # a number tells workers apart
+        registry.choose(named, wanted)
+    if "cuda" in kinds:
+        assert made(registry.choose("auto", 0)) == ("cuda", 0)
 
 
 CARDS = [
@@ -118,7 +134,10 @@ def test_auto_takes_a_card_but_no_software(machine, monkeypatch):
     machine("cpu")
     monkeypatch.setattr(registry, "_vulkan_devices", lambda: CARDS)
     assert made(registry.choose("auto")) == ("vulkan", 0)
-    choice = registry.choose("auto", "llvm")
+    with pytest.raises(BackendUnavailable, match=r"llvmpipe \(LLVM 15.0.6\) is software; ask for"):
+        registry.choose("auto", "llvm")
+    monkeypatch.setattr(registry, "_vulkan_devices", lambda: CARDS[2:])
+    choice = registry.choose("auto")
     assert made(choice) == ("cpu", 0)
     assert "no vulkan: llvmpipe (LLVM 15.0.6) is software; ask for it" in choice.reason
 

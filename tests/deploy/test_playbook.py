@@ -17,6 +17,7 @@ import pytest
 
 from tests.booted_machine import INSTALLED, Machine, booted_machine
 from tests.cluster import ROOT
+from tests.deploy.built_wheel import built_wheel
 from tests.deploy.locked_wheels import DEBIAN_PYTHON, locked_wheels
 from tests.network_hosts import network
 
@@ -225,20 +226,3 @@ def with_another_token(cluster: Cluster, arguments: tuple[str, ...]) -> None:
             f"{INSTALLED}/bin/python", "-c", "import protocol; print(protocol.__file__)"
         )
         assert where.startswith(INSTALLED)
-
-
-def built_wheel(directory: Path) -> Path:
-    """A wheel of this checkout."""
-    source = directory / "source"
-    source.mkdir()
-    for name in ("backends", "coordinator", "protocol", "worker"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
-         "--no-index", "--wheel-dir", directory, source],
-        check=True,
-    )  # fmt: skip
-    (wheel,) = directory.glob("*.whl")
-    return wheel

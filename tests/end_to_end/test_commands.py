@@ -156,11 +156,18 @@ def test_a_run_ends_when_no_local_worker_s_device_is_there(tmp_path, scripted):
     """With the device's reason, not only with that all have left."""
     job = (*scripted, "--local-workers", "2", "--backend", "cuda")
     ended = coordinator(tmp_path, *job, environment=NO_CARD)
-    assert ended.returncode == 1
+    assert ended.returncode == 69
     *others, last = ended.stderr.splitlines()
     assert last.startswith("coordinator: all local workers have ended, ")
     assert "; local-0: backend 'cuda' is not usable here: " in last
     assert all(line.startswith("worker: backend 'cuda' is not usable here: ") for line in others)
+
+
+def test_more_devices_than_local_workers_are_refused(tmp_path):
+    job = ("--run", str(RUNS / "regress.yaml"), "--local-workers", "1", "--gpus", "0,1")
+    ended = coordinator(tmp_path, *job)
+    assert ended.returncode == 2
+    assert "a local worker for each device, got 2" in one_line(ended)
 
 
 def test_local_workers_of_no_such_backend_are_not_started(tmp_path):

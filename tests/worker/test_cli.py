@@ -89,3 +89,19 @@ def test_the_address_may_come_from_torchrun_s_variables():
     code, _, err = worker("--retry-for", "0", **environment)
     assert code == 69
     assert "127.0.0.1:9" in err
+
+
+def test_a_checkout_that_is_not_installed_finds_itself_from_any_folder(tmp_path):
+    for decoy in ("worker.py", "protocol.py"):
+        (tmp_path / decoy).write_text("raise SystemExit('a file of the user ran')")
+    begin = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from worker.cli import main; main()"
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", begin, "--gpus", "0,1", "--backend", "scripted",
+         "--coordinator", "127.0.0.1:9", "--retry-for", "0"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 69
+    assert "no coordinator at 127.0.0.1:9" in done.stderr
+    assert "a file of the user ran" not in done.stderr

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import signal
 import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from types import FrameType
 
 from protocol.base.errors import ExitCode
+from protocol.host.own_command import own_command, own_environment
 
 
 def run_group(arguments: list[str], devices: list[int | str], name: str) -> int:
     """Run this command once for each device, and wait for all.
+
+    If one's device cannot be had, the others are asked to end: they are not all that was asked for.
 
     Args:
         arguments: This command's own, without the program's name.
@@ -25,7 +28,8 @@ def run_group(arguments: list[str], devices: list[int | str], name: str) -> int:
     base = _without(arguments, "--gpus", "--name")
     children = [
         subprocess.Popen(  # noqa: S603 -- our own command line again
-            [sys.executable, "-m", "worker", *base, "--gpus", str(d), "--name", _name(name, d)]
+            [*own_command("worker"), *base, "--gpus", str(d), "--name", _name(name, d)],
+            env=own_environment(),
         )
         for d in devices
     ]
@@ -39,7 +43,12 @@ def run_group(arguments: list[str], devices: list[int | str], name: str) -> int:
     signal.signal(signal.SIGTERM, pass_on)
     # A terminal sends SIGINT to the whole group already.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    codes = [child.wait() for child in children]
+    with ThreadPoolExecutor(len(children)) as threads:
+        ends = [threads.submit(child.wait) for child in children]
+        for end in as_completed(ends):
+            if end.result() in (ExitCode.USAGE, ExitCode.UNREACHABLE):
+                pass_on(signal.SIGTERM, None)
+    codes = [end.result() for end in ends]
     # A child that a signal ended has a negative code; a command's own must fit a byte.
     return next((code if code > 0 else int(ExitCode.FAILED) for code in codes if code), 0)
 

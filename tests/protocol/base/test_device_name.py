@@ -15,9 +15,9 @@ from protocol.base.errors import UsageError
         ("cuda12", ("cuda", (12,))),
         ("vulkan1", ("vulkan", (1,))),
         ("cpu3", ("cpu", (3,))),
-        ("cuda", ("cuda", (0,))),
-        ("auto", ("auto", (0,))),
-        ("scripted:20", ("scripted:20", (0,))),
+        ("cuda", ("cuda", ())),
+        ("auto", ("auto", ())),
+        ("scripted:20", ("scripted:20", ())),
     ],
 )
 def test_a_number_is_taken_off_a_device_s_name(name, expected):
@@ -33,7 +33,7 @@ def test_what_is_no_backend(name):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", (0,)),
+        ("", ()),
         ("0", (0,)),
         ("1,0", (1, 0)),
         ("Radeon", ("radeon",)),

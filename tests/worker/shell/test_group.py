@@ -31,7 +31,8 @@ def started(monkeypatch):
     children: list[Child] = []
     codes = iter([0, 0, 0])
 
-    def start(command):
+    def start(command, env):
+        assert env["PATH"]
         commands.append(command)
         children.append(Child(next(codes)))
         return children[-1]
@@ -52,8 +53,8 @@ def test_each_device_gets_a_process_of_its_own_name(started):
     run, commands, _, _ = started
     assert run(0, 0) == 0
     assert commands == [
-        [sys.executable, "-m", "worker", "--coordinator", "host:1", "--quiet", "--gpus", str(index),
-         "--name", f"box-gpu{index}"]
+        [sys.executable, "-P", "-m", "worker", "--coordinator", "host:1", "--quiet",
+         "--gpus", str(index), "--name", f"box-gpu{index}"]
         for index in (0, 1)
     ]  # fmt: skip
 
@@ -64,6 +65,13 @@ def test_each_device_gets_a_process_of_its_own_name(started):
 def test_the_first_failure_is_the_group_s(started, ends, expected):
     run, *_ = started
     assert run(*ends) == expected
+
+
+@pytest.mark.parametrize(("ends", "asked"), [((0, 69), True), ((2, 0), True), ((0, 1), False)])
+def test_where_a_device_cannot_be_had_the_others_are_asked_to_end(started, ends, asked):
+    run, _, children, _ = started
+    run(*ends)
+    assert any(child.signals for child in children) == asked
 
 
 def test_a_termination_is_passed_on_and_an_interrupt_left_to_the_terminal(started):

@@ -1,0 +1,27 @@
+"""A wheel of this checkout, built without the network."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.cluster import ROOT
+
+
+def built_wheel(directory: Path) -> Path:
+    """Built in a copy, which leaves nothing behind in the checkout."""
+    source = directory / "source"
+    source.mkdir()
+    for name in ("backends", "coordinator", "protocol", "worker"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
+         "--no-index", "--wheel-dir", directory, source],
+        check=True,
+    )  # fmt: skip
+    (wheel,) = directory.glob("*.whl")
+    return wheel

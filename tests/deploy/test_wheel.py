@@ -1,0 +1,80 @@
+"""The wheel in an empty environment, called from a folder that holds files of the same names."""
+
+from __future__ import annotations
+
+import os
+import site
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import PATIENCE_S
+from tests.deploy.built_wheel import built_wheel
+
+DECOY = "raise SystemExit('a file of the user ran')\n"
+RUN = """
+task: scripted
+steps: 2
+batch: {samples: 4, microbatch: 1}
+scripted: {blocks: 2, block_bytes: 64, samples: 4}
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """The environment's commands; what samestep needs comes from the present environment."""
+    where = tmp_path_factory.mktemp("installed")
+    venv.create(where / "venv", with_pip=False, symlinks=True)
+    python = where / "venv" / "bin" / "python"
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps",
+         "--no-index", built_wheel(where)],
+        check=True,
+    )  # fmt: skip
+    (packages,) = (where / "venv" / "lib").glob("python*/site-packages")
+    (packages / "needed.pth").write_text("\n".join(site.getsitepackages()))
+    return python.parent
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Where a user works who has a worker and a protocol of their own."""
+    for name in ("worker.py", "coordinator.py", "backends.py", "protocol/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(DECOY)
+    (tmp_path / "run.yaml").write_text(RUN)
+    return tmp_path
+
+
+def run(command: Path, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    return subprocess.run(
+        [command, *arguments], cwd=folder, env={**environment, "HOME": str(folder)},
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+
+
+def test_what_runs_is_the_wheel(installed, folder):
+    show = "import protocol, worker.cli; print(protocol.__file__)"
+    done = run(installed / "python", "-P", "-c", show, folder=folder)
+    assert done.stdout.startswith(str(installed.parent)), done.stderr
+
+
+def test_local_workers_are_those_of_the_wheel(installed, folder):
+    job = ("--run", "run.yaml", "--local-workers", "2", "--backend", "scripted")
+    ports = ("--bind", "127.0.0.1:0", "--control", "127.0.0.1:0", "--out", "out")
+    done = run(installed / "coordinator", *job, *ports, folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert "a file of the user ran" not in done.stdout + done.stderr
+    assert (folder / "out" / "result.json").exists()
+
+
+def test_a_worker_for_each_device_is_that_of_the_wheel(installed, folder):
+    nowhere = ("--coordinator", "127.0.0.1:9", "--retry-for", "0", "--backend", "scripted")
+    done = run(installed / "worker", *nowhere, "--gpus", "0,1", folder=folder)
+    assert done.returncode == 69
+    assert "no coordinator at 127.0.0.1:9" in done.stderr
+    assert "a file of the user ran" not in done.stdout + done.stderr
