@@ -23,7 +23,7 @@ def run_group(arguments: list[str], devices: list[int | str], name: str) -> int:
         name: Each process is named after it and its device.
 
     Returns:
-        0 if all ended with 0, else the first other exit code.
+        0 if all ended with 0, else the first of a child that ended by itself.
     """
     base = _without(arguments, "--gpus", "--name")
     children = [
@@ -50,7 +50,7 @@ def run_group(arguments: list[str], devices: list[int | str], name: str) -> int:
                 pass_on(signal.SIGTERM, None)
     codes = [end.result() for end in ends]
     # A child that a signal ended has a negative code; a command's own must fit a byte.
-    return next((code if code > 0 else int(ExitCode.FAILED) for code in codes if code), 0)
+    return next((code for code in codes if code > 0), int(ExitCode.FAILED) if any(codes) else 0)
 
 
 def _name(group: str, device: int | str) -> str:

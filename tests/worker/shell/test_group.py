@@ -60,7 +60,8 @@ def test_each_device_gets_a_process_of_its_own_name(started):
 
 
 @pytest.mark.parametrize(
-    ("ends", "expected"), [((0, 0), 0), ((0, 69), 69), ((78, 69), 78), ((-9, 0), 1), ((0, -15), 1)]
+    ("ends", "expected"),
+    [((0, 0), 0), ((0, 69), 69), ((78, 69), 78), ((-9, 0), 1), ((-15, 69), 69)],
 )
 def test_the_first_failure_is_the_group_s(started, ends, expected):
     run, *_ = started
