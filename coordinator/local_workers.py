@@ -46,8 +46,8 @@ class LocalWorkers:
         plaintext: bool = False,
     ) -> None:
         self._command = [
-            *own_command("worker"), "--coordinator", f"{from_here(address[0])}:{address[1]}", "--quiet",
-            "--backend", backend, *(["--plaintext"] if plaintext else []),
+            *own_command("worker"), "--coordinator", f"{from_here(address[0])}:{address[1]}",
+            "--quiet", "--backend", backend, *(["--plaintext"] if plaintext else []),
         ]  # fmt: skip
         self._environment = {**own_environment(), "SAMESTEP_TOKEN_FILE": str(token_file)}
         self._environment.pop("SAMESTEP_TOKEN", None)
