@@ -83,6 +83,12 @@ Out = Annotated[
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on with the run in --out, or with those below it.")
 ]
+FromStep = Annotated[
+    int | None,
+    typer.Option(
+        min=0, metavar="N", help="With --resume: go back to the kept checkpoint of step N."
+    ),
+]
 RunPath = Annotated[Path, typer.Argument(metavar="DIR", help="A run's directory.")]
 RunFile = Annotated[
     Path | None, typer.Option(metavar="RUN.yaml", help="Do this one run, then end.")
@@ -122,6 +128,7 @@ def serve(
     control: Control = DEFAULT_CONTROL,
     out: Out = None,
     resume: Resume = False,
+    from_step: FromStep = None,
     run: RunFile = None,
     task: Task = None,
     model: Model = None,
@@ -159,6 +166,7 @@ def serve(
         expect_workers=_expected(expect_workers, local_workers, resume=resume),
         out=out,
         resume=resume,
+        from_step=from_step,
         spec=run_spec_from(run, ShortForms(task, model, data, num_classes, steps), overrides),
         local_workers=local_workers,
         local_backend=local_backend,

@@ -57,6 +57,7 @@ class Options:
     out: Path | None
     spec: RunSpec | None
     resume: bool
+    from_step: int | None
     local_workers: int
     local_backend: str
     local_devices: tuple[int | str, ...]
@@ -144,12 +145,21 @@ def _directory(options: Options) -> Path:
     """Where runs are kept, or the one run that is told."""
     if options.resume and options.spec is not None and options.out is None:
         raise UsageError("--resume with a run spec needs --out: the directory to begin or go on in")
+    if options.from_step is not None:
+        _check_way_back(options)
     if options.out is None and options.spec is not None and not options.resume:
         return new_directory(options.spec.name)
     directory = options.out or DEFAULT_OUT
     if options.resume and options.spec is None and not directory.is_dir():
         raise UsageError(f"expected runs to resume in {str(directory)!r}, found no such directory")
     return directory
+
+
+def _check_way_back(options: Options) -> None:
+    if not options.resume or options.out is None:
+        raise UsageError("--from-step needs --resume and --out: the directory of the run")
+    if RunDirectory(options.out).read_run_file() is None:
+        raise UsageError(f"--from-step: expected a run in {str(options.out)!r}, found no run.json")
 
 
 def new_directory(name: str) -> Path:
@@ -168,7 +178,7 @@ def _queue(options: Options, service: Service, console: Console, blobs: BlobInde
             service.submit(options.spec, directory, blobs)
         return True
     if RunDirectory(directory).run_file.exists():
-        if service.resume(directory, options.spec) is not None:
+        if service.resume(directory, options.spec, options.from_step) is not None:
             return True
         told = f"the run in {str(directory)!r} has finished; nothing is to be done"
         console.print(Text(told), soft_wrap=True)

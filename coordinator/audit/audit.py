@@ -171,6 +171,11 @@ def _check_files(evidence: _Evidence) -> None:
         evidence.note("files", ok=epoch >= known, text=text)
     except (OSError, ValueError) as error:
         evidence.note("files", ok=False, text=str(error))
+    if directory.set_aside.exists():
+        text = (
+            "set-aside holds what came after checkpoints that the run went back to: not looked at"
+        )
+        evidence.note("files", ok=True, text=text)
     export = evidence.manifest.export.directory if evidence.manifest is not None else ""
     others = [p.name for p in directory.path.iterdir() if p.name not in RESERVED | {export}]
     if others:

@@ -17,6 +17,7 @@ from coordinator.storage.journal_records import Record, RunBegins
 from coordinator.storage.kept_files import check_files
 from coordinator.storage.recovery import Recovery, leave_behind, recover
 from coordinator.storage.run_directory import RunDirectory, StoredRun
+from coordinator.storage.way_back import go_back
 from protocol import __version__
 from protocol.base.errors import Mismatch, SamestepError, StorageDamaged, UsageError
 from protocol.spec.run_spec import RunSpec
@@ -75,18 +76,22 @@ def begin_run(
     return AcceptedRun(stored, directory, claim, blobs=blobs)
 
 
-def find_run(claim: Claim, spec: RunSpec | None = None) -> AcceptedRun | None:
+def find_run(
+    claim: Claim, spec: RunSpec | None = None, from_step: int | None = None
+) -> AcceptedRun | None:
     """The run in a directory that is held, to go on with.
 
     Args:
         claim: Holds the directory.
         spec: What the run has to be; None for whatever it is.
+        from_step: Go back to the checkpoint after so many steps, also of a finished run.
 
     Returns:
         None if there is no run, or it has finished.
 
     Raises:
         Mismatch: It is another run.
+        UsageError: No such checkpoint is kept.
         StorageDamaged: Something is damaged that no crash explains.
         StorageFailed: The disk refuses.
     """
@@ -100,10 +105,14 @@ def find_run(claim: Claim, spec: RunSpec | None = None) -> AcceptedRun | None:
             f"{str(claim.directory)!r} holds run {stored.run_id!r} of another run spec; leave "
             "the run spec out to go on with it, or choose another --out"
         )
-    if not is_unfinished(claim.directory):
+    if from_step is None and not is_unfinished(claim.directory):
         return None
+    gone_back = () if from_step is None else (go_back(directory, from_step, claim.epoch),)
     recovery = recover(directory)
     assert recovery is not None
+    if gone_back:
+        # What was committed from there on is void, also where the steps could be compared.
+        recovery = replace(recovery, redo=(), notes=(*recovery.notes, *gone_back))
     resumption = resumption_of(recovery, directory.read_terms())
     blobs = kept_index(directory.files_file, stored.spec)
     if resumption is not None:

@@ -204,12 +204,15 @@ class Service:
         self._queue(accepted)
         return run_id
 
-    def resume(self, directory: Path, spec: RunSpec | None = None) -> str | None:
+    def resume(
+        self, directory: Path, spec: RunSpec | None = None, from_step: int | None = None
+    ) -> str | None:
         """Queue the run that a directory holds, to go on with it.
 
         Args:
             directory: Its directory.
             spec: What the run has to be; None for whatever it is.
+            from_step: Go back to the checkpoint after so many steps first.
 
         Returns:
             The run's id; None if there is none, or it has finished.
@@ -219,7 +222,7 @@ class Service:
         """
         claim = self.claim(directory)
         try:
-            accepted = find_run(claim, spec)
+            accepted = find_run(claim, spec, from_step)
         except SamestepError:
             self._release(claim)
             raise

@@ -96,6 +96,24 @@ def scan_log(directory: Path, run_id: str, manifest: Manifest, *, repair: bool =
     return LogScan(LogIndex(segments), tuple(cuts))
 
 
+def end_before(path: Path, step: int) -> int | None:
+    """Where a segment's steps before this one end; None if it holds none from there on.
+
+    Raises:
+        StorageDamaged: It is no segment.
+        OSError: It cannot be read.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        segment = _walk(fd, path)
+    finally:
+        os.close(fd)
+    before = step - segment.header.base_step
+    if len(segment.ends) <= before:
+        return None
+    return segment.ends[before - 1] if before > 0 else segment.start
+
+
 def _scan_segment(path: Path, following: _Segment | None) -> _Segment:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -10,6 +10,7 @@
     checkpoints/              whole states (`checkpoint`)
     result.json               how it ended, with the journal's head
     adapter/ or model/        what was trained
+    set-aside/                what came after a checkpoint that the run went back to (`way_back`)
 
 The coordinator's own directory has lock and epoch too. When it runs one run alone, both are one.
 """
@@ -79,6 +80,10 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def set_aside(self) -> Path:
+        return self.path / "set-aside"
 
     @property
     def result_file(self) -> Path:

@@ -1,0 +1,105 @@
+"""Going back to a kept checkpoint: what came after it is set aside, no part of the run any more.
+
+    set-aside/epoch-EEEEEE/    what the coordinator of that epoch found in its way
+
+Every move leaves a directory that a plain restart can go on with: the result goes first, then
+checkpoints and segments of the log, the newest first.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from coordinator.disk.durable_file import storing, sync_directory
+from coordinator.storage.checkpoint import checkpoint_path, checkpoint_steps, find_checkpoint
+from coordinator.storage.log_index import segment_base, segment_files
+from coordinator.storage.log_reader import end_before
+from coordinator.storage.run_directory import RunDirectory
+from protocol.base.errors import Mismatch, StorageDamaged, StorageFailed, UsageError
+from protocol.spec.manifest import Manifest
+
+
+def go_back(directory: RunDirectory, step: int, epoch: int) -> str:
+    """Make the checkpoint after `step` steps the newest state that there is.
+
+    Only who holds the directory (`Claim`) may call this.
+
+    Args:
+        directory: The run's.
+        step: Of a checkpoint that is kept.
+        epoch: The coordinator's.
+
+    Returns:
+        What was done, for people and for the journal.
+
+    Raises:
+        UsageError: No such checkpoint is kept.
+        StorageDamaged: A segment of the log is not what was written.
+        StorageFailed: The disk refuses; the call can be made again.
+    """
+    run, manifest = directory.read_run(), directory.read_manifest()
+    kept = [] if run is None or manifest is None else _kept(directory, run.run_id, manifest)
+    if step not in kept:
+        steps = ", ".join(map(str, kept)) or "none"
+        raise UsageError(
+            f"--from-step {step}: no checkpoint of step {step} is kept in {str(directory.path)!r}; "
+            f"kept are those of steps: {steps}"
+        )
+    assert manifest is not None
+    aside = directory.set_aside / f"epoch-{epoch:06d}"
+    with storing("set aside what follows in", directory.path):
+        for path in (directory.result_file, directory.path / manifest.export.directory):
+            _move(path, aside)
+        for later in [s for s in reversed(checkpoint_steps(directory.checkpoints)) if s > step]:
+            _move(checkpoint_path(directory.checkpoints, later), aside / "checkpoints")
+        for segment in reversed(segment_files(directory.log)):
+            _cut_segment(segment, step, aside / "log")
+    return (
+        f"gone back to the checkpoint of step {step}, as told (--from-step); what came later is in "
+        f"{aside.relative_to(directory.path)}"
+    )
+
+
+def _kept(directory: RunDirectory, run_id: str, manifest: Manifest) -> list[int]:
+    """Steps of the checkpoints that are whole."""
+    kept = []
+    for step in checkpoint_steps(directory.checkpoints):
+        try:
+            find_checkpoint(directory.checkpoints, step, run_id, manifest)
+        except (StorageDamaged, StorageFailed, Mismatch):
+            continue
+        kept.append(step)
+    return kept
+
+
+def _cut_segment(path: Path, step: int, aside: Path) -> None:
+    """Also one that newer segments have made void: it would count again without them."""
+    if segment_base(path) >= step:
+        _move(path, aside)
+        return
+    end = end_before(path, step)
+    if end is None:
+        return
+    aside.mkdir(parents=True, exist_ok=True)
+    copy = aside / path.name
+    shutil.copyfile(path, copy)
+    for file, length in ((copy, None), (path, end)):
+        fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if length is not None:
+                os.ftruncate(fd, length)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        sync_directory(file.parent)
+
+
+def _move(path: Path, aside: Path) -> None:
+    if not path.exists():
+        return
+    aside.mkdir(parents=True, exist_ok=True)
+    path.rename(aside / path.name)
+    for directory in (aside, aside.parent, path.parent):
+        sync_directory(directory)
