@@ -26,6 +26,7 @@ from coordinator.run.facts import (
     TrainingStarted,
     WorkerJoined,
     WorkerLate,
+    WorkerPutAside,
     WorkerReady,
     WorkerUnready,
 )
@@ -60,6 +61,7 @@ _TOLD: Final[dict[type[Fact], str]] = {
     RunResumed: "run {run_id} goes on after step {step} of {steps}",
     NodesReassigned: "step {step}: a lost worker's microbatches {nodes} go to others",
     WorkerLate: "step {step}: {owing} of {worker} overdue; others go on without",
+    WorkerPutAside: "step {step}: {worker} answers too late too often; aside until step {until}",
     NodesSpeculated: "step {step}: idle workers take microbatches {nodes} as well",
     RedoneOtherwise: "step {step} was done again with other bits than before the restart",
     LogUnreadable: "the log cannot be read: {error}",
@@ -79,6 +81,7 @@ _PRIORITIES: Final[dict[type, Priority]] = {
     WorkerUnready: Priority.WARNING,
     NodesReassigned: Priority.NOTICE,
     WorkerLate: Priority.NOTICE,
+    WorkerPutAside: Priority.WARNING,
     RedoneOtherwise: Priority.WARNING,
     LogUnreadable: Priority.ERROR,
     RunHalted: Priority.ERROR,

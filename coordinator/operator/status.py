@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from coordinator.run.membership import MemberState
+from coordinator.run.membership import COMPUTING, MemberState
 from coordinator.run.planner import balance
 from coordinator.run.progress import Progress
 from coordinator.run.run import Run, RunPhase
@@ -105,6 +105,7 @@ def _worker_part(service: Service, name: str, now_s: float) -> dict[str, Any]:
         part |= {
             "state": member.state.value,
             "late": member.late,
+            "aside_until": member.aside_until if run.step < member.aside_until else None,
             "backend": member.backend or hello.backend,
             "device": member.device,
             "signature": member.signature[:12],
@@ -130,23 +131,30 @@ def waiting_for(run: Run, connected: list[str]) -> str:
             return f"{more}: {here}{cannot}"
         if len(ready) < run.expect_workers:
             return f"{', '.join(preparing)} to build the task"
-        return "the initial state"
+        uploader = run.settled.admission.uploader if run.settled is not None else None
+        return f"{uploader} to send the initial state"
     if run.phase is RunPhase.HALTED:
         return f"an operator (continue, or continue --skip-step): {run.reason}"
-    if not run.members.names(MemberState.ACTIVE, MemberState.DRAINING):
-        return f"a worker: all have left{cannot}"
+    if run.phase is RunPhase.OVER:
+        return "the disk to take the result"
+    if not run.members.names(*COMPUTING):
+        loading = ", ".join(run.members.names(MemberState.LOADING))
+        return f"{loading} to load the state" if loading else f"a worker: all have left{cannot}"
     evaluating = run.evaluation.waiting_for() if run.evaluation is not None else []
     if evaluating:
         return f"{', '.join(evaluating)} to evaluate"
-    return _waiting_in_step(run.progress) if run.progress is not None else ""
+    return _waiting_in_step(run, run.progress) if run.progress is not None else ""
 
 
-def _waiting_in_step(progress: Progress) -> str:
+def _waiting_in_step(run: Run, progress: Progress) -> str:
     round_ = progress.round
+    if progress.persisting:
+        return f"the disk to take the commit of step {progress.step}"
     owing = [name for name in sorted(round_.shares) if round_.unfinished(name)] if round_ else []
     if owing:
         return f"gradients of {', '.join(owing)}"
-    if not progress.agreement.reached:
+    if not progress.agreement.reached or (round_ is None and progress.agreement.catching_up):
         late = progress.agreement.waiting_for or ["the coordinator's replica"]
         return f"{', '.join(late)} to apply the step"
-    return ""
+    first = run.saves.saved is None
+    return f"the disk to take the checkpoint of step {0 if first else progress.step}"

@@ -41,6 +41,8 @@ def status_lines(document: dict[str, Any]) -> Iterator[str]:
         share = worker.get("microbatches_of_step")
         part = f", {share} microbatches of this step" if share is not None else ""
         state = f"{worker['state']}, LATE" if worker.get("late") else worker["state"]
+        if worker.get("aside_until"):
+            state = f"put aside until step {worker['aside_until']}, too often LATE"
         yield (
             f"  {worker['name']}: {state} on {worker['device']}{part}{pace}, "
             f"seen {worker['last_seen_s']:g} s ago"

@@ -7,6 +7,8 @@ from there. So all start with the same bits even if their own random initializat
 
 from __future__ import annotations
 
+from typing import Final
+
 from coordinator.run.actions import (
     Action,
     DigestReplica,
@@ -19,14 +21,19 @@ from coordinator.run.actions import (
     Send,
 )
 from coordinator.run.agreement import Agreement
-from coordinator.run.facts import WorkerRefused
+from coordinator.run.facts import WorkerLate, WorkerRefused
+from coordinator.run.leases import Leases
 from coordinator.run.membership import Member, Membership, MemberState
 from coordinator.run.reduction import Array
 from coordinator.run.restart import Terms
+from protocol.base import limits
 from protocol.base.errors import ExitCode, OutOfPlace
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import Exactness
 from protocol.wire.messages import Drain, Message, Ready, StateChunk, StateRequest, Unready
+
+_EXPECTED_CHUNK_MS: Final = limits.LIVENESS_TIMEOUT_MS
+"""How long a chunk of the state may take, whatever the network: the state may be large."""
 
 
 class Admission:
@@ -35,6 +42,7 @@ class Admission:
     Attributes:
         state_known: Whether the coordinator's replica has state 0.
         upload: Number of the upload that counts; each worker that is asked begins another.
+        uploader: Who is to send state 0.
     """
 
     def __init__(
@@ -49,9 +57,10 @@ class Admission:
         self._manifest_digest = manifest.digest()
         self._signature: str | None = None
         self._initial_digest = ""
-        self._uploader: str | None = None
+        self.uploader: str | None = None
         self._uploaded = False
         self._asked: set[str] = set()
+        self._lease = Leases()
 
     # Terms.
 
@@ -106,15 +115,31 @@ class Admission:
     def request_state(self) -> list[Action]:
         """Ask one ready worker for state 0, unless one is asked already."""
         ready = self._members.names(MemberState.READY)
-        if self._uploader is not None or self.state_known or not ready:
+        if self.uploader is not None or self.state_known or not ready:
             return []
+        return self._ask(ready)
+
+    def _ask(self, ready: list[str]) -> list[Action]:
         # One that starts like the first, if there is one: then most need not be seeded.
         alike = {member.name for member in self._members if self.starts_alike(member)}
-        self._uploader = next((name for name in ready if name in alike), ready[0])
-        self._uploaded = False
+        worker = next((name for name in ready if name in alike), ready[0])
+        self.uploader, self._uploaded = worker, False
         self.upload += 1
-        self._asked.add(self._uploader)
-        return [Send(self._uploader, StateRequest(run_id=self._run_id))]
+        self._asked.add(worker)
+        self._lease.sign(worker)
+        return [Send(worker, StateRequest(run_id=self._run_id))]
+
+    def tick(self, now_ms: float) -> list[Action]:
+        """Time goes on: a worker that sends no chunk for long is not waited for, if another that
+        was not asked before can send the state."""
+        self._lease.tick(now_ms)
+        late = self.uploader
+        if late is None or self._uploaded or not self._lease.is_over(late, _EXPECTED_CHUNK_MS):
+            return []
+        others = [n for n in self._members.names(MemberState.READY) if n not in self._asked]
+        if not others:
+            return []
+        return [Report(WorkerLate(late, 0, "the initial state")), *self._ask(others)]
 
     def state_chunk(self, worker: str, message: StateChunk, values: Array) -> list[Action]:
         """A chunk of state 0; only those of the upload that counts are taken.
@@ -124,11 +149,12 @@ class Admission:
         """
         if worker not in self._asked:
             raise OutOfPlace("StateChunk was not asked for")
-        if self.state_known or worker != self._uploader or self._uploaded:
+        if self.state_known or worker != self.uploader or self._uploaded:
             return []  # another sends it by now, or this one has sent it all
         if message.kind != "parameters" or message.step or message.optimizer_step:
             raise OutOfPlace("StateChunk: expected the parameters of step 0")
         self._uploaded = message.last
+        self._lease.sign(worker)
         fill = FillReplica(message, values)
         return [fill, DigestReplica(self.upload)] if message.last else [fill]
 
@@ -137,9 +163,9 @@ class Admission:
 
         It is accepted (`state_known`), or its sender is refused, and another will be asked.
         """
-        if self.state_known or upload != self.upload or self._uploader is None:
+        if self.state_known or upload != self.upload or self.uploader is None:
             return []  # whoever sent it has left meanwhile
-        sender = self._members.get(self._uploader)
+        sender = self._members.get(self.uploader)
         if sender is not None and sender.initial_digest != digest:
             reason = "the state it sent is not the one whose digest it announced"
             return refuse(sender.name, reason)
@@ -150,9 +176,9 @@ class Admission:
 
     def lost(self, worker: str) -> list[Action]:
         """A worker has left; if it was to send state 0, another is asked."""
-        if worker != self._uploader or self.state_known:
+        if worker != self.uploader or self.state_known:
             return []
-        self._uploader = None
+        self.uploader = None
         return self.request_state()
 
     # The way in.

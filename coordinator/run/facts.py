@@ -97,6 +97,16 @@ class WorkerLate(Fact):
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerPutAside(Fact):
+    """It was passed over too often: it takes no part before step `until`."""
+
+    event = "worker_put_aside"
+    worker: str
+    step: int
+    until: int
+
+
+@dataclass(frozen=True, slots=True)
 class ComputingWorker:
     """One worker as a view lists it."""
 

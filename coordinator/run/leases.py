@@ -56,9 +56,10 @@ class Leases:
         """It owes nothing any more."""
         self._since_ms.pop(worker, None)
 
-    def silent_ms(self, worker: str) -> float:
-        """How long it has been silent; 0 if it owes nothing."""
-        return self.now_ms - self._since_ms.get(worker, self.now_ms)
+    def silent_ms(self, worker: str) -> float | None:
+        """How long it has been silent; None if it owes nothing."""
+        since_ms = self._since_ms.get(worker)
+        return None if since_ms is None else self.now_ms - since_ms
 
     def is_over(self, worker: str, expected_ms: float | None) -> bool:
         """Whether it is late.
@@ -67,8 +68,9 @@ class Leases:
             worker: Its name.
             expected_ms: How long it should take, as measured; None if nothing was.
         """
+        silent_ms = self.silent_ms(worker)
         lease_ms = _FIRST_LEASE_MS if expected_ms is None else _PATIENCE * expected_ms
-        return self.silent_ms(worker) > max(lease_ms, _LEASE_FLOOR_MS)
+        return silent_ms is not None and silent_ms > max(lease_ms, _LEASE_FLOOR_MS)
 
 
 class Stragglers:
@@ -77,17 +79,21 @@ class Stragglers:
     def __init__(self, members: Membership) -> None:
         self._members = members
         self._work = Leases()
+        self._shares = Leases()
+        """From when each was last given nodes, whatever it has sent since."""
         self._answers = Leases()
         self._told: set[str] = set()
 
     def tick(self, now_ms: float) -> None:
         """Time goes on."""
         self._work.tick(now_ms)
+        self._shares.tick(now_ms)
         self._answers.tick(now_ms)
 
     def given(self, worker: str) -> None:
         """It was given nodes."""
         self._work.sign(worker)
+        self._shares.sign(worker)
 
     def delivered(self, worker: str) -> None:
         """It has sent a part of what it owes."""
@@ -99,14 +105,21 @@ class Stragglers:
 
     def answered(self, worker: str) -> None:
         """It has answered to a commit."""
-        member = self._members.get(worker)
-        if member is not None and (ms := self._answers.silent_ms(worker)):
+        member, ms = self._members.get(worker), self._answers.silent_ms(worker)
+        if member is not None and ms is not None:
             member.answered(ms)
         self._answers.forget(worker)
+
+    def passed_over(self, member: Member) -> None:
+        """Nobody waits for its answer any more; it takes this long at the least."""
+        if (ms := self._answers.silent_ms(member.name)) is not None:
+            member.measured_answer(ms)
+        self._answers.forget(member.name)
 
     def lose(self, worker: str) -> None:
         """It has left."""
         self._work.forget(worker)
+        self._shares.forget(worker)
         self._answers.forget(worker)
 
     def committed(self, round_: Round, owed: Iterable[str]) -> None:
@@ -114,39 +127,69 @@ class Stragglers:
         for worker, share in round_.shares.items():
             member = self._members.get(worker)
             silent_ms = self._work.silent_ms(worker)
-            if member is not None and member.late and share.pending and silent_ms:
+            if member is not None and member.late and share.pending and silent_ms is not None:
                 # What it did not finish was cancelled: it takes this long at the least.
                 member.measured(silent_ms / max(node.leaves for node in share.pending))
             self._work.forget(worker)
+            self._shares.forget(worker)
         for worker in owed:
             self._answers.sign(worker)
         self._told.clear()
 
     def late_workers(self, round_: Round) -> list[Member]:
-        """Those whose lease on nodes of this round is over."""
-        late = []
+        """Those whose lease on nodes of this round is over.
+
+        A lease follows what was measured of the worker, and what others do: shares are planned to
+        be done at one time, so one that takes several times as long as those that are done is
+        late, however slow it has been before.
+        """
+        late, done_ms = [], self._done_ms(round_)
         for worker, share in sorted(round_.shares.items()):
             member = self._members.get(worker)
             if member is None or not share.pending:
                 continue
-            largest = max(node.leaves for node in share.pending)
-            if self._work.is_over(worker, member.expected_work_ms(largest)):
+            expected_ms = member.expected_work_ms(max(node.leaves for node in share.pending))
+            over = self._work.is_over(worker, expected_ms)
+            if done_ms is not None and expected_ms is not None:
+                over = over or self._shares.is_over(worker, done_ms)
+            if over:
                 member.late = True
                 late.append(member)
         return late
 
-    def late_answers(self, agreement: Agreement) -> list[Member]:
-        """Those that have long not answered to a commit, if others have and wait for them."""
-        silent = agreement.silent
-        computing = self._members.names(*COMPUTING)
-        if len(silent) == len(computing):
-            return []
-        members = [self._members.get(worker) for worker in silent]
-        return [
-            member
-            for member in members
-            if member and self._answers.is_over(member.name, member.expected_answer_ms)
+    def _done_ms(self, round_: Round) -> float | None:
+        """How long the slowest took of those that have sent all they were given."""
+        took = [
+            share_ms - silent_ms
+            for worker, share in round_.shares.items()
+            if share.nodes and not share.pending
+            if (share_ms := self._shares.silent_ms(worker)) is not None
+            if (silent_ms := self._work.silent_ms(worker)) is not None
         ]
+        return max(took, default=None)
+
+    def late_answers(self, agreement: Agreement, *, blocked: bool) -> list[Member]:
+        """Those that have long not answered to a commit, if others have and wait for them.
+
+        Args:
+            agreement: Knows who has not answered.
+            blocked: Whether nothing else is waited for. Until then a slow answer costs nothing,
+                and only the worker's own lease counts; then others' answers do as well.
+        """
+        silent = set(agreement.silent)
+        computing = [member for member in self._members if member.state in COMPUTING]
+        prompt = [member for member in computing if member.name not in silent]
+        if not prompt:
+            return []
+        known = [ms for member in prompt if (ms := member.expected_answer_ms) is not None]
+        late = []
+        for member in computing:
+            expected_ms = member.expected_answer_ms
+            if blocked and known and expected_ms is not None:
+                expected_ms = min(expected_ms, max(known))
+            if member.name in silent and self._answers.is_over(member.name, expected_ms):
+                late.append(member)
+        return late
 
     def reports(self, late: list[Member], step: int, owing: str) -> list[Report]:
         """Each of them once in a step."""

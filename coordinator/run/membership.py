@@ -18,6 +18,12 @@ from protocol.wire.messages import Ready
 
 _IDLE_STEPS: Final = 16
 """After so many steps without work a worker is given one microbatch: it may be quick again."""
+_TIMES_PASSED: Final = 3
+"""One that is passed over so often is put aside."""
+_ASIDE_STEPS: Final = 16
+_DOUBLINGS: Final = 6
+_IN_TIME: Final = 16
+"""After so many answers in time it has never been passed over."""
 _MEASUREMENTS_KEPT: Final = 9
 """The speed is the median of so many: one slow node must not move work about."""
 
@@ -66,7 +72,12 @@ class Member:
     _measured_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASUREMENTS_KEPT))
     _answers_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASUREMENTS_KEPT))
     _gaps_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASUREMENTS_KEPT))
-    _longest_gap_ms: float = 0.0
+    _longest_gap_ms: float | None = None
+    aside_until: int = 0
+    """It takes no part before this step: it was passed over too often."""
+    times_passed: int = 0
+    """How often it was passed over, since it last answered in time for long."""
+    _answers_in_time: int = 0
 
     def now_ready(self, message: Ready) -> None:
         """Its task is built."""
@@ -81,12 +92,35 @@ class Member:
         self._measured_ms.append(ms_per_microbatch)
 
     def answered(self, ms: float) -> None:
-        """Take in how long it took to apply a step and say so."""
+        """It has applied a step and said so, in time; take in how long that took."""
+        self.measured_answer(ms)
+        self.late = False
+        self._answers_in_time += 1
+        if self._answers_in_time >= _IN_TIME:
+            self.times_passed = 0
+
+    def measured_answer(self, ms: float) -> None:
+        """Take in how long an answer took, or at least took."""
         self._answers_ms.append(ms)
+
+    def passed_over(self, step: int) -> bool:
+        """Others went on without its answer.
+
+        Returns:
+            Whether that was once too often: it is put aside for some steps, each time for twice
+            as many, since each step that waits for it costs all others a lease.
+        """
+        self.late, self._answers_in_time = True, 0
+        self.times_passed += 1
+        again = self.times_passed - _TIMES_PASSED
+        if again < 0:
+            return False
+        self.aside_until = step + (_ASIDE_STEPS << min(again, _DOUBLINGS))
+        return True
 
     def gave_sign(self, gap_ms: float) -> None:
         """Take in how long nothing was heard of it in a step."""
-        self._longest_gap_ms = max(self._longest_gap_ms, gap_ms)
+        self._longest_gap_ms = max(self._longest_gap_ms or 0.0, gap_ms)
 
     def expected_work_ms(self, microbatches: int) -> float | None:
         """How long it may be silent while it computes a node of so many microbatches."""
@@ -103,9 +137,9 @@ class Member:
 
     def planned(self, microbatches: int) -> None:
         """Note its part of a step; what was measured before a long idle time counts no more."""
-        if self._longest_gap_ms:
+        if self._longest_gap_ms is not None:
             self._gaps_ms.append(self._longest_gap_ms)
-            self._longest_gap_ms = 0.0
+            self._longest_gap_ms = None
         self.idle_steps = 0 if microbatches else self.idle_steps + 1
         if self.overdue:
             self._measured_ms.clear()

@@ -18,6 +18,7 @@ from coordinator.run.facts import (
     RedoneOtherwise,
     StepCommitted,
     StepRestarted,
+    WorkerPutAside,
 )
 from coordinator.run.leases import Stragglers
 from coordinator.run.membership import COMPUTING, Member, Membership, MemberState
@@ -233,7 +234,8 @@ class Progress:
 
     def _pass_over(self) -> list[Action]:
         """Go on without those that do not answer; they are back when they have."""
-        late = self._stragglers.late_answers(self.agreement)
+        blocked = self.round is not None and self.round.complete
+        late = self._stragglers.late_answers(self.agreement, blocked=blocked)
         if not late:
             return []
         actions: list[Action] = list(self._stragglers.reports(late, self.step, "an answer"))
@@ -241,7 +243,10 @@ class Progress:
             if member.state is MemberState.DRAINING:
                 actions.append(Dismiss(member.name, "drained", ExitCode.OK))
                 continue
-            member.late = True
+            self._stragglers.passed_over(member)
+            if member.passed_over(self.step):
+                aside = WorkerPutAside(member.name, self.step, member.aside_until)
+                actions.append(Report(aside))
             self.agreement.lose(member.name)
             self._members.deactivate(member)
             if self.round is not None:

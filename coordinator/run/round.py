@@ -8,6 +8,7 @@ nodes that come later; what is covered already changes nothing.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -62,10 +63,29 @@ class _Chunk:
 
 @dataclass(slots=True)
 class Share:
-    """What one worker was given in this round, and what of it is still to come from it."""
+    """What one worker was given in this round, and what of it is still to come from it.
+
+    Attributes:
+        nodes: All that it was given.
+        owed: By node, a bit for each chunk of each block and one for the loss. A worker that
+            sends a node's loss and withholds a chunk still owes the node: its lease goes on.
+    """
 
     nodes: list[Node] = field(default_factory=list)
-    pending: list[Node] = field(default_factory=list)
+    owed: dict[Node, int] = field(default_factory=dict)
+
+    def came(self, node: Node, bit: int) -> None:
+        """A part of a node is there."""
+        left = self.owed.get(node, 0) & ~(1 << bit)
+        if left:
+            self.owed[node] = left
+        else:
+            self.owed.pop(node, None)
+
+    @property
+    def pending(self) -> tuple[Node, ...]:
+        """Nodes of which anything is still to come."""
+        return tuple(self.owed)
 
     @property
     def microbatches(self) -> int:
@@ -99,6 +119,7 @@ class Round:
             for block in blocks
         ]
         self._open_chunks = [block.chunks for block in blocks]
+        self._first_bit = [0, *itertools.accumulate(self._open_chunks)]
         self._square_sums: dict[int, float] = {}
         self._digests: dict[int, str] = {}
         self._weights: TreeSum[float] = TreeSum(microbatches, add_floats)
@@ -109,7 +130,8 @@ class Round:
         self.begun = True
         share = self.shares.setdefault(worker, Share())
         share.nodes.extend(nodes)
-        share.pending.extend(nodes)
+        everything = (1 << (self._first_bit[-1] + 1)) - 1
+        share.owed.update(dict.fromkeys(nodes, everything))
 
     def payload(
         self, worker: str, message: GradientPayload, values: Array
@@ -122,7 +144,8 @@ class Round:
         Raises:
             OutOfPlace: No such node, or not this worker's.
         """
-        self._check_place(worker, message.node)
+        share = self._check_place(worker, message.node)
+        share.came(message.node, self._first_bit[message.block] + message.chunk)
         self._summarise()  # of what earlier payloads completed: it has been sent by now
         chunk = self._chunks[message.block][message.chunk]
         if chunk.done or chunk.sums.covers(message.node):
@@ -139,7 +162,7 @@ class Round:
         return self._complete(message.block, message.chunk, total)
 
     def node_loss(self, worker: str, message: NodeLoss) -> NonFinite | bool:
-        """Take a node's loss sum; it also says that the node is done.
+        """Take a node's loss sum.
 
         Returns:
             Whether it was not there yet.
@@ -148,8 +171,7 @@ class Round:
             OutOfPlace: No such node, or not this worker's.
         """
         share = self._check_place(worker, message.node)
-        if message.node in share.pending:
-            share.pending.remove(message.node)
+        share.came(message.node, self._first_bit[-1])
         if self._losses.covers(message.node):
             return False
         if not math.isfinite(message.loss_sum):
@@ -192,7 +214,7 @@ class Round:
         share = self.shares.get(worker)
         if share is None:
             return ()
-        missing = {leaf for node in share.pending for leaf in self._missing(node)}
+        missing = {leaf for node in share.owed for leaf in self._missing(node)}
         return cover(sorted(missing), self.microbatches)
 
     def unassigned(self, ignoring: Collection[str] = ()) -> tuple[Node, ...]:
@@ -201,7 +223,7 @@ class Round:
             leaf
             for worker, share in self.shares.items()
             if worker not in ignoring
-            for node in share.pending
+            for node in share.owed
             for leaf in range(node.lo, node.hi)
         }
         everything = root(self.microbatches)
@@ -224,7 +246,7 @@ class Round:
         """The worker is late, and what it owes is nobody's; it may be delivered all the same."""
         share = self.shares.get(worker)
         if share is not None:
-            share.pending.clear()
+            share.owed.clear()
         self.tainted = self.tainted or (not proven and worker in self._delivered)
 
     def surplus(self) -> dict[str, tuple[Node, ...]]:
@@ -234,10 +256,11 @@ class Round:
         """
         surplus: dict[str, tuple[Node, ...]] = {}
         for worker, share in self.shares.items():
-            there = tuple(node for node in share.pending if not self._missing(node))
+            there = tuple(node for node in share.owed if not self._missing(node))
             if there:
                 surplus[worker] = there
-                share.pending = [node for node in share.pending if node not in there]
+                for node in there:
+                    del share.owed[node]
         return surplus
 
     def _missing(self, node: Node) -> set[int]:

@@ -481,6 +481,9 @@ class Run:
         settled.progress.agreement.replica_answer(0, digest)
         return actions + self.saves.save(0) + self._start_if_enough()
 
+    def _tick_waiting(self, now_ms: float) -> list[Action]:
+        return self.settled.admission.tick(now_ms) if self.settled is not None else []
+
     def _start_if_enough(self) -> list[Action]:
         ready = [member for member in self.members if member.state is MemberState.READY]
         admission, progress = self._agreed.admission, self._agreed.progress
@@ -514,8 +517,19 @@ class Run:
         if pattern:
             self._failures.clear()
             actions += self.halt(f"step {self.step}: {pattern}; the last said: {reason}")
-        actions += self._on(Event.REASSIGN) + self._on(Event.ADVANCE)
+        actions += self._recall_all() + self._on(Event.REASSIGN) + self._on(Event.ADVANCE)
         return actions + self.drain() if self._drain_asked else actions
+
+    def _recall_all(self) -> list[Action]:
+        """Nobody is left but those that were put aside: they get the state, and take part."""
+        if self._computing:
+            return []
+        actions: list[Action] = []
+        for member in self.members:
+            if member.aside_until and member.state is MemberState.LOADING:
+                member.aside_until = 0
+                actions.append(Seed(member.name))
+        return actions
 
     def _gone(self, member: Member, reason: str) -> Report:
         return Report(WorkerLost(member.name, reason, self.members.view))
@@ -556,7 +570,7 @@ class Run:
         if isinstance(outcome, NonFinite):
             return self._halt_for(outcome)
         averaged: list[Action] = [outcome] if outcome is not None else []
-        return averaged + self._on(Event.ADVANCE)
+        return averaged + progress.release() + self._on(Event.ADVANCE)
 
     def _node_loss(self, member: Member, message: NodeLoss, body: None) -> list[Action]:
         del body
@@ -683,6 +697,8 @@ class Run:
         trusted = agreement.digest(step) is None
         if behind > (0 if trusted else _BEHIND):
             return []
+        if self.step < member.aside_until and self.members.names(MemberState.ACTIVE):
+            return []
         if behind or trusted:
             agreement.owe(member.name)  # it says what came of the steps in between, too
         self.members.activate(member)
@@ -739,7 +755,11 @@ class Run:
     def _advance_evaluation(self) -> list[Action]:
         """End it when all parts are there and everyone agrees on the state that was evaluated."""
         progress = self._agreed.progress
+        # After a restart workers agree among themselves before the replica is back. Figures wait
+        # for its digest: else they may be of a state that is not the run's.
         if not (progress.agreement.reached and self._evaluating.complete):
+            return []
+        if progress.agreement.catching_up:
             return []
         self.metrics = self._evaluating.metrics(self._agreed.manifest.metrics)
         self.evaluation, self._evaluated_step = None, self.step
@@ -874,7 +894,7 @@ class Run:
         (Event.NODE_LOSS, _refuse_early, _node_loss, _check_late, _check_late, _ignore),
         (Event.STEP_APPLIED, _refuse_early, _applied, _applied, _applied, _ignore),
         (Event.EVAL_RESULT, _refuse_early, _ignore, _eval_result, _ignore, _ignore),
-        (Event.TICK, _ignore, _tick, _tick_evaluation, _ignore, _ignore),
+        (Event.TICK, _tick_waiting, _tick, _tick_evaluation, _ignore, _ignore),
         (Event.RESUME, _resume, _ignore, _ignore, _ignore, _ignore),
         (Event.REPLICA_LOADED, _loaded, _ignore, _ignore, _ignore, _ignore),
         (Event.REPLICA_APPLIED, _ignore, _replica, _replica, _replica, _replica),

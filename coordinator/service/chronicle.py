@@ -19,6 +19,7 @@ from coordinator.run.facts import (
     ViewBegins,
     WorkerLate,
     WorkerLost,
+    WorkerPutAside,
     WorkerRefused,
     WorkerUnready,
 )
@@ -43,6 +44,7 @@ _RESPONSES: Final[dict[type[Fact], tuple[str, str]]] = {
     WorkerUnready: ("worker_unready", "it takes no part"),
     WorkerRefused: ("refused", "dismissed"),
     WorkerLate: ("straggler", "others go on without it"),
+    WorkerPutAside: ("worker_put_aside", "it takes no part for some steps"),
     RedoneOtherwise: ("redone_otherwise", "it goes on: all replicas are equal"),
     LogUnreadable: ("log_unreadable", "the worker gets the whole state"),
     NodesSpeculated: ("speculated", "idle workers compute the same nodes; whoever is first counts"),

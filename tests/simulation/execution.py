@@ -452,7 +452,7 @@ class SimulatedExecution:
         assert self._replica is not None
         assert self.run.settled is not None
         admission = self.run.settled.admission
-        if admission.upload == upload and admission._uploader is not None:
+        if admission.upload == upload and admission.uploader is not None:
             digest = self.ledger.begins_with(self._replica)
             self.do(self.run.replica_loaded(upload, digest))
 

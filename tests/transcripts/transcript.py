@@ -14,6 +14,7 @@ action a line, in order; the phase in brackets when it changes. `#` begins a rem
     loaded [state=S]          all of it is in the replica
     node NAME LO-HI [nan=embedding|layer|loss] [step=S] [attempt=A]   its payloads and its loss
     payload NAME LO-HI [block=layer] [value=1]   one payload
+    loss NAME LO-HI           a node's loss
     applied NAME STEP [state=S]   a worker has taken so many steps, and is in this state
     replica STEP [state=S]        so has the coordinator's own replica
     replayed NAME                 it was sent the steps that it had missed
@@ -134,6 +135,7 @@ class Stage:
             "chunk": self._chunk,
             "node": self._node,
             "payload": self._payload,
+            "loss": self._loss,
             "applied": self._applied,
             "replica": lambda step, state="": run.replica_applied(int(step), digest(state or step)),
             "result": self._result,
@@ -252,12 +254,15 @@ class Stage:
         for block in reversed(BLOCKS):
             value = "nan" if nan == block else "1"
             actions += self._payload(name, node, block=block, value=value, **where)
+        return actions + self._loss(name, node, nan, **where)
+
+    def _loss(self, name: str, node: str, nan: str = "", **where: str) -> Actions:
         lo, hi = _ends(node)
         message = msg.NodeLoss(
             **self._where(**where), lo=lo, hi=hi, weight=hi - lo, elapsed_ms=(hi - lo) * 10,
             loss_sum=float("inf") if nan == "loss" else (hi - lo) * 0.5,
         )  # fmt: skip
-        return actions + self.run.receive(name, message, None)
+        return self.run.receive(name, message, None)
 
     def _payload(
         self, name: str, node: str, block: str = "layer", value: str = "1", **where: str
