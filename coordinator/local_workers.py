@@ -77,11 +77,12 @@ class LocalWorkers:
         return codes.pop() if len(codes) == 1 and codes <= set(_CANNOT_BEGIN) else 0
 
     async def stop(self) -> None:
-        """End those that are still there: first asked, then made."""
+        """End those that are still there: first asked, then made. Others may wait for a
+        coordinator that goes on with the run; these were its own."""
         self._ending = True
-        for end in ("", "terminate", "kill"):
+        for end in ("terminate", "kill"):
             for process in self._processes.values():
-                if end and process.returncode is None:
+                if process.returncode is None:
                     with contextlib.suppress(ProcessLookupError):
                         getattr(process, end)()
             with contextlib.suppress(TimeoutError):

@@ -141,12 +141,17 @@ class Service:
     async def stop(self) -> None:
         """Say goodbye to everyone and close."""
         self.listeners.clear()
-        # Whoever has taken over will want these workers.
-        superseded = self.finished is not None and self.finished.superseded
+        # Whoever has taken over, or goes on with what is left, will want these workers.
+        last = self.finished
+        drained = (
+            last is not None and last.outcome is not None and last.outcome.outcome == "drained"
+        )
+        superseded = last is not None and last.superseded
+        wanted = superseded or drained or self.current is not None or bool(self.waiting)
         for session in self._joining:
             session.channel.abort("the coordinator ends")
         for session in list(self.sessions.values()):
-            session.channel.goodbye("the coordinator ends", retry=superseded, exit_code=0)
+            session.channel.goodbye("the coordinator ends", retry=wanted, exit_code=0)
         if self._doorway is not None:
             self._doorway.close()
         for task in self._ticking:

@@ -9,10 +9,11 @@ import pytest
 
 from coordinator.audit.audit import audit
 from coordinator.service.accepted_run import unfinished_runs
+from coordinator.service.service import Service, Settings
 from coordinator.storage.checkpoint import checkpoint_path, checkpoint_steps
 from coordinator.storage.run_directory import RunDirectory
-from protocol.base.errors import Mismatch, StorageDamaged, UsageError
-from tests.live_service import live_service, scripted_spec, undisturbed
+from protocol.base.errors import ExitCode, Mismatch, StorageDamaged, UsageError
+from tests.live_service import LiveService, live_service, scripted_spec, undisturbed
 
 ROOT = Path(__file__).parents[3]
 SPEC = scripted_spec(steps=30, checkpoint={"every": 10})
@@ -43,6 +44,30 @@ async def test_unfinished_runs_go_on_in_their_order(tmp_path):
         assert (await live.result(ids[1]))["steps"] == 5
     assert unfinished_runs(tmp_path / "runs") == []
     assert all(audit(tmp_path / "runs" / run_id).ok for run_id in ids)
+
+
+async def test_workers_of_a_drained_run_stay_for_the_service_that_goes_on_with_it(tmp_path):
+    runs = tmp_path / "runs"
+    async with live_service(runs, 1) as first:
+        run_id = first.service.submit(SPEC)
+        first.worker("w0")
+        await first.wait_for("committed", step=12)
+        first.service.drain()
+        assert (await first.wait_for("run_ended"))["outcome"] == "drained"
+        port = first.port
+        await first.service.stop()
+        second = LiveService(runs, 1)
+        second.service = Service(Settings(("127.0.0.1", port), 1, runs, once=False))
+        second.service.listeners.append(second)
+        await second.service.start()
+        try:
+            assert second.service.resume(runs / run_id) == run_id
+            assert (await second.result(run_id))["steps"] == 30
+            await second.wait_for("worker_connected", worker="w0")
+        finally:
+            await second.service.stop()
+        # Nothing is left to be done now.
+        assert await first.workers["w0"] == ExitCode.OK
 
 
 def test_the_oldest_is_first_where_files_have_one_time(tmp_path):
