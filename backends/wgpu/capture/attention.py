@@ -19,6 +19,7 @@ import torch
 from backends.wgpu.graph.opaque import ATTENTION, ATTENTION_KEYS, ATTENTION_QUERIES
 from backends.wgpu.shaders.attention_problem import AttentionSizes
 from backends.wgpu.shaders.attention_tiles import rounds
+from backends.wgpu.shaders.dispatch import WORKGROUPS_PER_DIMENSION
 
 LARGEST_HEAD: Final = 128
 """An invocation's part of the sums lies in registers, which a larger head would not fit."""
@@ -56,6 +57,8 @@ def sizes_of(
         return None
     (batch, heads, queries, size), (_, groups, keys, _) = query.shape, key.shape
     if mask is not None and not _broadcasts(mask.shape, (batch, heads, queries, keys)):
+        return None
+    if max(batch, heads) > WORKGROUPS_PER_DIMENSION:
         return None
     floats = {query.dtype, key.dtype, value.dtype} == {torch.float32}
     if mask is not None and (mask.requires_grad or mask.dtype not in {torch.bool, torch.float32}):

@@ -70,11 +70,11 @@ _calls: list[_Call] = []
 class CallsOfTrace(Generic[_CallT]):
     """While it is entered, these calls are what the operators' numbers mean."""
 
-    def __init__(self) -> None:
-        self.calls: list[_CallT] = []
+    def __init__(self, calls: Sequence[_CallT] = ()) -> None:
+        self.calls: list[_CallT] = [*calls]
 
     def __enter__(self) -> list[_CallT]:
-        _calls.clear()
+        _calls[:] = self.calls
         return self.calls
 
     def __exit__(self, *_: object) -> None:

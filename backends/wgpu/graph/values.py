@@ -7,7 +7,7 @@ values are kept as u32, and every float is computed in f32.
 from __future__ import annotations
 
 import math
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import fx
@@ -87,7 +87,7 @@ def literal(value: object, scalar: Scalar) -> str:
     if scalar == "bool":
         return "true" if value else "false"
     if scalar == "i32":
-        return f"i32({int(value)})"  # type: ignore[call-overload]
+        return f"i32({_whole(value)})"
     number = float(value)  # type: ignore[arg-type]
     if math.isinf(number):
         return f"infinity({'0x80000000u' if number < 0 else '0u'})"
@@ -97,6 +97,22 @@ def literal(value: object, scalar: Scalar) -> str:
     if math.isinf(rounded):
         return literal(rounded, scalar)
     return f"f32({rounded!r})"
+
+
+def _whole(value: Any) -> int:
+    """A whole number of 32 bits; an infinity is the last of them.
+
+    Raises:
+        SamestepError: It takes more.
+    """
+    if isinstance(value, float) and math.isinf(value):
+        return -(2**31) if value < 0 else 2**31 - 1
+    if not -(2**31) <= int(value) < 2**31:
+        raise SamestepError(
+            f"the vulkan backend computes with whole numbers of 32 bits, but the model or its loss "
+            f"names {int(value)}; use a cpu or cuda worker for this model"
+        )
+    return int(value)
 
 
 def converted(expression: str, have: Scalar, want: Scalar) -> str:

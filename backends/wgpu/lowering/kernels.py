@@ -34,7 +34,7 @@ from backends.wgpu.lowering.matmul_factors import factors
 from backends.wgpu.lowering.placement import PLACEMENT, broadcast_shape, leading_indices
 from backends.wgpu.shaders.attention_tiles import attention_shader
 from backends.wgpu.shaders.dispatch import WORKGROUPS_PER_DIMENSION, Shader
-from backends.wgpu.shaders.kernel_text import KernelText, stored
+from backends.wgpu.shaders.kernel_text import KernelText, stored, where_there
 from backends.wgpu.shaders.matmul import MatmulProblem, Operand, dispatched, matmul_shader
 from backends.wgpu.shaders.narrow import form_of, refuse_on_the_left
 
@@ -177,15 +177,17 @@ class Emitter:
         guard, grid = _threads(columns * shares)
         text = self._text()
         at_row = split(plain("r", rows), rows_shape)
-        row = "0u"
+        row, places = "0u", []
         for dim, numbers in enumerate(leading):
-            index = text.index(numbers, at_row, shape[dim])
+            index, there = text.index(numbers, at_row, shape[dim], from_end=True)
             row = f"({row} * {shape[dim]}u + {index})" if dim else str(index)
+            places.append(there)
         row = text.let(row)
         chosen = len(text.lines)
         at_column = split(plain("c", columns), shape[len(leading) :])
         at = [*at_row, *at_column]
         value = text.element(source, broadcast(at, shape_of(source)), scalar_of(node))
+        value = where_there(value, places, scalar_of(node))
         body = [*guard, f"let c = i % {columns}u;", f"let share = i / {columns}u;"]
         body += [f"for (var r = 0u; r < {rows}u; r++) {{", *text.lines[:chosen]]
         body += [f"if ({row} % {shares}u == share) {{", *text.lines[chosen:]]

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from backends.wgpu.capture.capture import Capture
+from backends.wgpu.graph.opaque import CallsOfTrace
 from backends.wgpu.lowering.layer_kernels import LayerKernels, lower_layer
 from backends.wgpu.lowering.lowering import Templates, lower
 from backends.wgpu.lowering.narrow_base import BaseLayout, Forms
@@ -44,5 +45,6 @@ def lowered_plan(
     layers = [lowered[id(kind), forms] for kind, forms in calls]
     others = len(capture.arrays) + 1
     known = [*(constants.get(name) for name in capture.tensors), *[None] * others]
-    outer = lower(capture.graph, known, base.forms(capture), templates)
+    with CallsOfTrace(capture.calls):  # a graph with mutations is traced once more
+        outer = lower(capture.graph, known, base.forms(capture), templates)
     return make_plan(capture, outer, layers, groups)

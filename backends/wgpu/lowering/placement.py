@@ -12,7 +12,7 @@ from torch import fx
 from backends.wgpu.graph.index import ZERO, plain
 from backends.wgpu.graph.values import NoRule, Scalar, literal, scalar_of, shape_of
 from backends.wgpu.graph.views import Coordinates
-from backends.wgpu.shaders.kernel_text import KernelText, Rule
+from backends.wgpu.shaders.kernel_text import KernelText, Rule, where_there
 
 _aten = torch.ops.aten
 
@@ -20,8 +20,8 @@ _aten = torch.ops.aten
 def _embedding(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     table, numbers = node.args[:2]
     assert isinstance(table, fx.Node)
-    row = k.index(numbers, at[:-1], shape_of(table)[0])
-    return k.element(table, [row, at[-1]])
+    row, there = k.index(numbers, at[:-1], shape_of(table)[0])
+    return where_there(k.element(table, [row, at[-1]]), [there], scalar_of(node))
 
 
 def _gather(k: KernelText, node: fx.Node, at: Coordinates) -> str:
@@ -31,8 +31,8 @@ def _gather(k: KernelText, node: fx.Node, at: Coordinates) -> str:
         return k.element(source, [])
     place = operator.index(dim) % len(at)  # type: ignore[arg-type]
     at = [*at]
-    at[place] = k.index(numbers, at, shape_of(source)[place])
-    return k.element(source, at)
+    at[place], there = k.index(numbers, at, shape_of(source)[place])
+    return where_there(k.element(source, at), [there], scalar_of(node))
 
 
 def _index(k: KernelText, node: fx.Node, at: Coordinates) -> str:
@@ -40,8 +40,9 @@ def _index(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     assert isinstance(source, fx.Node)
     leading, count = leading_indices(node, numbers)
     shape = shape_of(source)
-    rows = [k.index(x, at[:count], shape[dim]) for dim, x in enumerate(leading)]
-    return k.element(source, [*rows, *at[count:]])
+    found = [k.index(x, at[:count], shape[i], from_end=True) for i, x in enumerate(leading)]
+    value = k.element(source, [*(row for row, _ in found), *at[count:]])
+    return where_there(value, [there for _, there in found], scalar_of(node))
 
 
 def leading_indices(node: fx.Node, given: Any) -> tuple[list[fx.Node], int]:
@@ -164,9 +165,10 @@ def _scatter(k: KernelText, node: fx.Node, at: Coordinates) -> str:
         raise NoRule(node, "with several indices along the dimension, or not for all others")
     row = [*at]
     row[place] = ZERO
-    hit = f"{k.index(numbers, row, at[place].size)} == {at[place]}"
+    index, there = k.index(numbers, row, at[place].size)
     new = k.element(value, row, scalar) if isinstance(value, fx.Node) else literal(value, scalar)
-    return f"select({k.element(under, at, scalar)}, {new}, {hit})"
+    placed = f"select({k.element(under, at, scalar)}, {new}, {index} == {at[place]})"
+    return where_there(placed, [there], scalar)
 
 
 PLACEMENT: Final[dict[Any, Rule]] = {

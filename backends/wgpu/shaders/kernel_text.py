@@ -6,8 +6,9 @@ coordinates where it is needed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -78,12 +79,23 @@ class KernelText:
         expression = self._known[key]
         return expression if want is None else converted(expression, scalar_of(node), want)
 
-    def index(self, node: object, coordinates: Coordinates, size: int) -> Coordinate:
-        """An element of a tensor of indices as a coordinate; negative ones count from the end."""
+    def index(
+        self, node: object, coordinates: Coordinates, size: int, *, from_end: bool = False
+    ) -> tuple[Coordinate, str]:
+        """An element of a tensor of indices as a coordinate, and whether there is such a place.
+
+        Args:
+            node: The tensor.
+            coordinates: Where in it.
+            size: How many places there are; the coordinate is 0 for what is none of them.
+            from_end: Whether negative ones count from the end, or are no places.
+        """
         assert isinstance(node, fx.Node)
         value = self.element(node, broadcast(coordinates, shape_of(node)), "i32")
-        text = self.let(f"u32(select({value}, {value} + {size}, {value} < 0))")
-        return Coordinate(text, 1, None, size)
+        if from_end:
+            value = self.let(f"select({value}, {value} + {size}, {value} < 0)")
+        there = self.let(f"({value} >= 0 && {value} < {size})")
+        return Coordinate(self.let(f"select(0u, u32({value}), {there})"), 1, None, size), there
 
     def computed(self, node: fx.Node, coordinates: Coordinates) -> str:
         """One element, computed though the value may have a buffer: the kernel that fills it."""
@@ -145,8 +157,25 @@ def stored(expression: str, scalar: Scalar) -> str:
     return f"select(0u, 1u, {expression})" if scalar == "bool" else expression
 
 
+def where_there(value: str, there: Sequence[str], scalar: Scalar) -> str:
+    """A value that is read at indices, where torch refuses those that are no places: here it is no
+    number then, which ends the step, or the lowest whole number, which is no place either."""
+    if scalar == "bool":
+        return value
+    other = literal(-math.inf if scalar == "i32" else math.nan, scalar)
+    return f"select({other}, {value}, {' && '.join(there)})"
+
+
 def rounded(expression: str, node: fx.Node) -> str:
-    """A result as its type holds it: the device computes all floats in float32."""
-    cast = {torch.float16: "to_float16", torch.bfloat16: "to_bfloat16"}
-    name = cast.get(node.meta["val"].dtype)
-    return f"{name}({expression})" if name else expression
+    """A result as its type holds it: the device has but one type of floats, and one of integers."""
+    form = _ROUNDED.get(node.meta["val"].dtype)
+    return form.format(expression) if form else expression
+
+
+_ROUNDED: Final[Mapping[torch.dtype, str]] = {
+    torch.float16: "to_float16({0})",
+    torch.bfloat16: "to_bfloat16({0})",
+    torch.uint8: "({0} & 255)",
+    torch.int8: "(({0} << 24u) >> 24u)",
+    torch.int16: "(({0} << 16u) >> 16u)",
+}

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from backends.wgpu.graph.values import NoRule
+from protocol.base.errors import SamestepError
 from tests.backends.wgpu.on_device import on_device
 
 NAN, INF = torch.nan, torch.inf
@@ -135,3 +136,53 @@ def test_a_product_in_a_half_type_is_refused(device):
     """Its sums would be rounded otherwise."""
     with pytest.raises(NoRule, match=r"mm.default.*bfloat16"):
         on_device(device, lambda x: (x.bfloat16() @ x.bfloat16()).float(), (torch.ones(4, 4),))
+
+
+def test_indices_that_are_no_places_give_no_number(device):
+    """Where torch refuses them: embeddings, labels, gathers; only an index counts from the end."""
+    table, numbers = torch.ones(5, 3), torch.tensor([0, 4, 5, -1, 2])
+
+    def function(table: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = torch.arange(5) * 0
+        put = torch.zeros(5, 3).index_put((rows, rows), numbers.float(), accumulate=True)
+        return (
+            functional.embedding(numbers, table)[:, 0],
+            table[numbers][:, 0],
+            functional.cross_entropy(table, numbers.clamp(max=3), reduction="none"),
+            functional.cross_entropy(
+                table, numbers.clamp(max=2), reduction="none", ignore_index=-1
+            ),
+            put.index_put((numbers,), table, accumulate=True).sum(),
+        )
+
+    found = [x.isnan() for x in on_device(device, function, (table, numbers))]
+    assert found[0].tolist() == [False, False, True, True, False]
+    assert found[1].tolist() == [False, False, True, False, False]
+    assert found[2].tolist() == [False, True, True, True, False]
+    assert not found[3].any()
+    assert found[4]
+
+
+def test_whole_numbers_of_fewer_bits_wrap_and_powers_are_exact(device):
+    functions: Functions = {
+        "uint8": lambda x: x.to(torch.uint8) + 200,
+        "uint8 products": lambda x: (x.to(torch.uint8) * 7).long(),
+        "int8": lambda x: x.to(torch.int8) * 3,
+        "int16": lambda x: x.to(torch.int16) * 10_000,
+        "power": lambda x: x**3,
+        "power of a number": lambda x: 2 ** x.clamp(0, 20),
+        "powers": lambda x: (x % 5) ** (x % 4).abs(),
+        "lowest": lambda x: x.clamp(min=-(2**31)),
+    }
+    assert_alike(device, functions, torch.arange(-130, 260))
+
+
+def test_a_whole_number_beyond_32_bits_is_refused(device):
+    with pytest.raises(SamestepError, match="names 3000000000"):
+        on_device(device, lambda x: x * 3_000_000_000, (torch.arange(3),))
+
+
+def test_more_products_than_a_grid_has_room_for(device):
+    a, b = torch.randn(65_540, 1, 2), torch.randn(65_540, 2, 1)
+    (got,) = on_device(device, torch.bmm, (a, b))
+    torch.testing.assert_close(got, torch.bmm(a, b))
