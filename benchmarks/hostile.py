@@ -38,7 +38,7 @@ SPEC: Final[dict[str, Any]] = {
     "task": "scripted",
     "scripted": {"blocks": 6, "block_bytes": 888_888},
     "batch": {"samples": 8, "microbatch": 1},
-    "steps": 100_000,
+    "steps": 5_000,
     "checkpoint": {"every": 0},
 }
 MICROBATCH_MS: Final = 50.0
@@ -132,7 +132,7 @@ def _turn(coordinator: Coordinator, port: int, seconds: float, measured: Measure
 
 
 @contextlib.contextmanager
-def _cluster(directory: Path) -> Iterator[Coordinator]:
+def running_cluster(directory: Path) -> Iterator[Coordinator]:
     """A run that goes on."""
     spec = directory / "run.yaml"
     spec.write_text(json.dumps(SPEC))
@@ -163,7 +163,7 @@ def measure(
 ) -> tuple[Measured, Measured, Counter[str]]:
     """Calm and attacked turns, and how many connections of each kind the attack had."""
     calm, attacked = Measured(), Measured()
-    with tempfile.TemporaryDirectory() as name, _cluster(Path(name)) as coordinator:
+    with tempfile.TemporaryDirectory() as name, running_cluster(Path(name)) as coordinator:
         port = int(coordinator.address.rpartition(":")[2])
         attacker = Attacker(port, connections)
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import durability, hostile, overlap, reconnect, recovery, sync, uneven
+from benchmarks import durability, hostile, overlap, page, reconnect, recovery, sync, uneven
 from benchmarks.timeline import StepTimes, Timeline, intervals_us, step_times
 
 ROOT = Path(__file__).parents[2]
@@ -150,3 +150,10 @@ def test_steps_of_one_run_are_read_from_the_traces_of_all_workers():
 
     assert steps == [StepTimes(0, 2, 100.0, 106.0, 108.0), StepTimes(1, 1, 110.0, 111.0, 113.0)]
     assert intervals_us(steps) == [5.0]
+
+
+@pytest.mark.slow
+def test_page_measures_steps_with_and_without_tabs():
+    without, beside = page.measure(1, steps=2, tabs=2)
+    assert all(ms > 0 for measured in (without, beside) for ms in measured.steps_ms)
+    assert beside.row("beside")[0] == "beside"

@@ -80,9 +80,9 @@ class Coordinator:
         self.life = 0
         self.step = 0
         ports = free_ports(2)
-        self.address, self._control = (f"127.0.0.1:{port}" for port in ports)
+        self.address, self.control = (f"127.0.0.1:{port}" for port in ports)
         self._command = [
-            sys.executable, "-m", module, "--bind", self.address, "--control", self._control,
+            sys.executable, "-m", module, "--bind", self.address, "--control", self.control,
             "--out", str(self.run), "--resume", "--log-json", *arguments,
         ]  # fmt: skip
         self._changed = threading.Condition()
@@ -192,10 +192,10 @@ class Coordinator:
         Raises:
             OSError: It does not answer.
         """
-        host, _, port = self._control.rpartition(":")
+        host, _, port = self.control.rpartition(":")
         connection = http.client.HTTPConnection(host, int(port), timeout=10)
         with contextlib.closing(connection):
-            token = control_token(self._control)
+            token = control_token(self.control)
             connection.request(method, path, headers={"Authorization": f"Bearer {token}"})
             answer: dict[str, Any] = json.loads(connection.getresponse().read())
         return answer

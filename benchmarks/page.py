@@ -1,0 +1,126 @@
+"""What open pages cost a run: ten tabs beside it, turn by turn with and without them.
+
+A tab here is what the page's script asks for, when it does: the stream of events, and at most every
+0.7 s the status, the runs and what is new of the run's history. Devices sleep, so a step is as long
+as its exchange and this machine make it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import aiohttp
+
+from benchmarks.hostile import running_cluster
+from benchmarks.machine import print_heading, print_table
+from coordinator.operator.control_client import control_token
+from tests.chaos.processes import Coordinator
+
+EVERY_S: Final = 0.7
+MOST_STEP_RATIO: Final = 1.02
+MOST_MEMORY_MIB: Final = 10.0
+_MIB: Final = 1 << 20
+
+
+@dataclass(slots=True)
+class Measured:
+    """What all turns of one kind gave."""
+
+    steps_ms: list[float] = field(default_factory=list)
+    memory_bytes: list[int] = field(default_factory=list)
+
+    def row(self, name: str) -> list[str]:
+        """A line of the table."""
+        grown = max(self.memory_bytes) / _MIB
+        return [name, str(len(self.steps_ms)), f"{median(self.steps_ms):.1f}", f"{grown:.1f}"]
+
+
+async def _tab(http: aiohttp.ClientSession, control: str) -> None:
+    """One page, for good."""
+    news = asyncio.Event()
+
+    async def listen() -> None:
+        async with http.get(f"http://{control}/events") as answer:
+            async for _ in answer.content:
+                news.set()
+
+    async def read(path: str) -> Any:
+        async with http.get(f"http://{control}/{path}") as answer:
+            return await answer.json()
+
+    listening = asyncio.create_task(listen())
+    after = 0
+    while not listening.done():
+        await read("status")
+        await read("runs")
+        after = (await read(f"history?after={after}"))["loss"]["full"]
+        news.clear()
+        await asyncio.sleep(EVERY_S)
+        await news.wait()
+
+
+async def _tabs(control: str, count: int) -> None:
+    bearing = {"Authorization": f"Bearer {control_token(control)}"}
+    async with aiohttp.ClientSession(headers=bearing) as http:
+        tabs = [asyncio.create_task(_tab(http, control)) for _ in range(count)]
+        print("open", flush=True)
+        await asyncio.gather(*tabs)
+
+
+def _turn(coordinator: Coordinator, steps: int, measured: Measured) -> None:
+    since, last = len(coordinator.events), coordinator.step + steps
+    with coordinator.memory() as growth:
+        coordinator.wait_for("its steps", lambda _: coordinator.step >= last, since)
+    at_s = [event.at_s for event in coordinator.events[since:] if event.name == "committed"]
+    measured.steps_ms += [(b - a) * 1e3 for a, b in pairwise(at_s)]
+    measured.memory_bytes.append(growth.peak_bytes)
+
+
+def measure(turns: int, steps: int, tabs: int) -> tuple[Measured, Measured]:
+    """Turns without and with open pages."""
+    without, beside = Measured(), Measured()
+    with tempfile.TemporaryDirectory() as name, running_cluster(Path(name)) as coordinator:
+        command = [sys.executable, "-m", "benchmarks.page", "--tabs", str(tabs)]
+        for _ in range(turns):
+            _turn(coordinator, steps, without)
+            with subprocess.Popen(  # noqa: S603 -- our own command
+                [*command, "--of", coordinator.control], stdout=subprocess.PIPE
+            ) as pages:
+                assert pages.stdout is not None
+                pages.stdout.readline()
+                _turn(coordinator, steps, beside)
+                pages.kill()
+    return without, beside
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=4, help="turns of each kind")
+    parser.add_argument("--steps", type=int, default=60, help="of each turn")
+    parser.add_argument("--tabs", type=int, default=10)
+    parser.add_argument("--of", metavar="HOST:PORT", help="only open the tabs")
+    options = parser.parse_args()
+    if options.of:
+        asyncio.run(_tabs(options.of, options.tabs))
+        return
+    print_heading(f"{options.tabs} open pages beside a run")
+    without, beside = measure(options.rounds, options.steps, options.tabs)
+    print_table(["", "steps", "median ms", "MiB"], [without.row("without"), beside.row("beside")])
+    ratio = median(beside.steps_ms) / median(without.steps_ms)
+    print(f"step beside pages to one without: {ratio:.3f}; aim {MOST_STEP_RATIO}")
+    print(f"aim of memory {MOST_MEMORY_MIB:g} MiB; load {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()
