@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +21,9 @@ from protocol.base.errors import ExitCode, SamestepError, UsageError
 from protocol.host.command_line import check_options_follow
 from protocol.host.system_journal import write_error
 from protocol.wire.discovery import check_name
+
+if TYPE_CHECKING:
+    from coordinator.audit.audit import AuditResult
 
 DEFAULT_BIND = "127.0.0.1:9000"
 DEFAULT_CONTROL = "127.0.0.1:9001"
@@ -262,7 +265,6 @@ def checkpoint(control: Control = DEFAULT_CONTROL) -> None:
 @app.command()
 def audit(directory: RunPath) -> None:
     """Prove from a run's files that its samples counted once, and that every digest fits."""
-    from coordinator.audit.audit import audit as audit_run
     from coordinator.disk.claim import is_held
 
     if is_held(directory):
@@ -270,10 +272,28 @@ def audit(directory: RunPath) -> None:
             f"the run in {str(directory)!r} is in progress and its files change; audit it when it "
             "has ended, or drain it first"
         )
-    result = audit_run(directory)
+    result = _audited(directory)
     for line in result.lines():
         typer.echo(line)
     raise typer.Exit(ExitCode.OK if result.ok else ExitCode.FAILED)
+
+
+def _audited(directory: Path) -> AuditResult:
+    """An audit, with a bar for whoever waits at a terminal."""
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress
+
+    from coordinator.audit.audit import audit as audit_run
+
+    console = Console(stderr=True)
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("steps", total=None)
+        return audit_run(
+            directory, lambda done, total: bar.update(task, completed=done, total=total)
+        )
 
 
 @app.command()
@@ -284,13 +304,12 @@ def report(
     ] = None,
 ) -> None:
     """Write one HTML page: what was trained, by whom, what went wrong, and what proves it."""
-    from coordinator.audit.audit import audit as audit_run
     from coordinator.audit.report import report as report_on
     from coordinator.disk.claim import is_held
     from coordinator.disk.durable_file import replace_file
 
     target = output or directory / "report.html"
-    audited = None if is_held(directory) else audit_run(directory)  # its files change
+    audited = None if is_held(directory) else _audited(directory)  # its files change
     replace_file(target, report_on(directory, audited).encode())
     typer.echo(str(target))
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from coordinator.audit.coverage import cover_samples
 from coordinator.audit.history import History, read_history
-from coordinator.audit.state_proof import StateProof
+from coordinator.audit.state_proof import Progress, StateProof
 from coordinator.disk.canonical_json import json_digest
 from coordinator.disk.claim import EPOCH_FILE, stored_epoch
 from coordinator.storage.checkpoint import (
@@ -82,8 +82,16 @@ class _Evidence:
         self.findings.append(Finding(check, ok, text))
 
 
-def audit(path: Path) -> AuditResult:
+def _silent(done: int, total: int) -> None:
+    """Nobody looks on."""
+
+
+def audit(path: Path, progress: Progress = _silent) -> AuditResult:
     """Audit the run in a directory.
+
+    Args:
+        path: The directory.
+        progress: Hears how many steps were taken again, of how many.
 
     Raises:
         UsageError: There is no run there.
@@ -110,7 +118,7 @@ def audit(path: Path) -> AuditResult:
     _check_inputs(evidence)
     if evidence.manifest is not None:
         _check_coverage(evidence, evidence.manifest)
-        proof = _check_states(evidence, evidence.manifest)
+        proof = _check_states(evidence, evidence.manifest, progress)
         _check_result(evidence, evidence.manifest, proof)
     return AuditResult(path, tuple(evidence.findings))
 
@@ -218,7 +226,7 @@ def _check_coverage(evidence: _Evidence, manifest: Manifest) -> None:
         evidence.note("coverage", ok=True, text=f"{text}, without their plans")
 
 
-def _check_states(evidence: _Evidence, manifest: Manifest) -> StateProof:
+def _check_states(evidence: _Evidence, manifest: Manifest, progress: Progress) -> StateProof:
     root, run_id = evidence.directory.checkpoints, evidence.run.run_id
     whole: list[Checkpoint] = []
     for step in checkpoint_steps(root):
@@ -229,7 +237,7 @@ def _check_states(evidence: _Evidence, manifest: Manifest) -> StateProof:
             continue
         _check_checkpoint(evidence, checkpoint)
         whole.append(checkpoint)
-    proof = StateProof(evidence.directory, evidence.run, manifest, evidence.history)
+    proof = StateProof(evidence.directory, evidence.run, manifest, evidence.history, progress)
     proof.replay(whole)
     for fault in proof.faults:
         evidence.note("digests", ok=False, text=fault)

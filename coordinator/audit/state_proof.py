@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from coordinator.audit.history import History
 from coordinator.run.reduction import averages_digest, block_digest
@@ -17,6 +17,9 @@ from protocol.exact.replica import Replica
 from protocol.exact.update import global_norm, square_sum, step_scalars
 from protocol.spec.manifest import Manifest
 
+Progress = Callable[[int, int], None]
+"""Called with the steps that were looked at, and how many there are."""
+
 
 class StateProof:
     """The replay of what is kept, from the oldest checkpoint on.
@@ -28,7 +31,12 @@ class StateProof:
     """
 
     def __init__(
-        self, directory: RunDirectory, run: StoredRun, manifest: Manifest, history: History
+        self,
+        directory: RunDirectory,
+        run: StoredRun,
+        manifest: Manifest,
+        history: History,
+        progress: Progress,
     ) -> None:
         self.since = 0
         self._taken: set[int] = set()
@@ -38,6 +46,7 @@ class StateProof:
         self._run = run
         self._manifest = manifest
         self._history = history
+        self._progress = progress
 
     @property
     def steps(self) -> int:
@@ -89,6 +98,7 @@ class StateProof:
             take(self.replica, logged.record, averages)
             self._taken.add(logged.step)
             self.since += 1
+            self._progress(logged.step + 1, len(self._history.commits))
 
     def _between_log_and_journal(self, replica: Replica, logged: LoggedStep) -> Iterator[str]:
         record, commit = logged.record, logged.record.commit

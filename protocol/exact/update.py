@@ -12,6 +12,7 @@ coordinator; each states its order.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Final
@@ -31,6 +32,7 @@ UPDATE_CHUNK_ELEMENTS: Final = 32_768
 SQUARE_SUM_CHUNK_ELEMENTS: Final = 65_536
 """Part of the definition of `square_sum`: another value may give other bits."""
 
+_FLOAT32: Final = struct.Struct("<f")
 _MOMENTS: Final = {"sgd": 0, "momentum": 1, "adamw": 2}
 
 
@@ -305,6 +307,12 @@ def average(sums: Array, total_weight: float, out: Array) -> None:
 
 
 def _rounded(value: float) -> float:
-    """The nearest float32; out of range it is infinite, which validation refuses."""
-    with np.errstate(all="ignore"):
-        return float(np.float32(value))
+    """The nearest float32; out of range it is infinite, which validation refuses.
+
+    As `np.float32(value)` does, in a tenth of its time: every commit that is read has twelve.
+    """
+    try:
+        (nearest,) = _FLOAT32.unpack(_FLOAT32.pack(value))
+    except OverflowError:
+        return math.copysign(math.inf, value)
+    return float(nearest)

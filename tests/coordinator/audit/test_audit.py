@@ -6,10 +6,12 @@ import shutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from coordinator.audit.audit import audit
 from coordinator.audit.coverage import cover_samples
 from coordinator.audit.history import read_history
+from coordinator.cli import app
 from coordinator.disk.artifacts import write_model
 from coordinator.run.restart import Terms
 from coordinator.storage.checkpoint import checkpoint_path, find_checkpoint, write_metrics
@@ -77,6 +79,15 @@ def test_a_sound_run_is_sound(run):
     assert "9 of 9 steps taken again from the log, every digest compared" in text
     assert "result.json names the journal's last line" in text
     assert result.lines()[-1].endswith("sound")
+
+
+def test_progress_is_told_and_shown_at_a_terminal_alone(run):
+    told = []
+    audit(run, lambda done, total: told.append((done, total)))
+    assert told == [(step, 9) for step in range(1, 10)]
+    shown = CliRunner().invoke(app, ["audit", str(run)])
+    assert shown.exit_code == 0
+    assert shown.output.splitlines() == audit(run).lines()
 
 
 def test_an_audit_changes_nothing(run):
@@ -349,7 +360,7 @@ def commit_twice(record):
     ("forge", "text"),
     [
         (without_plan, "committed without a plan"),
-        (plan_with_hole, "microbatches [1] were given to nobody"),
+        (plan_with_hole, "microbatches 1 were given to nobody"),
         (plan_off_the_tree, "is no node of a tree over 2"),
         (counted_twice, "do not hold every microbatch once"),
         (commit_left_out, "result.json says steps 9, the journal 8"),

@@ -500,3 +500,16 @@ def test_the_average_of_no_weight_is_zero():
     sums = np.array([1.0, math.nan], np.float32)
     average(sums, 0, out=sums)
     assert sums.tolist() == [0.0, 0.0]
+
+
+@given(st.floats() | st.integers(0, 2**32 - 1).map(lambda bits: _of_bits(bits) * (1 + 2**-30)))
+def test_scalars_are_rounded_as_numpy_rounds(value):
+    with np.errstate(all="ignore"):
+        expected = np.float32(value)
+    assert np.float32(update._rounded(value)).tobytes() == expected.tobytes() or np.isnan(expected)
+    assert np.isnan(update._rounded(value)) == np.isnan(expected)
+
+
+def _of_bits(bits: int) -> float:
+    """Of a float32, subnormal ones too."""
+    return float(np.array(bits, np.uint32).view(np.float32))
