@@ -13,13 +13,12 @@ import ssl
 from collections.abc import Callable
 from typing import Final
 
-from coordinator.members.listening import bind_failure
+from coordinator.members.listening import bind_failure, descriptors
 from protocol.base import limits
 from protocol.base.errors import Mismatch, UsageError
 from protocol.wire import frames
 from protocol.wire.connection import encode
 from protocol.wire.messages import Goodbye
-from protocol.wire.transport import Channel
 
 _BACKLOG: Final = 1024
 """In the kernel, until the loop comes to them: a flood must not drown a newcomer's first packet,
@@ -32,8 +31,8 @@ _NO_TLS: Final = "the coordinator speaks TLS: start this worker without --plaint
 _PAUSE_S: Final = 0.2
 """After the system has no file descriptor or memory for another connection."""
 
-Greet = Callable[[tuple[str, int]], Channel | None]
-"""Gives the channel of a connection from that address; None to refuse it."""
+Greet = Callable[[tuple[str, int]], asyncio.BaseProtocol | None]
+"""Gives the protocol of a connection from that address; None to refuse it."""
 
 
 class Doorway:
@@ -98,7 +97,9 @@ class Doorway:
                 self._loop.remove_reader(listener)
                 self._loop.call_later(_PAUSE_S, self._accept_again, listener)
                 return
-            channel = self._greet(address[:2])
+            # Descriptors are given out from below: what is left is for the log and the epoch.
+            spare = endpoint.fileno() < descriptors() - limits.RESERVED_FILES
+            channel = self._greet(address[:2]) if spare else None
             if channel is None:
                 endpoint.close()
                 continue
@@ -111,7 +112,7 @@ class Doorway:
         if listener in self._listeners:
             self._loop.add_reader(listener, self._accept, listener)
 
-    async def _enter(self, endpoint: socket.socket, channel: Channel) -> None:
+    async def _enter(self, endpoint: socket.socket, channel: asyncio.BaseProtocol) -> None:
         """The TLS handshake; who does not get through it is told to the channel's owner here."""
         until_s = self._loop.time() + limits.HANDSHAKE_TIMEOUT_MS / 1000
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import math
+import resource
 
 from protocol.base.errors import UsageError
 
@@ -32,6 +34,12 @@ def require_loopback(host: str, option: str) -> None:
             f"{option}: expected a loopback address such as 127.0.0.1, got {host!r}: it is not "
             "encrypted; from another machine use a tunnel: ssh -N -L 9001:127.0.0.1:9001 HOST"
         )
+
+
+def descriptors() -> float:
+    """How many files and connections the system lets this process have open."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return math.inf if limit == resource.RLIM_INFINITY else limit
 
 
 def bind_failure(option: str, host: str, port: int, error: OSError) -> str:

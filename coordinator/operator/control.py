@@ -11,12 +11,14 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from coordinator.files.blob_index import find_blobs
-from coordinator.members.listening import bind_failure, require_loopback
-from coordinator.operator.control_guard import Guard, Handler
+from coordinator.members.doorway import Doorway
+from coordinator.members.listening import require_loopback
+from coordinator.operator.control_guard import OPEN, Guard, Handler
 from coordinator.operator.event_stream import EventStream
 from coordinator.operator.metrics import ServiceMetrics
 from coordinator.operator.page_server import PageServer
 from coordinator.operator.status import status_document
+from coordinator.operator.visitors import Visitors
 from coordinator.run.facts import Fact
 from coordinator.run.run import RunPhase
 from coordinator.service.listener import document
@@ -46,6 +48,8 @@ class ControlPort:
         self._service = service
         self._stream = EventStream(first_id=time.time_ns() // 1000)
         self._runner: web.AppRunner | None = None
+        self._doorway: Doorway | None = None
+        self.visitors: Visitors
         self._metrics = ServiceMetrics(service)
         self.guard = Guard()
         self.address = ("", 0)
@@ -71,17 +75,18 @@ class ControlPort:
         app.router.add_post("/drain", self._drain)
         self._runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=1.0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port)
-        try:
-            await site.start()
-        except OSError as error:
-            raise UsageError(bind_failure("--control", host, port, error)) from None
-        self.address = self._runner.addresses[0][:2]
+        assert self._runner.server is not None
+        self.visitors = Visitors(self._runner.server)
+        self._doorway = Doorway(self.visitors.greet, None)
+        await self._doorway.open("--control", host, port)
+        self.address = self._doorway.address
         self.guard.listens_at(*self.address)
 
     async def stop(self) -> None:
         """Close the port and every event stream."""
         self._stream.end()
+        if self._doorway is not None:
+            self._doorway.close()
         if self._runner is not None:
             await self._runner.cleanup()
         self.guard.close()
@@ -92,7 +97,12 @@ class ControlPort:
 
     @web.middleware
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        return self.guard.refusal(request) or await _errors_as_json(request, handler)
+        refusal = self.guard.refusal(request)
+        if refusal is not None:
+            return refusal
+        if request.path not in OPEN:
+            self.visitors.trust(request.protocol)
+        return await _errors_as_json(request, handler)
 
     async def _healthz(self, request: web.Request) -> web.Response:
         del request

@@ -23,6 +23,10 @@ UNAUTHENTICATED_PLACE_MS: Final = 1_000
 """How long at least one that does not become a member takes a place: it bounds how many TLS
 handshakes an address can make the coordinator compute."""
 HANDSHAKE_TIMEOUT_MS: Final = 5_000
+CONTROL_CONNECTIONS: Final = 64
+"""To the control port, from this machine, those with the token among them."""
+RESERVED_FILES: Final = 64
+"""Descriptors that no connection gets: without them nothing could be written any more."""
 HEARTBEAT_INTERVAL_MS: Final = 1_000
 TICK_MS: Final = 100
 """How often leases are looked at."""

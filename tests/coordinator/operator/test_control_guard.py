@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import resource
 import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +19,8 @@ from coordinator.members.credentials import Credentials
 from coordinator.operator.control import ControlPort
 from coordinator.operator.control_client import control_token, request
 from coordinator.operator.page_server import PAGE_PATHS
+from coordinator.service.listener import Draining
+from protocol.base import limits
 from protocol.base.errors import ExitCode, NotAuthorised
 from protocol.host.secret_file import control_token_file, state_home
 from tests.event_loop import on_uvloop
@@ -195,3 +200,61 @@ async def test_a_command_without_the_token_says_what_to_do(tmp_path, monkeypatch
         kept.chmod(0o600)
         monkeypatch.setenv("SAMESTEP_CONTROL_TOKEN_FILE", str(kept))
         assert (await request(address, "GET", "/status"))["phase"] == "idle"
+
+
+@asynccontextmanager
+async def half_sent(control: ControlPort, count: int) -> AsyncIterator[list[asyncio.StreamReader]]:
+    """Requests that never end, by someone without the token."""
+    streams = [await asyncio.open_connection(*control.address) for _ in range(count)]
+    for _, writer in streams:
+        writer.write(b"POST /halt HTTP/1.1\r\nHost: 127.0.0.1\r\n")
+    yield [reader for reader, _ in streams]
+    for _, writer in streams:
+        writer.transport.abort()
+
+
+async def sent_away(reader: asyncio.StreamReader) -> bool:
+    with contextlib.suppress(ConnectionResetError):
+        return await reader.read() == b""
+    return True
+
+
+@on_uvloop
+async def test_half_sent_requests_take_few_places_and_keep_nobody_out(tmp_path):
+    async with port(tmp_path) as control:
+        bearer = {"Authorization": f"Bearer {control.guard.token}"}
+        async with aiohttp.ClientSession(headers=bearer) as operator:
+            url = f"http://127.0.0.1:{control.address[1]}"
+            flood = half_sent(control, 3 * limits.CONTROL_CONNECTIONS)
+            async with operator.get(f"{url}/events") as events, flood as readers:
+                assert await sent_away(readers[0])
+                assert len(control.visitors) <= limits.CONTROL_CONNECTIONS
+                assert await ask(control, "GET", "/status", **bearer) == 200
+                control.reported(Draining())
+                assert b"draining" in await events.content.readuntil(b"\n\n")
+
+
+@on_uvloop
+async def test_who_shows_no_token_in_time_is_sent_away(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "HANDSHAKE_TIMEOUT_MS", 20)
+    async with port(tmp_path) as control:
+        async with half_sent(control, 1) as (reader,):
+            assert await sent_away(reader)
+        assert not len(control.visitors)
+
+
+@on_uvloop
+async def test_connections_leave_descriptors_for_the_log(tmp_path):
+    """Past the limit less the reserve a connection is closed, and a file can still be opened."""
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with port(tmp_path) as control:
+        next_one = os.dup(0)
+        os.close(next_one)
+        low = next_one + limits.RESERVED_FILES
+        resource.setrlimit(resource.RLIMIT_NOFILE, (low, usual[1]))
+        try:
+            async with half_sent(control, 1) as (reader,):
+                assert await sent_away(reader)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+        assert await ask(control, "GET", "/healthz") == 200
