@@ -115,6 +115,11 @@ class ScriptedProgram:
         """Not known."""
         return ""
 
+    @property
+    def parity(self) -> str:
+        """Nothing to compare."""
+        return ""
+
     def evaluate(self, batch: Batch) -> Sums:
         """Only counts: samples and parts."""
         return {"samples": batch.weight, "parts": 1}

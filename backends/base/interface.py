@@ -119,6 +119,10 @@ class Program(Protocol):
     def memory(self) -> str:
         """What it needs of the device's memory, in words; empty where that is not known."""
 
+    @property
+    def parity(self) -> str:
+        """How far its gradients are from torch's own, in words; empty where torch computes them."""
+
     def load(self, parameters: list[Array]) -> None:
         """Take these values of all trainable tensors: one flat array per block, copied."""
 

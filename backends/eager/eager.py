@@ -144,6 +144,11 @@ class EagerProgram:
         """Not known."""
         return ""
 
+    @property
+    def parity(self) -> str:
+        """Nothing to compare."""
+        return ""
+
     def evaluate(self, batch: Batch) -> Sums:
         """Evaluation sums of one batch.
 

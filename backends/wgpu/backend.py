@@ -11,6 +11,7 @@ from backends.wgpu.device.additions import differing_additions
 from backends.wgpu.device.device import Device
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.parity import Parity
 from backends.wgpu.program import VulkanProgram
 from protocol.base.errors import BackendUnavailable, SamestepError
 
@@ -81,10 +82,12 @@ class VulkanBackend:
             )
         template = Templates(not self.adapter.software, self.tuner.shader)
         program = VulkanProgram(self.device, trainable, template, adds=self.exact_additions)
+        parity = Parity(program, trainable, [example, *others])
         program.check(example)
         for other in others:
             program.warm_up(other)
         if trainable.evaluate is not None:
             for part in evaluations:
                 program.evaluate(part)
+        program.parity = parity.check()
         return program

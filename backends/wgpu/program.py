@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from backends.base.node_stream import Microbatch, NodeStream, added_on_host
 from backends.wgpu.capture.additivity import refuse_loss_that_does_not_add_up
 from backends.wgpu.capture.capture import Capture, capture_forward, capture_step
 from backends.wgpu.capture.stand_in import StandIn
+from backends.wgpu.capture.substitution import named_tensors
 from backends.wgpu.device.device import Buffer, Device
 from backends.wgpu.device.packing import from_words, pack, seed_words, tensor_words
 from backends.wgpu.device.running import Ready, Running, Submission, nothing, submissions
@@ -60,6 +62,7 @@ class VulkanProgram:
 
     Attributes:
         estimates: Of the memory of each plan so far.
+        parity: How far it is from torch; empty as long as that was not asked.
     """
 
     def __init__(
@@ -90,9 +93,14 @@ class VulkanProgram:
         self._adding = False
         """Whether a node is in work whose sums are on the device."""
         self._plans: dict[Any, Ready] = {}
+        self._captures: dict[Any, Capture] = {}
+        """Those that no plan was made of yet."""
+        self._once: Ready | None = None
+        """The last that was no plan of a step's or a forward's."""
         self._running: Running | None = None
         self._lock = threading.RLock()
         self.estimates: list[Estimate] = []
+        self.parity = ""
 
     @property
     def memory(self) -> str:
@@ -109,11 +117,71 @@ class VulkanProgram:
                 fit in the device's memory.
         """
         check_parameters(self._trainable)
-        capture, arrays = self._capture(example), _tensors(example)
+        capture, arrays = self._captured(example), _tensors(example)
         refuse_loss_that_does_not_add_up(
             self._weights.module, self._loss, arrays, capture.model_results
         )
         self._plans[_shapes(example)] = self._ready_step(capture)
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Of each tensor that the module has now, as the device is to have it, by all its names.
+
+        Those of frozen tensors are gone once the device has them.
+        """
+        return self._weights.values(named_tensors(self._weights.module))
+
+    def capture(self, batch: Batch, *, closes: bool = True) -> Capture:
+        """Of a step of the module as it now is; `closes` as for `capture_step`."""
+        module, fuses = self._weights.module, self._template.fuses
+        there = named_tensors(module)
+        trained = [name for name in self._trained if name in there]
+        arrays = _tensors(batch)
+        return capture_step(module, self._loss, trained, arrays, fuses, closes=closes)
+
+    def take(self, batch: Batch, capture: Capture) -> None:
+        """Use this capture for batches like this one."""
+        self._captures[_shapes(batch)] = capture
+
+    def computed(self, batch: Batch, seed: int) -> dict[str, Array]:
+        """One microbatch: each gradient by name, and the loss as ""."""
+        found: dict[str, Array] = {}
+        for item in self.gradients([(batch, seed)]):
+            if isinstance(item, BlockGradient):
+                slices = self._blocks[item.block].slices()
+                found |= {tensor.name: item.values[place] for tensor, place in slices}
+            elif isinstance(item, Loss):
+                found[""] = np.array([item.loss_sum], np.float32)
+        return found
+
+    def computed_once(self, capture: Capture, batch: Batch, seed: int) -> dict[str, Array]:
+        """The same of a capture that is no plan of the program's."""
+        there = named_tensors(self._weights.module)
+        trained = [name for name in self._trained if name in there]
+        counts = [len(self._weights.tables.get(name, "1")) for name in trained]
+        flat = self.run_once(capture, batch, seed, trained)
+        ends = np.cumsum([1, *counts])
+        found = {}
+        for name, first, end in zip(["", *trained], [0, *ends], ends, strict=False):
+            parts = [part for part in flat[first:end] if part is not None]
+            found[name] = np.concatenate(parts) if parts else np.zeros(there[name].numel(), "f4")
+        return found
+
+    def run_once(
+        self, capture: Capture, batch: Batch, seed: int, trained: Sequence[str] = ()
+    ) -> list[Array | None]:
+        """Each output of a capture, flat; None for zeros. `trained` as for `split_tables`."""
+        with self._lock:
+            if self._once is None or self._once.capture is not capture:
+                parts = sum(len(self._weights.tables.get(name, "1")) - 1 for name in trained)
+                groups = [list(range(len(capture.outputs) + parts))]
+                self._once = self._ready(capture, groups, trained)
+                self.estimates.pop()
+            ready = self._once
+            words = _packed(ready, batch.arrays, seed)
+            arrays = Running(self._device, ready.submissions, ready.upload, words).next()
+        assert arrays is not None
+        left = iter(arrays)
+        return [None if held is None else next(left) for held in ready.plan.outputs]
 
     def warm_up(self, batch: Batch) -> None:
         """Run a microbatch of another shape once: drivers compile shaders when they first run."""
@@ -203,6 +271,7 @@ class VulkanProgram:
             if self._running is not None:
                 self._running.stop()
             self._plans.clear()
+            self._once = None
             self._summing.clear()
             self._slots.clear()
             self._sums = self._zero = None
@@ -292,12 +361,11 @@ class VulkanProgram:
     def _step(self, batch: Batch) -> Ready:
         shapes = _shapes(batch)
         if shapes not in self._plans:
-            self._plans[shapes] = self._ready_step(self._capture(batch))
+            self._plans[shapes] = self._ready_step(self._captured(batch))
         return self._plans[shapes]
 
-    def _capture(self, batch: Batch) -> Capture:
-        module, fuses = self._weights.module, self._template.fuses
-        return capture_step(module, self._loss, self._trained, _tensors(batch), fuses)
+    def _captured(self, batch: Batch) -> Capture:
+        return self._captures.pop(_shapes(batch), None) or self.capture(batch)
 
     def _ready_step(self, capture: Capture) -> Ready:
         groups = [list(self._outputs_of(n)) for n in self._order()]
@@ -310,7 +378,8 @@ class VulkanProgram:
         """Lower, plan, and make all that the device needs."""
         base, constants = self._weights.base, self._weights.constants
         split_tables(capture, self._weights.tables, trained)
-        plan = lowered_plan(capture, base, constants, self._template, groups)
+        with _refused("make kernels of this model"):
+            plan = lowered_plan(capture, base, constants, self._template, groups)
         self.estimates.append(estimate(plan, self._weights.nbytes()))
         adapter, largest = self._device.adapter, self._largest_bytes
         refuse_what_does_not_fit(self.estimates, adapter.memory_bytes, largest, adapter.name)
@@ -319,7 +388,8 @@ class VulkanProgram:
         buffers = self._buffers(plan, upload)
         outputs = tuple(None if o is None else buffers[o] for o in plan.outputs)
         give_back_freed_memory()  # of the weights that were uploaded just now
-        parts = tuple(submissions(plan, buffers, self._device))
+        with _refused("have a kernel of this model compiled"):
+            parts = tuple(submissions(plan, buffers, self._device))
         return Ready(plan, capture, upload, parts, outputs)
 
     def _make_room(self) -> None:
@@ -365,6 +435,25 @@ class VulkanProgram:
                 found[slot] = self._device.buffer(sizes[slot])
                 self._slots.append(found[slot])
         return [found[slot] for slot in range(len(sizes))]
+
+
+@contextmanager
+def _refused(what: str) -> Iterator[None]:
+    """Turn what is no error of ours into one: a model that we do not foresee must end no worker.
+
+    Raises:
+        SamestepError: In one line, for anything that was raised.
+    """
+    try:
+        yield
+    except SamestepError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise SamestepError(
+            f"the vulkan backend cannot {what}: {type(error).__name__}: {reason}; use a cpu or "
+            "cuda worker for this model"
+        ) from error
 
 
 def _tensors(batch: Batch) -> dict[str, torch.Tensor]:

@@ -47,6 +47,8 @@ class WorkerReady(Fact):
     worker: str
     device: str
     backend: str
+    signature: str
+    """What decides its bits, and how far it is from torch, in words."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -448,7 +448,9 @@ class Run:
             self.members.remove(member.name)
             return refuse(member.name, refusal)
         member.now_ready(message)
-        return [Report(WorkerReady(member.name, member.device, member.backend))]
+        return [
+            Report(WorkerReady(member.name, member.device, member.backend, member.signature_text))
+        ]
 
     def _unready(self, member: Member, message: Unready, body: None = None) -> list[Action]:
         del body

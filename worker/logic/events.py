@@ -33,6 +33,7 @@ class Built:
     backend: str
     device: str
     memory: str = ""
+    parity: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,10 +231,11 @@ class Session:
             signature_text=event.signature_text,
         )
         memory = f"; memory: {event.memory}" if event.memory else ""
+        parity = f"; {event.parity}" if event.parity else ""
         return [
             Expect(manifest.blocks),
             Transmit(ready, manifest.to_bytes()),
-            Tell(f"run {self.run_id}: ready on {event.device}{memory}"),
+            Tell(f"run {self.run_id}: ready on {event.device}{memory}{parity}"),
         ]
 
     def _build_failed(self, event: events.BuildFailed) -> list[Action]:

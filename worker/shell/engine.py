@@ -195,7 +195,9 @@ class Engine:
             **library_versions(job.task.trainable.module),
             "subnormals": "kept" if job.keeps_subnormals else "flushed",
         }
-        text = ", ".join(f"{key} {value}" for key, value in sorted(traits.items()))
+        parity = job.program.parity
+        found = [f"probe {job.probe_digest[:12]}", *([parity] if parity else [])]
+        found += [f"{key} {value}" for key, value in sorted(traits.items())]
         self._emit(
             Built(
                 run_id=run_id,
@@ -204,10 +206,11 @@ class Engine:
                 step=job.replica.step,
                 state_digest=job.replica.state_digest(),
                 signature=signature_digest(traits, job.probe_digest),
-                signature_text=cut_text(f"probe {job.probe_digest[:12]}, {text}"),
+                signature_text=cut_text(", ".join(found)),
                 backend=cut_text(backend.info.backend, 64),
                 device=cut_text(backend.info.name, 64),
                 memory=job.program.memory,
+                parity=parity,
             )
         )
 

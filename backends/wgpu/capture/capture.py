@@ -94,6 +94,8 @@ def capture_step(
     trained: Sequence[str],
     arrays: Arrays,
     fuses: Fuses = written_out,
+    *,
+    closes: bool = True,
 ) -> Capture:
     """Loss and gradients of a training step.
 
@@ -103,6 +105,7 @@ def capture_step(
         trained: Names of the trainable tensors.
         arrays: Of the shapes and types to trace for; their values are not looked at.
         fuses: Which attention stays in one piece.
+        closes: Whether a call of a repeated layer is one node.
 
     Returns:
         Outputs of the graph: the loss, then for each name of `trained` its gradient or None.
@@ -132,7 +135,7 @@ def capture_step(
         prepared(module, train=True, fuses=fuses) as checkpoint,
         module.register_forward_hook(note),
     ):
-        trace = _Trace(module, frozenset(trained), checkpoint, fuses)
+        trace = _Trace(module, frozenset(trained), checkpoint, fuses, closes)
         captured = trace.capture(step, arrays)
     captured.model_results = tuple(found)
     return captured
@@ -210,6 +213,7 @@ class _Trace:
     trained: frozenset[str]
     checkpoint: bool
     fuses: Fuses
+    closes: bool = True
 
     def capture(
         self, function: Callable[[Arrays, Arrays], list[torch.Tensor | None]], arrays: Arrays
@@ -235,7 +239,7 @@ class _Trace:
                 closed = closed_layers(
                     self.module, next_seed, checkpoint=self.checkpoint, fuses=self.fuses
                 )
-                inside = stack.enter_context(closed)
+                inside = stack.enter_context(closed) if self.closes else []
                 stack.enter_context(Rewrites(seeds[0], self.fuses))
                 results = function(dict(zip(arrays, given, strict=True)), everywhere)
                 calls.extend(inside)

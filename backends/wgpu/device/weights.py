@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -69,6 +69,19 @@ class Weights:
         """The module's buffers, which never change."""
         parameters = {id(parameter) for parameter in self.module.parameters()}
         return {name: t for name, t in self._held.items() if id(t) not in parameters}
+
+    def values(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Of these tensors, as long as the host has them; a tensor of several names is one. What is
+        stored in fewer bits is what these stand for."""
+        found: dict[int, torch.Tensor] = {}
+        wanted = {name: self._held[name] for name in names}
+        for name, held in wanted.items():
+            if id(held) not in found:
+                parts = [str(part) for part in self.tables.get(name, ())] or [name]
+                stored = [x for part in parts if (x := self.base.value(part)) is not None]
+                value = torch.cat(stored) if stored else held.detach()
+                found[id(held)] = value.float() if value.is_floating_point() else value
+        return {name: found[id(held)] for name, held in wanted.items()}
 
     def nbytes(self) -> Mapping[str, int]:
         """What each tensor, and each part of a table, takes on the device."""

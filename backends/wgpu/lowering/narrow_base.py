@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from backends.base.frozen_base import STORAGE, frozen_base
-from backends.base.quantise import Quantised, quantise, stored_bytes
+from backends.base.quantise import Quantised, dequantise, quantise, stored_bytes
 from backends.wgpu.capture.capture import Capture, Kind
 from backends.wgpu.graph.opaque import LAYER_FORWARD
 from backends.wgpu.graph.table_parts import Tables
@@ -82,6 +82,11 @@ class NarrowBase(BaseLayout):
         for name in tables.keys() & self._stored.keys():
             whole = self._stored.pop(name)
             self._stored |= {str(part): whole.part(part.first, part.end) for part in tables[name]}
+
+    def value(self, name: str) -> torch.Tensor | None:
+        """What a stored weight stands for; None for what stays float32 or is on the device."""
+        stored = self._stored.get(name)
+        return None if stored is None else torch.from_numpy(dequantise(stored))
 
     def take_words(self, name: str) -> NDArray[np.uint32] | None:
         """A stored weight as it is uploaded, which is once; None for what stays float32."""

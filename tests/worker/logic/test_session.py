@@ -118,6 +118,14 @@ def test_what_a_task_needs_of_the_devices_memory_is_told_where_it_is_known():
         assert ("memory" in told) == bool(known)
 
 
+def test_how_far_a_device_is_from_torch_is_told_where_it_was_compared():
+    session = welcomed()
+    session.receive(*start_run())
+    actions = session.result(replace(built(), parity="gradients within 1e-06 of torch's"))
+    (told,) = [action.text for action in actions if isinstance(action, act.Tell)]
+    assert told.endswith("; gradients within 1e-06 of torch's")
+
+
 def test_what_it_is_doing_is_one_line():
     session = welcomed()
     assert session.status() == "ann: waiting for a run"

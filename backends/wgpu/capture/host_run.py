@@ -1,0 +1,137 @@
+"""The training step itself, as torch computes it on the CPU: what a program is compared with.
+
+Nothing of a capture is used but which layer calls draw from which seed: the device's masks of
+dropout are its own, so torch's side draws the same words by `backends.wgpu.graph.reference`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from backends.wgpu.capture.attention import written_out
+from backends.wgpu.capture.capture import Arrays
+from backends.wgpu.capture.layer_call import LayerCall, repeated_layers
+from backends.wgpu.capture.rewrites import Rewrites
+from backends.wgpu.capture.substitution import substituted
+from backends.wgpu.graph import reference
+
+Loss = Callable[[Any, Arrays], torch.Tensor]
+
+
+class HostStep:
+    """A step on the CPU.
+
+    Args:
+        module: The model; it is not changed.
+        loss: Gives the summed loss.
+        values: Of each of the module's tensors, under every name it has.
+        trained: Names of the trainable tensors.
+        calls: The layer calls of the step's capture.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Loss,
+        values: Mapping[str, torch.Tensor],
+        trained: Sequence[str],
+        calls: Sequence[LayerCall],
+    ) -> None:
+        reference.register()
+        self._module = module
+        self._loss = loss
+        self._trained = trained
+        self._calls = calls
+        leaves: dict[int, torch.Tensor] = {}
+        wanted = {id(values[name]) for name in trained}
+        for value in values.values():
+            leaf = value.detach().requires_grad_(id(value) in wanted)
+            leaves.setdefault(id(value), leaf)
+        self._values = {name: leaves[id(value)] for name, value in values.items()}
+
+    def run(self, arrays: Arrays, seeds: torch.Tensor) -> list[torch.Tensor]:
+        """One microbatch.
+
+        Args:
+            arrays: Its arrays.
+            seeds: (count, 2) int32, as the program is given them.
+
+        Returns:
+            The loss, then each trained tensor's gradient; zeros where the loss does not reach.
+        """
+        wanted = [self._values[name] for name in self._trained]
+        grads: Sequence[torch.Tensor | None] = [None] * len(wanted)
+        with ExitStack() as stack:
+            stack.enter_context(_training(self._module))
+            stack.enter_context(substituted(self._module, self._values))
+            stack.enter_context(self._layers_draw(iter(seeds[1:])))
+            stack.enter_context(_Draws(seeds[0]))
+            stack.enter_context(torch.enable_grad())
+            value = self._loss(self._module, arrays)
+            if value.requires_grad:
+                grads = torch.autograd.grad(value, wanted, allow_unused=True)
+        pairs = zip(grads, wanted, strict=True)
+        found = (torch.zeros_like(leaf) if grad is None else grad for grad, leaf in pairs)
+        return [value.detach(), *(each.detach() for each in found)]
+
+    @contextmanager
+    def _layers_draw(self, seeds: Iterator[torch.Tensor]) -> Iterator[None]:
+        """While it is entered, the calls that a capture closes draw from seeds of their own."""
+        calls = list(self._calls)[::-1]
+
+        def wrap(path: str, layer: nn.Module) -> None:
+            forward = layer.forward
+
+            def run(*args: Any, **kwargs: Any) -> Any:
+                if not calls or calls[-1].path != path:  # one that could not be closed
+                    return forward(*args, **kwargs)
+                if not calls.pop().draws:
+                    return forward(*args, **kwargs)
+                with _Draws(next(seeds)):
+                    return forward(*args, **kwargs)
+
+            layer.forward = run
+
+        layers = dict(repeated_layers(self._module, ""))
+        try:
+            for path, layer in layers.items():
+                wrap(path, layer)
+            yield
+        finally:
+            for layer in layers.values():
+                vars(layer).pop("forward", None)
+
+
+class _Draws(Rewrites):
+    """What is random is the program's; attention that draws nothing is torch's own."""
+
+    def __init__(self, seed: torch.Tensor) -> None:
+        super().__init__(seed, written_out)
+
+    def _attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        drop = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+        if drop == 0.0:
+            return nn.functional.scaled_dot_product_attention(*args, **kwargs)
+        return super()._attention(*args, **kwargs)
+
+
+@contextmanager
+def _training(module: nn.Module) -> Iterator[None]:
+    """In training mode, without checkpoints, whose second forward would draw anew."""
+    modes = [(each, each.training) for each in module.modules()]
+    flags = [each for each in module.modules() if getattr(each, "gradient_checkpointing", False)]
+    try:
+        module.train()
+        for each in flags:
+            each.gradient_checkpointing = False  # type: ignore[assignment]
+        yield
+    finally:
+        for each in flags:
+            each.gradient_checkpointing = True  # type: ignore[assignment]
+        for each, mode in modes:
+            each.training = mode

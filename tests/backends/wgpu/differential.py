@@ -1,0 +1,199 @@
+"""A random module on the device against torch on the CPU: forward, loss, backward, twice."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from backends.base.interface import Batch, Trainable
+from backends.wgpu.capture.host_run import HostStep
+from backends.wgpu.capture.substitution import named_tensors
+from backends.wgpu.device.device import Device
+from backends.wgpu.device.matmul_tuning import MatmulTuner
+from backends.wgpu.device.packing import seed_words
+from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.parity import rounded_otherwise
+from backends.wgpu.program import VulkanProgram
+from protocol.base.errors import SamestepError
+from tests.backends.wgpu.random_programs import MOST_ELEMENTS, Text, data_of, make
+from worker.models.blocks import cut_into_blocks
+
+WITHIN: Final = 1e-4
+_ROUNDINGS: Final = 50
+"""How many times torch's own rounding errors the device's may be."""
+
+
+class Untakable(Exception):
+    """Torch itself does not take the program, or it has nothing to train."""
+
+
+class Wrong(AssertionError):
+    """The device gives other numbers, or crashes."""
+
+
+class Model(nn.Module):
+    """The program once, or as layers of a model."""
+
+    def __init__(self, program: type[nn.Module], layers: int, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        if layers:
+            self.layers = nn.ModuleList(program(number) for number in range(layers))
+        else:
+            self.only = program()
+
+    def forward(self, x: torch.Tensor, n: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+        if hasattr(self, "only"):
+            found: list[torch.Tensor] = self.only(x, n, b)
+            return found
+        for layer in self.layers:
+            results = layer(x, n, b)
+            x = x + 0.1 * sum(each.mean() for each in results)
+        return [x, *results]
+
+
+def loss_of(module: Any, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """No two elements of a result count the same."""
+    total: Any = 0.0
+    for result in module(arrays["x"], arrays["n"], arrays["b"]):
+        weights = arrays["weights"][: result.numel()].reshape(result.shape)
+        total = total + (result * weights).sum()
+    return torch.as_tensor(total)
+
+
+def compare(device: Device, text: Text) -> str:
+    """What came of it: "agreed", or the refusal.
+
+    Raises:
+        Untakable: See there.
+        Wrong: Numbers differ, or something is raised that is no refusal.
+    """
+    program = make(text.module())
+    return compare_class(
+        device, program, shape=text.shape, seed=text.seed, layers=text.layers,
+        special=text.special,
+    )  # fmt: skip
+
+
+def compare_class(
+    device: Device,
+    program: type[nn.Module],
+    *,
+    shape: tuple[int, ...],
+    seed: int,
+    layers: int = 0,
+    special: str = "",
+) -> str:
+    """As `compare`, of a class."""
+    module = Model(program, layers, seed)
+    weights = torch.arange(MOST_ELEMENTS, dtype=torch.float32).mul(0.7).cos() + 0.3
+    batches = [data_of(shape, seed + more, special) | {"weights": weights} for more in range(2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            blocks = cut_into_blocks(module)
+            for batch in batches:
+                loss_of(module, batch).backward()
+        except Exception as error:
+            raise Untakable(str(error)) from error
+        module.zero_grad()
+        return _compared(device, module, blocks, batches)
+
+
+def _compared(
+    device: Device, module: nn.Module, blocks: Any, batches: Sequence[Mapping[str, torch.Tensor]]
+) -> str:
+    template = Templates(not device.adapter.software, MatmulTuner(device).shader)
+    try:
+        compiled = VulkanProgram(device, Trainable(blocks, module, loss_of), template, adds=True)
+        with contextlib.closing(compiled):
+            for number, batch in enumerate(batches):
+                given = Batch({name: value.numpy() for name, value in batch.items()}, 1.0)
+                capture = compiled.capture(given)
+                compiled.take(given, capture)
+                got = compiled.computed(given, number)
+                _check(module, batch, got, capture, number)
+    except SamestepError as error:
+        words = str(error)
+        if "\n" in words or "wgpu" in words.lower():
+            raise Wrong(f"refused with other than one line of ours: {words}") from error
+        return words
+    except Wrong:
+        raise
+    except Exception as error:
+        raise Wrong(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+    return "agreed"
+
+
+def _check(
+    module: nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    got: Mapping[str, Any],
+    capture: Any,
+    seed: int,
+) -> None:
+    names = [name for name in got if name]
+    values = named_tensors(module)
+    seeds = torch.from_numpy(seed_words(seed, capture.seeds).view(np.int32).copy())
+    nearly = [values, *(rounded_otherwise(values, number) for number in (1, 2))]
+    steps = [HostStep(module, loss_of, each, names, capture.calls) for each in nearly]
+    inputs = [{**batch, "x": x} for x in _nearly(batch["x"])]
+    expected, *others = (step.run(given, seeds) for step, given in zip(steps, inputs, strict=True))
+    scale = max(_size(value) for value in expected[1:])
+    for place, name in enumerate(["", *names]):
+        wanted = expected[place].flatten().double().numpy()
+        near = [other[place].flatten().double().numpy() for other in others]
+        floor = 1e-3 * scale if place else 0.0
+        _check_one(name or "the loss", got[name].astype(np.float64), wanted, near, floor)
+
+
+def _nearly(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The input, and such as differ from it in the last bits: what comes of these is no error."""
+    yield x
+    for seed in range(2):
+        yield x * (1 + 3e-7 * torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
+
+
+def _size(value: torch.Tensor) -> float:
+    finite = value[torch.isfinite(value)]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _check_one(name: str, got: Any, wanted: Any, near: Sequence[Any], floor: float) -> None:
+    with np.errstate(all="ignore"):
+        if any((np.isfinite(one) != np.isfinite(wanted)).any() for one in near):
+            return  # torch itself is on the edge
+        spread = max(np.nanmax(np.abs(one - wanted), initial=0.0) for one in near)
+        finite = np.isfinite(wanted)
+        size = max(np.max(np.abs(wanted[finite]), initial=0.0), floor)
+        allowed = WITHIN * size + _ROUNDINGS * spread + 1e-6
+        same = np.array_equal(got[~finite], wanted[~finite], equal_nan=True)
+        apart = np.abs(got[finite] - wanted[finite])
+    if not same or not (apart <= allowed).all():
+        raise Wrong(
+            f"{name}: torch gives {_few(wanted)}, the device {_few(got)} (allowed {allowed:.2g})"
+        )
+
+
+def _few(values: Any) -> str:
+    return np.array2string(values[:8], precision=6, max_line_width=200).replace("\n", "")
+
+
+def repeat(program: type[nn.Module], **options: Any) -> None:
+    """For a program's text: compare again, and say what came of it."""
+    from backends.wgpu.device.adapters import adapters
+
+    found = adapters()
+    assert not isinstance(found, str), found
+    device = Device(found[0])
+    try:
+        sys.stdout.write(f"{compare_class(device, program, **options)}\n")
+    finally:
+        device.close()

@@ -1,0 +1,295 @@
+"""Random small torch modules, as the text of a Python file that repeats what was found.
+
+A program grows one line at a time. Each line is an operator of `operators.txt` on values that are
+there; it is run at once, on real tensors, so that a program is one that torch takes, and every
+shape is known without a rule for it here.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from hypothesis import strategies as st
+
+MOST_ELEMENTS: Final = 600
+_WHOLE: Final = {torch.int64, torch.int32, torch.uint8, torch.int16, torch.int8}
+
+
+def _sections(text: str) -> Iterator[list[str]]:
+    """The operators of each section, as often as it says."""
+    for section in text.split("\n[")[1:]:
+        head, *lines = section.splitlines()
+        times = int(head.rstrip("]").rpartition(":")[2])
+        yield from [[line for line in lines if line]] * times
+
+
+_CHOICES: Final = [*_sections((Path(__file__).parent / "operators.txt").read_text("utf-8"))]
+_NUMBERS: Final = (0.5, -1.5, 2.0, 0.1, -0.3, 3.0)
+_HOLES: Final = re.compile(r"\{([a-z])\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A program.
+
+    Attributes:
+        init: Lines that make its parts.
+        forward: Lines that compute.
+        results: Names of what it gives.
+        shape: Of the input x, n and b.
+        seed: Of weights and data.
+        layers: How often it is repeated, as layers of a model; 0 for a model of its own.
+        special: A value that stands in the data once; None for none.
+    """
+
+    init: tuple[str, ...]
+    forward: tuple[str, ...]
+    results: tuple[str, ...]
+    shape: tuple[int, ...]
+    seed: int
+    layers: int = 0
+    special: str = ""
+
+    def module(self) -> str:
+        """The class, as text."""
+        lines = ["class Program(nn.Module):", "    def __init__(self, number=0):"]
+        lines += ["        super().__init__()", "        self.number = self.layer_idx = number"]
+        lines += [f"        {line}" for line in self.init]
+        lines += ["", "    def forward(self, x, n, b):"]
+        lines += [f"        {line}" for line in self.forward]
+        return "\n".join([*lines, f"        return [{', '.join(self.results)}]", ""])
+
+    def __str__(self) -> str:
+        options = f"shape={self.shape}, seed={self.seed}, layers={self.layers}"
+        return (
+            "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n"
+            "from tests.backends.wgpu.differential import repeat\n\n\n"
+            f"{self.module()}\n\nrepeat(Program, {options}, special={self.special!r})\n"
+        )
+
+
+def make(text: str) -> type[torch.nn.Module]:
+    """The class that a program's text defines."""
+    names: dict[str, Any] = {"torch": torch, "nn": torch.nn, "F": torch.nn.functional}
+    exec(text, names)
+    made: type[torch.nn.Module] = names["Program"]
+    return made
+
+
+@dataclass(slots=True)
+class _Growing:
+    """Values that are there so far."""
+
+    module: Any
+    names: dict[str, Any]
+    init: list[str] = field(default_factory=list)
+    forward: list[str] = field(default_factory=list)
+
+    def of(self, dtypes: set[torch.dtype]) -> list[str]:
+        return [
+            name for name, value in self.names.items()
+            if isinstance(value, torch.Tensor) and value.dtype in dtypes
+        ]  # fmt: skip
+
+    def tensor(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = eval(name, self.names)
+        return found
+
+    def run(self, line: str, to: list[str]) -> bool:
+        """Whether torch takes the line; then it is part of the program."""
+        before = dict(self.names)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                exec(line, self.names)
+        except Exception:  # noqa: BLE001 -- whatever torch raises, it does not take it
+            self.names.clear()
+            self.names.update(before)
+            return False
+        to.append(line)
+        return True
+
+
+def _filled(draw: Any, template: str, growing: _Growing) -> tuple[str, str] | None:
+    found: dict[str, str] = {}
+    floats = growing.of({torch.float32})
+    lately = floats[-3:]
+    first = draw(st.sampled_from(lately if draw(st.integers(0, 3)) else floats))
+    like = growing.tensor(first)
+    size = max(like.dim(), 1)
+
+    def hole(match: re.Match[str]) -> str:
+        kind = match[1]
+        if kind not in found:
+            found[kind] = str(_hole(draw, kind, growing, first, like, size))
+        return found[kind]
+
+    try:
+        return first, _HOLES.sub(hole, template)
+    except LookupError:
+        return None
+
+
+def _hole(  # noqa: PLR0917
+    draw: Any, kind: str, growing: _Growing, first: str, like: torch.Tensor, size: int
+) -> object:
+    if kind in "fv":
+        return first
+    if kind == "g":
+        floats = growing.of({torch.float32})
+        fitting = [x for x in floats if _goes_with(growing.tensor(x), like)]
+        return draw(st.sampled_from(fitting or floats))
+    if kind in "nb":
+        there = growing.of(_WHOLE if kind == "n" else {torch.bool})
+        fitting = [x for x in there if _goes_with(growing.tensor(x), like)]
+        if not there:
+            raise LookupError
+        return draw(st.sampled_from(fitting or there))
+    if kind in "de":
+        return draw(st.integers(-size, size - 1))
+    if kind == "w":
+        return like.shape[-1] if like.dim() else 1
+    if kind == "o":
+        return like.shape[0] if like.dim() else 1
+    if kind == "r":
+        return _reshaped(draw, like.numel())
+    if kind in "hi":  # of the second dimension, and of the last but one
+        return like.shape[1 if kind == "h" else -2]
+    simple: dict[str, Any] = {
+        "k": st.integers(1, 3),
+        "z": st.integers(0, 2),
+        "s": st.integers(-3, 5),
+        "c": st.sampled_from(_NUMBERS),
+        "p": st.sampled_from((0.1, 0.5, 0.0)),
+        "t": st.booleans(),
+    }
+    return draw(simple[kind])
+
+
+def _goes_with(one: torch.Tensor, other: torch.Tensor) -> bool:
+    try:
+        torch.broadcast_shapes(one.shape, other.shape)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _reshaped(draw: Any, elements: int) -> tuple[int, ...]:
+    factors = [k for k in range(1, elements + 1) if elements % k == 0] or [1]
+    one = draw(st.sampled_from(factors))
+    return (one, elements // one) if draw(st.booleans()) else (elements // one, 1, one)
+
+
+def _called(draw: Any, name: str, part: str, like: str, growing: _Growing) -> str | None:
+    """How a part is used."""
+    if part.startswith("nn.Embedding"):
+        numbers = growing.of({torch.int64})
+        if not numbers:
+            return None
+        return f"{name}({draw(st.sampled_from(numbers))}.clamp(0, 3))"
+    if part.startswith("nn.MultiheadAttention"):
+        return f"{name}({like}, {like}, {like})[0]"
+    if part.startswith("nn.Bilinear"):
+        return f"{name}({like}, {like})"
+    more = "[0]" if part.startswith(("nn.LSTM", "nn.GRU", "nn.RNN(")) else ""
+    return f"{name}({like}){more}"
+
+
+def _grow(draw: Any, growing: _Growing, number: int) -> None:
+    """One line, or none if torch does not take what was drawn."""
+    group = draw(st.sampled_from(_CHOICES))
+    template = draw(st.sampled_from(group))
+    new = f"v{number}"
+    filled = _filled(draw, template, growing)
+    if filled is None:
+        return
+    like, line = filled
+    if line.startswith("nn."):
+        name = f"self.m{number}"
+        if not growing.run(f"{name} = {line}", growing.init):
+            return
+        called = _called(draw, name, line, like, growing)
+        if called is None or not growing.run(f"{new} = {called}", growing.forward):
+            growing.init.pop()
+            delattr(growing.module, f"m{number}")
+    elif "{v}" in template:
+        changed = line.split(".", 1)[0].split("[", 1)[0]
+        if changed[0] != "v" or draw(st.booleans()):
+            growing.run(f"{new} = {changed} * 1", growing.forward)
+            line = re.sub(rf"\b{changed}\b", new, line, count=1)
+        growing.run(line, growing.forward)
+    else:
+        growing.run(f"{new} = {line}", growing.forward)
+    made = growing.names.get(new)
+    if made is not None and (
+        not isinstance(made, torch.Tensor) or not 0 < made.numel() <= MOST_ELEMENTS
+    ):
+        del growing.names[new]
+        growing.forward.pop()
+
+
+def data_of(shape: tuple[int, ...], seed: int, special: str = "") -> dict[str, torch.Tensor]:
+    """A microbatch: floats, small whole numbers, truth values."""
+    draws = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=draws) * 1.5
+    if special:
+        x.view(-1)[x.numel() // 2] = float(special)
+    n = torch.randint(0, 4, shape, generator=draws)
+    return {"x": x, "n": n, "b": torch.rand(shape, generator=draws) > 0.4}
+
+
+@st.composite
+def programs(draw: Any, most_lines: int = 8) -> Text:
+    """A program that torch takes, forward."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
+    seed = draw(st.integers(0, 9999))
+    layers = draw(st.sampled_from((0, 0, 0, 0, 3)))
+    special = draw(st.sampled_from(("",) * 12 + ("nan", "inf", "-inf", "1e30", "-0.0")))
+    torch.manual_seed(seed)
+    module = torch.nn.Module()
+    module.number = module.layer_idx = 0  # type: ignore[assignment]
+    names: dict[str, Any] = {"torch": torch, "nn": torch.nn, "F": torch.nn.functional}
+    growing = _Growing(module, names | {"self": module} | data_of(shape, seed, special))
+    for number in range(draw(st.integers(1, 2))):
+        sizes = shape[draw(st.integers(0, len(shape) - 1)) :]
+        growing.run(f"self.p{number} = nn.Parameter(torch.randn{sizes})", growing.init)
+        growing.run(f"w{number} = self.p{number}", growing.forward)
+    growing.run("v0 = x * w0", growing.forward)
+    lines = draw(st.integers(1, most_lines))
+    for number in range(1, 3 * lines + 1):
+        if len(growing.forward) > lines + 2:
+            break
+        _grow(draw, growing, number)
+    floats = [name for name in growing.of({torch.float32}) if name.startswith("v")]
+    results = tuple(floats[-3:])
+    if not any(growing.tensor(name).requires_grad for name in results):
+        results = (*results, next(n for n in floats[::-1] if growing.tensor(n).requires_grad))
+    return Text(tuple(growing.init), tuple(growing.forward), results, shape, seed, layers, special)
+
+
+def shrunk(text: Text, still: Callable[[Text], bool]) -> Text:
+    """With as few results and lines as it takes for `still` to hold."""
+    for smaller in _smaller(text):
+        if still(smaller):
+            return shrunk(smaller, still)
+    return text
+
+
+def _smaller(text: Text) -> Iterator[Text]:
+    if text.layers:
+        yield replace(text, layers=0)
+    if text.special:
+        yield replace(text, special="")
+    for name in text.results:
+        if len(text.results) > 1:
+            yield replace(text, results=(name,))
+    for kind in ("forward", "init"):
+        lines = getattr(text, kind)
+        for number in reversed(range(len(lines))):
+            yield replace(text, **{kind: lines[:number] + lines[number + 1 :]})

@@ -1,0 +1,177 @@
+"""A device that computes otherwise than torch is refused before a run, and the operator named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from backends.base.interface import Batch, Trainable
+from backends.wgpu import parity
+from backends.wgpu.backend import VulkanBackend
+from backends.wgpu.device.adapters import adapters
+from backends.wgpu.lowering.elementwise import ELEMENTWISE
+from protocol.base.errors import SamestepError
+from tests.backends.wgpu.small_models import (
+    bert,
+    class_loss,
+    labelled,
+    llama,
+    next_token_loss,
+    qwen3_with_lora,
+    text,
+    trainable,
+)
+from worker.models.blocks import cut_into_blocks
+
+_aten = torch.ops.aten
+
+
+@pytest.fixture(scope="module")
+def backend():
+    if isinstance(why := adapters(), str):
+        pytest.skip(why)
+    return VulkanBackend()
+
+
+def compared(backend: VulkanBackend, job: Trainable, *batches: Batch) -> str:
+    example, *others = batches
+    program = backend.compile(job, example, others)
+    program.close()
+    return program.parity
+
+
+def test_a_whole_model_with_dropout_is_compared_in_two_shapes(backend):
+    found = compared(backend, trainable(bert(dropout=0.2), class_loss), labelled(), labelled(2))
+    assert found.startswith("gradients within ")
+    assert float(found.split()[2]) < 1e-5
+    assert "(all; " in found
+
+
+@pytest.mark.parametrize("base", ["float32", "int4"])
+def test_of_a_model_that_torch_would_take_long_for_a_part_is_compared(backend, base, monkeypatch):
+    """With its frozen weights as the device stores them; all layers are there again afterwards."""
+    monkeypatch.setattr(parity, "_BUDGET_S", 0.0)
+    model = qwen3_with_lora(num_hidden_layers=4)
+    job = trainable(model, next_token_loss, base_dtype=base)
+    found = compared(backend, job, text())
+    assert "(3 layers, 1 samples; " in found
+    assert float(found.split()[2]) < 1e-5
+    assert job.module is not None
+    assert {n for n, _ in job.module.named_parameters()} == {n for n, _ in model.named_parameters()}
+
+
+class Layer(nn.Module):
+    """Computes with a number that it keeps to itself."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.factor = lambda: factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x)) * self.factor()
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(0.5) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def squares(module: nn.Module, arrays: Any) -> torch.Tensor:
+    result: torch.Tensor = module(arrays["x"])
+    return (result**2).sum()
+
+
+def vectors(samples: int = 5) -> Batch:
+    x = np.random.default_rng(0).normal(0, 1, (samples, 4)).astype(np.float32)
+    return Batch({"x": x}, float(samples))
+
+
+def job_of(module: nn.Module, loss: Callable[..., torch.Tensor] = squares) -> Trainable:
+    return Trainable(cut_into_blocks(module), module, loss)
+
+
+def test_a_wrong_operator_is_named_with_its_module(backend, monkeypatch):
+    rule = ELEMENTWISE[_aten.tanh.default]
+    monkeypatch.setitem(ELEMENTWISE, _aten.tanh.default, lambda *given: f"({rule(*given)} * 1.001)")
+    monkeypatch.setattr("backends.wgpu.lowering.kernels._RULES", ELEMENTWISE)
+    with pytest.raises(SamestepError) as refused:
+        compared(backend, job_of(Layers()), vectors())
+    assert "the vulkan backend computes " in str(refused.value)
+    assert "its 'tanh.default', which gives shape [5, 4] in layers.0;" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+class Counting(Layers):
+    """Its forward depends on how often it was called."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * float(self.calls)
+
+
+def test_what_a_trace_freezes_is_found(backend):
+    with pytest.raises(SamestepError, match="is allowed: in torch, too, it gives other numbers"):
+        compared(backend, job_of(Counting()), vectors())
+
+
+def test_what_is_not_finite_must_be_so_in_both():
+    one = {"": np.array([1.0]), "w": np.array([np.nan, 1.0, np.inf])}
+    assert parity.difference(one, one) == ("", 0.0)
+    other = {**one, "w": np.array([np.nan, 1.0, 3.0])}
+    assert parity.difference(one, other) == ("w", np.inf)
+    assert parity.difference(other, one) == ("w", np.inf)
+
+
+def test_what_is_zero_in_exact_arithmetic_may_be_rounding():
+    one = {"": np.array([1.0]), "w": np.array([1.0, 1.0]), "b": np.array([1e-8])}
+    _, apart = parity.difference(one, {**one, "b": np.array([-1e-8])})
+    assert apart < parity.WITHIN
+    name, apart = parity.difference(one, {**one, "b": np.array([1e-3])})
+    assert name == "b"
+    assert apart > parity.WITHIN
+
+
+class Saturated(nn.Module):
+    """A norm over two numbers gives 1 and -1 whatever they are: its gradient is rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shift = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm((x + self.shift).unflatten(-1, (2, 2)), (2,)) ** -2
+
+
+def test_torchs_own_rounding_is_no_fault_of_the_device(backend):
+    assert compared(backend, job_of(Saturated()), vectors())
+
+
+def test_one_microbatch_is_also_taken_in_the_opposite_order(backend):
+    assert compared(backend, trainable(llama(), next_token_loss), text(samples=2))
+
+
+def test_whatever_lowering_raises_is_one_line_of_ours(backend, monkeypatch):
+    def rule(*_: object) -> str:
+        raise ZeroDivisionError("no\nsuch thing")
+
+    monkeypatch.setattr(
+        "backends.wgpu.lowering.kernels._RULES", {**ELEMENTWISE, _aten.tanh.default: rule}
+    )
+    with pytest.raises(SamestepError, match=r"cannot make kernels .*: ZeroDivisionError: no such"):
+        compared(backend, job_of(Layers()), vectors())

@@ -1,0 +1,68 @@
+"""Random modules agree with torch or are refused in one line: no wrong number, no driver's words.
+
+`SAMESTEP_PROGRAMS` says how many (40 in a plain run, always the same ones), `SAMESTEP_FIRST` which
+part of them comes first. In parts, so that several processes share them:
+
+    SAMESTEP_PROGRAMS=50000 python -m pytest --dist load tests/backends/wgpu/test_random_programs.py
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Final
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from tests.backends.wgpu.differential import Untakable, Wrong, compare
+from tests.backends.wgpu.random_programs import Text, programs, shrunk
+
+PROGRAMS: Final = int(os.environ.get("SAMESTEP_PROGRAMS", "40"))
+FIRST: Final = int(os.environ.get("SAMESTEP_FIRST", "0"))
+PER_PART: Final = 20
+LEAST_AGREEING: Final = 0.25
+"""Of all: what refuses everything is never wrong."""
+
+
+def wrong(device, text: Text) -> str:
+    """What is wrong with it; empty if nothing is."""
+    try:
+        compare(device, text)
+    except Wrong as error:
+        return str(error)
+    except Untakable:
+        return ""
+    return ""
+
+
+def complaint(device, text: Text) -> str:
+    """With the shortest program that shows it."""
+    least = shrunk(text, lambda shorter: bool(wrong(device, shorter)))
+    return f"{wrong(device, least)}; as a program that repeats it:\n\n{least}"
+
+
+@pytest.mark.parametrize("part", range(FIRST, FIRST + -(-PROGRAMS // PER_PART)))
+def test_a_random_module_agrees_with_torch_or_is_refused(device, part):
+    found: Counter[bool] = Counter()
+    seen: set[str] = set()
+
+    @seed(part)
+    @settings(
+        max_examples=2 * PER_PART, deadline=None, database=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(programs())
+    def tried(text: Text) -> None:
+        if len(seen) == PER_PART or str(text) in seen:
+            return
+        seen.add(str(text))
+        try:
+            found[compare(device, text) == "agreed"] += 1
+        except Wrong:
+            pytest.fail(complaint(device, text), pytrace=False)
+        except Untakable:
+            pass
+
+    tried()
+    assert found[True] >= LEAST_AGREEING * sum(found.values()), found
