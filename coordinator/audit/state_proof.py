@@ -115,9 +115,11 @@ class StateProof:
             if mine != theirs:
                 yield f"the log has {name} {mine}, the journal {theirs}"
         state = replica.state_digest()
+        figures = self._history.figures.get(logged.step)
         for name, known, found in (
-            ("log says the state", record.state_before, state),
-            ("journal says the state", told.state_before, state),
+            ("log says that the state", record.state_before, state),
+            ("journal says that the state", told.state_before, state),
+            ("figures in the journal say that the state", figures and figures.state_digest, state),
         ):
             if known is not None and known != found:
                 yield f"the {name} before had digest {known}, the replay has {found}"
@@ -151,6 +153,10 @@ class StateProof:
         end = self._history.end
         if self.replica is None or end is None or not self.reached_end:
             return
-        told = end[1].state_digest
-        if told is not None and told != self.replica.state_digest():
-            self.faults.append(f"the run ended with state {told}, the replay with another")
+        figures = self._history.figures.get(self.replica.step)
+        for what, told in (
+            ("the run ended with", end[1].state_digest),
+            ("the last figures are of", figures and figures.state_digest),
+        ):
+            if told is not None and told != self.replica.state_digest():
+                self.faults.append(f"{what} state {told}, the replay with another")

@@ -219,6 +219,7 @@ class HeldOutMeasured(Fact):
     event = "evaluated"
     step: int
     metrics: dict[str, float]
+    state_digest: str | None
 
     def fields(self) -> dict[str, object]:
         return {"step": self.step, **self.metrics}

@@ -765,7 +765,8 @@ class Run:
             return []
         self.metrics = self._evaluating.metrics(self._agreed.manifest.metrics)
         self.evaluation, self._evaluated_step = None, self.step
-        told: list[Action] = [Report(HeldOutMeasured(self.step, self.metrics))]
+        digest = progress.agreement.digest(self.step)
+        told: list[Action] = [Report(HeldOutMeasured(self.step, self.metrics, digest))]
         self._enter(RunPhase.TRAINING)
         ends = progress.all_committed or self._drain_asked
         return told + (self._end_if_done() if ends else self._begin_step())

@@ -68,8 +68,8 @@ def record_of(fact: Fact, run: Run) -> Record | None:
             return settled(manifest)
         case StepCommitted(record):
             return committed(record)
-        case HeldOutMeasured(step, metrics):
-            return Evaluated(epoch=run.epoch, step=step, metrics=metrics)
+        case HeldOutMeasured(step, metrics, digest):
+            return Evaluated(epoch=run.epoch, step=step, metrics=metrics, state_digest=digest)
         case RunHalted():
             return Halted.model_validate(fact.fields())
         case ViewBegins():

@@ -260,8 +260,8 @@ class Execution:
     def _report(self, fact: Fact) -> None:
         if isinstance(fact, TrainingStarted):
             self.started_s = self._machine.now_s()
-        if isinstance(fact, HeldOutMeasured):
-            self._keep_metrics(fact)
+        if isinstance(fact, HeldOutMeasured) and fact.state_digest is not None:
+            self._storage.keep_metrics(fact.step, fact.state_digest, fact.metrics)
         if fact.event:
             self._watcher.reported(fact, self.run.run_id)
 
@@ -271,11 +271,6 @@ class Execution:
         if record is not None and not self._closed:
             self._storage.record([record])
         self._report(fact)
-
-    def _keep_metrics(self, fact: HeldOutMeasured) -> None:
-        """With the checkpoint of the state that they are of, if that is known."""
-        if self.applied is not None and self.applied.step == fact.step:
-            self._storage.keep_metrics(fact.step, self.applied.state_digest, fact.metrics)
 
     def _dismiss(self, action: Dismiss) -> None:
         self._followers.discard(action.worker)

@@ -244,6 +244,8 @@ class Evaluated(Record):
     epoch: Number
     step: Number
     metrics: dict[Name, Figure]
+    state_digest: Digest | None = None
+    """Of that state, where the coordinator's replica had it."""
 
 
 class Ended(Record):

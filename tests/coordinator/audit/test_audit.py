@@ -16,7 +16,14 @@ from coordinator.disk.artifacts import write_model
 from coordinator.run.restart import Terms
 from coordinator.storage.checkpoint import checkpoint_path, find_checkpoint, write_metrics
 from coordinator.storage.journal import Entry, Journal
-from coordinator.storage.journal_records import Committed, Ended, Planned, Record, Resumed
+from coordinator.storage.journal_records import (
+    Committed,
+    Ended,
+    Evaluated,
+    Planned,
+    Record,
+    Resumed,
+)
 from coordinator.storage.log_index import segment_files
 from protocol.base.errors import UsageError
 from protocol.exact.samples import SampleOrder
@@ -310,6 +317,12 @@ def forge_digest(record):
     return [record]
 
 
+def forge_figures(record):
+    if isinstance(record, Evaluated):
+        return [record.model_copy(update={"state_digest": "1" * 64})]
+    return [record]
+
+
 def forge_end(record):
     if isinstance(record, Ended):
         return [record.model_copy(update={"state_digest": "1" * 64})]
@@ -318,7 +331,12 @@ def forge_end(record):
 
 @pytest.mark.parametrize(
     ("forge", "check"),
-    [(forge_loss, "digests"), (forge_digest, "digests"), (forge_end, "digests")],
+    [
+        (forge_loss, "digests"),
+        (forge_digest, "digests"),
+        (forge_end, "digests"),
+        (forge_figures, "digests"),
+    ],
 )
 def test_a_forged_record_with_hashes_made_to_fit_is_found(run, forge, check):
     rewritten(run, forge)
