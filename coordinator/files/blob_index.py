@@ -4,8 +4,9 @@ asked: what is missing is an error at once, and later everyone reads the same by
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -13,17 +14,24 @@ from pydantic import ValidationError
 from protocol.base.errors import DataError
 from protocol.data.data_check import check_data
 from protocol.spec.blob_list import BlobFile, BlobList, BlobSource, document_digest
-from protocol.spec.file_digest import file_digest
+from protocol.spec.file_digest import identity, open_file_digest, open_plain
 from protocol.spec.run_files import ROLES, SourceFiles, source_files
 from protocol.spec.run_spec import RunSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """Bytes that workers may ask for: a file, or a document in memory."""
+    """Bytes that workers may ask for: a file, or a document in memory.
+
+    Attributes:
+        size: In bytes.
+        content: The file, no link, or the document.
+        identity: Of the file when its digest was taken; empty if that is not known.
+    """
 
     size: int
     content: Path | bytes
+    identity: tuple[int, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +81,12 @@ def _hash(files: SourceFiles, blobs: dict[str, Blob]) -> BlobSource:
     listed = []
     for name, path in files.files:
         try:
-            size, digest = file_digest(path)
+            place = path.resolve()
+            with open_plain(place) as file:
+                known = identity(os.fstat(file.fileno()))
+                size, digest = open_file_digest(file)
         except OSError as error:
             raise DataError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
-        blobs.setdefault(digest, Blob(size, path.absolute()))
+        blobs.setdefault(digest, Blob(size, place, known))
         listed.append(BlobFile(name=name, size=size, digest=digest))
     return BlobSource(role=files.role, form=files.form, files=tuple(listed))

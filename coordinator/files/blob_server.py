@@ -7,8 +7,9 @@ A worker has few chunks on their way at a time, so that none can make the coordi
 from __future__ import annotations
 
 import asyncio
+import io
+import os
 from collections import deque
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import structlog
@@ -16,6 +17,7 @@ import structlog
 from coordinator.files.blob_index import Blob, BlobIndex
 from protocol.base import limits
 from protocol.base.errors import OutOfPlace
+from protocol.spec.file_digest import identity, open_file_digest, open_plain
 from protocol.wire.connection import Encoded, encode
 from protocol.wire.messages import BlobChunk, BlobRequest
 from protocol.wire.transport import Channel
@@ -42,6 +44,7 @@ class BlobServer:
     def __init__(self, run_id: str, index: BlobIndex | None) -> None:
         self._run_id = run_id
         self._blobs = index.blobs if index is not None else {}
+        self._seen: dict[str, tuple[tuple[int, ...], bool]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[Channel, deque[_Wanted]] = {}
 
@@ -84,7 +87,7 @@ class BlobServer:
     def _chunk(self, message: BlobRequest, blob: Blob, nbytes: int) -> Encoded:
         body = b""
         try:
-            body = _read(blob, message.offset, nbytes)
+            body = self._content(message.digest, blob, message.offset, nbytes)
         except OSError as error:
             log.warning("blob_unreadable", path=str(blob.content), reason=error.strerror)
         if len(body) < nbytes:
@@ -92,10 +95,26 @@ class BlobServer:
         chunk = BlobChunk(run_id=self._run_id, digest=message.digest, offset=message.offset)
         return encode(chunk, body)
 
+    def _content(self, digest: str, blob: Blob, offset: int, count: int) -> bytes:
+        """Of the very file that was hashed, or of one that has its digest; else nothing.
 
-def _read(blob: Blob, offset: int, count: int) -> bytes:
-    if not isinstance(blob.content, Path):
-        return blob.content[offset : offset + count]
-    with blob.content.open("rb") as file:
-        file.seek(offset)
-        return file.read(count)
+        Whoever can write a data directory could put a link to a secret in a file's place.
+        """
+        if isinstance(blob.content, bytes):
+            return blob.content[offset : offset + count]
+        with open_plain(blob.content) as file:
+            present = identity(os.fstat(file.fileno()))
+            known, fits = self._seen.get(digest, (blob.identity, True))
+            if known != present:
+                fits = open_file_digest(file) == (blob.size, digest)
+                self._seen[digest] = present, fits
+            return _read(file, offset, count) if fits else b""
+
+
+def _read(file: io.FileIO, offset: int, count: int) -> bytes:
+    file.seek(offset)
+    pieces, left = [], count
+    while left and (piece := file.read(left)):
+        pieces.append(piece)
+        left -= len(piece)
+    return b"".join(pieces)

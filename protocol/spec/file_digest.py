@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
+import stat
 import threading
 from pathlib import Path
 from typing import Final
@@ -20,13 +23,38 @@ def file_digest(path: Path) -> tuple[int, str]:
     Raises:
         OSError: It cannot be read.
     """
+    with path.open("rb", buffering=0) as file:
+        return open_file_digest(file)
+
+
+def open_file_digest(file: io.FileIO) -> tuple[int, str]:
+    """The same of an open file, from where it stands."""
     hasher, size = blake3(), 0
     piece = memoryview(bytearray(_PIECE_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(piece):
-            hasher.update(piece[:count])
-            size += count
+    while count := file.readinto(piece):
+        hasher.update(piece[:count])
+        size += count
     return size, hasher.hexdigest()
+
+
+def open_plain(path: Path) -> io.FileIO:
+    """Open a file that is no link and no pipe: what a path leads to may have been replaced.
+
+    Raises:
+        OSError: It cannot be opened, or is another kind of thing.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    file = io.FileIO(os.open(path, flags), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no file (any more)", str(path))
+    return file
+
+
+def identity(status: os.stat_result) -> tuple[int, ...]:
+    """What changes when a file is edited, replaced or set back by a copy."""
+    times = (status.st_mtime_ns, status.st_ctime_ns)
+    return (status.st_size, *times, status.st_ino, status.st_dev)
 
 
 class FileDigests:
@@ -42,7 +70,7 @@ class FileDigests:
             status = path.stat()
             if status.st_size != size:
                 return False
-            key = _identity(status)
+            key = identity(status)
             with self._lock:
                 known, found = self._known.get(path, ((), ""))
             if known != key:
@@ -56,14 +84,8 @@ class FileDigests:
     def remember(self, path: Path, digest: str) -> None:
         """A file has just been written, and its digest computed on the way."""
         try:
-            key = _identity(path.stat())
+            key = identity(path.stat())
         except OSError:
             return
         with self._lock:
             self._known[path] = (key, digest)
-
-
-def _identity(status: os.stat_result) -> tuple[int, ...]:
-    """What changes when a file is edited, replaced or set back by a copy."""
-    times = (status.st_mtime_ns, status.st_ctime_ns)
-    return (status.st_size, *times, status.st_ino, status.st_dev)

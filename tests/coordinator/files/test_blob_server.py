@@ -70,6 +70,27 @@ async def test_chunks_come_in_order_and_from_any_offset(tmp_path, index):
         assert live.first("worker_lost") is None
 
 
+@on_uvloop
+async def test_a_link_in_a_file_s_place_is_not_followed(tmp_path, index):
+    """Not to a secret of the same size, nor may a link to the same bytes harm."""
+    path, secret = tmp_path / "input.bin", tmp_path / "key.pem"
+    secret.write_bytes(b"s" * SIZE)
+    async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as worker:
+        await invited(live, worker, index)
+        path.unlink()
+        path.symlink_to(secret)
+        ask(worker, file_of(index), 0)
+        assert (await chunk(worker))[1] == b""
+        path.unlink()
+        path.hardlink_to(secret)
+        ask(worker, file_of(index), 0)
+        assert (await chunk(worker))[1] == b""
+        path.unlink()
+        path.write_bytes(CONTENT)
+        ask(worker, file_of(index), 0)
+        assert (await chunk(worker))[1] == CONTENT[: limits.BODY_BYTES]
+
+
 @pytest.mark.parametrize(
     ("digest", "offset", "reason"),
     [

@@ -160,3 +160,13 @@ def test_a_task_of_ones_own_gets_its_data_file_and_looks_for_the_rest_itself(tmp
 def test_a_run_without_files():
     bare = parse_run_spec({"task": "scripted", "steps": 1})
     assert [source_files(bare, role) for role in ("data", "model", "tokenizer")] == [None] * 3
+
+
+def test_a_link_out_of_a_data_directory_is_refused(tmp_path):
+    directory, secret = tmp_path / "texts", tmp_path / "key.txt"
+    put(directory, "a.txt")
+    secret.write_text("secret")
+    assert names(data(directory)) == ["a.txt"]
+    (directory / "b.txt").symlink_to(secret)
+    with pytest.raises(DataError, match=r"b\.txt' is a link that leads out"):
+        data(directory)
