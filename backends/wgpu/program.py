@@ -32,6 +32,7 @@ from backends.wgpu.device.packing import from_words, pack, seed_words, tensor_wo
 from backends.wgpu.device.running import Ready, Running, Submission, nothing, submissions
 from backends.wgpu.device.sum_stack import Sources, SumStack, levels_of, merge_of
 from backends.wgpu.device.weights import Weights, check_parameters
+from backends.wgpu.graph.whole_numbers import WholeNumbers
 from backends.wgpu.lowering.estimate import (
     Estimate,
     estimate,
@@ -377,6 +378,7 @@ class VulkanProgram:
     ) -> Ready:
         """Lower, plan, and make all that the device needs."""
         base, constants = self._weights.base, self._weights.constants
+        whole_numbers = WholeNumbers(capture.graph, capture.arrays)
         split_tables(capture, self._weights.tables, trained)
         with _refused("make kernels of this model"):
             plan = lowered_plan(capture, base, constants, self._template, groups)
@@ -390,7 +392,7 @@ class VulkanProgram:
         give_back_freed_memory()  # of the weights that were uploaded just now
         with _refused("have a kernel of this model compiled"):
             parts = tuple(submissions(plan, buffers, self._device))
-        return Ready(plan, capture, upload, parts, outputs)
+        return Ready(plan, capture, upload, parts, outputs, whole_numbers)
 
     def _make_room(self) -> None:
         """Memory that is held for node sums gives way to a new plan."""
@@ -471,6 +473,7 @@ def _is_empty(batch: Batch) -> bool:
 
 def _packed(ready: Ready, arrays: Mapping[str, NDArray[Any]], seed: int) -> NDArray[np.uint32]:
     plan, capture = ready.plan, ready.capture
+    ready.whole_numbers.refuse_what_does_not_fit(arrays)
     return pack(capture.arrays, plan.packed, plan.words, arrays, seed_words(seed, capture.seeds))
 
 

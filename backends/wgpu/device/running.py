@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from backends.base.interface import Array
 from backends.wgpu.capture.capture import Capture
 from backends.wgpu.device.device import Buffer, Copy, Device, Prepared, Readback
+from backends.wgpu.graph.whole_numbers import WholeNumbers
 from backends.wgpu.lowering.plan import Plan
 from protocol.base.errors import DeviceError
 
@@ -42,13 +43,15 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A plan on the device; where its outputs are, None for those that are zero."""
+    """A plan on the device; where its outputs are, None for those that are zero; what its whole
+    numbers can become."""
 
     plan: Plan
     capture: Capture
     upload: Buffer
     submissions: tuple[Submission, ...]
     outputs: tuple[Buffer | None, ...]
+    whole_numbers: WholeNumbers
 
 
 def submissions(plan: Plan, buffers: Sequence[Buffer], device: Device) -> Iterator[Submission]:

@@ -1,0 +1,245 @@
+"""How large whole numbers can become in a graph: torch has 64 bits for them, the device 32.
+
+Bounds of the inputs, which are known when a microbatch is uploaded, give bounds of all that is
+computed from them by operators known here. What others give is unknown, and so is what follows.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from backends.wgpu.graph.views import is_copy, is_view
+from protocol.base.errors import DataError
+
+_aten = torch.ops.aten
+Bounds = tuple[int, int]
+_LEAST: Final = -(2**31)
+_MOST: Final = 2**31 - 1
+_TRUTH: Final[Bounds] = (0, 1)
+_Of = Callable[[Any], Bounds | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A node as it was traced: lowering changes the graph."""
+
+    node: fx.Node
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    value: torch.Tensor
+
+
+class WholeNumbers:
+    """The whole numbers of a graph.
+
+    Args:
+        graph: As traced.
+        arrays: Its last placeholders, in order.
+    """
+
+    def __init__(self, graph: fx.GraphModule, arrays: Sequence[str]) -> None:
+        holders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        self._arrays = dict(zip(holders[len(holders) - len(arrays) :], arrays, strict=True))
+        self._steps = [
+            _Step(node, node.args, node.kwargs, value)
+            for node in graph.graph.nodes
+            if node.op == "call_function"
+            and isinstance(value := node.meta.get("val"), torch.Tensor)
+            and not value.dtype.is_floating_point
+        ]
+        self._fit: set[tuple[Bounds | None, ...]] = set()
+
+    def refuse_what_does_not_fit(self, given: Mapping[str, Any]) -> None:
+        """Look at the arrays' values.
+
+        Args:
+            given: The arrays, numpy's, by name.
+
+        Raises:
+            DataError: What is computed from them may take more than 32 bits.
+        """
+        if not self._steps:
+            return
+        bounds = {name: _bounds(given[name]) for name in self._arrays.values()}
+        wide = {name: None if b is None else _rounded(b) for name, b in bounds.items()}
+        key = tuple(wide.values())
+        if key in self._fit:
+            return
+        if self._too_large(wide) is None:
+            self._fit.add(key)
+        elif (found := self._too_large(bounds)) is not None:
+            step, (low, high) = found
+            name = str(step.node.target).removeprefix("aten.").split(".")[0]
+            raise DataError(
+                f"{name!r} of {step.node.meta.get('module') or 'the loss'} may give whole numbers "
+                f"from {low} to {high}, and the vulkan backend computes with 32 bits; use a cpu "
+                "or cuda worker for this model"
+            )
+
+    def _too_large(self, given: Mapping[str, Bounds | None]) -> tuple[_Step, Bounds] | None:
+        known: dict[fx.Node, Bounds | None] = {
+            node: given[name] for node, name in self._arrays.items()
+        }
+
+        def of(value: Any) -> Bounds | None:
+            if isinstance(value, fx.Node):
+                return known.get(value)
+            whole = isinstance(value, int | bool)
+            return (int(value), int(value)) if whole else None
+
+        for step in self._steps:
+            found = _TRUTH if step.value.dtype == torch.bool else _of_step(step, of)
+            if found is not None and (found[0] < _LEAST or found[1] > _MOST):
+                if step.value.dtype == torch.int64:
+                    return step, found
+                found = None  # torch wraps it too
+            known[step.node] = found
+        return None
+
+
+def _bounds(array: Any) -> Bounds | None:
+    if array.dtype.kind not in "iub" or not array.size:
+        return None
+    return int(array.min()), int(array.max())
+
+
+def _rounded(bounds: Bounds) -> Bounds:
+    """To powers of two: few different ones come."""
+    low, high = bounds
+    return -(2 ** (-low).bit_length()) if low < 0 else 0, 2 ** max(high, 0).bit_length() - 1
+
+
+def _of_step(step: _Step, of: _Of) -> Bounds | None:
+    node = step.node
+    if is_view(node) or is_copy(node) or node.target in _SAME:
+        return of(step.args[0])
+    rule = _RULES.get(node.target)
+    return None if rule is None else rule(step, of)
+
+
+def _corners(function: Callable[[int, int], int]) -> Callable[[_Step, _Of], Bounds | None]:
+    """Of two operands, where the extremes give the extremes."""
+
+    def rule(step: _Step, of: _Of) -> Bounds | None:
+        one, two = (of(x) for x in step.args[:2])
+        if one is None or two is None:
+            return None
+        alpha = step.kwargs.get("alpha", 1)
+        if not isinstance(alpha, int):
+            return None
+        found = [function(a, b * alpha) for a in one for b in two]
+        return min(found), max(found)
+
+    return rule
+
+
+def _union(bounds: Sequence[Bounds | None]) -> Bounds | None:
+    found = [each for each in bounds if each is not None]
+    if not found or len(found) < len(bounds):
+        return None
+    return min(low for low, _ in found), max(high for _, high in found)
+
+
+def _sum(step: _Step, of: _Of) -> Bounds | None:
+    """So many terms, any part of them."""
+    source, one = step.args[0], of(step.args[0])
+    if one is None:
+        return None
+    shape = source.meta["val"].shape
+    if step.node.target is _aten.cumsum.default:
+        terms = shape[operator.index(step.args[1])] if shape else 1
+    else:
+        terms = math.prod(shape) // max(step.value.numel(), 1)
+    return min(one[0] * terms, one[0]), max(one[1] * terms, one[1])
+
+
+def _clamp(step: _Step, of: _Of) -> Bounds | None:
+    args = [*step.args, None, None]
+    low, high = (of(x) if x is not None else None for x in args[1:3])
+    low = low or of(step.kwargs.get("min"))
+    high = high or of(step.kwargs.get("max"))
+    one = of(step.args[0]) or (_LEAST, _MOST)
+    least = max(one[0], low[0]) if low else one[0]
+    most = min(one[1], high[1]) if high else one[1]
+    return min(least, most), max(least, most)
+
+
+def _remainder(step: _Step, of: _Of) -> Bounds | None:
+    two = of(step.args[1])
+    return None if two is None or two[0] <= 0 else (0, two[1] - 1)
+
+
+def _divided(step: _Step, of: _Of) -> Bounds | None:
+    one, two = (of(x) for x in step.args[:2])
+    if one is None or two is None or two[0] <= 0:
+        return None
+    return min(one[0], 0), max(one[1], 0)
+
+
+def _power(step: _Step, of: _Of) -> Bounds | None:
+    one, two = (of(x) for x in step.args[:2])
+    if one is None or two is None or not 0 <= two[0] <= two[1] <= 64:
+        return None
+    most = max(abs(one[0]), abs(one[1]), 1) ** two[1]
+    return (0 if one[0] >= 0 else -most), most
+
+
+def _negated(step: _Step, of: _Of) -> Bounds | None:
+    one = of(step.args[0])
+    return None if one is None else (-one[1], -one[0])
+
+
+def _absolute(step: _Step, of: _Of) -> Bounds | None:
+    one = of(step.args[0])
+    return None if one is None else (0, max(abs(one[0]), abs(one[1])))
+
+
+def _arange(step: _Step, of: _Of) -> Bounds | None:
+    del of
+    numbers = [x for x in step.args if isinstance(x, int)]
+    return (min(0, *numbers), max(0, *numbers)) if len(numbers) == len(step.args) else None
+
+
+_SAME: Final = frozenset({
+    _aten._to_copy.default,  # noqa: SLF001
+    _aten.gather.default,
+    _aten.index.Tensor,
+    _aten.embedding.default,
+    _aten.amax.default,
+    _aten.amin.default,
+    _aten.lift_fresh_copy.default,
+})  # fmt: skip
+"""What gives elements of the first argument."""
+_RULES: Final[Mapping[Any, Callable[[_Step, _Of], Bounds | None]]] = {
+    **dict.fromkeys((_aten.add.Tensor, _aten.add.Scalar), _corners(operator.add)),
+    **dict.fromkeys((_aten.sub.Tensor, _aten.sub.Scalar), _corners(operator.sub)),
+    **dict.fromkeys((_aten.mul.Tensor, _aten.mul.Scalar), _corners(operator.mul)),
+    _aten.maximum.default: _corners(max),
+    _aten.minimum.default: _corners(min),
+    **dict.fromkeys(
+        (_aten.sum.default, _aten.sum.dim_IntList, _aten.cumsum.default), _sum
+    ),
+    _aten.clamp.default: _clamp,
+    **dict.fromkeys((_aten.remainder.Scalar, _aten.remainder.Tensor), _remainder),
+    **dict.fromkeys((_aten.floor_divide.default, _aten.div.Tensor_mode), _divided),
+    **dict.fromkeys(
+        (_aten.pow.Tensor_Scalar, _aten.pow.Tensor_Tensor, _aten.pow.Scalar), _power
+    ),
+    _aten.neg.default: _negated,
+    _aten.abs.default: _absolute,
+    **dict.fromkeys(
+        (_aten.arange.default, _aten.arange.start, _aten.arange.start_step), _arange
+    ),
+    _aten.full.default: lambda step, of: of(step.args[1]),
+    _aten.full_like.default: lambda step, of: of(step.args[1]),
+    _aten.scalar_tensor.default: lambda step, of: of(step.args[0]),
+    _aten.where.self: lambda step, of: _union([of(x) for x in step.args[1:3]]),
+    _aten.cat.default: lambda step, of: _union([of(x) for x in step.args[0]]),
+}  # fmt: skip

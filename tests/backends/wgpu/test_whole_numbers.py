@@ -1,0 +1,56 @@
+"""Whole numbers that take more than 32 bits are refused; those that do not are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from backends.wgpu.capture.capture import capture_forward
+from backends.wgpu.graph.whole_numbers import WholeNumbers
+from protocol.base.errors import DataError
+from tests.backends.wgpu.on_device import Function
+
+FITS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda x: x * 3 + 7,
+    lambda x: (x != 5).long().cumsum(1) * 100_000,
+    lambda x: (x * 1009) % 4096,
+    lambda x: torch.where(x > 3, x, -100).sum(),
+    lambda x: (x.float() * 1e30).long(),
+    lambda x: x.clamp(0, 30) ** 3 - x.abs() // 2,
+    lambda x: torch.arange(12) * 128 + x.max(),
+]
+LARGE: list[tuple[Callable[[torch.Tensor], torch.Tensor], str]] = [
+    (lambda x: x * 1_000_003 % 4096, "mul"),
+    (lambda x: (x * 10_000).sum(), "sum"),
+    (lambda x: x**4, "pow"),
+    (lambda x: (x * 30_000 + x * 30_000).float(), "add"),
+    (lambda x: x.cumsum(1) * 30_000, "mul"),
+]
+
+
+def looked_at(function: Callable[[torch.Tensor], torch.Tensor], array: Any) -> None:
+    captured = capture_forward(Function(function), (torch.tensor(array),), {})
+    numbers = WholeNumbers(captured.graph, captured.arrays)
+    for _ in range(2):
+        numbers.refuse_what_does_not_fit({"0": array})
+
+
+@pytest.mark.parametrize("number", range(len(FITS)))
+def test_what_fits(number):
+    looked_at(FITS[number], np.arange(36_000, 36_024).reshape(2, 12))
+
+
+@pytest.mark.parametrize("number", range(len(LARGE)))
+def test_what_does_not_fit_is_refused_by_the_name_of_its_operator(number):
+    function, name = LARGE[number]
+    with pytest.raises(DataError, match=f"'{name}' of the loss may give whole numbers"):
+        looked_at(function, np.arange(36_000, 36_024).reshape(2, 12))
+
+
+def test_what_fits_though_a_rounded_bound_does_not():
+    looked_at(lambda x: x * 32_768, np.array([[65_535, 0]]) - 32_768)
+    looked_at(lambda x: x * 30_000, np.array([[70_000, 0]]))
