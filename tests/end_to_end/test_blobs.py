@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from protocol.spec.sources import model_source, text_source
+from tests import reading_task
 from tests.cluster import PATIENCE_S, ROOT, RUNS, Cluster
 
 SPAM = "sms-spam.yaml"
@@ -139,21 +140,23 @@ def test_submitting_a_run_whose_file_is_missing_is_refused(tmp_path, machine):
 
 
 def test_a_coordinator_that_comes_back_elsewhere_still_has_the_files(tmp_path, machine, elsewhere):
-    corpus(machine)
-    arguments = ("--expect-workers", "1", "--run", "run.yaml", "--set", "steps=60")
+    (machine / "run.yaml").write_text(
+        f"task: {reading_task.NAME}\nsteps: 60\nbatch: {{samples: 4, microbatch: 1}}\n"
+        "data: {train: spam.csv}\n"
+    )
+    arguments = ("--expect-workers", "1", "--run", "run.yaml")
     with Cluster(tmp_path / "a", *arguments, cwd=machine) as cluster:
-        cluster.worker("w0", "--backend", "cpu", environment=elsewhere, cwd=tmp_path)
+        cluster.worker("w0", "--backend", "scripted", environment=elsewhere, cwd=tmp_path)
         expected = cluster.result()
     with Cluster(tmp_path / "b", *arguments, cwd=machine) as cluster:
-        cluster.worker("w0", "--backend", "cpu", environment=elsewhere, cwd=tmp_path)
-        cluster.wait_for("committed", step=2)
+        cluster.held_worker("w0", 2, "--backend", "scripted", environment=elsewhere).reached()
         cluster.coordinator.kill()
     (tmp_path / "other").mkdir()
     nothing = {**elsewhere, "HOME": str(tmp_path / "other")}
     resumed = ("--expect-workers", "1", "--resume")
     with Cluster(tmp_path / "b", *resumed, cwd=tmp_path) as cluster:
-        cluster.worker("w1", "--backend", "cpu", environment=nothing, cwd=tmp_path)
+        cluster.worker("w1", "--backend", "scripted", environment=nothing, cwd=tmp_path)
         result = cluster.result()
     assert result["weights_digest"] == expected["weights_digest"]
     assert result["losses"] == expected["losses"]
-    assert len(blobs(nothing)) == 4
+    assert len(blobs(nothing)) == 1

@@ -6,12 +6,14 @@ from tests.cluster import RUNS, Cluster, start
 
 
 def test_a_flipped_bit_names_its_worker_and_continue_puts_it_right(tmp_path):
-    job = ("--run", str(RUNS / "regress.yaml"), "--set", "steps=60")
+    spec = tmp_path / "run.yaml"
+    spec.write_text("task: scripted\nsteps: 60\nbatch: {samples: 12, microbatch: 1}\n")
+    job = ("--run", str(spec))
     with Cluster(tmp_path, "--expect-workers", "3", *job) as cluster:
-        arguments = ("--coordinator", cluster.address["data"], "--backend", "cpu", "--name")
+        arguments = ("--coordinator", cluster.address["data"], "--backend", "scripted", "--name")
         cluster.workers["odd"] = start("tests.odd_worker", "20", *arguments, "odd")
         # However late the odd one's answer is, they do not go on without it.
-        holds = [cluster.held_worker(name, 20, "--backend", "cpu") for name in ("w0", "w1")]
+        holds = [cluster.held_worker(name, 20, "--backend", "scripted") for name in ("w0", "w1")]
         halted = cluster.wait_for("halted")
         assert "'odd'" in halted["reason"]
         assert "'w0'" not in halted["reason"]
@@ -25,7 +27,7 @@ def test_a_flipped_bit_names_its_worker_and_continue_puts_it_right(tmp_path):
         cluster.ask("POST", "/continue", {})
         disturbed = cluster.result()
     with Cluster(tmp_path / "alone", "--expect-workers", "1", *job) as cluster:
-        cluster.worker("w0", "--backend", "cpu")
+        cluster.worker("w0", "--backend", "scripted")
         alone = cluster.result()
     assert disturbed["weights_digest"] == alone["weights_digest"]
 
