@@ -81,7 +81,7 @@ def main(options: Options) -> int:
 
 async def _serve(options: Options, journal: SystemJournal | None) -> int:
     directory = _directory(options)
-    alone = options.resume and RunDirectory(directory).run_file.exists()
+    alone = options.resume and RunDirectory(directory).read_run_file() is not None
     # Before anything is made: a mistake in the data leaves nothing behind.
     blobs = index_blobs(options.spec) if options.spec is not None and not alone else None
     service = Service(
@@ -177,7 +177,7 @@ def _queue(options: Options, service: Service, console: Console, blobs: BlobInde
         if options.spec is not None:
             service.submit(options.spec, directory, blobs)
         return True
-    if RunDirectory(directory).run_file.exists():
+    if RunDirectory(directory).read_run_file() is not None:
         if service.resume(directory, options.spec, options.from_step) is not None:
             return True
         told = f"the run in {str(directory)!r} has finished; nothing is to be done"

@@ -27,6 +27,7 @@ from pydantic import ValidationError
 
 from coordinator.disk.durable_file import remove_temporaries, replace_file, storing, sync_directory
 from coordinator.run.restart import Terms
+from coordinator.storage.log_index import segment_files
 from protocol.base.errors import MessageError, Mismatch, StorageDamaged, UsageError
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
@@ -196,7 +197,9 @@ class RunDirectory:
             StorageFailed: It cannot be read.
         """
         content = _read(self.run_file)
-        if content is None and (self.journal.exists() or self.log.exists()):
+        with storing("read", self.log):
+            written = self.journal.exists() or bool(segment_files(self.log))
+        if content is None and written:
             reason = "it is missing, though there is a journal or a log; bring it back from a copy"
             raise StorageDamaged(str(self.run_file), "", reason)
         return content
@@ -205,12 +208,14 @@ class RunDirectory:
         """When the run was accepted, in nanoseconds since 1970.
 
         Where `run.json` does not say, that is when the file was last changed: two that came one
-        after the other may then have the same time, as file systems count in milliseconds.
+        after the other may then have the same time, as file systems count in milliseconds. Where it
+        is missing, the directory's own time counts.
         """
         try:
             return int(json.loads(self.run_file.read_bytes())["accepted_ns"])
         except (OSError, ValueError, KeyError, TypeError):
-            return self.run_file.stat().st_mtime_ns
+            there = self.run_file if self.run_file.exists() else self.path
+            return there.stat().st_mtime_ns
 
     def read_manifest(self) -> Manifest | None:
         """The manifest that was settled, if any.

@@ -6,13 +6,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from coordinator.audit.audit import audit
+from coordinator.cli import app
 from coordinator.service.accepted_run import unfinished_runs
 from coordinator.service.service import Service, Settings
 from coordinator.storage.checkpoint import checkpoint_path, checkpoint_steps
 from coordinator.storage.run_directory import RunDirectory
 from protocol.base.errors import ExitCode, Mismatch, StorageDamaged, UsageError
+from tests.durable_run import WrittenRun
 from tests.live_service import LiveService, live_service, scripted_spec, undisturbed
 
 ROOT = Path(__file__).parents[3]
@@ -143,6 +146,25 @@ async def test_a_flipped_bit_in_what_is_read_is_refused_by_name(tmp_path, name):
         assert raised.value.path == str(path)
         path.write_bytes(whole)
         assert live.service.resume(tmp_path / run_id) == run_id
+
+
+async def test_a_run_without_its_first_file_is_left_alone_by_name(tmp_path):
+    (run_id,) = await interrupted(tmp_path, SPEC)
+    (tmp_path / "no-run" / "log").mkdir(parents=True)
+    (tmp_path / run_id / "run.json").unlink()
+    assert [path.name for path in unfinished_runs(tmp_path)] == [run_id]
+    async with live_service(tmp_path, 1) as live:
+        with pytest.raises(StorageDamaged, match=r"run\.json.* is missing"):
+            live.service.resume(tmp_path / run_id)
+
+
+def test_a_run_without_its_first_file_is_not_waited_for(tmp_path):
+    """As a directory of runs it would hold none."""
+    WrittenRun(tmp_path / "run").directory.run_file.unlink()
+    words = ["--resume", "--out", str(tmp_path / "run"), "--bind", "127.0.0.1:0"]
+    refused = CliRunner().invoke(app, words).exception
+    assert isinstance(refused, StorageDamaged)
+    assert "it is missing" in str(refused)
 
 
 async def test_a_result_that_is_none_is_no_finished_run(tmp_path):
