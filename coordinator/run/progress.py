@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 from coordinator.run.actions import Action, ApplyStep, Broadcast, Dismiss, Persist, Report, Send
 from coordinator.run.agreement import Agreement
+from coordinator.run.double_check import chosen_double
 from coordinator.run.facts import (
     Cause,
     NodesPlanned,
@@ -141,7 +142,22 @@ class Progress:
         if not speeds or self.was_skipped:
             return leaving
         self.division = self._divide(microbatches, speeds)
-        return leaving + self._give(round_, nodes_for(self.division), "step")
+        given = self._give(round_, nodes_for(self.division), "step")
+        return leaving + given + self._give_twice(round_, list(speeds))
+
+    def _give_twice(self, round_: Round, active: list[str]) -> list[Action]:
+        """Now and then, have a node computed by a second worker, to compare."""
+        nodes = {name: share.nodes for name, share in round_.shares.items()}
+        signed = {
+            member.name: member.signature for member in self._members if member.name in active
+        }
+        spec = self._spec
+        double = chosen_double(spec.seed, self.step, spec.double_check_every, nodes, signed)
+        if double is None:
+            return []
+        round_.doubled = double
+        _, other, node = double
+        return self._give(round_, {other: (node,)}, "speculative")
 
     def _divide(self, microbatches: int, speeds: dict[str, float | None]) -> Shares:
         """By speed; a worker that has long had nothing gets one microbatch, to be measured."""
@@ -183,7 +199,8 @@ class Progress:
         if not speeds or not orphans:
             return []
         if not round_.begun:  # nobody was there when the step began
-            return self._spread(round_, orphans, speeds, "step")
+            given = self._spread(round_, orphans, speeds, "step")
+            return given + self._give_twice(round_, list(speeds))
         told = NodesReassigned(self.step, [str(node) for node in orphans])
         return [*self._spread(round_, orphans, speeds, "reassigned"), Report(told)]
 
@@ -212,6 +229,9 @@ class Progress:
     def _plan(self, round_: Round, worker: str, nodes: tuple[Node, ...]) -> Send:
         known = worker in round_.shares
         round_.assign(worker, nodes)
+        member = self._members.get(worker)
+        if member is not None:
+            round_.double_check.given(worker, member.signature, nodes)
         self._stragglers.given(worker)
         place, view = self.place(), self._members.view
         if known:
@@ -262,10 +282,11 @@ class Progress:
         """
         late = self._stragglers.late_workers(round_)
         names = [member.name for member in late]
+        cancelled = self.cancel_surplus(round_) if round_.forgo_double(names) else []
         others = {name: ms for name, ms in self._members.speeds().items() if name not in names}
         if not late or not others:
-            return []
-        reports = self._stragglers.reports(late, self.step, "gradients")
+            return [*cancelled]
+        reports = [*cancelled, *self._stragglers.reports(late, self.step, "gradients")]
         speeds = {
             name: speed
             for name, speed in others.items()

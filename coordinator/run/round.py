@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from coordinator.run.actions import Broadcast
+from coordinator.run.double_check import Differing, DoubleCheck
 from coordinator.run.reduction import (
     Array,
     TreeSum,
@@ -100,6 +101,8 @@ class Round:
         averages: One flat array per block; complete in the end.
         shares: Nodes by worker, for workers that have not left.
         begun: Whether nodes were given to anyone.
+        double_check: Compares what comes twice.
+        doubled: A node that is to be computed by two workers to the end, and these.
         tainted: Whether something in it may stem from weights that nobody has compared.
     """
 
@@ -110,6 +113,8 @@ class Round:
         self.place = {"epoch": epoch, "step": step, "attempt": attempt}
         self.shares: dict[str, Share] = {}
         self.tainted = False
+        self.double_check = DoubleCheck()
+        self.doubled: tuple[str, str, Node] | None = None
         self.averages = [np.empty(block.elements, np.float32) for block in blocks]
         self.begun = False
         self._delivered: set[str] = set()
@@ -135,11 +140,11 @@ class Round:
 
     def payload(
         self, worker: str, message: GradientPayload, values: Array
-    ) -> Broadcast | NonFinite | None:
+    ) -> Broadcast | NonFinite | Differing | None:
         """Take a chunk of a node's gradient sum; `values` belongs to the round from then on.
 
         Returns:
-            The average to send to all, where this completes the chunk.
+            The average to send to all, where this completes the chunk; or what is wrong.
 
         Raises:
             OutOfPlace: No such node, or not this worker's.
@@ -147,11 +152,15 @@ class Round:
         share = self._check_place(worker, message.node)
         share.came(message.node, self._first_bit[message.block] + message.chunk)
         self._summarise()  # of what earlier payloads completed: it has been sent by now
+        name = self._blocks[message.block].name
+        differing = self.double_check.answer(worker, message, values, name)
+        if differing is not None:
+            return differing if is_finite(values) else NonFinite(worker, name, message.node)
         chunk = self._chunks[message.block][message.chunk]
         if chunk.done or chunk.sums.covers(message.node):
             return None
         if not is_finite(values):
-            return NonFinite(worker, self._blocks[message.block].name, message.node)
+            return NonFinite(worker, name, message.node)
         # With each payload: the first chunk may be complete before any node's loss has come.
         self._weights.put(message.node, message.weight)
         chunk.sums.put(message.node, values)
@@ -185,8 +194,9 @@ class Round:
 
     @property
     def complete(self) -> bool:
-        """Whether every block is averaged and every loss is there."""
-        return not any(self._open_chunks) and self._losses.total is not None
+        """Whether every block is averaged, every loss is there, and what is doubled is compared."""
+        there = not any(self._open_chunks) and self._losses.total is not None
+        return there and not self._awaits_double()
 
     @property
     def loss(self) -> float:
@@ -255,13 +265,29 @@ class Round:
         They are not pending any more after that.
         """
         surplus: dict[str, tuple[Node, ...]] = {}
+        kept = self.doubled[-1] if self.doubled and self._awaits_double() else None
         for worker, share in self.shares.items():
-            there = tuple(node for node in share.owed if not self._missing(node))
+            there = tuple(n for n in share.owed if n != kept and not self._missing(n))
             if there:
                 surplus[worker] = there
                 for node in there:
                     del share.owed[node]
         return surplus
+
+    def forgo_double(self, late: Collection[str]) -> bool:
+        """Nobody waits for these, neither for an answer to compare; whether one is given up."""
+        given_up = self.doubled is not None and any(worker in late for worker in self.doubled[:2])
+        if given_up:
+            self.doubled = None
+        return given_up
+
+    def _awaits_double(self) -> bool:
+        """Whether two workers are still to give their answers to the node that both compute."""
+        if self.doubled is None:
+            return False
+        *workers, node = self.doubled
+        shares = [self.shares[worker] for worker in workers if worker in self.shares]
+        return len(shares) == len(workers) and any(node in share.owed for share in shares)
 
     def _missing(self, node: Node) -> set[int]:
         missing = set(self._losses.missing(node))

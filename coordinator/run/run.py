@@ -29,6 +29,7 @@ from coordinator.run.actions import (
     Send,
 )
 from coordinator.run.admission import Admission, is_stale, refuse
+from coordinator.run.double_check import Differing
 from coordinator.run.evaluation import Evaluation
 from coordinator.run.facts import (
     HeldOutMeasured,
@@ -571,6 +572,8 @@ class Run:
         outcome = round_.payload(member.name, message, values)
         if isinstance(outcome, NonFinite):
             return self._halt_for(outcome)
+        if isinstance(outcome, Differing):
+            return self.halt(f"step {self.step}: {outcome}")
         averaged: list[Action] = [outcome] if outcome is not None else []
         return averaged + progress.release() + self._on(Event.ADVANCE)
 

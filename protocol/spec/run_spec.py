@@ -285,6 +285,12 @@ class RunSpec(_Section):
     )
     checkpoint: CheckpointSpec = CheckpointSpec()
     threads: int = Field(1, ge=1, le=256, description="CPU threads of each worker")
+    double_check_every: int = Field(
+        256,
+        ge=0,
+        description="steps, about; in one a node is computed by two workers, and their "
+        "answers compared; 0: never",
+    )
 
     @model_validator(mode="after")
     def _sections_fit_the_task(self) -> RunSpec:
