@@ -78,7 +78,14 @@ MODELS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODELS)
+LIKE_OTHERS = ("a Qwen3 with LoRA", "a BERT in full but for its embeddings", "a Llama in full")
+"""Trained, frozen and tied tables of both architectures are in what a plain run has, too."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n in LIKE_OTHERS else []) for n in MODELS],
+)
 def test_gradients_are_those_of_the_whole_table(device, name):
     make, loss, batch = MODELS[name]
     assert_as_the_whole(device, make(), loss, batch(), LARGEST)
