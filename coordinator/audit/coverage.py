@@ -1,8 +1,9 @@
 """Whether every sample of each epoch was covered exactly once, from plans and commits alone.
 
-Which samples a step has follows from the seed. A commit counts for all of them if its plans gave
-every microbatch of the step to someone, along nodes of the tree (a sum over the tree counts each
-leaf once, however often one was computed). A step that was skipped covers its samples too.
+Which samples a step has follows from the seed. A commit says whose nodes make up its sums: each
+way must hold every microbatch once, of workers that were given them. Where it does not say so, it
+counts if its plans gave every microbatch to someone, along nodes of the tree (a sum over the tree
+counts each leaf once, however often one was computed). A skipped step covers its samples too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from coordinator.audit.history import Attempt, History
-from coordinator.storage.journal_records import Committed
+from coordinator.storage.journal_records import Committed, Nodes, Planned
 from protocol.exact.samples import SampleOrder
 from protocol.exact.tree import Node, is_node
 from protocol.spec.run_spec import RunSpec
@@ -81,23 +82,37 @@ def _account_for(history: History, commit: Committed, microbatches: int) -> str 
     if any(plan.microbatches != microbatches for plan in plans):
         return f"planned for another number of microbatches than {microbatches}"
     planned = {node for plan in plans for node in plan.planned()}
-    counted = list(_counted(commit))
+    counted = {node for way in commit.counted or () for node in _nodes(way)}
     odd = next((n for n in (*planned, *counted) if not is_node(n, microbatches)), None)
     if odd is not None:
         return f"{odd} is no node of a tree over {microbatches} microbatches"
-    if commit.counted is not None:
-        leaves = sorted(leaf for node in counted for leaf in range(node.lo, node.hi))
+    for way in commit.counted or ():
+        leaves = sorted(leaf for node in _nodes(way) for leaf in range(node.lo, node.hi))
         if leaves != list(range(microbatches)):
             return "the sums that were counted do not hold every microbatch once"
-        return "" if plans or commit.recovered else "counted without a plan"
     if not plans:
-        return None if commit.recovered else "committed without a plan"
+        known = "" if commit.counted else None
+        return known if commit.recovered else "committed without a plan"
     missing = set(range(microbatches)).difference(*(range(node.lo, node.hi) for node in planned))
-    named = ", ".join(map(str, sorted(missing)))
-    return f"microbatches {named} were given to nobody" if missing else ""
+    if missing:
+        return f"microbatches {sorted(missing)} were given to nobody"
+    return "" if commit.recovered else _strays(commit, plans)
 
 
-def _counted(commit: Committed) -> Iterator[Node]:
-    for nodes in (commit.counted or {}).values():
+def _strays(commit: Committed, plans: list[Planned]) -> str:
+    """Nodes that were counted of a worker that had never been given them."""
+    given = {(name, node) for plan in plans for name, mine in plan.nodes.items() for node in mine}
+    for way in commit.counted or ():
+        for name, nodes in way.items():
+            for lo, hi in nodes:
+                if (name, (lo, hi)) not in given:
+                    return (
+                        f"node [{lo},{hi}) of worker {name!r} is counted, and was not given to it"
+                    )
+    return ""
+
+
+def _nodes(way: Nodes) -> Iterator[Node]:
+    for nodes in way.values():
         for lo, hi in nodes:
             yield Node(lo, hi)

@@ -363,7 +363,10 @@ class Progress:
             loss, digest = round_.loss, round_.averages_digest()
         commit = Commit(**self.place(), scalars=scalars, loss=loss, averages_digest=digest)
         before = self.agreement.digest(self.step)
-        record = CommitRecord(commit=commit, optimizer_step=updates, state_before=before)
+        counted = None if skip else round_.counted
+        record = CommitRecord(
+            commit=commit, optimizer_step=updates, state_before=before, counted=counted
+        )
         self._committing = _Committing(record, round_)
         return [*self._compare(digest), Persist(record)]
 

@@ -31,6 +31,11 @@ def add_floats(left: float, right: float) -> float:
     return left + right
 
 
+def add_origins(left: tuple[T, ...], right: tuple[T, ...]) -> tuple[T, ...]:
+    """Who is in the left sum, then who is in the right one."""
+    return left + right
+
+
 def is_finite(values: Array) -> bool:
     """Whether no element is NaN or infinite."""
     return bool(np.isfinite(values).all())

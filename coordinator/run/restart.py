@@ -30,13 +30,15 @@ class CommitRecord(Packed):
 
     `optimizer_step` counts updates, this one included if it is one. `state_before`
     is the digest of the state that the step starts from, where it was known. `counted` says whose
-    nodes [lo, hi) make up the sum, so that the journal can be brought up to date from the log.
+    nodes [lo, hi) make up the sums. There is one sum for each chunk and one for the losses; where
+    nodes were given out twice, one chunk may be of one worker and the next of another, so each of
+    the distinct ways is told. None for a skipped step, or where it would be too much to tell.
     """
 
     commit: Commit
     optimizer_step: Number
     state_before: Digest | None = None
-    counted: dict[Small, tuple[tuple[Number, Number], ...]] | None = None
+    counted: tuple[dict[Small, tuple[tuple[Number, Number], ...]], ...] | None = None
 
 
 class Terms(BaseModel):

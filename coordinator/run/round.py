@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from coordinator.run.reduction import (
     TreeSum,
     add_arrays,
     add_floats,
+    add_origins,
     averages_digest,
     block_digest,
     is_finite,
@@ -36,6 +38,9 @@ from protocol.wire.messages import (
     GradientPayload,
     NodeLoss,
 )
+
+_MOST_COUNTED_NODES: Final = 16_384
+"""In a commit's record; there are more only where very many were given out twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +61,14 @@ class NonFinite:
         return f"non-finite {what}, microbatches {self.node}, {whose}"
 
 
+Origin = tuple[tuple[str, Node], ...]
+"""Whose nodes make up a sum, from left to right."""
+
+
 @dataclass(slots=True)
 class _Chunk:
     sums: TreeSum[Array]
+    origins: TreeSum[Origin]
     done: bool = False
 
 
@@ -120,8 +130,7 @@ class Round:
         self._delivered: set[str] = set()
         self._blocks = blocks
         self._chunks = [
-            [_Chunk(TreeSum(microbatches, add_arrays)) for _ in range(block.chunks)]
-            for block in blocks
+            [_Chunk(*self._empty_sums()) for _ in range(block.chunks)] for block in blocks
         ]
         self._open_chunks = [block.chunks for block in blocks]
         self._first_bit = [0, *itertools.accumulate(self._open_chunks)]
@@ -129,6 +138,11 @@ class Round:
         self._digests: dict[int, str] = {}
         self._weights: TreeSum[float] = TreeSum(microbatches, add_floats)
         self._losses: TreeSum[float] = TreeSum(microbatches, add_floats)
+        self._loss_origins: TreeSum[Origin] = TreeSum(microbatches, add_origins)
+        self._ways: set[Origin] = set()
+
+    def _empty_sums(self) -> tuple[TreeSum[Array], TreeSum[Origin]]:
+        return TreeSum(self.microbatches, add_arrays), TreeSum(self.microbatches, add_origins)
 
     def assign(self, worker: str, nodes: tuple[Node, ...]) -> None:
         """These nodes are now the worker's to compute."""
@@ -164,6 +178,7 @@ class Round:
         # With each payload: the first chunk may be complete before any node's loss has come.
         self._weights.put(message.node, message.weight)
         chunk.sums.put(message.node, values)
+        chunk.origins.put(message.node, ((worker, message.node),))
         self._delivered.add(worker)
         total = chunk.sums.total
         if total is None:
@@ -187,6 +202,7 @@ class Round:
             return NonFinite(worker, None, message.node)
         self._weights.put(message.node, message.weight)
         self._losses.put(message.node, message.loss_sum)
+        self._loss_origins.put(message.node, ((worker, message.node),))
         total = self._losses.total
         if total is not None and not math.isfinite(total):
             return NonFinite(None, None, root(self.microbatches))
@@ -218,6 +234,17 @@ class Round:
         assert self.complete
         self._summarise()
         return averages_digest(self._digests[block] for block in range(len(self._blocks)))
+
+    @property
+    def counted(self) -> tuple[dict[str, tuple[Node, ...]], ...] | None:
+        """Whose nodes make up the sums, as a commit's record tells it; the round is complete."""
+        ways = sorted({*self._ways, self._loss_origins.total or ()})
+        if sum(map(len, ways)) > _MOST_COUNTED_NODES:
+            return None
+        return tuple(
+            {worker: tuple(node for by, node in way if by == worker) for worker in dict(way)}
+            for way in ways
+        )
 
     def unfinished(self, worker: str) -> tuple[Node, ...]:
         """The worker's microbatches of which anything is missing, as nodes."""
@@ -326,8 +353,9 @@ class Round:
         # A small weight can make an average overflow where the sum did not.
         if not (math.isfinite(weight) and is_finite(values)):
             return NonFinite(None, self._blocks[block].name, root(self.microbatches))
+        self._ways.add(self._chunks[block][number].origins.total or ())
         # The sum's memory goes now, not at the end of the step: it is as large as the model.
-        self._chunks[block][number] = _Chunk(TreeSum(self.microbatches, add_arrays), done=True)
+        self._chunks[block][number] = _Chunk(*self._empty_sums(), done=True)
         self._open_chunks[block] -= 1
         is_block = self._blocks[block].kind == "block"
         kind = AveragedBlockGradient if is_block else AveragedNonBlockGradient

@@ -153,7 +153,8 @@ class Planned(Record):
 class Committed(Record):
     """A step was taken, or skipped: then its samples are covered, and nothing was applied.
 
-    `counted` says whose sums make up the step's, where that is known. `state_before` is the digest
+    `counted` says whose sums make up the step's, where that is known: the distinct ways in which
+    its chunks and losses were summed, one unless nodes were given out twice. `state_before` is the digest
     of the state that the step started from.
     """
 
@@ -170,7 +171,7 @@ class Committed(Record):
     skipped: bool
     averages_digest: Digest
     state_before: Digest | None = None
-    counted: Nodes | None = None
+    counted: tuple[Nodes, ...] | None = None
     recovered: bool = False
     """Written after a restart, from the gradient log."""
 

@@ -362,7 +362,13 @@ def plan_off_the_tree(record):
 def counted_twice(record):
     if isinstance(record, Committed) and record.step == 4:
         nodes = {"a": ((0, 1), (1, 2)), "b": ((1, 2),)}
-        return [record.model_copy(update={"counted": nodes})]
+        return [record.model_copy(update={"counted": (nodes,)})]
+    return [record]
+
+
+def counted_of_another(record):
+    if isinstance(record, Committed) and record.step == 4:
+        return [record.model_copy(update={"counted": ({"stranger": ((0, 2),)},)})]
     return [record]
 
 
@@ -381,6 +387,7 @@ def commit_twice(record):
         (plan_with_hole, "microbatches 1 were given to nobody"),
         (plan_off_the_tree, "is no node of a tree over 2"),
         (counted_twice, "do not hold every microbatch once"),
+        (counted_of_another, "node [0,2) of worker 'stranger' is counted, and was not given to it"),
         (commit_left_out, "result.json says steps 9, the journal 8"),
         (commit_twice, "expected the commit of step 5, got that of 4"),
     ],

@@ -154,7 +154,9 @@ def test_a_step_from_plan_to_commit():
     (persist,) = progress.persist(progress.round, skip=False)
     assert progress.persisting
     commit, apply, report = progress.durable(0)
-    assert persist == Persist(CommitRecord(commit=commit.message, optimizer_step=1))
+    counted = ({"ann": ((0, 4),)},)
+    record = CommitRecord(commit=commit.message, optimizer_step=1, counted=counted)
+    assert persist == Persist(record)
     assert isinstance(commit, Broadcast)
     assert isinstance(commit.message, Commit)
     assert commit.message.loss == 0.25

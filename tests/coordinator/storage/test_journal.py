@@ -49,7 +49,7 @@ EXAMPLES = [
     Planned(epoch=1, step=0, attempt=0, view=1, microbatches=3, nodes={"w1": ((0, 2), (2, 3))}),
     Committed(
         epoch=1, step=0, attempt=0, optimizer_step=1, loss=float("inf"), skipped=False,
-        averages_digest=D, counted={"w1": ((0, 2), (2, 3))},
+        averages_digest=D, counted=({"w1": ((0, 2), (2, 3))},),
     ),
     Halted(epoch=1, step=1, attempt=0, reason="NaN", worker="w1", microbatches=(0, 2)),
     Commanded(epoch=1, step=1, command="continue", source="control port"),

@@ -27,7 +27,7 @@ BEGIN = [
 def committed(step, epoch=1):
     return Committed(
         epoch=epoch, step=step, attempt=0, optimizer_step=step + 1, loss=0.1,
-        skipped=False, averages_digest=D, counted={"w1": ((0, 2),)},
+        skipped=False, averages_digest=D, counted=({"w1": ((0, 2),)},),
     )  # fmt: skip
 
 
