@@ -154,8 +154,8 @@ class Committed(Record):
     """A step was taken, or skipped: then its samples are covered, and nothing was applied.
 
     `counted` says whose sums make up the step's, where that is known: the distinct ways in which
-    its chunks and losses were summed, one unless nodes were given out twice. `state_before` is the digest
-    of the state that the step started from.
+    its chunks and losses were summed, one unless nodes were given out twice. `state_before` is the
+    digest of the state that the step started from.
     """
 
     articles = (10, 12, 15)
