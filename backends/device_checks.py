@@ -27,7 +27,7 @@ _HOW: Final = "from NVIDIA's repository, since Debian's is older (docs/deploying
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class KernelFiles:
     """Where the kernel tells about devices."""
 
     dev: Path = Path("/dev")
@@ -54,7 +54,9 @@ class Machine:
         return next((word for word in words if word[:1].isdigit() and "." in word), "")
 
 
-def device_findings(name: str, wanted: Sequence[int | str], machine: Machine) -> Iterator[Finding]:
+def device_findings(
+    name: str, wanted: Sequence[int | str], machine: KernelFiles
+) -> Iterator[Finding]:
     """What the worker can compute on.
 
     Args:
@@ -119,7 +121,7 @@ def _tried(row: DeviceInfo) -> Finding:
     return ok("device", f"{found}, computes")
 
 
-def _advice(row: DeviceInfo, cards: dict[str, int], machine: Machine) -> str:
+def _advice(row: DeviceInfo, cards: dict[str, int], machine: KernelFiles) -> str:
     """What would make a device usable; empty if there is nothing in this machine to use."""
     if row.backend == "cuda":
         return _cuda_advice(cards, machine)
@@ -128,7 +130,7 @@ def _advice(row: DeviceInfo, cards: dict[str, int], machine: Machine) -> str:
     return ""
 
 
-def _cuda_advice(cards: dict[str, int], machine: Machine) -> str:
+def _cuda_advice(cards: dict[str, int], machine: KernelFiles) -> str:
     driver = machine.nvidia_driver()
     cuda = _cuda_of_torch()
     least = least_driver(cuda)

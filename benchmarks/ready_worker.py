@@ -22,7 +22,7 @@ from protocol.base.errors import ExitCode
 from protocol.host.allocator import keep_freed_memory
 from protocol.host.trace import Tracer
 from protocol.spec.run_spec import RunSpec
-from worker.joining.credentials import Credentials
+from worker.joining.credentials import WorkerCredentials
 from worker.shell.client import Client, Target
 from worker.tasks.base import Task
 from worker.tasks.scripted import Scripted
@@ -86,7 +86,7 @@ async def serve(address: str, name: str, quiet_ms: float, trace: Path) -> ExitCo
     host, _, port = address.rpartition(":")
     target = Target(host, int(port), name, "scripted", 10.0)
     with Tracer(trace, name) as tracer:
-        client = Client(target, ReadyDevice(quiet_ms), Credentials(), lambda _: None, tracer)
+        client = Client(target, ReadyDevice(quiet_ms), WorkerCredentials(), lambda _: None, tracer)
         return await client.serve()
 
 

@@ -27,7 +27,7 @@ import uvloop
 from benchmarks.cluster import Cluster, Interval, scripted
 from benchmarks.machine import print_heading, print_table
 from benchmarks.timeline import intervals_us, step_times
-from coordinator.members.credentials import Credentials
+from coordinator.members.credentials import CoordinatorCredentials
 from protocol.base import limits
 from protocol.base.errors import ProtocolError
 from protocol.host.allocator import keep_freed_memory
@@ -176,7 +176,7 @@ def throughput(megabytes: int) -> None:
     process.start()
     rates: dict[str, list[tuple[float, float]]] = {"TLS 1.3": [], "--plaintext": []}
     with tempfile.TemporaryDirectory() as home:
-        context = Credentials.open(Path(home)).server_context()
+        context = CoordinatorCredentials.open(Path(home)).server_context()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             for _ in range(_TURNS):
                 for name, used in (("TLS 1.3", context), ("--plaintext", None)):

@@ -152,7 +152,7 @@ def serve(
     if context.invoked_subcommand is not None:
         check_options_follow(context)
         return
-    from coordinator.main import Options, main  # the subcommands need none of it
+    from coordinator.main import CoordinatorOptions, main  # the subcommands need none of it
     from coordinator.short_forms import ShortForms, run_spec_from
 
     local_backend, local_devices = parse_devices(backend, gpus)
@@ -161,7 +161,7 @@ def serve(
             f"expected a local worker for each device, got {len(local_devices)} in --gpus or "
             f"--backend and --local-workers {local_workers}"
         )
-    options = Options(
+    options = CoordinatorOptions(
         bind=parse_address(bind, "--bind"),
         control=parse_address(control, "--control"),
         plaintext=plaintext,
@@ -322,13 +322,13 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One document, for scripts.")] = False,
 ) -> None:
     """Check this machine for what usually goes wrong, and say what to do."""
-    from coordinator.doctor.doctor import Plan, examine
+    from coordinator.doctor.doctor import ServicePlan, examine
     from coordinator.main import DEFAULT_OUT
     from protocol.host.doctor import tell
     from protocol.host.secret_file import state_home
 
     ports = parse_address(bind, "--bind"), parse_address(control, "--control")
-    plan = Plan(*ports, out or DEFAULT_OUT, state_home())
+    plan = ServicePlan(*ports, out or DEFAULT_OUT, state_home())
     raise typer.Exit(tell(examine(plan), typer.echo, as_json=as_json))
 
 

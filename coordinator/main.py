@@ -42,7 +42,7 @@ DEFAULT_OUT = Path("runs")
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class CoordinatorOptions:
     """The command line of `coordinator`, checked.
 
     Attributes:
@@ -66,7 +66,7 @@ class Options:
     log_json: bool
 
 
-def main(options: Options) -> int:
+def main(options: CoordinatorOptions) -> int:
     """Run until the one run is over, or until drained.
 
     Raises:
@@ -79,7 +79,7 @@ def main(options: Options) -> int:
         return runner.run(_serve(options, journal))
 
 
-async def _serve(options: Options, journal: SystemJournal | None) -> int:
+async def _serve(options: CoordinatorOptions, journal: SystemJournal | None) -> int:
     directory = _directory(options)
     alone = options.resume and RunDirectory(directory).read_run_file() is not None
     # Before anything is made: a mistake in the data leaves nothing behind.
@@ -141,7 +141,7 @@ async def _serve(options: Options, journal: SystemJournal | None) -> int:
     return local.could_not_begin or code if code else code
 
 
-def _directory(options: Options) -> Path:
+def _directory(options: CoordinatorOptions) -> Path:
     """Where runs are kept, or the one run that is told."""
     if options.resume and options.spec is not None and options.out is None:
         raise UsageError("--resume with a run spec needs --out: the directory to begin or go on in")
@@ -155,7 +155,7 @@ def _directory(options: Options) -> Path:
     return directory
 
 
-def _check_way_back(options: Options) -> None:
+def _check_way_back(options: CoordinatorOptions) -> None:
     if not options.resume or options.out is None:
         raise UsageError("--from-step needs --resume and --out: the directory of the run")
     if RunDirectory(options.out).read_run_file() is None:
@@ -170,7 +170,9 @@ def new_directory(name: str) -> Path:
     return path
 
 
-def _queue(options: Options, service: Service, console: Console, blobs: BlobIndex | None) -> bool:
+def _queue(
+    options: CoordinatorOptions, service: Service, console: Console, blobs: BlobIndex | None
+) -> bool:
     """Queue what the command line asks for; False if that has finished already."""
     directory = service.settings.directory
     if not options.resume:
@@ -261,7 +263,7 @@ def _conclude(service: Service, console: Console) -> int:
     return outcome.exit_code
 
 
-def _announced(options: Options, service: Service) -> Announcement | None:
+def _announced(options: CoordinatorOptions, service: Service) -> Announcement | None:
     """Begin to tell the network where the coordinator is, if it is to know."""
     if not options.name or is_loopback(service.address[0]):
         return None
@@ -273,7 +275,9 @@ def _announced(options: Options, service: Service) -> Announcement | None:
     return announcement
 
 
-def _say_where(options: Options, service: Service, control: ControlPort, console: Console) -> None:
+def _say_where(
+    options: CoordinatorOptions, service: Service, control: ControlPort, console: Console
+) -> None:
     data = f"{service.address[0]}:{service.address[1]}"
     page = f"{control.address[0]}:{control.address[1]}"
     if options.address_file is not None:

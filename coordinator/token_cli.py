@@ -17,9 +17,9 @@ app = typer.Typer(
 @app.command()
 def show() -> None:
     """Print the join token. Who has it can join: hand it to members' machines only."""
-    from coordinator.members.credentials import Credentials
+    from coordinator.members.credentials import CoordinatorCredentials
 
-    typer.echo(Credentials.open().join_token().reveal())
+    typer.echo(CoordinatorCredentials.open().join_token().reveal())
 
 
 @app.command()
@@ -29,9 +29,9 @@ def rotate(
     ] = False,
 ) -> None:
     """Make a new join token; workers that have joined before keep their own keys."""
-    from coordinator.members.credentials import Credentials
+    from coordinator.members.credentials import CoordinatorCredentials
 
-    Credentials.open().rotate(everyone=everyone)
+    CoordinatorCredentials.open().rotate(everyone=everyone)
     typer.echo("the join token is new; the old one opens nothing")
     if everyone:
         typer.echo("every worker needs it to come back")
@@ -40,18 +40,18 @@ def rotate(
 @app.command()
 def revoke(name: Annotated[str, typer.Argument(help="See: coordinator token workers.")]) -> None:
     """Take one worker's key and the join token it knows; it is disconnected within seconds."""
-    from coordinator.members.credentials import Credentials
+    from coordinator.members.credentials import CoordinatorCredentials
 
-    Credentials.open().revoke(name)
+    CoordinatorCredentials.open().revoke(name)
     typer.echo(f"the key of {name!r} counts no more, and the join token is new; others stay")
 
 
 @app.command()
 def workers() -> None:
     """Show which workers have a key of their own: since when, its mark in journals, the name."""
-    from coordinator.members.credentials import Credentials
+    from coordinator.members.credentials import CoordinatorCredentials
 
-    keys = Credentials.open().keys
+    keys = CoordinatorCredentials.open().keys
     marks = keys.marks()
     for name, since in keys.names().items():
         typer.echo(f"{since}  {marks[name]}  {name}")

@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from coordinator.members.credentials import Credentials
+from coordinator.members.credentials import CoordinatorCredentials
 from protocol import __version__
 from protocol.base.errors import LocalProtocolError
 from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
@@ -132,7 +132,7 @@ class HostileWorker:
     async def join(self, **changes: Any) -> Welcome:
         """The whole handshake."""
         self.greet(**changes)
-        token = Credentials.open().join_token()
+        token = CoordinatorCredentials.open().join_token()
         challenge = await self.until(Challenge)
         self.send(answer(self.hello, challenge, token.fingerprint, token.secret))
         welcome = await self.until(Welcome)

@@ -19,7 +19,7 @@ from coordinator.service.service import Service, Settings
 from protocol.base.errors import ExitCode
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from tests.cluster import PATIENCE_S
-from worker.joining.credentials import Credentials
+from worker.joining.credentials import WorkerCredentials
 from worker.shell.client import Client, Target
 from worker.shell.engine import Toolbox
 from worker.tasks.base import Task
@@ -86,7 +86,9 @@ class LiveService:
     ) -> Client:
         """The product's own worker, or one derived from it."""
         target = Target("127.0.0.1", self.port, name, "scripted", RETRY_FOR_S)
-        client = kind(target, toolbox or Scripted(), Credentials(), lambda _: None, cache=cache)
+        client = kind(
+            target, toolbox or Scripted(), WorkerCredentials(), lambda _: None, cache=cache
+        )
         self.workers[name] = asyncio.create_task(client.serve())
         self.clients.append(client)
         return client

@@ -179,6 +179,17 @@ def test_what_is_pure_is_so_with_all_that_it_imports(room):
     assert impure == []
 
 
+def test_no_two_public_classes_share_a_name():
+    """Whoever reads a name in one room and meets it in the next takes them for one thing."""
+    where: dict[str, list[str]] = {}
+    for name, path in house.modules().items():
+        for node in ast.parse(path.read_text("utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where.setdefault(node.name, []).append(name)
+    shared = {name: rooms for name, rooms in where.items() if len(rooms) > 1}
+    assert {name: rooms for name, rooms in shared.items() if name != "Ready"} == {}
+
+
 def test_every_limit_ends_in_its_unit():
     names = [name for name in vars(limits) if name.isupper() and name not in {"KIB", "MIB"}]
     assert names

@@ -105,14 +105,14 @@ def serve(
         from worker.shell.group import run_group
 
         raise typer.Exit(run_group(sys.argv[1:], list(wanted), name or _host_name()))
-    from worker.joining.credentials import Credentials
-    from worker.main import Options, main
+    from worker.joining.credentials import WorkerCredentials
+    from worker.main import WorkerOptions, main
 
     address, named = _coordinator(coordinator)
-    credentials = Credentials(token_file, plaintext=plaintext)
+    credentials = WorkerCredentials(token_file, plaintext=plaintext)
     raise typer.Exit(
         main(
-            Options(
+            WorkerOptions(
                 address, named, name or _host_name(), backend, retry_for,
                 wanted[0] if wanted else None, trace, quiet, credentials,
             )
@@ -144,11 +144,11 @@ def doctor(
 ) -> None:
     """Check this machine, and the way to the coordinator, for what usually goes wrong."""
     from protocol.host.doctor import tell
-    from worker.doctor import Plan, examine
+    from worker.doctor import WorkerPlan, examine
 
     backend, wanted = parse_devices(backend, gpus)
     address, named = _coordinator(coordinator)
-    plan = Plan(
+    plan = WorkerPlan(
         coordinator=address,
         coordinator_name=named,
         name=name or _host_name(),

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from backends.device_checks import Machine, device_findings
+from backends.device_checks import KernelFiles, device_findings
 from protocol.base import limits
 from protocol.base.errors import SamestepError, Unreachable, UsageError
 from protocol.host import host_checks
 from protocol.host.cache_directory import cache_directory
 from protocol.host.doctor import Finding, failure, ok, warning
 from protocol.host.secret_file import read_secret, state_home
-from worker.joining.credentials import Credentials
+from worker.joining.credentials import WorkerCredentials
 from worker.joining.this_machine import HERE, someone_listens
 from worker.joining.trial_join import trial_join
 
@@ -30,7 +30,7 @@ _NOT_FOUND: Final = "networks that drop multicast (many wireless ones) need the 
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class WorkerPlan:
     """How the worker is, or will be, started.
 
     Attributes:
@@ -52,7 +52,7 @@ class Plan:
     plaintext: bool
 
 
-def examine(plan: Plan) -> Iterator[Finding]:
+def examine(plan: WorkerPlan) -> Iterator[Finding]:
     """All checks; those that may take seconds come last."""
     scripted = plan.backend.startswith("scripted")
     yield host_checks.release()
@@ -62,10 +62,10 @@ def examine(plan: Plan) -> Iterator[Finding]:
     yield host_checks.memory(_LEAST_MEMORY_BYTES)
     yield host_checks.clock()
     if not scripted:
-        yield from device_findings(plan.backend, plan.devices, Machine())
+        yield from device_findings(plan.backend, plan.devices, KernelFiles())
     yield from _keys()
     try:
-        credentials = Credentials(plan.token_file, plaintext=plan.plaintext)
+        credentials = WorkerCredentials(plan.token_file, plaintext=plan.plaintext)
     except SamestepError as error:
         yield failure("token", str(error))
         return
@@ -101,7 +101,7 @@ def _keys() -> Iterator[Finding]:
 
 
 def _found(
-    plan: Plan, credentials: Credentials
+    plan: WorkerPlan, credentials: WorkerCredentials
 ) -> Generator[Finding, None, tuple[str, int] | None]:
     """Look for the coordinator as a worker does that was given no address; gives where it is."""
     if not plan.coordinator_name and someone_listens(*HERE):

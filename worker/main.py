@@ -19,14 +19,14 @@ from protocol.host.supervisor import Supervisor
 from protocol.host.system_journal import SystemJournal, write_error
 from protocol.host.trace import Tracer
 from protocol.spec.run_spec import RunSpec
-from worker.joining.credentials import Credentials
+from worker.joining.credentials import WorkerCredentials
 from worker.joining.this_machine import HERE, someone_listens
 from worker.shell.client import Client, Target
 from worker.tasks.base import Task
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class WorkerOptions:
     """The command line of one worker process, checked.
 
     Attributes:
@@ -44,7 +44,7 @@ class Options:
     device: int | str | None
     trace: Path | None
     quiet: bool
-    credentials: Credentials
+    credentials: WorkerCredentials
 
 
 class LocalDevice:
@@ -87,7 +87,7 @@ def _end_in_order(device: str) -> None:
     on_abort(lambda: write_error("worker", DeviceError(device, reason)), ExitCode.FAILED)
 
 
-def main(options: Options) -> ExitCode:
+def main(options: WorkerOptions) -> ExitCode:
     """Serve until the coordinator says goodbye, or until told to end.
 
     Raises:
@@ -98,7 +98,7 @@ def main(options: Options) -> ExitCode:
         return runner.run(_serve(options))
 
 
-async def _serve(options: Options) -> ExitCode:
+async def _serve(options: WorkerOptions) -> ExitCode:
     journal = SystemJournal.behind("worker")
 
     def tell(text: str) -> None:
@@ -126,7 +126,7 @@ async def _serve(options: Options) -> ExitCode:
             tracer.close()
 
 
-async def _find(options: Options, tell: Callable[[str], None]) -> tuple[str, int]:
+async def _find(options: WorkerOptions, tell: Callable[[str], None]) -> tuple[str, int]:
     """Where the coordinator is; the network is asked only if none is on this machine."""
     if not options.coordinator and someone_listens(*HERE):
         return HERE

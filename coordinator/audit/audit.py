@@ -36,7 +36,7 @@ Check = Literal[
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class AuditFinding:
     """One thing that was looked at, and what came of it."""
 
     check: Check
@@ -52,7 +52,7 @@ class AuditResult:
     """All findings, in the order in which they were made."""
 
     directory: Path
-    findings: tuple[Finding, ...]
+    findings: tuple[AuditFinding, ...]
 
     @property
     def ok(self) -> bool:
@@ -76,10 +76,10 @@ class _Evidence:
     run: StoredRun
     manifest: Manifest | None
     result: dict[str, Any] | None
-    findings: list[Finding]
+    findings: list[AuditFinding]
 
     def note(self, check: Check, *, ok: bool, text: str) -> None:
-        self.findings.append(Finding(check, ok, text))
+        self.findings.append(AuditFinding(check, ok, text))
 
 
 def _silent(done: int, total: int) -> None:

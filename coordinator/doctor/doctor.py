@@ -40,7 +40,7 @@ SLOW_SYNC_MS: Final = 50.0
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ServicePlan:
     """How the coordinator is, or will be, started.
 
     Attributes:
@@ -56,7 +56,7 @@ class Plan:
     home: Path
 
 
-def examine(plan: Plan) -> Iterator[Finding]:
+def examine(plan: ServicePlan) -> Iterator[Finding]:
     """All checks, in the order in which they would matter."""
     yield host_checks.release()
     yield from host_checks.packages()

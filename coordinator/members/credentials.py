@@ -34,7 +34,7 @@ from protocol.wire.authentication import new_key
 from protocol.wire.join_token import JoinToken
 
 
-class Credentials:
+class CoordinatorCredentials:
     """See the module's text; make one with `open`.
 
     Attributes:
@@ -49,7 +49,7 @@ class Credentials:
         self.keys = WorkerKeys(self.token_file.with_name("workers.json"))
 
     @classmethod
-    def open(cls, home: Path | None = None) -> Credentials:
+    def open(cls, home: Path | None = None) -> CoordinatorCredentials:
         """Those that are there; what is missing is made.
 
         Args:

@@ -12,12 +12,12 @@ import os
 import socket
 from collections.abc import Iterator
 
-from coordinator.members.credentials import Credentials
+from coordinator.members.credentials import CoordinatorCredentials
 from coordinator.members.listening import from_here, is_loopback
 
 
 def invitation(
-    credentials: Credentials,
+    credentials: CoordinatorCredentials,
     address: tuple[str, int],
     *,
     name: str,
@@ -51,7 +51,7 @@ def invitation(
         yield f"(on the same network it is found without its address, as {name!r})"
 
 
-def _over_ssh(host: str, credentials: Credentials) -> str:
+def _over_ssh(host: str, credentials: CoordinatorCredentials) -> str:
     """The command as its user there; a service's user cannot log in, so root says whose it is."""
     if os.environ.get("STATE_DIRECTORY"):
         return f"ssh root@{host} SAMESTEP_HOME={credentials.home} coordinator"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 
-from coordinator.members.credentials import Credentials
+from coordinator.members.credentials import CoordinatorCredentials
 from coordinator.members.worker_keys import key_mark
 from protocol.base.errors import NotAuthorised, UsageError
 from protocol.wire.authentication import NO_CERTIFICATE, Exchange, new_nonce
@@ -22,7 +22,7 @@ class JoinCheck:
         encrypted: Whether the connection has TLS; without it no key is given, it could be read.
     """
 
-    def __init__(self, credentials: Credentials, *, encrypted: bool) -> None:
+    def __init__(self, credentials: CoordinatorCredentials, *, encrypted: bool) -> None:
         self.name = ""
         self._credentials = credentials
         self._encrypted = encrypted

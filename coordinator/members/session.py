@@ -16,20 +16,20 @@ from protocol.wire.transport import Channel
 class SessionOwner(Protocol):
     """Who takes over once a worker is a member."""
 
-    def admit(self, session: Session) -> Welcome:
+    def admit(self, session: MemberSession) -> Welcome:
         """The worker has proved itself: give it its name."""
 
-    def joined(self, session: Session) -> None:
+    def joined(self, session: MemberSession) -> None:
         """It has been welcomed."""
 
-    def receive(self, session: Session, message: Message, received: Received) -> None:
+    def receive(self, session: MemberSession, message: Message, received: Received) -> None:
         """A member's message. A ProtocolError raised here ends its connection."""
 
-    def left(self, session: Session, reason: str) -> None:
+    def left(self, session: MemberSession, reason: str) -> None:
         """The connection is over, member or not."""
 
 
-class Session:
+class MemberSession:
     """Drives the handshake of one connection; the owner hears of it once it is a member.
 
     Attributes:

@@ -11,7 +11,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 
-from coordinator.members.session import Session
+from coordinator.members.session import MemberSession
 from protocol.base import limits
 
 
@@ -19,10 +19,10 @@ class Strangers:
     """The connections in the handshake; their number is its length."""
 
     def __init__(self) -> None:
-        self._entered_s: dict[Session, float] = {}
+        self._entered_s: dict[MemberSession, float] = {}
         self._kept: Counter[str] = Counter()
 
-    def __iter__(self) -> Iterator[Session]:
+    def __iter__(self) -> Iterator[MemberSession]:
         return iter([*self._entered_s])
 
     def __len__(self) -> int:
@@ -37,11 +37,11 @@ class Strangers:
             and there < limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS
         )
 
-    def enter(self, session: Session) -> None:
+    def enter(self, session: MemberSession) -> None:
         """It takes a place."""
         self._entered_s[session] = asyncio.get_running_loop().time()
 
-    def leave(self, session: Session) -> None:
+    def leave(self, session: MemberSession) -> None:
         """It has become a member, or has gone; done twice it is done once."""
         entered_s = self._entered_s.pop(session, None)
         if entered_s is None or session.name:

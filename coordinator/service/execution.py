@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
-from coordinator.members.session import Session
+from coordinator.members.session import MemberSession
 from coordinator.run.actions import (
     Action,
     Adopt,
@@ -38,7 +38,7 @@ from coordinator.service.listener import (
     LogUnreadable,
     RunFails,
 )
-from coordinator.service.replica_keeper import Applied, ReplicaKeeper
+from coordinator.service.replica_keeper import ReplicaKeeper, ReplicaState
 from coordinator.service.result import write_result
 from coordinator.service.state_transfer import send_missed, send_state
 from coordinator.storage.journal_records import Checkpointed, Commanded
@@ -84,7 +84,7 @@ class Execution:
     def __init__(
         self,
         run: Run,
-        sessions: Mapping[str, Session],
+        sessions: Mapping[str, MemberSession],
         storage: RunStorage,
         watcher: Watcher,
         tracer: Tracer | None = None,
@@ -93,7 +93,7 @@ class Execution:
     ) -> None:
         self.run = run
         self.directory = storage.directory.path
-        self.applied: Applied | None = None
+        self.applied: ReplicaState | None = None
         self.outcome: Finish | None = None
         self.result: dict[str, object] = {}
         self.model_directory: Path | None = None
@@ -135,11 +135,11 @@ class Execution:
         """Time goes on."""
         self._handle(lambda: self.run.tick(self._machine.now_s() * 1000))
 
-    def invite(self, session: Session) -> None:
+    def invite(self, session: MemberSession) -> None:
         """A free worker: take it into the run."""
         self._handle(lambda: self.run.invite(session.name, session.check.admitted_by))
 
-    def receive(self, session: Session, received: Received) -> None:
+    def receive(self, session: MemberSession, received: Received) -> None:
         """A member's message."""
         message, raw = received
         body: Array | bytes | None = None
@@ -150,7 +150,7 @@ class Execution:
         if isinstance(message, Ready) and self.run.manifest is not None:
             session.channel.connection.blocks = self.run.manifest.blocks
 
-    def lost(self, session: Session, reason: str) -> None:
+    def lost(self, session: MemberSession, reason: str) -> None:
         """A member's connection is over."""
         self._followers.discard(session.name)
         self._handle(lambda: self.run.lost(session.name, reason, failed=session.failed))

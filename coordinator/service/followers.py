@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from coordinator.members.session import Session
+from coordinator.members.session import MemberSession
 from coordinator.run.reduction import Array
 from protocol.wire.connection import Encoded, encode
 from protocol.wire.messages import AveragedBlockGradient, AveragedNonBlockGradient, Commit, Message
@@ -23,7 +23,7 @@ class Followers:
         since: Steps committed before the first broadcast.
     """
 
-    def __init__(self, sessions: Mapping[str, Session], since: int = 0) -> None:
+    def __init__(self, sessions: Mapping[str, MemberSession], since: int = 0) -> None:
         self.since = since
         self.over = False
         self._sessions = sessions
@@ -50,7 +50,7 @@ class Followers:
         while self._tail and self._tail[0][0] < self.since:
             self._tail.popleft()
 
-    def join(self, session: Session, step: int) -> None:
+    def join(self, session: MemberSession, step: int) -> None:
         """The worker has taken so many steps: send it what it has missed, then it hears all.
 
         `since` is not above that.

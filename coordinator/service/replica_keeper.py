@@ -21,7 +21,7 @@ from protocol.wire.messages import StateChunk
 T = TypeVar("T")
 
 
-class Applied(NamedTuple):
+class ReplicaState(NamedTuple):
     """The replica has taken `step` steps; `not_finite` as in `protocol.exact.replica.Digests`."""
 
     step: int
@@ -43,7 +43,7 @@ class ReplicaKeeper:
         piece = self._blocks[message.block].chunk_slice(message.chunk)
         np.copyto(self._replica.parameters[message.block][piece], values)
 
-    async def catch_up(self, recovery: Recovery) -> Applied:
+    async def catch_up(self, recovery: Recovery) -> ReplicaState:
         """Take the state that a recovery leads to; other calls wait for it.
 
         Raises:
@@ -51,20 +51,20 @@ class ReplicaKeeper:
             StorageFailed: They cannot be read.
         """
 
-        def work() -> Applied:
+        def work() -> ReplicaState:
             self._replica = recovery.replica()
             return self._digests()
 
         return await self._in_thread(work)
 
-    async def digests(self) -> Applied:
+    async def digests(self) -> ReplicaState:
         """Where the replica is now."""
         return await self._in_thread(self._digests)
 
-    async def apply(self, averages: Sequence[Array], scalars: StepScalars | None) -> Applied:
+    async def apply(self, averages: Sequence[Array], scalars: StepScalars | None) -> ReplicaState:
         """Take one step, or skip it; the averages are left as they are."""
 
-        def work() -> Applied:
+        def work() -> ReplicaState:
             if scalars is None:
                 self._replica.skip()
             else:
@@ -83,9 +83,9 @@ class ReplicaKeeper:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _digests(self) -> Applied:
+    def _digests(self) -> ReplicaState:
         digests = self._replica.digests()
-        return Applied(self._replica.step, *digests)
+        return ReplicaState(self._replica.step, *digests)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -16,10 +16,10 @@ import structlog
 from coordinator.disk.claim import Claim
 from coordinator.files.blob_index import BlobIndex
 from coordinator.files.blob_server import BlobServer
-from coordinator.members.credentials import Credentials
+from coordinator.members.credentials import CoordinatorCredentials
 from coordinator.members.doorway import Doorway, Greet
 from coordinator.members.join_check import JoinCheck
-from coordinator.members.session import Session
+from coordinator.members.session import MemberSession
 from coordinator.members.strangers import Strangers
 from coordinator.run.facts import Fact
 from coordinator.run.run import Run
@@ -92,7 +92,7 @@ class Service:
         credentials: What it proves itself with, once it has started.
     """
 
-    credentials: Credentials
+    credentials: CoordinatorCredentials
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Service:
         self.settings = settings
         self._machine = machine or Machine()
         self._open_doorway = doorway
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, MemberSession] = {}
         self.known: set[str] = set()
         self.current: Execution | None = None
         self.finished: Execution | None = None
@@ -128,7 +128,7 @@ class Service:
             UsageError: The directory is another coordinator's, or cannot be used; the address is
                 taken or not this machine's; there are no credentials and none can be made.
         """
-        self.credentials = Credentials.open()
+        self.credentials = CoordinatorCredentials.open()
         self.claim()
         loop = asyncio.get_running_loop()
         plaintext = self.settings.plaintext
@@ -264,7 +264,7 @@ class Service:
 
     # Sessions.
 
-    def admit(self, session: Session) -> Welcome:
+    def admit(self, session: MemberSession) -> Welcome:
         """Name the worker; see `SessionOwner`."""
         assert session.hello is not None
         if len(self.sessions) >= limits.WORKERS:
@@ -289,7 +289,7 @@ class Service:
             key=session.check.new_key(),
         )
 
-    def joined(self, session: Session) -> None:
+    def joined(self, session: MemberSession) -> None:
         """A worker is a member; see `SessionOwner`."""
         assert session.hello is not None
         self._joining.leave(session)
@@ -300,7 +300,7 @@ class Service:
         if self.current is not None:
             self.current.invite(session)
 
-    def receive(self, session: Session, message: Message, received: Received) -> None:
+    def receive(self, session: MemberSession, message: Message, received: Received) -> None:
         """A member's message; see `SessionOwner`."""
         if isinstance(message, BlobRequest):
             self._blobs.request(session.channel, message)
@@ -309,14 +309,14 @@ class Service:
         elif isinstance(message, Drain):
             session.channel.goodbye("drained", retry=False, exit_code=ExitCode.OK)
 
-    def left(self, session: Session, reason: str) -> None:
+    def left(self, session: MemberSession, reason: str) -> None:
         """A connection is over; see `SessionOwner`."""
         self._joining.leave(session)
         if not session.name:
             log.info("connection_closed", peer=session.channel.peer, reason=reason)
         self._forget(session, reason)
 
-    def _forget(self, session: Session, reason: str) -> None:
+    def _forget(self, session: MemberSession, reason: str) -> None:
         if self.sessions.get(session.name) is not session:
             return
         del self.sessions[session.name]
@@ -330,7 +330,7 @@ class Service:
             log.debug("connection_refused", peer=host, reason="too many are in the handshake")
             return None
         check = JoinCheck(self.credentials, encrypted=not self.settings.plaintext)
-        session = Session(self, check, host)
+        session = MemberSession(self, check, host)
         channel = Channel(Connection("coordinator"), session, self._machine.now_s)
         channel.peer = f"{host}:{address[1]}"
         session.start(channel)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.device_checks import Machine, device_findings
+from backends.device_checks import KernelFiles, device_findings
 from backends.nvidia_driver import LOCKED_CUDA, least_driver
 from backends.registry import devices
 
@@ -25,7 +25,7 @@ HAS_CUDA = any(row.backend == "cuda" and row.usable for row in devices())
 def machine(tmp_path):
     """A machine with these display controllers, and perhaps a driver of NVIDIA's."""
 
-    def make(*makers: str, driver: str = "") -> Machine:
+    def make(*makers: str, driver: str = "") -> KernelFiles:
         for number, maker in enumerate(makers):
             card = tmp_path / "sys/bus/pci/devices" / f"0000:0{number}:00.0"
             card.mkdir(parents=True)
@@ -35,12 +35,12 @@ def machine(tmp_path):
             version = tmp_path / "proc/driver/nvidia/version"
             version.parent.mkdir(parents=True)
             version.write_text(driver)
-        return Machine(tmp_path / "dev", tmp_path / "proc", tmp_path / "sys")
+        return KernelFiles(tmp_path / "dev", tmp_path / "proc", tmp_path / "sys")
 
     return make
 
 
-def told(name: str, machine: Machine, *indices: int) -> list[str]:
+def told(name: str, machine: KernelFiles, *indices: int) -> list[str]:
     return [each.line() for each in device_findings(name, indices or (0,), machine)]
 
 
@@ -149,12 +149,12 @@ def test_the_driver_that_scripts_are_told_is_the_one_for_the_locked_cuda():
 @pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device here")
 class TestWithCuda:
     def test_each_card_computes(self):
-        lines = told("cuda", Machine())
+        lines = told("cuda", KernelFiles())
         assert lines
         assert all(line.startswith("ok       device: cuda ") for line in lines)
 
     def test_a_number_that_there_is_not(self):
-        line = told("cuda", Machine(), 99)[-1]
+        line = told("cuda", KernelFiles(), 99)[-1]
         assert line.startswith("failure  device: there is no cuda device 99")
 
 
@@ -166,7 +166,7 @@ def test_device_files_that_are_closed():
         for path in (node.parent.parent, node.parent):
             path.chmod(0o755)
         node.touch(0o660)
-        machine = Machine(dev=Path(folder))
+        machine = KernelFiles(dev=Path(folder))
         assert machine.closed() == []
         # Root passes everywhere, so someone else looks.
         child = os.fork()

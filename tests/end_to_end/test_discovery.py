@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.members.credentials import Credentials
+from coordinator.members.credentials import CoordinatorCredentials
 from tests.cluster import PATIENCE_S, Cluster
 from tests.network_hosts import Network, network
 
@@ -36,7 +36,7 @@ def elsewhere(tmp_path: Path, home: Path | None = None) -> dict[str, str]:
     """The environment of another machine, with the token of the coordinator that has that home."""
     environment = {"SAMESTEP_HOME": str(tmp_path / "elsewhere")}
     if home is not None:
-        environment["SAMESTEP_TOKEN"] = Credentials.open(home).join_token().reveal()
+        environment["SAMESTEP_TOKEN"] = CoordinatorCredentials.open(home).join_token().reveal()
     return environment
 
 

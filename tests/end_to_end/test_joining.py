@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.members.credentials import Credentials
+from coordinator.members.credentials import CoordinatorCredentials
 from coordinator.members.invitation import invitation, reachable_address, status_line
 from protocol.wire.authentication import new_key
 from protocol.wire.join_token import JoinToken
@@ -58,7 +58,7 @@ def forget(process: subprocess.Popen[str]) -> None:
 
 def secrets_of(home: Path) -> list[str]:
     """All that must be in no output: the token's secret, keys, the control token."""
-    found = [Credentials.open(home).join_token().reveal().partition(".")[2]]
+    found = [CoordinatorCredentials.open(home).join_token().reveal().partition(".")[2]]
     workers = home / "coordinator" / "workers.json"
     if workers.exists():
         found += [entry["key"] for entry in json.loads(workers.read_text()).values()]
@@ -109,7 +109,7 @@ def test_another_machine_comes_in_with_the_token_and_comes_back_without(tmp_path
 
 def test_a_wrong_token_is_one_line_and_77(tmp_path, own_home):
     with Cluster(tmp_path, "--expect-workers", "1") as cluster:
-        good = Credentials.open(own_home).join_token()
+        good = CoordinatorCredentials.open(own_home).join_token()
         wrong_secret = JoinToken(good.fingerprint, new_key()).reveal()
         wrong_certificate = JoinToken(b"x" * 32, good.secret).reveal()
         for name, token in (("a", wrong_secret), ("b", wrong_certificate)):
@@ -147,7 +147,7 @@ def test_a_revoked_worker_ends_with_77(tmp_path):
 
 def test_a_token_file_that_others_may_read(tmp_path, own_home):
     path = tmp_path / "token"
-    path.write_text(Credentials.open(own_home).join_token().reveal())
+    path.write_text(CoordinatorCredentials.open(own_home).join_token().reveal())
     path.chmod(0o644)
     ended = called("worker", "--token-file", str(path))
     assert ended.returncode == 2
@@ -193,7 +193,7 @@ def test_local_workers_need_nothing_and_no_argument_holds_a_token(tmp_path, own_
 
 
 def printed(own_home, host, *, plaintext=False, to_terminal=False, name="") -> list[str]:
-    credentials = Credentials.open(own_home)
+    credentials = CoordinatorCredentials.open(own_home)
     options = {"plaintext": plaintext, "to_terminal": to_terminal, "name": name}
     return list(invitation(credentials, (host, 9000), **options))
 
@@ -205,7 +205,7 @@ def test_on_loopback_there_is_one_line_and_no_secret(own_home):
 
 
 def test_a_terminal_is_shown_one_line_to_paste(own_home):
-    token = Credentials.open(own_home).join_token().reveal()
+    token = CoordinatorCredentials.open(own_home).join_token().reveal()
     *_, line = printed(own_home, "192.0.2.7", to_terminal=True)
     assert line == f"  SAMESTEP_TOKEN={token} worker --coordinator 192.0.2.7:9000"
 

@@ -16,7 +16,7 @@ from tests.fuzz.handshakes import connection
 from tests.message_samples import EXAMPLES, flat
 from worker.logic import actions as act
 from worker.logic import events
-from worker.logic.session import Session
+from worker.logic.session import WorkerSession
 
 
 class PureWorker:
@@ -38,7 +38,7 @@ class PureWorker:
         self._connection = connection("worker", Phase.OPEN)
         self._connection.blocks = None
         self._replica = Replica(built.manifest.blocks, spec.optimizer)
-        self._session = Session()
+        self._session = WorkerSession()
         self._said = bytearray()
         welcome = EXAMPLES[Welcome]
         assert isinstance(welcome, Welcome)
@@ -84,7 +84,7 @@ class PureWorker:
                 return [events.Applied(action.step, self._replica.state_digest())]
             case act.Evaluate():
                 sums = {"samples": 1.0, "parts": 1.0}
-                return [events.Evaluated(action.step, action.part, sums)]
+                return [events.PartEvaluated(action.step, action.part, sums)]
             case act.CopyState():
                 replica = self._replica
                 return [events.StateCopied(replica.parts(), replica.step, replica.optimizer_step)]

@@ -18,7 +18,7 @@ from tests.simulation import disk
 from tests.simulation.cluster import Cluster
 from tests.simulation.disk import MemoryDirectory, MemoryLog
 from tests.simulation.execution import SimulatedExecution
-from worker.logic.session import Session
+from worker.logic.session import WorkerSession
 
 pytestmark = pytest.mark.simulation
 
@@ -186,7 +186,7 @@ def leaves_it_unsynced(self, *, repair=False):
 
 
 PERSIST = SimulatedExecution._persist
-START_RUN = Session._start_run
+START_RUN = WorkerSession._start_run
 ADMIT = Admission.admit
 NEW_SEGMENT = MemoryLog._new_segment
 SCAN = MemoryDirectory._scan
@@ -207,9 +207,9 @@ PLANTED: dict[str, list[tuple[Any, str, Any]]] = {
     "a commit before agreement": [(Agreement, "reached", True)],
     "a commit before sync": [(SimulatedExecution, "_persist", tells_first)],
     "a commit from a side cut off": [(MemoryDirectory, "check", nothing)],
-    "a stale epoch is obeyed": [(Session, "_start_run", obeys_anyone)],
+    "a stale epoch is obeyed": [(WorkerSession, "_start_run", obeys_anyone)],
     "Cancel is lost": [(Progress, "cancel_surplus", nothing)],
-    "Cancel is not obeyed": [(Session, "_cancel", hears_no_cancel)],
+    "Cancel is not obeyed": [(WorkerSession, "_cancel", hears_no_cancel)],
     "a joiner misses what was broadcast since": [(SimulatedExecution, "missed", nothing)],
     "a state is trusted without comparison": [(Admission, "admit", trusts)],
     "steps are replayed to one that is not where it says": [

@@ -26,7 +26,7 @@ from tests.simulation.job import Job
 from tests.simulation.link import LOST, Link
 from worker.logic import actions as act
 from worker.logic import events
-from worker.logic.session import Session
+from worker.logic.session import WorkerSession
 
 if TYPE_CHECKING:
     from tests.simulation.ledger import Ledger
@@ -84,7 +84,7 @@ class ScriptedEngine:
         self._busy = False
         self._emitted: deque[events.Event] = deque()
         self._generation = 0
-        self._cancelled: set[tuple[events.Place, Node]] = set()
+        self._cancelled: set[tuple[events.StepAttempt, Node]] = set()
         self._job: Job | None = None
         self._replica: Replica | None = None
         self._run_id = ""
@@ -217,7 +217,7 @@ class ScriptedEngine:
         elapsed_ms = node.leaves * self._flaws.microbatch_ms
         self._emit(events.NodeDone(place, node, loss, elapsed_ms))
 
-    def _is_cancelled(self, generation: int, place: events.Place, node: Node) -> bool:
+    def _is_cancelled(self, generation: int, place: events.StepAttempt, node: Node) -> bool:
         return generation != self._generation or (place, node) in self._cancelled
 
     def _spoilt(self, step: int, leaf: int, block: int) -> bool:
@@ -286,7 +286,7 @@ class ScriptedEngine:
         assert replica.step == action.step, "evaluation with the weights of its step"
         yield self._flaws.microbatch_ms
         sums = job.sums(replica.parameters, action.part)
-        self._emit(events.Evaluated(action.step, action.part, sums))
+        self._emit(events.PartEvaluated(action.step, action.part, sums))
 
     def _copy_state(self) -> Work:
         _, replica = self._built()
@@ -313,7 +313,7 @@ class SimulatedWorker(Process):
         self.instance = instance
         self.flaws = flaws
         self.engine = ScriptedEngine(self, world, flaws)
-        self.session: Session | None = None
+        self.session: WorkerSession | None = None
         self.link: Link | None = None
         self.side = 0
         self.draining = False
@@ -323,7 +323,7 @@ class SimulatedWorker(Process):
         self._newest: dict[str, int] = {}
 
     def connect(self, link: Link) -> None:
-        self.link, self.session = link, Session(self._epochs)
+        self.link, self.session = link, WorkerSession(self._epochs)
 
     def receive(self, link: Link, item: Any) -> None:
         """The oldest message of a connection."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.members.credentials import Credentials as CoordinatorCredentials
+from coordinator.members.credentials import CoordinatorCredentials
 from protocol import PROTOCOL_VERSION
 from protocol.host.doctor import Finding
 from protocol.host.secret_file import write_secret
@@ -24,8 +24,8 @@ from tests.cluster import PATIENCE_S, Cluster
 from tests.durable_run import small_disk
 from tests.live_service import live_service
 from tests.network_hosts import network
-from worker.doctor import Plan, examine
-from worker.joining.credentials import Credentials
+from worker.doctor import WorkerPlan, examine
+from worker.joining.credentials import WorkerCredentials
 from worker.joining.trial_join import trial_join
 
 ROOT = Path(__file__).parents[2]
@@ -38,15 +38,15 @@ def own_home(tmp_path, monkeypatch) -> Path:
     return tmp_path / "home"
 
 
-def plan(**changes) -> Plan:
+def plan(**changes) -> WorkerPlan:
     values = {
         "coordinator": ("127.0.0.1", 1), "coordinator_name": "", "name": "w",
         "backend": "scripted", "devices": (0,), "token_file": None, "plaintext": False,
     }  # fmt: skip
-    return Plan(**(values | changes))
+    return WorkerPlan(**(values | changes))
 
 
-def checks(of: Plan) -> dict[str, Finding]:
+def checks(of: WorkerPlan) -> dict[str, Finding]:
     return {each.check: each for each in examine(of)}
 
 
@@ -55,7 +55,7 @@ def joining(host: str, port: int, token: str = "", **more: object) -> list[Findi
     environment = {"SAMESTEP_HOME": str(Path(os.environ["SAMESTEP_HOME"]) / "there")}
     if token:
         environment["SAMESTEP_TOKEN"] = token
-    credentials = Credentials(None, environment=environment, **more)  # type: ignore[arg-type]
+    credentials = WorkerCredentials(None, environment=environment, **more)  # type: ignore[arg-type]
     return list(trial_join(host, port, "w", credentials))
 
 
@@ -230,7 +230,7 @@ async def test_a_key_of_its_own_and_after_it_is_revoked(tmp_path, own_home):
         at = ("127.0.0.1", live.port)
         coordinator = CoordinatorCredentials.open(own_home)
         token = coordinator.join_token().reveal()
-        there = Credentials(None, environment={"SAMESTEP_HOME": str(own_home / "there")})
+        there = WorkerCredentials(None, environment={"SAMESTEP_HOME": str(own_home / "there")})
         there.remember(coordinator.fingerprint, "w", coordinator.enrol("w"))
         line = (await asyncio.to_thread(joining, *at))[-1]
         assert (line.outcome, "the key of its own fits" in line.found) == ("ok", True)

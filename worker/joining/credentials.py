@@ -27,7 +27,7 @@ _HOW: Final = (
 )
 
 
-class Credentials:
+class WorkerCredentials:
     """Finds the secret for whoever answers at the coordinator's address.
 
     Args:

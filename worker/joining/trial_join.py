@@ -25,7 +25,7 @@ from protocol.wire import tls
 from protocol.wire.authentication import NO_CERTIFICATE, answer, new_nonce
 from protocol.wire.connection import Connection
 from protocol.wire.messages import Challenge, Goodbye, Hello, Message
-from worker.joining.credentials import Credentials
+from worker.joining.credentials import WorkerCredentials
 
 _PATIENCE_S: Final = limits.HANDSHAKE_TIMEOUT_MS / 1000
 _LISTENS: Final = (
@@ -37,7 +37,9 @@ _SILENCE: Final = (
 )
 
 
-def trial_join(host: str, port: int, name: str, credentials: Credentials) -> Iterator[Finding]:
+def trial_join(
+    host: str, port: int, name: str, credentials: WorkerCredentials
+) -> Iterator[Finding]:
     """From the address to the token; it ends with the first failure.
 
     Args:
@@ -76,7 +78,7 @@ def _meaning(host: str, addresses: list[str]) -> Finding:
 
 
 def _attempt(
-    addresses: list[str], port: int, name: str, credentials: Credentials
+    addresses: list[str], port: int, name: str, credentials: WorkerCredentials
 ) -> Iterator[Finding]:
     """One connection: TCP, TLS, the coordinator's proof."""
     connected, at, finding = _connect(addresses, port)
@@ -137,7 +139,7 @@ def _connect(addresses: list[str], port: int) -> tuple[socket.socket | None, str
 
 
 def _greet(
-    connected: socket.socket, fingerprint: bytes | None, name: str, credentials: Credentials
+    connected: socket.socket, fingerprint: bytes | None, name: str, credentials: WorkerCredentials
 ) -> Finding:
     """Say Hello, and see whether the Challenge shows that the other side has the same secret.
 

@@ -13,7 +13,7 @@ from protocol.spec.manifest import Block
 from protocol.spec.run_spec import RunSpec
 from protocol.wire.connection import Body
 from protocol.wire.messages import Message
-from worker.logic.events import Place
+from worker.logic.events import StepAttempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Expect:
 class Compute:
     """Compute a node."""
 
-    place: Place
+    place: StepAttempt
     microbatches: int
     node: Node
 
@@ -67,7 +67,7 @@ class CancelWork:
 class CancelNode:
     """Abandon this node: another worker has computed it."""
 
-    place: Place
+    place: StepAttempt
     node: Node
 
 

@@ -12,7 +12,7 @@ from protocol.spec.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StepAttempt:
     """Which attempt at which step."""
 
     step: int
@@ -49,7 +49,7 @@ class BuildFailed:
 class BlockSum:
     """A block's sum over a node is final: flat float32, the receiver's own."""
 
-    place: Place
+    place: StepAttempt
     node: Node
     block: int
     values: Array
@@ -60,7 +60,7 @@ class BlockSum:
 class NodeDone:
     """A node is computed."""
 
-    place: Place
+    place: StepAttempt
     node: Node
     loss: Loss
     elapsed_ms: float
@@ -75,7 +75,7 @@ class Applied:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
+class PartEvaluated:
     """One held-out part is done."""
 
     step: int
@@ -99,4 +99,6 @@ class DeviceFailed:
     error: Exception
 
 
-Event = Built | BuildFailed | BlockSum | NodeDone | Applied | Evaluated | StateCopied | DeviceFailed
+Event = (
+    Built | BuildFailed | BlockSum | NodeDone | Applied | PartEvaluated | StateCopied | DeviceFailed
+)

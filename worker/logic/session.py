@@ -60,11 +60,11 @@ from worker.logic.actions import (
     Transmit,
 )
 from worker.logic.averages import Averages
-from worker.logic.events import Place
+from worker.logic.events import StepAttempt
 from worker.logic.fetching import RunFiles
 
 
-class Session:
+class WorkerSession:
     """See the module's text.
 
     Attributes:
@@ -84,7 +84,7 @@ class Session:
         self.step = 0
         self.run_id = ""
         self._steps = 0
-        self._place: Place | None = None
+        self._place: StepAttempt | None = None
         self._microbatches = 0
         self._blocks: tuple[Block, ...] = ()
         self._parts = 0
@@ -166,7 +166,7 @@ class Session:
                 step, digest = event.step, event.state_digest
                 applied = StepApplied(epoch=self.epoch, step=step, state_digest=digest)
                 return [Transmit(applied)] if self._built else []
-            case events.Evaluated():
+            case events.PartEvaluated():
                 step, part, sums = event.step, event.part, dict(event.sums)
                 result = EvalResult(epoch=self.epoch, step=step, part=part, sums=sums)
                 return [Transmit(result)] if self._built else []
@@ -294,20 +294,20 @@ class Session:
         self._check_epoch(message.epoch)
         if not self._built or message.step != self.step:
             raise OutOfPlace(f"StepPlan: expected step {self.step}, got {message.step}")
-        self._place = Place(message.step, message.attempt)
+        self._place = StepAttempt(message.step, message.attempt)
         self._microbatches = message.microbatches
         self._nodes.clear()
         return [CancelWork(), *self._take(message.nodes)]
 
     def _assign(self, message: Assign) -> list[Action]:
         self._check_epoch(message.epoch)
-        if Place(message.step, message.attempt) != self._place:
+        if StepAttempt(message.step, message.attempt) != self._place:
             return []
         return self._take(message.nodes)
 
     def _cancel(self, message: Cancel) -> list[Action]:
         self._check_epoch(message.epoch)
-        place = Place(message.step, message.attempt)
+        place = StepAttempt(message.step, message.attempt)
         if place != self._place:
             return []
         nodes = {Node(lo, hi) for lo, hi in message.nodes} & self._nodes

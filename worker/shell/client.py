@@ -38,11 +38,11 @@ from protocol.wire.messages import (
     Welcome,
 )
 from protocol.wire.transport import Channel
-from worker.joining.credentials import Credentials
+from worker.joining.credentials import WorkerCredentials
 from worker.logic import actions as act
 from worker.logic import events
 from worker.logic.fetching import FileEvent
-from worker.logic.session import Session
+from worker.logic.session import WorkerSession
 from worker.shell import engine
 from worker.shell.obtaining import Obtainer
 
@@ -71,7 +71,7 @@ class Client:
         self,
         target: Target,
         toolbox: engine.Toolbox,
-        credentials: Credentials,
+        credentials: WorkerCredentials,
         tell: Callable[[str], None],
         tracer: Tracer | None = None,
         *,
@@ -90,7 +90,7 @@ class Client:
         self._loop = asyncio.get_running_loop()
         self._engine = engine.Engine(toolbox, self._emit, tracer, machine)
         self._files = Obtainer(self._obtained, cache, machine)
-        self._session: Session | None = None
+        self._session: WorkerSession | None = None
         self._trouble = f"connecting to {target.host}:{target.port}"
         self._channel: Channel | None = None
         self._epochs: dict[str, int] = {}
@@ -176,7 +176,7 @@ class Client:
         except OSError as error:
             return error.strerror or str(error) or "the connection was reset"
         self._channel = channel
-        self._session = Session(self._epochs)
+        self._session = WorkerSession(self._epochs)
         self._greet(channel)
         beating = self._loop.create_task(self._heartbeat(channel))
         stopping = self._loop.create_task(self._stop.wait())

@@ -29,11 +29,11 @@ from worker.logic.events import (
     BuildFailed,
     Built,
     DeviceFailed,
-    Evaluated,
     Event,
     NodeDone,
-    Place,
+    PartEvaluated,
     StateCopied,
+    StepAttempt,
 )
 from worker.shell.batch_shapes import evaluation_of_each_shape, microbatch_of_each_shape
 from worker.shell.signature import library_versions, probe_digest, signature_digest
@@ -94,7 +94,7 @@ class Engine:
         self._machine = machine or Machine()
         self._job: _Job | None = None
         self._generation = 0
-        self._cancelled: set[tuple[Place, Node]] = set()
+        self._cancelled: set[tuple[StepAttempt, Node]] = set()
         self._digests = self._machine.thread("digest")
         self._digest: Future[None] | None = None
         self._thread = self._machine.device_thread("engine")
@@ -112,7 +112,7 @@ class Engine:
         """
         self._submit(lambda: self._build(run_id, spec, inputs, keep=keep))
 
-    def compute(self, place: Place, microbatches: int, node: Node) -> None:
+    def compute(self, place: StepAttempt, microbatches: int, node: Node) -> None:
         """Compute a node unless cancelled before; gives its BlockSums, then NodeDone."""
         generation = self._generation
         self._submit(lambda: self._compute(generation, place, microbatches, node))
@@ -122,7 +122,7 @@ class Engine:
         self._generation += 1
         self._cancelled = set()
 
-    def cancel_node(self, place: Place, node: Node) -> None:
+    def cancel_node(self, place: StepAttempt, node: Node) -> None:
         """Abandon this node, and no other."""
         self._cancelled = {*self._cancelled, (place, node)}
 
@@ -139,7 +139,7 @@ class Engine:
         self._submit(lambda: self._restore(step, optimizer_step))
 
     def evaluate(self, step: int, part: int) -> None:
-        """Evaluate one held-out part unless cancelled before; gives Evaluated."""
+        """Evaluate one held-out part unless cancelled before; gives PartEvaluated."""
         generation = self._generation
         self._submit(lambda: self._evaluate(generation, step, part))
 
@@ -239,7 +239,7 @@ class Engine:
         return self._job
 
     def _compute(
-        self, generation: int, place: Place, microbatches: int, node: Node
+        self, generation: int, place: StepAttempt, microbatches: int, node: Node
     ) -> Iterator[None]:
         if self._is_cancelled(generation, place, node):
             return
@@ -278,7 +278,7 @@ class Engine:
             self._tracer.span(f"node {node}", "nodes", start_us, step=place.step)
         self._emit(NodeDone(place, node, loss, (self._machine.now_s() - start_s) * 1e3))
 
-    def _is_cancelled(self, generation: int, place: Place, node: Node) -> bool:
+    def _is_cancelled(self, generation: int, place: StepAttempt, node: Node) -> bool:
         return generation != self._generation or (place, node) in self._cancelled
 
     def _apply(self, averages: list[Array], scalars: StepScalars | None) -> None:
@@ -333,7 +333,7 @@ class Engine:
             return
         job = self._built()
         sums = job.program.evaluate(job.task.evaluation_batch(part))
-        self._emit(Evaluated(step, part, dict(sums)))
+        self._emit(PartEvaluated(step, part, dict(sums)))
 
     def _copy_state(self) -> None:
         replica = self._built().replica

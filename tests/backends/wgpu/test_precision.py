@@ -15,7 +15,7 @@ from protocol.spec.run_spec import BatchSpec, OptimizerSpec, RunSpec
 from protocol.wire import messages as msg
 from worker.logic import events
 from worker.logic.actions import Transmit
-from worker.logic.session import Session
+from worker.logic.session import WorkerSession
 from worker.shell.engine import Engine
 from worker.tasks.regress import Regress
 
@@ -81,7 +81,7 @@ def test_the_coordinator_is_told_that_this_device_cannot_and_why(toolbox, refuse
     event = told.get(timeout=PATIENCE_S)
     device.close()
 
-    session = Session()
+    session = WorkerSession()
     session.welcome(
         msg.Welcome(
             worker="ann", epoch=1, heartbeat_interval_ms=1000, liveness_timeout_ms=8000, key=b""

@@ -15,8 +15,8 @@ import pytest
 
 from coordinator.disk.claim import Claim
 from coordinator.doctor import doctor
-from coordinator.doctor.doctor import Plan, examine
-from coordinator.members.credentials import Credentials
+from coordinator.doctor.doctor import ServicePlan, examine
+from coordinator.members.credentials import CoordinatorCredentials
 from coordinator.storage.run_directory import RunDirectory
 from protocol.host.doctor import Finding
 from protocol.host.secret_file import write_secret
@@ -37,12 +37,12 @@ def plan(tmp_path):
             "directory": tmp_path / "runs",
             "home": tmp_path / "home",
         }
-        return Plan(**(values | changes))
+        return ServicePlan(**(values | changes))
 
     return make
 
 
-def found(plan: Plan, check: str) -> Finding:
+def found(plan: ServicePlan, check: str) -> Finding:
     (finding,) = [each for each in examine(plan) if each.check == check]
     return finding
 
@@ -78,7 +78,7 @@ def test_a_sound_machine_has_no_failure_and_nothing_is_left(plan, tmp_path):
 
 
 def test_secrets_that_fit(plan, tmp_path):
-    Credentials.open(tmp_path / "home")
+    CoordinatorCredentials.open(tmp_path / "home")
     fits = found(plan(), "secrets")
     assert fits.outcome == "ok"
     assert "no worker's key yet" in fits.found
@@ -87,7 +87,7 @@ def test_secrets_that_fit(plan, tmp_path):
 
 @pytest.mark.parametrize("name", ["certificate.pem", "key.pem", "join.token", "workers.json"])
 def test_a_secret_that_others_may_read(plan, tmp_path, name):
-    Credentials.open(tmp_path / "home").enrol("w")
+    CoordinatorCredentials.open(tmp_path / "home").enrol("w")
     (tmp_path / "home" / "coordinator" / name).chmod(0o640)
     wrong = found(plan(), "secrets")
     assert wrong.outcome == "failure"
@@ -104,7 +104,7 @@ def test_a_secret_that_others_may_read(plan, tmp_path, name):
     ],
 )
 def test_a_secret_that_is_lost(plan, tmp_path, name, said):
-    Credentials.open(tmp_path / "home")
+    CoordinatorCredentials.open(tmp_path / "home")
     (tmp_path / "home" / "coordinator" / name).unlink()
     wrong = found(plan(), "secrets")
     assert (wrong.outcome, said in wrong.found) == ("warning", True)
@@ -113,21 +113,21 @@ def test_a_secret_that_is_lost(plan, tmp_path, name, said):
 
 @pytest.mark.parametrize("name", ["certificate.pem", "key.pem", "join.token"])
 def test_a_secret_that_is_none(plan, tmp_path, name):
-    Credentials.open(tmp_path / "home")
+    CoordinatorCredentials.open(tmp_path / "home")
     write_secret(tmp_path / "home" / "coordinator" / name, "nothing of the kind\n")
     wrong = found(plan(), "secrets")
     assert (wrong.outcome, "the next start makes new ones" in wrong.advice) == ("failure", True)
 
 
 def test_a_token_of_another_certificate(plan, tmp_path):
-    Credentials.open(tmp_path / "home")
-    other = Credentials.open(tmp_path / "other").join_token().reveal()
+    CoordinatorCredentials.open(tmp_path / "home")
+    other = CoordinatorCredentials.open(tmp_path / "other").join_token().reveal()
     write_secret(tmp_path / "home" / "coordinator" / "join.token", other)
     assert "is of another certificate" in found(plan(), "secrets").found
 
 
 def test_a_state_directory_that_is_open_to_others(plan, tmp_path):
-    Credentials.open(tmp_path / "home")
+    CoordinatorCredentials.open(tmp_path / "home")
     (tmp_path / "home" / "coordinator").chmod(0o755)
     wrong = found(plan(), "state mode")
     assert (wrong.outcome, "chmod 700" in wrong.advice) == ("warning", True)

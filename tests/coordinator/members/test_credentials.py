@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from coordinator.members.credentials import Credentials
+from coordinator.members.credentials import CoordinatorCredentials
 from coordinator.members.join_check import JoinCheck
 from coordinator.members.worker_keys import MOST_KEYS
 from protocol.base.errors import UsageError
@@ -24,20 +24,20 @@ def files(home):
 
 
 def test_the_first_start_makes_them_and_the_next_finds_them(tmp_path):
-    first = Credentials.open(tmp_path / "home")
+    first = CoordinatorCredentials.open(tmp_path / "home")
     first.enrol("w")
     for path in files(tmp_path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
     assert stat.S_IMODE((tmp_path / "home" / "coordinator").stat().st_mode) == 0o700
-    again = Credentials.open(tmp_path / "home")
+    again = CoordinatorCredentials.open(tmp_path / "home")
     assert again.fingerprint == first.fingerprint == again.join_token().fingerprint
     assert again.join_token() == first.join_token()
     assert again.keys.get("w") == first.keys.get("w") is not None
-    assert Credentials.open(tmp_path / "other").fingerprint != first.fingerprint
+    assert CoordinatorCredentials.open(tmp_path / "other").fingerprint != first.fingerprint
 
 
 def test_the_fingerprint_is_openssl_s(tmp_path):
-    credentials = Credentials.open(tmp_path)
+    credentials = CoordinatorCredentials.open(tmp_path)
     pem = (tmp_path / "coordinator" / "certificate.pem").read_text()
     assert tls.fingerprint(ssl.PEM_cert_to_DER_cert(pem)) == credentials.fingerprint
     assert credentials.server_context().minimum_version is ssl.TLSVersion.TLSv1_3
@@ -45,10 +45,10 @@ def test_the_fingerprint_is_openssl_s(tmp_path):
 
 @pytest.mark.parametrize("lost", ["certificate.pem", "key.pem", "join.token"])
 def test_what_is_missing_is_made_and_fits_the_rest(tmp_path, lost):
-    before = Credentials.open(tmp_path)
+    before = CoordinatorCredentials.open(tmp_path)
     token = before.join_token()
     (tmp_path / "coordinator" / lost).unlink()
-    after = Credentials.open(tmp_path)
+    after = CoordinatorCredentials.open(tmp_path)
     assert after.join_token() != token
     assert after.join_token().fingerprint == after.fingerprint
     after.server_context()
@@ -66,14 +66,14 @@ def test_many_first_starts_at_once_agree(tmp_path):
 
 @pytest.mark.parametrize("name", ["certificate.pem", "key.pem", "join.token", "workers.json"])
 def test_what_others_may_read_is_not_used(tmp_path, name):
-    Credentials.open(tmp_path).enrol("w")
+    CoordinatorCredentials.open(tmp_path).enrol("w")
     (tmp_path / "coordinator" / name).chmod(0o644)
     with pytest.raises(UsageError, match=f"{name}.*chmod 600"):
-        Credentials.open(tmp_path).keys.get("w")
+        CoordinatorCredentials.open(tmp_path).keys.get("w")
 
 
 def test_damage_is_named_without_what_it_holds(tmp_path):
-    credentials = Credentials.open(tmp_path)
+    credentials = CoordinatorCredentials.open(tmp_path)
     credentials.enrol("w")
     path = tmp_path / "coordinator" / "workers.json"
     secret = json.loads(path.read_text())["w"]["key"]
@@ -88,12 +88,12 @@ def test_damage_is_named_without_what_it_holds(tmp_path):
 
 
 def test_one_is_revoked_and_others_stay(tmp_path):
-    credentials = Credentials.open(tmp_path)
+    credentials = CoordinatorCredentials.open(tmp_path)
     token = credentials.join_token()
     ann, bob = credentials.enrol("ann"), credentials.enrol("bob")
     assert ann != bob
     assert credentials.enrol("ann") == ann
-    Credentials.open(tmp_path).revoke("ann")
+    CoordinatorCredentials.open(tmp_path).revoke("ann")
     assert credentials.keys.get("ann") is None
     assert credentials.keys.get("bob") == bob
     assert credentials.join_token() != token
@@ -104,7 +104,7 @@ def test_one_is_revoked_and_others_stay(tmp_path):
 
 def test_keys_that_cannot_be_read_now_are_not_revoked(tmp_path):
     """A passing fault of the disk must not send every member away for good."""
-    credentials = Credentials.open(tmp_path)
+    credentials = CoordinatorCredentials.open(tmp_path)
     check = JoinCheck(credentials, encrypted=True)
     check.name = "ann"
     assert check.new_key() == credentials.keys.get("ann")
@@ -124,7 +124,7 @@ def test_keys_that_cannot_be_read_now_are_not_revoked(tmp_path):
 def test_there_is_an_end_to_keys(tmp_path, monkeypatch):
     monkeypatch.setattr("coordinator.members.worker_keys.MOST_KEYS", 2)
     assert MOST_KEYS > 2
-    credentials = Credentials.open(tmp_path)
+    credentials = CoordinatorCredentials.open(tmp_path)
     assert credentials.enrol("a")
     assert credentials.enrol("b")
     assert credentials.enrol("c") == b""
@@ -133,7 +133,7 @@ def test_there_is_an_end_to_keys(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can write for another user")
 def test_what_root_changes_stays_the_service_s(tmp_path):
-    credentials = Credentials.open(tmp_path)
+    credentials = CoordinatorCredentials.open(tmp_path)
     for path in (tmp_path / "coordinator", *files(tmp_path)):
         os.chown(path, 65_534, 65_534)
     credentials.rotate(everyone=True)
@@ -156,4 +156,4 @@ def test_where_they_are(environment, home):
 def test_a_home_that_cannot_be_used(tmp_path):
     (tmp_path / "home").write_text("a file")
     with pytest.raises(UsageError, match="SAMESTEP_HOME"):
-        Credentials.open(tmp_path / "home")
+        CoordinatorCredentials.open(tmp_path / "home")

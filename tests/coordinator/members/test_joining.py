@@ -12,7 +12,7 @@ from typing import Self
 import pytest
 
 from coordinator.members.certificate import self_signed
-from coordinator.members.credentials import Credentials
+from coordinator.members.credentials import CoordinatorCredentials
 from coordinator.storage.journal_records import ViewChanged
 from protocol.base import limits
 from protocol.base.errors import ExitCode, NotAuthorised, Unreachable
@@ -33,7 +33,7 @@ from tests.event_loop import on_uvloop
 from tests.hostile_worker import HostileWorker
 from tests.live_service import PATIENCE_S, LiveService, Scripted, live_service, scripted_spec
 from tests.message_samples import EXAMPLES, flat, frame
-from worker.joining.credentials import Credentials as WorkersCredentials
+from worker.joining.credentials import WorkerCredentials
 from worker.shell.client import Client, Target
 
 
@@ -45,20 +45,20 @@ def own_home(tmp_path, monkeypatch) -> Path:
     return home
 
 
-def elsewhere(tmp_path: Path, token: str = "") -> WorkersCredentials:
+def elsewhere(tmp_path: Path, token: str = "") -> WorkerCredentials:
     """Those of a worker on another machine, or of another user."""
     environment = {"SAMESTEP_HOME": str(tmp_path / "elsewhere")}
     if token:
         environment["SAMESTEP_TOKEN"] = token
-    return WorkersCredentials(environment=environment)
+    return WorkerCredentials(environment=environment)
 
 
-def client(port: int, credentials: WorkersCredentials, name: str = "w") -> Client:
+def client(port: int, credentials: WorkerCredentials, name: str = "w") -> Client:
     target = Target("127.0.0.1", port, name, "scripted", 20.0)
     return Client(target, Scripted(), credentials, lambda _: None)
 
 
-async def refusal(port: int, credentials: WorkersCredentials) -> str:
+async def refusal(port: int, credentials: WorkerCredentials) -> str:
     """A worker that does not get in: its one line."""
     with pytest.raises(NotAuthorised) as caught:
         async with asyncio.timeout(PATIENCE_S):
@@ -91,7 +91,7 @@ async def serving(
 @on_uvloop
 async def test_the_token_once_and_then_a_key_of_its_own(tmp_path):
     async with live_service(tmp_path, 1) as live:
-        credentials = Credentials.open()
+        credentials = CoordinatorCredentials.open()
         token = credentials.join_token().reveal()
         async with serving(live, client(live.port, elsewhere(tmp_path, token))):
             assert list(credentials.keys.names()) == ["w"]
@@ -110,7 +110,7 @@ async def test_the_token_once_and_then_a_key_of_its_own(tmp_path):
 @on_uvloop
 async def test_a_key_that_is_no_good_is_not_the_end_while_there_is_a_token(tmp_path):
     async with live_service(tmp_path, 1) as live:
-        credentials = Credentials.open()
+        credentials = CoordinatorCredentials.open()
         first = elsewhere(tmp_path, credentials.join_token().reveal())
         async with serving(live, client(live.port, first)):
             old = credentials.keys.get("w")
@@ -123,7 +123,7 @@ async def test_a_key_that_is_no_good_is_not_the_end_while_there_is_a_token(tmp_p
 @on_uvloop
 async def test_keys_that_cannot_be_read_now_send_nobody_away_for_good(tmp_path):
     async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as member:
-        keys = Credentials.open()
+        keys = CoordinatorCredentials.open()
         assert keys.enrol("ann")
         path = keys.keys._path
         path.unlink()
@@ -141,7 +141,7 @@ async def test_a_revoked_worker_is_sent_away_while_it_works_and_does_not_come_ba
 ):
     monkeypatch.setattr(limits, "HEARTBEAT_INTERVAL_MS", 30)
     async with live_service(tmp_path, 1) as live:
-        credentials = Credentials.open()
+        credentials = CoordinatorCredentials.open()
         token = credentials.join_token().reveal()
         async with serving(live, client(live.port, elsewhere(tmp_path / "b", token), "b"), "b"):
             leaving = asyncio.create_task(refusal(live.port, elsewhere(tmp_path, token)))
@@ -157,7 +157,7 @@ async def test_a_revoked_worker_is_sent_away_while_it_works_and_does_not_come_ba
 @on_uvloop
 async def test_a_key_of_one_name_is_none_of_another(tmp_path):
     async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as hostile:
-        credentials = Credentials.open()
+        credentials = CoordinatorCredentials.open()
         assert credentials.enrol("ann")
         key = credentials.enrol("bob")
         hostile.greet(name="ann", enrolled=True)
@@ -172,7 +172,7 @@ async def test_a_key_of_one_name_is_none_of_another(tmp_path):
 @on_uvloop
 async def test_the_journal_says_by_what_each_worker_was_admitted(tmp_path):
     async with live_service(tmp_path, 1) as live:
-        credentials = Credentials.open()
+        credentials = CoordinatorCredentials.open()
         token = credentials.join_token().reveal()
         for nth in (1, 2):
             async with serving(live, client(live.port, elsewhere(tmp_path, token)), nth=nth):
@@ -200,7 +200,7 @@ async def test_without_a_token_a_worker_says_how_to_get_one(tmp_path):
 @on_uvloop
 async def test_the_right_certificate_and_a_wrong_secret(tmp_path):
     async with live_service(tmp_path, 1) as live:
-        wrong = JoinToken(Credentials.open().fingerprint, new_key()).reveal()
+        wrong = JoinToken(CoordinatorCredentials.open().fingerprint, new_key()).reveal()
         text = await refusal(live.port, elsewhere(tmp_path, wrong))
         assert "does not know this worker's join token or key: it is outdated" in text
         assert wrong.partition(".")[2] not in text
@@ -214,7 +214,7 @@ async def test_the_right_certificate_and_a_wrong_secret(tmp_path):
 async def test_proofs_that_are_not_of_this_connection(tmp_path, change):
     """All by someone who has heard a good handshake, or sits between two ends of TLS."""
     async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as hostile:
-        token = Credentials.open().join_token()
+        token = CoordinatorCredentials.open().join_token()
         hostile.greet()
         challenge = await hostile.until(Challenge)
         hello, nonce, certificate = hostile.hello, challenge.nonce, token.fingerprint
@@ -238,7 +238,7 @@ async def test_proofs_that_are_not_of_this_connection(tmp_path, change):
 @on_uvloop
 async def test_a_recorded_handshake_is_worth_nothing(tmp_path):
     async with live_service(tmp_path, 1) as live:
-        token = Credentials.open().join_token()
+        token = CoordinatorCredentials.open().join_token()
         async with HostileWorker(live.port) as member:
             member.greet()
             proof = answer(
@@ -325,7 +325,7 @@ def another_context(tmp_path: Path) -> ssl.SSLContext:
 
 @on_uvloop
 async def test_a_relay_with_a_certificate_of_its_own_hears_nothing(tmp_path):
-    token = Credentials.open().join_token().reveal()
+    token = CoordinatorCredentials.open().join_token().reveal()
     async with Impostor(another_context(tmp_path)) as relay:
         text = await refusal(relay.port, elsewhere(tmp_path, token))
         assert "expected the certificate" in text
@@ -336,7 +336,7 @@ async def test_a_relay_with_a_certificate_of_its_own_hears_nothing(tmp_path):
 @on_uvloop
 async def test_a_relay_hears_nothing_from_a_worker_with_a_key(tmp_path):
     async with live_service(tmp_path, 1) as live:
-        token = Credentials.open().join_token().reveal()
+        token = CoordinatorCredentials.open().join_token().reveal()
         async with serving(live, client(live.port, elsewhere(tmp_path, token))):
             pass
     async with Impostor(another_context(tmp_path)) as relay:
@@ -348,7 +348,7 @@ async def test_a_relay_hears_nothing_from_a_worker_with_a_key(tmp_path):
 @on_uvloop
 async def test_an_impostor_that_cannot_prove_itself_gets_no_proof(tmp_path, cheat):
     """It has even the coordinator's certificate and key, but not the secret."""
-    credentials = Credentials.open()
+    credentials = CoordinatorCredentials.open()
     recorded = Exchange(EXAMPLES[Hello], bytes(32), credentials.fingerprint)  # type: ignore[arg-type]
 
     def reply(hello: Hello) -> Challenge:
@@ -371,7 +371,7 @@ async def test_an_impostor_that_cannot_prove_itself_gets_no_proof(tmp_path, chea
 @on_uvloop
 async def test_an_impostor_that_does_not_wait_for_the_proof_is_not_followed(tmp_path, first):
     """It welcomes the worker and starts a run, in the very bytes of its wrong challenge."""
-    credentials = Credentials.open()
+    credentials = CoordinatorCredentials.open()
 
     def reply(hello: Hello) -> bytes:
         challenge = Challenge(method=METHOD, nonce=hello.nonce, proof=bytes(32))

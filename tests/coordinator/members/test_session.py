@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.members.credentials import Credentials
+from coordinator.members.credentials import CoordinatorCredentials
 from coordinator.members.join_check import JoinCheck
-from coordinator.members.session import Session
+from coordinator.members.session import MemberSession
 from protocol.base import limits
 from protocol.base.errors import ExitCode, OutOfPlace
 from protocol.wire import messages
@@ -53,41 +53,41 @@ class House:
     def __init__(self) -> None:
         self.heard: list[tuple[str, Any]] = []
 
-    def admit(self, session: Session) -> Welcome:
+    def admit(self, session: MemberSession) -> Welcome:
         assert session.hello is not None
         self.heard.append(("admit", session.hello.name))
         assert isinstance(WELCOME, Welcome)
         return WELCOME
 
-    def joined(self, session: Session) -> None:
+    def joined(self, session: MemberSession) -> None:
         assert session.hello is not None
         self.heard.append(("joined", session.name))
 
-    def receive(self, session: Session, message: Message, received: Received) -> None:
+    def receive(self, session: MemberSession, message: Message, received: Received) -> None:
         assert session.name
         assert received.message is message
         self.heard.append(("receive", type(message).__name__))
 
-    def left(self, session: Session, reason: str) -> None:
+    def left(self, session: MemberSession, reason: str) -> None:
         assert session.channel is not None
         self.heard.append(("left", reason))
 
 
-def begun() -> tuple[Session, House, Any]:
+def begun() -> tuple[MemberSession, House, Any]:
     house, wire = House(), Wire()
-    session = Session(house, JoinCheck(Credentials.open(), encrypted=True))
+    session = MemberSession(house, JoinCheck(CoordinatorCredentials.open(), encrypted=True))
     session.start(wire)  # type: ignore[arg-type]
     return session, house, wire
 
 
-def hear(session: Session, kind: type[Message], **changes: Any) -> None:
+def hear(session: MemberSession, kind: type[Message], **changes: Any) -> None:
     message = EXAMPLES[kind].model_copy(update=changes)
     session.on_message(session.channel, Received(message, None))
 
 
-def prove(session: Session, wire: Wire) -> None:
+def prove(session: MemberSession, wire: Wire) -> None:
     """The right answer to the challenge."""
-    token = Credentials.open().join_token()
+    token = CoordinatorCredentials.open().join_token()
     (challenge,) = wire.sent
     assert isinstance(challenge, Challenge)
     assert session.hello is not None

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from coordinator.members.credentials import Credentials
+from coordinator.members.credentials import CoordinatorCredentials
 from coordinator.operator.control import ControlPort
 from coordinator.operator.control_client import control_token, request
 from coordinator.operator.page_server import PAGE_PATHS
@@ -121,7 +121,7 @@ async def test_a_method_of_no_route_is_no_request_at_all(tmp_path, method):
 async def test_what_is_not_the_token_opens_nothing(tmp_path, path):
     async with port(tmp_path) as control:
         token, method = control.guard.token, ROUTES[path]
-        join = Credentials.open().join_token().reveal()
+        join = CoordinatorCredentials.open().join_token().reveal()
         for wrong in (
             "", "Bearer", "Bearer ", f"Bearer {token[:-1]}", f"Bearer {token}x", f"Basic {token}",
             token, f"Bearer {join}", f"Bearer {join.partition('.')[2]}", "Bearer \u00e9",

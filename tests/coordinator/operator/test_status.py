@@ -11,7 +11,7 @@ from coordinator.operator.status import status_document, waiting_for
 from coordinator.operator.status_text import status_lines, summary
 from coordinator.run.actions import Finish
 from coordinator.service.execution import Execution
-from coordinator.service.replica_keeper import Applied
+from coordinator.service.replica_keeper import ReplicaState
 from coordinator.service.service import Service, Settings
 from coordinator.storage.run_directory import RunDirectory
 from coordinator.storage.run_storage import RunStorage
@@ -142,7 +142,7 @@ async def test_a_run_in_training_on_one_screen():
     run = staged(*COMMITTED, "applied ann 1", "applied bob 1", "replica 1", workers="2")
     service = await service_with(run, "ann", "bob", "idle")
     assert service.current is not None
-    service.current.applied = Applied(1, "s" * 64, "w" * 64)
+    service.current.applied = ReplicaState(1, "s" * 64, "w" * 64)
     document = json.loads(json.dumps(status_document(service, NOW_S), allow_nan=False))
     expected = {
         "phase": "training", "step": 1, "steps": 2, "loss": 0.5, "weights_digest": "w" * 64,

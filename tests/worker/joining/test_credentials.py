@@ -8,7 +8,7 @@ from protocol.base.errors import ExitCode, NotAuthorised, UsageError
 from protocol.host.secret_file import join_token_file, write_secret
 from protocol.wire.authentication import new_key
 from protocol.wire.join_token import JoinToken
-from worker.joining.credentials import Credentials
+from worker.joining.credentials import WorkerCredentials
 
 HERE = b"h" * 32
 THERE = b"t" * 32
@@ -31,27 +31,32 @@ def environment(tmp_path) -> dict[str, str]:
 def test_file_before_variable_before_systemd_before_the_own_coordinator_s(tmp_path, environment):
     in_file, in_variable, by_systemd, by_coordinator = (token() for _ in range(4))
     kept(join_token_file(tmp_path / "home"), by_coordinator)
-    assert Credentials(environment=environment).secret(HERE, "w") == (by_coordinator.secret, False)
+    assert WorkerCredentials(environment=environment).secret(HERE, "w") == (
+        by_coordinator.secret,
+        False,
+    )
     environment["CREDENTIALS_DIRECTORY"] = str(tmp_path / "systemd")
-    assert Credentials(environment=environment).secret(HERE, "w")[0] == by_coordinator.secret
+    assert WorkerCredentials(environment=environment).secret(HERE, "w")[0] == by_coordinator.secret
     credential = kept(tmp_path / "systemd" / "join.token", by_systemd)
     credential.chmod(0o440)  # as systemd's are, under access lists
-    assert Credentials(environment=environment).secret(HERE, "w")[0] == by_systemd.secret
+    assert WorkerCredentials(environment=environment).secret(HERE, "w")[0] == by_systemd.secret
     environment["SAMESTEP_TOKEN"] = in_variable.reveal()
-    assert Credentials(environment=dict(environment)).secret(HERE, "w")[0] == in_variable.secret
+    assert (
+        WorkerCredentials(environment=dict(environment)).secret(HERE, "w")[0] == in_variable.secret
+    )
     path = kept(tmp_path / "file", in_file)
-    assert Credentials(path, environment=environment).secret(HERE, "w")[0] == in_file.secret
+    assert WorkerCredentials(path, environment=environment).secret(HERE, "w")[0] == in_file.secret
 
 
 def test_the_variable_is_taken_out_of_the_environment(environment):
     environment["SAMESTEP_TOKEN"] = token().reveal()
-    Credentials(environment=environment)
+    WorkerCredentials(environment=environment)
     assert "SAMESTEP_TOKEN" not in environment
 
 
 def test_a_file_is_read_anew_each_time(tmp_path, environment):
     path = kept(tmp_path / "file", token())
-    credentials = Credentials(path, environment=environment)
+    credentials = WorkerCredentials(path, environment=environment)
     changed = token()
     kept(path, changed)
     assert credentials.secret(HERE, "w") == (changed.secret, False)
@@ -63,7 +68,7 @@ def test_a_file_that_others_may_read_is_refused(tmp_path, environment, mode):
     path = kept(tmp_path / "file", given)
     path.chmod(mode)
     with pytest.raises(UsageError, match=f"mode 0{mode:o}.*chmod 600") as caught:
-        Credentials(path, environment=environment)
+        WorkerCredentials(path, environment=environment)
     assert caught.value.exit_code == ExitCode.USAGE
     assert given.reveal().partition(".")[2] not in str(caught.value)
 
@@ -75,23 +80,23 @@ def test_what_is_no_token_is_not_shown(tmp_path, environment, text):
     path = tmp_path / "file"
     write_secret(path, text)
     with pytest.raises(UsageError, match="expected a join token") as caught:
-        Credentials(path, environment=environment)
+        WorkerCredentials(path, environment=environment)
     assert text not in str(caught.value) or not text.strip("x")
     if text:
         with pytest.raises(UsageError, match="SAMESTEP_TOKEN"):
-            Credentials(environment={**environment, "SAMESTEP_TOKEN": text})
+            WorkerCredentials(environment={**environment, "SAMESTEP_TOKEN": text})
 
 
 def test_a_file_that_is_not_there(tmp_path, environment):
     with pytest.raises(UsageError, match="is not there"):
-        Credentials(tmp_path / "none", environment=environment)
+        WorkerCredentials(tmp_path / "none", environment=environment)
     with pytest.raises(UsageError, match="expected a file"):
-        Credentials(tmp_path, environment=environment)
+        WorkerCredentials(tmp_path, environment=environment)
 
 
 def test_a_token_given_for_one_coordinator_is_not_shown_to_another(environment):
     environment["SAMESTEP_TOKEN"] = token(HERE).reveal()
-    credentials = Credentials(environment=environment)
+    credentials = WorkerCredentials(environment=environment)
     credentials.remember(THERE, "w", new_key())
     with pytest.raises(NotAuthorised, match="expected the certificate 6868"):
         credentials.secret(THERE, "w")
@@ -100,7 +105,7 @@ def test_a_token_given_for_one_coordinator_is_not_shown_to_another(environment):
 def test_a_token_that_was_only_found_gives_way_to_a_key(tmp_path, environment):
     """This machine once had a coordinator of its own; its worker now serves another."""
     kept(join_token_file(tmp_path / "home"), token(HERE))
-    credentials = Credentials(environment=environment)
+    credentials = WorkerCredentials(environment=environment)
     with pytest.raises(NotAuthorised, match="expected the certificate"):
         credentials.secret(THERE, "w")
     key = new_key()
@@ -113,7 +118,7 @@ def test_a_token_that_was_only_found_gives_way_to_a_key(tmp_path, environment):
 def test_a_refused_key_is_followed_by_the_token_once(environment):
     given, key = token(), new_key()
     environment["SAMESTEP_TOKEN"] = given.reveal()
-    credentials = Credentials(environment=environment)
+    credentials = WorkerCredentials(environment=environment)
     assert not credentials.try_token_next()
     credentials.remember(HERE, "w", key)
     assert credentials.secret(HERE, "w") == (key, True)
@@ -126,17 +131,17 @@ def test_a_refused_key_is_followed_by_the_token_once(environment):
 
 def test_without_tls_only_a_token_will_do(environment):
     with pytest.raises(NotAuthorised, match="no join token"):
-        Credentials(plaintext=True, environment=environment).secret(None, "w")
+        WorkerCredentials(plaintext=True, environment=environment).secret(None, "w")
     given = token()
     environment["SAMESTEP_TOKEN"] = given.reveal()
-    credentials = Credentials(plaintext=True, environment=environment)
+    credentials = WorkerCredentials(plaintext=True, environment=environment)
     assert credentials.remember(None, "w", new_key()) == ""
     assert credentials.secret(None, "w") == (given.secret, False)
 
 
 def test_a_home_that_cannot_be_written_is_said_and_no_more(tmp_path, environment):
     (tmp_path / "home").write_text("a file")
-    credentials = Credentials(environment=environment)
+    credentials = WorkerCredentials(environment=environment)
     assert "is not kept" in credentials.remember(HERE, "w", new_key())
 
 

@@ -21,8 +21,8 @@ from protocol.spec.run_spec import OptimizerSpec, RunSpec
 from protocol.wire import messages as msg
 from worker.logic import actions as act
 from worker.logic import events
-from worker.logic.events import Place
-from worker.logic.session import Session
+from worker.logic.events import StepAttempt
+from worker.logic.session import WorkerSession
 
 EPOCH = 7
 SPEC = RunSpec(task="scripted", steps=3, optimizer=OptimizerSpec(name="sgd", lr=0.1))
@@ -62,7 +62,7 @@ WELCOME = msg.Welcome(
 
 
 def welcomed(epochs=None):
-    session = Session(epochs)
+    session = WorkerSession(epochs)
     session.welcome(WELCOME)
     return session
 
@@ -207,7 +207,7 @@ def test_a_device_that_cannot_be_used_ends_the_worker_and_not_the_run(error):
     ],
 )  # fmt: skip
 def test_the_device_is_opened_without_a_run_and_one_of_no_use_is_no_member(error, words, exit_code):
-    session = Session()
+    session = WorkerSession()
     assert act.OpenDevice() in session.welcome(WELCOME)
     assert session.result(events.DeviceFailed(error)) == [
         act.Transmit(msg.Goodbye(reason=words, retry=False, exit_code=exit_code)),
@@ -219,8 +219,8 @@ def test_results_of_another_run_or_connection_are_nobody_s():
     session = welcomed()
     late = [
         built("old"), events.BuildFailed("old", DataError("x")), events.Applied(3, DIGEST),
-        events.Evaluated(3, 0, {}), events.StateCopied([], 0, 0),
-        events.NodeDone(Place(0, 0), Node(0, 1), Loss(1, 1), 1.0),
+        events.PartEvaluated(3, 0, {}), events.StateCopied([], 0, 0),
+        events.NodeDone(StepAttempt(0, 0), Node(0, 1), Loss(1, 1), 1.0),
     ]  # fmt: skip
     for event in late:
         assert session.result(event) == []
@@ -238,7 +238,7 @@ def test_a_new_run_forgets_the_one_before():
     session = working()
     give_averages(session)
     session.receive(*start_run("next"))
-    assert session.result(events.NodeDone(Place(0, 0), Node(0, 2), Loss(1, 1), 1.0)) == []
+    assert session.result(events.NodeDone(StepAttempt(0, 0), Node(0, 2), Loss(1, 1), 1.0)) == []
     assert session.receive(msg.Assign(**WHERE, view=1, nodes=((2, 4),)), None) == []
     session.result(built("next"))
     with pytest.raises(OutOfPlace, match="before all of its averaged blocks"):
@@ -315,21 +315,21 @@ def test_a_plan_abandons_older_work_and_starts_its_nodes():
     actions = working().receive(plan((0, 1), (2, 4), attempt=1), None)
     assert actions == [
         act.CancelWork(),
-        act.Compute(Place(0, 1), 4, Node(0, 1)),
-        act.Compute(Place(0, 1), 4, Node(2, 4)),
+        act.Compute(StepAttempt(0, 1), 4, Node(0, 1)),
+        act.Compute(StepAttempt(0, 1), 4, Node(2, 4)),
     ]
 
 
 def test_more_nodes_are_taken_once_and_abandon_nothing():
     session = working()
     assign = msg.Assign(**WHERE, view=2, nodes=((0, 2), (2, 3)))
-    assert session.receive(assign, None) == [act.Compute(Place(0, 0), 4, Node(2, 3))]
+    assert session.receive(assign, None) == [act.Compute(StepAttempt(0, 0), 4, Node(2, 3))]
     assert session.receive(assign, None) == []
 
 
 def test_sums_and_losses_are_sent_for_the_present_nodes_alone():
     session = working()
-    place, node = Place(0, 0), Node(0, 2)
+    place, node = StepAttempt(0, 0), Node(0, 2)
     (payload,) = session.result(events.BlockSum(place, node, 1, np.ones(3, "f4"), 2.0))
     assert isinstance(payload, act.Transmit)
     assert isinstance(payload.message, msg.BlockGradientPayload)
@@ -339,7 +339,7 @@ def test_sums_and_losses_are_sent_for_the_present_nodes_alone():
     (loss,) = sent(session.result(events.NodeDone(place, node, Loss(3.0, 2.0), 5.0)))
     assert isinstance(loss, msg.NodeLoss)
     assert (loss.loss_sum, loss.elapsed_ms) == (3.0, 5.0)
-    for stale in (Place(0, 1), Place(1, 0)):
+    for stale in (StepAttempt(0, 1), StepAttempt(1, 0)):
         assert session.result(events.NodeDone(stale, node, Loss(1, 1), 1.0)) == []
     assert session.result(events.NodeDone(place, Node(2, 4), Loss(1, 1), 1.0)) == []
 
@@ -353,7 +353,7 @@ def test_a_commit_cancels_then_applies_the_averages():
     assert [values.tolist() for values in apply.averages] == [[4, 5], [1, 2, 3]]
     assert apply.scalars == SCALARS
     assert session.step == 1
-    assert session.result(events.NodeDone(Place(0, 0), Node(0, 2), Loss(1, 1), 1.0)) == []
+    assert session.result(events.NodeDone(StepAttempt(0, 0), Node(0, 2), Loss(1, 1), 1.0)) == []
     assert session.receive(commit(), None) == []
     (applied,) = sent(session.result(events.Applied(1, DIGEST)))
     assert applied == msg.StepApplied(epoch=EPOCH, step=1, state_digest=DIGEST)
@@ -425,14 +425,14 @@ def test_held_out_parts_are_evaluated_and_answered():
     session = ready()
     actions = session.receive(msg.EvalPlan(epoch=EPOCH, step=0, lo=2, hi=4), None)
     assert actions == [act.Evaluate(0, 2), act.Evaluate(0, 3)]
-    (result,) = sent(session.result(events.Evaluated(0, 2, {"correct": 3.0})))
+    (result,) = sent(session.result(events.PartEvaluated(0, 2, {"correct": 3.0})))
     assert result == msg.EvalResult(epoch=EPOCH, step=0, part=2, sums={"correct": 3.0})
 
 
 def test_a_halt_abandons_everything():
     session = working()
     assert kinds(session.receive(msg.Halt(**WHERE, reason="a NaN"), None)) == ["CancelWork"]
-    assert session.result(events.NodeDone(Place(0, 0), Node(0, 2), Loss(1, 1), 1.0)) == []
+    assert session.result(events.NodeDone(StepAttempt(0, 0), Node(0, 2), Loss(1, 1), 1.0)) == []
 
 
 def test_after_a_run_the_worker_waits_for_the_next():

@@ -23,7 +23,7 @@ from protocol.exact.update import step_scalars
 from protocol.spec.run_spec import BatchSpec, OptimizerSpec, RunSpec, ScriptedSpec
 from tests.cluster import PATIENCE_S
 from worker.logic import events
-from worker.logic.events import Place
+from worker.logic.events import StepAttempt
 from worker.shell.engine import Engine
 from worker.tasks.scripted import Scripted
 
@@ -179,7 +179,7 @@ def test_a_built_task_starts_at_state_0(device):
 
 def test_a_node_gives_its_blocks_in_reverse_order_then_its_loss(device):
     device.build()
-    device.engine.compute(Place(0, 0), 4, Node(0, 4))
+    device.engine.compute(StepAttempt(0, 0), 4, Node(0, 4))
     done, sums = device.until(events.NodeDone)
     assert [each.block for each in sums] == [1, 0]
     assert {each.weight for each in sums} == {8.0} == {done.loss.weight}
@@ -190,7 +190,7 @@ def test_node_sums_follow_the_tree(device):
     device.build()
     parts = {}
     for node in (Node(0, 4), Node(0, 2), Node(2, 4), Node(2, 3), Node(3, 4)):
-        device.engine.compute(Place(1, 0), 4, node)
+        device.engine.compute(StepAttempt(1, 0), 4, node)
         parts[node] = {each.block: each.values for each in device.until(events.NodeDone)[1]}
     for block in (0, 1):
         total = parts[Node(0, 2)][block] + parts[Node(2, 4)][block]
@@ -203,16 +203,16 @@ def test_a_cancel_abandons_the_node_in_work_and_those_that_wait(device):
     device.build()
     device.toolbox.reached.clear()
     device.toolbox.gate.clear()
-    device.engine.compute(Place(0, 0), 4, Node(0, 2))
-    device.engine.compute(Place(0, 0), 4, Node(2, 4))
+    device.engine.compute(StepAttempt(0, 0), 4, Node(0, 2))
+    device.engine.compute(StepAttempt(0, 0), 4, Node(2, 4))
     device.engine.evaluate(0, 1)
     assert device.toolbox.reached.wait(PATIENCE_S)
     device.engine.cancel()
-    device.engine.compute(Place(0, 1), 4, Node(0, 1))
+    device.engine.compute(StepAttempt(0, 1), 4, Node(0, 1))
     device.toolbox.gate.set()
     done, before = device.until(events.NodeDone)
-    assert (done.place, done.node) == (Place(0, 1), Node(0, 1))
-    assert all(each.place == Place(0, 1) for each in before)
+    assert (done.place, done.node) == (StepAttempt(0, 1), Node(0, 1))
+    assert all(each.place == StepAttempt(0, 1) for each in before)
 
 
 def test_steps_give_the_digest_of_the_exact_update(device):
@@ -276,7 +276,9 @@ def test_an_equal_spec_takes_the_task_that_is_there_at_state_0(device):
 def test_parts_are_evaluated(device):
     device.build()
     device.engine.evaluate(0, 3)
-    assert device.until(events.Evaluated)[0] == events.Evaluated(0, 3, {"samples": 1.0, "parts": 1})
+    assert device.until(events.PartEvaluated)[0] == events.PartEvaluated(
+        0, 3, {"samples": 1.0, "parts": 1}
+    )
 
 
 def test_a_task_that_can_not_be_built_is_told_and_the_next_may_be(device):
@@ -313,7 +315,7 @@ def test_too_little_main_memory_is_this_machines_matter(device):
 @pytest.mark.parametrize("microbatches", [3, 5])
 def test_a_plan_for_another_task_is_told(device, microbatches):
     device.build()
-    device.engine.compute(Place(0, 0), microbatches, Node(0, 1))
+    device.engine.compute(StepAttempt(0, 0), microbatches, Node(0, 1))
     failed, _ = device.until(events.DeviceFailed)
     assert f"plans {microbatches} microbatches, this task has 4" in str(failed.error)
 
@@ -325,7 +327,7 @@ def test_any_failure_of_the_device_surfaces(device, monkeypatch):
         raise MemoryError("out of memory")
 
     monkeypatch.setattr(GatedProgram, "gradients", broken)
-    device.engine.compute(Place(0, 0), 4, Node(0, 1))
+    device.engine.compute(StepAttempt(0, 0), 4, Node(0, 1))
     failed, _ = device.until(events.DeviceFailed)
     assert "out of memory" in str(failed.error)
 
