@@ -95,7 +95,7 @@ def _account_for(history: History, commit: Committed, microbatches: int) -> str 
         return known if commit.recovered else "committed without a plan"
     missing = set(range(microbatches)).difference(*(range(node.lo, node.hi) for node in planned))
     if missing:
-        return f"microbatches {sorted(missing)} were given to nobody"
+        return f"microbatches {', '.join(map(str, sorted(missing)))} were given to nobody"
     return "" if commit.recovered else _strays(commit, plans)
 
 
