@@ -1,0 +1,46 @@
+"""What is measured on a real card runs to its end anywhere, and says what it could not do."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from benchmarks import cards
+from benchmarks.cards import Devices, Part, outcomes, report
+
+NONE = Devices("", "", "no Vulkan loader")
+BOTH = Devices("a card", "a card")
+
+
+def test_without_a_card_every_part_is_skipped_with_its_reason(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(cards, "found_devices", lambda: NONE)
+    monkeypatch.setattr(sys, "argv", ["cards", "--report", str(tmp_path / "cards.md")])
+    cards.main()
+    written = (tmp_path / "cards.md").read_text()
+    assert "| CUDA suite | skipped: torch has no CUDA device here | 0 |" in written
+    assert "| Vulkan suite | skipped: no card with Vulkan: no Vulkan loader | 0 |" in written
+    assert written.count("| skipped: ") == len(cards.PARTS)
+    assert "Vulkan suite: skipped" in capsys.readouterr().out
+
+
+def test_a_part_is_cut_off_at_its_limit_and_keeps_what_it_said():
+    endless = "import time; print('begun', flush=True); time.sleep(600)"
+    parts = [
+        Part("good", ("-c", "print(6 * 7)"), ("cuda",), 60),
+        Part("bad", ("-c", "raise SystemExit(3)"), ("vulkan",), 60),
+        Part("endless", ("-c", endless), (), 1),
+    ]
+    good, bad, cut = outcomes(parts, BOTH, 60)
+    assert (good.result, good.said) == ("passed", "42")
+    assert bad.result == "failed: exit code 3"
+    assert cut.result == "failed: it takes more than 1 s"
+    late = [*outcomes(parts, BOTH, 0)]
+    assert {each.result for each in late} == {"skipped: the time is used up"}
+    assert "```\n42\n```" in report(BOTH, [good, bad, cut])
+
+
+@pytest.mark.parametrize("part", cards.PARTS, ids=lambda part: part.name)
+def test_the_files_of_a_part_are_there(part):
+    files = [word for word in part.arguments if word.startswith("tests/")]
+    assert all((cards.ROOT / file).exists() for file in files)
