@@ -29,7 +29,7 @@ from backends.wgpu.capture.stand_in import StandIn
 from backends.wgpu.capture.substitution import named_tensors
 from backends.wgpu.device.device import Buffer, Device
 from backends.wgpu.device.packing import from_words, pack, seed_words, tensor_words
-from backends.wgpu.device.running import Ready, Running, Submission, nothing, submissions
+from backends.wgpu.device.running import PlacedPlan, Running, Submission, nothing, submissions
 from backends.wgpu.device.sum_stack import Sources, SumStack, levels_of, merge_of
 from backends.wgpu.device.weights import Weights, check_parameters
 from backends.wgpu.graph.whole_numbers import WholeNumbers
@@ -93,10 +93,10 @@ class VulkanProgram:
         self._zero: Buffer | None = None
         self._adding = False
         """Whether a node is in work whose sums are on the device."""
-        self._plans: dict[Any, Ready] = {}
+        self._plans: dict[Any, PlacedPlan] = {}
         self._captures: dict[Any, Capture] = {}
         """Those that no plan was made of yet."""
-        self._once: Ready | None = None
+        self._once: PlacedPlan | None = None
         """The last that was no plan of a step's or a forward's."""
         self._running: Running | None = None
         self._lock = threading.RLock()
@@ -297,7 +297,7 @@ class VulkanProgram:
             self._adding = not merge.last
             return self._running
 
-    def _sources(self, ready: Ready | None) -> Sources:
+    def _sources(self, ready: PlacedPlan | None) -> Sources:
         """Where a step's results are; what the loss does not reach is zero."""
         outputs = ready.outputs if ready else (None,) * (1 + sum(map(len, self._results)))
         loss, *found = (self._zeros() if held is None else held for held in outputs)
@@ -316,7 +316,7 @@ class VulkanProgram:
         return range(len(self._blocks) - 1, -1, -1)
 
     def _items(
-        self, ready: Ready, running: Running, weight: float
+        self, ready: PlacedPlan, running: Running, weight: float
     ) -> Iterator[BlockGradient | Loss]:
         loss = 0.0
         for number in self._order():
@@ -359,7 +359,7 @@ class VulkanProgram:
             yield BlockGradient(number, np.zeros(self._blocks[number].elements, np.float32))
         yield Loss(0.0, batch.weight)
 
-    def _step(self, batch: Batch) -> Ready:
+    def _step(self, batch: Batch) -> PlacedPlan:
         shapes = _shapes(batch)
         if shapes not in self._plans:
             self._plans[shapes] = self._ready_step(self._captured(batch))
@@ -368,14 +368,14 @@ class VulkanProgram:
     def _captured(self, batch: Batch) -> Capture:
         return self._captures.pop(_shapes(batch), None) or self.capture(batch)
 
-    def _ready_step(self, capture: Capture) -> Ready:
+    def _ready_step(self, capture: Capture) -> PlacedPlan:
         groups = [list(self._outputs_of(n)) for n in self._order()]
         groups[-1].append(0)  # the loss comes with the last block
         return self._ready(capture, groups, self._trained)
 
     def _ready(
         self, capture: Capture, groups: Sequence[Sequence[int]], trained: Sequence[str] = ()
-    ) -> Ready:
+    ) -> PlacedPlan:
         """Lower, plan, and make all that the device needs."""
         base, constants = self._weights.base, self._weights.constants
         whole_numbers = WholeNumbers(capture.graph, capture.arrays)
@@ -392,7 +392,7 @@ class VulkanProgram:
         give_back_freed_memory()  # of the weights that were uploaded just now
         with _refused("have a kernel of this model compiled"):
             parts = tuple(submissions(plan, buffers, self._device))
-        return Ready(plan, capture, upload, parts, outputs, whole_numbers)
+        return PlacedPlan(plan, capture, upload, parts, outputs, whole_numbers)
 
     def _make_room(self) -> None:
         """Memory that is held for node sums gives way to a new plan."""
@@ -471,7 +471,7 @@ def _is_empty(batch: Batch) -> bool:
     return any(array.shape[:1] == (0,) for array in batch.arrays.values())
 
 
-def _packed(ready: Ready, arrays: Mapping[str, NDArray[Any]], seed: int) -> NDArray[np.uint32]:
+def _packed(ready: PlacedPlan, arrays: Mapping[str, NDArray[Any]], seed: int) -> NDArray[np.uint32]:
     plan, capture = ready.plan, ready.capture
     ready.whole_numbers.refuse_what_does_not_fit(arrays)
     return pack(capture.arrays, plan.packed, plan.words, arrays, seed_words(seed, capture.seeds))

@@ -109,6 +109,7 @@ class Stage:
         )
         self._parts = int(parts)
         self._now_ms = 0
+        self.hears: Callable[[Actions], object] = lambda _: None
         self._disk_is_slow = disk == "slow"
         resumption = None
         if restart:
@@ -172,6 +173,7 @@ class Stage:
         todo = list(actions)
         while todo:
             action = todo.pop(0)
+            self.hears([action])
             if not isinstance(action, act.Report) or action.fact.event:
                 told.append(_text(action))
             if not self._disk_is_slow:

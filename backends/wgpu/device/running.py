@@ -42,7 +42,7 @@ class Submission:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class PlacedPlan:
     """A plan on the device; where its outputs are, None for those that are zero; what its whole
     numbers can become."""
 

@@ -1,0 +1,118 @@
+"""Each fact that is worth a line has its record, and no other: what the journal is made of."""
+
+import pytest
+
+from coordinator.run import facts
+from coordinator.run.facts import Fact
+from coordinator.service import listener
+from coordinator.service.chronicle import record_of, records_of
+from coordinator.storage.journal_records import (
+    Committed,
+    Evaluated,
+    Fault,
+    Halted,
+    ManifestSettled,
+    Planned,
+    Record,
+    ViewChanged,
+)
+from protocol.exact.tree import Node
+from tests.transcripts.transcript import Stage
+
+TRAINS = (
+    ("invite", "ann"), ("invite", "bob"), ("ready", "ann"), ("ready", "bob"), ("loaded",),
+)  # fmt: skip
+
+
+def told(*commands):
+    """The run after these commands, and the records of all they led to."""
+    stage = Stage(workers="2", steps="2", parts="2")
+    records: list[Record] = []
+    stage.hears = lambda actions: records.extend(records_of(actions, stage.run))
+    for word, *plain in commands:
+        options = dict(part.split("=") for part in plain if "=" in part)
+        stage.command(word, [part for part in plain if "=" not in part], options)
+    return stage.run, records
+
+
+def kinds(records):
+    return [type(record) for record in records]
+
+
+def test_from_the_first_manifest_to_a_halt():
+    run, records = told(*TRAINS, ("payload", "bob", "2-4", "value=nan"))
+    assert kinds(records) == [ManifestSettled, ViewChanged, Planned, Halted]
+    _, view, planned, halted = records
+    assert (view.change, view.view, [member.name for member in view.members]) == (
+        "started", 2, ["ann", "bob"],
+    )  # fmt: skip
+    assert planned.nodes == {"ann": ((0, 2),), "bob": ((2, 4),)}
+    assert (planned.cause, planned.view, planned.microbatches) == ("step", 2, 4)
+    assert (halted.worker, halted.block, halted.microbatches) == ("bob", "layer", (2, 4))
+    assert halted.reason == run.reason
+
+
+def test_what_a_lost_worker_leaves_is_planned_again_with_its_cause():
+    _, records = told(*TRAINS, ("lost", "bob"))
+    fault, view, planned = records[3:]
+    assert (fault.what, fault.worker, fault.reason) == (
+        "worker_lost", "bob", "the connection is over",
+    )  # fmt: skip
+    assert (view.change, view.worker, [member.name for member in view.members]) == (
+        "lost", "bob", ["ann"],
+    )  # fmt: skip
+    assert (planned.cause, planned.nodes) == ("reassigned", {"ann": ((2, 4),)})
+
+
+def test_a_late_worker_is_noted_with_what_is_done_about_it():
+    _, records = told(*TRAINS, ("tick", "100"), ("node", "bob", "2-4"), ("tick", "5100"))
+    late, planned, speculated = records[3:]
+    assert (late.what, late.worker, late.reason) == (
+        "straggler", "ann", "step 0, owing gradients",
+    )  # fmt: skip
+    assert (planned.cause, planned.nodes) == ("speculative", {"bob": ((0, 2),)})
+    assert speculated.what == "speculated"
+
+
+def test_a_worker_that_is_refused_is_a_fault():
+    _, records = told(*TRAINS, ("invite", "cem"), ("ready", "cem", "data=other"))
+    assert (records[-1].what, records[-1].worker) == ("refused", "cem")
+    assert "same data" in records[-1].reason
+
+
+@pytest.mark.parametrize(
+    ("fact", "kind"),
+    [
+        (facts.HeldOutMeasured(2, {"mean": 0.5}, "0" * 64), Evaluated),
+        (facts.StepRestarted(1, 0, 1), Fault),
+        (facts.RedoneOtherwise(1, "a", "b"), Fault),
+        (facts.WorkerPutAside("ann", 3, 19), Fault),
+        (facts.WorkerUnready("ann", "no data"), Fault),
+        (listener.LogUnreadable("torn"), Fault),
+        (listener.InternalError("a bug"), Fault),
+        (listener.RunFails("nobody is left"), Fault),
+        (facts.WorkerReady("ann", "a device", "cpu", "0" * 64), type(None)),
+        (facts.NodesReassigned(0, [str(Node(0, 2))]), type(None)),
+        (listener.CheckpointSaved(0), type(None)),
+        (listener.Draining(), type(None)),
+    ],
+)
+def test_what_else_is_noted_and_what_is_not(fact, kind):
+    run, _ = told()
+    assert isinstance(record_of(fact, run), kind)
+
+
+def test_a_commit_says_whose_nodes_make_it_up():
+    _, records = told(*TRAINS, ("node", "ann", "0-2"), ("node", "bob", "2-4"))
+    (commit,) = [record for record in records if isinstance(record, Committed)]
+    assert commit.counted == ({"ann": ((0, 2),), "bob": ((2, 4),)},)
+    assert (commit.step, commit.loss, commit.skipped) == (0, 0.5, False)
+
+
+def test_no_two_facts_are_told_by_one_name():
+    by_event = {(fact.event, fact.__qualname__) for fact in _all(Fact) if fact.event}
+    assert len(by_event) == len({event for event, _ in by_event}) >= 20
+
+
+def _all(kind):
+    return [each for sub in kind.__subclasses__() for each in (sub, *_all(sub))]
