@@ -167,7 +167,7 @@ class Assemble:
 
 @dataclass(frozen=True, slots=True)
 class DropFiles:
-    """Leave the files; what came of earlier actions is nobody's."""
+    """Leave the files; answers to earlier actions are dropped."""
 
 
 FileAction = Locate | OpenPart | StoreChunk | Assemble | DropFiles

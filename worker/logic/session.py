@@ -1,12 +1,17 @@
 """A worker's side of one connection: messages and results in, actions out.
 
 Pure: no clock, socket, file, thread or randomness. It decides what the engine does next and what
-is sent; it never waits.
+is sent; it never waits. The two tables at the end say for each message and each result of the
+engine what handles it in which phase; all state that exists only in a run is in one object.
 """
 
 from __future__ import annotations
 
-from backends.base.interface import Array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Final
+
 from protocol.base.errors import BackendUnavailable, DeviceError, ExitCode, OutOfPlace
 from protocol.base.fields import cut_text
 from protocol.exact.tree import Node, is_node
@@ -63,6 +68,65 @@ from worker.logic.averages import Averages
 from worker.logic.events import StepAttempt
 from worker.logic.fetching import RunFiles
 
+_OF_THE_EPOCH: Final = (
+    StepPlan, Assign, Cancel, AveragedBlockGradient, AveragedNonBlockGradient, Commit, EvalPlan,
+)  # fmt: skip
+"""A coordinator's of another epoch must not go on with the run."""
+
+
+class SessionPhase(Enum):
+    """Where a session is: without a run, getting one's files and task ready, taking part."""
+
+    IDLE = "idle"
+    PREPARING = "preparing"
+    READY = "ready"
+
+
+@dataclass(slots=True)
+class _Task:
+    """What there is of a run once its task is built.
+
+    Attributes:
+        blocks: The manifest's.
+        parts: Held-out parts.
+        step: Steps this replica has taken, or is about to have taken.
+        averages: By step and attempt, as far as they have come.
+        place: The attempt in progress; None between a commit and the next plan.
+        microbatches: Of its step.
+        nodes: What this worker is to compute of it.
+    """
+
+    blocks: tuple[Block, ...]
+    parts: int
+    step: int
+    averages: dict[tuple[int, int], Averages] = field(default_factory=dict)
+    place: StepAttempt | None = None
+    microbatches: int = 0
+    nodes: set[Node] = field(default_factory=set)
+
+    def has(self, place: StepAttempt, node: Node) -> bool:
+        """Whether a result is wanted: of the present attempt, and of a node that is ours."""
+        return place == self.place and node in self.nodes
+
+
+@dataclass(slots=True)
+class _Run:
+    """The run that a session is in; `task` once it is built."""
+
+    run_id: str
+    steps: int
+    task: _Task | None = None
+
+
+_Handler = Callable[..., list[Action]]
+
+
+def _rows(
+    *table: tuple[Any, _Handler, _Handler, _Handler],
+) -> dict[Any, dict[SessionPhase, _Handler]]:
+    """Handlers in the order of the phases, by kind and phase."""
+    return {kind: dict(zip(SessionPhase, handlers, strict=True)) for kind, *handlers in table}
+
 
 class WorkerSession:
     """See the module's text.
@@ -70,7 +134,6 @@ class WorkerSession:
     Attributes:
         name: The name the coordinator gave.
         epoch: The coordinator's epoch.
-        step: Steps this replica has taken, or is about to have taken.
         files: Of the run.
 
     Args:
@@ -80,19 +143,32 @@ class WorkerSession:
     def __init__(self, epochs: dict[str, int] | None = None) -> None:
         self.name = ""
         self.epoch = 0
-        self._epochs = {} if epochs is None else epochs
-        self.step = 0
-        self.run_id = ""
-        self._steps = 0
-        self._place: StepAttempt | None = None
-        self._microbatches = 0
-        self._blocks: tuple[Block, ...] = ()
-        self._parts = 0
-        self._averages: dict[tuple[int, int], Averages] = {}
-        self._nodes: set[Node] = set()
-        self._built = False
-        self._draining = False
         self.files = RunFiles()
+        self._epochs = {} if epochs is None else epochs
+        self._run: _Run | None = None
+        self._draining = False
+
+    @property
+    def phase(self) -> SessionPhase:
+        if self._run is None:
+            return SessionPhase.IDLE
+        return SessionPhase.PREPARING if self._run.task is None else SessionPhase.READY
+
+    @property
+    def run_id(self) -> str:
+        """The run's; empty without one."""
+        return "" if self._run is None else self._run.run_id
+
+    @property
+    def step(self) -> int:
+        """Steps this replica has taken, or is about to have taken."""
+        return 0 if self._run is None or self._run.task is None else self._run.task.step
+
+    @property
+    def _task(self) -> _Task:
+        assert self._run is not None
+        assert self._run.task is not None, "handled in phase READY alone"
+        return self._run.task
 
     def welcome(self, message: Welcome) -> list[Action]:
         """The handshake is done."""
@@ -105,78 +181,20 @@ class WorkerSession:
         Raises:
             RemoteProtocolError: It does not fit; the connection is to end.
         """
-        match message:
-            case Heartbeat() | Continue():
-                return []
-            case StartRun():
-                assert body is not None
-                return self._start_run(message, body)
-            case BlobChunk():
-                assert body is not None
-                return self.files.chunk(message, body)
-            case StateRequest():
-                self._check_built(message)
-                return [CopyState()]
-            case StateChunk():
-                assert body is not None
-                return self._state_chunk(message, body.view("<f4"))
-            case StepPlan():
-                return self._step_plan(message)
-            case Assign():
-                return self._assign(message)
-            case Cancel():
-                return self._cancel(message)
-            case AveragedBlockGradient() | AveragedNonBlockGradient():
-                assert body is not None
-                self._averaged(message, body.view("<f4"))
-                return []
-            case Commit():
-                return self._commit(message)
-            case EvalPlan():
-                return self._eval_plan(message)
-            case Halt():
-                self._nodes.clear()
-                return [CancelWork(), Tell(f"halted: {message.reason}")]
-            case EndRun():
-                self.run_id, self._built, self._place = "", False, None
-                self._nodes.clear()
-                told = Tell(f"run {message.run_id} is over: {message.reason}")
-                return [CancelWork(), *self.files.drop(), told]
-            case Goodbye():
-                return [CancelWork(), Leave(message.reason, message.retry, message.exit_code)]
-            case _:
-                raise OutOfPlace(f"{type(message).__name__} is not for a worker")
+        row = self._MESSAGES.get(type(message))
+        if row is None:
+            raise OutOfPlace(f"{type(message).__name__} is not for a worker")
+        if isinstance(message, _OF_THE_EPOCH) and message.epoch != self.epoch:
+            raise OutOfPlace(f"expected epoch {self.epoch}, got {message.epoch}")
+        return row[self.phase](self, message, body)
 
     def result(self, event: events.Event) -> list[Action]:
         """A result of the engine.
 
         What an earlier run or connection left to do comes out before the present run's `Built`,
-        and is nobody's.
+        and is dropped.
         """
-        match event:
-            case events.Built():
-                return self._task_built(event)
-            case events.BuildFailed():
-                return self._build_failed(event)
-            case events.BlockSum():
-                return self._block_sum(event)
-            case events.NodeDone():
-                return self._node_done(event)
-            case events.Applied():
-                step, digest = event.step, event.state_digest
-                applied = StepApplied(epoch=self.epoch, step=step, state_digest=digest)
-                return [Transmit(applied)] if self._built else []
-            case events.PartEvaluated():
-                step, part, sums = event.step, event.part, dict(event.sums)
-                result = EvalResult(epoch=self.epoch, step=step, part=part, sums=sums)
-                return [Transmit(result)] if self._built else []
-            case events.StateCopied():
-                return self._upload(event)
-            case events.DeviceFailed():
-                words = " ".join(str(event.error).split())
-                if isinstance(event.error, BackendUnavailable | DeviceError):
-                    return self._fail(words, event.error.exit_code)
-                return self._fail(f"the device failed: {words}", ExitCode.FAILED)
+        return self._RESULTS[type(event)][self.phase](self, event)
 
     def drain(self) -> list[Action]:
         """An operator wants this worker to leave: finish what it has, take no more."""
@@ -187,15 +205,40 @@ class WorkerSession:
 
     def status(self) -> str:
         """What this worker is doing, in one line."""
-        if not self.run_id:
+        if self._run is None:
             now = "waiting for a run"
-        elif not self._built:
+        elif self._run.task is None:
             now = f"run {self.run_id}: not ready yet"
         else:
-            now = f"run {self.run_id}: step {self.step} of {self._steps}"
+            now = f"run {self.run_id}: step {self.step} of {self._run.steps}"
         return f"{self.name}: {now}{', draining' if self._draining else ''}"
 
-    # A run's start.
+    # In any phase.
+
+    def _ignore(self, *given: object) -> list[Action]:
+        del given
+        return []
+
+    def _refuse(self, message: Message, body: Body | None) -> list[Action]:
+        del body
+        raise OutOfPlace(f"{type(message).__name__} for a run that is not built here")
+
+    def _goodbye(self, message: Goodbye, body: None) -> list[Action]:
+        del body
+        return [CancelWork(), Leave(message.reason, message.retry, message.exit_code)]
+
+    def _fail(self, reason: str, exit_code: int) -> list[Action]:
+        """The device is of no use: others go on without it."""
+        goodbye = Goodbye(reason=cut_text(reason), retry=False, exit_code=exit_code)
+        return [Transmit(goodbye), Leave(reason, retry=False, exit_code=exit_code, failed=True)]
+
+    def _device_failed(self, event: events.DeviceFailed) -> list[Action]:
+        words = " ".join(str(event.error).split())
+        if isinstance(event.error, BackendUnavailable | DeviceError):
+            return self._fail(words, event.error.exit_code)
+        return self._fail(f"the device failed: {words}", ExitCode.FAILED)
+
+    # A run's start and end.
 
     def _start_run(self, message: StartRun, body: Body) -> list[Action]:
         newest = self._epochs.get(message.run_id, 0)
@@ -206,20 +249,18 @@ class WorkerSession:
             )
         self.epoch = self._epochs[message.run_id] = message.epoch
         spec = parse_run_spec_bytes(body.tobytes())
-        self.run_id, self._built, self.step = message.run_id, False, 0
-        self._steps = spec.steps
-        self._place = None
-        self._averages.clear()
-        self._nodes.clear()
+        self._run = _Run(message.run_id, spec.steps)
         return [CancelWork(), *self.files.begin(message, spec)]
 
+    def _blob_chunk(self, message: BlobChunk, body: Body) -> list[Action]:
+        return self.files.chunk(message, body)
+
     def _task_built(self, event: events.Built) -> list[Action]:
-        if event.run_id != self.run_id or self._built:
-            # The second comes where a connection was lost while its task was being built.
+        assert self._run is not None
+        if event.run_id != self.run_id:
             return []
         manifest = event.manifest
-        self._blocks, self._parts = manifest.blocks, manifest.evaluation_parts
-        self._built, self.step = True, event.step
+        self._run.task = _Task(manifest.blocks, manifest.evaluation_parts, event.step)
         ready = Ready(
             run_id=self.run_id,
             backend=event.backend,
@@ -251,20 +292,33 @@ class WorkerSession:
         )
         return [Transmit(unready), Tell(f"cannot take part in {self.run_id}: {reason}")]
 
-    def _fail(self, reason: str, exit_code: int) -> list[Action]:
-        """The device is of no use: others go on without it."""
-        goodbye = Goodbye(reason=cut_text(reason), retry=False, exit_code=exit_code)
-        return [Transmit(goodbye), Leave(reason, retry=False, exit_code=exit_code, failed=True)]
+    def _end_run(self, message: EndRun, body: None) -> list[Action]:
+        del body
+        self._run = None
+        told = Tell(f"run {message.run_id} is over: {message.reason}")
+        return [CancelWork(), *self.files.drop(), told]
+
+    # A state that comes or goes.
+
+    def _check_run(self, message: StateChunk | StateRequest) -> None:
+        if message.run_id != self.run_id:
+            self._refuse(message, None)
+
+    def _state_request(self, message: StateRequest, body: None) -> list[Action]:
+        del body
+        self._check_run(message)
+        return [CopyState()]
 
     def _upload(self, event: events.StateCopied) -> list[Action]:
-        if not self._built or event.step:
+        if event.step:
             return []
         # Moments are zeros at step 0: the parameters are the whole state.
+        blocks = self._task.blocks
         pieces = [
             (part, chunk)
             for part in event.parts
             if part.kind == "parameters"
-            for chunk in range(self._blocks[part.block].chunks)
+            for chunk in range(blocks[part.block].chunks)
         ]
         return [
             Transmit(
@@ -273,63 +327,65 @@ class WorkerSession:
                     step=event.step, optimizer_step=event.optimizer_step,
                     last=index == len(pieces) - 1,
                 ),
-                part.values[self._blocks[part.block].chunk_slice(chunk)],
+                part.values[blocks[part.block].chunk_slice(chunk)],
             )
             for index, (part, chunk) in enumerate(pieces)
         ]  # fmt: skip
 
-    def _state_chunk(self, message: StateChunk, values: Array) -> list[Action]:
-        self._check_built(message)
+    def _state_chunk(self, message: StateChunk, body: Body) -> list[Action]:
+        self._check_run(message)
         if message.optimizer_step > message.step:
             raise OutOfPlace("StateChunk: more updates than steps")
+        values = body.view("<f4")
         actions: list[Action] = [LoadChunk(message.kind, message.block, message.chunk, values)]
         if message.last:
-            self.step = message.step
+            self._task.step = message.step
             actions.append(Restore(message.step, message.optimizer_step))
         return actions
 
     # Steps.
 
-    def _step_plan(self, message: StepPlan) -> list[Action]:
-        self._check_epoch(message.epoch)
-        if not self._built or message.step != self.step:
-            raise OutOfPlace(f"StepPlan: expected step {self.step}, got {message.step}")
-        self._place = StepAttempt(message.step, message.attempt)
-        self._microbatches = message.microbatches
-        self._nodes.clear()
-        return [CancelWork(), *self._take(message.nodes)]
+    def _step_plan(self, message: StepPlan, body: None) -> list[Action]:
+        del body
+        task = self._task
+        if message.step != task.step:
+            raise OutOfPlace(f"StepPlan: expected step {task.step}, got {message.step}")
+        task.place = StepAttempt(message.step, message.attempt)
+        task.microbatches = message.microbatches
+        task.nodes.clear()
+        return [CancelWork(), *self._take(task, task.place, message.nodes)]
 
-    def _assign(self, message: Assign) -> list[Action]:
-        self._check_epoch(message.epoch)
-        if StepAttempt(message.step, message.attempt) != self._place:
-            return []
-        return self._take(message.nodes)
-
-    def _cancel(self, message: Cancel) -> list[Action]:
-        self._check_epoch(message.epoch)
+    def _assign(self, message: Assign, body: None) -> list[Action]:
+        del body
         place = StepAttempt(message.step, message.attempt)
-        if place != self._place:
+        return self._take(self._task, place, message.nodes) if place == self._task.place else []
+
+    def _cancel(self, message: Cancel, body: None) -> list[Action]:
+        del body
+        place = StepAttempt(message.step, message.attempt)
+        if place != self._task.place:
             return []
-        nodes = {Node(lo, hi) for lo, hi in message.nodes} & self._nodes
-        self._nodes -= nodes
+        nodes = {Node(lo, hi) for lo, hi in message.nodes} & self._task.nodes
+        self._task.nodes -= nodes
         return [CancelNode(place, node) for node in sorted(nodes)]
 
-    def _take(self, nodes: tuple[tuple[int, int], ...]) -> list[Action]:
-        assert self._place is not None
+    def _take(
+        self, task: _Task, place: StepAttempt, nodes: tuple[tuple[int, int], ...]
+    ) -> list[Action]:
         actions: list[Action] = []
         for lo, hi in nodes:
             node = Node(lo, hi)
-            if not is_node(node, self._microbatches):
-                raise OutOfPlace(f"{node} is no node over {self._microbatches} microbatches")
-            if node not in self._nodes:
-                self._nodes.add(node)
-                actions.append(Compute(self._place, self._microbatches, node))
+            if not is_node(node, task.microbatches):
+                raise OutOfPlace(f"{node} is no node over {task.microbatches} microbatches")
+            if node not in task.nodes:
+                task.nodes.add(node)
+                actions.append(Compute(place, task.microbatches, node))
         return actions
 
     def _block_sum(self, event: events.BlockSum) -> list[Action]:
-        if event.place != self._place or event.node not in self._nodes:
+        if not self._task.has(event.place, event.node):
             return []
-        block = self._blocks[event.block]
+        block = self._task.blocks[event.block]
         kind = BlockGradientPayload if block.kind == "block" else NonBlockGradientPayload
         return [
             Transmit(
@@ -344,7 +400,7 @@ class WorkerSession:
         ]  # fmt: skip
 
     def _node_done(self, event: events.NodeDone) -> list[Action]:
-        if event.place != self._place or event.node not in self._nodes:
+        if not self._task.has(event.place, event.node):
             return []
         message = NodeLoss(
             epoch=self.epoch, step=event.place.step, attempt=event.place.attempt,
@@ -353,44 +409,85 @@ class WorkerSession:
         )  # fmt: skip
         return [Transmit(message)]
 
-    def _averaged(self, message: AveragedGradient, values: Array) -> None:
-        self._check_epoch(message.epoch)
-        if message.step < self.step or not self._blocks:
-            return
-        key = (message.step, message.attempt)
-        if key not in self._averages:
-            self._averages[key] = Averages(self._blocks)
-        self._averages[key].put(message.block, message.chunk, values)
+    def _averaged(self, message: AveragedGradient, body: Body) -> list[Action]:
+        task, key = self._task, (message.step, message.attempt)
+        if message.step >= task.step:
+            if key not in task.averages:
+                task.averages[key] = Averages(task.blocks)
+            task.averages[key].put(message.block, message.chunk, body.view("<f4"))
+        return []
 
-    def _commit(self, message: Commit) -> list[Action]:
-        self._check_epoch(message.epoch)
-        if message.step < self.step:
+    def _commit(self, message: Commit, body: None) -> list[Action]:
+        del body
+        task = self._task
+        if message.step < task.step:
             return []
-        if message.step > self.step:
-            raise OutOfPlace(f"Commit: expected step {self.step}, got {message.step}")
-        averages = self._averages.get((message.step, message.attempt))
+        if message.step > task.step:
+            raise OutOfPlace(f"Commit: expected step {task.step}, got {message.step}")
+        averages = task.averages.get((message.step, message.attempt))
         if message.scalars is not None and (averages is None or not averages.complete):
             raise OutOfPlace(f"Commit of step {message.step} before all of its averaged blocks")
-        self.step += 1
-        self._place = None
-        self._nodes.clear()
-        for key in [key for key in self._averages if key[0] < self.step]:
-            del self._averages[key]
-        arrays = averages.arrays if averages is not None else []
-        return [CancelWork(), Apply(arrays, message.scalars)]
+        task.step += 1
+        task.place = None
+        task.nodes.clear()
+        task.averages = {key: kept for key, kept in task.averages.items() if key[0] >= task.step}
+        return [CancelWork(), Apply(averages.arrays if averages else [], message.scalars)]
 
-    def _eval_plan(self, message: EvalPlan) -> list[Action]:
-        self._check_epoch(message.epoch)
-        if not self._built or message.step != self.step:
-            raise OutOfPlace(f"EvalPlan: expected step {self.step}, got {message.step}")
-        if message.hi > self._parts:
-            raise OutOfPlace(f"EvalPlan: expected parts below {self._parts}, got {message.hi}")
+    def _applied(self, event: events.Applied) -> list[Action]:
+        step, digest = event.step, event.state_digest
+        return [Transmit(StepApplied(epoch=self.epoch, step=step, state_digest=digest))]
+
+    def _halted(self, message: Halt, body: None) -> list[Action]:
+        del body
+        if self._run is not None and self._run.task is not None:
+            self._run.task.nodes.clear()
+        return [CancelWork(), Tell(f"halted: {message.reason}")]
+
+    # Evaluation.
+
+    def _eval_plan(self, message: EvalPlan, body: None) -> list[Action]:
+        del body
+        task = self._task
+        if message.step != task.step:
+            raise OutOfPlace(f"EvalPlan: expected step {task.step}, got {message.step}")
+        if message.hi > task.parts:
+            raise OutOfPlace(f"EvalPlan: expected parts below {task.parts}, got {message.hi}")
         return [Evaluate(message.step, part) for part in range(message.lo, message.hi)]
 
-    def _check_built(self, message: StateChunk | StateRequest) -> None:
-        if message.run_id != self.run_id or not self._built:
-            raise OutOfPlace(f"{type(message).__name__} for a run that is not built here")
+    def _evaluated(self, event: events.PartEvaluated) -> list[Action]:
+        step, part, sums = event.step, event.part, dict(event.sums)
+        return [Transmit(EvalResult(epoch=self.epoch, step=step, part=part, sums=sums))]
 
-    def _check_epoch(self, epoch: int) -> None:
-        if epoch != self.epoch:
-            raise OutOfPlace(f"expected epoch {self.epoch}, got {epoch}")
+    # What follows what.
+
+    _MESSAGES: Final = _rows(
+        # message                  IDLE         PREPARING    READY
+        (StartRun,                 _start_run,  _start_run,  _start_run),
+        (BlobChunk,                _blob_chunk, _blob_chunk, _blob_chunk),
+        (StateRequest,             _refuse,     _refuse,     _state_request),
+        (StateChunk,               _refuse,     _refuse,     _state_chunk),
+        (StepPlan,                 _refuse,     _refuse,     _step_plan),
+        (Assign,                   _ignore,     _ignore,     _assign),
+        (Cancel,                   _ignore,     _ignore,     _cancel),
+        (AveragedBlockGradient,    _ignore,     _ignore,     _averaged),
+        (AveragedNonBlockGradient, _ignore,     _ignore,     _averaged),
+        (Commit,                   _refuse,     _refuse,     _commit),
+        (EvalPlan,                 _refuse,     _refuse,     _eval_plan),
+        (Halt,                     _halted,     _halted,     _halted),
+        (Continue,                 _ignore,     _ignore,     _ignore),
+        (Heartbeat,                _ignore,     _ignore,     _ignore),
+        (EndRun,                   _end_run,    _end_run,    _end_run),
+        (Goodbye,                  _goodbye,    _goodbye,    _goodbye),
+    )  # fmt: skip
+    _RESULTS: Final = _rows(
+        # result of the engine     IDLE            PREPARING       READY
+        # A second Built comes where a connection was lost while its task was being built.
+        (events.Built,             _ignore,        _task_built,    _ignore),
+        (events.BuildFailed,       _ignore,        _build_failed,  _build_failed),
+        (events.BlockSum,          _ignore,        _ignore,        _block_sum),
+        (events.NodeDone,          _ignore,        _ignore,        _node_done),
+        (events.Applied,           _ignore,        _ignore,        _applied),
+        (events.PartEvaluated,         _ignore,        _ignore,        _evaluated),
+        (events.StateCopied,       _ignore,        _ignore,        _upload),
+        (events.DeviceFailed,      _device_failed, _device_failed, _device_failed),
+    )  # fmt: skip

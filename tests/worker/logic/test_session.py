@@ -1,6 +1,7 @@
 """A worker's side of a connection, message by message."""
 
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from protocol.wire import messages as msg
 from worker.logic import actions as act
 from worker.logic import events
 from worker.logic.events import StepAttempt
-from worker.logic.session import WorkerSession
+from worker.logic.session import SessionPhase, WorkerSession
 
 EPOCH = 7
 SPEC = RunSpec(task="scripted", steps=3, optimizer=OptimizerSpec(name="sgd", lr=0.1))
@@ -245,6 +246,21 @@ def test_a_new_run_forgets_the_one_before():
         session.receive(commit(), None)
 
 
+def test_every_message_and_result_has_an_answer_in_every_phase():
+    for table in (WorkerSession._MESSAGES, WorkerSession._RESULTS):
+        assert all(row.keys() == set(SessionPhase) for row in table.values())
+    assert WorkerSession._RESULTS.keys() == set(get_args(events.Event))
+    session = WorkerSession()
+    phases = [session.phase]
+    session.welcome(WELCOME)
+    for step in (lambda: session.receive(*start_run()), lambda: session.result(built())):
+        step()
+        phases.append(session.phase)
+    assert phases == list(SessionPhase)
+    session.receive(msg.EndRun(run_id="run", reason="over"), None)
+    assert (session.phase, session.run_id, session.step) == (SessionPhase.IDLE, "", 0)
+
+
 # Messages that do not fit.
 
 
@@ -374,7 +390,7 @@ def test_averages_of_the_past_are_dropped_and_of_the_future_kept():
     session = working()
     session.receive(commit(scalars=None), None)
     give_averages(session)
-    assert session._averages == {}
+    assert session._task.averages == {}
     give_averages(session, step=1)
     assert [type(a) for a in session.receive(commit(step=1), None)] == [act.CancelWork, act.Apply]
 
