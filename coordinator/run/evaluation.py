@@ -28,7 +28,7 @@ class Evaluation:
         self._longest_gap_ms: float | None = None
 
     def assign(self, workers: Sequence[str]) -> dict[str, tuple[int, int]]:
-        """Divide what is nobody's into one range [lo, hi) for each worker."""
+        """Divide the unassigned parts into one range [lo, hi) for each worker."""
         taken = set().union(*self._given.values()) if self._given else set()
         free = [p for p in range(self._parts) if p not in self._sums and p not in taken]
         ranges: dict[str, tuple[int, int]] = {}
@@ -43,7 +43,7 @@ class Evaluation:
         return ranges
 
     def plan(self, epoch: int, workers: Sequence[str]) -> list[Action]:
-        """What is nobody's, as messages to these workers."""
+        """The unassigned parts, as messages to these workers."""
         return [
             Send(worker, EvalPlan(epoch=epoch, step=self.step, lo=lo, hi=hi))
             for worker, (lo, hi) in self.assign(workers).items()
@@ -63,7 +63,7 @@ class Evaluation:
             self._by.setdefault(message.part, worker)
 
     def lose(self, worker: str, *, proven: bool) -> None:
-        """The worker has left; its unanswered parts are nobody's.
+        """The worker has left; its unanswered parts are unassigned again.
 
         Unless its weights are known to be the run's (`proven`), its answers do not count either.
         """
@@ -80,7 +80,7 @@ class Evaluation:
     def disown_late(self) -> list[str]:
         """Workers that take far longer than a part has ever taken, if others are idle.
 
-        Their unanswered parts are nobody's after that, though their answers still count.
+        Their unanswered parts are unassigned after that, though their answers still count.
         """
         waiting = self.waiting_for()
         late = [w for w in waiting if self._leases.is_over(w, self._longest_gap_ms)]

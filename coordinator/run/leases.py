@@ -35,7 +35,7 @@ class Leases:
         self._since_ms: dict[str, float] = {}
 
     def tick(self, now_ms: float) -> None:
-        """Time goes on. If it was not looked at for long, nobody's lease ran meanwhile."""
+        """Time goes on. A gap in the ticks (the process was suspended) counts for no lease."""
         gap_ms = now_ms - self.now_ms
         if gap_ms > 3 * limits.TICK_MS:
             for worker in self._since_ms:

@@ -187,7 +187,7 @@ class Progress:
         return proven
 
     def reassign(self) -> list[Action]:
-        """Give what is nobody's to the active workers, within the step."""
+        """Give unassigned nodes to the active workers, within the step."""
         round_ = self.round
         if round_ is None or self.was_skipped or self.persisting:
             return []

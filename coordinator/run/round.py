@@ -255,7 +255,7 @@ class Round:
         return cover(sorted(missing), self.microbatches)
 
     def unassigned(self, ignoring: Collection[str] = ()) -> tuple[Node, ...]:
-        """Microbatches that are missing and nobody's, or only of those to be ignored."""
+        """Missing microbatches that no worker owes, or only workers that are to be ignored."""
         taken = {
             leaf
             for worker, share in self.shares.items()
@@ -280,7 +280,7 @@ class Round:
         self.tainted = self.tainted or (not proven and worker in self._delivered)
 
     def disown(self, worker: str, *, proven: bool) -> None:
-        """The worker is late, and what it owes is nobody's; it may be delivered all the same."""
+        """The worker is late: what it owes is unassigned again, but may still come."""
         share = self.shares.get(worker)
         if share is not None:
             share.owed.clear()

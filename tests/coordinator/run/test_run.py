@@ -6,7 +6,7 @@ The scenarios themselves are in `tests/transcripts`, the disturbances in `tests/
 import pytest
 
 from coordinator.run.actions import Finish, Send
-from coordinator.run.run import Run, RunPhase
+from coordinator.run.run import Event, Run, RunPhase
 from protocol.base.errors import OutOfPlace
 from protocol.spec.run_spec import RunSpec
 from protocol.wire.messages import Heartbeat, StartRun
@@ -35,6 +35,22 @@ def training():
         stage.command(word, ["ann"], {})
     stage.command("loaded", [], {})
     return stage
+
+
+def test_the_table_has_every_event_and_every_phase():
+    assert set(Run._TABLE) == set(Event)
+    assert all(set(row) == set(RunPhase) for row in Run._TABLE.values())
+
+
+@pytest.mark.parametrize("message", ["payload ann 0-4", "loss ann 0-4", "applied ann 0"])
+def test_what_belongs_to_a_step_is_out_of_place_before_the_first_one(message):
+    stage = Stage(workers="2")
+    for word in ("invite", "ready"):
+        stage.command(word, ["ann"], {})
+    word, *plain = message.split()
+    (refused,) = stage.command(word, plain, {})
+    assert refused.startswith("OutOfPlace")
+    assert "before the first step" in refused
 
 
 def test_an_invitation_carries_the_run_spec():
