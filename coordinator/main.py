@@ -6,6 +6,7 @@ import asyncio
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from coordinator.operator.control import ControlPort
 from coordinator.operator.status import status_document
 from coordinator.operator.status_text import summary
 from coordinator.operator.structured_log import set_up_logging
+from coordinator.resume_line import resume_line
 from coordinator.run.facts import Fact
 from coordinator.service.accepted_run import unfinished_runs
 from coordinator.service.listener import Draining
@@ -137,7 +139,11 @@ async def _serve(options: CoordinatorOptions, journal: SystemJournal | None) -> 
         await local.stop()
         await control.stop()
         supervisor.close()
-    code = _conclude(service, console)
+    code = _conclude(
+        service,
+        console,
+        lambda directory: resume_line(options, directory, service.address, control.address),
+    )
     return local.could_not_begin or code if code else code
 
 
@@ -241,12 +247,12 @@ async def _until_over(service: Service, local: LocalWorkers | None) -> None:
         watch.cancel()
 
 
-def _conclude(service: Service, console: Console) -> int:
+def _conclude(service: Service, console: Console, again: Callable[[Path], str]) -> int:
     if service.current is not None:
         run, directory = service.current.run, service.current.directory
         place = f"run {run.run_id!r} was stopped after {run.step} steps"
         print(
-            f"coordinator: {place}; go on with it: coordinator --resume --out {directory}",
+            f"coordinator: {place}; go on with it: {again(directory)}",
             file=sys.stderr,
         )
         return ExitCode.FAILED
@@ -259,7 +265,7 @@ def _conclude(service: Service, console: Console) -> int:
     if outcome.outcome == "failed":
         print(f"coordinator: {outcome.reason}", file=sys.stderr)
         return outcome.exit_code
-    print_outcome(execution, console)
+    print_outcome(execution, console, again(execution.directory))
     return outcome.exit_code
 
 

@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from coordinator.operator.pace import pace_of
 from coordinator.operator.status import status_document, waiting_for
 from coordinator.run.facts import (
     Fact,
@@ -209,10 +210,9 @@ def _progress(execution: Execution, now_s: float, *, shares: bool = True) -> str
     run = execution.run
     if execution.started_s is None:
         return f"{run.run_id}: {run.phase.value}"
-    elapsed_s = max(now_s - execution.started_s, 1e-9)
+    pace = pace_of(execution, now_s)
     loss = f"{run.losses[-1]:.6g}" if run.losses else "-"
-    rate = run.step * run.spec.batch.samples / elapsed_s
-    line = f"step {run.step}/{run.spec.steps}  loss {loss}  {rate:.0f} samples/s"
+    line = f"step {run.step}/{run.spec.steps}  loss {loss}  {pace or ''}".rstrip()
     division = run.progress.division if run.progress is not None else None
     if not shares or not division:
         return line
@@ -220,8 +220,8 @@ def _progress(execution: Execution, now_s: float, *, shares: bool = True) -> str
     return f"{line}  microbatches: {parts}"
 
 
-def print_outcome(execution: Execution, console: Console) -> None:
-    """The last lines: metric, digest and where the trained tensors lie."""
+def print_outcome(execution: Execution, console: Console, again: str) -> None:
+    """The last lines: metric, digest, where the trained tensors lie, and how to go on."""
     outcome = execution.outcome
     assert outcome is not None
     if outcome.outcome == "failed":
@@ -243,7 +243,6 @@ def print_outcome(execution: Execution, console: Console) -> None:
         f"weights digest: {execution.result.get('weights_digest', '-')}",
     ]
     if outcome.outcome == "drained":
-        again = f"coordinator --resume --out {execution.directory}"
         lines.append(f"{outcome.reason}; go on with it: {again}")
     if execution.model_directory is not None:
         lines.append(f"{execution.model_directory.name}: {execution.model_directory}")

@@ -5,9 +5,11 @@ Pure: it reads the service's objects and gives plain values.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
+from coordinator.operator.pace import pace_of
 from coordinator.run.membership import COMPUTING, MemberState
 from coordinator.run.planner import balance
 from coordinator.run.progress import Progress
@@ -42,6 +44,9 @@ def status_document(service: Service, now_s: float) -> dict[str, Any]:
     }
     if execution is not None:
         document |= _run_part(execution)
+        pace = pace_of(execution, now_s)
+        document |= dataclasses.asdict(pace) if pace is not None else {}
+        document["pace"] = str(pace) if pace is not None else ""
         if execution is service.current:
             document["waiting_for"] = waiting_for(execution.run, sorted(service.sessions))
     document["workers"] = [_worker_part(service, name, now_s) for name in sorted(service.sessions)]

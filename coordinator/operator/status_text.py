@@ -25,6 +25,8 @@ def status_lines(document: dict[str, Any]) -> Iterator[str]:
         loss = document["loss"]
         yield f"run      {document['run_id']}: {document['task']}"
         yield f"step     {document['step']} of {document['steps']}, loss {loss}"
+        if document.get("pace"):
+            yield f"pace     {document['pace']}"
         yield f"digest   {document['weights_digest']}"
         exact = {True: "exact", False: "mixed", None: "not known yet"}[document["exact"]]
         yield f"numbers  {exact} (exactness: {document['exactness']})"

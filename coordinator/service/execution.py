@@ -99,6 +99,7 @@ class Execution:
         self.model_directory: Path | None = None
         self.superseded = False
         self.started_s: float | None = None
+        self.started_step = 0
         self._sessions = sessions
         self._watcher = watcher
         self._tracer = tracer
@@ -114,7 +115,7 @@ class Execution:
     def resume(self, recovery: Recovery) -> None:
         """After a restart: workers go on, while the replica takes the logged steps again."""
         assert recovery.manifest is not None
-        self.started_s = self._machine.now_s()
+        self.started_s, self.started_step = self._machine.now_s(), self.run.step
         self._keeper = self._new_keeper(recovery.manifest)
         self._storage.settle(recovery.manifest, recovery.step, recovery.redo, recovery.index)
         self._spawn(self._catch_up(self._keeper, recovery))
@@ -259,7 +260,7 @@ class Execution:
 
     def _report(self, fact: Fact) -> None:
         if isinstance(fact, TrainingStarted):
-            self.started_s = self._machine.now_s()
+            self.started_s, self.started_step = self._machine.now_s(), self.run.step
         if isinstance(fact, HeldOutMeasured) and fact.state_digest is not None:
             self._storage.keep_metrics(fact.step, fact.state_digest, fact.metrics)
         if fact.event:

@@ -1,0 +1,45 @@
+"""The command that goes on with a run, as it is printed where one stops: it works as it stands."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from coordinator.main import Options
+
+_BIND: Final = ("127.0.0.1", 9000)
+_CONTROL: Final = ("127.0.0.1", 9001)
+
+
+def resume_line(
+    options: Options, directory: Path, bind: tuple[str, int], control: tuple[str, int]
+) -> str:
+    """With the options that the user gave, as far as they are not what is usual.
+
+    Args:
+        options: Of the run that stops.
+        directory: Where it is kept.
+        bind: Where workers are; they look for the run there.
+        control: Where its control port is.
+    """
+    words = ["coordinator", "--resume", "--out", str(directory)]
+    if bind != _BIND:
+        words += ["--bind", _shown(bind)]
+    if control != _CONTROL:
+        words += ["--control", _shown(control)]
+    if options.plaintext:
+        words.append("--plaintext")
+    if options.local_workers:
+        words += ["--local-workers", str(options.local_workers), "--backend", options.local_backend]
+    if options.local_workers and options.local_devices:
+        words += ["--gpus", ",".join(map(str, options.local_devices))]
+    if options.expect_workers != max(options.local_workers, 1):
+        words += ["--expect-workers", str(options.expect_workers)]
+    return shlex.join(words)
+
+
+def _shown(address: tuple[str, int]) -> str:
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,40 @@
+"""The printed line is read back by the command itself: every option arrives as it was."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import coordinator.main as coordinator_main
+from coordinator.cli import app
+from coordinator.resume_line import resume_line
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--local-workers 2 --backend cpu",
+        "--expect-workers 3 --bind 0.0.0.0:9100 --control 127.0.0.1:9101 --plaintext",
+        "--local-workers 2 --gpus 0,1 --expect-workers 4 --bind [::1]:9000",
+    ],
+)
+def test_the_line_asks_for_the_same_again(given, monkeypatch):
+    seen: list[coordinator_main.Options] = []
+
+    def begun(options: coordinator_main.Options) -> int:
+        seen.append(options)
+        return 0
+
+    monkeypatch.setattr(coordinator_main, "main", begun)
+    assert CliRunner().invoke(app, shlex.split(f"{given} -o 'a dir'")).exit_code == 0
+    line = resume_line(seen[0], Path("a dir"), seen[0].bind, seen[0].control)
+    words = shlex.split(line)
+    assert words[:4] == ["coordinator", "--resume", "--out", "a dir"]
+    assert CliRunner().invoke(app, words[1:]).exit_code == 0
+    for name in ("bind", "control", "plaintext", "expect_workers", "out", "local_workers",
+                 "local_devices"):  # fmt: skip
+        assert getattr(seen[1], name) == getattr(seen[0], name), name
+    assert not seen[0].local_workers or seen[1].local_backend == seen[0].local_backend
