@@ -333,10 +333,18 @@ def doctor(
 
 
 @app.command()
-def schema() -> None:
-    """Print the run spec's JSON schema."""
+def schema(
+    like: Annotated[str, typer.Argument(metavar="[KEY]", help="With --text: keys like it.")] = "",
+    as_text: Annotated[bool, typer.Option("--text", help="A line for each key.")] = False,
+) -> None:
+    """Print every key of a run spec, as JSON schema or as text."""
     from protocol.spec.run_spec import run_spec_schema
+    from protocol.spec.schema_text import schema_lines
 
+    if as_text or like:
+        for line in schema_lines(like):
+            typer.echo(line)
+        return
     typer.echo(json.dumps(run_spec_schema(), indent=2))
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -139,11 +140,7 @@ async def _serve(options: CoordinatorOptions, journal: SystemJournal | None) -> 
         await local.stop()
         await control.stop()
         supervisor.close()
-    code = _conclude(
-        service,
-        console,
-        lambda directory: resume_line(options, directory, service.address, control.address),
-    )
+    code = _conclude(service, console, partial(resume_line, options, control=control.address))
     return local.could_not_begin or code if code else code
 
 
@@ -247,12 +244,12 @@ async def _until_over(service: Service, local: LocalWorkers | None) -> None:
         watch.cancel()
 
 
-def _conclude(service: Service, console: Console, again: Callable[[Path], str]) -> int:
+def _conclude(service: Service, console: Console, again: Callable[..., str]) -> int:
     if service.current is not None:
         run, directory = service.current.run, service.current.directory
         place = f"run {run.run_id!r} was stopped after {run.step} steps"
         print(
-            f"coordinator: {place}; go on with it: {again(directory)}",
+            f"coordinator: {place}; go on with it: {again(service.address, directory)}",
             file=sys.stderr,
         )
         return ExitCode.FAILED
@@ -265,7 +262,7 @@ def _conclude(service: Service, console: Console, again: Callable[[Path], str]) 
     if outcome.outcome == "failed":
         print(f"coordinator: {outcome.reason}", file=sys.stderr)
         return outcome.exit_code
-    print_outcome(execution, console, again(execution.directory))
+    print_outcome(execution, console, again(service.address, execution.directory))
     return outcome.exit_code
 
 

@@ -14,14 +14,14 @@ _CONTROL: Final = ("127.0.0.1", 9001)
 
 
 def resume_line(
-    options: Options, directory: Path, bind: tuple[str, int], control: tuple[str, int]
+    options: Options, bind: tuple[str, int], directory: Path, *, control: tuple[str, int]
 ) -> str:
     """With the options that the user gave, as far as they are not what is usual.
 
     Args:
         options: Of the run that stops.
-        directory: Where it is kept.
         bind: Where workers are; they look for the run there.
+        directory: Where it is kept.
         control: Where its control port is.
     """
     words = ["coordinator", "--resume", "--out", str(directory)]

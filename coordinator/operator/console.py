@@ -135,6 +135,10 @@ class ProgressConsole:
             self._tell(sentence.format(**fields), fact, fields)
         execution = self._service.current
         match fact:
+            case TrainingStarted() if execution is not None:
+                if notes := _notes(execution.run):
+                    told = ", ".join(f"{k.replace('_', ' ')} {n}" for k, n in notes.items())
+                    self._tell(f"  data: {told}", fact)
             case RunResumed():
                 for note in fact.notes:
                     self._tell(f"  {note}", fact)

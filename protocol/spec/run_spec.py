@@ -103,15 +103,15 @@ class ModelSpec(_Section):
     config: Document | None = Field(
         None, description="a Hugging Face configuration with its model_type, to train from scratch"
     )
-    dtype: Literal["float32"] = "float32"
+    dtype: Literal["float32"] = Field("float32", description="of weights, gradients and sums")
     base_dtype: BaseDtype = Field(
         "float32",
         description="with lora: what the frozen layers' weights are stored in; int8 and int4 have "
         "a scale for each 64 of a row. Every worker computes with the same rounded weights; only "
         "a Vulkan device saves memory by it",
     )
-    precision: Precision = "float32"
-    attention: Literal["eager", "sdpa"] = "eager"
+    precision: Precision = Field("float32", description="what forward may compute in")
+    attention: Literal["eager", "sdpa"] = Field("eager", description="how it is computed")
     gradient_checkpointing: bool = Field(
         default=False, description="compute activations again in backward: less memory"
     )
@@ -143,9 +143,9 @@ class LoraSpec(_Section):
     used where the section is given.
     """
 
-    r: Count = 8
-    alpha: float = Field(16.0, gt=0)
-    dropout: Fraction = 0.0
+    r: Count = Field(8, description="rank of the matrices")
+    alpha: float = Field(16.0, gt=0, description="scale: what is added is multiplied by alpha / r")
+    dropout: Fraction = Field(0.0, description="share of inputs left out while training")
     targets: tuple[str, ...] | None = Field(
         None, min_length=1, description="names of layers; default: attention's queries and values"
     )
@@ -158,8 +158,8 @@ class DataSpec(_Section):
         description="a file, `package:DISTRIBUTION`; for causal-lm also a directory or "
         "`python-stdlib`, the top-level modules of Python itself"
     )
-    text: str = "text"
-    label: str = "label"
+    text: str = Field("text", description="column or key of the text")
+    label: str = Field("label", description="column or key of the label")
     pattern: str = Field("*.txt", min_length=1, description="which files of a directory, at depth")
     holdout: Fraction = Field(0.2, description="the share of samples or documents held out")
     holdout_samples: Count | None = Field(
@@ -177,32 +177,34 @@ class DataSpec(_Section):
 class RegressSpec(_Section):
     """Linear regression on generated data: y = x w + b, plus noise of this deviation."""
 
-    samples: Count = 1024
-    features: Count = 8
-    noise: float = Field(0.0, ge=0.0)
+    samples: Count = Field(1024, description="how many are generated")
+    features: Count = Field(8, description="numbers in a sample")
+    noise: float = Field(0.0, ge=0.0, description="standard deviation")
 
 
 class DigitsSpec(_Section):
     """A multi-layer perceptron on scikit-learn's 8 x 8 digits; each hidden layer is a block."""
 
-    hidden: tuple[Count, ...] = Field((64, 64, 64, 64), min_length=1)
-    holdout: Fraction = 0.2
-    dropout: Fraction = 0.0
+    hidden: tuple[Count, ...] = Field(
+        (64, 64, 64, 64), min_length=1, description="width of each hidden layer"
+    )
+    holdout: Fraction = Field(0.2, description="the share of samples held out")
+    dropout: Fraction = Field(0.0, description="share of inputs left out while training")
 
 
 class ScriptedSpec(_Section):
     """No model: gradients that follow from (seed, step, microbatch), for measuring."""
 
-    blocks: Count = 4
-    block_bytes: int = Field(262_144, ge=4)
-    samples: Count = 4096
+    blocks: Count = Field(4, description="how many there are")
+    block_bytes: int = Field(262_144, ge=4, description="bytes of each")
+    samples: Count = Field(4096, description="training samples")
 
 
 class BatchSpec(_Section):
     """Samples per step, and per microbatch: the unit that a worker computes at once."""
 
-    samples: Count = 48
-    microbatch: Count = 2
+    samples: Count = Field(48, description="samples of a step, whatever the number of workers")
+    microbatch: Count = Field(2, description="samples that a worker computes at once")
 
     @model_validator(mode="after")
     def _bounded(self) -> BatchSpec:
@@ -224,16 +226,20 @@ class OptimizerSpec(_Section):
     The bounds keep every scalar of an update within float32.
     """
 
-    name: OptimizerName = "adamw"
-    lr: float = Field(1e-3, ge=1e-30, le=1e3)
-    momentum: Fraction = 0.9
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    eps: float = Field(1e-8, ge=1e-30, le=1e3)
-    weight_decay: float = Field(0.0, ge=0, le=1e3)
-    no_decay: tuple[str, ...] = ("bias", "norm")
-    clip_norm: float | None = Field(None, gt=0)
-    schedule: ScheduleName = "constant"
-    warmup_steps: int = Field(0, ge=0)
+    name: OptimizerName = Field("adamw", description="the update")
+    lr: float = Field(1e-3, ge=1e-30, le=1e3, description="learning rate")
+    momentum: Fraction = Field(0.9, description="of the update momentum")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="of adamw")
+    eps: float = Field(1e-8, ge=1e-30, le=1e3, description="of adamw")
+    weight_decay: float = Field(0.0, ge=0, le=1e3, description="of adamw, beside the gradient")
+    no_decay: tuple[str, ...] = Field(
+        ("bias", "norm"), description="parts of names of tensors that do not decay"
+    )
+    clip_norm: float | None = Field(
+        None, gt=0, description="the gradient's norm is cut to it; default: never"
+    )
+    schedule: ScheduleName = Field("constant", description="of lr, after the warmup")
+    warmup_steps: int = Field(0, ge=0, description="steps in which lr rises")
 
 
 class CheckpointSpec(_Section):
@@ -261,9 +267,13 @@ class RunSpec(_Section):
     """
 
     name: str = Field("run", pattern=NAME_PATTERN, description="of runs and directories")
-    task: TaskName
-    seed: int = Field(0, ge=0, lt=2**63)
-    exactness: Exactness = "prefer"
+    task: TaskName = Field(
+        description=f"{', '.join(TASK_SECTIONS)}, or package.module:Class of your own"
+    )
+    seed: int = Field(0, ge=0, lt=2**63, description="of every draw")
+    exactness: Exactness = Field(
+        "prefer", description="require: workers of another numeric signature are refused"
+    )
     model: ModelSpec | None = None
     tokenizer: TokenizerSpec | None = None
     lora: LoraSpec | None = None
@@ -274,7 +284,7 @@ class RunSpec(_Section):
     options: Document = Field({}, description="whatever a task of your own wants to know")
     batch: BatchSpec = BatchSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
-    steps: Count
+    steps: Count = Field(description="optimizer updates")
     evaluate_every: int = Field(0, ge=0, description="steps; 0: at the end only")
     log: LogMode = Field(
         "full",

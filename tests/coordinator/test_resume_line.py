@@ -30,7 +30,7 @@ def test_the_line_asks_for_the_same_again(given, monkeypatch):
 
     monkeypatch.setattr(coordinator_main, "main", begun)
     assert CliRunner().invoke(app, shlex.split(f"{given} -o 'a dir'")).exit_code == 0
-    line = resume_line(seen[0], Path("a dir"), seen[0].bind, seen[0].control)
+    line = resume_line(seen[0], seen[0].bind, Path("a dir"), control=seen[0].control)
     words = shlex.split(line)
     assert words[:4] == ["coordinator", "--resume", "--out", "a dir"]
     assert CliRunner().invoke(app, words[1:]).exit_code == 0

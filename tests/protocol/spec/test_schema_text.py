@@ -1,0 +1,18 @@
+from protocol.spec.run_spec import RunSpec
+from protocol.spec.schema_text import schema_lines
+
+
+def test_every_key_has_its_line_with_default_and_meaning():
+    lines = schema_lines()
+    assert len(lines) > len(RunSpec.model_fields) * 2
+    by_key = {line.split()[0]: line for line in lines}
+    assert "0.001" in by_key["optimizer.lr"]
+    assert "learning rate" in by_key["optimizer.lr"]
+    assert "required" in by_key["steps"]
+    bare = [line for line in lines if len(line.split()) < 3]
+    assert not bare, bare
+
+
+def test_keys_are_found_by_what_one_types():
+    assert schema_lines("learning_rate")[0].split()[0] == "optimizer.lr"
+    assert {line.split()[0] for line in schema_lines("microbatch")} == {"batch.microbatch"}
