@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from coordinator.main import Options
+    from coordinator.main import CoordinatorOptions
 
 _BIND: Final = ("127.0.0.1", 9000)
 _CONTROL: Final = ("127.0.0.1", 9001)
 
 
 def resume_line(
-    options: Options, bind: tuple[str, int], directory: Path, *, control: tuple[str, int]
+    options: CoordinatorOptions, bind: tuple[str, int], directory: Path, *, control: tuple[str, int]
 ) -> str:
     """With the options that the user gave, as far as they are not what is usual.
 

@@ -22,9 +22,9 @@ from coordinator.resume_line import resume_line
     ],
 )
 def test_the_line_asks_for_the_same_again(given, monkeypatch):
-    seen: list[coordinator_main.Options] = []
+    seen: list[coordinator_main.CoordinatorOptions] = []
 
-    def begun(options: coordinator_main.Options) -> int:
+    def begun(options: coordinator_main.CoordinatorOptions) -> int:
         seen.append(options)
         return 0
 
