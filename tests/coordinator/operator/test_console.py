@@ -32,7 +32,7 @@ class Entries(SystemJournal):
 def service(*, once=False):
     return SimpleNamespace(
         settings=SimpleNamespace(once=once),
-        current=SimpleNamespace(run=SimpleNamespace(run_id="r-1")),
+        current=SimpleNamespace(run=SimpleNamespace(run_id="r-1", manifest=None)),
         sessions={},
         known=set(),
     )
