@@ -33,6 +33,7 @@ from coordinator.service.listener import Draining
 from coordinator.service.service import Service, Settings
 from coordinator.storage.run_directory import RunDirectory
 from protocol.base.errors import ExitCode, SamestepError, StorageFailed, UsageError
+from protocol.exact.subnormals import check_subnormals
 from protocol.host.allocator import keep_freed_memory
 from protocol.host.supervisor import Supervisor
 from protocol.host.system_journal import SystemJournal
@@ -75,6 +76,7 @@ def main(options: CoordinatorOptions) -> int:
     Raises:
         SamestepError: The process cannot start.
     """
+    check_subnormals("the coordinator")
     keep_freed_memory()
     journal = None if options.log_json else SystemJournal.behind("coordinator")
     set_up_logging(journal, as_json=options.log_json)

@@ -98,6 +98,7 @@ class EagerProgram:
         self._order: BlockOrder | None = None
         self._abandoned = threading.Event()
         self._find_unused = False
+        self._all_keep_subnormals: bool | None = None
         self._copies: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -160,8 +161,8 @@ class EagerProgram:
         return self._thread.submit(self._evaluate_batch, self._evaluate, batch).result()
 
     def keeps_subnormals(self) -> bool:
-        """In the device thread, and in those that share its loops."""
-        return self._thread.submit(numerics.keeps_subnormals, self._device).result()
+        """In the device thread; in those that share its loops, as it was at the start."""
+        return self._thread.submit(self._keeps_subnormals).result()
 
     def close(self) -> None:
         """End the device thread and let go of the module."""
@@ -189,6 +190,15 @@ class EagerProgram:
         return hooks
 
     # What follows runs in the device thread, hooks on CUDA in autograd's.
+
+    def _keeps_subnormals(self) -> bool:
+        if self._all_keep_subnormals is None:
+            all_keep = numerics.keeps_subnormals(self._device, in_every_thread=True)
+            self._all_keep_subnormals = all_keep
+        # A card's arithmetic does not change; to ask it in every step would make it wait.
+        here = torch.device("cpu")
+        alone = numerics.keeps_subnormals(here, in_every_thread=False)
+        return self._all_keep_subnormals and (alone or self._device.type != "cpu")
 
     def _gradient_ready(self, number: int, name: str, parameter: torch.Tensor) -> None:
         self._stop_if_abandoned()

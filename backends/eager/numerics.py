@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
-from protocol.exact.subnormals import SMALLEST_NORMAL, SMALLEST_SUBNORMAL
+from protocol.exact.subnormals import EXPECTED_BITS, FACTORS, GIVEN_BITS
 
 ALIGNMENT_BYTES: Final = 64
 """Kernels choose their path by it; tensors mapped from a file are aligned to 8 only."""
@@ -108,13 +108,18 @@ def signature(device: torch.device, threads: int) -> Mapping[str, str]:
     return facts
 
 
-def keeps_subnormals(device: torch.device) -> bool:
-    """Whether arithmetic keeps subnormal numbers: for a CPU, in every thread that shares a loop."""
-    elements = _LOOP_SHARE * torch.get_num_threads() if device.type == "cpu" else 1
-    halved = torch.full((elements,), SMALLEST_NORMAL, device=device) * 0.5
-    doubled = torch.full((elements,), SMALLEST_SUBNORMAL, device=device) * 2.0**23
-    kept = (halved * 2.0**24 == SMALLEST_NORMAL * 2.0**23) & (doubled == SMALLEST_NORMAL)
-    return bool(kept.all())
+def keeps_subnormals(device: torch.device, *, in_every_thread: bool) -> bool:
+    """Whether arithmetic keeps subnormal numbers: see `protocol.exact.subnormals`.
+
+    Args:
+        device: Where.
+        in_every_thread: Of a CPU, in all that share a loop, not only in the calling one.
+    """
+    times = _LOOP_SHARE * torch.get_num_threads() if in_every_thread else 1
+    given = torch.tensor(GIVEN_BITS, dtype=torch.int32).view(torch.float32).repeat(times)
+    product = given.to(device) * torch.tensor(FACTORS).repeat(times).to(device)
+    expected = torch.tensor(EXPECTED_BITS, dtype=torch.int32).repeat(times)
+    return bool(torch.equal(product.cpu().view(torch.int32), expected))
 
 
 def device_name(device: torch.device) -> str:

@@ -13,12 +13,14 @@ import numpy as np
 
 from protocol.base.errors import SubnormalsFlushed
 
-SMALLEST_NORMAL: Final = 2.0**-126
-SMALLEST_SUBNORMAL: Final = 2.0**-149
+GIVEN_BITS: Final = (0x00800000, 0x00000001)
+"""2^-126 and 2^-149: as bits, since a thread that flushes would also write them down as zeros."""
+FACTORS: Final = (0.5, 2.0)
+EXPECTED_BITS: Final = (0x00400000, 0x00000002)
 
-_GIVEN: Final = np.array([SMALLEST_NORMAL, SMALLEST_SUBNORMAL], np.float32)
-_FACTORS: Final = np.array([0.5, 2.0], np.float32)
-_EXPECTED: Final = np.array([2.0**-127, 2.0**-148], np.float32).view(np.uint32)
+_GIVEN: Final = np.array(GIVEN_BITS, np.uint32).view(np.float32)
+_FACTORS: Final = np.array(FACTORS, np.float32)
+_EXPECTED: Final = np.array(EXPECTED_BITS, np.uint32)
 
 
 def subnormals_are_kept() -> bool:

@@ -1,0 +1,21 @@
+"""A coordinator that would compute other bits than its workers."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from coordinator.main import main
+from protocol.base.errors import SubnormalsFlushed
+
+
+def test_a_coordinator_whose_threads_flush_subnormals_does_not_start():
+    def begin() -> None:
+        assert torch.set_flush_denormal(True)
+        with pytest.raises(SubnormalsFlushed, match=r"^the coordinator takes subnormal numbers"):
+            main(None)  # type: ignore[arg-type]
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(begin).result()

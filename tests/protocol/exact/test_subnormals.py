@@ -1,0 +1,35 @@
+"""A thread that flushes subnormals is found, also if it was so before it knew of them."""
+
+from __future__ import annotations
+
+import runpy
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from protocol.base.errors import SubnormalsFlushed
+from protocol.exact import subnormals
+
+
+def test_a_thread_that_keeps_them_passes():
+    assert subnormals.subnormals_are_kept()
+    subnormals.check_subnormals("this test")
+
+
+@pytest.mark.parametrize("loaded_before", [True, False])
+def test_a_thread_that_flushes_them_is_refused_in_one_line(loaded_before):
+    def flushing() -> str:
+        assert torch.set_flush_denormal(True)
+        module = {} if loaded_before else runpy.run_path(subnormals.__file__)
+        kept = module.get("subnormals_are_kept", subnormals.subnormals_are_kept)
+        assert not kept()
+        check = module.get("check_subnormals", subnormals.check_subnormals)
+        with pytest.raises(SubnormalsFlushed) as caught:
+            check("this test")
+        return str(caught.value)
+
+    with ThreadPoolExecutor(1) as thread:
+        told = thread.submit(flushing).result()
+    assert told.startswith("this test takes subnormal numbers for zeros")
+    assert "\n" not in told
