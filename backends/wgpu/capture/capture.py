@@ -194,7 +194,7 @@ def prepared(module: nn.Module, *, train: bool, fuses: Fuses = written_out) -> I
         for config, before in attention:
             if before != "sdpa" or not sdpa_can_be_traced():
                 config._attn_implementation = "eager"  # noqa: SLF001
-        with own_attention(module, fuses), refuse_foreign_draws():
+        with own_attention(module, fuses), refuse_foreign_draws(), _without_onednn():
             yield bool(flags)
     finally:
         for config, before in attention:
@@ -203,6 +203,17 @@ def prepared(module: nn.Module, *, train: bool, fuses: Fuses = written_out) -> I
             each.gradient_checkpointing = True  # type: ignore[assignment]
         for each, mode in modes:
             each.training = mode
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """While it is entered, recurrent layers are plain products."""
+    before = torch._C._get_mkldnn_enabled()  # noqa: SLF001
+    torch._C._set_mkldnn_enabled(False)  # noqa: SLF001
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)  # noqa: SLF001
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,7 +239,7 @@ def _split_variance(graph: fx.Graph, node: fx.Node) -> None:
     x = node.args[0]
     assert isinstance(x, fx.Node)
     given: Any = node.args[1] if len(node.args) > 1 else None
-    dims = list(given) if given else list(range(len(shape_of(x))))
+    dims = list(given if given and shape_of(x) else range(len(shape_of(x))))
     correction: Any = node.kwargs.get("correction")
     count = math.prod(shape_of(x)[d] for d in dims)
     less = 1 if correction is None else correction

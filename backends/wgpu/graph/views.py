@@ -166,7 +166,7 @@ def _select(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> 
 
 
 def _flip(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> Coordinates:
-    for dim in _ints(node.args[1]):
+    for dim in _ints(node.args[1]) if shape else ():
         place = dim % len(shape)
         coordinates[place] = plain(f"({shape[place] - 1}u - {coordinates[place]})", shape[place])
     return coordinates

@@ -113,11 +113,13 @@ class Emitter:
     def _text(self) -> KernelText:
         return KernelText(_RULES, self.buffers, self.folded)
 
-    def _elementwise(self, node: fx.Node) -> Kernel:
+    def _elementwise(self, node: fx.Node, same: fx.Node | None = None) -> Kernel:
+        """By the operator's rule, or the same as another value."""
         text = self._text()
         count = elements_of(node)
         guard, grid = _threads(count)
-        value = text.computed(node, split(plain("i", count), shape_of(node)))
+        at = split(plain("i", count), shape_of(node))
+        value = text.computed(node, at) if same is None else text.element(same, at)
         body = [*guard, *text.lines, f"out[i] = {stored(value, scalar_of(node))};"]
         return _kernel(text, node, body, grid)
 
@@ -144,6 +146,8 @@ class Emitter:
         text = self._text()
         count, scalar = elements_of(node), scalar_of(node)
         at = split(plain("i", count), shape_of(node))
+        if not at:
+            return self._elementwise(node, source)
         place = operator.index(dim) % len(at)  # type: ignore[arg-type]
         _refuse_long_loops(node, at[place].size)
         last = str(at[place])
@@ -161,6 +165,8 @@ class Emitter:
         A column's additions all run in one invocation; so that there are enough of them, each
         takes a share of the target rows.
         """
+        if node.target is _aten.scatter_add.default:
+            return [self._sums_by_index(node)]
         base, given, source = node.args[:3]
         assert isinstance(base, fx.Node)
         assert isinstance(source, fx.Node)
@@ -194,6 +200,37 @@ class Emitter:
         place = f"out[{row} * {columns}u + c]"
         body += [f"{place} = {place} + {value};", "}", "}"]
         return [fill, _kernel(text, node, body, grid)]
+
+    def _sums_by_index(self, node: fx.Node) -> Kernel:
+        """Each element sums what has its place along a dimension as index."""
+        base, dim, numbers, source = node.args
+        assert isinstance(base, fx.Node)
+        assert isinstance(numbers, fx.Node)
+        assert isinstance(source, fx.Node)
+        text, scalar, shape = self._text(), scalar_of(node), shape_of(node) or (1,)
+        sizes = shape_of(numbers) or (1,)
+        place = operator.index(dim) % len(shape)  # type: ignore[arg-type]
+        _refuse_long_loops(node, sizes[place])
+        count = elements_of(node)
+        at = split(plain("i", count), shape)
+        mine = str(at[place])
+        start = text.element(base, at[: len(shape_of(node))], scalar)
+        before = len(text.lines)
+        at[place] = plain("r", sizes[place])
+        inside = [
+            f"{c} < {size}u"
+            for d, (c, size) in enumerate(zip(at, sizes, strict=True))
+            if d != place and size != shape[d]
+        ]
+        at = at[: len(shape_of(node))]
+        index, there = text.index(numbers, at, shape[place])
+        value = where_there(text.element(source, at, scalar), [there], scalar)
+        guard, grid = _threads(count)
+        body = [*guard, *text.lines[:before], f"var sum = {start};"]
+        body += [f"if ({' && '.join(inside)}) {{"] if inside else ["{"]
+        body += [f"for (var r = 0u; r < {sizes[place]}u; r++) {{", *text.lines[before:]]
+        body += [f"if ({index} == {mine}) {{ sum += {value}; }}", "}", "}", "out[i] = sum;"]
+        return _kernel(text, node, body, grid)
 
     def _filled(self, node: fx.Node, base: fx.Node) -> Kernel:
         text = self._text()
