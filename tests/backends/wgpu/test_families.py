@@ -89,9 +89,10 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "ELECTRA": ("electra", {"embedding_size": 16}),
     "ESM": ("esm", {"mask_token_id": 3, "token_dropout": False}),
     "MPNet": ("mpnet", {"max_position_embeddings": 40}),
+    "DeBERTa v2": ("deberta-v2", {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
     "T5": ("t5", {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}),
 }
-WITHOUT_SDPA = {"Gemma 2", "GPT-Neo", "Bloom", "MPNet"}
+WITHOUT_SDPA = {"Gemma 2", "GPT-Neo", "Bloom", "MPNet", "DeBERTa v2"}
 WRITTEN_OUT = {*((family, "eager") for family in (*WITHOUT_SDPA, "Falcon", "T5")), ("T5", "sdpa")}
 """In any case: their formulas, or learned biases, are their own."""
 EXPERTS = {
@@ -102,7 +103,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "Mixtral": ("mixtral", {**SHARED, **EXPERTS}, "cannot capture model.layers.0.mlp.experts"),
     "Qwen3-MoE": ("qwen3_moe", {**SHARED, **EXPERTS}, "cannot capture model.layers.0.mlp.experts"),
     "DeBERTa": ("deberta", DISENTANGLED, "cannot turn what changes in place into plain"),
-    "DeBERTa v2": ("deberta-v2", DISENTANGLED, "no rule for 'repeat.default'"),
 }
 
 
