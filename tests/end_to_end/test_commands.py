@@ -101,7 +101,7 @@ def test_output_directory_that_cannot_be(tmp_path):
     assert "--out" in one_line(ended)
 
 
-@pytest.mark.parametrize("address", ["non.sense", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:99999"])
+@pytest.mark.parametrize("address", ["non.sense:", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:99999"])
 def test_malformed_address(address):
     ended = called("worker", "--coordinator", address)
     assert ended.returncode == 2

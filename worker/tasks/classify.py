@@ -108,6 +108,11 @@ class Classify:
         self._labels = np.array(data.labels, np.int64)
         self._max_tokens = spec.data.max_tokens
         self._train = np.array(train, np.int64)
+        if len(np.unique(self._labels[train])) < 2:
+            raise DataError(
+                f"only {data.names[int(self._labels[train[0]])]!r} is left to train on, all other "
+                "labels are held out: give more samples of them, or lower data.holdout"
+            )
         self._weights = class_weights(spec.data.class_weights, self._labels[train], data.names)
         measured = holdout.measured(len(held_out), spec.data.holdout_samples, spec.seed)
         self._parts = self._held_out_parts([held_out[n] for n in measured], spec.seed)

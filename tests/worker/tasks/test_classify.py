@@ -347,6 +347,11 @@ def test_a_result_is_used_with_its_own_base_alone(tiny, texts, tmp_path):
         list(classify(tmp_path, ["hello"], backend))
 
 
+def test_labels_that_all_are_held_out_leave_nothing_to_learn(tiny, texts):
+    with pytest.raises(DataError, match=r"only '.*' is left to train on"):
+        build(spec_of(texts, source=tiny, holdout=0.96))
+
+
 def test_long_texts_are_cut_and_counted(tiny, texts):
     task = build(spec_of(texts, source=tiny, max_tokens=12))
     lengths = [task.batch([n]).arrays["attention_mask"].sum() for n in range(16)]
