@@ -31,7 +31,10 @@ def train(
     ) as cluster:
         for number, backend in enumerate(backends):
             cluster.worker(f"w{number}", "--backend", backend)
-        return cluster.result()
+        result = cluster.result()
+        for ready in cluster.every("worker_ready"):  # what was compared stands in the journal
+            assert ("gradients within" in ready["signature"]) == (ready["backend"] == "vulkan")
+        return result
 
 
 def test_one_worker_and_two_give_the_same_bits(tmp_path):

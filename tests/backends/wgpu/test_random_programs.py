@@ -3,7 +3,7 @@
 `SAMESTEP_PROGRAMS` says how many (40 in a plain run, always the same ones), `SAMESTEP_FIRST` which
 part of them comes first. In parts, so that several processes share them:
 
-    SAMESTEP_PROGRAMS=50000 python -m pytest --dist load tests/backends/wgpu/test_random_programs.py
+    SAMESTEP_PROGRAMS=50000 python -m pytest -n auto tests/backends/wgpu/test_random_programs.py
 """
 
 from __future__ import annotations
