@@ -19,13 +19,13 @@ from backends.wgpu.graph import threefry
 def keep(seed: torch.Tensor, shape: Sequence[int], drop: float, site: int) -> torch.Tensor:
     """A mask of dropout: zero with the probability of being dropped, else 1 / (1 - drop)."""
     kept = _words(seed, shape, site) >= np.uint32(threefry.threshold(drop))
-    return torch.from_numpy(kept.astype(np.float32) * np.float32(1.0 / (1.0 - drop)))
+    return torch.as_tensor(kept.astype(np.float32) * np.float32(1.0 / (1.0 - drop)))
 
 
 def uniform(seed: torch.Tensor, shape: Sequence[int], site: int) -> torch.Tensor:
     """The upper 24 bits of each word, as a number in [0, 1)."""
     words = _words(seed, shape, site) >> np.uint32(8)
-    return torch.from_numpy(words.astype(np.float32) * np.float32(2.0**-24))
+    return torch.as_tensor(words.astype(np.float32) * np.float32(2.0**-24))
 
 
 def _words(seed: torch.Tensor, shape: Sequence[int], site: int) -> threefry.Words:
