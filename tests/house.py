@@ -49,9 +49,8 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
     "coordinator": ("*",),
     "worker.logic": (*_LOGIC, "backends.base"),
     "worker.joining": _SHELL,
-    "worker.data": (*_LOGIC, "protocol.data", "backends.base"),
-    "worker.models": (*_LOGIC, "protocol.host", "backends.base", "worker.data"),
-    "worker.tasks": (*_LOGIC, "protocol.data", "backends.base", "worker.data", "worker.models"),
+    "worker.models": (*_LOGIC, "protocol.host", "backends.base"),
+    "worker.tasks": (*_LOGIC, "protocol.data", "backends.base", "worker.models"),
     "worker.shell": (
         *_SHELL, "backends.base", "worker.logic", "worker.joining", "worker.tasks",
     ),

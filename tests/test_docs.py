@@ -16,6 +16,7 @@ import typer.main
 import coordinator.cli
 import worker.cli
 from protocol.spec.run_spec import parse_run_spec_text
+from protocol.spec.schema_text import schema_lines
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -61,6 +62,11 @@ def test_the_pages_hold_commands():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_a_page_tells_to_type_is_taken(page):
     assert [(line, wrong) for line in typed(page) if (wrong := unknown(line))] == []
+
+
+def test_the_page_of_keys_is_what_the_command_prints():
+    block = (ROOT / "docs" / "run-spec.md").read_text().split("```text\n")[1].split("\n```")[0]
+    assert block.splitlines() == [*schema_lines()]
 
 
 def tutorial_files() -> dict[str, str]:

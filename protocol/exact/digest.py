@@ -16,7 +16,7 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from blake3 import blake3
@@ -47,6 +47,20 @@ def state_digest(step: int, optimizer_step: int, groups: Sequence[tuple[str, str
     for kind, digest in groups:
         name = kind.encode()
         hasher.update(struct.pack("<I", len(name)) + name + bytes.fromhex(digest))
+    return hasher.hexdigest()
+
+
+def digest_arrays(arrays: Mapping[str, NDArray[Any]]) -> str:
+    """BLAKE3 over sorted names, types, shapes and little-endian bytes in C order.
+
+    Says whether two machines have read the same.
+    """
+    hasher = blake3()
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        hasher.update(f"{name}\0{little.dtype.str}\0{little.shape}\0".encode())
+        hasher.update(little.reshape(-1).view(np.uint8).data)
     return hasher.hexdigest()
 
 

@@ -1,4 +1,4 @@
 """Models of `transformers` and what belongs to them: loading, LoRA, tokenizer, export.
 
-Imports `worker.data`. Start with `pretrained`.
+Imports nothing else of the worker. Start with `pretrained`.
 """

@@ -28,10 +28,10 @@ from transformers.utils import logging as transformers_logging
 from backends.base import draws
 from backends.base.interface import Array
 from protocol.base.errors import DataError
+from protocol.exact.digest import digest_arrays
 from protocol.spec import sources
 from protocol.spec.manifest import Block
 from protocol.spec.run_spec import ModelSpec
-from worker.data.digest import digest_arrays
 from worker.models import main_memory
 
 _DEVIATION: Final = 0.02

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from protocol.base.errors import DataError
-from worker.data.digest import digest_arrays
+from protocol.exact.digest import digest_arrays
 from worker.models.pretrained import locate, quiet, refusal
 
 END_OF_TEXT: Final = "<|endoftext|>"

@@ -20,7 +20,7 @@ coordinator does without) and name it in the run spec, with whatever it wants to
     from backends.base.interface import Batch, Trainable
     from protocol.spec.manifest import Manifest, Metric
     from worker.models.blocks import cut_into_blocks
-    from worker.data.digest import digest_arrays
+    from protocol.exact.digest import digest_arrays
 
 
     class Curve:

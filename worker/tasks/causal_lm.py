@@ -20,10 +20,9 @@ from torch import nn
 
 from backends.base.interface import Array, Batch, Sums, Trainable
 from protocol.data.text_corpus import read_text_corpus
+from protocol.exact.digest import digest_arrays
 from protocol.spec.manifest import Manifest, Metric
 from protocol.spec.run_spec import RunSpec, TokenizerSpec
-from worker.data import holdout
-from worker.data.digest import digest_arrays
 from worker.models import pretrained
 from worker.models.blocks import cut_into_blocks
 from worker.models.full_export import export_in_full
@@ -38,6 +37,7 @@ from worker.models.tokens import (
     train_tokenizer,
     unknown_per_thousand,
 )
+from worker.tasks import holdout
 
 PART_TOKENS: Final = 1_024
 """Held-out tokens in a part, if a sample is not longer: their logits must fit in memory."""

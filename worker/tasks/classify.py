@@ -16,11 +16,10 @@ from torch import nn
 from backends.base.interface import Array, Batch, Sums, Trainable
 from protocol.base.errors import DataError
 from protocol.data.labelled_text import LabelledText, read_labelled_text
+from protocol.exact.digest import digest_arrays
 from protocol.exact.samples import permutation
 from protocol.spec.manifest import Block, Export, Manifest
 from protocol.spec.run_spec import ClassWeights, LoraSpec, ModelSpec, RunSpec
-from worker.data import holdout
-from worker.data.digest import digest_arrays
 from worker.models import pretrained
 from worker.models.blocks import cut_into_blocks
 from worker.models.full_export import export_in_full
@@ -34,6 +33,7 @@ from worker.models.tokens import (
     tokenizer_files,
     unknown_per_thousand,
 )
+from worker.tasks import holdout
 from worker.tasks.class_counts import PART_SAMPLES, class_metrics, confusion_sums
 from worker.tasks.trained import FILE, Trained
 

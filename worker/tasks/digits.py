@@ -19,12 +19,12 @@ from torch import nn
 from backends.base import draws
 from backends.base.interface import Array, Batch, Sums, Trainable
 from protocol.base.errors import DataError
+from protocol.exact.digest import digest_arrays
 from protocol.spec import sources
 from protocol.spec.manifest import Manifest, Metric
 from protocol.spec.run_spec import DigitsSpec, RunSpec
-from worker.data import holdout
-from worker.data.digest import digest_arrays
 from worker.models.blocks import cut_into_blocks
+from worker.tasks import holdout
 
 PART_SAMPLES: Final = 64
 PIXELS: Final = 64

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from backends.base import draws
 from backends.base.interface import Array, Batch, Sums, Trainable
+from protocol.exact.digest import digest_arrays
 from protocol.spec.manifest import Block, Export, Manifest, Metric, TensorSpec
 from protocol.spec.run_spec import RunSpec
-from worker.data.digest import digest_arrays
 
 PART_SAMPLES: Final = 256
 _FLOAT32_BITS: Final = 24
