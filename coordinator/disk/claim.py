@@ -16,7 +16,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from coordinator.disk.durable_file import is_same_file, replace_file
+from coordinator.disk.durable_file import is_same_file, make_directory, replace_file
 from protocol.base.errors import StorageFailed, Superseded, UsageError
 
 LOCK_FILE: Final = "lock"
@@ -48,7 +48,7 @@ class Claim:
             UsageError: Another coordinator holds it, or it cannot be written.
         """
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            make_directory(directory)
             lock = _lock(directory)
         except OSError as error:
             raise _unusable(directory, error) from None

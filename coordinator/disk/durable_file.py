@@ -71,6 +71,18 @@ def sync_directory(directory: Path) -> None:
         os.close(fd)
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory, and those above it that are missing; durable also where it is there.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    missing = [directory for directory in path.parents if not directory.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for directory in (path, *missing):
+        sync_directory(directory.parent)
+
+
 def replace_file(path: Path, content: bytes | Iterable[memoryview]) -> str:
     """Write, sync, rename into place, sync the directory.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -156,6 +157,7 @@ def _seems_unfinished(path: Path) -> bool:
         return True
 
 
+@cache
 def _versions() -> dict[str, str]:
     """Of the software on this side that decides bits or formats."""
     names = ("numpy", "blake3", "safetensors")

@@ -362,6 +362,7 @@ class Execution:
             self._do(self.run.result_refused(str(error)))
             return
         except Exception as error:  # noqa: BLE001 -- whatever it is, the run has to end
+            self.superseded = isinstance(error, Superseded)
             reason = f"the run is done, but its result is not written: {text_of(error)}"
             self.outcome = Finish("failed", reason, ExitCode.FAILED)
         if self.outcome.outcome == "failed":

@@ -394,8 +394,8 @@ class Service:
             self._running = None
         outcome = execution.outcome
         self.reported(RunEnded(outcome.outcome, outcome.reason), execution.run.run_id)
-        if self.settings.once or self._draining:
-            self.over.set()
+        if self.settings.once or self._draining or execution.superseded:
+            self.over.set()  # who has lost one directory to a successor leaves it the workers too
         else:
             self._start_next()
 

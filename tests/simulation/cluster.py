@@ -1,33 +1,50 @@
-"""A whole cluster in memory, from one seed: the real `Run` and `Session`, and everything between.
+"""A whole cluster in one process, from one seed: coordinators, workers, network, disk and people.
 
-Time is virtual: messages, gradients, disks and people take as long as the seed says, and between
-events disturbances come. Links keep their order and nothing else does. A run with a live worker
-must end, and whatever happens on the way must leave the bits of the undisturbed run.
+What is played is the product: its service and its client with all that is below them, on event
+loops in virtual time. Messages, gradients, disks and people take as long as the seed says, and
+between events disturbances come. A run with a live worker must end, and whatever happens on the
+way must leave the bits of the undisturbed run.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Final
+from unittest import mock
 
 from coordinator.run.actions import Outcome
-from coordinator.run.run import Run, RunPhase
-from tests.simulation.clock import Clock
-from tests.simulation.coordinator import SimulatedCoordinator
-from tests.simulation.disk import MemoryDirectory
+from coordinator.run.run import RunPhase
+from coordinator.service.execution import Execution
+from protocol.base import limits
+from protocol.spec.run_spec import RunSpec
+from tests.simulation.device import Flaws
+from tests.simulation.disk import Disk
 from tests.simulation.disturbances import Disturbances
-from tests.simulation.execution import SimulatedExecution
-from tests.simulation.job import STEPS, VARIANTS, Job, job_of
+from tests.simulation.job import MANY_STEPS, STEPS, VARIANTS, Job, job_of
 from tests.simulation.ledger import Ledger
-from tests.simulation.link import Link, Network
-from tests.simulation.worker import Flaws, SimulatedWorker, World
+from tests.simulation.network import Network
+from tests.simulation.probes import Probes
+from tests.simulation.processes import CoordinatorProcess, WorkerProcess
+from tests.simulation.virtual_time import Clock
 
-_MOST_EVENTS = 200_000
-_IDLE_MS = 60_000.0
-"""After so long with nothing but ticks nothing will come any more."""
+_MOST_EVENTS: Final = 400_000
+_LOOKS_EVERY_MS: Final = 500.0
+_QUIET_MS: Final = 120_000.0
+"""After so long without anything worth telling nothing will come any more."""
+_LIMITS: Final = {
+    "CHUNK_ELEMENTS": 8,
+    "WRITE_HIGH_WATER_BYTES": 2_000,
+    "REPLAY_BYTES": 1_000,
+    "HEARTBEAT_INTERVAL_MS": 2_000,
+    "TICK_MS": 250,
+}
+"""For blocks of a few elements that still travel in several chunks, through queues that fill; and
+as late and as seldom as a busy process is."""
 
 
 class Stuck(AssertionError):
@@ -51,49 +68,47 @@ class Cluster:
 
     Args:
         seed: Decides everything.
+        root: An empty directory.
         calm: Without disturbances.
         often: Disturbances that are to come more often than others, with + between them.
         runs: How many one after the other.
-        directory: Makes a run's directory.
     """
 
     def __init__(
         self,
         seed: int,
+        root: Path,
         *,
         calm: bool = False,
         often: str = "",
         runs: int | None = None,
-        directory: Callable[[str, Job], Any] = MemoryDirectory,
+        steps: int | None = None,
     ) -> None:
         self.rng = rng = Random(seed)
-        self.clock = Clock()
-        self.network = Network(self.clock, rng)
-        self._disturbances = Disturbances(self, often)
+        self.clock = Clock(rng)
+        self.network = Network(self.clock)
+        self.disk = Disk(root, self.clock)
+        self.events = 0
         self.disturbed: Counter[str] = Counter()
-        self._budget = 0 if calm else rng.choice((0, 2, 4, 8, 16))
-        self._haste = rng.choice((0.002, 0.01, 0.03))
+        self.workers: list[WorkerProcess] = []
+        self.coordinators: list[CoordinatorProcess] = []
+        self._disturbances = Disturbances(self, often)
+        self._budget = 0 if calm else rng.choice((8, 16) if often else (0, 2, 4, 8, 16))
+        self._haste = rng.choice((0.01, 0.03) if often else (0.001, 0.004, 0.01))
         self._unlike = not calm and rng.random() < 0.15
+        steps = steps or (MANY_STEPS if not calm and rng.random() < 0.02 else STEPS)
         count = runs or (1 if calm else rng.choice((1, 1, 1, 1, 1, 1, 1, 1, 2)))
-        jobs = {f"run-{n}": job_of(rng.randrange(VARIANTS)) for n in range(count)}
-        self.ledgers = {
-            run_id: Ledger(run_id, job, directory(run_id, job)) for run_id, job in jobs.items()
-        }
-        poison: set[Any] = set()
+        jobs = [job_of(rng.randrange(VARIANTS), steps) for _ in range(count)]
+        self.ledgers = [Ledger(job, root / f"run-{n}") for n, job in enumerate(jobs)]
+        self.poison: set[Any] = set()
         if not calm and rng.random() < 0.1:
-            poison = {(rng.randrange(STEPS), 0, rng.randint(-1, 3))}
-        self._world = World(
-            self.clock, rng, self.ledgers, poison, self._may_flip, self._flipped, self._came_loose
-        )
-        self._expect_workers = rng.randint(1, 4)
-        self.workers: list[SimulatedWorker] = []
-        self.coordinators: list[SimulatedCoordinator] = []
+            self.poison = {(rng.randrange(STEPS), 0, rng.randint(-1, 2))}
+        self._limits = {**_LIMITS, "SEND_QUEUE_BYTES": rng.choice((32_000, 200_000))}
+        self.expect_workers = rng.randint(1, 4)
         self._restarting = False
-        self._idle_since_ms: float | None = None
-        self._continuing: set[SimulatedExecution] = set()
-        self.start_coordinator()
-        for _ in range(self._expect_workers):
-            self.start_worker()
+        self._continuing: set[Execution] = set()
+        self._quiet_since_ms = 0.0
+        self._seen: Any = None
 
     def run(self) -> Told:
         """To the end of the last run.
@@ -101,157 +116,180 @@ class Cluster:
         Raises:
             AssertionError: Something that must hold does not.
         """
-        ledgers = self.ledgers.values()
-        events = sum(self._to_the_end(ledger) for ledger in ledgers)
+        with self._in_place():
+            self.start_coordinator()
+            for _ in range(self.expect_workers):
+                self.start_worker()
+            self.clock.after(_LOOKS_EVERY_MS, self._look)
+            try:
+                events = self._to_the_end()
+            finally:
+                for process in (*self.workers, *self.coordinators):
+                    if process.alive:
+                        process.end()
+                    self.disk.close(process.fds)
         return Told(
-            [ledger.outcome.outcome for ledger in ledgers if ledger.outcome is not None],
-            [ledger.expected(len(ledger.skips)).replica.weights_digest() for ledger in ledgers],
+            [ledger.outcome.outcome for ledger in self.ledgers if ledger.outcome is not None],
+            [
+                ledger.expected(len(ledger.skips)).replica.weights_digest()
+                for ledger in self.ledgers
+            ],
             self.disturbed,
-            sum((ledger.counts for ledger in ledgers), Counter()),
+            sum((ledger.counts for ledger in self.ledgers), Counter()),
             events,
             self.clock.now_ms / 1000,
         )
 
-    def _to_the_end(self, ledger: Ledger) -> int:
-        """Until one run is over; gives how many events that took."""
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.dict(vars(limits), self._limits))
+            stack.enter_context(self.disk.interposed())
+            stack.enter_context(Probes(self).in_place())
+            yield
+
+    def _to_the_end(self) -> int:
+        """Until all runs are over; gives how many events that took."""
         rng, clock, haste = self.rng, self.clock, self._haste
         events = 0
-        while ledger.outcome is None:
+        while any(ledger.outcome is None for ledger in self.ledgers):
             events += 1
             if events > _MOST_EVENTS:
-                raise Stuck(f"no end after {_MOST_EVENTS} events")
+                raise Stuck(f"no end after {_MOST_EVENTS} events: {self._described()}")
             clock.step()
-            if not clock.foreground:
-                self._idle()
-                continue
-            self._idle_since_ms = None
             if self._budget and rng.random() < haste:
                 self._budget -= 1
                 self._disturbances.happen()
         return events
 
+    def noticing(self, look: Callable[[], None]) -> None:
+        """Look at something inside the product; what is wrong ends the simulation."""
+        try:
+            look()
+        except Exception as error:  # noqa: BLE001 -- the product would take it for its own
+            self.clock.trouble.append(error)
+
+    # What there is.
+
     @property
-    def coordinator(self) -> SimulatedCoordinator | None:
+    def coordinator(self) -> CoordinatorProcess | None:
         """The one that has the directories."""
         newest = self.coordinators[-1]
         return newest if newest.alive else None
 
     @property
-    def execution(self) -> SimulatedExecution | None:
+    def execution(self) -> Execution | None:
         coordinator = self.coordinator
-        return coordinator.current if coordinator is not None else None
+        return coordinator.execution if coordinator is not None else None
+
+    def job(self, spec: RunSpec) -> Job:
+        """Of a run spec."""
+        return next(ledger.job for ledger in self.ledgers if ledger.job.spec == spec)
+
+    def ledger(self, run_id: str) -> Ledger | None:
+        return next((ledger for ledger in self.ledgers if ledger.run_id == run_id), None)
 
     # Life.
 
     def start_coordinator(self) -> None:
         self._restarting = False
-        coordinator = SimulatedCoordinator(
-            self.clock, self.rng, list(self.ledgers.values()), self._expect_workers,
-            halted=self._halted, stopped=self._stopped,
-        )  # fmt: skip
-        self.coordinators.append(coordinator)
+        if self.coordinators and self.coordinators[-1].alive and not self.coordinators[-1].side:
+            return
+        self.coordinators.append(CoordinatorProcess(self))
 
     def restart_soon(self) -> None:
+        if self._restarting:
+            return
         self._restarting = True
         self.clock.after(self.rng.choice((100.0, 1000.0, 10_000.0)), self.start_coordinator)
 
-    def _stopped(self, coordinator: SimulatedCoordinator) -> None:
-        """One that has lost its directories ends."""
-        coordinator.kill()
-
     def start_worker(self, **flaws: Any) -> None:
-        instance = len(self.workers)
         pace_ms = self.rng.choice((2.0, 10.0, 10.0, 40.0, 100.0))
         given = Flaws(microbatch_ms=pace_ms, pace_ms=pace_ms, **flaws)
         if self._unlike:
             given.flavour = self.rng.randint(0, 1)
-        worker = SimulatedWorker(instance, self._world, given)
-        self.workers.append(worker)
-        self.clock.after(20 * self.rng.random(), lambda: self._connect(worker), worker)
+        self.workers.append(WorkerProcess(self, given))
 
-    def _connect(self, worker: SimulatedWorker) -> None:
-        if worker.link is not None:
-            return
-        now_ms = self.clock.now_ms
-        open_ = [
-            c
-            for c in self.coordinators
-            if c.alive and c.side == worker.side and now_ms >= c.stalled_until_ms
-        ]
-        if not open_:
-            self.clock.after(250.0, lambda: self._connect(worker), worker, background=True)
-            return
-        coordinator = self.rng.choice(open_)
-        link = Link(self.network, worker, coordinator)
-        worker.connect(link)
-        coordinator.join(worker, link)
+    def commits(self, coordinator: CoordinatorProcess) -> None:
+        """A commit is on its way to the disk: the moment for what is to happen then."""
+        act, coordinator.at_commit = coordinator.at_commit, None
+        if act is not None:
+            self.clock.after(coordinator.pace_ms * self.rng.random() / 2, act)
 
-    def _came_loose(self, worker: SimulatedWorker) -> None:
-        pause_ms = self.rng.choice((20.0, 250.0, 2000.0)) * self.rng.random()
-        self.clock.after(pause_ms, lambda: self._connect(worker), worker)
+    def disk_refuses(self, reason: str) -> bool:
+        """Whether that is why a coordinator cannot start."""
+        return bool(self.disturbed["disk"]) and ("space" in reason or "nput/output" in reason)
 
-    def _halted(self, execution: SimulatedExecution) -> None:
+    def halted(self, coordinator: CoordinatorProcess, execution: Execution) -> None:
         """An operator sees it, sooner or later."""
         if execution not in self._continuing:
             self._continuing.add(execution)
             delay_ms = self.rng.choice((5.0, 50.0, 1000.0)) * (0.1 + self.rng.random())
-            self.clock.after(delay_ms, lambda: self._continue(execution), execution._coordinator)
+            self.clock.after(delay_ms, lambda: self._continue(execution), coordinator)
 
-    def _continue(self, execution: SimulatedExecution) -> None:
+    def _continue(self, execution: Execution) -> None:
         self._continuing.discard(execution)
         run = execution.run
         if run.phase is not RunPhase.HALTED:
             return
-        poisoned = any(step == run.step for step, _, _ in self._world.poison)
+        ledger = self.ledger(run.run_id)
+        assert ledger is not None
+        poisoned = any(step == run.step for step, _, _ in self.poison)
         skip = self.rng.random() < (0.7 if poisoned else 0.25)
         # What was committed as taken and is done again is not to be left out now.
-        skip = skip and run.step >= len(execution.ledger.skips)
-        execution.do(run.end_halt(skip_step=skip))
+        skip = skip and run.step >= len(ledger.skips)
+        execution.command("skip_step" if skip else "continue", lambda: run.end_halt(skip_step=skip))
 
-    def _idle(self) -> None:
-        """Nothing is on its way but ticks: leases may run out, or a person must do something."""
-        execution = self.execution
-        now_ms = self.clock.now_ms
-        if execution is None or any(
-            self.clock.now_ms < p.stalled_until_ms for p in (*self.workers, *self.coordinators)
-        ):
-            self._idle_since_ms = None
-            return
-        run = execution.run
-        loose = any(worker.alive and worker.link is None for worker in self.workers)
-        if not loose and (not len(run.members) or _too_few(run)):
+    def _look(self) -> None:
+        """People look after it: a coordinator that has ended is started, and workers if need be."""
+        self.clock.after(_LOOKS_EVERY_MS, self._look)
+        running = any(coordinator.alive for coordinator in self.coordinators)
+        if not running and not self._restarting:
+            self.restart_soon()
+        able = [w for w in self.workers if w.alive and not w.flaws.cannot_build and not w.draining]
+        if len(able) < self._needed():
             self.start_worker()
-        if self._idle_since_ms is None:
-            self._idle_since_ms = now_ms
-        if now_ms > self._idle_since_ms + _IDLE_MS:
-            raise Stuck(_described(run))
+        seen = (self.events, len(self.workers), len(self.coordinators), self.disturbed.total())
+        now_ms = self.clock.now_ms
+        stalled = any(
+            now_ms < p.stalled_until_ms or p.side for p in (*self.workers, *self.coordinators)
+        )
+        if seen != self._seen or stalled:
+            self._seen, self._quiet_since_ms = seen, now_ms
+        elif now_ms > self._quiet_since_ms + _QUIET_MS:
+            raise Stuck(self._described())
+
+    def _needed(self) -> int:
+        execution = self.execution
+        if execution is not None and execution.run.phase is not RunPhase.WAITING:
+            return 1
+        return self.expect_workers
 
     # What goes wrong.
 
-    def _may_flip(self) -> bool:
+    def may_flip(self) -> bool:
         """What a worker has is taken on trust for a moment after a restart: see the docs."""
         execution = self.execution
         progress = execution.run.progress if execution is not None else None
         return progress is not None and not progress.agreement.catching_up
 
-    def _flipped(self, worker: SimulatedWorker) -> None:
-        for ledger in self.ledgers.values():
+    def flipped(self, worker: WorkerProcess) -> None:
+        for ledger in self.ledgers:
             ledger.excused.add(f"worker-{worker.instance}")
         if worker.flaws.dies_of_it:
-            self.clock.after(20 * self.rng.random(), worker.kill, worker)
+            self.clock.after(20 * self.rng.random(), worker.kill)
 
-
-def _too_few(run: Run) -> bool:
-    return run.phase is RunPhase.WAITING and len(run.members) < run.expect_workers
-
-
-def _described(run: Run) -> str:
-    members = {member.name: member.state.value for member in run.members}
-    progress = run.progress
-    waits = progress.agreement.waiting_for if progress is not None else []
-    round_ = progress.round if progress is not None else None
-    owing = {n: [str(x) for x in round_.unfinished(n)] for n in round_.shares} if round_ else {}
-    return (
-        f"nothing can happen: {run.phase.value}, step {run.step}, members {members}, "
-        f"owed by {waits}, unfinished {owing}, nobody's {round_ and round_.unassigned()}"
-    )
+    def _described(self) -> str:
+        execution = self.execution
+        if execution is None:
+            return "nothing can happen, and no run is in progress"
+        run = execution.run
+        members = {member.name: member.state.value for member in run.members}
+        progress = run.progress
+        waits = progress.agreement.waiting_for if progress is not None else []
+        round_ = progress.round if progress is not None else None
+        owing = {n: [str(x) for x in round_.unfinished(n)] for n in round_.shares} if round_ else {}
+        return (
+            f"nothing can happen: {run.phase.value}, step {run.step}, members {members}, "
+            f"owed by {waits}, unfinished {owing}, nobody's {round_ and round_.unassigned()}"
+        )

@@ -1,20 +1,40 @@
 """How much was simulated, told at the end of a test run."""
 
 import gc
+import logging
+import tempfile
 from collections import Counter
+from pathlib import Path
 
 import pytest
+import structlog
 
-from protocol.base import limits
+from tests.simulation.cluster import Cluster
 
 _PROPERTY = "simulated"
 _PLANTED = "planted"
 
 
-@pytest.fixture(autouse=True)
-def _several_chunks(monkeypatch):
-    """Blocks of a few elements that still travel in several chunks."""
-    monkeypatch.setattr(limits, "CHUNK_ELEMENTS", 8)
+@pytest.fixture(scope="session")
+def _home(tmp_path_factory):
+    """Where coordinators and workers find each other's secrets."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture
+def play(_home, monkeypatch):
+    """Plays a seed to its end, in a directory of its own: in memory, where there is room."""
+    monkeypatch.setenv("SAMESTEP_HOME", str(_home))
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    memory = Path("/dev/shm")
+
+    def play(seed, **options):
+        where = memory if memory.is_dir() else None
+        with tempfile.TemporaryDirectory(dir=where) as root:
+            return Cluster(seed, Path(root), **options).run()
+
+    yield play
+    structlog.reset_defaults()
 
 
 @pytest.fixture(autouse=True)

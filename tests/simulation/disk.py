@@ -1,349 +1,250 @@
-"""A run's directory in memory, with what a crash leaves of it.
+"""The disk of a simulated machine: real files, and a ledger of what a loss of power would leave.
 
-The same rules as the files: a segment of the log holds what was written, of which a crash keeps
-what was synced and a random part of the rest, torn somewhere; small files are replaced whole.
-What a restart makes of it is for the product's own code, as far as that is not about files.
+The product's storage runs as it is. What it calls of the system to change a disk is interposed: so
+a full disk, a failing sync and a process that is killed between two calls can be had at any call,
+whoever makes it. The ledger knows of each file what was last synced, and of each directory which
+names; losing power leaves that, and of what was not synced since a random part: a file's new end up
+to some byte, perhaps with a wrong one in it; a new, renamed or removed name or the one before. What
+a failed sync was to write may never be written, though it can be read (as Linux has it).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import errno
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
-from typing import Any, Final, Protocol
+from typing import Any, Final
+from unittest import mock
 
-import numpy as np
+from tests.simulation.virtual_time import Clock
 
-from coordinator.run.restart import CommitRecord, Resumption, Terms
-from coordinator.service.after_restart import resumption_of
-from coordinator.storage.log_index import LoggedStep
-from coordinator.storage.log_records import Array, ChunkPlace
-from coordinator.storage.recovery import _split
-from coordinator.storage.replay import take
-from protocol.base.errors import RunFailed, StorageFailed
-from protocol.exact.replica import Replica
-from protocol.spec.manifest import Manifest
-from protocol.spec.run_spec import LogMode
-from tests.simulation.job import Job
+_CHANGES: Final = ("mkdir", "replace", "rename", "unlink", "rmdir")
+_GARBLED: Final = 0.3
+"""How often what was not synced has a wrong byte."""
 
-Averages = list[Array] | None
-NOWHERE: Final = Path("log")
+Content = bytes | dict[str, "Content"]
 
 
-@dataclass(frozen=True, slots=True)
-class Torn:
-    """A record of which not every byte got to the disk, and what it reads as."""
-
-    record: Any
+class Killed(BaseException):
+    """The process ends at this call."""
 
 
-class Log(Protocol):
-    """What writes a run's log: `coordinator.storage.gradient_log.GradientLog`, or the one here."""
-
-    next_step: int
-
-    def append_chunk(self, place: ChunkPlace, values: Array) -> None: ...
-
-    def commit(self, record: CommitRecord) -> None: ...
-
-    def roll(self) -> object: ...
-
-    def cut(self, step: int) -> object: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What a coordinator finds when it starts."""
-
-    resumption: Resumption
-    replica: Callable[[], Replica]
-    committed: tuple[bool, ...]
-    """For each step that is known to be committed, whether it was skipped."""
-    redo: tuple[CommitRecord, ...]
-    """Those of which the averages are not kept."""
-
-
-@dataclass
-class Segment:
-    """One file of the log: records in order, of which so many are synced."""
-
-    epoch: int
-    base: int
-    mode: LogMode
-    redo: tuple[CommitRecord, ...] = ()
-    records: list[Any] = field(default_factory=list)
-    synced: int = 0
-
-
-class MemoryDirectory:
-    """See the module's text.
+class Disk:
+    """One machine's, below a directory.
 
     Attributes:
-        epoch: Of the newest coordinator that has claimed it.
-        full: Whether the disk refuses to be written.
-        sync_fails: Whether the next sync fails, though what it was to sync can be read.
-        saved: States by step, as checkpoints.
+        full: Whether nothing more can be written.
+        sync_fails: In whose path the next sync fails; None if none does.
+        slowness: How much longer than else everything takes.
     """
 
-    def __init__(self, run_id: str, job: Job) -> None:
-        del run_id, job
-        self.epoch = 0
+    def __init__(self, root: Path, clock: Clock) -> None:
+        self.root = root
         self.full = False
-        self.sync_fails = False
-        self.manifest: Manifest | None = None
-        self.terms: Terms | None = None
-        self.saved: dict[int, tuple[Replica, tuple[float, ...]]] = {}
-        self.segments: list[Segment] = []
+        self.sync_fails: str | None = None
+        self.slowness = 1.0
+        self._clock = clock
+        self._prefix = f"{root}/"
+        self._paths: dict[int, str] = {}
+        self._left: int | None = None
+        self._files: dict[int, bytes] = {}
+        self._names: dict[int, dict[str, int]] = {root.stat().st_ino: {}}
+        self._unwritten: dict[int, tuple[int, int]] = {}
 
-    def claim(self) -> int:
-        """A coordinator starts here."""
-        self.epoch += 1
-        return self.epoch
+    @contextmanager
+    def interposed(self) -> Iterator[None]:
+        """Meanwhile the process's calls that change a disk pass through here."""
+        names = ("open", "close", "writev", "ftruncate", "fsync", "fdatasync", *_CHANGES)
+        self._real: dict[str, Callable[..., Any]] = {name: getattr(os, name) for name in names}
+        own: dict[str, Callable[..., Any]] = {name: self._change(name) for name in _CHANGES}
+        own |= {
+            "open": self._open, "close": self._close, "writev": self._writev,
+            "ftruncate": self._ftruncate, "fsync": self._fsync, "fdatasync": self._fsync,
+        }  # fmt: skip
+        with mock.patch.dict(vars(os), own):
+            yield
 
-    def check(self, epoch: int) -> None:
-        """The guard of a coordinator of this epoch."""
-        if epoch != self.epoch:
-            raise RunFailed("another coordinator has the directory now")
+    @contextmanager
+    def dying_after(self, changes: int) -> Iterator[None]:
+        """The process that acts now is killed after so many changes.
 
-    def refuse_if_full(self) -> None:
-        if self.full:
-            raise StorageFailed("write", "DIR", "no space left on device")
+        Raises:
+            Killed: In it.
+        """
+        self._left = changes
+        try:
+            yield
+        finally:
+            self._left = None
 
-    def open_log(self, manifest: Manifest, epoch: int, found: Found | None, mode: LogMode) -> Log:
-        """Keep the manifest and begin the log."""
-        self.refuse_if_full()
-        self.manifest = manifest
-        return MemoryLog(self, epoch, found, mode)
+    def close(self, fds: set[int]) -> None:
+        """What a process had open, which is dead."""
+        for fd in fds:
+            self._paths.pop(fd, None)
+            self._real["close"](fd)
+        fds.clear()
+        self._unwritten.clear()
 
-    def write_terms(self, terms: Terms) -> None:
-        self.refuse_if_full()
-        self.terms = terms
+    def has_synced(self, path: Path) -> bool:
+        """Whether all of a file would outlast a loss of power."""
+        return self._files.get(path.stat().st_ino) == path.read_bytes()
 
-    def save(self, epoch: int, replica: Replica, losses: tuple[float, ...]) -> int:
-        """Write a checkpoint; gives the step from which the log is needed."""
-        self.check(epoch)
-        self.refuse_if_full()
-        self.saved[replica.step] = (replica, losses)
-        for old in sorted(self.saved)[:-2]:
-            del self.saved[old]
-        return max(self.saved)
+    # What the product calls.
 
-    def logged(self, step: int, log: Log) -> list[tuple[CommitRecord, Averages]]:
-        """The committed steps from this one on, in a row."""
-        steps = self._scan()
-        return [(s.record, a) for s, a in _row(steps, step) if s.step < log.next_step]
+    def _about_to(self, *, grow: bool = False) -> None:
+        """A change comes next.
 
-    def crash(self, rng: Random) -> None:
-        """What was not synced may be there or not, whole or torn."""
-        for segment in self.segments:
-            unsynced = len(segment.records) - segment.synced
-            if unsynced:
-                kept = segment.synced + rng.choice((unsynced, int(rng.random() * unsynced)))
-                del segment.records[kept:]
-                for at in range(segment.synced, kept):
-                    if rng.random() < 0.2:
-                        segment.records[at] = Torn(_garbled(segment.records[at]))
+        Raises:
+            Killed: The process is dead before it.
+            OSError: The disk is full.
+        """
+        if self._left is not None:
+            if not self._left:
+                raise Killed
+            self._left -= 1
+        if grow and self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def recover(self) -> Found | None:
-        """What `coordinator.storage.recovery.recover` would find; None if the run begins anew."""
-        if self.manifest is None:
-            return None
-        steps = self._scan(repair=True)
-        newest = max(self.saved, default=None)
-        row = _row(steps, newest or 0)
-        replica, losses = self.saved[newest] if newest is not None else (None, ())
-        logged, redo = _split([step for step, _ in row])
-        recovery = SimpleNamespace(
-            manifest=self.manifest,
-            checkpoint=replica
-            and SimpleNamespace(
-                info=SimpleNamespace(step=newest, state_digest=replica.state_digest())
-            ),
-            logged=logged,
-            redo=redo,
-            notes=(),
-            step=(newest or 0) + len(logged),
-            optimizer_step=_updates(replica, logged),
-            losses=(*losses, *(step.record.commit.loss for step in logged)),
-        )
-        resumption = resumption_of(recovery, self.terms)  # type: ignore[arg-type]
-        if resumption is None or replica is None:
-            return None
+    def _change(self, name: str) -> Callable[..., Any]:
+        real = self._real[name]
 
-        def catch_up() -> Replica:
-            state = replica.copy()
-            for step, averages in row[: len(logged)]:
-                take(state, step.record, averages)
-            return state
+        def change(path: Any, *arguments: Any, **options: Any) -> Any:
+            if options.get("dir_fd") is not None or str(path).startswith(self._prefix):
+                self._about_to(grow=name == "mkdir")
+            return real(path, *arguments, **options)
 
-        skips = [math.isnan(loss) for loss in recovery.losses]
-        skips += [record.commit.scalars is None for record in redo]
-        return Found(resumption, catch_up, tuple(skips), tuple(redo))
+        return change
 
-    def _scan(self, *, repair: bool = False) -> dict[int, tuple[LoggedStep, Averages]]:
-        """As `log_reader.scan_log`: a segment replaces what older ones hold from its base on."""
-        steps: dict[int, tuple[LoggedStep, Averages]] = {}
-        for segment in self.segments:
-            for step in [step for step in steps if step >= segment.base]:
-                del steps[step]
-            for record in segment.redo:
-                steps[record.commit.step] = (LoggedStep(NOWHERE, record, (), False, 0), None)
-            end = _walk(segment, steps, self.manifest)
-            if repair:
-                # One that goes on writing there leaves a hole.
-                segment.records[end:] = [Torn(None)] if end < len(segment.records) else []
-                segment.synced = end
-        return steps
+    def _open(self, path: Any, flags: int, mode: int = 0o777, **options: Any) -> int:
+        ours = str(path).startswith(self._prefix) or str(path) == str(self.root)
+        new = ours and flags & (os.O_CREAT | os.O_TRUNC) and not Path(path).exists()
+        if ours and flags & (os.O_CREAT | os.O_TRUNC):
+            self._about_to(grow=True)
+        fd: int = self._real["open"](path, flags, mode, **options)
+        if ours:
+            self._paths[fd] = str(path)
+            if self._clock.current is not None:
+                self._clock.current.fds.add(fd)
+            number = os.fstat(fd).st_ino
+            if new:  # a file system may give a number again
+                self._files.pop(number, None)
+            if flags & os.O_TRUNC:
+                self._unwritten.pop(number, None)
+        return fd
 
+    def _close(self, fd: int) -> None:
+        if self._paths.pop(fd, None) is not None and self._clock.current is not None:
+            self._clock.current.fds.discard(fd)
+        self._real["close"](fd)
 
-def is_whole(record: Any) -> bool:
-    """Whether a record's hashes fit."""
-    return not isinstance(record, Torn)
+    def _writev(self, fd: int, buffers: Any) -> int:
+        if fd not in self._paths:
+            return int(self._real["writev"](fd, buffers))
+        try:
+            self._about_to(grow=True)
+        except (OSError, Killed):
+            # A part of it got there.
+            if self._clock.rng.random() < 0.5:
+                data = b"".join(buffers)
+                self._real["writev"](fd, [data[: int(len(data) * self._clock.rng.random())]])
+            raise
+        return int(self._real["writev"](fd, buffers))
 
+    def _ftruncate(self, fd: int, size: int) -> None:
+        if fd in self._paths:
+            self._about_to()
+            number = os.fstat(fd).st_ino
+            if number in self._unwritten and size <= self._unwritten[number][0]:
+                del self._unwritten[number]
+        self._real["ftruncate"](fd, size)
 
-def _walk(
-    segment: Segment, steps: dict[int, tuple[LoggedStep, Averages]], manifest: Manifest | None
-) -> int:
-    """Take in a segment's steps; gives where its whole records end."""
-    assert manifest is not None
-    chunks: dict[tuple[int, int, int, int], Array] = {}
-    end, step = 0, segment.base
-    for at, written in enumerate(segment.records):
-        record = written.record if isinstance(written, Torn) else written
-        if record is None or not is_whole(written):
-            return end
-        if isinstance(record, CommitRecord):
-            commit = record.commit
-            assert commit.step == step
-            averages = None
-            if segment.mode == "full" and commit.scalars is not None:
-                place = (commit.epoch, commit.attempt)
-                averages = _joined(manifest, chunks, place)
-            has = segment.mode == "full"
-            steps[step] = (LoggedStep(NOWHERE, record, (), has, 0), averages)
-            step, end, chunks = step + 1, at + 1, {}
-        else:
-            place, values = record
-            chunks[place.epoch, place.attempt, place.block, place.chunk] = values
-    return end
-
-
-def _garbled(record: Any) -> Any:
-    if isinstance(record, Torn):
-        return record.record
-    if isinstance(record, CommitRecord):
-        return record
-    place, values = record
-    return place, values + np.float32(1)
-
-
-def _joined(
-    manifest: Manifest, chunks: dict[tuple[int, int, int, int], Array], place: tuple[int, int]
-) -> list[Array]:
-    return [
-        np.concatenate([chunks[*place, number, chunk] for chunk in range(block.chunks)])
-        for number, block in enumerate(manifest.blocks)
-    ]
-
-
-def _row(
-    steps: dict[int, tuple[LoggedStep, Averages]], step: int
-) -> list[tuple[LoggedStep, Averages]]:
-    row = []
-    while step in steps:
-        row.append(steps[step])
-        step += 1
-    return row
-
-
-def _updates(replica: Replica | None, logged: list[LoggedStep]) -> int:
-    if logged:
-        return logged[-1].record.optimizer_step
-    return replica.optimizer_step if replica is not None else 0
-
-
-class MemoryLog:
-    """`coordinator.storage.gradient_log.GradientLog` without files."""
-
-    def __init__(
-        self, directory: MemoryDirectory, epoch: int, found: Found | None, mode: LogMode
-    ) -> None:
-        self.next_step = found.resumption.step if found is not None else 0
-        self._redo = found.redo if found is not None else ()
-        self._directory = directory
-        self._epoch = epoch
-        self._mode = mode
-        self._pending: list[tuple[ChunkPlace, Array]] = []
-        self._broken = False
-        self._segment = self._new_segment()
-
-    def append_chunk(self, place: ChunkPlace, values: Array) -> None:
-        assert place.step == self.next_step
-        if self._mode == "checkpoint" or any(known == place for known, _ in self._pending):
+    def _fsync(self, fd: int) -> None:
+        if fd not in self._paths:
+            self._real["fsync"](fd)
             return
-        attempt = (place.epoch, place.attempt)
-        self._pending = [p for p in self._pending if (p[0].epoch, p[0].attempt) == attempt]
-        self._write((place, values))
-        self._pending.append((place, values))
+        self._about_to()
+        found = os.fstat(fd)
+        number, is_directory = found.st_ino, stat.S_ISDIR(found.st_mode)
+        if self.sync_fails is not None and self.sync_fails in self._paths[fd]:
+            self.sync_fails = None
+            if not is_directory:
+                start = len(self._files.get(number, b""))
+                self._unwritten.setdefault(number, (start, found.st_size))
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if is_directory:
+            self._names[number] = {entry.name: entry.inode() for entry in os.scandir(fd)}
+        else:
+            self._files[number] = self._read(fd, number)
 
-    def commit(self, record: CommitRecord) -> None:
-        commit = record.commit
-        assert commit.step == self.next_step
-        if commit.scalars is not None and self._mode == "full":
-            mine = {p for p, _ in self._pending if (p.epoch, p.attempt) == _attempt(commit)}
-            assert self._directory.manifest is not None
-            blocks = self._directory.manifest.blocks
-            assert len(mine) == sum(block.chunks for block in blocks)
-        self.write(record)
-        self._sync()
-        self._directory.check(self._epoch)
-        self._settled = len(self._segment.records)
-        self._pending.clear()
-        self.next_step += 1
+    def _read(self, fd: int, number: int) -> bytes:
+        content = os.pread(fd, os.fstat(fd).st_size, 0) if _readable(fd) else _bytes_of(fd)
+        if number in self._unwritten:
+            start, end = self._unwritten[number]
+            content = content[:start] + bytes(min(end, len(content)) - start) + content[end:]
+        return content
 
-    def write(self, record: CommitRecord) -> None:
-        """The first half of a commit."""
-        self._write(record)
+    # Losing power.
 
-    def roll(self) -> None:
-        self._segment = self._new_segment()
-        self._broken = bool(self._pending)
+    def lose_power(self, rng: Random) -> None:
+        """All that runs on this machine is dead: what is left is what is found from now on."""
+        left = self._left_of(self.root, self.root.stat().st_ino, rng)
+        full, self.full = self.full, False
+        for path in self.root.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self._files.clear()
+        self._names.clear()
+        self._unwritten.clear()
+        self._put(self.root, left)
+        self.full = full
 
-    def cut(self, step: int) -> None:
-        segments = self._directory.segments
-        while len(segments) > 1 and segments[1].base <= step:
-            segments.pop(0)
+    def _left_of(self, path: Path | None, number: int, rng: Random) -> dict[str, Content]:
+        """A directory's content; it has no path if only its synced name is left."""
+        synced = self._names.get(number, {})
+        present = {e.name: e.inode() for e in os.scandir(path)} if path is not None else {}
+        left: dict[str, Content] = {}
+        for name in sorted(synced.keys() | present.keys()):
+            inode = synced.get(name) if rng.random() < 0.5 else present.get(name)
+            if inode is None:
+                continue
+            where = path / name if path is not None and present.get(name) == inode else None
+            found = self._found(where, inode, rng)
+            if found is not None:
+                left[name] = found
+        return left
 
-    def _new_segment(self) -> Segment:
-        self._directory.refuse_if_full()
-        redo = tuple(record for record in self._redo if record.commit.step >= self.next_step)
-        segment = Segment(self._epoch, self.next_step, self._mode, redo)
-        self._settled = 0
-        key = (segment.epoch, segment.base)
-        others = [s for s in self._directory.segments if (s.epoch, s.base) != key]
-        self._directory.segments = sorted([*others, segment], key=lambda s: (s.epoch, s.base))
-        return segment
+    def _found(self, path: Path | None, number: int, rng: Random) -> Content | None:
+        if number in self._names or (path is not None and path.is_dir()):
+            return self._left_of(path, number, rng)
+        synced = self._files.get(number, b"")
+        present = path.read_bytes() if path is not None else synced
+        if number in self._unwritten or not present.startswith(synced):
+            return synced
+        end = rng.choice((len(present), rng.randint(len(synced), len(present))))
+        content = bytearray(present[:end])
+        if end > len(synced) and rng.random() < _GARBLED:
+            content[rng.randrange(len(synced), end)] ^= 1
+        return bytes(content)
 
-    def _write(self, record: Any) -> None:
-        if self._broken:
-            self._directory.check(self._epoch)
-            del self._segment.records[self._settled :]
-            self._segment.records += self._pending
-            self._broken = False
-        if self._directory.full:
-            self._broken = True
-        self._directory.refuse_if_full()
-        self._segment.records.append(record)
-
-    def _sync(self) -> None:
-        if self._directory.sync_fails:
-            self._directory.sync_fails, self._broken = False, True
-            raise StorageFailed("sync", "DIR", "input/output error")
-        self._segment.synced = len(self._segment.records)
+    def _put(self, path: Path, left: dict[str, Content]) -> None:
+        for name, content in left.items():
+            if isinstance(content, dict):
+                (path / name).mkdir()
+                self._put(path / name, content)
+            else:
+                (path / name).write_bytes(content)
+                self._files[(path / name).stat().st_ino] = content
+        self._names[path.stat().st_ino] = {e.name: e.inode() for e in os.scandir(path)}
 
 
-def _attempt(commit: Any) -> tuple[int, int]:
-    return commit.epoch, commit.attempt
+def _readable(fd: int) -> bool:
+    return fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY
+
+
+def _bytes_of(fd: int) -> bytes:
+    return Path(f"/proc/self/fd/{fd}").read_bytes()

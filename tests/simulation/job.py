@@ -8,18 +8,17 @@ with wrong weights shows; weights and losses are no whole numbers, so that the o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from blake3 import blake3
 
-from coordinator.run.reduction import Array
+from backends.base.interface import Array, Batch, Trainable
 from protocol.exact.digest import weights_digest
-from protocol.exact.replica import Digests, Replica
-from protocol.exact.samples import SampleOrder
+from protocol.exact.replica import Replica
+from protocol.exact.samples import SampleOrder, microbatch_seed
 from protocol.exact.tree import Node
 from protocol.exact.update import StepScalars, global_norm, square_sum, step_scalars
 from protocol.exact.update import average as scale_to_average
@@ -27,6 +26,7 @@ from protocol.spec.manifest import Block, Manifest, Metric, TensorSpec
 from protocol.spec.run_spec import BatchSpec, CheckpointSpec, LogMode, OptimizerSpec, RunSpec
 
 STEPS = 4
+MANY_STEPS = 40
 PARTS = 3
 MOST_MICROBATCHES = 13
 COVERAGE = 2
@@ -51,13 +51,6 @@ VARIANTS = len(_BATCHES) * len(_OPTIMIZERS) * len(_KEPT)
 
 
 @dataclass(frozen=True)
-class Task:
-    """As much of a built task as a session looks at."""
-
-    manifest: Manifest
-
-
-@dataclass(frozen=True)
 class Taken:
     """The undisturbed run after a step."""
 
@@ -68,61 +61,25 @@ class Taken:
     scalars: StepScalars | None
 
 
-class StateReplica(Replica):
-    """A replica whose steps and digests are computed once for all simulations: the same states
-    come up again and again."""
-
-    _known: ClassVar[dict[tuple[int, int, bytes], Digests]] = {}
-
-    _taken: ClassVar[dict[Any, dict[Any, list[Array]]]] = {}
-
-    def _values(self) -> bytes:
-        return b"".join(array.tobytes() for arrays in self._state.values() for array in arrays)
-
-    def apply(self, averages: Sequence[Array], scalars: StepScalars) -> None:
-        gradients = b"".join(array.tobytes() for array in averages)
-        rates = (scalars.learning_rate, scalars.clip, scalars.step_size)
-        key = (self.optimizer_step, self._values(), gradients, rates)
-        found = self._taken.get(key)
-        if found is None:
-            super().apply(averages, scalars)
-            self._taken[key] = self.copy()._state
-            return
-        for kind, arrays in self._state.items():
-            for mine, theirs in zip(arrays, found[kind], strict=True):
-                mine[:] = theirs
-        self.step += 1
-        self.optimizer_step += 1
-
-    def digests(self) -> Digests:
-        key = (self.step, self.optimizer_step, self._values())
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = super().digests()
-        return found
-
-    def copy(self) -> StateReplica:
-        other = copy(self)
-        other._state = {kind: [a.copy() for a in arrays] for kind, arrays in self._state.items()}
-        return other
-
-
 class Job:
-    """One of a few run specs with its scripted numbers; `variant` below `VARIANTS`."""
+    """One of a few run specs with its scripted numbers; `variant` below `VARIANTS`.
 
-    def __init__(self, variant: int) -> None:
+    It is a task too, as far as a worker's engine looks at one.
+    """
+
+    def __init__(self, variant: int, steps: int = STEPS) -> None:
         mode, every = _KEPT[variant // (len(_BATCHES) * len(_OPTIMIZERS))]
         variant %= len(_BATCHES) * len(_OPTIMIZERS)
         microbatch, samples, train_samples = _BATCHES[variant % len(_BATCHES)]
         optimizer = _OPTIMIZERS[variant // len(_BATCHES)]
         self.spec = RunSpec(
             task="scripted",
-            steps=STEPS,
+            steps=steps,
             batch=BatchSpec(samples=samples, microbatch=microbatch),
             optimizer=optimizer,
-            evaluate_every=2,
+            evaluate_every=2 if steps == STEPS else 7,
             log=mode,
-            checkpoint=CheckpointSpec(every=every),
+            checkpoint=CheckpointSpec(every=every if steps == STEPS else 5 * every),
         )
         self.blocks = tuple(
             Block.model_validate(
@@ -139,15 +96,37 @@ class Job:
         )
         self.manifest_document = self.manifest.to_bytes()
         self.order = SampleOrder(self.spec.seed, train_samples, self.spec.batch)
-        self._taken = _taken_of(variant)
-        self._fresh: dict[int, StateReplica] = {}
+        self.trainable = Trainable(blocks=self.blocks)
+        self._taken = _taken_of(variant, steps)
+        self._fresh: dict[int, Replica] = {}
         self._coverage: dict[int, Array] = {}
         self._weights: dict[tuple[int, Node], float] = {}
+        self._places = {
+            microbatch_seed(self.spec.seed, step, leaf): (step, leaf)
+            for step in range(steps)
+            for leaf in range(self.order.microbatch_count(step))
+        }
 
-    def replica(self, flavour: int = 0) -> StateReplica:
+    def place(self, seed: int) -> tuple[int, int]:
+        """Step and microbatch of a seed; the first of all where it is a probe's."""
+        return self._places.get(seed, (0, 0))
+
+    def initial_parameters(self) -> list[Array]:
+        """See `worker.tasks.base.Task`."""
+        return self.initial()
+
+    def batch(self, samples: Sequence[int]) -> Batch:
+        """See `worker.tasks.base.Task`: nothing but a weight."""
+        return Batch({}, _weight(samples))
+
+    def evaluation_batch(self, part: int) -> Batch:
+        """See `worker.tasks.base.Task`."""
+        return Batch({}, float(part))
+
+    def replica(self, flavour: int = 0) -> Replica:
         """A new one, in the state that the task starts from."""
         if flavour not in self._fresh:
-            self._fresh[flavour] = StateReplica(self.blocks, self.spec.optimizer)
+            self._fresh[flavour] = Replica(self.blocks, self.spec.optimizer)
             self._fresh[flavour].load_parameters(self.initial(flavour))
         return self._fresh[flavour].copy()
 
@@ -173,8 +152,8 @@ class Job:
         return self.gradient(parameters, step, microbatch, block)
 
     def weight(self, step: int, microbatch: int) -> float:
-        """Zero for some: a microbatch without tokens."""
-        return (step * 7 + microbatch * 5) % 6 / 3 if step + microbatch else 0.1
+        """Of a microbatch."""
+        return _weight(self.order.microbatches(step)[microbatch])
 
     def node_weight(self, step: int, node: Node) -> float:
         """The weight of a node, along the tree."""
@@ -253,17 +232,22 @@ class Job:
         return Taken(replica, replica.state_digest(), mean, digest, scalars)
 
 
+def _weight(samples: Sequence[int]) -> float:
+    """Zero for some: a microbatch without tokens."""
+    return (samples[0] * 5 + 1) % 6 / 3
+
+
 @cache
-def _taken_of(variant: int) -> dict[tuple[bool, ...], Taken]:
+def _taken_of(variant: int, steps: int) -> dict[tuple[bool, ...], Taken]:
     """The undisturbed run does not depend on what is logged."""
-    del variant
+    del variant, steps
     return {}
 
 
 @cache
-def job_of(variant: int) -> Job:
+def job_of(variant: int, steps: int = STEPS) -> Job:
     """The same object each time: the undisturbed run is computed once for many seeds."""
-    return Job(variant)
+    return Job(variant, steps)
 
 
 @cache

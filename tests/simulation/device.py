@@ -1,0 +1,183 @@
+"""A worker's device: the job's scripted numbers, at a scripted speed, with scripted faults.
+
+The engine, its sums along the tree, the replica and its digests are the product's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from backends.base.interface import (
+    Array,
+    Batch,
+    BlockGradient,
+    DeviceInfo,
+    Leaf,
+    Loss,
+    NodeItem,
+    Sums,
+    Trainable,
+)
+from backends.base.node_stream import Microbatch, NodeStream, added_on_host
+from protocol.base.errors import DataError
+from protocol.exact.replica import Replica
+from protocol.spec.run_spec import RunSpec
+from tests.simulation.job import Job
+
+_HOST_MS = 1.0
+
+
+@dataclass
+class Flaws:
+    """What is wrong with a worker."""
+
+    microbatch_ms: float
+    pace_ms: float
+    """What that is if nothing slows it down."""
+    cannot_build: bool = False
+    flavour: int = 0
+    nonfinite_once: set[tuple[int, int]] = field(default_factory=set)
+    """(step, block) of which the next gradient is not finite."""
+    flips: set[int] = field(default_factory=set)
+    """Steps after which a bit of the replica flips."""
+    dies_of_it: bool = False
+    """Soon after a bit has flipped."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a device is in.
+
+    Attributes:
+        rng: The seed's.
+        job: The job of a run spec.
+        poison: (step, microbatch, block) whose gradient is not finite on any device.
+        charge: Lets time pass for what is being computed.
+        replica: The worker's, if it has one.
+        flip: Whether a bit may flip now; that it does is noted.
+    """
+
+    rng: Random
+    job: Callable[[RunSpec], Job]
+    poison: set[Any]
+    charge: Callable[[float], None]
+    replica: Callable[[], Replica | None]
+    flip: Callable[[], bool]
+
+
+class SimulatedDevice:
+    """The toolbox of one engine, and its backend and program in one."""
+
+    info = DeviceInfo("scripted", "simulated", usable=True, reason="simulated")
+    memory = ""
+    parity = ""
+
+    def __init__(self, flaws: Flaws, surroundings: Surroundings) -> None:
+        self._flaws = flaws
+        self._around = surroundings
+        self._job: Job | None = None
+        self._parameters: list[Array] = []
+
+    # worker.shell.engine.Toolbox
+
+    def backend(self) -> SimulatedDevice:
+        return self
+
+    def task(self, spec: RunSpec) -> Any:
+        self._around.charge(self._around.rng.choice((5.0, 50.0, 300.0)))
+        if self._flaws.cannot_build:
+            raise DataError("scripted to fail")
+        self._job = self._around.job(spec)
+        return _Flavoured(self._job, self._flaws.flavour)
+
+    # backends.base.interface.Backend
+
+    def signature(self, threads: int) -> Mapping[str, str]:
+        del threads
+        return {"device": "simulated", "flavour": str(self._flaws.flavour)}
+
+    def compile(
+        self,
+        trainable: Trainable,
+        example: Batch,
+        others: Sequence[Batch] = (),
+        evaluations: Sequence[Batch] = (),
+    ) -> SimulatedDevice:
+        del trainable, example, others, evaluations
+        return self
+
+    # backends.base.interface.Program
+
+    def keeps_subnormals(self) -> bool:
+        return True
+
+    def load(self, parameters: list[Array]) -> None:
+        replica, flaws = self._around.replica(), self._flaws
+        if replica is not None and replica.step in flaws.flips and self._around.flip():
+            flaws.flips.discard(replica.step)
+            parameters[1].view(np.uint32)[0] ^= 1 << 21
+        self._around.charge(_HOST_MS)
+        self._parameters = [values.copy() for values in parameters]
+
+    def gradients(self, leaves: Sequence[Leaf]) -> NodeStream:
+        assert self._job is not None
+        return added_on_host(leaves, self._microbatch, len(self._job.blocks))
+
+    def _microbatch(self, leaf: int, batch: Batch, seed: int) -> Microbatch:
+        del leaf
+        return Microbatch(self._items(batch, seed), lambda: None)
+
+    def _items(self, batch: Batch, seed: int) -> Iterator[NodeItem]:
+        job, rng = self._job, self._around.rng
+        assert job is not None
+        step, microbatch = job.place(seed)
+        probe = not seed
+        for block in reversed(range(len(job.blocks))):
+            values = job.gradient(self._parameters, step, microbatch, block)
+            if not probe:
+                if block == len(job.blocks) - 1:
+                    self._around.charge(self._flaws.microbatch_ms)
+                elif rng.random() < 0.3:
+                    self._around.charge(self._flaws.microbatch_ms / 8)
+                if self._is_spoilt(step, microbatch, block):
+                    values[0] = np.nan
+            yield BlockGradient(block, values)
+        loss = job.loss(self._parameters, step, microbatch)
+        if not probe and self._is_spoilt(step, microbatch, -1):
+            loss = float("inf")
+        yield Loss(loss, batch.weight)
+
+    def _is_spoilt(self, step: int, microbatch: int, block: int) -> bool:
+        if (step, microbatch, block) in self._around.poison:
+            return True
+        if (step, block) in self._flaws.nonfinite_once:
+            self._flaws.nonfinite_once.discard((step, block))
+            return True
+        return False
+
+    def evaluate(self, batch: Batch) -> Sums:
+        assert self._job is not None
+        self._around.charge(self._flaws.microbatch_ms)
+        return self._job.sums(self._parameters, int(batch.weight))
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class _Flavoured:
+    """The job's task, which on some machines starts from other weights."""
+
+    def __init__(self, job: Job, flavour: int) -> None:
+        self._job = job
+        self._flavour = flavour
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._job, name)
+
+    def initial_parameters(self) -> list[Array]:
+        return self._job.initial(self._flavour)

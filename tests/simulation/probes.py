@@ -1,0 +1,223 @@
+"""What must hold inside the product, watched where it happens.
+
+Each probe stands around one method of the product and only looks: what it finds wrong is raised in
+the simulation, not in the product, which would take it for a failure of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from coordinator.run.round import Round
+from coordinator.run.run import Run, RunPhase
+from coordinator.service.execution import Execution
+from coordinator.service.followers import Followers
+from coordinator.service.replica_keeper import ReplicaKeeper, ReplicaState
+from coordinator.storage import run_storage
+from coordinator.storage.gradient_log import GradientLog
+from coordinator.storage.run_storage import RunStorage
+from protocol.base import limits
+from protocol.exact.tree import Node
+from protocol.wire.messages import (
+    AveragedGradient,
+    Cancel,
+    Commit,
+    GradientPayload,
+    NodeLoss,
+    StartRun,
+    StepApplied,
+)
+from protocol.wire.transport import Channel
+from tests.simulation.job import COVERAGE
+from tests.simulation.processes import CoordinatorProcess, WorkerProcess
+from worker.shell.client import Client
+
+if TYPE_CHECKING:
+    from tests.simulation.cluster import Cluster
+
+_STEPS_KEPT = 8
+"""More steps' broadcasts than these are not kept in memory."""
+
+
+class Probes:
+    """Those of one cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._owed: dict[str, set[Node]] = {}
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Meanwhile they look."""
+        with ExitStack() as stack:
+            for owner, name, before, after in (
+                (GradientLog, "commit", None, self._synced),
+                (RunStorage, "commit", self._commits, None),
+                (Followers, "broadcast", self._broadcast, None),
+                (ReplicaKeeper, "_digests", None, self._digests),
+                (run_storage, "write_checkpoint", None, self._saved),
+                (Execution, "_do", None, self._done),
+                (Run, "replica_loaded", self._loaded, None),
+                (Run, "receive", None, self._received),
+                (Round, "surplus", self._before_surplus, self._after_surplus),
+                (Client, "_transmit", self._transmitted, None),
+                (Client, "on_message", self._heard, None),
+                (Channel, "_refuse", self._refused, None),
+                (Channel, "send", None, self._sent),
+            ):
+                probe = self._around(getattr(owner, name), before, after)
+                stack.enter_context(mock.patch.object(owner, name, probe))
+            yield
+
+    def _around(
+        self,
+        original: Callable[..., Any],
+        before: Callable[..., None] | None,
+        after: Callable[..., None] | None,
+    ) -> Callable[..., Any]:
+        noticing = self._cluster.noticing
+
+        def probe(*arguments: Any, **options: Any) -> Any:
+            if before is not None:
+                noticing(lambda: before(*arguments, **options))
+            result = original(*arguments, **options)
+            if after is not None:
+                noticing(lambda: after(result, *arguments, **options))
+            return result
+
+        return probe
+
+    @property
+    def _coordinator(self) -> CoordinatorProcess:
+        current = self._cluster.clock.current
+        assert isinstance(current, CoordinatorProcess)
+        return current
+
+    @property
+    def _worker(self) -> WorkerProcess:
+        current = self._cluster.clock.current
+        assert isinstance(current, WorkerProcess)
+        return current
+
+    # At the coordinator.
+
+    def _commits(self, _storage: Any, _record: Any) -> None:
+        self._cluster.commits(self._coordinator)
+
+    def _synced(self, _: None, _log: Any, record: Any) -> None:
+        coordinator = self._coordinator
+        execution = coordinator.execution
+        if execution is None or not coordinator.alive:
+            return
+        coordinator.ledger.synced(record.commit)
+        progress = execution.run.progress
+        assert progress is not None
+        coordinator.ledger.check_terms(set(progress.signatures), mixed=progress.mixed)
+
+    def _broadcast(self, _followers: Any, message: Any, values: Any) -> None:
+        coordinator = self._coordinator
+        if isinstance(message, Commit):
+            self._commit_told(coordinator, message)
+        elif isinstance(message, AveragedGradient) and message.block == COVERAGE:
+            # Every microbatch is in the sum exactly once.
+            job = coordinator.ledger.job
+            piece = job.blocks[COVERAGE].chunk_slice(message.chunk)
+            expected = job.coverage(message.step)[piece]
+            assert values.tobytes() == expected.tobytes(), "a microbatch lost or doubled"
+
+    def _commit_told(self, coordinator: CoordinatorProcess, commit: Commit) -> None:
+        coordinator.ledger.told(commit)
+        execution = coordinator.execution
+        assert execution is not None
+        progress = execution.run.progress
+        assert progress is not None
+        if commit.step == 0 or progress.agreement.catching_up:
+            return
+        applied = execution.applied
+        assert applied is not None
+        assert applied.step == commit.step, "the replica has not agreed on the step before"
+
+    def _digests(self, applied: ReplicaState, _keeper: Any) -> None:
+        if self._coordinator.execution is not None:
+            self._coordinator.ledger.replica_is(applied.step, applied.state_digest)
+
+    def _loaded(self, _run: Any, _upload: int, digest: str) -> None:
+        job = self._coordinator.ledger.job
+        initial = [job.undisturbed((), flavour).state_digest for flavour in (0, 1)]
+        assert digest in initial, "state 0 is nobody's"
+
+    def _saved(self, made: Any, *_: Any, losses: Any, **__: Any) -> None:
+        ledger = self._coordinator.ledger
+        ledger.saved(made.info.step, made.info.state_digest)
+        ledger.check_losses(losses)
+
+    def _done(self, _: None, execution: Execution, actions: Any) -> None:
+        run = execution.run
+        del actions
+        if execution._closed:
+            return
+        assert len(run.losses) == run.step
+        if run.phase in (RunPhase.WAITING, RunPhase.HALTED):
+            assert run.reason, "a run that waits says why"
+        else:
+            assert run.phase is RunPhase.OVER or not run.reason
+        tail = execution._followers._tail
+        if tail:
+            assert tail[-1][0] - tail[0][0] <= _STEPS_KEPT, "what was broadcast long ago is kept"
+
+    def _received(self, _: Any, run: Run, _worker: str, message: Any, _body: Any) -> None:
+        """What others have done, nobody is left to compute."""
+        progress = run.progress
+        if not isinstance(message, NodeLoss) or progress is None or progress.persisting:
+            return
+        place = {"epoch": message.epoch, "step": message.step, "attempt": message.attempt}
+        round_ = progress.round
+        if round_ is not None and run.phase is RunPhase.TRAINING and place == progress.place():
+            for share in round_.shares.values():
+                assert all(round_._missing(node) for node in share.pending), "Cancel is lost"
+
+    def _before_surplus(self, round_: Round) -> None:
+        self._owed = {name: set(share.pending) for name, share in round_.shares.items()}
+
+    def _after_surplus(self, _: Any, round_: Round) -> None:
+        for name, share in round_.shares.items():
+            gone = self._owed[name].difference(share.pending)
+            assert not any(round_._missing(node) for node in gone), "what is missing is forgotten"
+
+    # At a worker.
+
+    def _heard(self, _client: Client, _channel: Any, received: Any) -> None:
+        message, worker = received.message, self._worker
+        if isinstance(message, StartRun):
+            newest = worker.newest.get(message.run_id, 0)
+            worker.newest[message.run_id] = max(newest, message.epoch)
+            worker.cancelled.clear()
+        elif isinstance(message, Cancel):
+            place = (message.epoch, message.step, message.attempt)
+            worker.cancelled.update((*place, Node(*node)) for node in message.nodes)
+
+    def _transmitted(self, client: Client, action: Any) -> None:
+        message, worker = action.message, self._worker
+        session = client._session
+        if isinstance(message, GradientPayload | NodeLoss):
+            place = (message.epoch, message.step, message.attempt, message.node)
+            assert place not in worker.cancelled, "a cancelled node is sent"
+        if isinstance(message, StepApplied) and session is not None:
+            ledger = self._cluster.ledger(session.run_id)
+            if ledger is not None and not worker.flipped:
+                ledger.worker_is(message.step, message.state_digest)
+        if session is not None and session.run_id:
+            newest = worker.newest.get(session.run_id, 0)
+            assert session.epoch >= newest, "an older coordinator is obeyed"
+
+    # On both sides.
+
+    def _refused(self, channel: Channel, error: Exception) -> None:
+        if "an older coordinator must not go on" not in str(error):
+            raise AssertionError(f"{channel.connection.role} refuses: {error}")
+
+    def _sent(self, _: None, channel: Channel, _message: Any) -> None:
+        assert channel.closed or channel.queued_bytes <= limits.SEND_QUEUE_BYTES

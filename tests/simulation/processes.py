@@ -1,0 +1,264 @@
+"""The processes of a simulated cluster: the product's service and client, as `main` runs them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from coordinator.run.facts import Fact
+from coordinator.service.execution import Execution
+from coordinator.service.service import Service, Settings
+from protocol.base.errors import SamestepError, StorageFailed, UsageError
+from protocol.exact.replica import Replica
+from tests.simulation.device import Flaws, SimulatedDevice, Surroundings
+from tests.simulation.ledger import Ledger
+from tests.simulation.machine import Device, SimulatedMachine
+from tests.simulation.network import Entrance
+from tests.simulation.virtual_time import Process
+from worker.joining.credentials import WorkerCredentials
+from worker.shell.client import Client, Target
+
+if TYPE_CHECKING:
+    from tests.simulation.cluster import Cluster
+
+_PATIENCE_S: Final = 1e6
+"""A worker does not give up."""
+
+
+class CoordinatorProcess(Process):
+    """One coordinator, from its start to its end.
+
+    Attributes:
+        service: The product's.
+        pace_ms: How long a job on disk or on the replica may take.
+        at_commit: What is to happen while the next commit is on its way to the disk.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster.clock, f"10.1.0.{len(cluster.coordinators)}")
+        self._cluster = cluster
+        self.pace_ms = cluster.rng.choice((1.0, 10.0, 60.0))
+        self.at_commit: Any = None
+        self.machine = SimulatedMachine(self, lambda: self.pace_ms * cluster.disk.slowness)
+        self.service: Service | None = None
+        self.clock.after(0.0, lambda: self.loop.create_task(self._main()), self)
+
+    def any_thread(self) -> Any:
+        return self.machine.thread("any")
+
+    @property
+    def execution(self) -> Execution | None:
+        """The run in progress."""
+        return self.service.current if self.service is not None else None
+
+    @property
+    def ledger(self) -> Ledger:
+        """Of the run in progress."""
+        assert self.execution is not None
+        return self._ledger(self.execution)
+
+    def _ledger(self, execution: Execution) -> Ledger:
+        found = next(x for x in self._cluster.ledgers if x.directory.path == execution.directory)
+        found.run_id = execution.run.run_id
+        return found
+
+    async def _main(self) -> None:
+        """As `coordinator.main`."""
+        cluster = self._cluster
+        settings = Settings(
+            (self.host, 9000), cluster.expect_workers, cluster.disk.root, once=False, plaintext=True
+        )
+        doorway = partial(Entrance, cluster.network, self)
+        self.service = service = Service(settings, self.machine, lambda greet, _: doorway(greet))
+        service.listeners.append(self)
+        try:
+            await service.start()
+            for ledger in cluster.ledgers:
+                if ledger.outcome is None:
+                    self._queue(service, ledger)
+            await service.over.wait()
+        except (StorageFailed, UsageError) as error:
+            if not cluster.disk_refuses(str(error)):
+                raise
+        await service.stop()
+        self.clock.after(0.0, self.leave, self)
+
+    def _queue(self, service: Service, ledger: Ledger) -> None:
+        path = ledger.directory.path
+        if not ledger.run_id:
+            ledger.run_id = service.submit(ledger.job.spec, path)
+            return
+        assert ledger.directory.run_file.exists(), "a run that was accepted is lost"
+        if service.resume(path) is None:
+            ledger.found_over()
+
+    def leave(self) -> None:
+        """The process ends by itself."""
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL: connections break, and what was done on disk may be half done."""
+        self._die()
+        for link in self._cluster.network.links:
+            link.died(self)
+
+    def vanish(self) -> None:
+        """The machine loses power: nobody hears of it."""
+        self._die()
+        for link in self._cluster.network.links:
+            if self in (link.client.process, link.server.process):
+                link.hold(held=True)
+
+    def _die(self) -> None:
+        if not self.alive:
+            return
+        disk = self._cluster.disk
+        self.clock.current = self
+        for thread in self.machine.threads:
+            thread.die(disk)
+        self.clock.current = None
+        self.end()
+        disk.close(self.fds)
+        self._cluster.network.listens_no_more(self)
+
+    # coordinator.service.listener.Listener
+
+    def reported(self, fact: Fact, run_id: str = "") -> None:
+        del run_id
+        self._cluster.noticing(lambda: self._reported(fact.event, fact.fields()))
+
+    def _reported(self, event: str, fields: Mapping[str, Any]) -> None:
+        cluster, service = self._cluster, self.service
+        assert service is not None
+        cluster.events += 1
+        assert event not in ("internal_error", "redone_otherwise"), f"{event}: {fields}"
+        if event == "run_ended":
+            self._run_ended(service)
+        elif event == "run_resumed":
+            running = service._running
+            assert running is not None
+            self.ledger.found(running)
+            for path in running.directory.log.glob("*.log"):
+                assert cluster.disk.has_synced(path), "what was found is built upon, and not synced"
+        if service.current is None:
+            return
+        ledger = self.ledger
+        ledger.counts[event] += 1
+        if event == "halted":
+            if cluster.coordinator is self:  # a successor may have cut away what it writes to
+                ledger.check_halt(str(fields["reason"]))
+            cluster.halted(self, service.current)
+        elif event in ("restarted", "continued"):
+            ledger.anew += 1
+        elif event == "evaluated":
+            run = service.current.run
+            assert fields["ratio"] == ledger.job.figure(ledger.expected(run.step).replica)
+            ledger.evaluated_step = run.step
+
+    def _run_ended(self, service: Service) -> None:
+        execution = service.finished
+        assert execution is not None
+        assert execution.outcome is not None
+        if execution.superseded:
+            return
+        ledger = self._ledger(execution)
+        keeper = execution._keeper
+        known = execution.run.has_state and keeper is not None
+        ledger.ended(
+            execution.outcome, keeper._replica if known and keeper else None, execution.run.losses
+        )
+
+
+class WorkerProcess(Process):
+    """One worker: it connects again and again until it is told to leave.
+
+    Attributes:
+        flipped: Whether a bit of its replica has flipped.
+        draining: Whether it was asked to leave.
+    """
+
+    def __init__(self, cluster: Cluster, flaws: Flaws) -> None:
+        self.instance = len(cluster.workers)
+        super().__init__(cluster.clock, f"10.0.0.{self.instance}")
+        self._cluster = cluster
+        self.flaws = flaws
+        self.flipped = False
+        self.draining = False
+        self.client: Client | None = None
+        self.cancelled: set[Any] = set()
+        self.newest: dict[str, int] = {}
+        self.machine = SimulatedMachine(self, lambda: 2.0)
+        self.loop.connect = partial(cluster.network.connect, self)
+        self.clock.after(20 * cluster.rng.random(), self._begin, self)
+
+    def any_thread(self) -> Any:
+        return self.machine.thread("any")
+
+    @property
+    def replica(self) -> Replica | None:
+        job = self.client._engine._job if self.client is not None else None
+        return job.replica if job is not None else None
+
+    @property
+    def is_spoilt(self) -> bool:
+        """Whether its state is not that of the undisturbed run."""
+        replica = self.replica if self.flipped else None
+        if replica is None or self.client is None or self.client._engine._job is None:
+            return False
+        ledger = self._cluster.ledger(self.client._engine._job.run_id)
+        if ledger is None or replica.step > len(ledger.skips):
+            return False
+        return replica.state_digest() != ledger.expected(replica.step).state_digest
+
+    def _begin(self) -> None:
+        cluster = self._cluster
+        surroundings = Surroundings(
+            cluster.rng, cluster.job, cluster.poison, self._charge, lambda: self.replica, self._flip
+        )
+        name = f"worker-{self.instance}"
+        self.client = Client(
+            Target("coordinator", 9000, name, "scripted", _PATIENCE_S),
+            SimulatedDevice(self.flaws, surroundings),
+            WorkerCredentials(plaintext=True, environment=dict(os.environ)),
+            lambda _: None,
+            machine=self.machine,
+        )
+        self.loop.create_task(self._main(self.client))
+
+    def _charge(self, ms: float) -> None:
+        assert isinstance(self.machine.device, Device)
+        self.machine.device.charge(ms)
+
+    async def _main(self, client: Client) -> None:
+        try:
+            await client.serve()
+        except SamestepError as error:
+            self._cluster.noticing(partial(self._check_end, error))
+        self.clock.after(0.0, self.kill, self)
+
+    def _check_end(self, error: SamestepError) -> None:
+        raise AssertionError(f"a worker ends: {error}")
+
+    def _flip(self) -> bool:
+        flips = self._cluster.may_flip()
+        if flips:
+            self.flipped = True
+            self._cluster.flipped(self)
+        return flips
+
+    def drain(self) -> None:
+        """SIGTERM."""
+        self.draining = True
+        if self.client is None:
+            self.kill()
+        else:
+            self.do(self.client.drain)
+
+    def kill(self) -> None:
+        """SIGKILL: what is on its way may or may not arrive."""
+        if self.alive:
+            self.end()
+            for link in self._cluster.network.links:
+                link.died(self)
