@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from blake3 import blake3
+
 from coordinator.audit.coverage import cover_samples
 from coordinator.audit.history import History, read_history
 from coordinator.audit.state_proof import Progress, StateProof
@@ -167,6 +169,10 @@ def _check_files(evidence: _Evidence) -> None:
     if told is None and evidence.verified.bad_line is not None:
         return  # what the journal would say of them is lost
     changed = changed_files(directory, told)
+    listed = directory.files_file
+    named = told is not None and None not in told.digests.get(listed.name, (None,))
+    if named and not listed.exists():
+        changed.append((listed, "it is missing; a resumed run finds the files anew"))
     for path, reason in changed:
         evidence.note("files", ok=False, text=f"{str(path)!r}: {reason}")
     if not changed:
@@ -305,6 +311,26 @@ def _check_result(evidence: _Evidence, manifest: Manifest, proof: StateProof) ->
             text += f", but result.json says {digest}"
         evidence.note("result", ok=same, text=text)
     _check_export(evidence, manifest, digest)
+    _check_exported_files(evidence, result.get("exported"))
+
+
+def _check_exported_files(evidence: _Evidence, exported: object) -> None:
+    """Labels, tokenizer and configuration decide what the trained tensors are good for."""
+    if not isinstance(exported, dict):
+        text = "of what was exported only the weights are looked at: an older release wrote it"
+        evidence.note("result", ok=True, text=text)
+        return
+    changed = 0
+    for name, told in sorted(exported.items()):
+        path = evidence.directory.path / str(name)
+        found = blake3(path.read_bytes()).hexdigest() if path.is_file() else None
+        if found != told:
+            changed += 1
+            what = "is missing" if found is None else "is not what was written"
+            evidence.note("result", ok=False, text=f"{str(path)!r} {what}")
+    if not changed:
+        text = f"{len(exported)} exported files are as they were written"
+        evidence.note("result", ok=True, text=text)
 
 
 def _check_export(evidence: _Evidence, manifest: Manifest, digest: object) -> None:

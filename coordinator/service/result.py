@@ -37,7 +37,7 @@ async def write_result(
     assert run.manifest is not None
     path = storage.directory.path
     await storage.check()
-    await asyncio.to_thread(write_model, path, run.manifest, replica)
+    exported = await asyncio.to_thread(write_model, path, run.manifest, replica)
     model = path / run.manifest.export.directory
     digest = replica.weights_digest()
     document: dict[str, object] = {
@@ -50,6 +50,7 @@ async def write_result(
         "exact": run.progress is not None and not run.progress.mixed,
         "workers": run.members.microbatches(),
         "wall_s": round(wall_s, 3),
+        "exported": exported,
     }
     record = Ended(
         epoch=run.epoch, step=run.step, outcome=end.outcome, reason=end.reason,

@@ -141,6 +141,8 @@ class RunStorage:
             self._lost = {}
 
         await self._do("log", work)
+        if terms is not None:
+            self._spawn("journal", lambda: self._told_terms(terms))
 
     def remember(self, terms: Terms) -> None:
         """Keep what workers were accepted by: it is written before the next commit."""
@@ -265,6 +267,8 @@ class RunStorage:
 
         def work() -> str:
             journal = self._opened_journal()
+            self._kept = kept_digests(self.directory)  # nothing of them is under way any more
+            journal.append(FilesKept(epoch=self._epoch, digests=self._kept))
             head = journal.append(record)
             journal.sync()
             return head
@@ -298,6 +302,13 @@ class RunStorage:
             self._kept[name] = told
             journal.append(FilesKept(epoch=self._epoch, digests=self._kept))
         self._sync_journal()
+
+    def _told_terms(self, terms: Terms) -> None:
+        """They are written: from here on the file may hold nothing else, nor be missing."""
+        told = (blake3(terms_bytes(terms)).hexdigest(),)
+        if self._terms is None and self._kept.get(self.directory.terms_file.name) != told:
+            self._kept[self.directory.terms_file.name] = told
+            self._opened_journal().append(FilesKept(epoch=self._epoch, digests=self._kept))
 
     def _tell_files(self) -> None:
         """So that a restart, which looks back to the newest checkpoint, comes upon it."""

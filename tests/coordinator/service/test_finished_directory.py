@@ -1,0 +1,43 @@
+"""The directory of a run that ended for real: its audit is sound, and sees every changed file."""
+
+from __future__ import annotations
+
+from coordinator.audit.audit import audit
+from protocol.base.errors import SamestepError
+from tests.event_loop import on_uvloop
+from tests.live_service import live_service, scripted_spec
+
+MAY_GO = {"metrics.json", ".log"}
+"""Figures stand in the journal too; of a log that was cut the audit says what it could not take."""
+
+
+def is_seen(path):
+    try:
+        return not audit(path).ok
+    except SamestepError:
+        return True  # refused by name
+
+
+@on_uvloop
+async def test_every_file_of_a_finished_run_that_changes_or_goes_is_seen(tmp_path):
+    async with live_service(tmp_path, 1) as live:
+        live.worker("w0")
+        run_id = live.service.submit(scripted_spec(steps=3, evaluate_every=1))
+        await live.result(run_id)
+    path = tmp_path / run_id
+    assert audit(path).ok
+    files = [each for each in sorted(path.rglob("*")) if each.is_file() and each.name != "lock"]
+    assert {"terms.json", "result.json", "journal.jsonl"} <= {each.name for each in files}
+    unseen = []
+    for file in files:
+        content = file.read_bytes()
+        middle = len(content) // 2
+        file.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+        if not is_seen(path):
+            unseen.append(("changed", file.relative_to(path).as_posix()))
+        file.unlink()
+        if not {file.name, file.suffix} & MAY_GO and not is_seen(path):
+            unseen.append(("gone", file.relative_to(path).as_posix()))
+        file.write_bytes(content)
+    assert unseen == []
+    assert audit(path).ok
