@@ -170,8 +170,8 @@ def _check_files(evidence: _Evidence) -> None:
         return  # what the journal would say of them is lost
     changed = changed_files(directory, told)
     listed = directory.files_file
-    named = told is not None and None not in told.digests.get(listed.name, (None,))
-    if named and not listed.exists():
+    was_there = told is not None and None not in told.digests.get(listed.name, (None,))
+    if was_there and not listed.exists():
         changed.append((listed, "it is missing; a resumed run finds the files anew"))
     for path, reason in changed:
         evidence.note("files", ok=False, text=f"{str(path)!r}: {reason}")
