@@ -230,6 +230,9 @@ class RunHistory:
     def _resumed(self, time: str, record: dict[str, Any]) -> None:
         for curve in (self._losses, self._norms, self._times):
             curve.cut(record["step"])
+        kept = [each for each in self._evaluations if each[0] <= record["step"]]
+        self._evaluations = deque(kept, maxlen=_EVALUATIONS)
+        self._workers_at = [each for each in self._workers_at if each[0] <= record["step"]]
         self._last_commit, self._outcome = None, ""
         for worker in self._workers.values():
             worker.here, worker.since, worker.why = False, time, "the coordinator was restarted"

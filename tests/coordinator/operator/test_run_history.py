@@ -70,11 +70,17 @@ def test_half_a_line_waits_for_its_other_half(journal):
 
 def test_a_restart_takes_back_the_steps_that_are_done_again(journal):
     journal.write(*(commit(step, float(step)) for step in range(5)))
+    journal.write(
+        {"kind": "evaluation", "step": 2, "metrics": {"mse": 0.2}}, view(1, "started", "mars")
+    )
+    journal.write({"kind": "evaluation", "step": 5, "metrics": {"mse": 0.5}}, view(4, "lost"))
     journal.write({"kind": "resumed", "step": 3, "notes": ["power"]}, commit(3, 33.0))
     history = RunHistory(journal.path)
     history.read()
     assert history.document()["loss"]["mean"] == [0.0, 1.0, 2.0, 33.0]
     assert history.document()["events"][-1]["what"] == "resumed"
+    assert [each["step"] for each in history.document()["evaluations"]] == [2]
+    assert history.document()["workers_at"] == [(1, 1)]
 
 
 def test_a_step_without_a_loss_leaves_a_gap_not_a_zero(journal):
