@@ -20,7 +20,6 @@ from coordinator.storage.journal_records import (
     RECORDS,
     Commanded,
     Ended,
-    Evaluated,
     Fault,
     Halted,
     Resumed,
@@ -31,6 +30,8 @@ from coordinator.storage.run_directory import RunDirectory
 from protocol.base.errors import UsageError
 
 _MOST_ROWS: Final = 2_000
+_MOST_CHARTS: Final = 4
+"""Of held-out figures; the table has all."""
 _ARTICLES: Final = {
     10: "data and data governance",
     12: "record-keeping",
@@ -73,7 +74,7 @@ def report(path: Path, audited: AuditResult | None = None) -> str:
     sections = [
         _summary(verified, history),
         _charts(verified.entries, history),
-        _evaluations(verified.entries),
+        _evaluations(history),
         _faults(verified.entries),
         _inputs(history),
         _digests(history),
@@ -122,10 +123,7 @@ def _summary(verified: Verified, history: History) -> str:
 
 
 def _charts(entries: Sequence[Entry], history: History) -> str:
-    losses = [
-        (float(commit.step), math.nan if commit.loss is None else commit.loss)
-        for _, commit in history.commits
-    ]
+    losses = [(float(commit.step), _number(commit.loss)) for _, commit in history.commits]
     loss = line_chart(losses, x_label="step", y_label="loss")
     workers = line_chart(
         _workers_over_time(entries), x_label="minutes", y_label="workers", stairs=True
@@ -151,16 +149,31 @@ def _workers_over_time(entries: Sequence[Entry]) -> list[tuple[float, float]]:
     return [*points, (minutes(entries[-1]), points[-1][1])]
 
 
-def _evaluations(entries: Sequence[Entry]) -> str:
+def _evaluations(history: History) -> str:
+    """Those that count: of steps that were taken back, what was measured anew."""
+    figures = [history.figures[step] for step in sorted(history.figures)]
     rows = [
-        (record.step, name, "-" if value is None else f"{value:.6g}")
-        for record in (entry.record for entry in entries)
-        if isinstance(record, Evaluated)
-        for name, value in record.metrics.items()
+        (each.step, name, "-" if value is None else f"{value:.6g}")
+        for each in figures
+        for name, value in each.metrics.items()
     ]
     if not rows:
         return ""
-    return "<h2>Held-out figures</h2>" + _table(("after step", "figure", "value"), rows)
+    names = dict.fromkeys(name for each in figures for name in each.metrics)
+    charts = [
+        line_chart(
+            [(float(each.step), _number(each.metrics.get(name))) for each in figures],
+            x_label="step", y_label=name,
+        )
+        for name in [*names][:_MOST_CHARTS]
+        if len(figures) > 1
+    ]  # fmt: skip
+    table = _table(("after step", "figure", "value"), rows)
+    return f"<h2>Held-out figures</h2>{''.join(charts)}{table}"
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def _faults(entries: Sequence[Entry]) -> str:

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from coordinator.audit.audit import audit
 from coordinator.audit.report import report
 from coordinator.audit.svg_chart import HEIGHT, WIDTH, line_chart
-from coordinator.storage.journal_records import RECORDS, Commanded, Fault, Halted, kind_of
+from coordinator.storage.journal_records import (
+    RECORDS,
+    Commanded,
+    Evaluated,
+    Fault,
+    Halted,
+    Resumed,
+    kind_of,
+)
 from protocol.base.errors import UsageError
 from tests.durable_run import RUN_ID, SPEC, WrittenRun, written_run
 
@@ -150,3 +158,18 @@ def test_a_long_curve_is_thinned_and_keeps_its_peaks():
     text = line_chart(points, x_label="step", y_label="loss")
     assert len(text) < 60_000
     assert len(re.findall(r",12\.0\b", text)) == 1
+
+
+def test_figures_of_steps_that_were_taken_back_are_not_shown(tmp_path):
+    run = WrittenRun(tmp_path / "run")
+    run.step()
+    for step, accuracy in ((1, 0.25), (5, 0.625)):
+        run.journal.append(Evaluated(epoch=1, step=step, metrics={"accuracy": accuracy}))
+    run.journal.append(Resumed(epoch=2, step=1, optimizer_step=1))
+    run.journal.append(Evaluated(epoch=2, step=2, metrics={"accuracy": 0.875}))
+    run.journal.sync()
+    text = Page(report(tmp_path / "run")).text
+    assert "0.25" in text
+    assert "0.875" in text
+    assert "0.625" not in text
+    assert "accuracy by step" in text
