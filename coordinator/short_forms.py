@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,8 +56,14 @@ def run_spec_from(run: Path | None, short: ShortForms, overrides: list[str]) -> 
         if every:
             raise UsageError("expected --run RUN.yaml or --task beside the options of a run")
         return None
-    document: dict[str, object] = {"name": short.task, "steps": DEFAULT_STEPS}
+    document: dict[str, object] = {"name": _name_of(short.task), "steps": DEFAULT_STEPS}
     return parse_run_spec(document, every, origin="the command line")
+
+
+def _name_of(task: str) -> str:
+    """The task's, or of a task of one's own the class's, as far as it can name a directory."""
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", task.rpartition(":")[2])
+    return name.strip("_.-")[:54] or "run"
 
 
 def _yaml(value: str | int) -> str:

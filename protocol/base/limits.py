@@ -41,6 +41,8 @@ SEND_QUEUE_BYTES: Final = 2048 * MIB
 """What may wait for one slow reader before it is dropped."""
 
 # Runs.
+COUNTED_SAMPLES: Final = 10**12
+"""Or steps, or whatever else a run spec counts."""
 MICROBATCHES_PER_STEP: Final = 4_096
 BLOCKS: Final = 4_096
 TENSORS: Final = 65_536

@@ -46,11 +46,19 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
+def _holds_surrogates(record: object) -> bool:
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
 def json_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Every object of a JSONL file with its line number, from 1; empty lines are passed over.
 
     Raises:
-        DataError: A line is not JSON, or no object.
+        DataError: A line is not JSON, no object, or holds half a character.
     """
     for number, line in enumerate(read_lines(path), start=1):
         if not line.strip():
@@ -60,6 +68,12 @@ def json_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         except (ValueError, RecursionError) as error:
             reason = f": {error}" if isinstance(error, _KeyTwice) else ""
             raise DataError(f"{str(path)!r} line {number} is not JSON{reason}") from None
+        # Half a character, which JSON can escape and no other text can hold.
+        if "\\ud" in line.lower() and _holds_surrogates(record):
+            raise DataError(
+                f"{str(path)!r} line {number}: expected Unicode text, got half a surrogate pair "
+                "(\\ud800 to \\udfff); mend or remove that character"
+            )
         if not isinstance(record, dict):
             raise DataError(f"{str(path)!r} line {number}: expected a JSON object")
         yield number, record

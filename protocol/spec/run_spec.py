@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ from protocol.spec.run_spec_text import (
     NAME_PATTERN,
     apply_override,
     explain,
-    with_exponents,
+    read_yaml,
     yaml_fault,
 )
 
@@ -60,10 +61,21 @@ def _known_task(task: str) -> str:
 
 
 def _sorted(value: Any) -> Any:
-    """Free-form documents by key, so that the order of keys changes no digest."""
+    """Free-form documents by key, so that the order of keys changes no digest.
+
+    A number that is not finite is refused: JSON has none, and workers would be told null.
+    """
     if isinstance(value, dict):
         return {key: _sorted(value[key]) for key in sorted(value)}
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("expected finite numbers")
     return [_sorted(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _counted(count: int) -> int:
+    if count > limits.COUNTED_SAMPLES:
+        raise ValueError(f"expected a number of at most {limits.COUNTED_SAMPLES:g}")
+    return count
 
 
 TaskName = Annotated[
@@ -79,7 +91,9 @@ OptimizerName = Literal["sgd", "momentum", "adamw"]
 ScheduleName = Literal["constant", "linear", "cosine"]
 LogMode = Literal["full", "checkpoint"]
 
-Count = Annotated[int, Field(ge=1)]
+Bounded = Annotated[int, AfterValidator(_counted)]
+Count = Annotated[Bounded, Field(ge=1)]
+Every = Annotated[Bounded, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Weight = Annotated[float, Field(gt=0.0, le=1e6)]
 ClassWeights = Literal["balanced"] | Annotated[dict[str, Weight], AfterValidator(_sorted)]
@@ -168,7 +182,9 @@ class DataSpec(_Section):
     max_tokens: int = Field(
         64, ge=2, le=65_536, description="classify: longer texts are cut; causal-lm: sample length"
     )
-    num_classes: int | None = Field(None, ge=2, description="checked against the data when given")
+    num_classes: Bounded | None = Field(
+        None, ge=2, description="checked against the data when given"
+    )
     class_weights: ClassWeights | None = Field(
         None, description="classify: `balanced`, or a weight by label; those not named have 1"
     )
@@ -196,7 +212,7 @@ class ScriptedSpec(_Section):
     """No model: gradients that follow from (seed, step, microbatch), for measuring."""
 
     blocks: Count = Field(4, description="how many there are")
-    block_bytes: int = Field(262_144, ge=4, description="bytes of each")
+    block_bytes: Bounded = Field(262_144, ge=4, description="bytes of each")
     samples: Count = Field(4096, description="training samples")
 
 
@@ -239,7 +255,7 @@ class OptimizerSpec(_Section):
         None, gt=0, description="the gradient's norm is cut to it; default: never"
     )
     schedule: ScheduleName = Field("constant", description="of lr, after the warmup")
-    warmup_steps: int = Field(0, ge=0, description="steps in which lr rises")
+    warmup_steps: Every = Field(0, description="steps in which lr rises")
 
 
 class CheckpointSpec(_Section):
@@ -248,7 +264,7 @@ class CheckpointSpec(_Section):
     The newest checkpoint that is whole is always kept, and the best one if `metric` says which.
     """
 
-    every: int = Field(50, ge=0, description="steps; 0: at the start and the end only")
+    every: Every = Field(50, description="steps; 0: at the start and the end only")
     keep_last: Count = Field(2, description="how many of the newest are kept")
     metric: str | None = Field(None, description="a held-out figure; the best is kept too")
     better: Literal["higher", "lower"] = Field("higher", description="which figure is the best")
@@ -285,7 +301,7 @@ class RunSpec(_Section):
     batch: BatchSpec = BatchSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
     steps: Count = Field(description="optimizer updates")
-    evaluate_every: int = Field(0, ge=0, description="steps; 0: at the end only")
+    evaluate_every: Every = Field(0, description="steps; 0: at the end only")
     log: LogMode = Field(
         "full",
         description="full: averaged gradients are kept since the last checkpoint, and a restart "
@@ -295,9 +311,8 @@ class RunSpec(_Section):
     )
     checkpoint: CheckpointSpec = CheckpointSpec()
     threads: int = Field(1, ge=1, le=256, description="CPU threads of each worker")
-    double_check_every: int = Field(
+    double_check_every: Every = Field(
         256,
-        ge=0,
         description="steps, about; in one a node is computed by two workers, and their "
         "answers compared; 0: never",
     )
@@ -329,6 +344,10 @@ class RunSpec(_Section):
             raise ValueError(
                 f"model.base_dtype {self.model.base_dtype} needs lora: a model that is trained "
                 "whole has no frozen base"
+            )
+        if self.task == "classify" and self.data.text == self.data.label:
+            raise ValueError(
+                f"expected two columns, got {self.data.text!r} for data.text and data.label"
             )
         if self.task == "causal-lm":
             for key in ("num_classes", "class_weights"):
@@ -374,7 +393,7 @@ def parse_run_spec_text(text: str, overrides: Sequence[str] = (), origin: str = 
     if len(text) > limits.RUN_SPEC_BYTES:
         raise RunSpecError(f"expected at most {limits.RUN_SPEC_BYTES} bytes in {origin!r}")
     try:
-        document = yaml.safe_load(text)
+        document = read_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RunSpecError(f"{origin!r} is not YAML: {yaml_fault(error)}") from None
     return parse_run_spec(document, overrides, origin=origin)
@@ -389,9 +408,12 @@ def parse_run_spec(document: object, overrides: Sequence[str] = (), origin: str 
             f"expected keys and values{where}, got {got}; a run spec has at least task: and steps:"
         )
     try:
-        merged: dict[str, Any] = json.loads(json.dumps(document, default=str))
+        merged: dict[str, Any] = json.loads(
+            json.dumps(document, default=str, ensure_ascii=False).encode()
+        )
     except (TypeError, ValueError, RecursionError):
-        # Keys that are dates, values that hold themselves: YAML has them, JSON has not.
+        # Keys that are dates, values that hold themselves, half a character: YAML has them, JSON
+        # has not.
         raise RunSpecError(f"expected plain keys and values{where}") from None
     for override in overrides:
         apply_override(merged, override)
@@ -399,7 +421,7 @@ def parse_run_spec(document: object, overrides: Sequence[str] = (), origin: str 
         merged.setdefault("lora", {})
     try:
         # Strict JSON mode: lists stand for tuples, yet "8" is not taken for 8.
-        return RunSpec.model_validate_json(json.dumps(with_exponents(merged)), strict=True)
+        return RunSpec.model_validate_json(json.dumps(merged), strict=True)
     except ValidationError as error:
         told = explain(RunSpec, error, overrides)
         # What was set is not the file's mistake.

@@ -1,4 +1,4 @@
-"""The run spec as text: overrides, numbers as YAML writes them, and errors in a user's words."""
+"""The run spec as text: YAML, overrides, and errors in a user's words."""
 
 from __future__ import annotations
 
@@ -39,6 +39,65 @@ _PATTERNS: Final = {
 }
 
 
+_EXPONENT: Final = "tag:yaml.org,2002:float#exponent"
+_WHOLE: Final = 2**53
+"""Up to here a float with no fraction is one whole number and no other."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people mean it: no key twice, 1e-3 a number, and no number of base 8 or 60."""
+
+    def construct_mapping(
+        self,
+        node: yaml.MappingNode,
+        deep: bool = False,  # noqa: FBT001, FBT002 -- as the base class has it
+    ) -> dict[Any, Any]:
+        """See `yaml.SafeLoader`."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            text = key.value if isinstance(key, yaml.ScalarNode) else None
+            if text in seen:
+                raise _fault(key, f"the key {text!r} comes twice: keep one of them")
+            if text is not None:
+                seen.add(text)
+        return super().construct_mapping(node, deep)
+
+    def construct_plain_number(self, node: yaml.ScalarNode) -> float:
+        """A number; 010 and 1:30 are refused, of which YAML 1.1 makes 8 and 90."""
+        text = str(node.value)
+        if ":" in text or re.fullmatch(r"[-+]?0[0-7_]+", text):
+            raise _fault(node, f"expected a number, or text in quotes, got {text}")
+        if node.tag == _EXPONENT:
+            number = float(text)
+            return int(number) if number.is_integer() and abs(number) <= _WHOLE else number
+        if node.tag.endswith("int"):
+            return int(self.construct_yaml_int(node))
+        return float(self.construct_yaml_float(node))
+
+
+def _fault(node: yaml.Node, problem: str) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+# YAML 1.1 reads 1e-3 as text, since it has no dot.
+_Loader.add_implicit_resolver(
+    _EXPONENT, re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), [*"-+.0123456789"]
+)
+for _tag in (_EXPONENT, "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
+    _Loader.add_constructor(_tag, _Loader.construct_plain_number)
+
+
+def read_yaml(text: str) -> Any:
+    """The document that a text holds.
+
+    Raises:
+        yaml.YAMLError: It is none, or a key comes twice in it.
+        ValueError: A number or date in it cannot be.
+        RecursionError: It is nested too deeply.
+    """
+    return yaml.load(text, _Loader)  # noqa: S506 -- it is a safe loader
+
+
 def apply_override(document: dict[str, Any], override: str) -> None:
     """Set one key of a document from `key=value`, dots between nested keys, the value in YAML.
 
@@ -56,21 +115,9 @@ def apply_override(document: dict[str, Any], override: str) -> None:
             raise RunSpecError(f"--set {override!r}: {parent!r} holds a value, not a section")
         at = inner
     try:
-        at[last] = yaml.safe_load(text)
+        at[last] = read_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError):
         raise RunSpecError(f"--set {override!r}: expected a YAML value") from None
-
-
-def with_exponents(value: Any) -> Any:
-    """YAML 1.1 reads 1e-3 as text, since it has no dot; read it as the number it is."""
-    if isinstance(value, dict):
-        return {key: with_exponents(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [with_exponents(inner) for inner in value]
-    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
-        number = float(value)
-        return int(number) if number.is_integer() else number
-    return value
 
 
 def explain(model: type[BaseModel], error: ValidationError, overrides: Sequence[str] = ()) -> str:

@@ -31,6 +31,16 @@ def test_set_wins_over_short_forms_and_both_over_the_file(tmp_path):
     assert again.steps == 5
 
 
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [("my_package.inner:MyTask", "MyTask"), ("a:__", "run"), ("regress", "regress")],
+)
+def test_a_run_is_named_after_its_task(task, name):
+    spec = run_spec_from(None, ShortForms(task=task), [])
+    assert spec is not None
+    assert (spec.task, spec.name) == (task, name)
+
+
 def test_without_run_and_task_there_is_no_run():
     assert run_spec_from(None, ShortForms(), []) is None
 

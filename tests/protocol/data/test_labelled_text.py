@@ -110,6 +110,11 @@ def test_other_column_names(read):
         ("a.csv", "text,label\nx\n", "line 2: expected 2 columns, got 1; quote cells"),
         ("a.csv", 'text,label\n"x', "is not a table"),
         ("a.csv", b"text,label\nx,caf\xe9\n", "not UTF-8 at byte 16"),
+        (
+            "a.jsonl",
+            '{"text": "fine \\ud83d\\ude00", "label": "a"}\n{"text": "\\uD800", "label": "b"}\n',
+            "line 2: expected Unicode text, got half a surrogate pair",
+        ),
         ("a.txt", "x", "ends with one of .jsonl, .csv, .tsv"),
     ],
 )

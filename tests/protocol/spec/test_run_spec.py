@@ -1,11 +1,20 @@
 """The run spec: what is read, what is refused and in which words."""
 
+import json
+
 import pytest
 from pydantic import ValidationError
 
 from protocol.base import limits
 from protocol.base.errors import ExitCode, RunSpecError
-from protocol.spec.run_spec import LoraSpec, RunSpec, load_run_spec, parse_run_spec, run_spec_schema
+from protocol.spec.run_spec import (
+    LoraSpec,
+    RunSpec,
+    load_run_spec,
+    parse_run_spec,
+    parse_run_spec_text,
+    run_spec_schema,
+)
 
 CLASSIFY = """
 name: sms-spam
@@ -212,6 +221,49 @@ def test_lists_stand_for_tuples():
 def test_exponents_without_a_dot_are_numbers(written, text):
     path = written(f"task: regress\nsteps: 1\noptimizer: {{lr: {text}}}\n")
     assert load_run_spec(path).optimizer.lr == 1e-3
+
+
+OWN = "task: my_package:MyTask\nsteps: 1\n"
+
+
+def test_text_in_quotes_stays_text_whatever_it_looks_like():
+    text = OWN + 'options: {hash: "12e4567", revision: "7e10", plain: 7e10, large: 1e30}'
+    options = parse_run_spec_text(text).options
+    assert options == {"hash": "12e4567", "large": 1e30, "plain": 7 * 10**10, "revision": "7e10"}
+    assert json.loads(parse_run_spec_text(text).to_bytes())["options"] == options
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("options: {hash: 12e4567}", "options: expected finite numbers, got"),
+        ("options: {limits: [.inf]}", "options: expected finite numbers, got"),
+        ("steps: 2", "line 3, column 1: the key 'steps' comes twice"),
+        ("options: {a: {1: 2,\n  '1': 3}}", "line 4, column 3: the key '1' comes twice"),
+        ("threads: 010", "line 3, column 10: expected a number, or text in quotes, got 010"),
+        ("options: {at: 1:30}", "expected a number, or text in quotes, got 1:30"),
+        ('options: {a: "\\ud800"}', "expected plain keys and values"),
+        ("warmup: {}\nevaluate_every: 100000000000000000000", "expected a number of at most 1e+12"),
+        ("batch: {samples: 1e20}", "batch.samples: expected a whole number, got 1e+20"),
+    ],
+)
+def test_what_would_be_read_as_something_else_is_refused(line, message):
+    with pytest.raises(RunSpecError) as caught:
+        parse_run_spec_text(OWN + line, origin="run.yaml")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["steps", "evaluate_every", "checkpoint.every", "digits.hidden"])
+def test_counts_have_an_end(key):
+    value = f"[{10**20}]" if key == "digits.hidden" else str(10**20)
+    with pytest.raises(RunSpecError, match=rf"{key}.*expected a number of at most 1e\+12"):
+        parse_run_spec({"task": "digits", "steps": 1}, [f"{key}={value}"])
+
+
+def test_text_and_label_are_two_columns():
+    with pytest.raises(RunSpecError, match="expected two columns, got 'text' for"):
+        parse_run_spec_text(CLASSIFY, ["data.label=text"])
 
 
 def test_overrides():
