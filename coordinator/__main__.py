@@ -1,5 +1,15 @@
-"""`python -m coordinator`."""
+"""`python -m coordinator`, and the command itself: Ctrl-C is one line from the first import on."""
 
-from coordinator.cli import main
+from protocol.host.command_line import end_when_interrupted
 
-main()
+
+def main() -> None:
+    """Entry point."""
+    end_when_interrupted("coordinator")
+    from coordinator.cli import main as command  # noqa: PLC0415 -- what may be interrupted
+
+    command()
+
+
+if __name__ == "__main__":
+    main()

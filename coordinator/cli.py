@@ -368,5 +368,3 @@ def main() -> None:
     except SamestepError as error:
         write_error("coordinator", error)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(ExitCode.FAILED)

@@ -17,6 +17,8 @@ from protocol.host.own_command import own_command, own_environment
 _END_TIMEOUT_S: Final = 10.0
 RESTARTS: Final = 3
 """How often one that was killed is started again: what kills it once more is there to stay."""
+_ORDERS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Whoever sends these wants the process to end; Ctrl-C reaches all that a terminal has started."""
 _CANNOT_BEGIN: Final = (ExitCode.USAGE, ExitCode.UNREACHABLE)
 
 
@@ -100,7 +102,7 @@ class LocalWorkers:
         """Wait for the end of a worker, through its restarts; its last exit code."""
         code = await self._processes[name].wait()
         for restart in range(1, RESTARTS + 1):
-            if code >= 0 or self._ending:
+            if code >= 0 or -code in _ORDERS or self._ending:
                 break
             what = f"local worker {name!r} was ended by {signal.Signals(-code).name}"
             self._tell(f"{what}; started again, {restart} of at most {RESTARTS} times")

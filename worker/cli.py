@@ -14,7 +14,7 @@ from protocol import __version__
 from protocol.base.address import parse_address
 from protocol.base.byte_size import byte_size
 from protocol.base.device_name import parse_devices
-from protocol.base.errors import ExitCode, SamestepError
+from protocol.base.errors import SamestepError
 from protocol.host.command_line import check_options_follow
 from protocol.host.system_journal import write_error
 from protocol.wire.discovery import check_name
@@ -197,5 +197,3 @@ def main() -> None:
     except SamestepError as error:
         write_error("worker", error)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(ExitCode.FAILED)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -26,6 +27,10 @@ from coordinator.service.service import Service
 from protocol.base import limits
 from protocol.base.errors import SamestepError, UsageError
 from protocol.spec.run_spec import parse_run_spec
+
+# What is no HTTP is answered with 400; a traceback of it for each would be anyone's to make.
+_SILENT: Final = logging.getLogger("samestep.control")
+_SILENT.setLevel(logging.CRITICAL + 1)
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -73,7 +78,9 @@ class ControlPort:
         app.router.add_post("/continue", self._continue)
         app.router.add_post("/checkpoint", self._checkpoint)
         app.router.add_post("/drain", self._drain)
-        self._runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app, handle_signals=False, shutdown_timeout=1.0, access_log=None, logger=_SILENT
+        )
         await self._runner.setup()
         assert self._runner.server is not None
         self.visitors = Visitors(self._runner.server)

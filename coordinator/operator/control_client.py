@@ -29,6 +29,16 @@ def control_token(control: str) -> str:
     return (read_secret(path) or "").strip()
 
 
+def _in_words(error: Exception, timeout_s: float) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer for {timeout_s:g} s"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return (error.os_error.strerror or "no connection").lower()
+    if isinstance(error, aiohttp.ClientOSError | aiohttp.ServerDisconnectedError):
+        return "it closed the connection"
+    return "what answers is something else"
+
+
 async def request(
     control: str,
     method: str,
@@ -61,7 +71,7 @@ async def request(
             status = response.status
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise Unreachable(
-            f"no coordinator answers at {control} ({type(error).__name__}); "
+            f"no coordinator answers at {control} ({_in_words(error, timeout_s)}); "
             "start one, or say where it is with --control HOST:PORT"
         ) from None
     if not isinstance(answer, dict):

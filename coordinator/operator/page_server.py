@@ -126,7 +126,13 @@ class PageServer:
 
     async def _check(self, request: web.Request) -> web.Response:
         """Whether a text is a run spec; its document, to be submitted."""
-        spec = parse_run_spec_text(await request.text(), origin="the run spec")
+        try:
+            text = (await request.read()).decode()
+        except UnicodeDecodeError as error:
+            raise UsageError(
+                f"the run spec is not UTF-8 at byte {error.start}; convert it to UTF-8"
+            ) from None
+        spec = parse_run_spec_text(text, origin="the run spec")
         return web.json_response({"run": spec.model_dump(mode="json")})
 
     async def _revoke(self, request: web.Request) -> web.Response:

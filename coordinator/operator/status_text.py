@@ -24,7 +24,8 @@ def status_lines(document: dict[str, Any]) -> Iterator[str]:
     if document.get("run_id"):
         loss = document["loss"]
         yield f"run      {document['run_id']}: {document['task']}"
-        yield f"step     {document['step']} of {document['steps']}, loss {loss}"
+        told = f"loss {loss}" if loss is not None else "no loss"
+        yield f"step     {document['step']} of {document['steps']}, {told}"
         if document.get("pace"):
             yield f"pace     {document['pace']}"
         yield f"digest   {document['weights_digest']}"

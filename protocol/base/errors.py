@@ -42,6 +42,7 @@ class ExitCode(IntEnum):
     UNREACHABLE = 69
     NOT_AUTHORISED = 77
     MISMATCH = 78
+    INTERRUPTED = 130
 
 
 class SamestepError(Exception):

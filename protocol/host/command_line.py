@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from typing import Any, Protocol
 
-from protocol.base.errors import UsageError
+from protocol.base.errors import ExitCode, UsageError
 
 
 class Context(Protocol):
@@ -24,6 +26,18 @@ class Context(Protocol):
 
     def get_parameter_source(self, name: str, /) -> Any:
         """Where a parameter's value comes from."""
+
+
+def end_when_interrupted(command: str) -> None:
+    """Until a daemon listens to signals itself, Ctrl-C is its end, in one line and no traceback."""
+
+    def end(*_: object) -> None:
+        sys.stderr.write(f"{command}: interrupted\n")
+        sys.exit(ExitCode.INTERRUPTED)
+
+    # One that was started in a shell's background ignores Ctrl-C, and is to.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end)
 
 
 def check_options_follow(context: Context) -> None:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
 from coordinator.local_workers import RESTARTS
+from protocol.host.own_command import own_environment
 from tests.cluster import Cluster
 
 RUN = """
@@ -38,3 +43,35 @@ def test_one_that_is_killed_is_started_again_a_few_times(tmp_path):
 def only_child(pid: int) -> int:
     (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(child)
+
+
+def test_one_that_is_told_to_end_is_not_started_again(tmp_path):
+    """What a terminal sends reaches every process of it, some before they listen."""
+    spec = tmp_path / "run.yaml"
+    spec.write_text(RUN)
+    job = ("--run", str(spec), "--local-workers", "1", "--backend", "scripted")
+    with Cluster(tmp_path, *job) as cluster:
+        cluster.wait_for("worker_ready", worker="local-0")
+        child = only_child(cluster.coordinator.pid)
+        os.kill(child, signal.SIGHUP)
+        cluster.wait_for_exit(cluster.coordinator)
+        assert cluster.coordinator.stderr is not None
+        assert "started again" not in cluster.coordinator.stderr.read()
+
+
+@pytest.mark.parametrize("command", ["coordinator", "worker"])
+def test_ctrl_c_before_anything_has_begun_is_one_line(command):
+    """From the first import on: a module that ends itself stands for a hand that is quick."""
+    begin = (
+        "import os, runpy, signal, sys\n"
+        "class Quick:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        f"        if name == '{command}.cli': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Quick())\n"
+        f"runpy.run_module('{command}', run_name='__main__')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", begin], env=own_environment(), capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (130, f"{command}: interrupted\n")

@@ -25,6 +25,7 @@ from coordinator.run.facts import Fact
 from coordinator.service.service import Service, Settings
 from protocol.base.errors import ExitCode, Unreachable, UsageError
 from tests.event_loop import on_uvloop
+from tests.free_ports import free_address
 from tests.live_service import LiveService, live_service, scripted_spec, undisturbed
 
 ROOT = Path(__file__).parents[3]
@@ -437,3 +438,26 @@ def test_the_command_says_so_too(tmp_path, option):
     assert ended.returncode == ExitCode.USAGE
     (line,) = ended.stderr.strip().splitlines()
     assert line.startswith(f"coordinator: {option} 127.0.0.1:{port} is in use")
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [b"GET / HTTP/9.9\r\n\r\n", b"GET /\0 HTTP/1.1\r\n\r\n", b"POST / HTTP/1.1\r\nA\r\n\r\n"],
+)
+@on_uvloop
+async def test_what_is_no_http_is_answered_and_not_logged(tmp_path, capfd, request_):
+    async with operating(tmp_path) as operator:
+        reader, writer = await asyncio.open_connection("127.0.0.1", operator.control.address[1])
+        writer.write(request_)
+        assert (await reader.readline()).split()[1].startswith(b"4")
+        writer.close()
+    assert capfd.readouterr().err == ""
+
+
+@on_uvloop
+async def test_why_no_coordinator_answers_is_told_in_words():
+    with pytest.raises(
+        Unreachable, match=r"answers at 127.0.0.1:\d+ \(connect.*; start one"
+    ) as caught:
+        await request(free_address(), "GET", "/status")
+    assert "Error" not in str(caught.value)

@@ -122,3 +122,11 @@ async def test_the_line_to_join_by_and_a_worker_that_is_revoked(tmp_path):
         assert "nobody" in document["error"]
         assert await operator.post("/revoke", {"name": "w0"}) == (200, {"revoked": "w0"})
         await operator.live.wait_for("worker_disconnected", worker="w0")
+
+
+@on_uvloop
+async def test_a_check_of_bytes_that_are_no_text_is_one_clear_line(tmp_path):
+    async with operating(tmp_path) as operator:
+        status, answer = await operator.ask("POST", "/check", data=b"task: caf\xe9")
+    assert status == 400
+    assert answer["error"] == "the run spec is not UTF-8 at byte 9; convert it to UTF-8"
