@@ -121,7 +121,24 @@ def find_run(
         if not directory.journal.exists():
             note = f"the journal is missing: what happened before step {recovery.step} is not told"
             recovery = replace(recovery, notes=(*recovery.notes, note))
+        else:
+            _check_whole(directory, resumption.saved)
     return AcceptedRun(stored, directory, claim, recovery, resumption, blobs)
+
+
+def _check_whole(directory: RunDirectory, saved: int) -> None:
+    """A journal is synced before a checkpoint is written: one that tells of less was cut.
+
+    Raises:
+        StorageDamaged: It was; what it would say of the other files is lost with it.
+        StorageFailed: It cannot be read.
+    """
+    journal = read_end(directory.journal, saved)
+    if journal.begun and journal.commits >= saved:
+        return
+    told = f"it tells of {journal.commits} steps" if journal.begun else "its beginning is missing"
+    reason = f"{told}, and a checkpoint is there after {saved}; bring it back from a copy"
+    raise StorageDamaged(str(directory.journal), "", reason)
 
 
 def is_unfinished(path: Path) -> bool:

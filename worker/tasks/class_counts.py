@@ -51,7 +51,7 @@ def class_metrics(names: Sequence[str], majority: int) -> tuple[Metric, ...]:
     """
     if len(names) > CLASSES_IN_FULL:
         return (Metric(name="accuracy", numerator={"correct": 1}, denominator={"samples": 1}),)
-    names = [cut_text(name, _SHOWN_BYTES) for name in names]
+    names = _shown(names)
     classes = range(len(names))
     cells = {_cell(a, b): 1.0 for a in classes for b in classes}
     scores = [_f1(number, len(names)) for number in classes]
@@ -69,6 +69,15 @@ def class_metrics(names: Sequence[str], majority: int) -> tuple[Metric, ...]:
         ),
         *_confusion(names),
     )
+
+
+def _shown(names: Sequence[str]) -> list[str]:
+    """Names as metrics carry them; with their numbers where two would look alike."""
+    shown = [cut_text(name, _SHOWN_BYTES) for name in names]
+    if len(set(shown)) == len(shown) and not any("][" in name for name in shown):
+        return shown
+    numbered = (f"{number}:{name}" for number, name in enumerate(shown))
+    return [cut_text(name, _SHOWN_BYTES) for name in numbered]
 
 
 def _f1(number: int, classes: int) -> Ratio:

@@ -58,7 +58,8 @@ def classify(directory: Path, texts: Sequence[str], backend: Backend) -> Iterato
             f"the model {source!r} is not the one that {str(directory)!r} was trained on: its "
             "weights have another digest; get that model's files again"
         )
-    encoded, _ = encode_cut(tokenizer, texts, trained.max_tokens)
+    # As a run reads its data: the spaces around a text are no part of it.
+    encoded, _ = encode_cut(tokenizer, [text.strip() for text in texts], trained.max_tokens)
     check_tokens(max(int(tokens.max()) for tokens in encoded), classifier.loaded.vocabulary)
     batches = []
     for tokens in encoded:

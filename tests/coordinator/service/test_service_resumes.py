@@ -218,3 +218,13 @@ async def test_a_later_checkpoint_that_could_not_be_used_is_left_behind(tmp_path
         live.worker("w0")
         assert (await live.result(run_id))["steps"] == 30
     assert audit(tmp_path / run_id).ok
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.3])
+async def test_a_journal_that_was_cut_is_no_history_to_go_on_with(tmp_path, kept):
+    (run_id,) = await interrupted(tmp_path, SPEC)
+    journal = tmp_path / run_id / "journal.jsonl"
+    os.truncate(journal, round(journal.stat().st_size * kept))
+    async with live_service(tmp_path, 1) as live:
+        with pytest.raises(StorageDamaged, match=r"journal\.jsonl.*bring it back from a copy"):
+            live.service.resume(tmp_path / run_id)

@@ -1,0 +1,25 @@
+"""Figures by class: every class has its own, whatever it is called."""
+
+import pytest
+
+from worker.tasks.class_counts import class_metrics
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("ham", "spam"),
+        ("\u044f" * 42 + "a", "\u044f" * 42 + "b"),
+        ("a\nb", "a b"),
+        ("x", "x][x"),
+        ("1:x", "x"),
+    ],
+)
+def test_no_two_figures_share_a_name(names):
+    metrics = class_metrics(names, 0)
+    assert len({metric.name for metric in metrics}) == len(metrics) == 3 + 2 + 4
+
+
+def test_names_that_differ_are_shown_as_they_are():
+    named = [metric.name for metric in class_metrics(("ham", "spam"), 0)]
+    assert {"f1[ham]", "f1[spam]", "confusion[ham][spam]"} <= set(named)
