@@ -12,6 +12,8 @@ from typing import Any
 
 from blake3 import blake3
 
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
+
 
 def canonical_json(value: Any) -> bytes:
     """The encoding of a value made of dicts, lists, strings, numbers, booleans and None.
@@ -19,7 +21,7 @@ def canonical_json(value: Any) -> bytes:
     Raises:
         ValueError: A number is not finite.
     """
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    return _ENCODER.encode(value).encode()
 
 
 def json_digest(value: Any) -> str:

@@ -35,6 +35,8 @@ class Claim:
         self.directory = directory
         self.epoch = epoch
         self._lock = lock
+        self._lock_file = directory / LOCK_FILE
+        self._epoch_file = directory / EPOCH_FILE
 
     @classmethod
     def take(cls, directory: Path, above: int = 0) -> Claim:
@@ -69,7 +71,7 @@ class Claim:
         """
         held = self._holds_lock()  # looked at first: without the directory there is no epoch either
         try:
-            stored = stored_epoch(self.directory)
+            stored = _epoch_in(self._epoch_file)
         except (OSError, ValueError) as error:
             raise StorageFailed("read the epoch of", str(self.directory), str(error)) from None
         if stored == 0:
@@ -87,7 +89,7 @@ class Claim:
             )
 
     def _holds_lock(self) -> bool:
-        return is_same_file(self._lock, self.directory / LOCK_FILE)
+        return is_same_file(self._lock, self._lock_file)
 
     def raise_to(self, epoch: int) -> None:
         """Make this epoch at least as great as one that was found below this directory.
@@ -127,8 +129,12 @@ def stored_epoch(directory: Path) -> int:
         OSError: It cannot be read.
         ValueError: The file holds no epoch.
     """
+    return _epoch_in(directory / EPOCH_FILE)
+
+
+def _epoch_in(file: Path) -> int:
     try:
-        content = (directory / EPOCH_FILE).read_bytes()
+        content = file.read_bytes()
     except FileNotFoundError:
         return 0
     try:

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from protocol.spec.run_spec import BatchSpec
 
-_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
-_FIRST: Final = np.uint64(0xBF58476D1CE4E5B9)
-_SECOND: Final = np.uint64(0x94D049BB133111EB)
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+_FIRST: Final = 0xBF58476D1CE4E5B9
+_SECOND: Final = 0x94D049BB133111EB
+_WORD: Final = 2**64 - 1
 
 _ORDER_DOMAIN: Final = 1
 _SEED_DOMAIN: Final = 2
@@ -95,13 +96,16 @@ def _hash(*words: int) -> int:
     """A 64-bit hash of a key of words below 2^64."""
     state = 0
     for word in words:
-        state = int(_absorb(state, np.array([word], dtype=np.uint64))[0])
+        z = ((word ^ state) + _GOLDEN) & _WORD
+        z = ((z ^ (z >> 30)) * _FIRST) & _WORD
+        z = ((z ^ (z >> 27)) * _SECOND) & _WORD
+        state = z ^ (z >> 31)
     return state
 
 
 def _absorb(state: int, words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The state after each of these words; arrays wrap around modulo 2^64 without a warning."""
-    z = (words ^ np.uint64(state)) + _GOLDEN
-    z = (z ^ (z >> np.uint64(30))) * _FIRST
-    z = (z ^ (z >> np.uint64(27))) * _SECOND
+    """As a round of `_hash`, for each of these words: arrays wrap around without a warning."""
+    z = (words ^ np.uint64(state)) + np.uint64(_GOLDEN)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_FIRST)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_SECOND)
     return z ^ (z >> np.uint64(31))

@@ -50,6 +50,7 @@ class Disk:
         self.sync_fails: str | None = None
         self.slowness = 1.0
         self._clock = clock
+        self._name = str(root)
         self._prefix = f"{root}/"
         self._paths: dict[int, str] = {}
         self._left: int | None = None
@@ -122,20 +123,23 @@ class Disk:
         return change
 
     def _open(self, path: Any, flags: int, mode: int = 0o777, **options: Any) -> int:
-        ours = str(path).startswith(self._prefix) or str(path) == str(self.root)
-        new = ours and flags & (os.O_CREAT | os.O_TRUNC) and not Path(path).exists()
+        name = str(path)
+        ours = name.startswith(self._prefix) or name == self._name
+        new = False
         if ours and flags & (os.O_CREAT | os.O_TRUNC):
+            new = not Path(path).exists()
             self._about_to(grow=True)
         fd: int = self._real["open"](path, flags, mode, **options)
         if ours:
-            self._paths[fd] = str(path)
+            self._paths[fd] = name
             if self._clock.current is not None:
                 self._clock.current.fds.add(fd)
-            number = os.fstat(fd).st_ino
-            if new:  # a file system may give a number again
-                self._files.pop(number, None)
-            if flags & os.O_TRUNC:
-                self._unwritten.pop(number, None)
+            if new or flags & os.O_TRUNC:
+                number = os.fstat(fd).st_ino
+                if new:  # a file system may give a number again
+                    self._files.pop(number, None)
+                if flags & os.O_TRUNC:
+                    self._unwritten.pop(number, None)
         return fd
 
     def _close(self, fd: int) -> None:
@@ -180,10 +184,15 @@ class Disk:
         if is_directory:
             self._names[number] = {entry.name: entry.inode() for entry in os.scandir(fd)}
         else:
-            self._files[number] = self._read(fd, number)
+            self._files[number] = self._read(fd, number, found.st_size)
 
-    def _read(self, fd: int, number: int) -> bytes:
-        content = os.pread(fd, os.fstat(fd).st_size, 0) if _readable(fd) else _bytes_of(fd)
+    def _read(self, fd: int, number: int, size: int) -> bytes:
+        if _readable(fd):
+            content = os.pread(fd, size, 0)
+        else:
+            again: int = self._real["open"](f"/proc/self/fd/{fd}", os.O_RDONLY)
+            content = os.pread(again, size, 0)
+            self._real["close"](again)
         if number in self._unwritten:
             start, end = self._unwritten[number]
             content = content[:start] + bytes(min(end, len(content)) - start) + content[end:]
@@ -244,7 +253,3 @@ class Disk:
 
 def _readable(fd: int) -> bool:
     return fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY
-
-
-def _bytes_of(fd: int) -> bytes:
-    return Path(f"/proc/self/fd/{fd}").read_bytes()

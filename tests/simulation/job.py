@@ -47,6 +47,8 @@ _KEPT: tuple[tuple[LogMode, int], ...] = (
     ("full", 0), ("full", 2), ("checkpoint", 1), ("checkpoint", 3), ("full", 1),
 )  # fmt: skip
 """What is logged, and how often a checkpoint is made."""
+_DOUBLE_CHECKS = (2, 4, 256)
+"""In one step of so many a node is computed twice."""
 VARIANTS = len(_BATCHES) * len(_OPTIMIZERS) * len(_KEPT)
 
 
@@ -80,6 +82,7 @@ class Job:
             evaluate_every=2 if steps == STEPS else 7,
             log=mode,
             checkpoint=CheckpointSpec(every=every if steps == STEPS else 5 * every),
+            double_check_every=_DOUBLE_CHECKS[variant % len(_DOUBLE_CHECKS)],
         )
         self.blocks = tuple(
             Block.model_validate(

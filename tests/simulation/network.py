@@ -199,7 +199,9 @@ class Transport(asyncio.Transport):
         """What is on its way will arrive."""
         if self._due or self.held or self._protocol is None:
             return
-        if self._coming or self._ends:
+        # An end that is known already, or that waits for what is still to be sent, is no news.
+        ends = self._ends == "reset" or (self._ends and not self._closing)
+        if self._coming or (ends and not self.lost):
             self._due = True
             network = self._network
             delay_ms = network.latency_ms * (0.1 + 2 * self._clock.rng.random())
@@ -234,11 +236,7 @@ class Transport(asyncio.Transport):
             self.peer._room()
         if self._ends and not self._coming:
             self._end()
-        self.pump_rest()
-
-    def pump_rest(self) -> None:
-        if self._coming or (self._ends and not self.lost):
-            self.pump()
+        self.pump()
 
     def _feed(self, data: bytes) -> None:
         view = memoryview(data)
