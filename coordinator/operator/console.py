@@ -132,7 +132,7 @@ class ProgressConsole:
         if isinstance(fact, TrainingStarted | RunResumed):
             self._last_line_s = 0.0  # a run's first step is told at once
         if (sentence := self._sentences.get(type(fact))) is not None:
-            self._tell(sentence.format(**fields), fact, fields)
+            self._tell(sentence.format(**_in_sentences(fields)), fact, fields)
         execution = self._service.current
         match fact:
             case TrainingStarted() if execution is not None:
@@ -208,6 +208,14 @@ class ProgressConsole:
                 "" if speed is None else f"{speed:.0f}",
             )
         return table
+
+
+def _in_sentences(fields: Mapping[str, object]) -> dict[str, object]:
+    """Lists as people write them."""
+    return {
+        name: ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
+        for name, value in fields.items()
+    }
 
 
 def _progress(execution: Execution, now_s: float, *, shares: bool = True) -> str:

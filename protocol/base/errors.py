@@ -28,7 +28,9 @@ The text of an error says what was expected, what came, from whom, and what to d
 
 from __future__ import annotations
 
+import re
 from enum import IntEnum
+from typing import Final
 
 from protocol.base.byte_size import byte_size
 
@@ -43,6 +45,9 @@ class ExitCode(IntEnum):
     NOT_AUTHORISED = 77
     MISMATCH = 78
     INTERRUPTED = 130
+
+
+NO_MEMORY: Final = "it takes more main memory than can be had"
 
 
 class SamestepError(Exception):
@@ -262,6 +267,22 @@ def error_for(exit_code: int, text: str) -> SamestepError:
         ExitCode.MISMATCH: Mismatch,
     }
     return kinds.get(exit_code, RunFailed)(text)
+
+
+def in_words(error: Exception) -> str:
+    """What another library raised, as a part of a line: its first sentence and what kind it is."""
+    text = " ".join(str(error).split())
+    if isinstance(error, MemoryError) or "not enough memory" in text or "alloc_cpu" in text:
+        return NO_MEMORY
+    found = getattr(error, "errors", None)
+    if callable(found) and isinstance(error, ValueError):  # pydantic's, over several lines
+        first = found()[0]
+        place = ".".join(map(str, first["loc"]))
+        return f"{place}: {first['msg']}" if place else str(first["msg"])
+    text = re.split(r"(?<=[\w)'\"`])\. (?=[A-Z])", text)[0][:300]
+    if isinstance(error, ValueError | OSError | ImportError) and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def text_of(error: BaseException) -> str:

@@ -178,6 +178,9 @@ class Manifest(_Frozen):
         names = [tensor.name for block in self.blocks for tensor in block.tensors]
         if len(set(names)) != len(names):
             raise ValueError("expected every tensor once, got a name twice")
+        figures = [metric.name for metric in self.metrics]
+        if len(set(figures)) != len(figures):
+            raise ValueError("expected every metric once, got a name twice")
         if len(names) > limits.TENSORS:
             raise ValueError(f"expected at most {limits.TENSORS} tensors, got {len(names)}")
         if self.elements > limits.TRAINABLE_ELEMENTS:

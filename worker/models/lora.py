@@ -15,10 +15,10 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from backends.base import draws
-from protocol.base.errors import DataError
+from protocol.base.errors import DataError, in_words
 from protocol.spec.manifest import ADAPTER_CONFIG, Block, Export
 from protocol.spec.run_spec import LoraSpec
-from worker.models.pretrained import fill, one_line
+from worker.models.pretrained import fill
 
 TaskType = Literal["SEQ_CLS", "CAUSAL_LM"]
 
@@ -78,7 +78,9 @@ class Lora:
                 config = peft.LoraConfig(**self._config)
                 self.module: torch.nn.Module = peft.get_peft_model(model, config)
         except ValueError as error:
-            raise DataError(f"cannot add LoRA to {', '.join(targets)}: {one_line(error)}") from None
+            raise DataError(
+                f"cannot add LoRA to {', '.join(targets)}: {in_words(error)}; see to lora.targets"
+            ) from None
         _start(self.module, seed)
 
     def export(self, base: str, blocks: Sequence[Block], files: dict[str, str]) -> Export:

@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from backends.base import draws
 from backends.base.interface import Array
-from protocol.base.errors import DataError
+from protocol.base.errors import NO_MEMORY, DataError, in_words
 from protocol.exact.digest import digest_arrays
 from protocol.spec import sources
 from protocol.spec.manifest import Block
@@ -37,8 +37,6 @@ from worker.models import main_memory
 _DEVIATION: Final = 0.02
 """Of new weights, where the model's configuration names none (BERT's own)."""
 _HUB_TIMEOUT_S: Final = 5.0
-_ERRORS: Final = (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError)
-"""What transformers raises for a source or a configuration that it cannot use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +119,11 @@ def start_causal_lm(spec: ModelSpec, vocabulary: int, end: int, seed: int) -> Pr
         )
     except DataError:
         raise
-    except Exception as error:  # noqa: BLE001  (sizes that do not fit raise errors of all kinds)
+    except Exception as error:  # (sizes that do not fit raise errors of all kinds)
+        if in_words(error) == NO_MEMORY:
+            raise
         raise DataError(
-            f"cannot make a {model_type} from model.config: {one_line(error)}"
+            f"cannot make a {model_type} from model.config: {in_words(error)}; see to its sizes"
         ) from None
     _draw(model, {name for name, _ in model.named_parameters()}, seed)
     return _ready(model, spec)
@@ -194,12 +194,7 @@ def _hub_answers(name: str) -> bool:
 
 def refusal(what: str, source: str, error: Exception) -> DataError:
     """The error that something cannot be loaded, in one line."""
-    return DataError(f"cannot load the {what} {source!r}: {one_line(error)}")
-
-
-def one_line(error: Exception) -> str:
-    """Other libraries' errors run over several lines, some over pages."""
-    return " ".join(str(error).split())[:300]
+    return DataError(f"cannot load the {what} {source!r}: {in_words(error)}")
 
 
 def quiet() -> None:
@@ -228,7 +223,9 @@ def _load(kind: Any, spec: ModelSpec, seed: int, extra: Mapping[str, Any]) -> Pr
             **extra,
             **keywords,
         )
-    except _ERRORS as error:
+    except Exception as error:  # (half a file raises errors of all kinds)
+        if in_words(error) == NO_MEMORY:
+            raise
         raise refusal("model", spec.source, error) from None
     if "gguf_file" in keywords:
         # Its weights are plain float32 now.
@@ -271,7 +268,7 @@ def _ready(model: Any, spec: ModelSpec) -> Pretrained:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         except ValueError as error:
             raise DataError(
-                f"no gradient checkpointing for this model: {one_line(error)}"
+                f"no gradient checkpointing for this model: {in_words(error)}"
             ) from None
     # Not buffers that are computed anew at each start: their last bits depend on the machine.
     arrays = {name: value.numpy() for name, value in model.state_dict().items()}

@@ -13,7 +13,15 @@ from typing import Final, Protocol
 
 from backends.base.accumulate import tree_sum
 from backends.base.interface import Array, Backend, BlockGradient, Loss, Program
-from protocol.base.errors import DataError, MainMemoryTooSmall, SamestepError, SubnormalsFlushed
+from protocol.base.errors import (
+    NO_MEMORY,
+    DataError,
+    MainMemoryTooSmall,
+    RunFailed,
+    SamestepError,
+    SubnormalsFlushed,
+    in_words,
+)
 from protocol.base.fields import cut_text
 from protocol.exact.replica import PartKind, Replica, StatePart
 from protocol.exact.samples import SampleOrder, microbatch_seed
@@ -40,6 +48,14 @@ from worker.shell.signature import library_versions, probe_digest, signature_dig
 from worker.tasks.base import Task
 
 _APPLIES: Final = "the worker's thread that applies updates"
+
+
+def _build_failed(run_id: str, spec: RunSpec, error: Exception) -> BuildFailed:
+    """What a task or a library under it raised; another machine may have the memory."""
+    told = f"the task {spec.task!r} cannot be built: {(words := in_words(error))}"
+    if words == NO_MEMORY:
+        return BuildFailed(run_id, RunFailed(told), own=True)
+    return BuildFailed(run_id, DataError(told))
 
 
 class _Unfit(Exception):
@@ -181,7 +197,7 @@ class Engine:
             self._emit(BuildFailed(run_id, error, own=isinstance(error, MainMemoryTooSmall)))
             return
         except Exception as error:  # noqa: BLE001 -- a bad run must not end the worker
-            self._emit(BuildFailed(run_id, DataError(f"the task cannot be built: {error!r}")))
+            self._emit(_build_failed(run_id, spec, error))
             return
         self._settle_digest()
         if not (keep and job.run_id == run_id and job.whole):

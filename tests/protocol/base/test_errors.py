@@ -1,16 +1,20 @@
 """The tree of errors: exit codes, and that the picture in the module is the tree."""
 
 import re
+import struct
 
 import pytest
+from pydantic import BaseModel
 
 from protocol.base import errors
 from protocol.base.errors import (
+    NO_MEMORY,
     BackendUnavailable,
     ExitCode,
     SamestepError,
     VersionMismatch,
     error_for,
+    in_words,
 )
 
 
@@ -59,7 +63,7 @@ def test_exit_codes(name, code):
     assert getattr(errors, name).exit_code == code
 
 
-@pytest.mark.parametrize("code", list(ExitCode))
+@pytest.mark.parametrize("code", [code for code in ExitCode if code != ExitCode.INTERRUPTED])
 def test_an_error_of_another_process_keeps_its_exit_code(code):
     error = error_for(code, "what it said")
     assert str(error) == "what it said"
@@ -77,3 +81,39 @@ def test_errors_with_attributes_build_their_text():
     text = "this side speaks protocol version 1, the other side 2: upgrade this side"
     assert str(VersionMismatch(1, 2)) == text
     assert str(VersionMismatch(2, 1)).endswith("upgrade the other side")
+
+
+class _Pydantic(BaseModel):
+    hidden_size: int
+
+
+def _raised_by(work):
+    with pytest.raises(Exception) as caught:  # noqa: PT011 -- whatever it is
+        work()
+    assert isinstance(caught.value, Exception)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("work", "told"),
+    [
+        (lambda: dict[str, int]()["nosuch"], "KeyError: 'nosuch'"),
+        (lambda: 1 // 0, "ZeroDivisionError: integer division or modulo by zero"),
+        (lambda: struct.unpack_from("<Q", b""), "error: unpack_from requires a buffer of at least"),
+        (lambda: bytes(2**62), NO_MEMORY),
+        (lambda: _Pydantic.model_validate({"hidden_size": "x"}), "hidden_size: Input should be a"),
+        (lambda: int("x\ny"), "invalid literal for int()"),
+    ],
+)
+def test_what_other_libraries_raise_is_told_in_one_line(work, told):
+    text = in_words(_raised_by(work))
+    assert told in text
+    assert "\n" not in text
+    assert "http" not in text
+
+
+def test_of_several_sentences_the_first_is_told():
+    error = ValueError("Target modules {'x'} not found in the base model. Please check it. Again.")
+    assert in_words(error) == "Target modules {'x'} not found in the base model"
+    alloc = RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. You tried to allocate")
+    assert in_words(alloc) == NO_MEMORY

@@ -182,3 +182,9 @@ def test_an_export_writes_plain_names_only(name, field):
 def test_a_tensor_twice_is_refused():
     with pytest.raises(ValidationError, match="every tensor once"):
         Manifest(blocks=(flat_block(1), flat_block(2)), train_samples=1)
+
+
+def test_a_metric_that_comes_twice_is_refused():
+    twice = (Metric(name="f1[a]", numerator={"x": 1}), Metric(name="f1[a]", numerator={"y": 1}))
+    with pytest.raises(ValidationError, match="expected every metric once"):
+        Manifest(blocks=MANIFEST.blocks, train_samples=1, metrics=twice)

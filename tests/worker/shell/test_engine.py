@@ -302,6 +302,21 @@ def test_what_the_device_refuses_is_its_own_matter(device):
     device.build()
 
 
+def test_what_a_library_raises_while_building_is_told_in_one_line(device):
+    for raised, told, own in (
+        (RuntimeError("size of tensor a\n(3)"), "RuntimeError: size of tensor a (3)", False),
+        (MemoryError(), "it takes more main memory than can be had", True),
+    ):
+        device.toolbox.failure = raised
+        device.engine.build("run", SPEC)
+        failed = device.next()
+        assert isinstance(failed, events.BuildFailed)
+        assert str(failed.error) == f"the task 'scripted' cannot be built: {told}"
+        assert (failed.own, failed.error.exit_code) == (own, 1 if own else 2)
+    device.toolbox.failure = None
+    device.build()
+
+
 def test_too_little_main_memory_is_this_machines_matter(device):
     device.toolbox.failure = MainMemoryTooSmall(2, 1)
     device.engine.build("run", SPEC)
