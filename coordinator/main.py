@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from coordinator.disk.artifacts import write_json
+from coordinator.disk.durable_file import TEMPORARY_SUFFIX
 from coordinator.files.blob_index import BlobIndex, index_blobs
 from coordinator.local_workers import LocalWorkers
 from coordinator.members.invitation import invitation, status_line
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from coordinator.members.announcement import Announcement
 
 DEFAULT_OUT = Path("runs")
+_BEFORE_A_RUN = ("lock", "epoch.json", "lost+found")
+"""What may lie in a run's directory though no run is there: of one that was not accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +158,28 @@ def _directory(options: CoordinatorOptions) -> Path:
     if options.out is None and options.spec is not None and not options.resume:
         return new_directory(options.spec.name)
     directory = options.out or DEFAULT_OUT
+    if options.spec is not None:
+        _check_free(directory)
     if options.resume and options.spec is None and not directory.is_dir():
         raise UsageError(f"expected runs to resume in {str(directory)!r}, found no such directory")
     return directory
+
+
+def _check_free(directory: Path) -> None:
+    """A run's files are put among no others; those of a run say themselves whether they fit."""
+    if RunDirectory(directory).read_run_file() is not None or not directory.is_dir():
+        return
+    others = [
+        path.name for path in sorted(directory.iterdir())
+        if path.name not in _BEFORE_A_RUN
+        and not path.name.startswith(".")
+        and not path.name.endswith(TEMPORARY_SUFFIX)
+    ]  # fmt: skip
+    if others:
+        raise UsageError(
+            f"--out: expected a new or empty directory, or a run's, got {str(directory)!r} with "
+            f"{others[0]!r} in it; name another, such as {str(directory / 'run')!r}"
+        )
 
 
 def _check_way_back(options: CoordinatorOptions) -> None:

@@ -32,6 +32,8 @@ def status_lines(document: dict[str, Any]) -> Iterator[str]:
         exact = {True: "exact", False: "mixed", None: "not known yet"}[document["exact"]]
         yield f"numbers  {exact} (exactness: {document['exactness']})"
         yield f"kept in  {document['directory']}, checkpoint after step {document['checkpoint']}"
+    if document.get("queued_runs"):
+        yield f"queued   {', '.join(document['queued_runs'])}"
     if document.get("waiting_for"):
         yield f"waiting  for {document['waiting_for']}"
     if document["encryption"] != "TLS 1.3":

@@ -174,7 +174,7 @@ class Channel(asyncio.BufferedProtocol):
         self._lost = self._closing = True
         self._urgent.clear()
         self._queue.clear()
-        reason = str(self._error or self._reason or exc or "the peer closed the connection")
+        reason = str(self._error or self._reason or reason_of(exc))
         self._owner.on_lost(self, reason, self._error)
 
     def _refuse(self, error: ProtocolError) -> None:
@@ -205,6 +205,15 @@ class Channel(asyncio.BufferedProtocol):
             self._queued_bytes -= 0 if isinstance(encoded.message, StateChunk) else encoded.nbytes
             self.bytes_sent += encoded.nbytes
             transport.writelines(encoded.buffers)
+
+
+def reason_of(error: BaseException | None) -> str:
+    """Why a connection ended or was not made, in words without numbers of the system."""
+    if error is None:
+        return "the peer closed the connection"
+    if "SSL handshake is taking longer" in str(error):
+        return f"no answer to the TLS handshake for {limits.HANDSHAKE_TIMEOUT_MS // 1000} s"
+    return getattr(error, "strerror", None) or str(error) or "the connection was reset"
 
 
 def set_socket_options(endpoint: socket.socket) -> None:

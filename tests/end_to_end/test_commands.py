@@ -101,6 +101,20 @@ def test_output_directory_that_cannot_be(tmp_path):
     assert "--out" in one_line(ended)
 
 
+def test_a_run_is_put_among_no_other_files(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("mine")
+    (tmp_path / "out" / ".hidden").write_text("of no matter")
+    for more in ((), ("--resume",)):
+        ended = coordinator(
+            tmp_path, "--expect-workers", "1", "--run", str(RUNS / "regress.yaml"), *more
+        )
+        assert ended.returncode == 2
+        assert "--out: expected a new or empty directory, or a run's" in one_line(ended)
+        assert "'thesis.tex'" in one_line(ended)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".hidden", "thesis.tex"]
+
+
 @pytest.mark.parametrize("address", ["non.sense:", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:99999"])
 def test_malformed_address(address):
     ended = called("worker", "--coordinator", address)

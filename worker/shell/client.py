@@ -37,7 +37,7 @@ from protocol.wire.messages import (
     StateChunk,
     Welcome,
 )
-from protocol.wire.transport import Channel
+from protocol.wire.transport import Channel, reason_of
 from worker.joining.credentials import WorkerCredentials
 from worker.logic import actions as act
 from worker.logic import events
@@ -174,7 +174,7 @@ class Client:
         try:
             channel = await self._connect()
         except OSError as error:
-            return error.strerror or str(error) or "the connection was reset"
+            return reason_of(error)
         self._channel = channel
         self._session = WorkerSession(self._epochs)
         self._greet(channel)

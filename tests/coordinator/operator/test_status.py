@@ -201,3 +201,11 @@ async def test_unlike_workers_show_as_mixed():
     assert "numbers  mixed (exactness: prefer)" in list(status_lines(document))
     signatures = {worker["signature"] for worker in document["workers"]}
     assert len(signatures) == 2
+
+
+async def test_what_waits_and_a_loss_that_is_not_there_are_told_in_words():
+    run = staged(*COMMITTED, "applied ann 1", "applied bob 1", "replica 1", workers="2")
+    document = status_document(await service_with(run, "ann", "bob"), NOW_S)
+    lines = list(status_lines(document | {"loss": None, "queued_runs": ["a-1", "b-2"]}))
+    assert "step     1 of 2, no loss" in lines
+    assert "queued   a-1, b-2" in lines

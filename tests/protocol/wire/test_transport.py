@@ -23,7 +23,7 @@ from protocol.base.errors import (
 from protocol.wire import frames, messages
 from protocol.wire.connection import Body, Connection, Phase, Received, encode
 from protocol.wire.messages import Cancel, Goodbye, Halt, Heartbeat, Message
-from protocol.wire.transport import Channel
+from protocol.wire.transport import Channel, reason_of
 from tests.cluster import PATIENCE_S
 from tests.event_loop import on_uvloop
 from tests.message_samples import BLOCKS, EXAMPLES, PAYLOAD, flat, frame
@@ -474,3 +474,19 @@ async def test_small_messages_do_not_wait_and_dead_links_are_noticed():
             assert end.peer.startswith("127.0.0.1:")
         channel.abort("done")
         await served.owner.until_lost()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (None, "the peer closed the connection"),
+        (ConnectionResetError(104, "Connection reset by peer"), "Connection reset by peer"),
+        (ConnectionResetError(), "the connection was reset"),
+        (
+            ConnectionAbortedError("SSL handshake is taking longer than 5.0 seconds: aborting"),
+            "no answer to the TLS handshake for 5 s",
+        ),
+    ],
+)
+def test_why_a_connection_ended_is_told_in_words(error, told):
+    assert reason_of(error) == told
