@@ -304,7 +304,7 @@ def test_layer_drop_gives_zeros_and_the_same_ones_again(texts):
         ({"data": {"train": "TEXTS", "max_tokens": 65}}, "max_tokens of at most 64"),
         ({"batch": {"samples": 4000, "microbatch": 2000}}, "at least 2000 training samples"),
         ({"tokenizer": {"source": "./none"}}, "expected a model's directory"),
-        ({"model": {"source": "org/none"}, "tokenizer": None}, "cannot load the tokenizer"),
+        ({"model": {"source": "org/none"}, "tokenizer": None}, "cannot fetch the model"),
     ],
 )
 def test_what_cannot_be_used_is_one_clear_line(texts, changes, message, monkeypatch):
