@@ -112,7 +112,7 @@ def test_a_claim_sees_that_it_is_lost(tmp_path):
     second.check()
 
 
-@pytest.mark.parametrize("look", ["is_same_file", "stored_epoch"])
+@pytest.mark.parametrize("look", ["is_same_file", "_epoch_in"])
 def test_a_directory_that_vanishes_while_it_is_looked_at_is_gone_not_another_s(
     tmp_path, monkeypatch, look
 ):
