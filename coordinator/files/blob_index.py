@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from pydantic import ValidationError
 from protocol.base.errors import DataError
 from protocol.data.data_check import check_data
 from protocol.spec.blob_list import BlobFile, BlobList, BlobSource, document_digest
-from protocol.spec.file_digest import identity, open_file_digest, open_plain
+from protocol.spec.file_digest import lasting_identity, open_file_digest, open_plain
 from protocol.spec.run_files import ROLES, SourceFiles, source_files
 from protocol.spec.run_spec import RunSpec
 
@@ -26,7 +27,7 @@ class Blob:
     Attributes:
         size: In bytes.
         content: The file, no link, or the document.
-        identity: Of the file when its digest was taken; empty if that is not known.
+        identity: Of the file when its digest was taken; empty if a change might not change it.
     """
 
     size: int
@@ -83,7 +84,7 @@ def _hash(files: SourceFiles, blobs: dict[str, Blob]) -> BlobSource:
         try:
             place = path.resolve()
             with open_plain(place) as file:
-                known = identity(os.fstat(file.fileno()))
+                known = lasting_identity(os.fstat(file.fileno()), time.time_ns())
                 size, digest = open_file_digest(file)
         except OSError as error:
             raise DataError(f"cannot read {str(path)!r}: {error.strerror or error}") from None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import time
 from collections import deque
 from typing import Final, NamedTuple
 
@@ -17,7 +18,7 @@ import structlog
 from coordinator.files.blob_index import Blob, BlobIndex
 from protocol.base import limits
 from protocol.base.errors import OutOfPlace
-from protocol.spec.file_digest import identity, open_file_digest, open_plain
+from protocol.spec.file_digest import lasting_identity, open_file_digest, open_plain
 from protocol.wire.connection import Encoded, encode
 from protocol.wire.messages import BlobChunk, BlobRequest
 from protocol.wire.transport import Channel
@@ -103,9 +104,9 @@ class BlobServer:
         if isinstance(blob.content, bytes):
             return blob.content[offset : offset + count]
         with open_plain(blob.content) as file:
-            present = identity(os.fstat(file.fileno()))
+            present = lasting_identity(os.fstat(file.fileno()), time.time_ns())
             known, fits = self._seen.get(digest, (blob.identity, True))
-            if known != present:
+            if not present or known != present:
                 fits = open_file_digest(file) == (blob.size, digest)
                 self._seen[digest] = present, fits
             return _read(file, offset, count) if fits else b""

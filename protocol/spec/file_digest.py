@@ -15,6 +15,8 @@ from blake3 import blake3
 from protocol.base import limits
 
 _PIECE_BYTES: Final = limits.MIB
+_TICK_NS: Final = 100_000_000
+"""More than the clocks of file systems take for a tick."""
 
 
 def file_digest(path: Path) -> tuple[int, str]:
@@ -55,6 +57,15 @@ def identity(status: os.stat_result) -> tuple[int, ...]:
     """What changes when a file is edited, replaced or set back by a copy."""
     times = (status.st_mtime_ns, status.st_ctime_ns)
     return (status.st_size, *times, status.st_ino, status.st_dev)
+
+
+def lasting_identity(status: os.stat_result, now_ns: int) -> tuple[int, ...]:
+    """The identity, if a later change is sure to change it; else nothing.
+
+    A file that is written twice within a tick of the file system's clock shows it by nothing.
+    """
+    changed_ns = max(status.st_mtime_ns, status.st_ctime_ns)
+    return identity(status) if changed_ns < now_ns - _TICK_NS else ()
 
 
 class FileDigests:

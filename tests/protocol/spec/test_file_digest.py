@@ -4,7 +4,7 @@ import os
 
 from blake3 import blake3
 
-from protocol.spec.file_digest import FileDigests, file_digest
+from protocol.spec.file_digest import FileDigests, file_digest, identity, lasting_identity
 
 
 def test_a_file_of_several_pieces(tmp_path):
@@ -42,3 +42,11 @@ def test_what_was_written_a_moment_ago_is_not_read_again(tmp_path):
 
 def test_what_is_no_readable_file_holds_nothing(tmp_path):
     assert not FileDigests().holds(tmp_path, tmp_path.stat().st_size, blake3(b"").hexdigest())
+
+
+def test_an_identity_lasts_once_the_file_has_been_left_alone_for_a_while(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"one")
+    status = path.stat()
+    assert lasting_identity(status, status.st_ctime_ns) == ()
+    assert lasting_identity(status, status.st_ctime_ns + 10**9) == identity(status)
