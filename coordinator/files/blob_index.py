@@ -16,7 +16,7 @@ from protocol.base.errors import DataError
 from protocol.data.data_check import check_data
 from protocol.spec.blob_list import BlobFile, BlobList, BlobSource, document_digest
 from protocol.spec.file_digest import lasting_identity, open_file_digest, open_plain
-from protocol.spec.run_files import ROLES, SourceFiles, source_files
+from protocol.spec.run_files import ROLES, SourceFiles, refuse_links_out, source_files
 from protocol.spec.run_spec import RunSpec
 
 
@@ -63,6 +63,8 @@ def index_blobs(spec: RunSpec) -> BlobIndex | None:
     """
     blobs: dict[str, Blob] = {}
     found = [files for role in ROLES if (files := source_files(spec, role)) is not None]
+    for files in found:
+        refuse_links_out(files)
     check_data(spec)
     if not found:
         return None

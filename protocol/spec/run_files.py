@@ -77,6 +77,25 @@ def source_files(spec: RunSpec, role: Role) -> SourceFiles | None:
     return SourceFiles(role, source, "directory", tuple((n, found / n) for n in sorted(set(names))))
 
 
+def refuse_links_out(files: SourceFiles) -> None:
+    """What is sent lies where the run spec says: who can write a data directory could have any
+    file of the coordinator's user sent.
+
+    Raises:
+        DataError: A file of a data directory is a link that leads out of it.
+    """
+    directory = Path(os.path.expanduser(files.source))  # noqa: PTH111  (as below)
+    if files.role != "data" or not directory.is_dir():
+        return
+    inside = directory.resolve()
+    for _, file in files.files:
+        if not file.resolve().is_relative_to(inside):
+            raise DataError(
+                f"{str(file)!r} is a link that leads out of {str(directory)!r}; "
+                "put the file itself there, or narrow data.pattern"
+            )
+
+
 def _data(spec: RunSpec, data: DataSpec) -> SourceFiles | None:
     path = Path(os.path.expanduser(data.train))  # noqa: PTH111  (leaves an unknown ~name as it is)
     if spec.task not in TASK_SECTIONS:
@@ -88,21 +107,8 @@ def _data(spec: RunSpec, data: DataSpec) -> SourceFiles | None:
         return _lone("data", data.train, sources.text_source(data.train))
     found = sources.corpus_files(data.train, data.pattern)
     top = path if named else Path(os.path.commonpath([file.parent for file in found]))
-    if named:
-        _refuse_ways_out(found, top)
     files = [(_name(file.relative_to(top).as_posix()), file) for file in found]
     return SourceFiles("data", data.train, "directory", tuple(files))
-
-
-def _refuse_ways_out(files: Sequence[Path], directory: Path) -> None:
-    """Whoever can write a data directory could have any file of the coordinator's user sent."""
-    inside = directory.resolve()
-    for file in files:
-        if not file.resolve().is_relative_to(inside):
-            raise DataError(
-                f"{str(file)!r} is a link that leads out of {str(directory)!r}; "
-                "put the file itself there, or narrow data.pattern"
-            )
 
 
 def _lone(role: Role, source: str, path: Path) -> SourceFiles:
