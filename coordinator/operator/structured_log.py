@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import MutableMapping
-from typing import Any, Final
+from typing import Any, Final, TextIO, cast
 
 import structlog
 
@@ -29,6 +30,20 @@ class _JournalRenderer:
         raise structlog.DropEvent
 
 
+class _StandardError:
+    """Standard error as it is at each line: where it was closed lines are lost, never the run."""
+
+    def write(self, text: str) -> None:
+        """Write what is not refused."""
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        """Likewise."""
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.flush()
+
+
 def set_up_logging(journal: SystemJournal | None, *, as_json: bool) -> None:
     """Structured log on standard error; without --log-json only warnings, people read the rest."""
     level = logging.INFO if as_json else logging.WARNING
@@ -44,5 +59,5 @@ def set_up_logging(journal: SystemJournal | None, *, as_json: bool) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _StandardError())),
     )
