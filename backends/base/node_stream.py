@@ -1,13 +1,23 @@
-"""The iterator that gives a node's gradients, microbatch by microbatch: any thread may close it."""
+"""A node's gradients, microbatch by microbatch, added on the host where the device does not."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from operator import add
 from typing import NamedTuple, Self
 
-from backends.base.accumulate import TreeAccumulator
-from backends.base.interface import Batch, BlockAdded, BlockGradient, Leaf, Loss, NodeItem
+from backends.base.interface import (
+    Array,
+    Batch,
+    BlockAdded,
+    BlockGradient,
+    Leaf,
+    Loss,
+    NodeItem,
+)
+from protocol.exact.tree import Node
+from protocol.exact.tree_sum import TreeSum, add_arrays
 
 
 class Microbatch(NamedTuple):
@@ -20,6 +30,47 @@ class Microbatch(NamedTuple):
 
     items: Iterator[NodeItem]
     stop: Callable[[], None]
+
+
+class HostSums:
+    """The sums of one node, on the host.
+
+    Leaves come in order, and of each leaf its blocks. After the last leaf's block is added, the
+    block's node sum is final and given out at once, while that leaf's backward still runs on
+    earlier blocks. At most log2(leaves) + 1 arrays are held of a block.
+    """
+
+    def __init__(self, leaves: int, blocks: int) -> None:
+        self._leaves = leaves
+        self._blocks = [TreeSum(leaves, add_arrays) for _ in range(blocks)]
+        self._losses = TreeSum[float](leaves, add)
+        self._weights = TreeSum[float](leaves, add)
+
+    def add(self, leaf: int, block: int, values: Array) -> Array | None:
+        """Add one microbatch's gradient of one block.
+
+        Args:
+            leaf: The microbatch's number in the node.
+            block: The block's number.
+            values: Flat float32; the sum's own from now on, it adds into it.
+
+        Returns:
+            The node's sum of the block after its last leaf, the caller's own; else None.
+        """
+        assert values.dtype == "float32"
+        assert values.flags.writeable
+        self._blocks[block].put(Node(leaf, leaf + 1), values)
+        total = self._blocks[block].total
+        if total is not None:  # its memory is the receiver's, not this node's to the end
+            self._blocks[block] = TreeSum(self._leaves, add_arrays)
+        return total
+
+    def add_loss(self, leaf: int, loss_sum: float, weight: float) -> Loss | None:
+        """Add one microbatch's loss sum and weight, in float64; gives the node's after its last."""
+        self._losses.put(Node(leaf, leaf + 1), loss_sum)
+        self._weights.put(Node(leaf, leaf + 1), weight)
+        loss, total = self._losses.total, self._weights.total
+        return None if loss is None or total is None else Loss(loss, total)
 
 
 class NodeStream:
@@ -39,7 +90,7 @@ class NodeStream:
         self,
         leaves: Sequence[Leaf],
         begin: Callable[[int, Batch, int], Microbatch],
-        sums: TreeAccumulator | None = None,
+        sums: HostSums | None = None,
     ) -> None:
         self.sums = sums
         self._begin = begin
@@ -78,12 +129,11 @@ class NodeStream:
                 raise StopIteration
             self._microbatch = self._begin(self._leaf, *self._leaves[self._leaf])
 
-    def _added(self, sums: TreeAccumulator, item: NodeItem) -> NodeItem | None:
-        leaf = sums.node.lo + self._leaf
+    def _added(self, sums: HostSums, item: NodeItem) -> NodeItem | None:
         if isinstance(item, Loss):
-            return sums.add_loss(leaf, item.loss_sum, item.weight)
+            return sums.add_loss(self._leaf, item.loss_sum, item.weight)
         assert isinstance(item, BlockGradient)
-        total = sums.add(leaf, item.block, item.values)
+        total = sums.add(self._leaf, item.block, item.values)
         return BlockAdded(item.block) if total is None else BlockGradient(item.block, total)
 
 
@@ -91,4 +141,4 @@ def added_on_host(
     leaves: Sequence[Leaf], begin: Callable[[int, Batch, int], Microbatch], blocks: int
 ) -> NodeStream:
     """The gradients of a node, added on the host: what every device can do."""
-    return NodeStream(leaves, begin, TreeAccumulator.of(len(leaves), blocks))
+    return NodeStream(leaves, begin, HostSums(len(leaves), blocks))

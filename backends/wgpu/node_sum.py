@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from backends.base.accumulate import tree_sum
 from backends.base.interface import Batch, BlockAdded, BlockGradient, Leaf, Loss, NodeItem
 from backends.base.node_stream import Microbatch, NodeStream
 from backends.wgpu.device.running import Running
+from protocol.exact.tree_sum import tree_sum
 
 
 def added_on_device(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from coordinator.audit.history import History
-from coordinator.run.reduction import averages_digest, block_digest
 from coordinator.storage.checkpoint import Checkpoint, load_replica
 from coordinator.storage.log_index import LoggedStep, LogIndex, read_averages
 from coordinator.storage.log_reader import scan_log
@@ -13,6 +12,7 @@ from coordinator.storage.log_records import Array
 from coordinator.storage.replay import take
 from coordinator.storage.run_directory import RunDirectory, StoredRun
 from protocol.base.errors import SamestepError
+from protocol.exact.digest import averages_digest, block_digest
 from protocol.exact.replica import Replica
 from protocol.exact.update import global_norm, square_sum, step_scalars
 from protocol.spec.manifest import Manifest

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from coordinator.run.facts import Fact
-from coordinator.run.reduction import Array
 from coordinator.run.restart import CommitRecord, Terms
 from protocol.base.errors import ExitCode
-from protocol.exact.update import StepScalars
+from protocol.exact.update import Array, StepScalars
 from protocol.spec.manifest import Manifest
 from protocol.wire.messages import Message, StateChunk
 

@@ -24,10 +24,10 @@ from coordinator.run.agreement import Agreement
 from coordinator.run.facts import WorkerLate, WorkerRefused
 from coordinator.run.leases import Leases
 from coordinator.run.membership import Member, Membership, MemberState
-from coordinator.run.reduction import Array
 from coordinator.run.restart import Terms
 from protocol.base import limits
 from protocol.base.errors import ExitCode, OutOfPlace
+from protocol.exact.update import Array
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import Exactness
 from protocol.wire.messages import Drain, Message, Ready, StateChunk, StateRequest, Unready

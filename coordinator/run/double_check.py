@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
-from coordinator.run.reduction import Array
 from protocol.exact.samples import microbatch_seed
 from protocol.exact.tree import Node
+from protocol.exact.update import Array
 from protocol.wire.messages import GradientPayload
 
 

@@ -12,25 +12,18 @@ import itertools
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from operator import add
 from typing import Final
 
 import numpy as np
 
 from coordinator.run.actions import Broadcast
 from coordinator.run.double_check import Differing, DoubleCheck
-from coordinator.run.reduction import (
-    Array,
-    TreeSum,
-    add_arrays,
-    add_floats,
-    add_origins,
-    averages_digest,
-    block_digest,
-    is_finite,
-)
 from protocol.base.errors import OutOfPlace
+from protocol.exact.digest import averages_digest, block_digest
 from protocol.exact.tree import Node, cover, is_node, root
-from protocol.exact.update import average, global_norm, square_sum
+from protocol.exact.tree_sum import TreeSum, add_arrays
+from protocol.exact.update import Array, average, global_norm, is_finite, square_sum
 from protocol.spec.manifest import Block
 from protocol.wire.messages import (
     AveragedBlockGradient,
@@ -136,13 +129,13 @@ class Round:
         self._first_bit = [0, *itertools.accumulate(self._open_chunks)]
         self._square_sums: dict[int, float] = {}
         self._digests: dict[int, str] = {}
-        self._weights: TreeSum[float] = TreeSum(microbatches, add_floats)
-        self._losses: TreeSum[float] = TreeSum(microbatches, add_floats)
-        self._loss_origins: TreeSum[Origin] = TreeSum(microbatches, add_origins)
+        self._weights: TreeSum[float] = TreeSum(microbatches, add)
+        self._losses: TreeSum[float] = TreeSum(microbatches, add)
+        self._loss_origins: TreeSum[Origin] = TreeSum(microbatches, add)
         self._ways: set[Origin] = set()
 
     def _empty_sums(self) -> tuple[TreeSum[Array], TreeSum[Origin]]:
-        return TreeSum(self.microbatches, add_arrays), TreeSum(self.microbatches, add_origins)
+        return TreeSum(self.microbatches, add_arrays), TreeSum(self.microbatches, add)
 
     def assign(self, worker: str, nodes: tuple[Node, ...]) -> None:
         """These nodes are now the worker's to compute."""

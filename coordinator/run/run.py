@@ -45,12 +45,12 @@ from coordinator.run.facts import (
 from coordinator.run.failures import Failures
 from coordinator.run.membership import COMPUTING, Member, Membership, MemberState
 from coordinator.run.progress import Progress
-from coordinator.run.reduction import Array
 from coordinator.run.restart import Resumption
 from coordinator.run.round import NonFinite
 from coordinator.run.saves import Saves
 from protocol.base.errors import ExitCode, OutOfPlace
 from protocol.base.fields import cut_text
+from protocol.exact.update import Array
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec
 from protocol.wire.messages import (

@@ -27,7 +27,6 @@ from coordinator.run.actions import (
     Send,
 )
 from coordinator.run.facts import Fact, HeldOutMeasured, TrainingStarted
-from coordinator.run.reduction import Array
 from coordinator.run.run import Run
 from coordinator.service.chronicle import record_of, records_of
 from coordinator.service.followers import Followers
@@ -54,6 +53,7 @@ from protocol.base.errors import (
     text_of,
 )
 from protocol.base.fields import cut_text
+from protocol.exact.update import Array
 from protocol.host.machine import Machine
 from protocol.host.trace import Tracer, now_us
 from protocol.spec.manifest import Manifest

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from coordinator.members.session import MemberSession
-from coordinator.run.reduction import Array
+from protocol.exact.update import Array
 from protocol.wire.connection import Encoded, encode
 from protocol.wire.messages import AveragedBlockGradient, AveragedNonBlockGradient, Commit, Message
 

@@ -9,10 +9,9 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from coordinator.run.reduction import Array
 from coordinator.storage.recovery import Recovery
 from protocol.exact.replica import Replica
-from protocol.exact.update import StepScalars
+from protocol.exact.update import Array, StepScalars
 from protocol.host.machine import Machine
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec

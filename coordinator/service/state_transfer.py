@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Final
 
 from coordinator.run.actions import Replay
-from coordinator.run.reduction import Array
 from coordinator.service.followers import Followers
 from coordinator.storage.log_index import LoggedStep
 from coordinator.storage.run_storage import RunStorage
 from protocol.base import limits
 from protocol.exact.replica import Replica
+from protocol.exact.update import Array
 from protocol.spec.manifest import Manifest
 from protocol.wire.connection import encode
 from protocol.wire.messages import AveragedBlockGradient, AveragedNonBlockGradient, StateChunk

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
+
+from protocol.spec.manifest import Block
 
 Named = Mapping[str, NDArray[np.float32]]
 
@@ -48,6 +50,18 @@ def state_digest(step: int, optimizer_step: int, groups: Sequence[tuple[str, str
         name = kind.encode()
         hasher.update(struct.pack("<I", len(name)) + name + bytes.fromhex(digest))
     return hasher.hexdigest()
+
+
+def block_digest(block: Block, average: NDArray[np.float32]) -> str:
+    """Digest of one block's averaged gradients, flat float32, by tensor name."""
+    return weights_digest(
+        {tensor.name: average[part].reshape(tensor.shape) for tensor, part in block.slices()}
+    )
+
+
+def averages_digest(block_digests: Iterable[str]) -> str:
+    """BLAKE3 over the hex digests of all blocks in order: what a commit carries."""
+    return blake3("".join(block_digests).encode()).hexdigest()
 
 
 def digest_arrays(arrays: Mapping[str, NDArray[Any]]) -> str:

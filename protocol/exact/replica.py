@@ -14,7 +14,7 @@ import numpy as np
 
 from protocol.exact.digest import state_digest, weights_digest
 from protocol.exact.subnormals import check_subnormals
-from protocol.exact.update import Array, StepScalars, apply_update, decays, moment_count
+from protocol.exact.update import Array, StepScalars, apply_update, decays, is_finite, moment_count
 from protocol.spec.manifest import Block
 from protocol.spec.run_spec import OptimizerSpec
 
@@ -130,9 +130,9 @@ class Replica:
     def _not_finite(self) -> str:
         for kind, arrays in self._state.items():
             for block, array in zip(self._blocks, arrays, strict=True):
-                if _is_finite(array):
+                if is_finite(array):
                     continue
-                name = next(t.name for t, part in block.slices() if not _is_finite(array[part]))
+                name = next(t.name for t, part in block.slices() if not is_finite(array[part]))
                 return f"block {block.name!r}, tensor {name!r} ({kind.replace('_', ' ')})"
         return ""
 
@@ -171,11 +171,6 @@ class Replica:
         for block, array in zip(self._blocks, arrays, strict=True):
             assert array.dtype == np.float32
             assert array.shape == (block.elements,)
-
-
-def _is_finite(array: Array) -> bool:
-    """Whether all values are; without the array of truths that numpy.isfinite would fill."""
-    return not array.size or bool(array.min() > -np.inf and array.max() < np.inf)
 
 
 def aligned_zeros(elements: int) -> Array:

@@ -257,6 +257,11 @@ def _adamw(c: _Constants, chunk: _Chunk) -> None:
 _RULES: Final[dict[str, _Rule]] = {"sgd": _sgd, "momentum": _momentum, "adamw": _adamw}
 
 
+def is_finite(array: Array) -> bool:
+    """Whether all values are; without the array of truths that numpy.isfinite would fill."""
+    return not array.size or bool(array.min() > -np.inf and array.max() < np.inf)
+
+
 def square_sum(array: Array) -> float:
     """Sum of squares in float64, of a flat array.
 

@@ -12,13 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from backends.base.accumulate import TreeAccumulator
 from backends.base.interface import Batch, BlockAdded, BlockGradient, Loss, Program, Trainable
-from backends.base.node_stream import NodeStream
+from backends.base.node_stream import HostSums, NodeStream
 from backends.registry import choose
 from backends.wgpu.device.adapters import adapters
 from protocol.base.errors import SamestepError
-from protocol.exact.tree import Node
 from protocol.spec.manifest import Block, TensorSpec
 
 BACKENDS = ["scripted", "cpu", *(["cuda"] if torch.cuda.is_available() else []), "vulkan"]
@@ -154,7 +152,7 @@ def test_a_nodes_sums_are_those_of_its_microbatches_along_the_tree(program, leav
     blocks = make_trainable().blocks
     # The third has no samples at all.
     batches = [make_batch(0 if leaf == 2 else 4, seed=leaf) for leaf in range(leaves)]
-    expected = TreeAccumulator(Node(0, leaves), len(blocks))
+    expected = HostSums(leaves, len(blocks))
     sums: dict[int, bytes] = {}
     loss: Loss | None = None
     for leaf, batch in enumerate(batches):

@@ -13,7 +13,6 @@ from coordinator.run.admission import Admission
 from coordinator.run.agreement import Agreement
 from coordinator.run.evaluation import Evaluation
 from coordinator.run.progress import Progress
-from coordinator.run.reduction import TreeSum
 from coordinator.run.round import Round, Share
 from coordinator.run.saves import Saves
 from coordinator.service.execution import Execution
@@ -24,6 +23,7 @@ from coordinator.storage.log_records import HEAD_BYTES
 from coordinator.storage.run_directory import RunDirectory
 from coordinator.storage.run_storage import RunStorage
 from protocol.exact.tree import parent, root, sibling
+from protocol.exact.tree_sum import TreeSum
 from protocol.wire.messages import Assign, Cancel, StartRun
 from worker.logic.session import WorkerSession
 

@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from backends.base.accumulate import tree_sum
 from backends.base.interface import Array, Backend, BlockGradient, Loss, Program
 from protocol.base.errors import (
     NO_MEMORY,
@@ -27,6 +26,7 @@ from protocol.exact.replica import PartKind, Replica, StatePart
 from protocol.exact.samples import SampleOrder, microbatch_seed
 from protocol.exact.subnormals import check_subnormals
 from protocol.exact.tree import Node
+from protocol.exact.tree_sum import tree_sum
 from protocol.exact.update import StepScalars
 from protocol.host.machine import Machine
 from protocol.host.trace import Tracer, now_us

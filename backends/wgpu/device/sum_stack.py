@@ -1,7 +1,7 @@
 """Node sums in the device's memory: gradients are added there, and only the sums come back.
 
 For each trained tensor the device holds the sums over perfect subtrees of the microbatches so far,
-as a binary counter does: see `backends.base.accumulate`, which does the same on the host.
+as a binary counter does: see `protocol.exact.tree_sum`, which does the same on the host.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
 """Sums along the tree, against a recursive sum of the leaves, whatever arrives in which order."""
 
+from operator import add
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.run.reduction import TreeSum, add_arrays, add_floats, is_finite
 from protocol.exact.tree import Node, children, cover, root
+from protocol.exact.tree_sum import TreeSum, add_arrays, tree_sum
+from protocol.exact.update import is_finite
 
 
 def naive(leaves, lo, hi):
@@ -80,14 +83,19 @@ def test_every_leaf_counts_exactly_once(case):
 def test_what_is_held_is_merged_as_far_as_can_be(microbatches, data):
     leaves = data.draw(st.permutations(range(microbatches)))
     come = data.draw(st.integers(0, microbatches))
-    sums = TreeSum(microbatches, add_floats)
+    sums = TreeSum(microbatches, add)
     for leaf in leaves[:come]:
         assert sums.put(Node(leaf, leaf + 1), 1.0)
     assert sums.held == cover(sorted(leaves[:come]), microbatches)
 
 
+@given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=40))
+def test_terms_in_order_are_added_along_the_tree(terms):
+    assert tree_sum(terms) == naive(terms, 0, len(terms))
+
+
 def test_a_descendant_after_its_ancestor_is_dropped():
-    sums = TreeSum(4, add_floats)
+    sums = TreeSum(4, add)
     assert sums.put(Node(0, 2), 3.0)
     assert not sums.put(Node(0, 1), 100.0)
     assert not sums.put(Node(0, 2), 100.0)
@@ -96,7 +104,7 @@ def test_a_descendant_after_its_ancestor_is_dropped():
 
 
 def test_an_ancestor_takes_the_place_of_what_is_below_it():
-    sums = TreeSum(4, add_floats)
+    sums = TreeSum(4, add)
     assert sums.put(Node(1, 2), 100.0)
     assert sums.put(Node(2, 3), 5.0)
     assert sums.put(Node(0, 2), 3.0)
