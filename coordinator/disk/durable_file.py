@@ -19,6 +19,7 @@ from blake3 import blake3
 from protocol.base.errors import StorageFailed
 
 TEMPORARY_SUFFIX: Final = ".part"
+_PIECE_BYTES: Final = 1 << 24
 
 _REMEDIES: Final = {
     errno.ENOSPC: "make room, then go on",
@@ -56,6 +57,31 @@ def write_all(fd: int, buffers: Sequence[memoryview]) -> None:
             written -= left.pop(0).nbytes
         if left:
             left[0] = left[0][written:]
+
+
+def write_again(fd: int, start: int, end: int) -> None:
+    """Write what a file holds from `start` to `end` once more, in place, and sync the file.
+
+    After a sync that failed, bytes can be read that never got to the disk, and the next sync says
+    nothing of them (as Linux has it). That may have been a process that is gone: what it wrote
+    last counts as durable only after this.
+
+    Args:
+        fd: The file, open for reading and writing; its place is moved.
+        start: The first byte in doubt.
+        end: The byte after the last one.
+
+    Raises:
+        OSError: The disk refuses; the call can be made again.
+    """
+    os.lseek(fd, start, os.SEEK_SET)
+    while start < end:
+        piece = os.pread(fd, min(_PIECE_BYTES, end - start), start)
+        if not piece:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        write_all(fd, [memoryview(piece)])
+        start += len(piece)
+    os.fsync(fd)
 
 
 def sync_directory(directory: Path) -> None:

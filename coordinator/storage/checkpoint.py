@@ -152,6 +152,8 @@ def write_checkpoint(
     )
     there = _same_state(root, info, manifest)
     if there is not None:
+        with storing("sync", root):
+            sync_directory(root)  # whoever made it may not have got to that
         return there
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:

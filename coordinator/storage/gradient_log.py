@@ -40,6 +40,7 @@ from coordinator.storage.log_records import (
     chunk_payload,
     record_buffers,
 )
+from protocol.base.errors import StorageFailed
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import LogMode
 
@@ -100,6 +101,11 @@ class GradientLog:
             directory.mkdir(parents=True, exist_ok=True)
             sync_directory(directory.parent)
         self._file = self._new_segment()
+        try:
+            self._keep_name()
+        except StorageFailed:
+            self._file.close()
+            raise
 
     @property
     def segment(self) -> Path:
@@ -149,6 +155,7 @@ class GradientLog:
             there = {(place.block, place.chunk) for place in self._pending}
             assert there == self._chunks, "a step is committed only with all of its gradients"
         self._check_before_mending()
+        self._keep_name()
         with self._file.use("append to"):
             self._write(RecordKind.COMMIT, [memoryview(record.to_bytes())])
         with self._file.use("sync"):
@@ -167,12 +174,14 @@ class GradientLog:
             The new segment.
 
         Raises:
-            StorageFailed: The log goes on in the old segment.
+            StorageFailed: The log goes on in the old segment, or in the new one; the call can be
+                made again.
         """
         old, self._file = self._file, self._new_segment()
         old.close()
         # Chunks of the step in progress go along: they are written again before the next record.
         self._file.broken = bool(self._pending)
+        self._keep_name()
         return self._file.path
 
     def cut(self, step: int) -> list[Path]:
@@ -204,7 +213,10 @@ class GradientLog:
         self._file.close()
 
     def _new_segment(self) -> AppendFile:
-        """Make a segment with its header, durable, under its name."""
+        """Make a segment with its header, durable, under its name, which may not be so yet.
+
+        Once it has that name older segments hold no later step, so the log goes on in this one.
+        """
         header = SegmentHeader(
             run_id=self._run_id,
             manifest_digest=self._manifest_digest,
@@ -222,13 +234,20 @@ class GradientLog:
                 write_all(fd, buffers)
                 os.fsync(fd)
                 temporary.replace(path)
-                sync_directory(self._directory)
             except OSError:
                 os.close(fd)
                 raise
+        self._named = False
         end = sum(buffer.nbytes for buffer in buffers)
         self.index.begin(SegmentIndex(path, header, end))
         return AppendFile(path, fd, end, self._rewrite)
+
+    def _keep_name(self) -> None:
+        """Nothing in a segment counts before its name is durable."""
+        if not self._named:
+            with storing("make", self.segment):
+                sync_directory(self._directory)
+            self._named = True
 
     def _check_before_mending(self) -> None:
         """Another coordinator may have found a commit in what mending would cut away."""

@@ -11,7 +11,8 @@ was changed together with its hash shows in the next one. Only the end can be cu
 
 Lines of one batch (`batch` is the number of its first line) are written and synced together. So
 damage in the last batch may be a crash's, and is cut when the journal is opened; damage before it
-is not, and the journal is refused.
+is not, and the journal is refused. What is left of that batch is written again then: its sync may
+have failed (`durable_file.write_again`).
 
 A restart must not wait for all of a long journal: it reads the first line and looks back from the
 end (`read_end`). The audit looks at all of it (`verify_journal`).
@@ -34,7 +35,7 @@ from pydantic import ValidationError
 
 from coordinator.disk.append_file import AppendFile
 from coordinator.disk.canonical_json import canonical_json
-from coordinator.disk.durable_file import storing, sync_directory
+from coordinator.disk.durable_file import storing, sync_directory, write_again
 from coordinator.storage.journal_records import Record, kind_of, read_record
 from protocol.base.errors import StorageDamaged
 
@@ -107,9 +108,9 @@ class Journal:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 size = os.fstat(fd).st_size
-                last, end = _last_line(fd, path, size)
+                last, begin, end = _last_batch(fd, path, size)
                 os.ftruncate(fd, end)
-                os.fsync(fd)
+                write_again(fd, begin, end)
                 sync_directory(path.parent)
             except BaseException:
                 os.close(fd)
@@ -266,8 +267,16 @@ def _checked(line: bytes) -> tuple[dict[str, Any] | None, str]:
     return document, ""
 
 
-def _last_line(fd: int, path: Path, size: int) -> tuple[dict[str, Any] | None, int]:
-    """The newest line to go on from, and where it ends; the end alone is looked at.
+class _LastBatch(NamedTuple):
+    """The newest line to go on from, and the bytes of its batch up to that line's end."""
+
+    line: dict[str, Any] | None
+    begin: int
+    end: int
+
+
+def _last_batch(fd: int, path: Path, size: int) -> _LastBatch:
+    """Where a journal is gone on with; the end alone is looked at.
 
     Raises:
         StorageDamaged: Lines are damaged that a later batch follows.
@@ -279,28 +288,32 @@ def _last_line(fd: int, path: Path, size: int) -> tuple[dict[str, Any] | None, i
         # The first line may begin before the window.
         skipped = 0 if start == 0 else content.find(b"\n") + 1
         found = _sound_end(content[skipped:], path, start + skipped)
-        if start == 0 or (skipped and found[0] is not None):
+        if found is not None and (start == 0 or skipped):
             return found
         window_bytes *= 4
 
 
-def _sound_end(content: bytes, path: Path, start: int) -> tuple[dict[str, Any] | None, int]:
+def _sound_end(content: bytes, path: Path, start: int) -> _LastBatch | None:
+    """None where a longer look back is needed."""
     last: dict[str, Any] | None = None
-    end = at = start
+    begin = end = at = start
+    whole = not start  # whether the last batch begins in here
     torn = False
     for line in io.BytesIO(content):
         document, _ = _checked(line)
-        at += len(line)
         if document is None:
             torn = True
         elif not torn:
-            last, end = document, at
+            if document["batch"] == document["number"]:
+                begin, whole = at, True
+            last, end = document, at + len(line)
         elif start and last is None:
-            break  # a longer look back is needed
+            return None
         elif document["batch"] > (bad := last["number"] + 1 if last else 1):
             text = "it is damaged, and lines that were synced later follow"
             raise StorageDamaged(str(path), f"line {bad}", text)
-    return last, end
+        at += len(line)
+    return _LastBatch(last, begin, end) if whole else None
 
 
 def first_record(path: Path) -> Record | None:

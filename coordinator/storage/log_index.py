@@ -80,6 +80,11 @@ class SegmentIndex:
         """Where the next step begins."""
         return self.ends[-1] if self.ends else self.start
 
+    @property
+    def newest_begins(self) -> int:
+        """Where the newest step begins."""
+        return self.ends[-2] if len(self.ends) > 1 else self.start
+
     def read(self, fd: int, step: int) -> LoggedStep:
         """Read one of its steps: heads and the commit, no gradients.
 

@@ -5,6 +5,10 @@ the first of the next step was written. So damage that no record of a later step
 tail, of a step whose sync had not ended: it is cut. Damage that one follows is no crash's, and is
 refused with file and place.
 
+What can be read need not be on disk: it may be a killed coordinator's whose sync had not ended, or
+had failed. That can be the newest step of the newest segment alone. It is written again in place
+before it counts (`durable_file.write_again`).
+
 `scan_log` walks the heads alone, compares commits with their hashes, and looks closely at the
 newest step only. Averages are checked when they are read (`log_index`).
 """
@@ -15,7 +19,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.disk.durable_file import remove_temporaries, storing
+from coordinator.disk.durable_file import remove_temporaries, storing, write_again
 from coordinator.storage.log_index import LogIndex, SegmentIndex, damaged, segment_files
 from coordinator.storage.log_records import (
     RecordKind,
@@ -68,7 +72,8 @@ def scan_log(directory: Path, run_id: str, manifest: Manifest, *, repair: bool =
         directory: Where its segments are; there may be none.
         run_id: The run's.
         manifest: The run's; also settles where averages belong.
-        repair: Cut torn tails off and remove half made files. Only who writes the log may.
+        repair: Cut torn tails off, remove half made files and make what is left durable. Only who
+            writes the log may.
 
     Raises:
         StorageDamaged: A file and the place in it where committed steps are damaged.
@@ -91,8 +96,8 @@ def scan_log(directory: Path, run_id: str, manifest: Manifest, *, repair: bool =
     if repair:
         for cut in cuts:
             _cut(cut)
-        for path in paths:
-            _sync(path)
+        for segment in segments:
+            _sync(segment, newest=segment is segments[-1])
     return LogScan(LogIndex(segments), tuple(cuts))
 
 
@@ -204,11 +209,12 @@ def _cut(cut: Cut) -> None:
             os.close(fd)
 
 
-def _sync(path: Path) -> None:
+def _sync(segment: _Segment, *, newest: bool) -> None:
     """What a killed coordinator wrote can be read, but may not be durable yet."""
-    with storing("sync", path):
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    doubtful = segment.newest_begins if newest else segment.whole
+    with storing("sync", segment.path):
+        fd = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            os.fsync(fd)
+            write_again(fd, doubtful, segment.whole)
         finally:
             os.close(fd)

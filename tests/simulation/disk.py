@@ -5,7 +5,8 @@ a full disk, a failing sync and a process that is killed between two calls can b
 whoever makes it. The ledger knows of each file what was last synced, and of each directory which
 names; losing power leaves that, and of what was not synced since a random part: a file's new end up
 to some byte, perhaps with a wrong one in it; a new, renamed or removed name or the one before. What
-a failed sync was to write may never be written, though it can be read (as Linux has it).
+a failed sync was to write is never written unless somebody writes it anew, though it can be read,
+also by other processes (as Linux has it).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -40,7 +42,7 @@ class Disk:
 
     Attributes:
         full: Whether nothing more can be written.
-        sync_fails: In whose path the next sync fails; None if none does.
+        sync_fails: The next sync of a path like this fails; None if none does.
         slowness: How much longer than else everything takes.
     """
 
@@ -90,7 +92,6 @@ class Disk:
             self._paths.pop(fd, None)
             self._real["close"](fd)
         fds.clear()
-        self._unwritten.clear()
 
     def has_synced(self, path: Path) -> bool:
         """Whether all of a file would outlast a loss of power."""
@@ -136,10 +137,9 @@ class Disk:
                 self._clock.current.fds.add(fd)
             if new or flags & os.O_TRUNC:
                 number = os.fstat(fd).st_ino
+                self._unwritten.pop(number, None)
                 if new:  # a file system may give a number again
                     self._files.pop(number, None)
-                if flags & os.O_TRUNC:
-                    self._unwritten.pop(number, None)
         return fd
 
     def _close(self, fd: int) -> None:
@@ -156,9 +156,22 @@ class Disk:
             # A part of it got there.
             if self._clock.rng.random() < 0.5:
                 data = b"".join(buffers)
-                self._real["writev"](fd, [data[: int(len(data) * self._clock.rng.random())]])
+                self._written(fd, [data[: int(len(data) * self._clock.rng.random())]])
             raise
-        return int(self._real["writev"](fd, buffers))
+        return self._written(fd, buffers)
+
+    def _written(self, fd: int, buffers: Any) -> int:
+        count = int(self._real["writev"](fd, buffers))
+        number = os.fstat(fd).st_ino
+        if number in self._unwritten:
+            # What is written anew will be synced.
+            start, end = self._unwritten.pop(number)
+            place = os.lseek(fd, 0, os.SEEK_CUR)
+            if place - count <= start:
+                start = max(start, place)
+            if start < end:
+                self._unwritten[number] = start, end
+        return count
 
     def _ftruncate(self, fd: int, size: int) -> None:
         if fd in self._paths:
@@ -175,7 +188,7 @@ class Disk:
         self._about_to()
         found = os.fstat(fd)
         number, is_directory = found.st_ino, stat.S_ISDIR(found.st_mode)
-        if self.sync_fails is not None and self.sync_fails in self._paths[fd]:
+        if self.sync_fails is not None and fnmatchcase(self._paths[fd], self.sync_fails):
             self.sync_fails = None
             if not is_directory:
                 start = len(self._files.get(number, b""))

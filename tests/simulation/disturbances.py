@@ -117,7 +117,7 @@ class Disturbances:
     def _disk_fails(self) -> None:
         disk = self._cluster.disk
         if self._rng.random() < 0.5:
-            disk.sync_fails = self._rng.choice(("", "/log/"))
+            disk.sync_fails = self._rng.choice(("*", "*/log/*"))
         else:
             disk.full = True
             lasts_ms = self._rng.choice((20.0, 300.0, 3000.0))
