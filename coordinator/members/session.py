@@ -9,7 +9,7 @@ from coordinator.members.join_check import JoinCheck
 from protocol.base import limits
 from protocol.base.errors import ExitCode, NotAuthorised, OutOfPlace, ProtocolError, UsageError
 from protocol.wire.connection import Received
-from protocol.wire.messages import Goodbye, Heartbeat, Hello, Message, Proof, Welcome
+from protocol.wire.messages import Drain, Goodbye, Heartbeat, Hello, Proof, Welcome
 from protocol.wire.transport import Channel
 
 
@@ -22,11 +22,15 @@ class SessionOwner(Protocol):
     def joined(self, session: MemberSession) -> None:
         """It has been welcomed."""
 
-    def receive(self, session: MemberSession, message: Message, received: Received) -> None:
-        """A member's message. A ProtocolError raised here ends its connection."""
-
     def left(self, session: MemberSession, reason: str) -> None:
         """The connection is over, member or not."""
+
+
+class MembersRun(Protocol):
+    """The run that a member was taken into: it hears what the member says."""
+
+    def receive(self, session: MemberSession, received: Received) -> None:
+        """A member's message. A ProtocolError raised here ends its connection."""
 
 
 class MemberSession:
@@ -37,6 +41,7 @@ class MemberSession:
         hello: What it said of itself.
         host: Where it comes from.
         check: What it had to prove.
+        run: The run that it was taken into, if one is in progress.
         saying_goodbye: Why it leaves, if it said so.
         failed: Whether it leaves because its device failed, or cannot be used.
     """
@@ -48,6 +53,7 @@ class MemberSession:
         self.host = host
         self.check = check
         self.hello: Hello | None = None
+        self.run: MembersRun | None = None
         self.saying_goodbye = ""
         self.failed = False
         self._owner = owner
@@ -78,7 +84,10 @@ class MemberSession:
             case _:
                 if not self.name:
                     raise OutOfPlace(f"{type(message).__name__} before the handshake")
-                self._owner.receive(self, message, received)
+                if self.run is not None:
+                    self.run.receive(self, received)
+                elif isinstance(message, Drain):
+                    channel.goodbye("drained", retry=False, exit_code=ExitCode.OK)
 
     def on_lost(self, channel: Channel, reason: str, error: ProtocolError | None) -> None:
         del channel, error

@@ -289,7 +289,10 @@ class Run:
             RemoteProtocolError: The message does not fit the present; its connection is to end.
         """
         member = self.members.get(worker)
-        if member is None or self.phase is RunPhase.OVER or is_stale(member, message, self.run_id):
+        if member is None:  # it has no part in the run: nothing keeps it from leaving
+            leaves = isinstance(message, Drain)
+            return [Dismiss(worker, "drained", ExitCode.OK)] if leaves else []
+        if self.phase is RunPhase.OVER or is_stale(member, message, self.run_id):
             return []
         event = _EVENT_OF.get(type(message))
         prepares = member.state is MemberState.PREPARING

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
+from coordinator.files.blob_server import BlobServer
 from coordinator.members.session import MemberSession
 from coordinator.run.actions import (
     Action,
@@ -58,7 +59,7 @@ from protocol.host.machine import Machine
 from protocol.host.trace import Tracer, now_us
 from protocol.spec.manifest import Manifest
 from protocol.wire.connection import Received, encode
-from protocol.wire.messages import AveragedGradient, EndRun, Message, Ready
+from protocol.wire.messages import AveragedGradient, BlobRequest, EndRun, Message, Ready
 
 Command = Literal["submit", "halt", "continue", "skip_step", "checkpoint", "drain"]
 
@@ -86,9 +87,10 @@ class Execution:
         run: Run,
         sessions: Mapping[str, MemberSession],
         storage: RunStorage,
+        blobs: BlobServer,
         watcher: Watcher,
-        tracer: Tracer | None = None,
         *,
+        tracer: Tracer | None = None,
         machine: Machine | None = None,
     ) -> None:
         self.run = run
@@ -101,6 +103,7 @@ class Execution:
         self.started_s: float | None = None
         self.started_step = 0
         self._sessions = sessions
+        self._blobs = blobs
         self._watcher = watcher
         self._tracer = tracer
         self._machine = machine or Machine()
@@ -137,12 +140,16 @@ class Execution:
         self._handle(lambda: self.run.tick(self._machine.now_s() * 1000))
 
     def invite(self, session: MemberSession) -> None:
-        """A free worker: take it into the run."""
+        """A free worker: take it into the run, which hears all that it says from now on."""
+        session.run = self
         self._handle(lambda: self.run.invite(session.name, session.check.admitted_by))
 
     def receive(self, session: MemberSession, received: Received) -> None:
-        """A member's message."""
+        """A member's message; see `members.session.MembersRun`."""
         message, raw = received
+        if isinstance(message, BlobRequest):
+            self._blobs.request(session.channel, message)
+            return
         body: Array | bytes | None = None
         if raw is not None:
             body = raw.tobytes() if message.body == "document" else raw.view("<f4")
@@ -386,6 +393,9 @@ class Execution:
         if self._keeper is not None:
             self._keeper.close()
         await self._storage.close()
+        for session in self._sessions.values():
+            if session.run is self:
+                session.run = None
 
     async def _write(self, action: Finish, ended_s: float) -> None:
         if self._keeper is None or self.applied is None or action.outcome == "failed":

@@ -42,8 +42,8 @@ from protocol.base.errors import ExitCode, OutOfPlace, SamestepError, UsageError
 from protocol.host.machine import Machine
 from protocol.host.trace import Tracer
 from protocol.spec.run_spec import RunSpec
-from protocol.wire.connection import Connection, Received
-from protocol.wire.messages import BlobRequest, Drain, Heartbeat, Message, Welcome
+from protocol.wire.connection import Connection
+from protocol.wire.messages import Heartbeat, Welcome
 from protocol.wire.transport import Channel
 
 log = structlog.get_logger("coordinator")
@@ -117,7 +117,6 @@ class Service:
         self._ticking: list[asyncio.Task[None]] = []
         self._claim: Claim | None = None
         self._running: AcceptedRun | None = None
-        self._blobs = BlobServer("", None)
         self._draining = False
         self._tracer = Tracer.to_file(settings.trace, "coordinator") if settings.trace else None
 
@@ -300,15 +299,6 @@ class Service:
         if self.current is not None:
             self.current.invite(session)
 
-    def receive(self, session: MemberSession, message: Message, received: Received) -> None:
-        """A member's message; see `SessionOwner`."""
-        if isinstance(message, BlobRequest):
-            self._blobs.request(session.channel, message)
-        elif self.current is not None and session.name in self.current.run.members:
-            self.current.receive(session, received)
-        elif isinstance(message, Drain):
-            session.channel.goodbye("drained", retry=False, exit_code=ExitCode.OK)
-
     def left(self, session: MemberSession, reason: str) -> None:
         """A connection is over; see `SessionOwner`."""
         self._joining.leave(session)
@@ -349,7 +339,6 @@ class Service:
         run = Run(
             stored.run_id, stored.spec, epoch, self.settings.expect_workers, accepted.resumption
         )
-        self._blobs = BlobServer(stored.run_id, accepted.blobs)
         run.blobs = accepted.blobs.digest if accepted.blobs is not None else None
         storage = RunStorage(
             accepted.directory, stored.run_id, stored.spec, epoch=epoch,
@@ -358,8 +347,9 @@ class Service:
         )  # fmt: skip
         storage.begin_journal(accepted.first_lines)
         self.current = Execution(
-            run, self.sessions, storage, self, self._tracer, machine=self._machine
-        )
+            run, self.sessions, storage, BlobServer(stored.run_id, accepted.blobs), self,
+            tracer=self._tracer, machine=self._machine,
+        )  # fmt: skip
         task, steps = stored.spec.task, stored.spec.steps
         if accepted.resumption is None:
             self.reported(RunAccepted(task, steps), stored.run_id)

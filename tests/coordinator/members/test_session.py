@@ -48,7 +48,7 @@ class Wire:
 
 
 class House:
-    """Stands for the service."""
+    """Stands for the service, and for its run."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, Any]] = []
@@ -63,10 +63,9 @@ class House:
         assert session.hello is not None
         self.heard.append(("joined", session.name))
 
-    def receive(self, session: MemberSession, message: Message, received: Received) -> None:
+    def receive(self, session: MemberSession, received: Received) -> None:
         assert session.name
-        assert received.message is message
-        self.heard.append(("receive", type(message).__name__))
+        self.heard.append(("receive", type(received.message).__name__))
 
     def left(self, session: MemberSession, reason: str) -> None:
         assert session.channel is not None
@@ -105,6 +104,8 @@ async def test_hello_challenge_proof_welcome_and_then_a_member():
     assert wire.sent[1:] == [WELCOME]
     # The owner may send as soon as it hears of the member: the welcome has gone before.
     assert house.heard == [("admit", "w"), ("joined", "w")]
+    hear(session, messages.NodeLoss)  # of a run that is over: nobody hears it
+    session.run = house
     hear(session, messages.Heartbeat)
     hear(session, messages.NodeLoss)
     assert house.heard[2:] == [("receive", "NodeLoss")]
@@ -122,6 +123,17 @@ async def test_a_wrong_proof_is_not_admitted():
     assert "the proof is wrong" in reason
     assert code == ExitCode.NOT_AUTHORISED
     assert session.name == ""
+    session.on_lost(session.channel, "closed", None)
+
+
+@on_uvloop
+async def test_a_member_without_a_run_may_leave():
+    session, house, wire = begun()
+    hear(session, messages.Hello)
+    prove(session, wire)
+    hear(session, messages.Drain)
+    assert wire.goodbyes == [("drained", ExitCode.OK)]
+    assert len(house.heard) == 2
     session.on_lost(session.channel, "closed", None)
 
 

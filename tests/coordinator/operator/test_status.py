@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from coordinator.files.blob_server import BlobServer
 from coordinator.operator.status import status_document, waiting_for
 from coordinator.operator.status_text import status_lines, summary
 from coordinator.run.actions import Finish
@@ -111,7 +112,9 @@ def storage(run):
 async def service_with(run, *names):
     service = Service(Settings(("127.0.0.1", 9000), run.expect_workers if run else 1, Path(), True))
     if run is not None:
-        service.current = Execution(run, service.sessions, storage(run), Watcher())
+        service.current = Execution(
+            run, service.sessions, storage(run), BlobServer(run.run_id, None), Watcher()
+        )
     for name in names:
         hello = Hello(
             release="0",

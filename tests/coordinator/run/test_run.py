@@ -5,11 +5,11 @@ The scenarios themselves are in `tests/transcripts`, the disturbances in `tests/
 
 import pytest
 
-from coordinator.run.actions import Finish, Send
+from coordinator.run.actions import Dismiss, Finish, Send
 from coordinator.run.run import Event, Run, RunPhase
-from protocol.base.errors import OutOfPlace
+from protocol.base.errors import ExitCode, OutOfPlace
 from protocol.spec.run_spec import RunSpec
-from protocol.wire.messages import Heartbeat, StartRun
+from protocol.wire.messages import Drain, Heartbeat, StartRun
 from tests.transcripts.transcript import Stage
 
 SPEC = RunSpec(task="scripted", steps=2)
@@ -98,3 +98,9 @@ def test_a_drain_of_a_halted_run_fails_with_the_reason():
     stage = training()
     stage.command("halt", [], {})
     assert stage.command("drain", [], {})[0] == "finish failed, 1: halted: halted by the operator"
+
+
+def test_who_has_no_part_in_the_run_may_leave_and_says_nothing_else():
+    run = Run("run", SPEC, 4, 1)
+    assert run.receive("refused", Drain(), None) == [Dismiss("refused", "drained", ExitCode.OK)]
+    assert run.receive("refused", Heartbeat(), None) == []
