@@ -40,7 +40,6 @@ from coordinator.service.listener import (
 )
 from coordinator.service.replica_keeper import ReplicaKeeper, ReplicaState
 from coordinator.service.result import write_result
-from coordinator.service.state_transfer import send_missed, send_state
 from coordinator.storage.journal_records import Checkpointed, Commanded
 from coordinator.storage.log_records import place_of
 from coordinator.storage.recovery import Recovery
@@ -123,6 +122,12 @@ class Execution:
         self._storage.settle(recovery.manifest, recovery.step, recovery.redo, recovery.index)
         self._spawn(self._catch_up(self._keeper, recovery))
         self._handle(self.run.resume)
+
+    @property
+    def _replica(self) -> ReplicaKeeper:
+        """The replica: what a run decides needs it only once its manifest is settled."""
+        assert self._keeper is not None, "Adopt comes before all that needs a replica"
+        return self._keeper
 
     def _new_keeper(self, manifest: Manifest) -> ReplicaKeeper:
         return ReplicaKeeper(manifest, self.run.spec, self._machine.thread("replica"))
@@ -212,8 +217,7 @@ class Execution:
                 case Report():
                     self._report(action.fact)
                 case FillReplica():
-                    assert self._keeper is not None
-                    self._keeper.fill(action.message, action.values)
+                    self._replica.fill(action.message, action.values)
                 case DigestReplica():
                     self._spawn(self._digest_replica(action.upload))
                 case ApplyStep():
@@ -286,9 +290,8 @@ class Execution:
             session.channel.goodbye(action.reason, retry=False, exit_code=action.exit_code)
 
     async def _apply(self, action: ApplyStep) -> None:
-        assert self._keeper is not None
         start = now_us()
-        applied = await self._keeper.apply(action.averages, action.scalars)
+        applied = await self._replica.apply(action.averages, action.scalars)
         if self._tracer is not None:
             self._tracer.span("apply step", "replica", start, step=action.step)
         self.applied = applied
@@ -297,9 +300,8 @@ class Execution:
 
     async def _save(self, step: int) -> None:
         """Write a checkpoint; the log begins a new segment where it belongs."""
-        assert self._keeper is not None
         losses = self.run.losses[:step]
-        replica = await self._keeper.snapshot()
+        replica = await self._replica.snapshot()
         assert replica.step == step
         if step:
             await self._storage.roll()
@@ -316,26 +318,21 @@ class Execution:
 
     async def _seed(self, worker: str) -> None:
         """Send a joiner the state and what was broadcast since; no running worker is disturbed."""
-        assert self._keeper is not None
-        assert self.run.manifest is not None
         session = self._sessions.get(worker)
-        snapshot = await self._keeper.snapshot()
+        snapshot = await self._replica.snapshot()
         if session is None or session.channel.closed or self.outcome is not None:
             return
-        send_state(session.channel, self.run.run_id, self.run.manifest, snapshot)
-        self._followers.join(session, snapshot.step)
+        self._followers.seed(session, self.run.run_id, self._replica.manifest, snapshot)
 
     async def _replay(self, action: Replay) -> None:
         """Send a worker that was away what it has missed; where the log lacks it, everything."""
-        assert self.run.manifest is not None
         session = self._sessions.get(action.worker)
         if session is None:
             return
         try:
-            reached = await send_missed(
-                session.channel, self._storage, self.run.manifest, action,
-                epoch=self.run.epoch, followers=self._followers,
-            )  # fmt: skip
+            reached = await self._followers.replay(
+                session.channel, self._storage, self._replica.manifest, action, self.run.epoch
+            )
         except SamestepError as error:
             reached = None
             self._tell(LogUnreadable(str(error)))
@@ -350,8 +347,7 @@ class Execution:
 
     async def _digest_replica(self, upload: int) -> None:
         """All chunks of an upload of state 0 are in the replica; maybe its sender has left."""
-        assert self._keeper is not None
-        applied = await self._keeper.digests()
+        applied = await self._replica.digests()
         actions = self.run.replica_loaded(upload, applied.state_digest)
         if self.run.has_state and self.applied is None:
             self.applied = applied
@@ -398,9 +394,9 @@ class Execution:
                 session.run = None
 
     async def _write(self, action: Finish, ended_s: float) -> None:
-        if self._keeper is None or self.applied is None or action.outcome == "failed":
+        if self.applied is None or action.outcome == "failed":
             return
-        replica = await self._keeper.snapshot()
+        replica = await self._replica.snapshot()
         self.model_directory, self.result = await write_result(
             self.run, self._storage, replica, action, ended_s - (self.started_s or ended_s)
         )

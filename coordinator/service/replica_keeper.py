@@ -30,16 +30,20 @@ class ReplicaState(NamedTuple):
 
 
 class ReplicaKeeper:
-    """Owns the replica; its methods run one after the other, in the order of the calls."""
+    """Owns the replica; its methods run one after the other, in the order of the calls.
+
+    Attributes:
+        manifest: The run's.
+    """
 
     def __init__(self, manifest: Manifest, spec: RunSpec, thread: Executor | None = None) -> None:
-        self._blocks = manifest.blocks
+        self.manifest = manifest
         self._replica = Replica(manifest.blocks, spec.optimizer)
         self._thread = thread or Machine().thread("replica")
 
     def fill(self, message: StateChunk, values: Array) -> None:
         """Take a chunk of the parameters of state 0, before the first step."""
-        piece = self._blocks[message.block].chunk_slice(message.chunk)
+        piece = self.manifest.blocks[message.block].chunk_slice(message.chunk)
         np.copyto(self._replica.parameters[message.block][piece], values)
 
     async def catch_up(self, recovery: Recovery) -> ReplicaState:
