@@ -1,4 +1,7 @@
-"""A coordinator and its workers as processes on loopback: the real commands, with traces."""
+"""A coordinator and its workers as processes: the real commands, with traces.
+
+On loopback, or on hosts of their own (`benchmarks.hosts`), of which the first has the coordinator.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,13 @@ import sys
 import time
 import urllib.request
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+from benchmarks.hosts import Host
 from benchmarks.timeline import Timeline, read_trace
 from coordinator.operator.control_client import control_token
 from protocol.host.trace import now_us
@@ -44,6 +49,7 @@ class Cluster:
         workers: The command of each worker, less where its coordinator is, its name and trace.
         directory: For traces and results.
         coordinator: The command of the coordinator, less addresses.
+        hosts: Where each worker is; the coordinator is on the first one's host. None: loopback.
     """
 
     def __init__(
@@ -51,11 +57,13 @@ class Cluster:
         workers: Sequence[Sequence[str]],
         directory: Path,
         coordinator: Sequence[str] = ("coordinator",),
+        hosts: Sequence[Host] | None = None,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._workers = tuple(workers)
         self._directory = directory
         self._coordinator = tuple(coordinator)
+        self._hosts = hosts
         self._processes: list[subprocess.Popen[bytes]] = []
         self._control = ""
 
@@ -100,27 +108,30 @@ class Cluster:
 
     def _start(self) -> None:
         addresses = self._directory / "addresses.json"
+        places: Sequence[Host | None] = self._hosts or [None] * len(self._workers)
+        at = "127.0.0.1" if self._hosts is None else self._hosts[0].address
         self._spawn(
-            *self._coordinator, "--expect-workers", str(len(self._workers)),
-            "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
+            places[0], *self._coordinator, "--expect-workers", str(len(self._workers)),
+            "--bind", f"{at}:0", "--control", "127.0.0.1:0",
             "--out", str(self._directory), "--address-file", str(addresses),
         )  # fmt: skip
         self._wait_for(addresses, _START_TIMEOUT_S)
         address = json.loads(addresses.read_text())
         self._control = address["control"]
-        for index, command in enumerate(self._workers):
+        for index, (command, place) in enumerate(zip(self._workers, places, strict=True)):
             self._spawn(
-                *command, "--coordinator", address["data"],
+                place, *command, "--coordinator", address["data"],
                 "--name", f"worker-{index}", "--trace", str(self._trace_of(index)),
             )  # fmt: skip
 
     def _trace_of(self, index: int) -> Path:
         return self._directory / f"worker-{index}.trace.json"
 
-    def _spawn(self, module: str, *arguments: str) -> None:
+    def _spawn(self, host: Host | None, module: str, *arguments: str) -> None:
+        prefix = () if host is None else host.prefix
         self._processes.append(
             subprocess.Popen(  # noqa: S603 -- our own command
-                [sys.executable, "-m", module, *arguments], stdout=subprocess.DEVNULL
+                [*prefix, sys.executable, "-m", module, *arguments], stdout=subprocess.DEVNULL
             )
         )
 
@@ -149,7 +160,8 @@ class Cluster:
                 "Authorization": f"Bearer {control_token(self._control)}",
             },
         )
-        with urllib.request.urlopen(request, timeout=10) as response:  # noqa: S310 -- as above
+        place = self._hosts[0].inside() if self._hosts else nullcontext()
+        with place, urllib.request.urlopen(request, timeout=10) as response:  # noqa: S310 -- as above
             answer: dict[str, Any] = json.load(response)
         return answer
 

@@ -12,23 +12,35 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from benchmarks.hosts import Host
+
 
 class Ranks:
-    """So many ranks of `benchmarks.gloo`; one command at a time, given as JSON lines."""
+    """So many ranks of `benchmarks.gloo`; one command at a time, given as JSON lines.
 
-    def __init__(self, world: int, directory: Path) -> None:
+    Args:
+        world: How many.
+        directory: For the file by which they find each other.
+        hosts: Where each is; None: loopback.
+    """
+
+    def __init__(self, world: int, directory: Path, hosts: Sequence[Host] | None = None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._world = world
+        self._prefixes = [host.prefix for host in hosts] if hosts else [()] * world
+        self._interface = "eth0" if hosts else "lo"
         self._store = directory / "store"
         self._processes: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Self:
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        for rank in range(self._world):
+        environment = {
+            **os.environ, "GLOO_SOCKET_IFNAME": self._interface, "OMP_NUM_THREADS": "1"
+        }  # fmt: skip
+        for rank, prefix in enumerate(self._prefixes):
             self._processes.append(
                 subprocess.Popen(  # noqa: S603 -- our own command
                     [
-                        sys.executable, "-m", "benchmarks.gloo",
+                        *prefix, sys.executable, "-m", "benchmarks.gloo",
                         str(rank), str(self._world), str(self._store),
                     ],
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True,

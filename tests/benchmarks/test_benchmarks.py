@@ -8,7 +8,18 @@ import sys
 
 import pytest
 
-from benchmarks import durability, hostile, overlap, page, reconnect, recovery, sync, uneven
+from benchmarks import (
+    durability,
+    hostile,
+    hosts,
+    overlap,
+    page,
+    reconnect,
+    recovery,
+    shaped,
+    sync,
+    uneven,
+)
 from benchmarks.timeline import StepTimes, Timeline, intervals_us, step_times
 
 
@@ -25,6 +36,21 @@ def test_sync_measures_every_round_of_both_ways(turns):
     lines = sync.rows(case, measured)
     assert [line[0].partition(": ")[0] for line in lines] == ["0.0 MB over 2"] * 3
     assert lines[0][-1] == "1.00"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "hosts can be made")
+def test_shaped_measures_both_ways_over_links_and_counts_their_bytes():
+    row = shaped.Row((1000, 100), (0, 0, 1), sync.Case(3, 2, 4096, 200))
+    assert row.star_limit_ms() == pytest.approx(8192 * 8 / 1e5)
+    gloo, ours = shaped.measure(row, rounds=2, turns=1)
+    for each in (gloo, ours):
+        assert len(each.ms) <= 2
+        assert all(ms > 0 for ms in each.ms)
+        assert min(each.out_mb, each.in_mb) >= 8192 / 1e6  # one payload each way, at least
+    assert [line[0] for line in shaped.lines("x", row, gloo, ours)] == [
+        "x, 0.0 MB: gloo", "x, 0.0 MB: ours",
+    ]  # fmt: skip
 
 
 def test_reconnect_measures_short_and_long_logs():

@@ -1,0 +1,186 @@
+"""The exchange of a step between hosts whose links have a given speed, against gloo's all-reduce.
+
+`python -m benchmarks.shaped [ROW ...] [--rounds N] [--turns N]`; Hosts are
+network namespaces of this machine (`benchmarks.hosts`, needs root): coordinator and first worker
+share a host, whose only way to the others is its link. Ours is the whole path of the real commands
+with TLS, as in `benchmarks.sync`; gloo runs on the same hosts, by turns. All hosts share this
+machine's processor, so a fast link shows what the processor can do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+from benchmarks.cluster import Cluster, Interval
+from benchmarks.hosts import Host, Network, why_not
+from benchmarks.machine import print_heading, print_table
+from benchmarks.ranks import Ranks, spans_us
+from benchmarks.sync import WARMING_ROUNDS, Case
+from benchmarks.timeline import Timeline, step_times
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Workers on hosts, and what they average.
+
+    Attributes:
+        mbits: The speed of each host's link, Mbit/s.
+        on: For each worker the number of its host.
+        case: What is averaged.
+    """
+
+    mbits: tuple[int, ...]
+    on: tuple[int, ...]
+    case: Case
+
+    def star_limit_ms(self) -> float:
+        """What the wires allow: all payloads to the first host, and all averages from it.
+
+        Both directions at once; the last average must wait for the last payload, which is as
+        small as one likes.
+        """
+        payload_bits = self.case.payload_bytes * 8
+        away = [sum(on == host for on in self.on) for host in range(len(self.mbits))]
+        away[0] = len(self.on) - away[0]
+        loads = zip(away, self.mbits, strict=True)
+        return max(count * payload_bits / (mbit * 1e3) for count, mbit in loads)
+
+    def ring_limit_ms(self) -> float:
+        """What the wires allow where each host sends and receives 2 (N-1)/N payloads."""
+        hosts = len(self.mbits)
+        return 2 * (hosts - 1) / hosts * self.case.payload_bytes * 8 / (min(self.mbits) * 1e3)
+
+
+def _apart(hosts: int, mbit: int, blocks: int, block_bytes: int, quiet_ms: float) -> Row:
+    """One worker on each of so many equal hosts."""
+    case = Case(hosts, blocks, block_bytes, quiet_ms)
+    return Row((mbit,) * hosts, tuple(range(hosts)), case)
+
+
+_SMALL: Final = (6, 883_332)
+"""5.3 MB, as in LoRA of a small encoder."""
+_LARGE: Final = (12, 8_333_332)
+"""100 MB in twelve layers."""
+
+ROWS: Final[dict[str, Row]] = {
+    "seed": Row((1000, 1000), (0, 0, 1), Case(3, *_SMALL, 250)),
+    "3x1g": _apart(3, 1000, *_SMALL, 250),
+    "4x1g": _apart(4, 1000, *_SMALL, 300),
+    "8x1g": _apart(8, 1000, *_SMALL, 700),
+    "4x100m": _apart(4, 100, *_SMALL, 300),
+    "4x10g": _apart(4, 10_000, *_LARGE, 2000),
+    "slow": Row((1000, 1000, 1000, 60), (0, 1, 2, 3), Case(4, *_SMALL, 300)),
+}
+"""`seed`: two workers beside the coordinator and one over a link; `slow`: one host of 60 Mbit/s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """All turns of one way.
+
+    Attributes:
+        ms: Of each round: over all ranks, from the first start to the last end.
+        out_mb: What went out of the first host, MB per round, start and end of a run included.
+        in_mb: What came in.
+    """
+
+    ms: list[float]
+    out_mb: float
+    in_mb: float
+
+
+def measure(row: Row, rounds: int, turns: int) -> tuple[Turns, Turns]:
+    """gloo, and ours to the last average, by turns; warming rounds not counted."""
+    intervals: list[Interval] = []
+    gloo_us: list[float] = []
+    counted = {"gloo": [0, 0], "ours": [0, 0]}
+    taken = rounds + WARMING_ROUNDS
+    worker = ["benchmarks.ready_worker", "--quiet-ms", str(row.case.quiet_ms)]
+    command = {"do": "all_reduce", "payload_bytes": row.case.payload_bytes, "rounds": taken}
+    with tempfile.TemporaryDirectory() as name, Network(row.mbits) as network:
+        directory = Path(name)
+        places = [network.hosts[host] for host in row.on]
+        ours = Cluster([worker] * row.case.workers, directory / "ours", hosts=places)
+        with ours, Ranks(row.case.workers, directory / "gloo", places) as ranks:
+            for _ in range(turns):
+                with _counting(network.hosts[0], counted["ours"]):
+                    intervals.append(ours.run(row.case.run_spec(taken)))
+                with _counting(network.hosts[0], counted["gloo"]):
+                    gloo_us += spans_us(ranks.ask(command))[WARMING_ROUNDS:]
+        timelines = ours.timelines()
+    ours_ms = _averaged_ms(timelines, intervals, row.case.workers)
+    per_round = {way: [n / (turns * taken) / 1e6 for n in each] for way, each in counted.items()}
+    return (
+        Turns([us / 1e3 for us in gloo_us], *per_round["gloo"]),
+        Turns(ours_ms, *per_round["ours"]),
+    )
+
+
+@contextmanager
+def _counting(host: Host, into: list[int]) -> Iterator[None]:
+    """Add what goes out of the host and comes in meanwhile."""
+    before = host.counted_bytes()
+    yield
+    for way, (after, start) in enumerate(zip(host.counted_bytes(), before, strict=True)):
+        into[way] += after - start
+
+
+def _averaged_ms(
+    timelines: Sequence[Timeline], intervals: Sequence[Interval], workers: int
+) -> list[float]:
+    """From the first payload sent to the last averaged chunk received, where all took part."""
+    return [
+        (step.last_receive_us - step.first_send_us) / 1e3
+        for run in intervals
+        for step in step_times(timelines, run.start_us, run.end_us)[WARMING_ROUNDS:]
+        if step.senders == workers
+    ]
+
+
+def lines(name: str, row: Row, gloo: Turns, ours: Turns) -> list[list[str]]:
+    """The lines of the table for one row."""
+    reference = median(gloo.ms)
+    ways = (("gloo", gloo, row.ring_limit_ms()), ("ours", ours, row.star_limit_ms()))
+    return [
+        [f"{name}, {row.case.payload_bytes / 1e6:.1f} MB: {way}", str(len(each.ms)),
+         f"{min(each.ms):.1f}", f"{median(each.ms):.1f}", f"{median(each.ms) / reference:.2f}",
+         f"{limit:.1f}", f"{each.out_mb:.1f}", f"{each.in_mb:.1f}"]
+        for way, each, limit in ways
+    ]  # fmt: skip
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}; none: all")
+    parser.add_argument("--rounds", type=int, default=10, help="in each turn")
+    parser.add_argument("--turns", type=int, default=3)
+    given = parser.parse_args()
+    unknown = [name for name in given.rows if name not in ROWS]
+    if unknown:
+        parser.error(f"expected rows of {', '.join(ROWS)}, got {', '.join(unknown)}")
+    if reason := why_not():
+        print(f"skipped: {reason}")
+        sys.exit(0)
+    print_heading("Mean of N workers' gradients over links of given speeds, per round, over ranks")
+    table = [
+        line
+        for name in given.rows or ROWS
+        for line in lines(name, ROWS[name], *measure(ROWS[name], given.rounds, given.turns))
+    ]
+    head = ["what", "rounds", "min ms", "median ms", "ratio", "wires ms", "out MB", "in MB"]
+    print_table(head, table)
+    print(f"load {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()
