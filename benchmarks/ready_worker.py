@@ -16,7 +16,7 @@ from pathlib import Path
 import uvloop
 
 from backends.base.interface import Batch, BlockGradient, Leaf, Loss, Program, Trainable
-from backends.base.node_stream import Microbatch, NodeStream
+from backends.base.node_stream import Microbatch, NodeStream, added_on_host
 from backends.scripted import ScriptedBackend, ScriptedProgram
 from protocol.base.errors import ExitCode
 from protocol.host.allocator import keep_freed_memory
@@ -29,7 +29,7 @@ from worker.tasks.scripted import Scripted
 
 
 class ReadyProgram(ScriptedProgram):
-    """The same gradients in every step, kept in memory: nodes must be single microbatches."""
+    """The same gradients in every step, kept in memory."""
 
     def __init__(self, trainable: Trainable, quiet_ms: float) -> None:
         super().__init__(trainable, 0.0)
@@ -37,20 +37,25 @@ class ReadyProgram(ScriptedProgram):
 
     def gradients(self, leaves: Sequence[Leaf]) -> NodeStream:
         """Every block at once after the quiet time."""
-        assert len(leaves) == 1
         closed = threading.Event()
+        added_to = len(leaves) > 1  # a node taken over from a late worker
 
         def begin(leaf: int, batch: Batch, seed: int) -> Microbatch:
             del leaf, seed
-            return Microbatch(self._ready(batch, closed), closed.set)
+            return Microbatch(self._ready(batch, closed, copied=added_to), closed.set)
 
+        if added_to:
+            return added_on_host(leaves, begin, len(self._patterns))
         return NodeStream(leaves, begin)
 
-    def _ready(self, batch: Batch, closed: threading.Event) -> Iterator[BlockGradient | Loss]:
+    def _ready(
+        self, batch: Batch, closed: threading.Event, *, copied: bool
+    ) -> Iterator[BlockGradient | Loss]:
         if closed.wait(self._quiet_s):
             return
         for block in reversed(range(len(self._patterns))):
-            yield BlockGradient(block, self._patterns[block])
+            pattern = self._patterns[block]
+            yield BlockGradient(block, pattern.copy() if copied else pattern)
         yield Loss(0.0, batch.weight)
 
 

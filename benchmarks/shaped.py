@@ -76,9 +76,9 @@ ROWS: Final[dict[str, Row]] = {
     "3x1g": _apart(3, 1000, *_SMALL, 250),
     "4x1g": _apart(4, 1000, *_SMALL, 300),
     "8x1g": _apart(8, 1000, *_SMALL, 700),
-    "4x100m": _apart(4, 100, *_SMALL, 300),
+    "4x100m": _apart(4, 100, *_SMALL, 2000),
     "4x10g": _apart(4, 10_000, *_LARGE, 2000),
-    "slow": Row((1000, 1000, 1000, 60), (0, 1, 2, 3), Case(4, *_SMALL, 300)),
+    "slow": Row((1000, 1000, 1000, 60), (0, 1, 2, 3), Case(4, *_SMALL, 1000)),
 }
 """`seed`: two workers beside the coordinator and one over a link; `slow`: one host of 60 Mbit/s."""
 
