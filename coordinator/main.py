@@ -131,6 +131,7 @@ async def _serve(options: CoordinatorOptions, journal: SystemJournal | None) -> 
     )
     _end_on_signals(service)
     ticking = asyncio.create_task(_tick(progress))
+    watching = asyncio.create_task(service.loop_watch.run())
     try:
         progress.start()
         await local.start(options.local_workers)
@@ -138,6 +139,7 @@ async def _serve(options: CoordinatorOptions, journal: SystemJournal | None) -> 
         await _until_over(service, local if options.local_workers else None)
     finally:
         ticking.cancel()
+        watching.cancel()
         progress.stop()
         if announcement is not None:
             await announcement.stop()

@@ -15,6 +15,7 @@ import uvloop
 from backends.base.interface import Backend
 from protocol.base.errors import DeviceError, ExitCode
 from protocol.host.allocator import keep_freed_memory
+from protocol.host.loop_watch import LoopWatch
 from protocol.host.supervisor import Supervisor
 from protocol.host.system_journal import SystemJournal, write_error
 from protocol.host.trace import Tracer
@@ -118,9 +119,12 @@ async def _serve(options: WorkerOptions) -> ExitCode:
     toolbox = LocalDevice(options.backend, options.device, tell)
     client = Client(target, toolbox, options.credentials, tell, tracer)
     _end_on_signals(client, supervisor)
+    watch = LoopWatch(lambda held_ms: tell(f"nobody was heard for {held_ms:.0f} ms: network held"))
+    watching = asyncio.create_task(watch.run())
     try:
         return await client.serve()
     finally:
+        watching.cancel()
         supervisor.close()
         if tracer is not None:
             tracer.close()

@@ -37,6 +37,7 @@ from coordinator.service.listener import (
     Draining,
     InternalError,
     LogUnreadable,
+    LoopHeld,
     RunAccepted,
     RunEnded,
     RunResumed,
@@ -70,6 +71,7 @@ _TOLD: Final[dict[type[Fact], str]] = {
     RunHalted: "HALTED at step {step}: {reason}",
     RunContinued: "continued at step {step}",
     Draining: "draining: the step in progress is finished first",
+    LoopHeld: "the coordinator heard nobody for {held_ms} ms: its event loop was held",
     InternalError: "internal error: {error}",
 }
 _TOLD_WHILE_SERVING: Final[dict[type[Fact], str]] = {
@@ -86,6 +88,7 @@ _PRIORITIES: Final[dict[type, Priority]] = {
     RedoneOtherwise: Priority.WARNING,
     LogUnreadable: Priority.ERROR,
     RunHalted: Priority.ERROR,
+    LoopHeld: Priority.WARNING,
     InternalError: Priority.CRITICAL,
 }
 

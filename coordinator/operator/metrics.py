@@ -23,6 +23,11 @@ class ServiceMetrics(Collector):
         """One sample of everything."""
         workers = len(self._service.sessions)
         yield GaugeMetricFamily("samestep_workers", "Connected workers", value=workers)
+        yield GaugeMetricFamily(
+            "samestep_event_loop_hold_seconds",
+            "Longest processor time that the event loop was held",
+            value=self._service.loop_watch.longest_hold_ms / 1000,
+        )
         execution = self._service.current
         if execution is None:
             return

@@ -34,6 +34,10 @@ def status_document(service: Service, now_s: float) -> dict[str, Any]:
         "expect_workers": service.settings.expect_workers,
         "encryption": "none (--plaintext)" if service.settings.plaintext else "TLS 1.3",
         "address": f"{service.address[0]}:{service.address[1]}",
+        "event_loop": {
+            "longest_hold_ms": round(service.loop_watch.longest_hold_ms, 1),
+            "longest_delay_ms": round(service.loop_watch.longest_delay_ms, 1),
+        },
         "queued_runs": [accepted.stored.run_id for accepted in service.waiting],
         "step": 0,
         "steps": 0,

@@ -112,6 +112,14 @@ class InternalError(Fact):
 
 
 @dataclass(frozen=True, slots=True)
+class LoopHeld(Fact):
+    """Nobody was heard for so many milliseconds of work."""
+
+    event = "event_loop_held"
+    held_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class Draining(Fact):
     """The step in progress is finished, then the service ends."""
 

@@ -22,12 +22,14 @@ from coordinator.members.join_check import JoinCheck
 from coordinator.members.session import MemberSession
 from coordinator.members.strangers import Strangers
 from coordinator.run.facts import Fact
+from coordinator.run.membership import MemberState
 from coordinator.run.run import Run
 from coordinator.service.accepted_run import AcceptedRun, begin_run, find_run
 from coordinator.service.execution import Execution
 from coordinator.service.listener import (
     Draining,
     Listener,
+    LoopHeld,
     RunAccepted,
     RunEnded,
     RunResumed,
@@ -39,6 +41,7 @@ from coordinator.storage.kept_files import hold
 from coordinator.storage.run_storage import RunStorage
 from protocol.base import limits
 from protocol.base.errors import ExitCode, OutOfPlace, SamestepError, UsageError
+from protocol.host.loop_watch import LoopWatch
 from protocol.host.machine import Machine
 from protocol.host.trace import Tracer
 from protocol.spec.run_spec import RunSpec
@@ -90,6 +93,7 @@ class Service:
         finished: The last run that ended.
         over: Set when the service is to end.
         credentials: What it proves itself with, once it has started.
+        loop_watch: How long its event loop was held, once that is watched.
     """
 
     credentials: CoordinatorCredentials
@@ -101,6 +105,7 @@ class Service:
         doorway: Callable[[Greet, ssl.SSLContext | None], Entrance] = Doorway,
     ) -> None:
         self.settings = settings
+        self.loop_watch = LoopWatch(lambda held_ms: self.reported(LoopHeld(round(held_ms))))
         self._machine = machine or Machine()
         self._open_doorway = doorway
         self.sessions: dict[str, MemberSession] = {}
@@ -408,7 +413,7 @@ class Service:
             if stalled:
                 continue
             for session in list(self.sessions.values()):
-                silent_s = self._machine.now_s() - session.channel.last_received_s
+                silent_s = self._silent_s(session)
                 if silent_s * 1000 > limits.LIVENESS_TIMEOUT_MS:
                     session.channel.abort(f"silent for {silent_s:.0f} s")
                 elif session.check.revoked:
@@ -416,3 +421,16 @@ class Service:
                     session.channel.goodbye(reason, retry=False, exit_code=ExitCode.NOT_AUTHORISED)
                 else:
                     session.channel.send(Heartbeat())
+
+    def _silent_s(self, session: MemberSession) -> float:
+        """How long a member has given no sign of life.
+
+        Of one that imports a library, opens its device or builds its task, the answers of its
+        kernel count: all of its threads may stand still meanwhile, and nobody waits for its work.
+        """
+        silent_s = self._machine.now_s() - session.channel.last_received_s
+        member = self.current.run.members.get(session.name) if self.current is not None else None
+        if member is not None and member.state is not MemberState.PREPARING:
+            return silent_s
+        answered_s = session.channel.unanswered_s
+        return silent_s if answered_s is None else min(silent_s, answered_s)

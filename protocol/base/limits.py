@@ -34,6 +34,10 @@ GOODBYE_TIMEOUT_MS: Final = 5_000
 """How long a worker that has failed waits until its reason is written."""
 LIVENESS_TIMEOUT_MS: Final = 8_000
 """Silence after which a peer counts as lost (any byte counts as a sign of life)."""
+LOOP_HOLD_MS: Final = 100
+"""Processor time that nothing may take in an event loop at once: meanwhile nobody is heard."""
+LOOP_WATCH_INTERVAL_MS: Final = 25
+LOOP_HOLD_TOLD_EVERY_S: Final = 10.0
 WRITE_HIGH_WATER_BYTES: Final = 16 * MIB
 REPLAY_BYTES: Final = 64 * MIB
 """Of missed steps that a worker is sent before its whole state is taken to be the shorter way."""

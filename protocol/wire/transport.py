@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import struct
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 from protocol.base import limits
 from protocol.base.errors import ProtocolError
@@ -21,6 +22,8 @@ from protocol.base.fields import cut_text
 from protocol.wire.connection import Connection, Encoded, Phase, Received, encode
 from protocol.wire.messages import Cancel, Goodbye, Halt, Heartbeat, Message, StateChunk
 
+_LAST_ANSWER: Final = struct.Struct("56xI")
+"""Of `struct tcp_info`: tcpi_last_ack_recv, in milliseconds."""
 _URGENT = (Halt, Cancel, Heartbeat, Goodbye)
 
 
@@ -68,6 +71,15 @@ class Channel(asyncio.BufferedProtocol):
             return None
         secured = self._transport.get_extra_info("ssl_object")
         return secured.getpeercert(binary_form=True) if secured is not None else None
+
+    @property
+    def unanswered_s(self) -> float | None:
+        """For how long the peer's kernel has acknowledged nothing; None where it is not told.
+
+        It answers for a process that stands still, as long as there is one.
+        """
+        endpoint = self._transport.get_extra_info("socket") if self._transport else None
+        return None if endpoint is None else _unanswered_s(endpoint)
 
     @property
     def queued_bytes(self) -> int:
@@ -214,6 +226,18 @@ def reason_of(error: BaseException | None) -> str:
     if "SSL handshake is taking longer" in str(error):
         return f"no answer to the TLS handshake for {limits.HANDSHAKE_TIMEOUT_MS // 1000} s"
     return getattr(error, "strerror", None) or str(error) or "the connection was reset"
+
+
+def _unanswered_s(endpoint: socket.socket) -> float | None:
+    """From Linux' `struct tcp_info`."""
+    kind = getattr(socket, "TCP_INFO", None)
+    if kind is None:
+        return None
+    try:
+        info = endpoint.getsockopt(socket.IPPROTO_TCP, kind, _LAST_ANSWER.size)
+    except OSError:
+        return None
+    return float(_LAST_ANSWER.unpack(info)[0] / 1000) if len(info) == _LAST_ANSWER.size else None
 
 
 def set_socket_options(endpoint: socket.socket) -> None:
