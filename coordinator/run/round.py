@@ -311,10 +311,12 @@ class Round:
 
     def _missing(self, node: Node) -> set[int]:
         missing = set(self._losses.missing(node))
-        for chunks in self._chunks:
-            for chunk in chunks:
-                if not chunk.done:
-                    missing.update(chunk.sums.missing(node))
+        # Block 0 first: its sums come last, and mostly say enough for a thousand others.
+        for chunk in itertools.chain.from_iterable(self._chunks):
+            if len(missing) == node.leaves:
+                break
+            if not (chunk.done or chunk.sums.covers(node)):
+                missing.update(chunk.sums.missing(node))
         return missing
 
     def _summarise(self) -> None:

@@ -7,8 +7,8 @@ that will be summed from. Which message may come in which phase is a table.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -116,16 +116,26 @@ class Received(NamedTuple):
     body: Body | None
 
 
-@dataclass(frozen=True, slots=True)
 class Encoded:
-    """A message ready to be written, to one peer or to many."""
+    """A message ready to be written, to one peer or to many.
 
-    message: Message
-    buffers: tuple[frames.Buffer, ...]
+    Attributes:
+        message: What it says.
+        nbytes: How long it is.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        return sum(len(buffer) for buffer in self.buffers)
+    def __init__(self, message: Message, raw: memoryview | None) -> None:
+        self.message = message
+        self._header = message.to_header()
+        self._raw = raw
+        self.nbytes = frames.frame_bytes(self._header, raw)
+
+    @cached_property
+    def buffers(self) -> tuple[frames.Buffer, ...]:
+        """What is written. Its checksum is taken when the first peer can take it: a gigabyte that
+        is sent at once is not read at once."""
+        head = frames.encode_head(self.message.tag, self._header, self._raw)
+        return (head,) if self._raw is None or not len(self._raw) else (head, self._raw)
 
 
 def _bytes_of(body: NDArray[np.generic] | bytes) -> memoryview:
@@ -138,8 +148,7 @@ def encode(message: Message, body: NDArray[np.generic] | bytes | None = None) ->
     if (body is not None) != (message.body != "none"):
         raise LocalProtocolError(f"{type(message).__name__} with the wrong kind of body")
     raw = None if body is None else _bytes_of(body)
-    head = frames.encode_head(message.tag, message.to_header(), raw)
-    return Encoded(message, (head,) if raw is None or not len(raw) else (head, raw))
+    return Encoded(message, raw)
 
 
 class Connection:

@@ -52,14 +52,25 @@ class Prefix:
         return PREFIX_BYTES + self.header_bytes + (MARKER_BYTES if self.body_bytes else 0)
 
 
-def encode_head(tag: int, header: bytes, body: Buffer | None) -> bytes:
-    """Prefix, header and body marker; the body itself follows as it is."""
+def frame_bytes(header: bytes, body: Buffer | None) -> int:
+    """How long a frame is.
+
+    Raises:
+        LocalProtocolError: Longer than one may be.
+    """
     body_bytes = 0 if body is None else len(body)
     if len(header) > limits.HEADER_BYTES or body_bytes > limits.BODY_BYTES:
         raise LocalProtocolError(
             f"a frame of {len(header)} header and {body_bytes} body bytes is over the limits "
             f"of {limits.HEADER_BYTES} and {limits.BODY_BYTES}"
         )
+    return PREFIX_BYTES + len(header) + (MARKER_BYTES if body_bytes else 0) + body_bytes
+
+
+def encode_head(tag: int, header: bytes, body: Buffer | None) -> bytes:
+    """Prefix, header and body marker; the body itself follows as it is."""
+    frame_bytes(header, body)
+    body_bytes = 0 if body is None else len(body)
     checksum = checksum_of(header, body)
     prefix = _PREFIX.pack(MAGIC, PROTOCOL_VERSION, tag, len(header), body_bytes, checksum)
     marker = _BODY_MARKER.pack(_BIN32, body_bytes) if body_bytes else b""

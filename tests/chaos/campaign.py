@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+from coordinator.service.listener import LoopHeld
 from protocol.spec.run_spec import LogMode
 from tests.chaos.plan import Fault, Kind, Size, draw, run_document
 from tests.chaos.processes import ROOT, Coordinator, Stuck, Worker
@@ -39,6 +40,8 @@ class Outcome:
         redone: Commits of steps that had been told to be committed before.
         lives: Of the coordinator.
         checkpoints_cut: Kills that came before the checkpoint was whole.
+        loop_held_ms: Processor time that a coordinator's event loop was held at most; none where it
+            was never over the limit.
         wall_s: From the first fault to the end of the run.
         weights_digest: Of the result.
         audit: What the audit said, its last line.
@@ -52,6 +55,7 @@ class Outcome:
     lives: int = 0
     checkpoints_cut: int = 0
     wall_s: float = 0.0
+    loop_held_ms: float = 0.0
     weights_digest: str = ""
     audit: str = ""
 
@@ -242,6 +246,8 @@ class _Campaign:
             for a, b in pairwise(commits)
             if b.fields["step"] == a.fields["step"] + 1
         ]
+        held = [e.fields["held_ms"] for e in self.coordinator.events if e.name == LoopHeld.event]
+        outcome.loop_held_ms = max(held, default=0.0)
         calm = _undisturbed_gaps(gaps, self._disturbed)
         outcome.step_s = median(calm) if calm else math.nan
 
