@@ -130,8 +130,7 @@ async def _serve(options: CoordinatorOptions, journal: SystemJournal | None) -> 
         plaintext=options.plaintext,
     )
     _end_on_signals(service)
-    ticking = asyncio.create_task(_tick(progress))
-    watching = asyncio.create_task(service.loop_watch.run())
+    ticking = asyncio.gather(_tick(progress), service.loop_watch.run())
     try:
         progress.start()
         await local.start(options.local_workers)
@@ -139,7 +138,6 @@ async def _serve(options: CoordinatorOptions, journal: SystemJournal | None) -> 
         await _until_over(service, local if options.local_workers else None)
     finally:
         ticking.cancel()
-        watching.cancel()
         progress.stop()
         if announcement is not None:
             await announcement.stop()
