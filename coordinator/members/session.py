@@ -38,7 +38,7 @@ class MemberSession:
 
     Attributes:
         name: The worker's name, unique among members; empty before.
-        hello: What it said of itself.
+        hello: What it said of itself, once it has.
         host: Where it comes from.
         check: What it had to prove.
         run: The run that it was taken into, if one is in progress.
@@ -47,17 +47,17 @@ class MemberSession:
     """
 
     channel: Channel
+    hello: Hello
+    _timer: asyncio.TimerHandle
 
     def __init__(self, owner: SessionOwner, check: JoinCheck, host: str = "") -> None:
         self.name = ""
         self.host = host
         self.check = check
-        self.hello: Hello | None = None
         self.run: MembersRun | None = None
         self.saying_goodbye = ""
         self.failed = False
         self._owner = owner
-        self._timer: asyncio.TimerHandle | None = None
 
     def start(self, channel: Channel) -> None:
         """The connection is made; it has a few seconds to become a member."""
@@ -91,8 +91,7 @@ class MemberSession:
 
     def on_lost(self, channel: Channel, reason: str, error: ProtocolError | None) -> None:
         del channel, error
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
         self._owner.left(self, self.saying_goodbye or reason)
 
     def _challenge(self, channel: Channel, hello: Hello) -> None:
@@ -112,7 +111,6 @@ class MemberSession:
         except NotAuthorised as error:
             channel.goodbye(str(error), retry=False, exit_code=error.exit_code)
             return
-        assert self._timer is not None
         self._timer.cancel()
         welcome = self._owner.admit(self)
         self.name = welcome.worker

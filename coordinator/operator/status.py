@@ -94,7 +94,6 @@ def _balance(run: Run) -> float | None:
 def _worker_part(service: Service, name: str, now_s: float) -> dict[str, Any]:
     session = service.sessions[name]
     hello = session.hello
-    assert hello is not None
     part: dict[str, Any] = {
         "name": name,
         "backend": hello.backend,

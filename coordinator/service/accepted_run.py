@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
@@ -11,10 +12,10 @@ from pathlib import Path
 from coordinator.disk.claim import Claim
 from coordinator.files.blob_index import BlobIndex
 from coordinator.files.kept_index import keep_index, kept_index
-from coordinator.run.restart import Resumption
-from coordinator.service.after_restart import lines_after_restart, resumption_of
-from coordinator.storage.journal import read_end
-from coordinator.storage.journal_records import Record, RunBegins
+from coordinator.run.restart import Resumption, Terms
+from coordinator.service.chronicle import committed, settled
+from coordinator.storage.journal import JournalEnd, read_end
+from coordinator.storage.journal_records import Checkpointed, Record, Resumed, RunBegins
 from coordinator.storage.kept_files import check_files
 from coordinator.storage.recovery import Recovery, leave_behind, recover
 from coordinator.storage.run_directory import RunDirectory, StoredRun
@@ -25,6 +26,14 @@ from protocol.spec.run_spec import RunSpec
 
 
 @dataclass(frozen=True, slots=True)
+class Restart:
+    """Where a run goes on: what an earlier coordinator has left, and what its logic makes of it."""
+
+    recovery: Recovery
+    resumption: Resumption
+
+
+@dataclass(frozen=True, slots=True)
 class AcceptedRun:
     """One run, waiting or in progress.
 
@@ -32,16 +41,14 @@ class AcceptedRun:
         stored: Its id and spec, as they are on disk.
         directory: Its files.
         claim: Holds the directory.
-        recovery: What an earlier coordinator has left of it; None for a new run.
-        resumption: Where it goes on from; None if it begins.
+        restart: Where it goes on from; None if it begins.
         blobs: The files that it names, for workers to ask for.
     """
 
     stored: StoredRun
     directory: RunDirectory
     claim: Claim
-    recovery: Recovery | None = None
-    resumption: Resumption | None = None
+    restart: Restart | None = None
     blobs: BlobIndex | None = None
 
     def first_lines(self) -> list[Record]:
@@ -50,13 +57,13 @@ class AcceptedRun:
         Raises:
             StorageFailed: It cannot be read.
         """
-        saved = self.resumption.saved if self.resumption is not None else 0
+        saved = self.restart.resumption.saved if self.restart is not None else 0
         journal = read_end(self.directory.journal, saved)
         lines: list[Record] = []
         if not journal.begun:
             lines.append(RunBegins.of(self.stored.run_id, self.stored.document, _versions()))
-        if self.recovery is not None and self.resumption is not None:
-            lines += lines_after_restart(self.recovery, journal, self.claim.epoch)
+        if self.restart is not None:
+            lines += _lines_after_restart(self.restart.recovery, journal, self.claim.epoch)
         return lines
 
 
@@ -110,20 +117,20 @@ def find_run(
         return None
     gone_back = () if from_step is None else (go_back(directory, from_step, claim.epoch),)
     recovery = recover(directory)
-    assert recovery is not None
+    blobs = kept_index(directory.files_file, stored.spec)
+    if recovery is None:
+        return AcceptedRun(stored, directory, claim, None, blobs)
     if gone_back:
         # What was committed from there on is void, also where the steps could be compared.
         recovery = replace(recovery, redo=(), notes=(*recovery.notes, *gone_back))
-    resumption = resumption_of(recovery, directory.read_terms())
-    blobs = kept_index(directory.files_file, stored.spec)
-    if resumption is not None:
-        leave_behind(directory, recovery)
-        if not directory.journal.exists():
-            note = f"the journal is missing: what happened before step {recovery.step} is not told"
-            recovery = replace(recovery, notes=(*recovery.notes, note))
-        else:
-            _check_whole(directory, resumption.saved)
-    return AcceptedRun(stored, directory, claim, recovery, resumption, blobs)
+    resumption = _resumption(recovery, directory.read_terms())
+    leave_behind(directory, recovery)
+    if not directory.journal.exists():
+        note = f"the journal is missing: what happened before step {recovery.step} is not told"
+        recovery = replace(recovery, notes=(*recovery.notes, note))
+    else:
+        _check_whole(directory, resumption.saved)
+    return AcceptedRun(stored, directory, claim, Restart(recovery, resumption), blobs)
 
 
 def _check_whole(directory: RunDirectory, saved: int) -> None:
@@ -139,6 +146,59 @@ def _check_whole(directory: RunDirectory, saved: int) -> None:
     told = f"it tells of {journal.commits} steps" if journal.begun else "its beginning is missing"
     reason = f"{told}, and a checkpoint is there after {saved}; bring it back from a copy"
     raise StorageDamaged(str(directory.journal), "", reason)
+
+
+def _resumption(recovery: Recovery, terms: Terms | None) -> Resumption:
+    """Where the run's logic goes on from."""
+    info = recovery.checkpoint.info
+    redone = {
+        record.commit.step: None if record.commit.scalars is None else record.commit.averages_digest
+        for record in recovery.redo
+    }
+    return Resumption(
+        manifest=recovery.manifest,
+        step=recovery.step,
+        optimizer_step=recovery.optimizer_step,
+        losses=recovery.losses,
+        state_digest=info.state_digest if info.step == recovery.step else None,
+        saved=info.step,
+        redone=redone,
+        terms=terms,
+    )
+
+
+def _lines_after_restart(recovery: Recovery, journal: JournalEnd, epoch: int) -> Iterator[Record]:
+    """What the journal has to say before the run goes on.
+
+    Args:
+        recovery: What was found.
+        journal: What the journal says so far.
+        epoch: The new coordinator's.
+    """
+    info = recovery.checkpoint.info
+    if not journal.settled:
+        yield settled(recovery.manifest)
+    known = min(journal.commits, recovery.step)
+    updates = {info.step: info.optimizer_step}
+    updates |= {step.step + 1: step.record.optimizer_step for step in recovery.logged}
+    yield Resumed(
+        epoch=epoch,
+        step=known,
+        optimizer_step=updates.get(known, info.optimizer_step),
+        notes=tuple(note[:2000] for note in recovery.notes),
+    )
+    if not journal.saved:
+        yield Checkpointed(
+            epoch=info.epoch,
+            step=info.step,
+            optimizer_step=info.optimizer_step,
+            weights_digest=info.weights_digest,
+            state_digest=info.state_digest,
+            directory=recovery.checkpoint.path.name,
+        )
+    for step in recovery.logged:
+        if step.step >= known:
+            yield committed(step.record, recovered=True)
 
 
 def is_unfinished(path: Path) -> bool:

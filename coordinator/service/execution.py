@@ -66,7 +66,7 @@ Command = Literal["submit", "halt", "continue", "skip_step", "checkpoint", "drai
 class Watcher(Listener, Protocol):
     """Who hears what a run reports, and its end."""
 
-    def ended(self, execution: Execution) -> None:
+    def ended(self, execution: Execution, outcome: Finish) -> None:
         """The run is over and its files are written."""
 
 
@@ -116,7 +116,6 @@ class Execution:
 
     def resume(self, recovery: Recovery) -> None:
         """After a restart: workers go on, while the replica takes the logged steps again."""
-        assert recovery.manifest is not None
         self.started_s, self.started_step = self._machine.now_s(), self.run.step
         self._keeper = self._new_keeper(recovery.manifest)
         self._storage.settle(recovery.manifest, recovery.step, recovery.redo, recovery.index)
@@ -376,7 +375,7 @@ class Execution:
                 self._send(Send(member.name, message))
         finally:
             await self.close()
-            self._watcher.ended(self)
+            self._watcher.ended(self, self.outcome)
 
     async def close(self) -> None:
         """Let go of files and threads; a run that goes on can be resumed."""

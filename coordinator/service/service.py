@@ -21,6 +21,7 @@ from coordinator.members.doorway import Doorway, Greet
 from coordinator.members.join_check import JoinCheck
 from coordinator.members.session import MemberSession
 from coordinator.members.strangers import Strangers
+from coordinator.run.actions import Finish
 from coordinator.run.facts import Fact
 from coordinator.run.membership import MemberState
 from coordinator.run.run import Run
@@ -270,24 +271,21 @@ class Service:
 
     def admit(self, session: MemberSession) -> Welcome:
         """Name the worker; see `SessionOwner`."""
-        assert session.hello is not None
         if len(self.sessions) >= limits.WORKERS:
             raise OutOfPlace(f"expected at most {limits.WORKERS} workers, this is one more")
         wanted = session.hello.name or "worker"
         for other in list(self.sessions.values()):
-            assert other.hello is not None
             if other.hello.instance == session.hello.instance:
                 # The same process came back before its old connection was seen to be dead.
                 other.channel.abort("the worker has connected again")
                 self._forget(other, "the worker has connected again")
-        assert self._claim is not None
         name, number = wanted, 1
         while name in self.sessions:
             number += 1
             name = f"{wanted[:60]}-{number}"
         return Welcome(
             worker=name,
-            epoch=self._claim.epoch,
+            epoch=self.claim().epoch,
             heartbeat_interval_ms=limits.HEARTBEAT_INTERVAL_MS,
             liveness_timeout_ms=limits.LIVENESS_TIMEOUT_MS,
             key=session.check.new_key(),
@@ -295,7 +293,6 @@ class Service:
 
     def joined(self, session: MemberSession) -> None:
         """A worker is a member; see `SessionOwner`."""
-        assert session.hello is not None
         self._joining.leave(session)
         self.sessions[session.name] = session
         self.known.add(session.name)
@@ -339,10 +336,14 @@ class Service:
             return
         accepted = self.waiting.popleft()
         accepted.directory.reopen()
-        stored, epoch = accepted.stored, accepted.claim.epoch
+        stored, epoch, restart = accepted.stored, accepted.claim.epoch, accepted.restart
         self._running = accepted
         run = Run(
-            stored.run_id, stored.spec, epoch, self.settings.expect_workers, accepted.resumption
+            stored.run_id,
+            stored.spec,
+            epoch,
+            self.settings.expect_workers,
+            restart.resumption if restart is not None else None,
         )
         run.blobs = accepted.blobs.digest if accepted.blobs is not None else None
         storage = RunStorage(
@@ -356,13 +357,12 @@ class Service:
             tracer=self._tracer, machine=self._machine,
         )  # fmt: skip
         task, steps = stored.spec.task, stored.spec.steps
-        if accepted.resumption is None:
+        if restart is None:
             self.reported(RunAccepted(task, steps), stored.run_id)
         else:
-            assert accepted.recovery is not None
-            notes = list(accepted.recovery.notes)
+            notes = list(restart.recovery.notes)
             self.reported(RunResumed(task, steps, run.step, notes), stored.run_id)
-            self.current.resume(accepted.recovery)
+            self.current.resume(restart.recovery)
         for session in list(self.sessions.values()):
             self.current.invite(session)
 
@@ -380,14 +380,12 @@ class Service:
                 self.listeners.remove(listener)
                 log.warning("listener_lost", error=repr(error))
 
-    def ended(self, execution: Execution) -> None:
+    def ended(self, execution: Execution, outcome: Finish) -> None:
         """A run is over; see `execution.Watcher`."""
-        assert execution.outcome is not None
         self.finished, self.current = execution, None
         if self._running is not None:
             self._release(self._running.claim)
             self._running = None
-        outcome = execution.outcome
         self.reported(RunEnded(outcome.outcome, outcome.reason), execution.run.run_id)
         if self.settings.once or self._draining or execution.superseded:
             self.over.set()  # who has lost one directory to a successor leaves it the workers too

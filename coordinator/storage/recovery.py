@@ -33,9 +33,8 @@ class Recovery:
 
     Attributes:
         run: Id and spec.
-        manifest: None if no worker had been ready.
-        checkpoint: The newest whole one; None if there is none, and the state has to come from a
-            worker again (the state of step 0, or that of a worker that has kept its own).
+        manifest: What the workers had agreed on.
+        checkpoint: The newest whole one.
         logged: Committed steps after the checkpoint whose averages are there, in order.
         redo: Commits after those, whose averages were not kept (mode `checkpoint`): the steps are
             done again. Those skipped then are to be skipped again; the others' digests can be
@@ -48,8 +47,8 @@ class Recovery:
     """
 
     run: StoredRun
-    manifest: Manifest | None
-    checkpoint: Checkpoint | None
+    manifest: Manifest
+    checkpoint: Checkpoint
     logged: tuple[LoggedStep, ...]
     redo: tuple[CommitRecord, ...]
     step: int
@@ -58,22 +57,15 @@ class Recovery:
     notes: tuple[str, ...]
     index: LogIndex
 
-    def replica(self, start: Replica | None = None) -> Replica:
+    def replica(self) -> Replica:
         """The state after `step` steps: the checkpoint's, with the logged steps taken again.
-
-        Args:
-            start: The state of step 0, where there is no checkpoint; it is changed.
 
         Raises:
             StorageDamaged: The log or the checkpoint is not what was written, or does not lead to
                 the digest that was known.
             StorageFailed: They cannot be read.
         """
-        assert self.manifest is not None
-        replica = start
-        if self.checkpoint is not None:
-            replica = load_replica(self.checkpoint, self.manifest, self.run.spec.optimizer)
-        assert replica is not None, "without a checkpoint the state comes from a worker"
+        replica = load_replica(self.checkpoint, self.manifest, self.run.spec.optimizer)
         for logged in self.logged:
             averages = read_averages(logged, self.manifest.blocks)
             known = logged.record.state_before if logged is self.logged[-1] else None
@@ -90,10 +82,11 @@ def recover(directory: RunDirectory) -> Recovery | None:
     Only who holds the directory (`Claim`) may call this: it cuts torn tails.
 
     Returns:
-        None if there is no run.
+        None if there is no run, or no state of it was saved yet: it begins anew.
 
     Raises:
-        StorageDamaged: Something is damaged that no crash explains.
+        StorageDamaged: Something is damaged that no crash explains; or steps are committed, but no
+            state is left that they follow.
         StorageFailed: The disk refuses.
         Mismatch: A file is of another run.
     """
@@ -106,7 +99,7 @@ def recover(directory: RunDirectory) -> Recovery | None:
         if checkpoint_steps(directory.checkpoints):
             reason = "it is missing, though there are checkpoints; bring it back from a copy"
             raise StorageDamaged(str(directory.manifest_file), "", reason)
-        return Recovery(run, None, None, (), (), 0, 0, (), (), LogIndex())
+        return None
     checkpoint, passed = latest_checkpoint(directory.checkpoints, run.run_id, manifest)
     scan = scan_log(directory.log, run.run_id, manifest, repair=True)
     base = checkpoint.info.step if checkpoint is not None else 0
@@ -114,8 +107,12 @@ def recover(directory: RunDirectory) -> Recovery | None:
     notes = [f"checkpoint passed over: {reason}" for reason in passed]
     notes += [str(cut) for cut in scan.cuts]
     notes += _out_of_reach(scan.index, base + len(logged) + len(redo))
-    losses = () if checkpoint is None else checkpoint.info.losses
-    optimizer_step = 0 if checkpoint is None else checkpoint.info.optimizer_step
+    if checkpoint is None:
+        if logged or redo or notes:
+            reason = "; ".join(("no checkpoint is whole", *notes))
+            raise StorageDamaged("checkpoints", "", reason)
+        return None
+    info = checkpoint.info
     return Recovery(
         run=run,
         manifest=manifest,
@@ -123,9 +120,9 @@ def recover(directory: RunDirectory) -> Recovery | None:
         logged=tuple(logged),
         redo=tuple(redo),
         step=base + len(logged),
-        optimizer_step=logged[-1].record.optimizer_step if logged else optimizer_step,
+        optimizer_step=logged[-1].record.optimizer_step if logged else info.optimizer_step,
         losses=(
-            *(math.nan if loss is None else loss for loss in losses),
+            *(math.nan if loss is None else loss for loss in info.losses),
             *(step.record.commit.loss for step in logged),
         ),
         notes=tuple(notes),

@@ -93,11 +93,11 @@ class Ledger:
 
     def found(self, accepted: AcceptedRun) -> None:
         """A coordinator starts, and finds this."""
-        recovery, resumption = accepted.recovery, accepted.resumption
         self.anew = 0
-        if recovery is None or resumption is None:
+        if accepted.restart is None:
             assert not self.skips, "the run was begun, and begins anew"
             return
+        recovery, resumption = accepted.restart.recovery, accepted.restart.resumption
         if not self.skips and not resumption.step and resumption.state_digest is not None:
             self._starts_from(resumption.state_digest)
         committed = [math.isnan(loss) for loss in recovery.losses]

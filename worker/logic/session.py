@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
 
+import numpy as np
+
+from backends.base.interface import Array
 from protocol.base.errors import BackendUnavailable, DeviceError, ExitCode, OutOfPlace
 from protocol.base.fields import cut_text
 from protocol.exact.tree import Node, is_node
@@ -64,7 +67,6 @@ from worker.logic.actions import (
     Tell,
     Transmit,
 )
-from worker.logic.averages import Averages
 from worker.logic.events import StepAttempt
 from worker.logic.fetching import RunFiles
 
@@ -80,6 +82,31 @@ class SessionPhase(Enum):
     IDLE = "idle"
     PREPARING = "preparing"
     READY = "ready"
+
+
+class Averages:
+    """The averaged blocks of one attempt, one flat array each; whole once `complete`."""
+
+    def __init__(self, blocks: tuple[Block, ...]) -> None:
+        self._blocks = blocks
+        self._missing = {(b, c) for b, block in enumerate(blocks) for c in range(block.chunks)}
+        self.arrays: list[Array] = [np.empty(0, np.float32)] * len(blocks)
+
+    def put(self, block: int, chunk: int, values: Array) -> None:
+        """Take a chunk; one that is there already changes nothing."""
+        if (block, chunk) not in self._missing:
+            return
+        self._missing.discard((block, chunk))
+        if self._blocks[block].chunks == 1:
+            self.arrays[block] = values
+            return
+        if not len(self.arrays[block]):
+            self.arrays[block] = np.empty(self._blocks[block].elements, np.float32)
+        self.arrays[block][self._blocks[block].chunk_slice(chunk)] = values
+
+    @property
+    def complete(self) -> bool:
+        return not self._missing
 
 
 @dataclass(slots=True)

@@ -54,13 +54,11 @@ class House:
         self.heard: list[tuple[str, Any]] = []
 
     def admit(self, session: MemberSession) -> Welcome:
-        assert session.hello is not None
         self.heard.append(("admit", session.hello.name))
         assert isinstance(WELCOME, Welcome)
         return WELCOME
 
     def joined(self, session: MemberSession) -> None:
-        assert session.hello is not None
         self.heard.append(("joined", session.name))
 
     def receive(self, session: MemberSession, received: Received) -> None:
@@ -89,7 +87,6 @@ def prove(session: MemberSession, wire: Wire) -> None:
     token = CoordinatorCredentials.open().join_token()
     (challenge,) = wire.sent
     assert isinstance(challenge, Challenge)
-    assert session.hello is not None
     proof = answer(session.hello, challenge, token.fingerprint, token.secret)
     session.on_message(session.channel, Received(proof, None))
 

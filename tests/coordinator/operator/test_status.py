@@ -26,8 +26,8 @@ class Watcher:
     def reported(self, fact, run_id=""):
         del fact, run_id
 
-    def ended(self, execution):
-        del execution
+    def ended(self, execution, outcome):
+        del execution, outcome
 
 
 def staged(*commands, **options):

@@ -218,9 +218,7 @@ def test_an_empty_directory_holds_no_run(tmp_path):
 def test_a_run_without_a_ready_worker_begins_at_the_beginning(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.begin(RUN_ID, SPEC)
-    found = recover(directory)
-    assert found is not None
-    assert (found.manifest, found.step, found.losses) == (None, 0, ())
+    assert recover(directory) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"run_id": "x", "spec": {"steps": 0}}'])
@@ -247,7 +245,6 @@ def test_the_state_after_the_last_commit_is_had_back(tmp_path, kept):
     log.close()
     found = recover(directory)
     assert found is not None
-    assert found.checkpoint is not None
     assert found.checkpoint.info.step == kept
     assert (found.step, found.optimizer_step, found.redo) == (5, 5, ())
     assert found.losses == tuple(1.0 / (1 + step) for step in range(5))
@@ -314,16 +311,20 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_and_its_log(tmp_
     assert any("done again" in note for note in found.notes)
 
 
-def test_without_any_checkpoint_the_log_follows_a_workers_state(tmp_path):
+def test_a_log_without_any_checkpoint_follows_nothing(tmp_path):
     directory = begun(tmp_path, checkpoint=False)
     log = opened(directory)
     for step in range(3):
         log_step(log, step)
     log.close()
-    found = recover(directory)
-    assert found is not None
-    assert (found.checkpoint, found.step) == (None, 3)
-    assert found.replica(state_zero()).state_digest() == trained(3).state_digest()
+    with pytest.raises(StorageDamaged, match="no checkpoint is whole"):
+        recover(directory)
+
+
+def test_a_run_whose_first_state_was_not_saved_begins_anew(tmp_path):
+    directory = begun(tmp_path, checkpoint=False)
+    opened(directory).close()
+    assert recover(directory) is None
 
 
 def test_a_replay_that_leads_elsewhere_is_refused(tmp_path):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from protocol.base import limits
 from protocol.spec.manifest import Block, TensorSpec
-from worker.logic.averages import Averages
+from worker.logic.session import Averages
 
 BLOCKS = tuple(
     Block(name=f"b{size}", kind="block", tensors=(TensorSpec(name=f"w{size}", shape=(size,)),))
