@@ -17,12 +17,12 @@ from blake3 import blake3
 from coordinator.disk.artifacts import write_model
 from coordinator.disk.canonical_json import json_digest
 from coordinator.run.restart import CommitRecord
+from coordinator.service.chronicle import committed
 from coordinator.storage.checkpoint import write_checkpoint
 from coordinator.storage.gradient_log import GradientLog
 from coordinator.storage.journal import Entry, Journal, verify_journal
 from coordinator.storage.journal_records import (
     Checkpointed,
-    Committed,
     Ended,
     Evaluated,
     FilesKept,
@@ -102,11 +102,15 @@ def averages_digest(values: list[Array]) -> str:
     return blake3("".join(digests).encode()).hexdigest()
 
 
+def norm_of(step: int, attempt: int) -> float:
+    return global_norm([square_sum(array) for array in averages(step, attempt)])
+
+
 def commit_of(
     step: int, optimizer_step: int, *, epoch: int = 1, attempt: int = 0, skip: bool = False
 ) -> Commit:
     values = averages(step, attempt)
-    norm = global_norm([square_sum(array) for array in values])
+    norm = norm_of(step, attempt)
     scalars = step_scalars(SPEC.optimizer, max(1, optimizer_step), step, SPEC.steps, norm)
     return Commit(
         epoch=epoch,
@@ -128,7 +132,10 @@ def record_of(
     state_before: str | None = None,
 ) -> CommitRecord:
     commit = commit_of(step, optimizer_step, epoch=epoch, attempt=attempt, skip=skip)
-    return CommitRecord(commit=commit, optimizer_step=optimizer_step, state_before=state_before)
+    return CommitRecord(
+        commit=commit, optimizer_step=optimizer_step, state_before=state_before,
+        norm=None if skip else norm_of(step, attempt),
+    )  # fmt: skip
 
 
 def append_step(log: GradientLog, step: int, *, epoch: int = 1, attempt: int = 0) -> None:
@@ -234,24 +241,17 @@ class WrittenRun:
         """Take one step, or skip it."""
         step, skipped = self.replica.step, self.replica.step in self.skip
         updates = self.replica.optimizer_step + (not skipped)
-        commit = commit_of(step, updates, epoch=self.epoch, skip=skipped)
         before = self.replica.state_digest()
-        record = CommitRecord(commit=commit, optimizer_step=updates, state_before=before)
+        record = record_of(step, updates, epoch=self.epoch, skip=skipped, state_before=before)
         if journal:
             self.plan(step)
         if not skipped:
             append_step(self.log, step, epoch=self.epoch)
         self.log.commit(record)
         if journal:
-            self.journal.append(
-                Committed(
-                    epoch=self.epoch, step=step, attempt=0, optimizer_step=updates,
-                    loss=commit.loss, skipped=skipped, state_before=before,
-                    averages_digest=commit.averages_digest,
-                )
-            )  # fmt: skip
+            self.journal.append(committed(record))
             self.journal.sync()
-        self.losses.append(commit.loss)
+        self.losses.append(record.commit.loss)
         take(self.replica, record, averages(step))
 
     def plan(self, step: int) -> None:

@@ -104,6 +104,8 @@ class StateProof:
         record, commit = logged.record, logged.record.commit
         told = self._history.commit_of(logged.step)
         assert told is not None
+        older = told.rate is None  # or a skipped step
+        rate = None if older or commit.scalars is None else commit.scalars.learning_rate
         for name, mine, theirs in (
             ("epoch", commit.epoch, told.epoch),
             ("attempt", commit.attempt, told.attempt),
@@ -111,6 +113,8 @@ class StateProof:
             ("skip", commit.scalars is None, told.skipped),
             ("digest of averages", commit.averages_digest, told.averages_digest),
             ("loss", None if told.skipped else commit.loss, told.loss),
+            ("norm", record.norm, told.norm),
+            ("rate", rate, told.rate),
         ):
             if mine != theirs:
                 yield f"the log has {name} {mine}, the journal {theirs}"
@@ -135,6 +139,8 @@ class StateProof:
             yield "the averaged gradients have not the digest in the commit"
         norm = global_norm([square_sum(average) for average in averages])
         updates = logged.record.optimizer_step
+        if logged.record.norm not in {None, norm}:
+            yield f"the commit has norm {logged.record.norm}, the averaged gradients {norm}"
         if commit.scalars != step_scalars(spec.optimizer, updates, commit.step, spec.steps, norm):
             yield "the scalars of the update do not follow from run spec and gradients"
 

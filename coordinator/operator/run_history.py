@@ -106,7 +106,7 @@ class RunHistory:
         self._forget()
 
     def _forget(self) -> None:
-        self._losses, self._norms, self._times = Curve(), Curve(), Curve()
+        self._losses, self._norms, self._rates, self._times = (Curve() for _ in range(4))
         self._workers_at: list[tuple[int, int]] = []
         self._evaluations: deque[tuple[int, dict[str, float | None]]] = deque(maxlen=_EVALUATIONS)
         self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
@@ -138,6 +138,7 @@ class RunHistory:
             "outcome": self._outcome,
             "loss": self._losses.document(after),
             "norm": self._norms.document(after),
+            "rate": self._rates.document(after),
             "step_s": self._times.document(after),
             "workers_at": self._workers_at,
             "evaluations": [{"step": step, "metrics": made} for step, made in self._evaluations],
@@ -199,6 +200,7 @@ class RunHistory:
         at, step = datetime.fromisoformat(time), record["step"] + 1
         self._losses.add(step, record["loss"])
         self._norms.add(step, record.get("norm"))
+        self._rates.add(step, record.get("rate"))
         if self._last_commit is not None:
             self._times.add(step, (at - self._last_commit).total_seconds())
         self._last_commit, self._outcome = at, ""
@@ -228,7 +230,7 @@ class RunHistory:
         self._tell(time, record, record["change"], record["reason"], name)
 
     def _resumed(self, time: str, record: dict[str, Any]) -> None:
-        for curve in (self._losses, self._norms, self._times):
+        for curve in (self._losses, self._norms, self._rates, self._times):
             curve.cut(record["step"])
         kept = [each for each in self._evaluations if each[0] <= record["step"]]
         self._evaluations = deque(kept, maxlen=_EVALUATIONS)

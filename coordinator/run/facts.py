@@ -209,7 +209,12 @@ class StepCommitted(Fact):
 
     def fields(self) -> dict[str, object]:
         commit = self.record.commit
-        return {"step": commit.step, "loss": commit.loss, "skipped": commit.scalars is None}
+        told: dict[str, object] = {"step": commit.step, "loss": commit.loss}
+        if self.record.norm is not None:
+            told["norm"] = self.record.norm
+        if commit.scalars is not None:
+            told["rate"] = commit.scalars.learning_rate
+        return {**told, "skipped": commit.scalars is None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -354,7 +354,7 @@ class Progress:
     def persist(self, round_: Round, *, skip: bool) -> list[Action]:
         """The round is complete and everyone agrees on the step before, or it is skipped, and
         nothing is to be applied: make the commit durable before anyone hears of it."""
-        scalars, loss, digest = None, float("nan"), _NO_AVERAGES
+        scalars, norm, loss, digest = None, None, float("nan"), _NO_AVERAGES
         updates = self.optimizer_step
         if not skip:
             updates += 1
@@ -365,7 +365,7 @@ class Progress:
         before = self.agreement.digest(self.step)
         counted = None if skip else round_.counted
         record = CommitRecord(
-            commit=commit, optimizer_step=updates, state_before=before, counted=counted
+            commit=commit, optimizer_step=updates, state_before=before, norm=norm, counted=counted
         )
         self._committing = _Committing(record, round_)
         return [*self._compare(digest), Persist(record)]

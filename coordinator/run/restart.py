@@ -29,7 +29,9 @@ class CommitRecord(Packed):
     """A step is committed: the record is durable before anyone is told.
 
     `optimizer_step` counts updates, this one included if it is one. `state_before`
-    is the digest of the state that the step starts from, where it was known. `counted` says whose
+    is the digest of the state that the step starts from, where it was known. `norm` is the
+    gradient's, before it was cut; None for a skipped step, and where an older release wrote it.
+    `counted` says whose
     nodes [lo, hi) make up the sums. There is one sum for each chunk and one for the losses; where
     nodes were given out twice, one chunk may be of one worker and the next of another, so each of
     the distinct ways is told. None for a skipped step, or where it would be too much to tell.
@@ -38,6 +40,7 @@ class CommitRecord(Packed):
     commit: Commit
     optimizer_step: Number
     state_before: Digest | None = None
+    norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     counted: tuple[dict[Small, tuple[tuple[Number, Number], ...]], ...] | None = None
 
 

@@ -155,12 +155,14 @@ class Committed(Record):
 
     `counted` says whose sums make up the step's, where that is known: the distinct ways in which
     its chunks and losses were summed, one unless nodes were given out twice. `state_before` is the
-    digest of the state that the step started from.
+    digest of the state that the step started from. `norm` is that of the averaged gradient before
+    it was cut, `rate` the learning rate: None for a skipped step, and where an older release wrote
+    the line.
     """
 
     articles = (10, 12, 15)
     serves = "that every sample counted once; loss and digests of every step"
-    older = ("norm", "weights_before")
+    older = ("weights_before",)
 
     kind: Literal["commit"] = "commit"
     epoch: Number
@@ -168,6 +170,8 @@ class Committed(Record):
     attempt: Number
     optimizer_step: Number
     loss: Figure
+    norm: Figure = None
+    rate: Figure = None
     skipped: bool
     averages_digest: Digest
     state_before: Digest | None = None

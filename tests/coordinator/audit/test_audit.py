@@ -311,16 +311,13 @@ def test_damaged_gradients_are_found_with_file_and_place(run):
     assert "at byte" in finding.text
 
 
-def forge_loss(record):
-    if isinstance(record, Committed) and record.step == 4:
-        return [record.model_copy(update={"loss": 0.001})]
-    return [record]
+def forge_commit(**changed):
+    def forge(record):
+        if isinstance(record, Committed) and record.step == 4:
+            return [record.model_copy(update=changed)]
+        return [record]
 
-
-def forge_digest(record):
-    if isinstance(record, Committed) and record.step == 4:
-        return [record.model_copy(update={"state_before": "1" * 64})]
-    return [record]
+    return forge
 
 
 def forge_figures(record):
@@ -338,11 +335,14 @@ def forge_end(record):
 @pytest.mark.parametrize(
     ("forge", "check"),
     [
-        (forge_loss, "digests"),
-        (forge_digest, "digests"),
+        (forge_commit(loss=0.001), "digests"),
+        (forge_commit(norm=0.001), "digests"),
+        (forge_commit(rate=0.0), "digests"),
+        (forge_commit(state_before="1" * 64), "digests"),
         (forge_end, "digests"),
         (forge_figures, "digests"),
     ],
+    ids=["loss", "norm", "rate", "state", "end", "figures"],
 )
 def test_a_forged_record_with_hashes_made_to_fit_is_found(run, forge, check):
     rewritten(run, forge)

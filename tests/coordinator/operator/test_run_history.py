@@ -58,6 +58,17 @@ def test_what_comes_later_is_added_to_what_was_read(journal):
     assert history.document()["step_s"]["step"] == [2, 3]
 
 
+def test_norm_and_rate_are_drawn_where_the_journal_has_them(journal):
+    of_older = commit(0)
+    del of_older["norm"]
+    journal.write(of_older, commit(1, norm=2.0, rate=1e-3), commit(2, None, rate=None))
+    history = RunHistory(journal.path)
+    history.read()
+    drawn = history.document()
+    assert (drawn["norm"]["step"], drawn["norm"]["mean"]) == ([2], [2.0])
+    assert (drawn["rate"]["step"], drawn["rate"]["mean"]) == ([2], [1e-3])
+
+
 def test_half_a_line_waits_for_its_other_half(journal):
     history = RunHistory(journal.path)
     journal.write(commit(0), end="")

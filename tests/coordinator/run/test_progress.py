@@ -155,7 +155,9 @@ def test_a_step_from_plan_to_commit():
     assert progress.persisting
     commit, apply, report = progress.durable(0)
     counted = ({"ann": ((0, 4),)},)
-    record = CommitRecord(commit=commit.message, optimizer_step=1, counted=counted)
+    record = CommitRecord(
+        commit=commit.message, optimizer_step=1, norm=math.sqrt(8), counted=counted
+    )
     assert persist == Persist(record)
     assert isinstance(commit, Broadcast)
     assert isinstance(commit.message, Commit)
