@@ -6,6 +6,8 @@ The files hold no data and are open; everything else bears the control token, as
 from __future__ import annotations
 
 import asyncio
+from base64 import b64encode
+from hashlib import sha256
 from importlib import resources
 from pathlib import Path
 from typing import Final
@@ -13,16 +15,20 @@ from typing import Final
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from coordinator.audit.report import report
+from coordinator.audit.report import STYLE, report
 from coordinator.members.invitation import invitation
 from coordinator.operator.run_history import RunHistory
+from coordinator.operator.run_list import RunList
 from coordinator.service.service import Service
 from coordinator.storage.run_directory import RunDirectory
 from protocol.base.errors import UsageError
 from protocol.spec.run_spec import parse_run_spec_text
 
+_REPORT_STYLE: Final = b64encode(sha256(STYLE.encode()).digest()).decode()
+"""The report in its tab is under the page's policy."""
 _POLICY: Final = (
-    "default-src 'none'; connect-src 'self'; style-src 'self'; script-src 'self'; img-src data:; "
+    f"default-src 'none'; connect-src 'self'; style-src 'self' 'sha256-{_REPORT_STYLE}'; "
+    "script-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _TYPES: Final = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
@@ -30,7 +36,6 @@ PAGE_PATHS: Final = (
     "/", "/page/page.css", "/page/page.js", "/page/uPlot.min.css", "/page/uPlot.min.js",
 )  # fmt: skip
 """Open without a token."""
-_PAST_RUNS: Final = 200
 _KEPT_HISTORIES: Final = 4
 
 
@@ -44,6 +49,7 @@ class PageServer:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._runs_here = RunList(service.settings.directory, once=service.settings.once)
         self._histories: dict[Path, tuple[RunHistory, asyncio.Lock]] = {}
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
@@ -69,21 +75,10 @@ class PageServer:
     async def _runs(self, request: web.Request) -> web.Response:
         """Runs whose journal is here, newest first, and those that wait."""
         del request
-        found = await asyncio.to_thread(self._directories)
+        found = await asyncio.to_thread(self._runs_here.read)
         queued = [accepted.stored.run_id for accepted in self._service.waiting]
-        return web.json_response({"runs": [*found], "queued": queued})
-
-    def _directories(self) -> dict[str, Path]:
-        """Directories of runs by the run's id, newest first."""
-        top = self._service.settings.directory
-        once = self._service.settings.once
-        held = {top} if once else {path.parent for path in top.glob("*/run.json")}
-        dated = []
-        for path in held:
-            journal = RunDirectory(path).journal
-            if journal.is_file() and (stored := RunDirectory(path).read_run()) is not None:
-                dated.append((journal.stat().st_mtime, stored.run_id, path))
-        return {run_id: path for _, run_id, path in sorted(dated, reverse=True)[:_PAST_RUNS]}
+        runs = [run.document(changed_s) for run, changed_s in found if run.run_id not in queued]
+        return web.json_response({"runs": runs, "queued": queued})
 
     async def _directory(self, request: web.Request) -> Path:
         """Of the run that is asked for; without a name the present one, else the last."""
@@ -93,10 +88,10 @@ class PageServer:
             return execution.directory
         if asked is None:
             raise UsageError("expected a run, there has been none yet; submit one")
-        found = (await asyncio.to_thread(self._directories)).get(asked)
-        if found is None:
-            raise UsageError(f"expected a run of this coordinator, got {asked!r}; /runs lists them")
-        return found
+        for run, _ in await asyncio.to_thread(self._runs_here.read):
+            if run.run_id == asked:
+                return run.directory
+        raise UsageError(f"expected a run of this coordinator, got {asked!r}; /runs lists them")
 
     async def _history(self, request: web.Request) -> web.Response:
         directory = await self._directory(request)

@@ -111,6 +111,7 @@ class RunHistory:
         self._evaluations: deque[tuple[int, dict[str, float | None]]] = deque(maxlen=_EVALUATIONS)
         self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
         self._workers: dict[str, _Worker] = {}
+        self._errors: dict[str, dict[str, Any]] = {}
         self._began = self._run_id = ""
         self._steps: int | None = None
         self._samples: int | None = None
@@ -143,6 +144,7 @@ class RunHistory:
             "workers_at": self._workers_at,
             "evaluations": [{"step": step, "metrics": made} for step, made in self._evaluations],
             "events": [*self._events],
+            "errors": self._errors,
             "workers": [
                 {
                     "name": each.name, "device": each.device, "backend": each.backend,
@@ -186,10 +188,10 @@ class RunHistory:
                 self._outcome = record["outcome"]
                 self._tell(time, record, record["outcome"], record["reason"])
             case "halt":
-                self._tell(time, record, "halted", record["reason"], record.get("worker"))
+                self._went_wrong(time, record, "halted", record["reason"])
             case "fault":
                 text = "; ".join(filter(None, (record["reason"], record["response"])))
-                self._tell(time, record, record["what"], text, record.get("worker"))
+                self._went_wrong(time, record, record["what"], text)
             case "command":
                 self._outcome = ""
                 self._tell(time, record, record["command"], record.get("source", ""))
@@ -239,6 +241,20 @@ class RunHistory:
         for worker in self._workers.values():
             worker.here, worker.since, worker.why = False, time, "the coordinator was restarted"
         self._tell(time, record, "resumed", "; ".join(record["notes"]))
+
+    def _went_wrong(self, time: str, record: dict[str, Any], what: str, text: str) -> None:
+        worker = record.get("worker")
+        self._tell(time, record, what, text, worker)
+        if worker is not None:
+            self._errors.pop(worker, None)
+            self._errors[worker] = {
+                "time": time,
+                "step": record["step"],
+                "what": what,
+                "text": text,
+            }
+            if len(self._errors) > _WORKERS:
+                del self._errors[next(iter(self._errors))]
 
     def _tell(
         self, time: str, record: dict[str, Any], what: str, text: str, worker: str | None = None

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from coordinator.operator.pace import pace_of
@@ -27,6 +29,7 @@ def status_document(service: Service, now_s: float) -> dict[str, Any]:
         now_s: The service's monotonic clock.
     """
     execution = service.current or service.finished
+    waited_for: tuple[str, ...] = ()
     document: dict[str, Any] = {
         "version": __version__,
         "phase": "idle",
@@ -52,8 +55,13 @@ def status_document(service: Service, now_s: float) -> dict[str, Any]:
         document |= dataclasses.asdict(pace) if pace is not None else {}
         document["pace"] = str(pace) if pace is not None else ""
         if execution is service.current:
-            document["waiting_for"] = waiting_for(execution.run, sorted(service.sessions))
-    document["workers"] = [_worker_part(service, name, now_s) for name in sorted(service.sessions)]
+            waiting = waiting_for(execution.run, sorted(service.sessions))
+            document["waiting_for"] = waiting.words
+            waited_for = waiting.workers
+    document["workers"] = [
+        _worker_part(service, name, now_s) | {"waited_for": name in waited_for}
+        for name in sorted(service.sessions)
+    ]
     return document
 
 
@@ -118,6 +126,7 @@ def _worker_part(service: Service, name: str, now_s: float) -> dict[str, Any]:
             "device": member.device,
             "signature": member.signature[:12],
             "signature_text": member.signature_text,
+            "cannot": run.unfit.get(name),
             "microbatches_of_step": share.microbatches if share is not None else 0,
             "microbatches": member.microbatches,
             "ms_per_microbatch": round(speed, 2) if speed is not None else None,
@@ -125,8 +134,22 @@ def _worker_part(service: Service, name: str, now_s: float) -> dict[str, Any]:
     return part
 
 
-def waiting_for(run: Run, connected: list[str]) -> str:
-    """Why the run does not go on right now, and for whom; empty when nothing is waited for."""
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What a run waits for, in words, and for which workers; empty: for nothing."""
+
+    words: str = ""
+    workers: tuple[str, ...] = ()
+
+
+def _workers(names: Iterable[str], what: str) -> Waiting:
+    """`what` has {} where the names go."""
+    named = tuple(names)
+    return Waiting(what.format(", ".join(named)), named)
+
+
+def waiting_for(run: Run, connected: list[str]) -> Waiting:
+    """Why the run does not go on right now, and for whom."""
     preparing = run.members.names(MemberState.PREPARING)
     cannot = "".join(f"; {n} cannot take part: {why}" for n, why in sorted(run.unfit.items()))
     if run.phase is RunPhase.WAITING:
@@ -136,33 +159,34 @@ def waiting_for(run: Run, connected: list[str]) -> str:
         if missing > 0:
             here = f"{len(able)} of {run.expect_workers} are here"
             more = "1 more worker" if missing == 1 else f"{missing} more workers"
-            return f"{more}: {here}{cannot}"
+            return Waiting(f"{more}: {here}{cannot}")
         if len(ready) < run.expect_workers:
-            return f"{', '.join(preparing)} to build the task"
+            return _workers(preparing, "{} to build the task")
         uploader = run.settled.admission.uploader if run.settled is not None else None
-        return f"{uploader} to send the initial state"
+        return _workers([str(uploader)], "{} to send the initial state")
     if run.phase is RunPhase.HALTED:
-        return f"an operator (continue, or continue --skip-step): {run.reason}"
+        return Waiting(f"an operator (continue, or continue --skip-step): {run.reason}")
     if run.phase is RunPhase.OVER:
-        return "the disk to take the result"
+        return Waiting("the disk to take the result")
     if not run.members.names(*COMPUTING):
-        loading = ", ".join(run.members.names(MemberState.LOADING))
-        return f"{loading} to load the state" if loading else f"a worker: all have left{cannot}"
+        loading = run.members.names(MemberState.LOADING)
+        left = Waiting(f"a worker: all have left{cannot}")
+        return _workers(loading, "{} to load the state") if loading else left
     evaluating = run.evaluation.waiting_for() if run.evaluation is not None else []
     if evaluating:
-        return f"{', '.join(evaluating)} to evaluate"
-    return _waiting_in_step(run, run.progress) if run.progress is not None else ""
+        return _workers(evaluating, "{} to evaluate")
+    return _waiting_in_step(run, run.progress) if run.progress is not None else Waiting()
 
 
-def _waiting_in_step(run: Run, progress: Progress) -> str:
+def _waiting_in_step(run: Run, progress: Progress) -> Waiting:
     round_ = progress.round
     if progress.persisting:
-        return f"the disk to take the commit of step {progress.step}"
+        return Waiting(f"the disk to take the commit of step {progress.step}")
     owing = [name for name in sorted(round_.shares) if round_.unfinished(name)] if round_ else []
     if owing:
-        return f"gradients of {', '.join(owing)}"
+        return _workers(owing, "gradients of {}")
     if not progress.agreement.reached or (round_ is None and progress.agreement.catching_up):
         late = progress.agreement.waiting_for or ["the coordinator's replica"]
-        return f"{', '.join(late)} to apply the step"
+        return _workers(late, "{} to apply the step")
     first = run.saves.saved is None
-    return f"the disk to take the checkpoint of step {0 if first else progress.step}"
+    return Waiting(f"the disk to take the checkpoint of step {0 if first else progress.step}")

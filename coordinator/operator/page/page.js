@@ -4,10 +4,14 @@
 const $ = id => document.getElementById(id);
 const sleep = ms => new Promise(resolve => setTimeout(resolve, ms));
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-// Okabe and Ito's palette: told apart by those who do not see all colours alike.
-const COLOURS = { mine: "#0072b2", smooth: "#d55e00", other: "#009e73" };
-const CURVES = { loss: "chart-loss", step_s: "chart-time" };
-const shown = { runs: {}, charts: {}, status: null, present: null };
+const make = (tag, properties, ...children) => {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children);
+  return made;
+};
+const CURVES = { loss: "chart-loss", norm: "chart-norm", rate: "chart-rate", step_s: "chart-time" };
+// `zoom`: the steps that all charts show; null: all of them.
+const shown = { histories: {}, charts: {}, runs: { runs: [], queued: [] }, stale: true, status: null, present: null, steps: 1, zoom: null };
 
 // The token comes in the fragment, which is in no request, and does not stay in the address.
 const given = new URLSearchParams(location.hash.slice(1)).get("token");
@@ -46,26 +50,31 @@ $("ask").addEventListener("submit", event => {
 });
 
 // Numbers for eyes.
-const figure = value => value == null ? "-" : Number.isInteger(value) ? String(value) : Number(value.toPrecision(4)).toString();
+const figure = value => value == null ? "-" : Number.isInteger(value) ? value.toLocaleString("en") : Number(value.toPrecision(4)).toString();
 function duration(seconds) {
   if (seconds == null || !Number.isFinite(seconds)) return "-";
   const whole = Math.max(0, Math.round(seconds)), minutes = Math.floor(whole / 60), hours = Math.floor(minutes / 60);
+  if (hours >= 48) return `${Math.floor(hours / 24)} d ${hours % 24} h`;
   if (hours) return `${hours} h ${minutes % 60} min`;
   return minutes ? `${minutes} min ${whole % 60} s` : `${whole} s`;
+}
+function moment(text) {
+  const at = new Date(text), today = at.toDateString() === new Date().toDateString();
+  return make("time", { dateTime: text, title: text }, today ? at.toLocaleTimeString() : at.toLocaleString());
 }
 
 // What is known of a run, brought up to date: only what is new comes over.
 async function follow(run) {
-  const known = shown.runs[run];
+  const known = shown.histories[run];
   const after = known ? Math.min(...Object.keys(CURVES).map(name => known[name].full)) : 0;
   const query = new URLSearchParams({ after });
   if (run) query.set("run", run);
   const news = await read(`history?${query}`);
   const same = known && known.run_id === news.run_id && known.began === news.began
     && Object.keys(CURVES).every(name => known[name].stride === news[name].stride);
-  if (known && !same && after > 0) { delete shown.runs[run]; return follow(run); }
+  if (known && !same && after > 0) { delete shown.histories[run]; return follow(run); }
   if (same) for (const name of Object.keys(CURVES)) news[name] = joined(known[name], news[name], after);
-  return shown.runs[run] = news;
+  return shown.histories[run] = news;
 }
 function joined(old, fresh, after) {
   const kept = old.step.findLastIndex(step => step <= after) + 1;
@@ -78,63 +87,137 @@ function smoothed(values) {
   return values.map(value => level = level === null ? value : level + 0.1 * (value - level));
 }
 
-// Charts.
-function chart(id, series, bands, data, whole = false) {
-  const place = $(id), old = shown.charts[id], name = id.slice(6);
-  const [steps, values] = data, last = steps.length - 1;
+// Charts. All show the same steps; which, is chosen by dragging over one, or in the list beside the heading.
+function chart(id, series, bands, data, { whole = false, zero = false } = {}) {
+  const place = $(id), old = shown.charts[id];
   place.setAttribute("role", "img");
-  place.setAttribute("aria-label", last < 0 ? `${name}: nothing yet`
-    : `${name}: ${figure(values[0])} at step ${steps[0]}, ${figure(values[last])} at step ${steps[last]}`);
-  if (last < 0) {
-    if (old) { old.destroy(); delete shown.charts[id]; }
-    place.replaceChildren(Object.assign(document.createElement("p"), { textContent: "nothing yet" }));
+  place.setAttribute("aria-label", described(place, data));
+  if (!data[0].length) {
+    old?.destroy();
+    delete shown.charts[id];
+    if (!place.querySelector(":scope > p")) place.replaceChildren(make("p", {}, "nothing yet"));
+    caption(id, series, []);
     return;
   }
-  const shape = JSON.stringify([series.map(each => each.label), css("--ink")]);
-  if (old && old.shape === shape) {
-    const zoomed = old.scales.x.min > old.data[0][0] || old.scales.x.max < old.data[0].at(-1);
-    old.setData(data, !zoomed);
-    if (zoomed) old.redraw();
-    return;
+  const shape = JSON.stringify([series.map(each => each.label), css("--ink"), place.clientWidth]);
+  if (old?.shape === shape) {
+    old.setData(data, false);
+    old.setScale("x", span());
+  } else {
+    old?.destroy();
+    place.replaceChildren();
+    shown.charts[id] = drawn(place, id, series, bands, data, whole, zero);
+    shown.charts[id].shape = shape;
   }
-  if (old) old.destroy();
-  place.replaceChildren();
-  const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line") } };
-  const made = new uPlot({
-    width: Math.max(200, place.clientWidth), height: 220, series: [{ label: "step" }, ...series], bands,
-    scales: { x: { time: false } },
-    axes: [{ ...axis }, { ...axis, size: 58, values: (_, ticks) => ticks.map(figure), ...(whole && { incrs: [1, 2, 5, 10, 20, 50] }) }],
-    cursor: { drag: { x: true, y: false } },
+  caption(id, series, data);
+}
+function described(place, [steps, values]) {
+  const name = place.dataset.name, last = (steps?.length ?? 0) - 1;
+  return last < 0 ? `${name}: nothing yet`
+    : `${name}: ${figure(values[0])} at step ${steps[0]}, ${figure(values[last])} at step ${steps[last]}`;
+}
+function drawn(place, id, series, bands, data, whole, zero) {
+  const axis = { stroke: css("--soft"), font: "12px system-ui, sans-serif", grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), size: 4 } };
+  const up = whole ? { incrs: [1, 2, 5, 10, 20, 50, 100] } : {};
+  return new uPlot({
+    width: Math.max(200, place.clientWidth), height: 186, bands, legend: { show: false }, padding: [8, 14, 0, 0],
+    series: [{ label: "step" }, ...series],
+    scales: {
+      x: { time: false, range: () => Object.values(span()) },
+      y: { range: (_, low, high) => low == null ? [0, 1] : uPlot.rangeNum(zero ? 0 : low, whole ? high + 0.5 : high, 0.1, zero) },
+    },
+    axes: [{ ...axis, size: 26, incrs: [1, 2, 5].flatMap(one => [1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7].map(ten => one * ten)).sort((a, b) => a - b), values: (_, ticks) => ticks.map(tick => tick >= 1e4 ? `${figure(tick / 1e3)}k` : figure(tick)) },
+      { ...axis, size: 54, values: (_, ticks) => marks(ticks), ...up }],
+    cursor: {
+      y: false, drag: { x: true, y: false, setScale: false },
+      sync: { key: "steps", filters: { pub: type => ["mousemove", "mouseleave"].includes(type) } },
+      bind: { dblclick: () => () => { shown.last = 0; zoom(null); } },
+    },
+    hooks: {
+      setCursor: [each => read_off(id, each)],
+      setSelect: [each => {
+        const { left, width } = each.select;
+        shown.last = 0;
+        if (width >= 4) zoom([each.posToVal(left, "x"), each.posToVal(left + width, "x")].map(Math.round));
+      }],
+    },
   }, data, place);
-  made.shape = shape;
-  shown.charts[id] = made;
 }
-function line(label, stroke, more = {}) {
-  return { label, stroke, width: 1.5, points: { show: false }, value: (_, value) => figure(value), ...more };
+function span() {
+  const [min, max] = shown.zoom ?? [0, Math.max(1, shown.steps)];
+  return { min, max };
 }
-function drawCurve(id, mine, other, smooth) {
-  const series = [line("mean", COLOURS.mine), line("low", "transparent"), line("high", "transparent")];
+function marks(ticks) {
+  const most = Math.max(...ticks.map(Math.abs));
+  return ticks.map(tick => !tick ? "0" : most < 0.01 || most >= 1e5 ? Number(tick.toPrecision(4)).toExponential().replace("e+", "e") : figure(tick));
+}
+function zoom(steps) {
+  shown.zoom = steps && steps[1] > steps[0] ? steps : null;
+  windows();
+  for (const each of Object.values(shown.charts)) {
+    each.setScale("x", span());
+    each.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+  }
+}
+function windows() {
+  const known = [100, 1_000, 10_000].filter(many => many < shown.steps);
+  const dragged = shown.zoom && !shown.last;
+  options($("window"), [["", "all steps"], ...known.map(many => [String(many), `the last ${figure(many)} steps`]),
+    ...(dragged ? [["dragged", `steps ${figure(Math.max(0, shown.zoom[0]))} to ${figure(shown.zoom[1])}`]] : [])],
+  dragged ? "dragged" : String(shown.last || ""));
+}
+$("window").addEventListener("change", () => {
+  shown.last = Number($("window").value) || 0;
+  zoom(shown.last ? [shown.steps - shown.last, shown.steps] : null);
+});
+// The line over a chart: what is drawn how, and the values under the pointer, else the last ones.
+function caption(id, series, data) {
+  const line_ = $(id).parentElement.querySelector("figcaption");
+  const keys = series.filter(each => each.key).map(each => make("span", { className: `key ${each.key}` }, each.label));
+  line_.querySelectorAll(".key, .reading").forEach(old => old.remove());
+  line_.append(...(keys.length > 1 ? keys : []), make("span", { className: "reading" }));
+  read_off(id, shown.charts[id]);
+  if (!data.length) line_.querySelector(".reading").textContent = "";
+}
+function read_off(id, each) {
+  const reading = $(id).parentElement.querySelector(".reading");
+  if (!each || !reading) return;
+  const at = each.cursor.idx ?? each.data[1].findLastIndex(value => value != null);
+  const values = each.series.map((one, n) => one.key ? each.data[n][at] : null).filter(value => value != null);
+  const pointed = each.cursor.idx != null && each.cursor.left >= 0;
+  reading.textContent = values.length ? `${values.map(figure).join(" · ")}${pointed ? ` at step ${figure(each.data[0][at])}` : ""}` : "";
+}
+function line(label, key, more = {}) {
+  return { label, key, stroke: css(`--${key.split(" ")[0]}`), width: 1.6, points: { show: false }, ...more };
+}
+const hidden = label => ({ label, stroke: "transparent", points: { show: false } });
+const beside = (run, more = {}) => line(run, "other dashed", { dash: [6, 4], spanGaps: true, ...more });
+
+function drawCurve(id, mine, other, name, { smooth = false, ...more } = {}) {
+  const series = [line("each step", "curve", { width: smooth ? 1 : 1.6 }), hidden("low"), hidden("high")];
   let data = [mine.step, mine.mean, mine.low, mine.high];
-  if (smooth) { series.push(line("smoothed", COLOURS.smooth, { width: 2 })); data.push(smoothed(mine.mean)); }
-  if (other) {
-    series.push(line("beside", COLOURS.other, { dash: [6, 4], spanGaps: true }));
+  if (smooth) { series.push(line("smoothed", "smooth", { width: 2.2 })); data.push(smoothed(mine.mean)); }
+  if (other?.step.length) {
+    series.push(beside(name));
     data = uPlot.join([data, [other.step, smooth ? smoothed(other.mean) : other.mean]]);
     for (const one of series) one.spanGaps = true;
   }
-  chart(id, series, [{ series: [3, 2], fill: `${COLOURS.mine}33` }], data);
+  chart(id, series, [{ series: [3, 2], fill: `${css("--curve")}38` }], data, more);
 }
-function drawEvaluations(mine, other) {
-  const names = [...new Set(mine.evaluations.flatMap(each => Object.keys(each.metrics)))];
-  options($("metric"), names.map(name => [name, name]), $("metric").value || names[0]);
+function drawEvaluations(mine, other, beside_) {
+  const names = [...new Set(mine.evaluations.flatMap(each => Object.keys(each.metrics)))].filter(name => !name.startsWith("confusion["));
+  $("metric").hidden = !names.length;
+  options($("metric"), names.map(name => [name, name]), names.includes($("metric").value) ? $("metric").value : names[0]);
   const name = $("metric").value;
   const column = run => {
     const points = run.evaluations.filter(each => each.metrics[name] != null);
     return [points.map(each => each.step), points.map(each => each.metrics[name])];
   };
-  const series = [line(name, COLOURS.mine, { points: { show: true, size: 6 } })];
+  const dots = { points: { show: true, size: 6 } };
+  const series = [line(mine.run_id, "curve", dots)];
   let data = column(mine);
-  if (other) {
-    series.push(line("beside", COLOURS.other, { dash: [6, 4], spanGaps: true, points: { show: true, size: 6 } }));
+  if (other && column(other)[0].length) {
+    series.push(beside(beside_, dots));
     series[0].spanGaps = true;
     data = uPlot.join([data, column(other)]);
   }
@@ -146,95 +229,176 @@ function drawWorkers(mine) {
   if (steps.length && now > steps.at(-1)) { steps.push(now); counts.push(counts.at(-1)); }
   // Where several changes fall on one step, the last one counts.
   const last = new Map(steps.map((step, at) => [step, counts[at]]));
-  chart("chart-workers", [line("workers", COLOURS.mine, { paths: uPlot.paths.stepped({ align: 1 }) })], [],
-    [[...last.keys()], [...last.values()]], true);
+  chart("chart-workers", [line("workers", "curve", { width: 2, paths: uPlot.paths.stepped({ align: 1 }) })], [],
+    [[...last.keys()], [...last.values()]], { whole: true, zero: true });
+}
+function draw(run, other) {
+  const name = other?.run_id ?? "";
+  shown.steps = Math.max(1, run.loss.step.at(-1) ?? 0, other?.loss.step.at(-1) ?? 0, run.evaluations.at(-1)?.step ?? 0);
+  if (shown.last) shown.zoom = [shown.steps - shown.last, shown.steps];
+  windows();
+  drawCurve("chart-loss", run.loss, other?.loss, name, { smooth: true });
+  drawEvaluations(run, other, name);
+  drawCurve("chart-norm", run.norm, other?.norm, name);
+  drawCurve("chart-rate", run.rate, other?.rate, name, { zero: true });
+  drawCurve("chart-time", run.step_s, other?.step_s, name, { zero: true });
+  drawWorkers(run);
 }
 
-// Tables and facts.
+// Tables and facts. A row is { cells, kind }; a cell is a text, or a list of texts and elements.
 function options(select, pairs, chosen) {
   const wanted = JSON.stringify(pairs);
   if (select.dataset.pairs !== wanted) {
-    select.replaceChildren(...pairs.map(([value, text]) => Object.assign(document.createElement("option"), { value, textContent: text })));
+    select.replaceChildren(...pairs.map(([value, text]) => make("option", { value }, text)));
     select.dataset.pairs = wanted;
   }
   if (chosen !== undefined) select.value = chosen;
 }
-function rows(body, list) {
-  body.replaceChildren(...list.map(({ cells, kind, button }) => {
-    const row = document.createElement("tr");
-    if (kind) row.className = kind;
-    for (const text of cells) row.insertCell().textContent = text ?? "";
-    if (button) row.insertCell().append(button);
-    return row;
-  }));
+// Roles are said as well: on a narrow screen rows are drawn as cards, which would take them away.
+function table(id, heads, rows) {
+  const whole = $(id), focus = whole.contains(document.activeElement) ? document.activeElement.ariaLabel : null;
+  const body = make("tbody", { role: "rowgroup" }, ...rows.map(({ cells, kind }) => make("tr", { className: kind ?? "", role: "row" },
+    ...cells.map((cell, at) => {
+      const made = make("td", { role: "cell", className: heads[at] ? "" : "bare" }, ...[cell ?? ""].flat().filter(part => part !== ""));
+      made.dataset.of = heads[at];
+      return made;
+    }))));
+  if (!rows.length) body.append(make("tr", { className: "none", role: "row" }, make("td", { role: "cell", colSpan: heads.length }, "none yet")));
+  if (body.isEqualNode(whole.tBodies[0])) return;
+  whole.role = "table";
+  whole.replaceChildren(make("thead", { role: "rowgroup" }, make("tr", { role: "row" },
+    ...heads.map(head => make("th", { scope: "col", role: "columnheader" }, head || make("span", { className: "unseen" }, "actions"))))), body);
+  if (focus) [...whole.querySelectorAll("button")].find(each => each.ariaLabel === focus)?.focus();
 }
-function facts(pairs) {
-  $("facts").replaceChildren(...pairs.map(([name, value, wide]) => {
-    const box = document.createElement("div");
-    if (wide) box.className = "wide";
-    box.append(Object.assign(document.createElement("dt"), { textContent: name }),
-      Object.assign(document.createElement("dd"), { textContent: value }));
-    return box;
-  }));
+function pairs(id, list) {
+  $(id).replaceChildren(...list.map(([name, value, kind]) => make("div", {}, make("dt", {}, name), make("dd", { className: kind ?? "" }, value))));
+}
+function lines(list) {
+  $("lines").replaceChildren(...list.flatMap(([name, value, kind]) => [make("dt", {}, name), make("dd", { className: kind ?? "" }, value)]));
+}
+function button(text, label, action) {
+  const made = make("button", { type: "button", ariaLabel: label }, text);
+  made.addEventListener("click", action);
+  return made;
 }
 const KINDS = { training: "good", evaluating: "good", finished: "good", halted: "bad", failed: "bad" };
+const LEGAL = { halt: ["training", "evaluating"], continue: ["halted"], skip: ["halted"], checkpoint: ["training", "evaluating", "halted"] };
 
 function showRun(run, status, other) {
   const live = status.run_id === run.run_id && status.run_id !== undefined;
   const phase = live ? status.phase : run.outcome || (run.run_id ? "not ended" : status.phase);
-  $("phase").textContent = phase;
-  $("phase").className = `pill ${KINDS[phase] ?? "warn"}`;
-  $("reason").textContent = live || !run.run_id ? status.reason ?? "" : "";
-  const step = live ? status.step : run.loss.step.at(-1) ?? 0, steps = run.steps ?? status.steps;
+  const going = live && !run.outcome, steps = run.steps ?? status.steps;
+  const step = live ? status.step : run.loss.step.at(-1) ?? 0;
+  $("h-run").textContent = run.run_id;
+  say(phase, live || !run.run_id ? status.reason ?? "" : "");
   $("progress").value = steps ? step / steps : 0;
-  const recent = run.step_s.mean.slice(-20), each = recent.reduce((sum, one) => sum + one, 0) / recent.length;
-  const going = live && !run.outcome;
-  const elapsed = run.began ? ((going ? Date.now() : Date.parse(run.last)) - Date.parse(run.began)) / 1000 : null;
-  const legal = { halt: ["training", "evaluating"], continue: ["halted"], skip: ["halted"], checkpoint: ["training", "evaluating", "halted"] };
-  for (const button of document.querySelectorAll("[data-act]")) {
-    const phases = legal[button.dataset.act];
-    button.disabled = !going || (phases && !phases.includes(status.phase));
+  $("count").textContent = `step ${figure(step)} of ${figure(steps)}${steps ? `, ${Math.floor(100 * step / steps)} %` : ""}`;
+  document.title = `${going ? `${figure(step)}/${figure(steps)} ` : ""}${run.run_id} ${phase}`;
+  for (const each of document.querySelectorAll("[data-act]")) {
+    const phases = LEGAL[each.dataset.act];
+    each.disabled = !going || (phases && !phases.includes(status.phase));
+    each.classList.toggle("wanted", each.dataset.act === "continue");
   }
-  facts([
-    ["step", `${step} of ${steps || "-"}`], ["loss", figure(live ? status.loss : run.loss.mean.at(-1))],
-    ["seconds per step", figure(each)], ["samples per second", figure(run.samples && each ? run.samples / each : null)],
-    ["elapsed", duration(elapsed)], ["time left", going ? duration((steps - step) * each) : "-"],
-    ["bits", !live || status.exact === null ? "-" : status.exact ? "exact" : "mixed"],
-    ["queued runs", String((status.queued_runs ?? []).length)],
-    ...(live && going ? [["waiting for", status.waiting_for || "nothing", true]] : []),
-    ...(live && status.weights_digest ? [["weights digest", status.weights_digest, true]] : []),
+  draw(run, other);
+  const recent = run.step_s.mean.slice(-20), each = recent.reduce((sum, one) => sum + one, 0) / recent.length;
+  const since = run.began ? (Date.parse(run.last) - Date.parse(run.began)) / 1000 : null;
+  const paced = going && status.elapsed_s !== undefined;
+  const name = $("metric").value, held = run.evaluations.at(-1)?.metrics[name];
+  const unlike = live ? differing(status, run) : "";
+  pairs("facts", [
+    ["loss", figure(live ? status.loss : run.loss.mean.at(-1))],
+    [`held out${name ? `: ${name}` : ""}`, figure(held)],
+    ["gradient norm", figure(run.norm.mean.at(-1))], ["learning rate", figure(run.rate.mean.at(-1))],
+    ["bits", !live || status.exact === null ? "-" : status.exact ? "exact" : "mixed", live && status.exact === false ? "warn" : ""],
+    ["samples per second", figure(paced ? status.samples_per_s : run.samples && each ? run.samples / each : null)],
+    ["seconds per step", figure(Number.isFinite(each) ? each : null)],
+    ["elapsed", duration(paced ? status.elapsed_s : since)],
+    ["time left", paced && LEGAL.halt.includes(phase) ? duration(status.left_s) : "-"],
+    ["workers", live ? `${status.workers.length} of ${status.expect_workers}` : figure(run.workers_at.at(-1)?.[1])],
   ]);
-  drawCurve("chart-loss", run.loss, other?.loss, true);
-  drawCurve("chart-time", run.step_s, other?.step_s, false);
-  drawEvaluations(run, other);
-  drawWorkers(run);
-  showWorkers(run, live || !run.run_id ? status.workers : []);
-  rows($("events"), [...run.events].reverse().map(event => ({
-    cells: [new Date(event.time).toLocaleString(), event.step, event.what, event.worker, event.text],
+  lines([
+    ...(going ? [["waits for", phase === "halted" ? "an operator: continue, with this step or without it" : status.waiting_for || "nothing"]] : []),
+    ...(unlike ? [["who differs", unlike, "warn"]] : []),
+    ...(live && status.weights_digest ? [["weights digest", status.weights_digest, "mono"]] : []),
+    ...(live && status.checkpoint != null ? [["checkpoint", `after step ${figure(status.checkpoint)}, in ${status.directory}`]] : []),
+  ]);
+  showWorkers(run, live || !run.run_id ? status : null);
+  showEvents(run.events);
+}
+function say(phase, reason) {
+  const kind = KINDS[phase] ?? "warn";
+  $("phase").textContent = phase;
+  $("phase").className = `pill ${kind}`;
+  $("reason").textContent = reason;
+  $("reason").className = kind === "bad" ? "bad" : "soft";
+}
+// Which workers' bits are not those of the most: in a mixed run, why it is so.
+function differing(status, run) {
+  if (status.exact !== false) return "";
+  const alike = Map.groupBy(status.workers.filter(each => each.signature), each => each.signature);
+  const groups = [...alike.values()].sort((one, two) => two.length - one.length);
+  const names = group => group.map(each => each.name).join(", ");
+  if (groups.length > 1) return groups.slice(1).map(group => `${names(group)} (${group[0].signature_text})`).join("; ")
+    + `, from ${names(groups[0])} (${groups[0][0].signature_text})`;
+  const gone = run.workers.filter(each => each.signature && !alike.has(each.signature));
+  return gone.length ? `${names(gone)}, gone meanwhile` : "a worker that began from another state";
+}
+function showWorkers(run, status) {
+  const here = status?.workers ?? [], all = here.reduce((sum, each) => sum + (each.microbatches_of_step ?? 0), 0);
+  const error = name => {
+    const last = run.errors[name];
+    return last ? [last.text, make("small", {}, `${last.what.replaceAll("_", " ")}, step ${figure(last.step)}`)] : "";
+  };
+  const most = [...Map.groupBy(here.filter(each => each.signature), each => each.signature).values()].sort((a, b) => b.length - a.length)[0]?.[0].signature;
+  const present = here.map(worker => {
+    const share = worker.microbatches_of_step, waited = worker.waited_for ? make("small", { className: "warn" }, "waited for")
+      : worker.state === "active" && all && status.waiting_for ? make("small", {}, "has done its part") : "";
+    const part = make("progress", { max: all || 1, value: share ?? 0, ariaLabel: `share of ${worker.name}` });
+    const unlike = worker.signature && worker.signature !== most;
+    return { cells: [
+      [worker.name, make("small", {}, worker.address)],
+      [worker.cannot ? make("span", { className: "bad" }, "cannot take part") : worker.aside_until ? `aside until step ${figure(worker.aside_until)}` : worker.late ? `${worker.state}, late` : worker.state, waited],
+      [worker.device || "-", make("small", {}, worker.backend)],
+      !all || share === undefined ? "" : [`${share} of ${all}`, part],
+      worker.ms_per_microbatch == null ? "" : `${figure(worker.ms_per_microbatch)} ms`,
+      worker.last_seen_s < 5 ? "just now" : `${duration(worker.last_seen_s)} ago`,
+      worker.signature ? [make("span", { className: unlike ? "mono warn" : "mono", title: worker.signature_text ?? "" }, worker.signature), unlike ? make("small", { className: "warn" }, "unlike the others") : ""] : "",
+      worker.cannot || error(worker.name), revoking(worker.name),
+    ] };
+  });
+  const names = new Set(here.map(worker => worker.name));
+  const gone = run.workers.filter(worker => !names.has(worker.name)).map(worker => ({
+    cells: [worker.name, [worker.here ? "was here at the end" : "gone", make("small", {}, worker.why)],
+      [worker.device || "-", make("small", {}, worker.backend)], "", "", worker.here ? "" : moment(worker.since),
+      make("span", { className: "mono" }, worker.signature), error(worker.name), ""],
+    kind: "gone",
+  }));
+  table("workers", ["worker", "state", "device", "share of this step", "a microbatch", "heard of", "signature", "last error", ""], [...present, ...gone]);
+}
+function revoking(name) {
+  return button("Revoke", `Revoke ${name}`, () => act(`Revoke ${name}? It is sent away, its key and the join token count no more.`,
+    "Revoke", () => tell("revoke", { name })));
+}
+function showEvents(events) {
+  table("events", ["time", "step", "what", "worker", "why"], [...events].reverse().map(event => ({
+    cells: [moment(event.time), figure(event.step), event.what.replaceAll("_", " "), event.worker, event.text],
     kind: ["halted", "failed"].includes(event.what) ? "alarm" : "",
   })));
 }
-function showWorkers(run, here) {
-  const present = here.map(worker => ({
-    cells: [worker.name, worker.late ? `${worker.state}, late` : worker.state, `${worker.device || "-"} (${worker.backend})`,
-      worker.microbatches_of_step, figure(worker.ms_per_microbatch), `${figure(worker.last_seen_s)} s ago`, worker.signature],
-    button: revoking(worker.name),
-  }));
-  const names = new Set(here.map(worker => worker.name));
-  const gone = run.workers.filter(worker => !names.has(worker.name)).map(worker => ({
-    cells: [worker.name, worker.here ? "was here at the end" : `gone: ${worker.why}`, `${worker.device || "-"} (${worker.backend})`, "", "",
-      new Date(worker.since).toLocaleTimeString(), worker.signature, ""],
-    kind: "gone",
-  }));
-  // A button that has the focus stays.
-  if (!$("workers").contains(document.activeElement)) rows($("workers"), [...present, ...gone]);
-}
-function revoking(name) {
-  const button = Object.assign(document.createElement("button"), { type: "button", textContent: "Revoke" });
-  button.setAttribute("aria-label", `Revoke ${name}`);
-  button.addEventListener("click", () => act(`Revoke ${name}? It is sent away, its key and the join token count no more.`,
-    "Revoke", () => tell("revoke", { name })));
-  return button;
+function showRuns(status) {
+  const { runs, queued } = shown.runs;
+  const look = (id, run) => { $(id).value = run; $(id).dispatchEvent(new Event("change")); scrollTo({ top: 0 }); };
+  table("runs", ["run", "task", "state", "steps", "loss", "held out", "last heard of", ""], [
+    ...queued.map((run, at) => ({ cells: [run, "", `queued, ${at + 1} of ${queued.length}`, "", "", "", "", ""] })),
+    ...runs.map(run => {
+      const going = run.run_id === status.run_id && !run.outcome, here = run.run_id === $("run").value;
+      return { cells: [run.run_id, run.task, going ? status.phase : run.outcome || "not ended",
+        `${figure(going ? status.step : run.step)} of ${figure(run.steps)}`, figure(going ? status.loss : run.loss),
+        Object.entries(run.eval).map(([name, value]) => `${name} ${figure(value)}`).join(", "), moment(run.changed),
+        here ? "shown" : [button("Show", `Show ${run.run_id}`, () => look("run", run.run_id)), " ",
+          button("Beside", `Lay ${run.run_id} beside`, () => look("beside", run.run_id))]] };
+    }),
+  ]);
 }
 
 // Acting: each is what the command does, and is asked for twice.
@@ -269,14 +433,15 @@ $("join").addEventListener("click", async () => {
   } catch { $("joined").textContent = line_; }
 });
 $("report").addEventListener("click", async () => {
+  // The tab is opened at once, by the click; what it shows comes when it is there.
+  const tab = open("about:blank"), run = $("run").value;
   try {
-    const run = $("run").value;
     const page = await (await ask(`report${run ? `?${new URLSearchParams({ run })}` : ""}`)).blob();
-    const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(page), download: `${run || "run"}-report.html` });
-    link.click();
-    URL.revokeObjectURL(link.href);
-    $("acted").textContent = "The report is saved.";
-  } catch (error) { $("acted").textContent = error.message; }
+    const address = URL.createObjectURL(page);
+    if (tab) tab.location = address;
+    else make("a", { href: address, download: `${run || "run"}-report.html` }).click();
+    $("acted").textContent = tab ? "The report is in a tab of its own." : "The report is saved.";
+  } catch (error) { tab?.close(); $("acted").textContent = error.message; }
 });
 
 let checking = 0;
@@ -297,22 +462,25 @@ $("spec").addEventListener("input", async () => {
 // Coming up to date.
 async function refresh() {
   try {
-    const [status, runs] = await Promise.all([read("status"), read("runs")]);
+    const status = await read("status");
+    if (shown.stale) { shown.stale = false; shown.runs = await read("runs"); }
     shown.status = status;
     $("ask").hidden = $("lost").hidden = true;
     $("shown").hidden = $("picks").hidden = false;
     if (!$("ask").contains(document.activeElement)) $("refused").hidden = true;
-    const known = [...new Set([status.run_id, ...runs.runs].filter(Boolean))];
+    const known = [...new Set([status.run_id, ...shown.runs.runs.map(each => each.run_id)].filter(Boolean))];
     const chosen = $("run").value;
     // Who looks at the present run goes on to the next one.
     const wanted = chosen && chosen !== shown.present && known.includes(chosen) ? chosen : status.run_id ?? known[0] ?? "";
     shown.present = status.run_id ?? "";
     options($("run"), known.length ? known.map(run => [run, run]) : [["", "no run yet"]], wanted);
-    options($("beside"), [["", "no other"], ...known.filter(run => run !== wanted).map(run => [run, run])], $("beside").value || "");
+    const others = known.filter(run => run !== wanted);
+    options($("beside"), [["", "no other"], ...others.map(run => [run, run])], others.includes($("beside").value) ? $("beside").value : "");
+    showRuns(status);
     if (!wanted) return empty(status);
     const run = await follow(wanted);
-    const beside = $("beside").value ? await follow($("beside").value) : null;
-    showRun(run, status, beside);
+    const beside_ = $("beside").value ? await follow($("beside").value) : null;
+    showRun(run, status, beside_);
   } catch (error) {
     if (error instanceof Refused) return;
     $("lost").hidden = !(error instanceof TypeError);
@@ -320,26 +488,31 @@ async function refresh() {
   }
 }
 function empty(status) {
-  $("phase").textContent = status.phase;
-  $("phase").className = "pill warn";
-  $("reason").textContent = status.reason;
-  facts([["workers", `${status.workers.length} of ${status.expect_workers}`], ["address", status.address]]);
+  $("h-run").textContent = "No run yet";
+  $("count").textContent = "";
+  say(status.phase, status.reason);
+  pairs("facts", [["workers", `${status.workers.length} of ${status.expect_workers}`], ["address", status.address], ["encryption", status.encryption]]);
+  lines([]);
   for (const id of [...Object.values(CURVES), "chart-eval", "chart-workers"]) chart(id, [], [], [[]]);
-  showWorkers({ workers: [] }, status.workers);
-  for (const button of document.querySelectorAll("[data-act]")) button.disabled = button.dataset.act !== "drain";
-  rows($("events"), []);
+  showWorkers({ workers: [], errors: {} }, status);
+  for (const each of document.querySelectorAll("[data-act]")) each.disabled = each.dataset.act !== "drain";
+  showEvents([]);
 }
 let due = false, refreshing = Promise.resolve();
 function soon() {
-  if (due) return;
+  if (due || document.hidden) return;
   due = true;
   setTimeout(() => { due = false; refreshing = refreshing.then(refresh); }, 700);
 }
-for (const id of ["run", "beside", "metric"]) $(id).addEventListener("change", () => { shown.present = null; refresh(); });
-addEventListener("resize", () => {
-  for (const [id, each] of Object.entries(shown.charts)) each.setSize({ width: Math.max(200, $(id).clientWidth), height: 220 });
+document.addEventListener("visibilitychange", soon);
+for (const id of ["run", "beside", "metric"]) $(id).addEventListener("change", () => {
+  shown.present = null;
+  if (id === "run") { shown.zoom = null; shown.last = 0; }
+  refreshing = refreshing.then(refresh);
 });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", refresh);
+let sized = 0;
+addEventListener("resize", () => { clearTimeout(sized); sized = setTimeout(soon, 100); });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", soon);
 
 // Events come as they happen, by a streamed fetch: EventSource cannot carry the token.
 async function listen() {
@@ -348,6 +521,7 @@ async function listen() {
     try {
       const answer = await ask("events", { headers: last ? { "Last-Event-ID": last } : {} });
       pause = 500;
+      shown.stale = true;
       soon();
       const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
       for (let rest = ""; ;) {
@@ -355,7 +529,10 @@ async function listen() {
         if (done) break;
         const lines = (rest + value).split("\n");
         rest = lines.pop();
-        for (const one of lines) if (one.startsWith("id: ")) last = one.slice(4);
+        for (const one of lines) {
+          if (one.startsWith("id: ")) last = one.slice(4);
+          if (one.includes('"event": "run_')) shown.stale = true;
+        }
         soon();
       }
     } catch (error) { if (!(error instanceof Refused)) $("lost").hidden = false; }
@@ -364,4 +541,5 @@ async function listen() {
   }
 }
 setInterval(() => { if ($("ask").hidden) soon(); }, 5000);
+setInterval(() => { shown.stale = true; }, 30_000);
 refresh().then(listen);

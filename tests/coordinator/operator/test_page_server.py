@@ -66,7 +66,24 @@ async def test_a_run_s_history_is_there_during_and_after_it(tmp_path):
         _, present = await operator.ask("GET", "/history")
         assert present["run_id"] == second["run_id"]
         _, runs = await operator.ask("GET", "/runs")
-        assert set(runs["runs"]) == {first["run_id"], second["run_id"]}
+        assert {run["run_id"]: run["outcome"] for run in runs["runs"]} == {
+            first["run_id"]: "finished", second["run_id"]: "",
+        }  # fmt: skip
+
+
+@on_uvloop
+async def test_a_run_that_cannot_be_read_is_left_out_and_hides_no_other(tmp_path):
+    async with operating(tmp_path) as operator:
+        operator.live.worker("w0")
+        _, whole = await operator.post("/submit", {"run": SPEC})
+        await operator.live.result(whole["run_id"])
+        _, damaged = await operator.post("/submit", {"run": SPEC})
+        await operator.live.result(damaged["run_id"])
+        (tmp_path / damaged["run_id"] / "run.json").write_text('{"run_id":')
+        code, runs = await operator.ask("GET", "/runs")
+        assert (code, [run["run_id"] for run in runs["runs"]]) == (200, [whole["run_id"]])
+        [run] = runs["runs"]
+        assert (run["task"], run["steps"], run["step"], run["exact"]) == ("scripted", 4, 4, True)
 
 
 @pytest.mark.parametrize(

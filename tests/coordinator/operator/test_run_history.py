@@ -58,6 +58,17 @@ def test_what_comes_later_is_added_to_what_was_read(journal):
     assert history.document()["step_s"]["step"] == [2, 3]
 
 
+def test_the_last_error_of_each_worker_is_kept(journal):
+    fault = {"kind": "fault", "step": 3, "what": "straggler", "reason": "late", "response": ""}
+    journal.write({**fault, "worker": "mars"}, {**fault, "worker": None})
+    journal.write({"kind": "halt", "step": 5, "reason": "NaN", "worker": "mars"})
+    history = RunHistory(journal.path)
+    history.read()
+    errors = history.document()["errors"]
+    assert [*errors] == ["mars"]
+    assert (errors["mars"]["what"], errors["mars"]["text"]) == ("halted", "NaN")
+
+
 def test_norm_and_rate_are_drawn_where_the_journal_has_them(journal):
     of_older = commit(0)
     del of_older["norm"]

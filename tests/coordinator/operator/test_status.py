@@ -92,14 +92,18 @@ COMMITTED = (*TWO_TRAIN, "node ann 0-2", "node bob 2-4")
 )  # fmt: skip
 def test_it_says_what_is_waited_for(commands, options, connected, expected):
     run = staged(*commands, **{"workers": "2", **options})
-    assert waiting_for(run, connected) == expected
+    waiting = waiting_for(run, connected)
+    assert waiting.words == expected
+    assert [name for name in connected if name in waiting.workers] == [
+        name for name in connected if name in expected.partition("; ")[0]
+    ]
 
 
 def test_while_the_replica_alone_is_late_it_is_named():
     run = staged(*COMMITTED, workers="2", steps="1")
     assert run.progress is not None
     run.progress.agreement._owed.clear()
-    assert waiting_for(run, ["ann"]) == "the coordinator's replica to apply the step"
+    assert waiting_for(run, ["ann"]).words == "the coordinator's replica to apply the step"
 
 
 def storage(run):

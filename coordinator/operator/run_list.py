@@ -1,0 +1,97 @@
+"""The runs whose directories are here, for the page's list: each file is read when it changes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from coordinator.storage.run_directory import RunDirectory
+
+_MOST_RUNS: Final = 200
+_FIGURES: Final = 3
+"""Of the held-out ones, in the list."""
+_Stamp = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ListedRun:
+    """One run; what came of it is empty as long as it has no `result.json`."""
+
+    run_id: str
+    directory: Path
+    task: str
+    steps: int | None
+    result: dict[str, Any]
+
+    def document(self, changed_s: float) -> dict[str, Any]:
+        """What the page is told.
+
+        Args:
+            changed_s: When its journal last grew, in seconds since 1970.
+        """
+        losses = self.result.get("losses") or [None]
+        figures = {k: v for k, v in (self.result.get("eval") or {}).items() if v is not None}
+        return {
+            "run_id": self.run_id,
+            "task": self.task,
+            "steps": self.steps,
+            "changed": datetime.fromtimestamp(changed_s, UTC).isoformat(timespec="seconds"),
+            "outcome": self.result.get("outcome") or "",
+            "step": self.result.get("steps"),
+            "loss": losses[-1],
+            "eval": dict([*figures.items()][:_FIGURES]),
+            "exact": self.result.get("exact"),
+        }
+
+
+class RunList:
+    """Of one coordinator.
+
+    Args:
+        top: Where its runs are kept.
+        once: Whether that is the directory of one run.
+    """
+
+    def __init__(self, top: Path, *, once: bool) -> None:
+        self._top = top
+        self._once = once
+        self._known: dict[Path, tuple[_Stamp, ListedRun]] = {}
+
+    def read(self) -> list[tuple[ListedRun, float]]:
+        """Newest first, each with when its journal last grew. Blocks while files are read.
+
+        What cannot be read is left out: the audit says what is wrong with it.
+        """
+        paths = {self._top} if self._once else {p.parent for p in self._top.glob("*/run.json")}
+        # Several threads may be at it: each reads what was known, and leaves what it found.
+        found = {path: read for path in paths if (read := self._read(path)) is not None}
+        self._known = {path: (stamp, run) for path, (stamp, run, _) in found.items()}
+        listed = [(run, changed_s) for _, run, changed_s in found.values()]
+        return sorted(listed, key=lambda each: (each[1], each[0].run_id), reverse=True)[:_MOST_RUNS]
+
+    def _read(self, path: Path) -> tuple[_Stamp, ListedRun, float] | None:
+        directory, known = RunDirectory(path), self._known.get(path)
+        try:
+            stamp = _changed(directory.run_file), _changed(directory.result_file)
+            run = known[1] if known is not None and known[0] == stamp else _listed(directory)
+            return stamp, run, directory.journal.stat().st_mtime
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+
+def _changed(path: Path) -> int:
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def _listed(directory: RunDirectory) -> ListedRun:
+    """As it was written, by whatever release: only what is shown is looked at."""
+    run = json.loads(directory.run_file.read_bytes())
+    result_file = directory.result_file
+    result = json.loads(result_file.read_bytes()) if result_file.exists() else {}
+    kept = {name: result.get(name) for name in ("outcome", "steps", "eval", "exact")}
+    kept["losses"] = (result.get("losses") or [])[-1:]
+    spec = run["spec"]
+    return ListedRun(str(run["run_id"]), directory.path, str(spec["task"]), spec.get("steps"), kept)
