@@ -18,14 +18,12 @@ from backends.base.interface import (
     Batch,
     BlockGradient,
     DeviceInfo,
-    Leaf,
     Loss,
     Program,
     Sums,
     Trainable,
 )
-from backends.base.node_stream import Microbatch, NodeStream, added_on_host
-from protocol.base.errors import SamestepError
+from backends.base.node_stream import HostSummedProgram, Microbatch
 from protocol.exact.subnormals import subnormals_are_kept
 
 FORWARD_SHARE = 1.0 / 3.0
@@ -61,10 +59,14 @@ class ScriptedBackend:
         return ScriptedProgram(trainable, self.microbatch_ms)
 
 
-class ScriptedProgram:
-    """Gradients that follow from (seed, block, element) alone."""
+class ScriptedProgram(HostSummedProgram):
+    """Gradients that follow from (seed, block, element) alone.
+
+    Time runs from the first `next`; a slow receiver does not slow the device down.
+    """
 
     def __init__(self, trainable: Trainable, microbatch_ms: float) -> None:
+        super().__init__(trainable.blocks)
         self._patterns = [
             draws.symmetric(draws.key_of("scripted", number), block.elements, 1.0)
             for number, block in enumerate(trainable.blocks)
@@ -72,24 +74,12 @@ class ScriptedProgram:
         self._microbatch_s = microbatch_ms / 1e3
         self.parameters: list[Array] = [np.zeros_like(pattern) for pattern in self._patterns]
 
-    def load(self, parameters: list[Array]) -> None:
-        """Keep a copy; gradients do not depend on it.
-
-        Raises:
-            SamestepError: The arrays do not fit the blocks.
-        """
-        sizes = [len(values) for values in parameters]
-        expected = [len(pattern) for pattern in self._patterns]
-        if sizes != expected:
-            raise SamestepError(f"expected blocks of {expected} elements, got {sizes}")
+    def _load(self, parameters: list[Array]) -> None:
+        """Keep a copy; gradients do not depend on it."""
         for mine, given in zip(self.parameters, parameters, strict=True):
             np.copyto(mine, given)
 
-    def gradients(self, leaves: Sequence[Leaf]) -> NodeStream:
-        """Time runs from the first `next`; a slow receiver does not slow the device down."""
-        return added_on_host(leaves, self._microbatch, len(self._patterns))
-
-    def _microbatch(self, leaf: int, batch: Batch, seed: int) -> Microbatch:
+    def _begin(self, leaf: int, batch: Batch, seed: int) -> Microbatch:
         del leaf
         closed = threading.Event()
         return Microbatch(self._run(batch, seed, closed), closed.set)
@@ -109,16 +99,6 @@ class ScriptedProgram:
         mean = float(draws.uniforms(draws.key_of(seed, "loss"), 1)[0])
         if not closed.is_set():
             yield Loss(mean * batch.weight, batch.weight)
-
-    @property
-    def memory(self) -> str:
-        """Not known."""
-        return ""
-
-    @property
-    def parity(self) -> str:
-        """Nothing to compare."""
-        return ""
 
     def evaluate(self, batch: Batch) -> Sums:
         """Only counts: samples and parts."""

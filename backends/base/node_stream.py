@@ -16,8 +16,10 @@ from backends.base.interface import (
     Loss,
     NodeItem,
 )
+from protocol.base.errors import SamestepError
 from protocol.exact.tree import Node
 from protocol.exact.tree_sum import TreeSum, add_arrays
+from protocol.spec.manifest import Block
 
 
 class Microbatch(NamedTuple):
@@ -135,6 +137,48 @@ class NodeStream:
         assert isinstance(item, BlockGradient)
         total = sums.add(self._leaf, item.block, item.values)
         return BlockAdded(item.block) if total is None else BlockGradient(item.block, total)
+
+
+class HostSummedProgram:
+    """What programs share whose gradients come by the microbatch and are added on the host."""
+
+    memory = ""
+    """Not known."""
+    parity = ""
+    """There is nothing that gradients could be compared with."""
+
+    def __init__(self, blocks: tuple[Block, ...]) -> None:
+        self._blocks = blocks
+
+    def load(self, parameters: list[Array]) -> None:
+        """Copy values in; see `Program.load`.
+
+        Raises:
+            SamestepError: The arrays do not fit the blocks.
+        """
+        check_sizes(parameters, self._blocks)
+        self._load(parameters)
+
+    def gradients(self, leaves: Sequence[Leaf]) -> NodeStream:
+        """One node; the device starts on it at once, or with the first `next`."""
+        return added_on_host(leaves, self._begin, len(self._blocks))
+
+    def _load(self, parameters: list[Array]) -> None:
+        raise NotImplementedError
+
+    def _begin(self, leaf: int, batch: Batch, seed: int) -> Microbatch:
+        raise NotImplementedError
+
+
+def check_sizes(parameters: Sequence[Array], blocks: Sequence[Block]) -> None:
+    """Refuse arrays that do not fit the blocks.
+
+    Raises:
+        SamestepError: They do not.
+    """
+    sizes, expected = [len(values) for values in parameters], [block.elements for block in blocks]
+    if sizes != expected:
+        raise SamestepError(f"expected blocks of {expected} elements, got {sizes}")
 
 
 def added_on_host(

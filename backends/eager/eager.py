@@ -22,19 +22,20 @@ from backends.base.interface import (
     Batch,
     BlockGradient,
     DeviceInfo,
-    Leaf,
     Loss,
     Program,
     Sums,
     Trainable,
 )
-from backends.base.node_stream import Microbatch, NodeStream, added_on_host
+from backends.base.node_stream import HostSummedProgram, Microbatch
+from backends.base.trainable_checks import (
+    refuse_running_statistics,
+    refuse_unlike,
+    trained_parameters,
+)
 from backends.eager import numerics
 from backends.eager.block_order import BlockOrder, unused_parameters
 from protocol.base.errors import SamestepError
-
-_ADDS_UP_WITHIN = 1e-2
-"""Relative difference allowed between a loss and the sum of its halves: rounding, not a mean."""
 
 
 class EagerBackend:
@@ -81,20 +82,20 @@ class EagerBackend:
         return program
 
 
-class EagerProgram:
+class EagerProgram(HostSummedProgram):
     """A torch module with its device thread."""
 
     def __init__(self, device: torch.device, trainable: Trainable) -> None:
         if trainable.module is None or trainable.loss is None:
             raise SamestepError(f"the {device.type} backend needs a torch module and a loss")
+        super().__init__(trainable.blocks)
         self._device = device
-        self._blocks = trainable.blocks
         self._module: torch.nn.Module = trainable.module
         self._loss: Callable[[Any, Mapping[str, Any]], Any] = trainable.loss
         self._evaluate = trainable.evaluate
         self._seed = trainable.seed
         self._bfloat16 = trainable.precision == "bfloat16"
-        self._parameters = _trainable_parameters(self._module, self._blocks)
+        self._parameters = trained_parameters(self._module, self._blocks)
         self._order: BlockOrder | None = None
         self._abandoned = threading.Event()
         self._find_unused = False
@@ -110,21 +111,8 @@ class EagerProgram:
             1, "device", partial(_enter_device_thread, device, trainable.threads)
         )
 
-    def load(self, parameters: list[Array]) -> None:
-        """Copy values in; see `Program.load`.
-
-        Raises:
-            SamestepError: The arrays do not fit the blocks.
-        """
-        sizes = [len(values) for values in parameters]
-        expected = [block.elements for block in self._blocks]
-        if sizes != expected:
-            raise SamestepError(f"expected blocks of {expected} elements, got {sizes}")
-        self._thread.submit(self._load, parameters).result()
-
-    def gradients(self, leaves: Sequence[Leaf]) -> NodeStream:
-        """One node; the device thread starts on it at once."""
-        return added_on_host(leaves, self._begin, len(self._blocks))
+    def _load(self, parameters: list[Array]) -> None:
+        self._thread.submit(self._copy_in, parameters).result()
 
     def _begin(self, leaf: int, batch: Batch, seed: int) -> Microbatch:
         del leaf
@@ -139,16 +127,6 @@ class EagerProgram:
             wait([running])
 
         return Microbatch(_items(out, abandoned), stop)
-
-    @property
-    def memory(self) -> str:
-        """Not known."""
-        return ""
-
-    @property
-    def parity(self) -> str:
-        """Nothing to compare."""
-        return ""
 
     def evaluate(self, batch: Batch) -> Sums:
         """Evaluation sums of one batch.
@@ -215,7 +193,7 @@ class EagerProgram:
         if self._abandoned.is_set():
             raise _Abandoned
 
-    def _load(self, parameters: list[Array]) -> None:
+    def _copy_in(self, parameters: list[Array]) -> None:
         with torch.no_grad():
             for block, values in zip(self._blocks, parameters, strict=True):
                 for tensor, place in block.slices():
@@ -281,7 +259,7 @@ class EagerProgram:
         return {name: torch.tensor(a, device=self._device) for name, a in batch.arrays.items()}
 
     def _check(self, example: Batch) -> None:
-        _refuse_running_statistics(self._module)
+        refuse_running_statistics(self._module)
         arrays = self._on_device(example)
         before = {name: value.clone() for name, value in self._module.named_buffers()}
         self._module.train()
@@ -309,11 +287,7 @@ class EagerProgram:
             float(self._loss_of({name: a[half] for name, a in arrays.items()}))
             for half in (slice(0, samples // 2), slice(samples // 2, samples))
         )
-        if abs(whole - parts) > _ADDS_UP_WITHIN * max(abs(whole), abs(parts)):
-            raise SamestepError(
-                f"expected a loss summed over samples, but {samples} samples give {whole:g} and "
-                f"their halves {parts:g}; a mean, a contrastive or a balancing loss cannot be split"
-            )
+        refuse_unlike(whole, parts, samples)
 
 
 class _Abandoned(Exception):
@@ -345,34 +319,3 @@ def _enter_device_thread(device: torch.device, threads: int) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     numerics.use_threads(threads)
-
-
-def _trainable_parameters(
-    module: torch.nn.Module, blocks: tuple[Any, ...]
-) -> dict[str, torch.nn.Parameter]:
-    """The blocks' parameters by name."""
-    known = dict(module.named_parameters())
-    found = {}
-    for block in blocks:
-        for tensor in block.tensors:
-            parameter = known.get(tensor.name)
-            if parameter is None or tuple(parameter.shape) != tensor.shape:
-                raise SamestepError(f"the module has no {tensor.name!r} of shape {tensor.shape}")
-            if parameter.dtype != torch.float32:
-                raise SamestepError(
-                    f"expected {tensor.name!r} in float32, got {parameter.dtype}; "
-                    "trainable tensors are float32"
-                )
-            if not parameter.requires_grad:
-                raise SamestepError(f"expected {tensor.name!r} not frozen: it is in a block")
-            found[tensor.name] = parameter
-    return found
-
-
-def _refuse_running_statistics(module: torch.nn.Module) -> None:
-    for name, layer in module.named_modules():
-        if getattr(layer, "track_running_stats", False):
-            raise SamestepError(
-                f"{name!r} ({type(layer).__name__}) keeps running statistics, which no replica "
-                "could follow; use LayerNorm or GroupNorm"
-            )

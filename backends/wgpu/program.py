@@ -23,6 +23,7 @@ from backends.base.interface import (
     Trainable,
 )
 from backends.base.node_stream import Microbatch, NodeStream, added_on_host
+from backends.base.trainable_checks import refuse_running_statistics, trained_parameters
 from backends.wgpu.capture.additivity import refuse_loss_that_does_not_add_up
 from backends.wgpu.capture.capture import Capture, capture_forward, capture_step
 from backends.wgpu.capture.stand_in import StandIn
@@ -31,7 +32,7 @@ from backends.wgpu.device.device import Buffer, Device
 from backends.wgpu.device.packing import from_words, pack, seed_words, tensor_words
 from backends.wgpu.device.running import PlacedPlan, Running, Submission, nothing, submissions
 from backends.wgpu.device.sum_stack import Sources, SumStack, levels_of, merge_of
-from backends.wgpu.device.weights import Weights, check_parameters
+from backends.wgpu.device.weights import Weights
 from backends.wgpu.graph.whole_numbers import WholeNumbers
 from backends.wgpu.lowering.estimate import (
     Estimate,
@@ -117,7 +118,8 @@ class VulkanProgram:
             SamestepError: The step cannot be captured, an operator has no rule, or it does not
                 fit in the device's memory.
         """
-        check_parameters(self._trainable)
+        trained_parameters(self._weights.module, self._blocks)
+        refuse_running_statistics(self._weights.module)
         capture, arrays = self._captured(example), _tensors(example)
         refuse_loss_that_does_not_add_up(
             self._weights.module, self._loss, arrays, capture.model_results

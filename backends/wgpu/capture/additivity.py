@@ -13,12 +13,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from backends.base.trainable_checks import refuse_unlike
 from backends.wgpu.capture.capture import ModelResult
 from backends.wgpu.capture.stand_in import StandIn
 from protocol.base.errors import SamestepError
 
-_WITHIN: Final = 1e-2
-"""Relative difference allowed: rounding, not a mean."""
 _SEED: Final = 5
 
 
@@ -50,12 +49,7 @@ def refuse_loss_that_does_not_add_up(
         parts = [made.loss(loss, arrays, s) for s in (slice(0, half), slice(half, samples))]
     except _NotBySample:
         return
-    if abs(whole - sum(parts)) > _WITHIN * max(abs(whole), abs(sum(parts))):
-        raise SamestepError(
-            f"expected a loss summed over samples, but {samples} samples give {whole:g} and "
-            f"their halves {sum(parts):g}; a mean, a contrastive or a balancing loss cannot be "
-            "split"
-        )
+    refuse_unlike(whole, sum(parts), samples)
 
 
 class _NotBySample(Exception):

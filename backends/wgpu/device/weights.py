@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from backends.base.interface import Array, Trainable
+from backends.base.node_stream import check_sizes
 from backends.wgpu.capture.substitution import named_tensors
 from backends.wgpu.device.device import Buffer, Device
 from backends.wgpu.device.packing import tensor_words
 from backends.wgpu.graph.table_parts import RowPart, Tables, row_parts
 from backends.wgpu.lowering.host_copy import refuse_released, release
 from backends.wgpu.lowering.narrow_base import NarrowBase
-from protocol.base.errors import SamestepError
 
 
 class Weights:
@@ -115,10 +115,7 @@ class Weights:
         Raises:
             SamestepError: The arrays do not fit the blocks.
         """
-        sizes = [len(values) for values in parameters]
-        expected = [block.elements for block in self._blocks]
-        if sizes != expected:
-            raise SamestepError(f"expected blocks of {expected} elements, got {sizes}")
+        check_sizes(parameters, self._blocks)
         for block, values in zip(self._blocks, parameters, strict=True):
             for tensor, place in block.slices():
                 value = torch.from_numpy(values[place].reshape(tensor.shape))
@@ -136,32 +133,3 @@ class Weights:
     def forget(self) -> None:
         """Let go of the device's memory."""
         self._buffers.clear()
-
-
-def check_parameters(trainable: Trainable) -> None:
-    """Refuse what cannot be trained exactly.
-
-    Raises:
-        SamestepError: A tensor is missing, frozen or not float32, or a layer has running
-            statistics.
-    """
-    assert trainable.module is not None
-    held = dict(trainable.module.named_parameters())
-    for block in trainable.blocks:
-        for tensor in block.tensors:
-            found = held.get(tensor.name)
-            if found is None:
-                raise SamestepError(f"the module has no {tensor.name!r}, which is in a block")
-            if found.dtype != torch.float32 or tuple(found.shape) != tensor.shape:
-                raise SamestepError(
-                    f"expected {tensor.name!r} as float32 of shape {tensor.shape}, got "
-                    f"{found.dtype} of shape {tuple(found.shape)}; trainable tensors are float32"
-                )
-            if not found.requires_grad:
-                raise SamestepError(f"expected {tensor.name!r} not frozen: it is in a block")
-    for name, layer in trainable.module.named_modules():
-        if getattr(layer, "track_running_stats", False):
-            raise SamestepError(
-                f"{name!r} ({type(layer).__name__}) keeps running statistics, which no replica "
-                "could follow; use LayerNorm or GroupNorm"
-            )

@@ -1,0 +1,71 @@
+"""What no backend can train exactly, and so refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from protocol.base.errors import SamestepError
+from protocol.spec.manifest import Block
+
+_ADDS_UP_WITHIN: Final = 1e-2
+"""Relative difference allowed between a loss and the sum of its halves: rounding, not a mean."""
+
+
+def trained_parameters(
+    module: torch.nn.Module, blocks: Sequence[Block]
+) -> dict[str, torch.nn.Parameter]:
+    """The blocks' parameters by name.
+
+    Raises:
+        SamestepError: A tensor is missing, of another shape, not float32, or frozen.
+    """
+    held = dict(module.named_parameters())
+    found = {}
+    for tensor in (tensor for block in blocks for tensor in block.tensors):
+        parameter = held.get(tensor.name)
+        if parameter is None or tuple(parameter.shape) != tensor.shape:
+            raise SamestepError(f"the module has no {tensor.name!r} of shape {tensor.shape}")
+        if parameter.dtype != torch.float32:
+            raise SamestepError(
+                f"expected {tensor.name!r} in float32, got {parameter.dtype}; trainable tensors "
+                "are float32"
+            )
+        if not parameter.requires_grad:
+            raise SamestepError(f"expected {tensor.name!r} not frozen: it is in a block")
+        found[tensor.name] = parameter
+    return found
+
+
+def refuse_running_statistics(module: torch.nn.Module) -> None:
+    """No replica could follow them.
+
+    Raises:
+        SamestepError: A layer keeps some.
+    """
+    for name, layer in module.named_modules():
+        if getattr(layer, "track_running_stats", False):
+            raise SamestepError(
+                f"{name!r} ({type(layer).__name__}) keeps running statistics, which no replica "
+                "could follow; use LayerNorm or GroupNorm"
+            )
+
+
+def refuse_unlike(whole: float, halves: float, samples: int) -> None:
+    """Refuse a loss that does not add up over samples.
+
+    Args:
+        whole: Of a batch.
+        halves: The sum of its halves' losses.
+        samples: How many the batch has.
+
+    Raises:
+        SamestepError: They differ by more than rounding.
+    """
+    if abs(whole - halves) > _ADDS_UP_WITHIN * max(abs(whole), abs(halves)):
+        raise SamestepError(
+            f"expected a loss summed over samples, but {samples} samples give {whole:g} and "
+            f"their halves {halves:g}; a mean, a contrastive or a balancing loss cannot be split"
+        )
