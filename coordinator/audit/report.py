@@ -136,8 +136,8 @@ def _summary(verified: Verified, history: History) -> str:
         ("of them skipped", sum(commit.skipped for _, commit in history.commits)),
         ("last loss", f"{losses[-1]:.6g}" if losses else "-"),
         ("taken up again after a stop", history.resumed),
-        ("from", entries[0].time if entries else "-"),
-        ("to", entries[-1].time if entries else "-"),
+        ("from", _moment(entries[0]) if entries else "-"),
+        ("to", _moment(entries[-1]) if entries else "-"),
         ("lines in the journal", len(entries)),
         ("journal's head", verified.head),
     ]
@@ -285,25 +285,31 @@ def _faults(entries: Sequence[Entry]) -> str:
     return "<h2>Faults, interventions, and what was done</h2>" + (body if rows else "<p>None.</p>")
 
 
+def _moment(entry: Entry) -> str:
+    """To the second, for eyes; the journal has it finer."""
+    return datetime.fromisoformat(entry.time).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
 def _fault_row(entry: Entry) -> tuple[object, ...] | None:
+    at = _moment(entry)
     match entry.record:
         case Halted() as halt:
-            return entry.time, halt.step, "halt", halt.worker or "", halt.reason
+            return at, halt.step, "halt", halt.worker or "", halt.reason
         case Fault() as fault:
             done = f"{fault.reason}; {fault.response}".strip("; ")
-            return entry.time, fault.step, fault.what, fault.worker or "", done
+            return at, fault.step, fault.what, fault.worker or "", done
         case Commanded() as command:
-            return entry.time, command.step, "command", "", f"{command.command} {command.source}"
+            return at, command.step, "command", "", f"{command.command} {command.source}"
         case Resumed() as resumed:
             notes = "; ".join(resumed.notes)
             why = f"coordinator of epoch {resumed.epoch}; {notes}".strip("; ")
-            return entry.time, resumed.step, "resumed", "", why
+            return at, resumed.step, "resumed", "", why
         case ViewChanged(change="lost" | "joined" | "late" | "drained" | "reseeded") as view:
             who = f"{len(view.members)} workers from here on"
             why = f"{view.reason}; {who}".strip("; ")
-            return entry.time, view.step, view.change, view.worker or "", why
+            return at, view.step, view.change, view.worker or "", why
         case Ended(outcome="failed") as end:
-            return entry.time, end.step, "failed", "", end.reason
+            return at, end.step, "failed", "", end.reason
         case _:
             return None
 
