@@ -201,9 +201,11 @@ class Cluster:
         return process.wait(PATIENCE_S)
 
     def _told(self) -> str:
-        if self.coordinator.poll() is None:
+        code = self.coordinator.poll()
+        if code is None:
             return "(the coordinator still runs)"
-        return "".join(stream.read() for stream in _streams(self.coordinator))
+        said = "".join(stream.read() for stream in _streams(self.coordinator))
+        return f"(the coordinator ended with {code}) {said}"
 
     def _read_address(self) -> dict[str, str]:
         """Wait for the line that follows the writing of the address file."""
@@ -215,6 +217,7 @@ class Cluster:
                 self._drainer = threading.Thread(target=self._drain_output, daemon=True)
                 self._drainer.start()
                 return address
+        self.coordinator.wait(PATIENCE_S)  # it has closed its output
         raise AssertionError(self._told())
 
     def _drain_output(self) -> None:

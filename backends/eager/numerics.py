@@ -38,7 +38,9 @@ _BIT_DECIDING_VARIABLES: Final = (
 def make_deterministic() -> None:
     """Process-wide: deterministic algorithms, no TF32. Call before CUDA is first used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+    # As use_deterministic_algorithms(True) does; but that one imports torch's compiler as well,
+    # which doubles the time that a worker takes to start.
+    torch.set_deterministic_debug_mode("error")
     # It would fill every fresh tensor with NaN; ours are all written before they are read.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.set_float32_matmul_precision("highest")
