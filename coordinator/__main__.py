@@ -1,4 +1,17 @@
-"""`python -m coordinator`, and the command itself: Ctrl-C is one line from the first import on."""
+"""`python -m coordinator`, and the command itself: Ctrl-C is one line from the first import on.
+
+`python -m` looks into the present folder first, and would take a `json.py` or `protocol` of the
+user's for Python's or ours. So that folder is left out, unless it is where this package lies.
+"""
+
+import sys
+
+if (
+    __name__ == "__main__"
+    and not sys.flags.safe_path
+    and sys.path[0] != __file__.removesuffix("/coordinator/__main__.py")
+):
+    del sys.path[0]
 
 from protocol.host.command_line import end_when_interrupted
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 from asyncio.subprocess import Process
 from collections.abc import Callable
@@ -26,7 +27,8 @@ class LocalWorkers:
     """Child processes that run `worker` against this coordinator.
 
     One that a signal ended is started again: the system's killer of what takes too much memory
-    may have meant another. One that ended by itself had its reason.
+    may have meant another. One that ended by itself had its reason. All hold one end of a pipe, and
+    end when the other does: a coordinator that is killed leaves none behind.
 
     Args:
         address: Where the coordinator listens.
@@ -49,7 +51,8 @@ class LocalWorkers:
     ) -> None:
         self._command = [
             *own_command("worker"), "--coordinator", f"{from_here(address[0])}:{address[1]}",
-            "--quiet", "--backend", backend, *(["--plaintext"] if plaintext else []),
+            "--quiet", "--end-with-stdin", "--backend", backend,
+            *(["--plaintext"] if plaintext else []),
         ]  # fmt: skip
         self._environment = {**own_environment(), "SAMESTEP_TOKEN_FILE": str(token_file)}
         self._environment.pop("SAMESTEP_TOKEN", None)
@@ -58,6 +61,7 @@ class LocalWorkers:
         self._processes: dict[str, Process] = {}
         self._kept: list[asyncio.Task[int]] = []
         self._ending = False
+        self._watched, self._held = os.pipe()  # open for as long as this process lives
 
     async def start(self, count: int) -> None:
         """Start so many; each imports its task in parallel with the others."""
@@ -94,7 +98,7 @@ class LocalWorkers:
     async def _begin(self, name: str, arguments: list[str]) -> Process:
         self._processes[name] = await asyncio.create_subprocess_exec(
             *self._command, *arguments,
-            stdin=asyncio.subprocess.DEVNULL, env=self._environment,
+            stdin=self._watched, env=self._environment,
         )  # fmt: skip
         return self._processes[name]
 

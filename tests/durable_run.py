@@ -311,6 +311,7 @@ class WrittenRun:
             "weights_digest": self.replica.weights_digest(),
             "losses": [loss if np.isfinite(loss) else None for loss in self.losses],
             "eval": {"accuracy": 0.75},
+            "exported": write_model(self.directory.path, MANIFEST, self.replica),
         }
         result["journal_head"] = self.journal.append(
             Ended(
@@ -320,7 +321,6 @@ class WrittenRun:
             )
         )  # fmt: skip
         self.journal.sync()
-        write_model(self.directory.path, MANIFEST, self.replica)
         self.directory.result_file.write_text(json.dumps(result))
         self.journal.close()
         self.log.close()

@@ -15,7 +15,7 @@ from protocol.base.address import parse_address
 from protocol.base.byte_size import byte_size
 from protocol.base.device_name import parse_devices
 from protocol.base.errors import SamestepError
-from protocol.host.command_line import check_options_follow
+from protocol.host.command_line import check_options_follow, end_with_standard_input
 from protocol.host.system_journal import write_error
 from protocol.wire.discovery import check_name
 
@@ -91,6 +91,7 @@ def serve(
         Path | None, typer.Option(help="Write a Chrome trace of this worker to this file.")
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Say only what went wrong.")] = False,
+    end_with_stdin: Annotated[bool, typer.Option("--end-with-stdin", hidden=True)] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
@@ -100,6 +101,8 @@ def serve(
     if context.invoked_subcommand is not None:
         check_options_follow(context)
         return
+    if end_with_stdin:
+        end_with_standard_input("worker")
     backend, wanted = parse_devices(backend, gpus)
     if len(wanted) > 1:
         from worker.shell.group import run_group

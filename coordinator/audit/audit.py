@@ -26,9 +26,9 @@ from coordinator.storage.checkpoint import (
     read_metrics,
 )
 from coordinator.storage.journal import Verified, verify_journal
-from coordinator.storage.kept_files import changed_files, known_epoch
-from coordinator.storage.run_directory import RunDirectory, StoredRun
-from protocol.base.errors import SamestepError, StorageDamaged, UsageError
+from coordinator.storage.kept_files import changed_files, check_bound, known_epoch
+from coordinator.storage.run_directory import RESULT_REMEDY, RunDirectory, StoredRun
+from protocol.base.errors import SamestepError, StorageFailed, UsageError
 from protocol.exact.digest import weights_digest
 from protocol.spec.manifest import RESERVED, Manifest
 
@@ -96,14 +96,17 @@ def audit(path: Path, progress: Progress = _silent) -> AuditResult:
         progress: Hears how many steps were taken again, of how many.
 
     Raises:
-        UsageError: There is no run there.
+        UsageError: There is no run there, or it has not begun.
         StorageFailed: A file cannot be read.
-        StorageDamaged: `run.json`, the manifest or `result.json` is none.
+        StorageDamaged: `run.json`, the manifest or `result.json` is none, or there is no journal.
     """
     directory = RunDirectory(path)
     run = directory.read_run()
-    if run is None or not directory.journal.exists():
-        raise UsageError(f"expected a run in {str(path)!r}, found no run.json or no journal")
+    if run is None:
+        raise UsageError(f"expected a run in {str(path)!r}, found no run.json")
+    check_bound(directory)
+    if not directory.journal.exists():
+        raise UsageError(f"the run in {str(path)!r} has not begun: there is nothing to audit yet")
     verified = verify_journal(directory.journal)
     evidence = _Evidence(
         directory,
@@ -128,7 +131,10 @@ def audit(path: Path, progress: Progress = _silent) -> AuditResult:
 def _check_journal(evidence: _Evidence) -> None:
     verified, history = evidence.verified, evidence.history
     if verified.bad_line is not None:
-        text = f"line {verified.bad_line} is bad: {verified.reason}; what follows it is not used"
+        text = (
+            f"journal.jsonl: line {verified.bad_line} is bad: {verified.reason}; what follows it "
+            "is not used; bring it back from a copy"
+        )
         evidence.note("journal", ok=False, text=text)
     else:
         text = f"{len(verified.entries)} lines, each bound to the one before, head {verified.head}"
@@ -149,7 +155,8 @@ def _check_head(evidence: _Evidence) -> None:
         ended = history.end is not None
         text = "the run has not ended: nothing shows yet whether the journal's end is there"
         if ended:
-            text = "the journal says the run ended, but there is no result.json"
+            text = "the journal says the run ended, and there is no result.json; "
+            text += "bring it back from a copy, or --resume: it is written anew"
         evidence.note("head", ok=not ended, text=text)
         return
     named = result.get("journal_head")
@@ -168,7 +175,10 @@ def _check_files(evidence: _Evidence) -> None:
     directory, told = evidence.directory, evidence.history.files
     if told is None and evidence.verified.bad_line is not None:
         return  # what the journal would say of them is lost
-    changed = changed_files(directory, told)
+    try:
+        changed = changed_files(directory, told)
+    except StorageFailed as error:
+        changed = [(Path(error.path), f"it cannot be read: {error.reason}")]
     listed = directory.files_file
     was_there = told is not None and None not in told.digests.get(listed.name, (None,))
     if was_there and not listed.exists():
@@ -182,8 +192,10 @@ def _check_files(evidence: _Evidence) -> None:
     try:
         epoch, known = stored_epoch(directory.path), known_epoch(directory)
         text = f"{EPOCH_FILE} says {epoch}, journal and log tell of {known}"
+        if epoch < known:
+            text += "; the next start writes it anew"
         evidence.note("files", ok=epoch >= known, text=text)
-    except (OSError, ValueError) as error:
+    except SamestepError as error:
         evidence.note("files", ok=False, text=str(error))
     if directory.set_aside.exists():
         text = (
@@ -270,7 +282,7 @@ def _check_checkpoint(evidence: _Evidence, checkpoint: Checkpoint) -> None:
     evidence.note("checkpoints", ok=ok, text=text)
     try:
         kept = read_metrics(evidence.directory.checkpoints, step)
-    except StorageDamaged as error:
+    except SamestepError as error:
         evidence.note("checkpoints", ok=False, text=str(error))
         return
     figures = history.figures.get(step)
@@ -327,7 +339,8 @@ def _check_exported_files(evidence: _Evidence, exported: object) -> None:
         if found != told:
             changed += 1
             what = "is missing" if found is None else "is not what was written"
-            evidence.note("result", ok=False, text=f"{str(path)!r} {what}")
+            text = f"{str(path)!r} {what}; {RESULT_REMEDY}"
+            evidence.note("result", ok=False, text=text)
     if not changed:
         text = f"{len(exported)} exported files are as they were written"
         evidence.note("result", ok=True, text=text)
@@ -345,7 +358,8 @@ def _check_export(evidence: _Evidence, manifest: Manifest, digest: object) -> No
         tensors = load_tensors(path)
         found = weights_digest({names[name]: values for name, values in tensors.items()})
     except (SamestepError, KeyError, AssertionError) as error:
-        evidence.note("result", ok=False, text=f"{str(path)!r} is not the trained model: {error}")
+        text = f"{str(path)!r} is not the trained model: {error}; {RESULT_REMEDY}"
+        evidence.note("result", ok=False, text=text)
         return
     same = found == digest
     text = f"{export.directory}/{export.weights_file} has the digest {found}"

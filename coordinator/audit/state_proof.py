@@ -65,8 +65,12 @@ class StateProof:
             checkpoints: Those that are whole, by step.
         """
         try:
-            index = scan_log(self._log, self._run.run_id, self._manifest).index
-            self._compare_lengths(index)
+            scan = scan_log(self._log, self._run.run_id, self._manifest)
+            index = scan.index
+            self._compare_lengths(index, max((c.info.step for c in checkpoints), default=0))
+            if self._history.end is not None:
+                # A run that has ended has no step whose sync had not.
+                self.faults += [f"{cut}; bring it back from a copy" for cut in scan.cuts]
             for number, checkpoint in enumerate(checkpoints, 1):
                 following = checkpoints[number:]
                 until = min([c.info.step for c in following], default=len(self._history.commits))
@@ -144,8 +148,16 @@ class StateProof:
         if commit.scalars != step_scalars(spec.optimizer, updates, commit.step, spec.steps, norm):
             yield "the scalars of the update do not follow from run spec and gradients"
 
-    def _compare_lengths(self, index: LogIndex) -> None:
-        extra = sum(1 for _ in index.following(len(self._history.commits)))
+    def _compare_lengths(self, index: LogIndex, saved: int) -> None:
+        """Log and checkpoints reach as far as the journal, which is written last."""
+        told, last = len(self._history.commits), -1 if index.last is None else index.last
+        kept = max(saved, last + 1)
+        if told > kept + 1:  # the newest step's records may be a torn tail
+            self.faults.append(
+                f"the journal tells of {told} steps, {str(self._log)!r} and the checkpoints of "
+                f"{kept}; bring the log back from a copy"
+            )
+        extra = sum(1 for _ in index.following(told))
         if extra > 1:
             # One may be missing: a crash between the log's sync and the journal's.
             self.faults.append(f"the log has {extra} commits that the journal has not")

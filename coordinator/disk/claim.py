@@ -16,8 +16,14 @@ import os
 from pathlib import Path
 from typing import Final
 
-from coordinator.disk.durable_file import is_same_file, make_directory, replace_file
-from protocol.base.errors import StorageFailed, Superseded, UsageError
+from coordinator.disk.durable_file import is_same_file, make_directory, replace_file, storing
+from protocol.base.errors import (
+    SamestepError,
+    StorageDamaged,
+    StorageFailed,
+    Superseded,
+    UsageError,
+)
 
 LOCK_FILE: Final = "lock"
 EPOCH_FILE: Final = "epoch.json"
@@ -48,17 +54,23 @@ class Claim:
 
         Raises:
             UsageError: Another coordinator holds it, or it cannot be written.
+            StorageDamaged: Its epoch's file holds none.
         """
         try:
             make_directory(directory)
             lock = _lock(directory)
+        except IsADirectoryError as error:
+            reason = "expected a file, got a directory; remove it"
+            raise StorageDamaged(str(error.filename), "", reason) from None
         except OSError as error:
             raise _unusable(directory, error) from None
         try:
             epoch = max(stored_epoch(directory), above) + 1
             replace_file(directory / EPOCH_FILE, json.dumps({"epoch": epoch}).encode())
-        except (StorageFailed, OSError, ValueError) as error:
+        except SamestepError as error:
             os.close(lock)
+            if isinstance(error, StorageDamaged):
+                raise
             raise _unusable(directory, error) from None
         return cls(directory, lock, epoch)
 
@@ -72,8 +84,8 @@ class Claim:
         held = self._holds_lock()  # looked at first: without the directory there is no epoch either
         try:
             stored = _epoch_in(self._epoch_file)
-        except (OSError, ValueError) as error:
-            raise StorageFailed("read the epoch of", str(self.directory), str(error)) from None
+        except StorageDamaged as error:
+            raise StorageFailed("use", str(self._epoch_file), error.reason) from None
         if stored == 0:
             reason = "its epoch file is gone; bring the directory back, then go on"
             raise StorageFailed("use", str(self.directory), reason)
@@ -126,26 +138,24 @@ def stored_epoch(directory: Path) -> int:
     """The epoch of the last start in this directory; 0 if there was none.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: The file holds no epoch.
+        StorageFailed: It cannot be read.
+        StorageDamaged: The file holds no epoch.
     """
     return _epoch_in(directory / EPOCH_FILE)
 
 
 def _epoch_in(file: Path) -> int:
-    try:
-        content = file.read_bytes()
-    except FileNotFoundError:
+    with storing("read", file):
+        content = file.read_bytes() if file.exists() else None
+    if content is None:
         return 0
     try:
         epoch = json.loads(content)["epoch"]
     except (ValueError, KeyError, TypeError, IndexError):
         epoch = None
     if not isinstance(epoch, int) or epoch < 1:
-        raise ValueError(
-            f"expected an epoch in {EPOCH_FILE}, got {content[:40]!r}; remove that file: journal "
-            "and log tell the epoch too"
-        )
+        reason = f"expected an epoch, got {content[:40]!r}; remove it: journal and log tell it too"
+        raise StorageDamaged(str(file), "", reason)
     return epoch
 
 

@@ -25,10 +25,12 @@ _REMEDIES: Final = {
     errno.ENOSPC: "make room, then go on",
     errno.EDQUOT: "raise the quota or make room, then go on",
     errno.EROFS: "mount it writable, then go on",
-    errno.ENOENT: "bring the directory back, then go on",
+    errno.ENOENT: "bring back what is missing, then go on",
     errno.ESTALE: "bring the file system back, then go on",
-    errno.EACCES: "let this user write there, then go on",
+    errno.EACCES: "let this user read and write it, then go on",
     errno.EIO: "look after the disk, then go on",
+    errno.EISDIR: "expected a file there; bring it back from a copy",
+    errno.ENOTDIR: "expected a directory there; bring it back from a copy",
 }
 
 

@@ -14,6 +14,7 @@ from coordinator.files.blob_index import BlobIndex
 from coordinator.files.kept_index import keep_index, kept_index
 from coordinator.run.restart import Resumption, Terms
 from coordinator.service.chronicle import committed, settled
+from coordinator.storage.checkpoint import checkpoint_steps
 from coordinator.storage.journal import JournalEnd, read_end
 from coordinator.storage.journal_records import Checkpointed, Record, Resumed, RunBegins
 from coordinator.storage.kept_files import check_files
@@ -124,28 +125,35 @@ def find_run(
         # What was committed from there on is void, also where the steps could be compared.
         recovery = replace(recovery, redo=(), notes=(*recovery.notes, *gone_back))
     resumption = _resumption(recovery, directory.read_terms())
+    if not gone_back:
+        _check_whole(directory, recovery)
     leave_behind(directory, recovery)
-    if not directory.journal.exists():
-        note = f"the journal is missing: what happened before step {recovery.step} is not told"
-        recovery = replace(recovery, notes=(*recovery.notes, note))
-    else:
-        _check_whole(directory, resumption.saved)
     return AcceptedRun(stored, directory, claim, Restart(recovery, resumption), blobs)
 
 
-def _check_whole(directory: RunDirectory, saved: int) -> None:
-    """A journal is synced before a checkpoint is written: one that tells of less was cut.
+def _check_whole(directory: RunDirectory, recovery: Recovery) -> None:
+    """A journal is synced before a checkpoint is written, and a log before the journal tells of
+    its step: one that lacks more than a crash can take was cut.
 
     Raises:
-        StorageDamaged: It was; what it would say of the other files is lost with it.
+        StorageDamaged: It was; what a journal would say of the other files is lost with it.
         StorageFailed: It cannot be read.
     """
+    saved = recovery.checkpoint.info.step
     journal = read_end(directory.journal, saved)
-    if journal.begun and journal.commits >= saved:
-        return
-    told = f"it tells of {journal.commits} steps" if journal.begun else "its beginning is missing"
-    reason = f"{told}, and a checkpoint is there after {saved}; bring it back from a copy"
-    raise StorageDamaged(str(directory.journal), "", reason)
+    if not journal.begun or journal.commits < saved:
+        told = f"it tells of {journal.commits} steps" if journal.begun else "it has no beginning"
+        reason = f"{told}, and a checkpoint is there after {saved}; bring it back from a copy"
+        raise StorageDamaged(str(directory.journal), "", reason)
+    last = -1 if recovery.index.last is None else recovery.index.last
+    kept = max(last + 1, *checkpoint_steps(directory.checkpoints))
+    # The newest step may be a torn one; and whoever was going back has set aside what is missing.
+    if journal.commits > kept + 1 and not directory.set_aside.exists():
+        reason = (
+            f"expected the {journal.commits} steps that the journal tells of, got {kept}; bring it "
+            f"back from a copy, or take the others again (--from-step {saved})"
+        )
+        raise StorageDamaged(str(directory.log), "", reason)
 
 
 def _resumption(recovery: Recovery, terms: Terms | None) -> Resumption:
@@ -207,11 +215,7 @@ def is_unfinished(path: Path) -> bool:
     if directory.read_run_file() is None:
         return False
     result = directory.read_result()
-    outcome = result.get("outcome") if result is not None else "drained"
-    if outcome not in {"finished", "drained"}:
-        reason = f"expected the outcome of a run, got {outcome!r}; bring it back from a copy"
-        raise StorageDamaged(str(directory.result_file), "", reason)
-    return outcome == "drained"
+    return result is None or result["outcome"] == "drained"
 
 
 def unfinished_runs(path: Path) -> list[Path]:

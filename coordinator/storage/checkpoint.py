@@ -49,6 +49,7 @@ Sealed = TypeVar("Sealed", bound=BaseModel)
 STATE_FILE: Final = "optimizer.safetensors"
 INFO_FILE: Final = "checkpoint.json"
 METRICS_FILE: Final = "metrics.json"
+_REMEDY: Final = "bring it back from a copy; until then an older checkpoint has to do"
 
 _NAME: Final = re.compile(r"step-(\d{10,})")
 
@@ -180,35 +181,38 @@ def find_checkpoint(root: Path, step: int, run_id: str, manifest: Manifest) -> C
     path = checkpoint_path(root, step)
     file, info = path / INFO_FILE, _read_info(path)
     if info.run_id != run_id or info.manifest_digest != manifest.digest():
-        raise Mismatch(f"{str(path)!r} is of run {info.run_id!r}, or of another manifest")
+        of = f"is of run {info.run_id!r}" if info.run_id != run_id else "is of another manifest"
+        raise Mismatch(f"{str(path)!r} {of}; {_REMEDY}")
     if info.step != step:
-        raise StorageDamaged(str(file), "", f"expected step {step}, got {info.step}")
+        reason = f"expected step {step}, got {info.step}; {_REMEDY}"
+        raise StorageDamaged(str(file), "", reason)
     with storing("read", path):
         found = _file_digests(path)
     for name, digest in info.files.items():
         if name not in found:
-            raise StorageDamaged(str(path / name), "", "the file is missing")
+            raise StorageDamaged(str(path / name), "", f"it is missing; {_REMEDY}")
         if found[name] != digest:
-            raise StorageDamaged(str(path / name), "", "it is not what was written")
+            raise StorageDamaged(str(path / name), "", f"it is not what was written; {_REMEDY}")
     return Checkpoint(path, info)
 
 
 def _read_info(path: Path) -> CheckpointInfo:
-    return _read_sealed(path / INFO_FILE, "checkpoint", CheckpointInfo)
+    return _read_sealed(path / INFO_FILE, "checkpoint", CheckpointInfo, _REMEDY)
 
 
-def _read_sealed(file: Path, key: str, kind: type[Sealed]) -> Sealed:
+def _read_sealed(file: Path, key: str, kind: type[Sealed], remedy: str) -> Sealed:
     """A JSON document that holds its own BLAKE3."""
+    if not file.exists():
+        raise StorageDamaged(str(file), "", f"it is missing; {remedy}")
     try:
         with storing("read", file):
             document = json.loads(file.read_bytes())
         content = kind.model_validate_json(json.dumps(document[key]), strict=True)
         whole = document["blake3"] == json_digest(document[key])
-    except (ValueError, TypeError, KeyError) as error:
-        reason = f"expected a {key}'s description, got {type(error).__name__}"
-        raise StorageDamaged(str(file), "", reason) from None
+    except (ValueError, TypeError, KeyError):
+        whole = False
     if not whole:
-        raise StorageDamaged(str(file), "", "it is not what was written")
+        raise StorageDamaged(str(file), "", f"it is not what was written; {remedy}")
     return content
 
 
@@ -297,7 +301,7 @@ def read_metrics(root: Path, step: int) -> Metrics | None:
         older = _older_figures(file.read_bytes())
     if older is not None:
         return Metrics(state_digest=None, figures=older)
-    kept = _read_sealed(file, "metrics", Metrics)
+    kept = _read_sealed(file, "metrics", Metrics, "bring it back from a copy, or remove it")
     if kept.state_digest != _read_info(path).state_digest:
         raise StorageDamaged(str(file), "", "its figures are of another state; remove the file")
     return kept

@@ -310,8 +310,8 @@ def _sound_end(content: bytes, path: Path, start: int) -> _LastBatch | None:
         elif start and last is None:
             return None
         elif document["batch"] > (bad := last["number"] + 1 if last else 1):
-            text = "it is damaged, and lines that were synced later follow"
-            raise StorageDamaged(str(path), f"line {bad}", text)
+            text = "it is not what was written, and lines that were synced later follow"
+            raise StorageDamaged(str(path), f"line {bad}", f"{text}; bring it back from a copy")
         at += len(line)
     return _LastBatch(last, begin, end) if whole else None
 

@@ -8,17 +8,22 @@ an epoch counts only if it is above all that journal and log tell of.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Final
 
 from blake3 import blake3
 
 from coordinator.disk.claim import Claim
 from coordinator.disk.durable_file import storing
+from coordinator.storage.checkpoint import checkpoint_steps
 from coordinator.storage.journal import first_record, newest_epoch, newest_record
 from coordinator.storage.journal_records import FilesKept, ManifestSettled, RunBegins
 from coordinator.storage.log_index import segment_epoch, segment_files
-from coordinator.storage.run_directory import RunDirectory
+from coordinator.storage.run_directory import RunDirectory, is_whole
 from protocol.base.errors import SamestepError, StorageDamaged
+
+_REMEDY: Final = "bring it back from a copy"
 
 Digests = dict[str, tuple[str | None, ...]]
 """What each file may hold, by name; None: it may be missing."""
@@ -79,6 +84,7 @@ def check_files(directory: RunDirectory) -> None:
         StorageDamaged: One is missing, or not what was written.
         StorageFailed: One cannot be read.
     """
+    check_bound(directory)
     for path, reason in changed_files(directory, newest_record(directory.journal, FilesKept)):
         raise StorageDamaged(str(path), "", reason)
 
@@ -97,7 +103,7 @@ def changed_files(directory: RunDirectory, told: FilesKept | None) -> list[tuple
         allowed, found = told.digests.get(path.name), file_digest(path)
         if allowed is None or found in allowed:
             continue
-        remedy = "bring it back from a copy"
+        remedy = _REMEDY
         if path == directory.files_file:
             if found is None:
                 continue  # the files are found and hashed anew
@@ -105,6 +111,32 @@ def changed_files(directory: RunDirectory, told: FilesKept | None) -> list[tuple
         what = "it is missing" if found is None else "it is not what the journal says was written"
         changed.append((path, f"{what}; {remedy}"))
     return changed
+
+
+def check_bound(directory: RunDirectory) -> None:
+    """See that there is a journal, and that it is this run's; before it begins, that `run.json` is
+    what was written.
+
+    Raises:
+        StorageDamaged: It is not so.
+        StorageFailed: They cannot be read.
+    """
+    journal, begun = directory.journal, first_record(directory.journal)
+    empty = not journal.exists() or not journal.stat().st_size
+    if empty and checkpoint_steps(directory.checkpoints):
+        reason = "it is missing or empty, and nothing else tells that run.json is what was written"
+        raise StorageDamaged(str(journal), "", f"{reason}; {_REMEDY}")
+    try:
+        document = json.loads(directory.run_file.read_bytes())
+        stored, whole = document["run_id"], is_whole(document)
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # it is refused wherever it is read
+    if isinstance(begun, RunBegins) and whole and stored != begun.run_id:
+        reason = f"it is of run {begun.run_id!r}, and run.json of {stored!r}"
+        raise StorageDamaged(str(journal), "", f"{reason}; bring the wrong one back from a copy")
+    if begun is None and not whole:
+        reason = f"it is not what was written; {_REMEDY}, or submit the run again"
+        raise StorageDamaged(str(directory.run_file), "", reason)
 
 
 def _changed_since_older(directory: RunDirectory) -> list[tuple[Path, str]]:
@@ -116,5 +148,5 @@ def _changed_since_older(directory: RunDirectory) -> list[tuple[Path, str]]:
         told.append((directory.run_file, mine, (begun.run_id, begun.spec)))
     if settled is not None and manifest is not None:
         told.append((directory.manifest_file, manifest.digest(), settled.manifest_digest))
-    reason = "it is not what the journal says was written; bring it back from a copy"
+    reason = f"it is not what the journal says was written; {_REMEDY}"
     return [(path, reason) for path, mine, theirs in told if mine != theirs]

@@ -221,7 +221,7 @@ def read_averages(logged: LoggedStep, blocks: tuple[Block, ...]) -> list[Array] 
             averages[place.block][part] = values
     if missing:
         reason = f"step {commit.step} is committed without {len(missing)} of its chunks"
-        raise StorageDamaged(str(logged.path), "", reason)
+        raise damaged(logged.path, None, reason)
     return averages
 
 
@@ -252,9 +252,11 @@ def segment_base(path: Path) -> int:
     return _numbers(path)[1]
 
 
-def damaged(path: Path, offset: int, reason: str) -> StorageDamaged:
+def damaged(path: Path, offset: int | None, reason: str) -> StorageDamaged:
     """A segment does not hold what was written to it."""
-    return StorageDamaged(str(path), f"byte {offset}", reason)
+    place = "" if offset is None else f"byte {offset}"
+    remedy = "bring it back from a copy, or go back to a checkpoint before it (--from-step N)"
+    return StorageDamaged(str(path), place, f"{reason}; {remedy}")
 
 
 def _numbers(path: Path) -> tuple[int, int]:

@@ -192,11 +192,14 @@ def _judge(fd: int, segment: _Segment, damage: int, following: _Segment | None) 
 
 
 def _check_owner(segment: _Segment, run_id: str, manifest: Manifest) -> None:
-    header = segment.header
+    header, path = segment.header, str(segment.path)
     if header.run_id != run_id:
-        raise Mismatch(f"{segment.path.name} is of run {header.run_id!r}, expected {run_id!r}")
+        raise Mismatch(
+            f"expected a log of run {run_id!r} in {path!r}, got one of run {header.run_id!r}; put "
+            "it where it belongs, and bring this run's back from a copy"
+        )
     if header.manifest_digest != manifest.digest():
-        raise Mismatch(f"{segment.path.name} is of another manifest; start a new run")
+        raise Mismatch(f"{path!r} is of another manifest; start a new run")
 
 
 def _cut(cut: Cut) -> None:

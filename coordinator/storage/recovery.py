@@ -7,6 +7,7 @@ log's heads, so workers can be served at once. `Recovery.replica` then catches u
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coordinator.run.restart import CommitRecord
@@ -70,7 +71,10 @@ class Recovery:
             averages = read_averages(logged, self.manifest.blocks)
             known = logged.record.state_before if logged is self.logged[-1] else None
             if known is not None and replica.state_digest() != known:
-                reason = f"steps before {logged.step} do not lead to the state they led to"
+                reason = (
+                    f"steps before {logged.step} do not lead to the state they led to; bring it "
+                    "back from a copy, or go back to a checkpoint before it (--from-step N)"
+                )
                 raise StorageDamaged(str(logged.path), "", reason)
             take(replica, logged.record, averages)
         return replica
@@ -104,14 +108,13 @@ def recover(directory: RunDirectory) -> Recovery | None:
     scan = scan_log(directory.log, run.run_id, manifest, repair=True)
     base = checkpoint.info.step if checkpoint is not None else 0
     logged, redo = _split(list(scan.index.following(base)))
+    if checkpoint is None:
+        if passed or scan.index.last is not None:
+            raise _no_state(directory, scan.index.last, passed)
+        return None
     notes = [f"checkpoint passed over: {reason}" for reason in passed]
     notes += [str(cut) for cut in scan.cuts]
     notes += _out_of_reach(scan.index, base + len(logged) + len(redo))
-    if checkpoint is None:
-        if logged or redo or notes:
-            reason = "; ".join(("no checkpoint is whole", *notes))
-            raise StorageDamaged("checkpoints", "", reason)
-        return None
     info = checkpoint.info
     return Recovery(
         run=run,
@@ -128,6 +131,14 @@ def recover(directory: RunDirectory) -> Recovery | None:
         notes=tuple(notes),
         index=scan.index,
     )
+
+
+def _no_state(directory: RunDirectory, last: int | None, passed: Sequence[str]) -> StorageDamaged:
+    """The state of step 0 is saved before any step: else nothing has begun."""
+    steps = "" if last is None else f", which the log's steps up to {last} follow"
+    why = passed or ("bring one back from a copy",)
+    reason = "; ".join((f"expected a whole checkpoint{steps}, found none", *why))
+    return StorageDamaged(str(directory.checkpoints), "", reason)
 
 
 def _split(row: list[LoggedStep]) -> tuple[list[LoggedStep], list[CommitRecord]]:

@@ -25,6 +25,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
+from coordinator.disk.canonical_json import json_digest
 from coordinator.disk.durable_file import remove_temporaries, replace_file, storing, sync_directory
 from coordinator.run.restart import Terms
 from coordinator.storage.log_index import segment_files
@@ -33,6 +34,9 @@ from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
 
 FORMAT: Final = 1
+RESULT_REMEDY: Final = (
+    "bring it back from a copy, or remove result.json: --resume writes that and the model anew"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +123,7 @@ class RunDirectory:
             "accepted_ns": time.time_ns(),
             "spec": spec.model_dump(mode="json"),
         }
+        document["blake3"] = _seal(document)
         replace_file(self.run_file, (json.dumps(document, indent=2) + "\n").encode())
 
     def settle(self, manifest: Manifest) -> None:
@@ -185,7 +190,7 @@ class RunDirectory:
             run_id, spec = document["run_id"], document["spec"]
             parsed = parse_run_spec_bytes(json.dumps(spec).encode())
         except (ValueError, KeyError, TypeError, MessageError) as error:
-            reason = f"expected a run of this release, got {error}; bring it back from a copy"
+            reason = f"expected a run's id and spec, got {error}; bring it back from a copy"
             raise StorageDamaged(str(self.run_file), "", reason) from None
         return StoredRun(str(run_id), parsed, spec)
 
@@ -235,19 +240,26 @@ class RunDirectory:
         """What `result.json` says, if the run has ended.
 
         Raises:
-            StorageDamaged: It is not JSON.
+            StorageDamaged: It is not JSON, or no result of this run.
             StorageFailed: It cannot be read.
         """
-        content = _read(self.result_file)
+        content, run = _read(self.result_file), self.read_run()
         if content is None:
             return None
         try:
-            document = json.loads(content)
-        except ValueError as error:
-            raise StorageDamaged(str(self.result_file), "", str(error)) from None
-        if not isinstance(document, dict):
-            raise StorageDamaged(str(self.result_file), "", "expected a JSON object")
-        return document
+            document: dict[str, Any] = json.loads(content)
+            run_id, outcome = document["run_id"], document["outcome"]
+        except (ValueError, KeyError, TypeError):
+            found = f"{content[:40]!r}"
+        else:
+            if run is not None and run_id != run.run_id:
+                found = f"that of run {run_id!r}"
+            elif outcome in {"finished", "drained"}:
+                return document
+            else:
+                found = f"the outcome {outcome!r}"
+        reason = f"expected how the run ended, got {found}; {RESULT_REMEDY}"
+        raise StorageDamaged(str(self.result_file), "", reason)
 
     def clear(self) -> None:
         """Remove what a crash left half written. Only for who holds the directory.
@@ -257,6 +269,15 @@ class RunDirectory:
         """
         for directory in (self.path, self.log, self.checkpoints):
             remove_temporaries(directory)
+
+
+def is_whole(document: dict[str, Any]) -> bool:
+    """Whether id and spec in `run.json` are those that were written; older releases did not say."""
+    return document.get("blake3") in (None, _seal(document))
+
+
+def _seal(document: dict[str, Any]) -> str:
+    return json_digest({"run_id": document["run_id"], "spec": document["spec"]})
 
 
 def terms_bytes(terms: Terms) -> bytes:

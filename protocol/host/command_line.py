@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import sys
+import threading
 from typing import Any, Protocol
 
 from protocol.base.errors import ExitCode, UsageError
@@ -38,6 +41,21 @@ def end_when_interrupted(command: str) -> None:
     # One that was started in a shell's background ignores Ctrl-C, and is to.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, end)
+
+
+def end_with_standard_input(command: str) -> None:
+    """End this process when its standard input does: whoever started it holds the other end of
+    that pipe, which closes with it however it ends."""
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        with contextlib.suppress(OSError):
+            os.write(2, f"{command}: whoever started it is gone, so it ends\n".encode())
+        os._exit(ExitCode.FAILED)
+
+    threading.Thread(target=watch, daemon=True, name="standard input").start()
 
 
 def check_options_follow(context: Context) -> None:

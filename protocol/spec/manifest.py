@@ -209,7 +209,8 @@ class Manifest(_Frozen):
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
-            raise MessageError(f"expected a manifest, got {first['msg']} at {where!r}") from None
+            at = f" at {where!r}" if where else ""
+            raise MessageError(f"expected a manifest, got {first['msg']}{at}") from None
 
     def digest(self) -> str:
         return blake3(self.to_bytes()).hexdigest()

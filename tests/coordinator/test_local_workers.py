@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from coordinator.local_workers import RESTARTS
 from protocol.host.own_command import own_environment
-from tests.cluster import Cluster
+from tests.cluster import PATIENCE_S, Cluster
 
 RUN = """
 task: scripted
@@ -57,6 +58,20 @@ def test_one_that_is_told_to_end_is_not_started_again(tmp_path):
         cluster.wait_for_exit(cluster.coordinator)
         assert cluster.coordinator.stderr is not None
         assert "started again" not in cluster.coordinator.stderr.read()
+
+
+def test_a_killed_coordinator_leaves_no_local_worker_behind(tmp_path):
+    """Else they would take part beside those of the one that goes on with the run."""
+    spec = tmp_path / "run.yaml"
+    spec.write_text(RUN)
+    job = ("--run", str(spec), "--local-workers", "1", "--backend", "scripted")
+    with Cluster(tmp_path, *job) as cluster:
+        cluster.wait_for("committed")
+        child = os.pidfd_open(only_child(cluster.coordinator.pid))
+        cluster.coordinator.kill()
+        ended, _, _ = select.select([child], [], [], PATIENCE_S)
+        os.close(child)
+    assert ended, "it goes on without its coordinator"
 
 
 @pytest.mark.parametrize("command", ["coordinator", "worker"])

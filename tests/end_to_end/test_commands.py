@@ -192,6 +192,18 @@ def test_local_workers_of_no_such_backend_are_not_started(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("module", ["coordinator", "worker"])
+def test_files_of_the_user_s_that_are_named_as_ours_or_python_s_are_not_run(tmp_path, module):
+    for name in ("json.py", "typing.py", "numpy.py", "protocol.py", "backends.py"):
+        (tmp_path / name).write_text(f"raise SystemExit('the user's {name}')\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", module, "--version"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_an_option_before_a_subcommand_is_not_passed_over():
     ended = called("coordinator", "--control", "127.0.0.1:1", "status")
     assert ended.returncode == 2

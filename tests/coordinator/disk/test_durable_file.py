@@ -90,7 +90,7 @@ def test_short_writes_are_gone_on_with(parts, sizes):
 
 @pytest.mark.parametrize(
     ("number", "remedy"),
-    [(errno.EROFS, "mount it writable"), (errno.ENOENT, "bring the directory back"),
+    [(errno.EROFS, "mount it writable"), (errno.ENOENT, "bring back what is missing"),
      (errno.EIO, "look after the disk"), (errno.EMFILE, "Too many open files")],
 )  # fmt: skip
 def test_what_the_system_says_comes_with_what_to_do(tmp_path, number, remedy):

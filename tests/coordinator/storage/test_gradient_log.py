@@ -583,7 +583,7 @@ def test_a_directory_that_vanishes_halts_and_goes_on_when_it_is_back(tmp_path):
     log_step(log, 0)
     (tmp_path / "log").rename(tmp_path / "away")
     append_step(log, 1)
-    with pytest.raises(StorageFailed, match="bring the directory back"):
+    with pytest.raises(StorageFailed, match="bring back what is missing"):
         log.commit(record_of(1, 2))
     with pytest.raises(StorageFailed):
         log.commit(record_of(1, 2))

@@ -10,7 +10,7 @@ from coordinator.storage.journal import Journal
 from coordinator.storage.journal_records import FilesKept
 from coordinator.storage.kept_files import check_files, hold, kept_digests
 from coordinator.storage.run_storage import RunStorage
-from protocol.base.errors import StorageDamaged, UsageError
+from protocol.base.errors import StorageDamaged
 from tests.durable_run import MANIFEST, RUN_ID, SPEC, WrittenRun, read_journal, record_of
 
 TERMS = Terms(signature="a" * 64, initial_digest="b" * 64)
@@ -140,7 +140,7 @@ def test_an_epoch_is_above_all_that_journal_and_log_tell_of(run, content):
 
 def test_an_epoch_that_is_none_is_refused_with_what_to_do(run):
     run.path.joinpath(EPOCH_FILE).write_text('{"epoch": 1')
-    with pytest.raises(UsageError, match="remove that file"):
+    with pytest.raises(StorageDamaged, match=r"epoch\.json.* remove it"):
         hold(run.path)
     run.path.joinpath(EPOCH_FILE).unlink()
     hold(run.path).release()

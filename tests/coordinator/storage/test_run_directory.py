@@ -89,7 +89,7 @@ def test_the_epoch_rises_at_each_start_and_above_what_is_known_elsewhere(tmp_pat
 @pytest.mark.parametrize("content", ["", "[]", '{"epoch": "1"}', '{"epoch": 0}'])
 def test_an_epoch_that_cannot_be_read_is_not_guessed(tmp_path, content):
     (tmp_path / "epoch.json").write_text(content)
-    with pytest.raises(UsageError, match="cannot be used"):
+    with pytest.raises(StorageDamaged, match="remove it"):
         Claim.take(tmp_path)
     (tmp_path / "epoch.json").unlink()
     Claim.take(tmp_path)
@@ -317,7 +317,7 @@ def test_a_log_without_any_checkpoint_follows_nothing(tmp_path):
     for step in range(3):
         log_step(log, step)
     log.close()
-    with pytest.raises(StorageDamaged, match="no checkpoint is whole"):
+    with pytest.raises(StorageDamaged, match="expected a whole checkpoint"):
         recover(directory)
 
 
@@ -343,8 +343,12 @@ def test_a_replay_that_leads_elsewhere_is_refused(tmp_path):
 def test_the_result_is_read_if_it_is_one(tmp_path):
     directory = begun(tmp_path)
     assert directory.read_result() is None
-    directory.result_file.write_text(json.dumps({"steps": 3}))
-    assert directory.read_result() == {"steps": 3}
-    directory.result_file.write_text("[")
-    with pytest.raises(StorageDamaged):
-        directory.read_result()
+    run = directory.read_run()
+    assert run is not None
+    ended = {"run_id": run.run_id, "outcome": "finished", "steps": 3}
+    directory.result_file.write_text(json.dumps(ended))
+    assert directory.read_result() == ended
+    for content in ("[", "[]", "{}", json.dumps({**ended, "run_id": "another"})):
+        directory.result_file.write_text(content)
+        with pytest.raises(StorageDamaged, match=r"remove result\.json"):
+            directory.read_result()
