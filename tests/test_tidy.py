@@ -196,6 +196,36 @@ def test_every_limit_ends_in_its_unit():
 
 
 @pytest.mark.parametrize(
+    ("walk", "most"),
+    [
+        ("A gradient, from backward to commit and back", 18),
+        ("A submitted run, to its first step", 10),
+        ("A worker that comes back", 13),
+    ],
+)
+def test_a_walk_names_files_that_are_there_in_order_and_few(walk, most):
+    text = (ROOT / "ARCHITECTURE.md").read_text("utf-8")
+    steps = re.findall(
+        r"^ ?(\d+)[.] (.*)$", text.split(f"**{walk}**\n")[1].split("\n**")[0], re.MULTILINE
+    )
+    steps = [(int(number), line) for number, line in steps]
+    assert [number for number, _ in steps] == list(range(1, len(steps) + 1))
+    named = [re.findall(r"`([a-z_/]+[.]py)`", line) for _, line in steps]
+    files = [file for (file,) in named]  # one a line
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+    assert len(set(files)) == len(files) <= most
+
+
+def test_the_twenty_questions_are_answered_by_files_that_are_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    rows = re.findall(r"^[|] (.*[?]) [|] (.*) [|]$", text, re.MULTILINE)
+    assert len(rows) == 20
+    answers = [re.findall(r"`([a-z_/]+[.]py)`", answer) for _, answer in rows]
+    assert all(answers)
+    assert [file for answer in answers for file in answer if not (ROOT / file).is_file()] == []
+
+
+@pytest.mark.parametrize(
     ("check", "path", "source"),
     [
         (import_directions, "coordinator/x.py", "import torch"),

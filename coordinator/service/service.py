@@ -18,8 +18,7 @@ from coordinator.files.blob_index import BlobIndex
 from coordinator.files.blob_server import BlobServer
 from coordinator.members.credentials import CoordinatorCredentials
 from coordinator.members.doorway import Doorway, Greet
-from coordinator.members.join_check import JoinCheck
-from coordinator.members.session import MemberSession
+from coordinator.members.session import JoinCheck, MemberSession
 from coordinator.members.strangers import Strangers
 from coordinator.run.actions import Finish
 from coordinator.run.facts import Fact

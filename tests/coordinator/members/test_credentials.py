@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from coordinator.members.credentials import CoordinatorCredentials
-from coordinator.members.join_check import JoinCheck
+from coordinator.members.session import JoinCheck
 from coordinator.members.worker_keys import MOST_KEYS
 from protocol.base.errors import UsageError
 from protocol.host.secret_file import state_home

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from coordinator.members.credentials import CoordinatorCredentials
-from coordinator.members.join_check import JoinCheck
-from coordinator.members.session import MemberSession
+from coordinator.members.session import JoinCheck, MemberSession
 from protocol.base import limits
 from protocol.base.errors import ExitCode, OutOfPlace
 from protocol.wire import messages
