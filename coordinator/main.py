@@ -130,14 +130,15 @@ async def _serve(options: CoordinatorOptions, journal: SystemJournal | None) -> 
         plaintext=options.plaintext,
     )
     _end_on_signals(service)
-    ticking = asyncio.gather(_tick(progress), service.loop_watch.run())
+    ticking = [asyncio.create_task(each) for each in (_tick(progress), service.loop_watch.run())]
     try:
         progress.start()
         await local.start(options.local_workers)
         supervisor.ready(lambda: summary(status_document(service, time.monotonic())))
         await _until_over(service, local if options.local_workers else None)
     finally:
-        ticking.cancel()
+        for task in ticking:
+            task.cancel()
         progress.stop()
         if announcement is not None:
             await announcement.stop()

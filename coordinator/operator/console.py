@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -189,15 +189,14 @@ class ProgressConsole:
             self._last_line_s = now_s
             self._tell(_progress(execution, now_s), fact, fields)
 
-    def _screen(self) -> Table | Text:
+    def _screen(self) -> Group:
         execution = self._service.current
         if execution is None:
-            return Text("")
+            return Group()
         document = status_document(self._service, time.monotonic())
-        table = Table(box=None, caption_justify="left", title_justify="left")
-        table.title = Text(_progress(execution, time.monotonic(), shares=False))
+        table = Table(box=None)
+        line = _progress(execution, time.monotonic(), shares=False)
         waiting = document.get("waiting_for") or ""
-        table.caption = Text(f"waiting for {waiting}" if waiting else "")
         for column in ("worker", "device", "state", "share", "ms/microbatch"):
             table.add_column(column)
         for worker in document["workers"]:
@@ -210,7 +209,10 @@ class ProgressConsole:
                 str(worker.get("microbatches_of_step", "")),
                 "" if speed is None else f"{speed:.0f}",
             )
-        return table
+        told = f"waiting for {waiting}" if waiting else ""
+        return Group(
+            *(Text(each, no_wrap=True, overflow="ellipsis") for each in (line, told)), table
+        )
 
 
 def _in_sentences(fields: Mapping[str, object]) -> dict[str, object]:

@@ -330,6 +330,7 @@ def test_a_run_outlives_its_audience(tmp_path):
     process.stdout.readline()
     process.stdout.close()
     assert process.wait(PATIENCE_S) == 0, process.stderr.read()
+    assert process.stderr.read() == ""
     process.stderr.close()
     assert '"steps": 5' in (tmp_path / "out/result.json").read_text()
 

@@ -2,6 +2,7 @@
 
 import io
 import re
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -104,6 +105,21 @@ def test_names_on_the_screen_are_no_markup(monkeypatch):
     told._service.current.run.phase = RunPhase.TRAINING
     Console(file=screen, width=100).print(told._screen())
     assert all(text in screen.getvalue() for text in ("[/x]", "[red]a card", "waiting for [/y]"))
+
+
+def test_progress_is_one_line_on_the_screen_however_narrow_the_table(monkeypatch):
+    document = {"workers": [{"name": "a", "device": "d", "state": "active"}]}
+    monkeypatch.setattr("coordinator.operator.console.status_document", lambda *_: document)
+    run = staged("invite ann", "ready ann", "loaded", workers="1")
+    told, screen = progress()
+    told._service.current = SimpleNamespace(
+        run=run, started_s=time.monotonic() - 7200, started_step=-1, outcome=None
+    )
+    Console(file=screen, width=80).print(told._screen())
+    line = screen.getvalue().splitlines()[0]
+    assert re.fullmatch(
+        r"step 0/\d+  loss -  0\.0 samples/s, 2:00:00 elapsed, about \d+:00:00 left", line.strip()
+    )
 
 
 def test_who_cannot_take_part_is_named_once_while_the_run_waits():
