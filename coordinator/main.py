@@ -6,11 +6,11 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 from rich.console import Console
@@ -130,15 +130,14 @@ async def _serve(options: CoordinatorOptions, journal: SystemJournal | None) -> 
         plaintext=options.plaintext,
     )
     _end_on_signals(service)
-    ticking = [asyncio.create_task(each) for each in (_tick(progress), service.loop_watch.run())]
+    ticking = asyncio.create_task(_tick(progress, service.loop_watch.run()))
     try:
         progress.start()
         await local.start(options.local_workers)
         supervisor.ready(lambda: summary(status_document(service, time.monotonic())))
         await _until_over(service, local if options.local_workers else None)
     finally:
-        for task in ticking:
-            task.cancel()
+        ticking.cancel()
         progress.stop()
         if announcement is not None:
             await announcement.stop()
@@ -246,10 +245,12 @@ class _TellsOfTheEnd:
             self._supervisor.stopping()
 
 
-async def _tick(progress: ProgressConsole) -> None:
-    while True:
-        await asyncio.sleep(1)
-        progress.tick()
+async def _tick(progress: ProgressConsole, watching: Coroutine[Any, Any, None]) -> None:
+    async with asyncio.TaskGroup() as beside:
+        beside.create_task(watching)
+        while True:
+            await asyncio.sleep(1)
+            progress.tick()
 
 
 async def _until_over(service: Service, local: LocalWorkers | None) -> None:
