@@ -53,7 +53,7 @@ READ_BY_SCRIPTS: Final = {
 def main() -> None:
     """Resolve, then split into the sets."""
     torch = f"torch=={TORCH}\n"
-    extras = ["--extra", "hf", "--extra", "digits", "--extra", "vulkan"]
+    extras = ["--extra", "hf", "--extra", "digits", "--extra", "vulkan", "--extra", "logits"]
     everything = _resolve([*extras, "--extra", "dev"], torch)
     for_running = _resolve(extras, torch).keys()
     coordinating = _resolve([], "setuptools\n").keys()  # which builds samestep itself

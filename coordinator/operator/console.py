@@ -229,7 +229,7 @@ def _progress(execution: Execution, now_s: float, *, shares: bool = True) -> str
         return f"{run.run_id}: {run.phase.value}"
     pace = pace_of(execution, now_s)
     loss = f"{run.losses[-1]:.6g}" if run.losses else "-"
-    line = f"step {run.step}/{run.spec.steps}  loss {loss}  {pace or ''}".rstrip()
+    line = f"step {run.step}/{run.steps}  loss {loss}  {pace or ''}".rstrip()
     division = run.progress.division if run.progress is not None else None
     if not shares or not division:
         return line
@@ -246,7 +246,7 @@ def print_outcome(execution: Execution, console: Console, again: str) -> None:
     run = execution.run
     exact = "exact: every worker has the same numeric signature"
     mixed = "mixed: workers of unlike signatures; replicas are equal, other runs may differ"
-    pace = f"{run.step} of {run.spec.steps} steps in {execution.result.get('wall_s', 0)} s"
+    pace = f"{run.step} of {run.steps} steps in {execution.result.get('wall_s', 0)} s"
     if run.step == 0:
         console.print(Text(f"{outcome.outcome}: {outcome.reason}"))
         return

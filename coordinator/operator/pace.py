@@ -28,7 +28,7 @@ def pace_of(execution: Execution, now_s: float) -> Pace | None:
     run = execution.run
     elapsed_s = max(now_s - execution.started_s, 1e-9)
     steps = run.step - execution.started_step
-    left_s = elapsed_s * (run.spec.steps - run.step) / steps if steps > 0 else None
+    left_s = elapsed_s * (run.steps - run.step) / steps if steps > 0 else None
     return Pace(elapsed_s, max(steps, 0) * run.spec.batch.samples / elapsed_s, left_s)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from coordinator.run.facts import Fact
+from coordinator.run.kept import Bytes
 from coordinator.run.restart import CommitRecord, Terms
 from protocol.base.errors import ExitCode
 from protocol.exact.update import Array, StepScalars
@@ -89,9 +90,13 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """Make the commit durable; `Run.durable` follows, or `Run.storage_failed`."""
+    """Make the commit durable; `Run.durable` follows, or `Run.storage_failed`.
+
+    `kept` is what the step's microbatches gave to be kept: durable before the commit.
+    """
 
     record: CommitRecord
+    kept: Sequence[Bytes] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,28 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from protocol.exact.samples import microbatch_seed
 from protocol.exact.tree import Node
-from protocol.exact.update import Array
-from protocol.wire.messages import GradientPayload
 
 
 @dataclass(frozen=True, slots=True)
 class Differing:
-    """Two workers of one signature gave other bits for the same part of a node."""
+    """Two workers of one signature gave other bits for the same part of a node; `what` says
+    which."""
 
     workers: tuple[str, str]
-    block: str
+    what: str
     node: Node
 
     def __str__(self) -> str:
         one, other = map(repr, sorted(self.workers))
         return (
-            f"workers {one} and {other} have one numeric signature and gave unlike gradients in "
-            f"block {self.block!r} for microbatches {self.node}: one of the two computes wrongly; "
+            f"workers {one} and {other} have one numeric signature and gave unlike "
+            f"{self.what} for microbatches {self.node}: one of the two computes wrongly; "
             "let 'worker doctor' look at both, and go on without the one"
         )
 
@@ -41,7 +42,7 @@ class DoubleCheck:
 
     def __init__(self) -> None:
         self._given: dict[Node, dict[str, str]] = {}
-        self._answers: dict[tuple[Node, int, int, str], tuple[str, str]] = {}
+        self._answers: dict[tuple[Node, tuple[int, ...], str], tuple[str, str]] = {}
 
     def given(self, worker: str, signature: str, nodes: Sequence[Node]) -> None:
         """These nodes are now the worker's to compute, too."""
@@ -49,17 +50,24 @@ class DoubleCheck:
             self._given.setdefault(node, {})[worker] = signature
 
     def answer(
-        self, worker: str, message: GradientPayload, values: Array, block: str
+        self, worker: str, node: Node, part: tuple[int, ...], values: NDArray[Any], what: str
     ) -> Differing | None:
-        """A chunk of a node's sum, before anything is added to it."""
-        node = message.node
+        """A part of what a node gives, before anything is added to it.
+
+        Args:
+            worker: Whose.
+            node: Of what.
+            part: Which: gradients by block and chunk, what is kept by three numbers.
+            values: Its content.
+            what: The same for people.
+        """
         givens = self._given.get(node, {})
         if len(givens) < 2 or worker not in givens:
             return None
-        place = (node, message.block, message.chunk, givens[worker])
+        place = (node, part, givens[worker])
         digest = blake3(values.tobytes()).hexdigest()
         other, known = self._answers.setdefault(place, (worker, digest))
-        return Differing((worker, other), block, node) if known != digest else None
+        return Differing((worker, other), what, node) if known != digest else None
 
 
 def chosen_double(

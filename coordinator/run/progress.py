@@ -21,6 +21,7 @@ from coordinator.run.facts import (
     StepRestarted,
     WorkerPutAside,
 )
+from coordinator.run.kept import Kept
 from coordinator.run.leases import Stragglers
 from coordinator.run.membership import COMPUTING, Member, Membership, MemberState
 from coordinator.run.planner import Shares, divide, nodes_for, spread
@@ -35,6 +36,7 @@ from protocol.spec.run_spec import RunSpec
 from protocol.wire.messages import (
     Assign,
     Cancel,
+    CapturedRows,
     Commit,
     GradientPayload,
     NodeLoss,
@@ -116,7 +118,14 @@ class Progress:
     @property
     def all_committed(self) -> bool:
         """Whether no step is left."""
-        return self.step == self._spec.steps
+        return self.step == self.steps
+
+    @property
+    def steps(self) -> int:
+        """How many there are to be: a capture takes each sample once at most."""
+        if self._manifest.capture is None:
+            return self._spec.steps
+        return min(self._spec.steps, self._order.steps_per_epoch)
 
     def microbatches(self, step: int) -> int:
         """How many microbatches a step has."""
@@ -135,7 +144,9 @@ class Progress:
     def begin(self) -> list[Action]:
         """Start an attempt: give every active worker its nodes."""
         microbatches = self._order.microbatch_count(self.step)
-        round_ = Round(self._manifest.blocks, microbatches, self._epoch, self.step, self.attempt)
+        round_ = Round(
+            self._manifest.blocks, microbatches, self._epoch, self.step, self.attempt, self._keeps()
+        )
         self.round = round_
         speeds = self._members.speeds()
         leaving = self.release()
@@ -144,6 +155,12 @@ class Progress:
         self.division = self._divide(microbatches, speeds)
         given = self._give(round_, nodes_for(self.division), "step")
         return leaving + given + self._give_twice(round_, list(speeds))
+
+    def _keeps(self) -> Kept | None:
+        layout = self._manifest.capture
+        if layout is None:
+            return None
+        return Kept([n * layout.sample_bytes for n in self._order.microbatch_sizes(self.step)])
 
     def _give_twice(self, round_: Round, active: list[str]) -> list[Action]:
         """Now and then, have a node computed by a second worker, to compare."""
@@ -307,7 +324,7 @@ class Progress:
             for at in range(0, len(nodes), _MAX_NODES)
         ]
 
-    def present(self, message: GradientPayload | NodeLoss) -> Round | None:
+    def present(self, message: GradientPayload | NodeLoss | CapturedRows) -> Round | None:
         """The round that it belongs to, if that is still open.
 
         Late ones belong to none: of an earlier attempt, or of a step that is skipped already.
@@ -359,7 +376,7 @@ class Progress:
         if not skip:
             updates += 1
             norm = round_.gradient_norm
-            scalars = step_scalars(self._spec.optimizer, updates, self.step, self._spec.steps, norm)
+            scalars = step_scalars(self._spec.optimizer, updates, self.step, self.steps, norm)
             loss, digest = round_.loss, round_.averages_digest()
         commit = Commit(**self.place(), scalars=scalars, loss=loss, averages_digest=digest)
         before = self.agreement.digest(self.step)
@@ -368,7 +385,8 @@ class Progress:
             commit=commit, optimizer_step=updates, state_before=before, norm=norm, counted=counted
         )
         self._committing = _Committing(record, round_)
-        return [*self._compare(digest), Persist(record)]
+        kept = () if skip or round_.kept is None else round_.kept.content
+        return [*self._compare(digest), Persist(record, kept)]
 
     def _compare(self, digest: str) -> list[Action]:
         """A step that is done again should have the averages it had."""

@@ -19,6 +19,7 @@ import numpy as np
 
 from coordinator.run.actions import Broadcast
 from coordinator.run.double_check import Differing, DoubleCheck
+from coordinator.run.kept import Bytes, Kept
 from protocol.base.errors import OutOfPlace
 from protocol.exact.digest import averages_digest, block_digest
 from protocol.exact.tree import Node, cover, is_node, root
@@ -28,6 +29,7 @@ from protocol.spec.manifest import Block
 from protocol.wire.messages import (
     AveragedBlockGradient,
     AveragedNonBlockGradient,
+    CapturedRows,
     GradientPayload,
     NodeLoss,
 )
@@ -107,15 +109,23 @@ class Round:
         double_check: Compares what comes twice.
         doubled: A node that is to be computed by two workers to the end, and these.
         tainted: Whether something in it may stem from weights that nobody has compared.
+        kept: What the microbatches give beside gradients; None where the run keeps nothing.
     """
 
     def __init__(
-        self, blocks: tuple[Block, ...], microbatches: int, epoch: int, step: int, attempt: int
+        self,
+        blocks: tuple[Block, ...],
+        microbatches: int,
+        epoch: int,
+        step: int,
+        attempt: int,
+        kept: Kept | None = None,
     ) -> None:
         self.microbatches = microbatches
         self.place = {"epoch": epoch, "step": step, "attempt": attempt}
         self.shares: dict[str, Share] = {}
         self.tainted = False
+        self.kept = kept
         self.double_check = DoubleCheck()
         self.doubled: tuple[str, str, Node] | None = None
         self.averages = [np.empty(block.elements, np.float32) for block in blocks]
@@ -160,7 +170,8 @@ class Round:
         share.came(message.node, self._first_bit[message.block] + message.chunk)
         self._summarise()  # of what earlier payloads completed: it has been sent by now
         name = self._blocks[message.block].name
-        differing = self.double_check.answer(worker, message, values, name)
+        part, what = (message.block, message.chunk), f"gradients in block {name!r}"
+        differing = self.double_check.answer(worker, message.node, part, values, what)
         if differing is not None:
             return differing if is_finite(values) else NonFinite(worker, name, message.node)
         chunk = self._chunks[message.block][message.chunk]
@@ -178,6 +189,20 @@ class Round:
             return None
         return self._complete(message.block, message.chunk, total)
 
+    def captured(self, worker: str, message: CapturedRows, content: Bytes) -> Differing | None:
+        """Take a piece of what a microbatch gives to be kept.
+
+        Raises:
+            OutOfPlace: No such piece, its node is not this worker's, or nothing is kept.
+        """
+        self._check_place(worker, message.node)
+        if self.kept is None:
+            raise OutOfPlace("CapturedRows in a run that captures nothing")
+        self.kept.put(message, content)
+        self._delivered.add(worker)
+        part = (0, message.microbatch, message.chunk)
+        return self.double_check.answer(worker, message.node, part, content, "logits")
+
     def node_loss(self, worker: str, message: NodeLoss) -> NonFinite | bool:
         """Take a node's loss sum.
 
@@ -185,9 +210,11 @@ class Round:
             Whether it was not there yet.
 
         Raises:
-            OutOfPlace: No such node, or not this worker's.
+            OutOfPlace: No such node, or not this worker's; or what is kept of it has not come.
         """
         share = self._check_place(worker, message.node)
+        if self.kept is not None and not self.kept.has(message.node):
+            raise OutOfPlace(f"the loss of node {message.node} came before all of its logits")
         share.came(message.node, self._first_bit[-1])
         if self._losses.covers(message.node):
             return False

@@ -43,6 +43,7 @@ from coordinator.run.facts import (
     WorkerUnready,
 )
 from coordinator.run.failures import Failures
+from coordinator.run.kept import Bytes
 from coordinator.run.membership import COMPUTING, Member, Membership, MemberState
 from coordinator.run.progress import Progress
 from coordinator.run.restart import Resumption
@@ -55,6 +56,7 @@ from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec
 from protocol.wire.messages import (
     BlockGradientPayload,
+    CapturedRows,
     Continue,
     Drain,
     EvalResult,
@@ -99,6 +101,7 @@ class Event(Enum):
     WORKER_DRAINS = auto()
     STATE_CHUNK = auto()
     PAYLOAD = auto()
+    CAPTURED = auto()
     NODE_LOSS = auto()
     STEP_APPLIED = auto()
     EVAL_RESULT = auto()
@@ -141,6 +144,7 @@ _EVENT_OF: Final[dict[type[Message], Event]] = {
     StateChunk: Event.STATE_CHUNK,
     BlockGradientPayload: Event.PAYLOAD,
     NonBlockGradientPayload: Event.PAYLOAD,
+    CapturedRows: Event.CAPTURED,
     NodeLoss: Event.NODE_LOSS,
     StepApplied: Event.STEP_APPLIED,
     EvalResult: Event.EVAL_RESULT,
@@ -262,6 +266,11 @@ class Run:
         return self.settled.progress.step if self.settled is not None else 0
 
     @property
+    def steps(self) -> int:
+        """How many there are to be, as far as that is known."""
+        return self.settled.progress.steps if self.settled is not None else self.spec.steps
+
+    @property
     def losses(self) -> list[float]:
         """Mean loss of each committed step; NaN for a skipped one."""
         return self.settled.progress.losses if self.settled is not None else []
@@ -277,13 +286,16 @@ class Run:
         """
         return self._on(Event.INVITE, worker, admitted_by)
 
-    def receive(self, worker: str, message: Message, body: Array | bytes | None) -> list[Action]:
+    def receive(
+        self, worker: str, message: Message, body: Array | Bytes | bytes | None
+    ) -> list[Action]:
         """A worker's message.
 
         Args:
             worker: Its name.
             message: What it sent.
-            body: float32 values of a gradient or of state, or the document of `Ready`.
+            body: float32 values of a gradient or of state, bytes that are kept, or the document of
+                `Ready`.
 
         Raises:
             RemoteProtocolError: The message does not fit the present; its connection is to end.
@@ -579,6 +591,15 @@ class Run:
             return self.halt(f"step {self.step}: {outcome}")
         averaged: list[Action] = [outcome] if outcome is not None else []
         return averaged + progress.release() + self._on(Event.ADVANCE)
+
+    def _captured(self, member: Member, message: CapturedRows, content: Bytes) -> list[Action]:
+        progress = self._agreed.progress
+        round_ = progress.present(message)
+        if round_ is None or member.state is MemberState.LOADING:
+            return []
+        progress.delivered(member.name)
+        differing = round_.captured(member.name, message, content)
+        return self.halt(f"step {self.step}: {differing}") if differing is not None else []
 
     def _node_loss(self, member: Member, message: NodeLoss, body: None) -> list[Action]:
         del body
@@ -900,6 +921,7 @@ class Run:
         (Event.WORKER_DRAINS, _release, _release_when_done, _release, _release, _ignore),
         (Event.STATE_CHUNK, _state_chunk, _state_chunk, _state_chunk, _state_chunk, _ignore),
         (Event.PAYLOAD, _refuse_early, _payload, _check_late, _check_late, _ignore),
+        (Event.CAPTURED, _refuse_early, _captured, _check_late, _check_late, _ignore),
         (Event.NODE_LOSS, _refuse_early, _node_loss, _check_late, _check_late, _ignore),
         (Event.STEP_APPLIED, _refuse_early, _applied, _applied, _applied, _ignore),
         (Event.EVAL_RESULT, _refuse_early, _ignore, _eval_result, _ignore, _ignore),

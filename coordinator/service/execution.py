@@ -28,6 +28,7 @@ from coordinator.run.actions import (
     Send,
 )
 from coordinator.run.facts import Fact, HeldOutMeasured, TrainingStarted
+from coordinator.run.kept import Bytes
 from coordinator.run.run import Run
 from coordinator.service.chronicle import record_of, records_of
 from coordinator.service.followers import Followers
@@ -156,7 +157,13 @@ class Execution:
             return
         body: Array | bytes | None = None
         if raw is not None:
-            body = raw.tobytes() if message.body == "document" else raw.view("<f4")
+            match message.body:
+                case "document":
+                    body = raw.tobytes()
+                case "bytes":
+                    body = raw
+                case _:
+                    body = raw.view("<f4")
         self._trace_payload(session.name, message)
         self._handle(lambda: self.run.receive(session.name, message, body))
         if isinstance(message, Ready) and self.run.manifest is not None:

@@ -54,6 +54,11 @@ TRAINABLE_ELEMENTS: Final = 2**36
 """256 GiB of float32: more is no manifest of a real model."""
 SAMPLES: Final = 2**40
 EVALUATION_PARTS: Final = 2**24
+TOP_LOGITS: Final = 65_536
+"""Of one token, in a capture."""
+CAPTURED_STEP_BYTES: Final = 256 * MIB
+"""What all microbatches of a step of a capture give: the coordinator holds it until it is on disk.
+"""
 NAME_CHARACTERS: Final = 200
 RUN_SPEC_BYTES: Final = 256 * KIB
 

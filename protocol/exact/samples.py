@@ -68,6 +68,12 @@ class SampleOrder:
         size = self._batch.microbatch
         return tuple(tuple(chosen[at : at + size]) for at in range(0, len(chosen), size))
 
+    def microbatch_sizes(self, step: int) -> list[int]:
+        """How many samples each microbatch of a step has."""
+        lo, hi = self._bounds(step)
+        size = self._batch.microbatch
+        return [min(size, hi - at) for at in range(lo, hi, size)]
+
     def _bounds(self, step: int) -> tuple[int, int]:
         assert step >= 0
         lo = step % self.steps_per_epoch * self._batch.samples

@@ -20,12 +20,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from protocol.base import limits
 from protocol.base.errors import MessageError
 from protocol.base.fields import PRINTABLE, Small
+from protocol.spec.capture_layout import CaptureLayout
 
 Name = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARACTERS, pattern=PRINTABLE)]
 BlockKind = Literal["block", "non_block"]
 
 RESERVED: Final = frozenset(
-    {"checkpoints", "epoch.json", "files.json", "journal.jsonl", "lock", "log", "manifest.json"}
+    {"capture", "checkpoints", "epoch.json", "files.json", "journal.jsonl", "lock", "log", "manifest.json"}
     | {"report.html", "result.json", "run.json", "set-aside", "terms.json"}
 )
 """What else lies in a run's directory."""
@@ -172,6 +173,10 @@ class Manifest(_Frozen):
     notes: dict[Name, int] = {}
     """Counts that a user should hear of: texts_truncated, duplicates_removed, tokens."""
     export: Export = Export()
+    capture: CaptureLayout | None = None
+    """What is kept of each sample, where the run is no training but the capture of a teacher."""
+    row_groups: tuple[tuple[int, ...], ...] = ()
+    """Where the samples lie in files in groups that are read at once: samples by group, by file."""
 
     @model_validator(mode="after")
     def _distinct(self) -> Manifest:
@@ -195,7 +200,9 @@ class Manifest(_Frozen):
 
     def to_bytes(self) -> bytes:
         """The canonical document: what is sent, and what the digest is taken of."""
-        return self.model_dump_json().encode()
+        # What most runs have not is left out: their manifests are those of releases before it.
+        seldom = {name for name in ("capture", "row_groups") if not getattr(self, name)}
+        return self.model_dump_json(exclude=seldom).encode()
 
     @staticmethod
     def from_bytes(document: bytes | bytearray | memoryview) -> Manifest:

@@ -42,12 +42,22 @@ TASK_SECTIONS: Final = {
     "digits": {"digits"},
     "classify": {"model", "lora", "data"},
     "causal-lm": {"model", "lora", "data", "tokenizer"},
+    "teacher-logits": {"model", "data", "tokenizer", "capture"},
     "scripted": {"scripted"},
 }
 """The tasks that come along, and which of the sections below each of them reads."""
 
 _KINDS: Final = {list: "list", str: "text", int: "number", float: "number", bool: "truth value"}
 _OWN_TASK: Final = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
+
+
+_KEYS_OF_DATA: Final = {
+    "causal-lm": {
+        "train", "text", "label", "pattern", "holdout", "holdout_samples", "max_tokens",
+    },
+    "teacher-logits": {"train", "text", "pattern", "max_tokens"},
+}  # fmt: skip
+"""What of the section data these tasks read; the others read all of it."""
 
 
 def _known_task(task: str) -> str:
@@ -190,6 +200,24 @@ class DataSpec(_Section):
     )
 
 
+class CaptureSpec(_Section):
+    """What task teacher-logits keeps of a teacher's distribution over the next token.
+
+    In float16, less the largest of their row: so they have most digits where probability is.
+    """
+
+    top_k: int = Field(64, ge=1, le=limits.TOP_LOGITS, description="the so many largest logits")
+    drawn: Annotated[int, Field(ge=1, le=limits.TOP_LOGITS)] | None = Field(
+        None, description="instead: the logits of so many tokens, drawn from the distribution"
+    )
+    temperature: float = Field(
+        1.0, ge=0.01, le=100.0, description="that a student may use beside 1; draws are made at it"
+    )
+
+
+_DATA_KEYS: Final = frozenset(DataSpec.model_fields)
+
+
 class RegressSpec(_Section):
     """Linear regression on generated data: y = x w + b, plus noise of this deviation."""
 
@@ -294,13 +322,16 @@ class RunSpec(_Section):
     tokenizer: TokenizerSpec | None = None
     lora: LoraSpec | None = None
     data: DataSpec | None = None
+    capture: CaptureSpec = CaptureSpec()
     regress: RegressSpec = RegressSpec()
     digits: DigitsSpec = DigitsSpec()
     scripted: ScriptedSpec = ScriptedSpec()
     options: Document = Field({}, description="whatever a task of your own wants to know")
     batch: BatchSpec = BatchSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
-    steps: Count = Field(description="optimizer updates")
+    steps: Count = Field(
+        description="optimizer updates; teacher-logits: at most so many batches, by default all"
+    )
     evaluate_every: Every = Field(0, description="steps; 0: at the end only")
     log: LogMode = Field(
         "full",
@@ -325,7 +356,7 @@ class RunSpec(_Section):
             fits = section in TASK_SECTIONS[self.task]
             if not fits and getattr(self, section) != type(self).model_fields[section].default:
                 raise ValueError(f"task {self.task} has no use for the section {section!r}")
-        if self.task in {"classify", "causal-lm"}:
+        if "data" in TASK_SECTIONS[self.task]:
             self._check_text_task()
         return self
 
@@ -340,7 +371,7 @@ class RunSpec(_Section):
             raise ValueError(
                 "lora needs model.source: a model started from its config is trained whole"
             )
-        if self.model.base_dtype != "float32" and self.lora is None:
+        if self.model.base_dtype != "float32" and self.lora is None and not self.captures:
             raise ValueError(
                 f"model.base_dtype {self.model.base_dtype} needs lora: a model that is trained "
                 "whole has no frozen base"
@@ -349,10 +380,15 @@ class RunSpec(_Section):
             raise ValueError(
                 f"expected two columns, got {self.data.text!r} for data.text and data.label"
             )
-        if self.task == "causal-lm":
-            for key in ("num_classes", "class_weights"):
-                if getattr(self.data, key) is not None:
-                    raise ValueError(f"data.{key} is for task classify; causal-lm has no classes")
+        for key in sorted(_DATA_KEYS - _KEYS_OF_DATA.get(self.task, _DATA_KEYS)):
+            if getattr(self.data, key) != DataSpec.model_fields[key].default:
+                classes = "; it has no classes" if "class" in key else ""
+                raise ValueError(f"task {self.task} has no use for data.{key}{classes}")
+
+    @property
+    def captures(self) -> bool:
+        """Whether it trains nothing, and keeps what a teacher says."""
+        return self.task == "teacher-logits"
 
     def to_bytes(self) -> bytes:
         """The canonical document that is sent to workers."""
@@ -419,6 +455,8 @@ def parse_run_spec(document: object, overrides: Sequence[str] = (), origin: str 
         apply_override(merged, override)
     if merged.get("task") == "classify":
         merged.setdefault("lora", {})
+    if merged.get("task") == "teacher-logits":
+        merged.setdefault("steps", limits.COUNTED_SAMPLES)
     try:
         # Strict JSON mode: lists stand for tuples, yet "8" is not taken for 8.
         return RunSpec.model_validate_json(json.dumps(merged), strict=True)

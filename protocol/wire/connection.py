@@ -26,6 +26,7 @@ from protocol.wire.messages import (
     BlobRequest,
     BlockGradientPayload,
     Cancel,
+    CapturedRows,
     Challenge,
     Commit,
     Continue,
@@ -78,7 +79,7 @@ FROM_WORKER: Final[dict[Phase, frozenset[type[Message]]]] = {
     Phase.ADMITTING: frozenset({Goodbye}),
     Phase.OPEN: frozenset({
         Ready, Unready, StateChunk, BlockGradientPayload, NonBlockGradientPayload, NodeLoss,
-        StepApplied, EvalResult, Heartbeat, Drain, Goodbye, BlobRequest,
+        CapturedRows, StepApplied, EvalResult, Heartbeat, Drain, Goodbye, BlobRequest,
     }),
     Phase.CLOSED: frozenset(),
 }  # fmt: skip

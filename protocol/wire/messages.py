@@ -238,6 +238,24 @@ class AveragedNonBlockGradient(_Averaged):
     tag = 14
 
 
+class CapturedRows(_InStep):
+    """Worker: what microbatch `microbatch` of node [lo, hi) gave beside its loss, a chunk of it.
+
+    Of a run that captures; all chunks of a node come before its `NodeLoss`.
+    """
+
+    tag = 30
+    body = "bytes"
+    lo: Number
+    hi: Number
+    microbatch: Number
+    chunk: Number
+
+    @property
+    def node(self) -> Node:
+        return Node(self.lo, self.hi)
+
+
 class NodeLoss(_InStep):
     """Worker: a node is done; its loss sum (which may be non-finite: that halts the run)."""
 
@@ -358,6 +376,7 @@ MESSAGES: dict[int, type[Message]] = {
         StepPlan, BlockGradientPayload, NonBlockGradientPayload, AveragedBlockGradient,
         AveragedNonBlockGradient, NodeLoss, Commit, StepApplied, Assign, Cancel, EvalPlan,
         EvalResult, Heartbeat, Halt, Continue, Drain, EndRun, Goodbye, BlobRequest, BlobChunk,
+        CapturedRows,
     )
 }  # fmt: skip
 
