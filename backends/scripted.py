@@ -17,6 +17,7 @@ from backends.base.interface import (
     Array,
     Batch,
     BlockGradient,
+    Captured,
     DeviceInfo,
     Loss,
     Program,
@@ -24,6 +25,7 @@ from backends.base.interface import (
     Trainable,
 )
 from backends.base.node_stream import HostSummedProgram, Microbatch
+from protocol.base.errors import SamestepError
 from protocol.exact.subnormals import subnormals_are_kept
 
 FORWARD_SHARE = 1.0 / 3.0
@@ -103,6 +105,15 @@ class ScriptedProgram(HostSummedProgram):
     def evaluate(self, batch: Batch) -> Sums:
         """Only counts: samples and parts."""
         return {"samples": batch.weight, "parts": 1}
+
+    def rows(self, batch: Batch) -> Captured:
+        """There is nothing to capture.
+
+        Raises:
+            SamestepError: Always.
+        """
+        del batch
+        raise SamestepError("the scripted backend computes no logits; use a cpu worker")
 
     def keeps_subnormals(self) -> bool:
         """The thread that takes the gradients adds them."""

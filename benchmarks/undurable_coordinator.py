@@ -14,6 +14,7 @@ from unittest.mock import patch
 import coordinator.service.execution
 import coordinator.service.service
 from coordinator.cli import main
+from coordinator.run.kept import Bytes
 from coordinator.run.restart import CommitRecord
 from coordinator.storage.journal_records import Record
 from coordinator.storage.log_records import Array, ChunkPlace
@@ -28,8 +29,8 @@ class _Forgetful(RunStorage):
     def append(self, place: ChunkPlace, values: Array) -> None:
         del place, values
 
-    async def commit(self, record: CommitRecord) -> None:
-        del record
+    async def commit(self, record: CommitRecord, kept: Sequence[Bytes] = ()) -> None:
+        del record, kept
         await asyncio.sleep(0)
 
     def record(self, records: Sequence[Record]) -> None:

@@ -30,7 +30,10 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
     "protocol.host": ("protocol", "protocol.base"),
     "coordinator.run": _LOGIC,
     "coordinator.disk": _LOGIC,
-    "coordinator.storage": (*_LOGIC, "coordinator.run", "coordinator.disk"),
+    "coordinator.capture": (*_LOGIC, "protocol.data", "coordinator.disk"),
+    "coordinator.storage": (
+        *_LOGIC, "coordinator.run", "coordinator.disk", "coordinator.capture",
+    ),
     "coordinator.members": _SHELL,
     "coordinator.files": (*_LOGIC, "protocol.data", "coordinator.disk"),
     "coordinator.service": (
@@ -39,7 +42,7 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
     ),
     "coordinator.audit": (*_LOGIC, "coordinator.run", "coordinator.disk", "coordinator.storage"),
     "coordinator.operator": (
-        *_SHELL, "coordinator.run", "coordinator.disk", "coordinator.storage",
+        *_SHELL, "protocol.data", "coordinator.run", "coordinator.disk", "coordinator.storage",
         "coordinator.members", "coordinator.files", "coordinator.service", "coordinator.audit",
     ),
     "coordinator.doctor": (

@@ -62,6 +62,7 @@ EXAMPLES: dict[type[Message], Message] = {
         messages.NonBlockGradientPayload(**PAYLOAD, block=0),
         messages.AveragedBlockGradient(**PLACE, block=1, chunk=0),
         messages.AveragedNonBlockGradient(**PLACE, block=0, chunk=0),
+        messages.CapturedRows(**PLACE, lo=0, hi=4, microbatch=2, chunk=0),
         messages.NodeLoss(**PLACE, lo=0, hi=4, loss_sum=2.5, weight=4.0, elapsed_ms=1.5),
         messages.Commit(**PLACE, scalars=SCALARS, loss=0.25, averages_digest=DIGEST),
         messages.StepApplied(epoch=1, step=3, state_digest=DIGEST),
@@ -162,6 +163,9 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
     messages.NonBlockGradientPayload: _payload,
     messages.AveragedBlockGradient: _averaged,
     messages.AveragedNonBlockGradient: _averaged,
+    messages.CapturedRows: {
+        **_in_step, "lo": _number, "hi": _number, "microbatch": _number, "chunk": _number,
+    },
     messages.NodeLoss: {
         **_in_step, "lo": _number, "hi": _number, "loss_sum": _any_float, "weight": _weight,
         "elapsed_ms": _weight,

@@ -18,6 +18,7 @@ from protocol.base.errors import SamestepError
 from protocol.host.command_line import check_options_follow, end_with_standard_input
 from protocol.host.system_journal import write_error
 from protocol.wire.discovery import check_name
+from worker.logits_cli import app as logits
 
 DEFAULT_PORT = 9000
 
@@ -27,6 +28,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Owns one device and computes its part of every step, the same step as everyone's.",
 )
+
+app.add_typer(logits, name="logits")
 
 
 def _version(value: bool) -> None:

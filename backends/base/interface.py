@@ -40,6 +40,19 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class Captured:
+    """What one microbatch of a capture gives.
+
+    Attributes:
+        rows: What is kept of each sample, (samples, bytes of one), uint8.
+        loss_sum: The loss summed over the batch's weight.
+    """
+
+    rows: NDArray[np.uint8]
+    loss_sum: float
+
+
+@dataclass(frozen=True, slots=True)
 class Trainable:
     """What a backend compiles.
 
@@ -50,6 +63,7 @@ class Trainable:
         loss: Takes the module and a batch's arrays as device tensors; gives the loss *summed*
             over samples or tokens, a scalar tensor.
         evaluate: Takes the same; gives evaluation sums by name (counts are whole numbers).
+        rows: Of a task that trains nothing: takes the same, gives what is kept.
         seed: The run's seed; `gradients` is given a seed of its own for each microbatch.
         threads: CPU threads.
         precision: What forward may compute in; parameters, gradients and sums are float32.
@@ -60,6 +74,7 @@ class Trainable:
     module: torch.nn.Module | None = None
     loss: Callable[[Any, Mapping[str, Any]], Any] | None = None
     evaluate: Callable[[Any, Mapping[str, Any]], Sums] | None = None
+    rows: Callable[[Any, Mapping[str, Any]], Captured] | None = None
     seed: int = 0
     threads: int = 1
     precision: Precision = "float32"
@@ -138,6 +153,13 @@ class Program(Protocol):
 
     def evaluate(self, batch: Batch) -> Sums:
         """Evaluation sums over one batch, in evaluation mode."""
+
+    def rows(self, batch: Batch) -> Captured:
+        """What a task that trains nothing keeps of one microbatch, in evaluation mode.
+
+        Raises:
+            SamestepError: The task captures nothing, or this device cannot.
+        """
 
     def keeps_subnormals(self) -> bool:
         """Whether the threads that compute just now keep subnormal numbers: part of the signature,

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from backends.base.interface import (
     Array,
     Batch,
     BlockGradient,
+    Captured,
     DeviceInfo,
     Loss,
     Program,
@@ -36,6 +37,8 @@ from backends.base.trainable_checks import (
 from backends.eager import numerics
 from backends.eager.block_order import BlockOrder, unused_parameters
 from protocol.base.errors import SamestepError
+
+T = TypeVar("T")
 
 
 class EagerBackend:
@@ -75,7 +78,10 @@ class EagerBackend:
         del others, evaluations  # a new shape takes no time
         program = EagerProgram(self.device, trainable)
         try:
-            program.check(example)
+            if trainable.rows is None:
+                program.check(example)
+            else:
+                program.rows(example)
         except BaseException:
             program.close()
             raise
@@ -93,6 +99,7 @@ class EagerProgram(HostSummedProgram):
         self._module: torch.nn.Module = trainable.module
         self._loss: Callable[[Any, Mapping[str, Any]], Any] = trainable.loss
         self._evaluate = trainable.evaluate
+        self._rows = trainable.rows
         self._seed = trainable.seed
         self._bfloat16 = trainable.precision == "bfloat16"
         self._parameters = trained_parameters(self._module, self._blocks)
@@ -136,7 +143,17 @@ class EagerProgram(HostSummedProgram):
         """
         if self._evaluate is None:
             raise SamestepError("this task has no evaluation")
-        return self._thread.submit(self._evaluate_batch, self._evaluate, batch).result()
+        return self._thread.submit(self._in_evaluation, self._evaluate, batch).result()
+
+    def rows(self, batch: Batch) -> Captured:
+        """What is kept of one microbatch.
+
+        Raises:
+            SamestepError: The task captures nothing.
+        """
+        if self._rows is None:
+            raise SamestepError("this task captures nothing")
+        return self._thread.submit(self._in_evaluation, self._rows, batch).result()
 
     def keeps_subnormals(self) -> bool:
         """In the device thread; in those that share its loops, as it was at the start."""
@@ -237,12 +254,12 @@ class EagerProgram(HostSummedProgram):
             copied.record(self._copies)
         put((number, host, copied))
 
-    def _evaluate_batch(self, evaluate: Callable[[Any, Any], Sums], batch: Batch) -> Sums:
+    def _in_evaluation(self, measure: Callable[[Any, Any], T], batch: Batch) -> T:
         self._abandoned = threading.Event()
         self._module.eval()
         numerics.seed_everything(self._seed)
         with torch.no_grad(), self._computing():
-            return evaluate(self._module, self._on_device(batch))
+            return measure(self._module, self._on_device(batch))
 
     def _loss_of(self, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss's sum in float32; backward computes in the types that forward used."""

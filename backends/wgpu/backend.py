@@ -82,6 +82,10 @@ class VulkanBackend:
             )
         template = Templates(not self.adapter.software, self.tuner.shader)
         program = VulkanProgram(self.device, trainable, template, adds=self.exact_additions)
+        if trainable.rows is not None:
+            for batch in (example, *others):
+                program.rows(batch)
+            return program
         parity = Parity(program, trainable, [example, *others])
         program.check(example)
         for other in others:

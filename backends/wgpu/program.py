@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from backends.base.interface import (
     Array,
     Batch,
     BlockGradient,
+    Captured,
     Leaf,
     Loss,
     Sums,
@@ -50,6 +51,8 @@ from protocol.base.errors import DeviceError, SamestepError
 from protocol.exact.subnormals import subnormals_are_kept
 from protocol.host.allocator import give_back_freed_memory
 from protocol.spec.manifest import Block
+
+T = TypeVar("T")
 
 
 class VulkanProgram:
@@ -237,10 +240,23 @@ class VulkanProgram:
         """
         if self._trainable.evaluate is None:
             raise SamestepError("this task has no evaluation")
+        return self._measured(self._trainable.evaluate, batch)
+
+    def rows(self, batch: Batch) -> Captured:
+        """What is kept of a microbatch: as for `evaluate`, the forward alone is the device's.
+
+        Raises:
+            SamestepError: The task captures nothing, or needs more of the model than a call.
+        """
+        if self._trainable.rows is None:
+            raise SamestepError("this task captures nothing")
+        return self._measured(self._trainable.rows, batch)
+
+    def _measured(self, measure: Callable[[Any, Mapping[str, Any]], T], batch: Batch) -> T:
         stand_in = StandIn(self._weights.module, self.forward)
         arrays = {name: torch.tensor(array) for name, array in batch.arrays.items()}
         with torch.no_grad():
-            return self._trainable.evaluate(stand_in, arrays)
+            return measure(stand_in, arrays)
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What the module gives in evaluation mode, with tensors on the host."""

@@ -322,7 +322,8 @@ def _check_result(evidence: _Evidence, manifest: Manifest, proof: StateProof) ->
         if not same:
             text += f", but result.json says {digest}"
         evidence.note("result", ok=same, text=text)
-    _check_export(evidence, manifest, digest)
+    if manifest.capture is None:
+        _check_export(evidence, manifest, digest)
     _check_exported_files(evidence, result.get("exported"))
 
 

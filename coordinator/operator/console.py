@@ -15,6 +15,7 @@ from rich.text import Text
 from coordinator.operator.pace import pace_of
 from coordinator.operator.status import status_document, waiting_for
 from coordinator.run.facts import (
+    CapturePlanned,
     Fact,
     HeldOutMeasured,
     NodesReassigned,
@@ -46,6 +47,7 @@ from coordinator.service.listener import (
     document,
 )
 from coordinator.service.service import Service
+from protocol.data.capture_index import INDEX
 from protocol.host.system_journal import Priority, SystemJournal
 
 _LINE_INTERVAL_S: Final = 2.0
@@ -59,6 +61,8 @@ _TOLD: Final[dict[type[Fact], str]] = {
     WorkerDisconnected: "worker {worker} left: {reason}; {workers} connected",
     WorkerUnready: "worker {worker} cannot take part: {reason}",
     WorkerJoined: "worker {worker} joined after step {step}",
+    CapturePlanned: "capturing {samples} samples in {steps} steps: at most {size}, {token_bytes} "
+    "bytes for a token",
     TrainingStarted: "training starts",
     RunResumed: "run {run_id} goes on after step {step} of {steps}",
     NodesReassigned: "step {step}: a lost worker's microbatches {nodes} go to others",
@@ -257,7 +261,7 @@ def print_outcome(execution: Execution, console: Console, again: str) -> None:
             for name, value in _headline(run, run.metrics).items()
         ),
         *(f"{name.replace('_', ' ')}: {count}" for name, count in _notes(run).items()),
-        f"weights digest: {execution.result.get('weights_digest', '-')}",
+        _digest_line(execution),
     ]
     if outcome.outcome == "drained":
         lines.append(f"{outcome.reason}; go on with it: {again}")
@@ -267,6 +271,15 @@ def print_outcome(execution: Execution, console: Console, again: str) -> None:
             lines.append(f'try it: worker classify {execution.model_directory} "some text"')
     for line in lines:
         console.print(Text(line), soft_wrap=True)
+
+
+def _digest_line(execution: Execution) -> str:
+    """Of what was trained, or of the list of what was captured."""
+    manifest, exported = execution.run.manifest, execution.result.get("exported")
+    if manifest is None or manifest.capture is None:
+        return f"weights digest: {execution.result.get('weights_digest', '-')}"
+    files = exported if isinstance(exported, dict) else {}
+    return f"capture digest: {files.get(f'{manifest.export.directory}/{INDEX}', '-')}"
 
 
 def _headline(run: Run, figures: Mapping[str, float]) -> dict[str, float]:

@@ -142,6 +142,17 @@ class ManifestAgreed(Fact):
 
 
 @dataclass(frozen=True, slots=True)
+class CapturePlanned(Fact):
+    """How large the result of a capture is going to be, in words, before it begins."""
+
+    event = "capture_planned"
+    samples: int
+    steps: int
+    size: str
+    token_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingStarted(Fact):
     """Enough workers are ready, and state 0 is there."""
 

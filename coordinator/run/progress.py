@@ -145,7 +145,12 @@ class Progress:
         """Start an attempt: give every active worker its nodes."""
         microbatches = self._order.microbatch_count(self.step)
         round_ = Round(
-            self._manifest.blocks, microbatches, self._epoch, self.step, self.attempt, self._keeps()
+            self._manifest.blocks,
+            microbatches,
+            self._epoch,
+            self.step,
+            self.attempt,
+            kept=self._keeps(),
         )
         self.round = round_
         speeds = self._members.speeds()

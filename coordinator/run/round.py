@@ -119,6 +119,7 @@ class Round:
         epoch: int,
         step: int,
         attempt: int,
+        *,
         kept: Kept | None = None,
     ) -> None:
         self.microbatches = microbatches

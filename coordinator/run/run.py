@@ -32,6 +32,7 @@ from coordinator.run.admission import Admission, is_stale, refuse
 from coordinator.run.double_check import Differing
 from coordinator.run.evaluation import Evaluation
 from coordinator.run.facts import (
+    CapturePlanned,
     HeldOutMeasured,
     ManifestAgreed,
     RunContinued,
@@ -49,6 +50,7 @@ from coordinator.run.progress import Progress
 from coordinator.run.restart import Resumption
 from coordinator.run.round import NonFinite
 from coordinator.run.saves import Saves
+from protocol.base.byte_size import byte_size
 from protocol.base.errors import ExitCode, OutOfPlace
 from protocol.base.fields import cut_text
 from protocol.exact.update import Array
@@ -442,11 +444,20 @@ class Run:
         actions: list[Action] = []
         if self.settled is None:
             self._settle(manifest)
-            actions += [Adopt(manifest), Report(ManifestAgreed(manifest))]
+            actions += [Adopt(manifest), Report(ManifestAgreed(manifest)), *self._planned()]
         actions += self._check_ready(member, manifest, message)
         if member.name not in self.members:
             return actions
         return actions + self._agreed.admission.request_state() + self._start_if_enough()
+
+    def _planned(self) -> list[Action]:
+        """What a capture is going to be."""
+        layout, progress = self._agreed.manifest.capture, self._agreed.progress
+        if layout is None:
+            return []
+        samples = min(self._agreed.manifest.train_samples, progress.steps * self.spec.batch.samples)
+        size = byte_size(samples * layout.sample_bytes)
+        return [Report(CapturePlanned(samples, progress.steps, size, layout.logits_bytes))]
 
     def _later_ready(self, member: Member, message: Ready, document: bytes) -> list[Action]:
         """While the run goes on: the worker computes once it has the state."""

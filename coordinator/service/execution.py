@@ -155,7 +155,7 @@ class Execution:
         if isinstance(message, BlobRequest):
             self._blobs.request(session.channel, message)
             return
-        body: Array | bytes | None = None
+        body: Array | Bytes | bytes | None = None
         if raw is not None:
             match message.body:
                 case "document":
@@ -267,7 +267,7 @@ class Execution:
     async def _persist(self, action: Persist) -> None:
         start, step = now_us(), action.record.commit.step
         try:
-            await self._storage.commit(action.record)
+            await self._storage.commit(action.record, action.kept)
         except StorageFailed as error:
             self._do(self.run.storage_failed(str(error), lost_commit=True))
             return

@@ -37,7 +37,10 @@ async def write_result(
     assert run.manifest is not None
     path = storage.directory.path
     await storage.check()
-    exported = await asyncio.to_thread(write_model, path, run.manifest, replica)
+    if storage.captures:
+        exported = await storage.end_capture(whole=end.outcome == "finished")
+    else:
+        exported = await asyncio.to_thread(write_model, path, run.manifest, replica)
     model = path / run.manifest.export.directory
     digest = replica.weights_digest()
     document: dict[str, object] = {

@@ -10,7 +10,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from coordinator.capture.captured_files import result_bytes
 from coordinator.disk.durable_file import storing
+from protocol.base import limits
 from protocol.base.byte_size import byte_size
 from protocol.base.errors import StorageFailed
 from protocol.exact.update import moment_count
@@ -27,7 +29,7 @@ class Needed:
         steps: How many of them are there at once.
         state_bytes: One checkpoint.
         states: How many of them are there at once.
-        result_bytes: What was trained.
+        result_bytes: What was trained, or captured.
     """
 
     step_bytes: int
@@ -58,8 +60,14 @@ class Needed:
             steps=spec.steps if saving.keep_log else every,
             state_bytes=parameter_bytes * (1 + moment_count(spec.optimizer)),
             states=min(states, 2 + (spec.steps - 1) // every),
-            result_bytes=parameter_bytes,
+            result_bytes=_captured(spec, manifest) if manifest.capture else parameter_bytes,
         )
+
+
+def _captured(spec: RunSpec, manifest: Manifest) -> int:
+    """The files of logits, and the rows of the one that is being written."""
+    captured = result_bytes(spec, manifest)
+    return captured + min(captured, limits.LOGITS_FILE_BYTES)
 
 
 def check_room(directory: Path, spec: RunSpec, manifest: Manifest) -> None:
@@ -72,6 +80,14 @@ def check_room(directory: Path, spec: RunSpec, manifest: Manifest) -> None:
         free_bytes = shutil.disk_usage(directory).free
     needed = Needed.of(spec, manifest)
     if needed.total_bytes > free_bytes:
+        if manifest.capture is not None:
+            text = (
+                f"No space left for this capture: {byte_size(needed.total_bytes)} are needed for "
+                f"{manifest.train_samples} samples, {byte_size(free_bytes)} are free; make room "
+                f"for {byte_size(needed.total_bytes - free_bytes)} more, or lower capture.top_k, "
+                "or set steps to capture a part"
+            )
+            raise StorageFailed("begin the run in", str(directory), text)
         text = (
             f"No space left for this run: {needed.steps} steps in the log at "
             f"{byte_size(needed.step_bytes)} each, {needed.states} checkpoints at "

@@ -16,6 +16,8 @@ from typing import Final, TypeVar
 
 from blake3 import blake3
 
+from coordinator.capture.captured_files import CapturedFiles
+from coordinator.run.kept import Bytes
 from coordinator.run.restart import CommitRecord, Terms
 from coordinator.storage.checkpoint import Checkpoint, write_checkpoint, write_metrics
 from coordinator.storage.disk_room import check_room
@@ -33,7 +35,7 @@ from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec
 
 T = TypeVar("T")
-_THREADS: Final = ("log", "journal", "checkpoint")
+_THREADS: Final = ("log", "journal", "checkpoint", "capture")
 
 
 class RunStorage:
@@ -74,6 +76,7 @@ class RunStorage:
         self._redo: Sequence[CommitRecord] = ()
         self._index: LogIndex | None = None
         self._log: GradientLog | None = None
+        self._captured: CapturedFiles | None = None
         self._lost: dict[tuple[int, int], SamestepError] = {}
         self._terms: Terms | None = None
         self._journal: Journal | None = None
@@ -103,6 +106,10 @@ class RunStorage:
         """
         self._manifest, self._next_step, self._redo = manifest, next_step, redo
         self._index = index
+        if manifest.capture is not None:
+            self._captured = CapturedFiles(
+                self.directory.path, manifest, self._spec, next_step, self._guard
+            )
         self._spawn("log", self._opened)
 
     def append(self, place: ChunkPlace, values: Array) -> None:
@@ -117,14 +124,17 @@ class RunStorage:
 
         self._spawn("log", work)
 
-    async def commit(self, record: CommitRecord) -> None:
-        """Return when the step is durable.
+    async def commit(self, record: CommitRecord, kept: Sequence[Bytes] = ()) -> None:
+        """Return when the step is durable, and before it what is kept of its microbatches.
 
         Raises:
             StorageFailed: It is not.
             RunFailed: The directory has another coordinator now.
         """
-        terms = self._terms
+        terms, captured = self._terms, self._captured
+        if captured is not None:
+            step = record.commit.step
+            await self._do("capture", lambda: captured.keep(step, kept))
         if terms is not None:
             await self._do("journal", lambda: self._announce(terms))
 
@@ -180,6 +190,17 @@ class RunStorage:
                 guard=self._guard,
             )  # fmt: skip
         return self._log
+
+    @property
+    def captures(self) -> bool:
+        """Whether the run leaves captured logits, and no model."""
+        return self._captured is not None
+
+    async def end_capture(self, *, whole: bool) -> dict[str, str]:
+        """Write the files of logits; see `CapturedFiles.finish`."""
+        captured = self._captured
+        assert captured is not None
+        return await self._do("capture", lambda: captured.finish(whole=whole))
 
     # Checkpoints.
 
@@ -341,7 +362,7 @@ class RunStorage:
         def work() -> None:
             for thread in self._threads.values():
                 thread.shutdown()
-            for file in (self._log, self._journal):
+            for file in (self._log, self._journal, self._captured):
                 if file is not None:
                     file.close()
 

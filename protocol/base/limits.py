@@ -56,6 +56,10 @@ SAMPLES: Final = 2**40
 EVALUATION_PARTS: Final = 2**24
 TOP_LOGITS: Final = 65_536
 """Of one token, in a capture."""
+LOGITS_FILE_BYTES: Final = 192 * MIB
+"""Of rows in a file of captured logits: with its frame it stays below 256 MiB."""
+ROW_GROUP_BYTES: Final = 8 * MIB
+"""Of captured rows that are read at once."""
 CAPTURED_STEP_BYTES: Final = 256 * MIB
 """What all microbatches of a step of a capture give: the coordinator holds it until it is on disk.
 """

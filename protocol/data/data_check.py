@@ -6,6 +6,7 @@ Only the tasks that read text are looked at; a worker checks the same once more,
 from __future__ import annotations
 
 from protocol.base.errors import DataError
+from protocol.data import logits_file
 from protocol.data.labelled_text import read_labelled_text
 from protocol.data.text_corpus import documents
 from protocol.spec.run_spec import RunSpec
@@ -22,7 +23,11 @@ def check_data(spec: RunSpec) -> None:
     if spec.task == "classify":
         samples = len(read_labelled_text(spec.data).texts)
         check_samples(samples - held_out(samples, spec.data.holdout), spec)
-    elif spec.task == "causal-lm" and not [1 for text in documents(spec.data) if text.strip()]:
+    if spec.captures:
+        logits_file.pyarrow_modules()  # the coordinator writes them
+    if spec.task in {"causal-lm", "teacher-logits"} and not [
+        1 for text in documents(spec.data) if text.strip()
+    ]:
         raise DataError(f"expected text in {spec.data.train!r}, found none")
 
 

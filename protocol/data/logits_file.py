@@ -3,7 +3,7 @@
     sample_id    int64
     input_ids    list of int32: the sample's tokens; row t below is about token t + 1
     loss_mask    list of uint8: 1 where a row counts
-    topk_ids     list of k numbers each in one binary: uint16 where the vocabulary allows, else uint32
+    topk_ids     list of k numbers each in one binary: uint16 if the vocabulary allows, else uint32
     topk_logits  list of k float16 each in one binary, less the largest logit of the row
     lse_1, lse_T lists of float32: log-sum-exp of all logits, less the largest of the row, at
                  temperature 1 and at the capture's
@@ -53,7 +53,7 @@ class CaptureFacts(BaseModel):
 
 
 def pyarrow_modules() -> tuple[Any, Any]:
-    """pyarrow and its Parquet part, imported when first needed.
+    """Pyarrow and its Parquet part, imported when first needed.
 
     Raises:
         DataError: It is not installed.
@@ -81,7 +81,7 @@ def write_logits(path: Path, facts: CaptureFacts, groups: Iterable[Records]) -> 
         path, schema, compression="zstd", use_dictionary=False, write_statistics=False
     ) as writer:
         for records in groups:
-            writer.write_table(_table(pa, schema, facts.layout, records), len(records))
+            writer.write_table(_table(pa, schema, records), len(records))
 
 
 class LogitsFile:
@@ -167,7 +167,7 @@ def _list(pa: Any, kind: Any) -> Any:
     return pa.list_(pa.field("element", kind, nullable=False))
 
 
-def _table(pa: Any, schema: Any, layout: CaptureLayout, records: Records) -> Any:
+def _table(pa: Any, schema: Any, records: Records) -> Any:
     rows = records["rows"].astype(np.int64)
     columns = [pa.array(records["sample_id"])]
     for name in _COLUMNS[1:]:
@@ -212,8 +212,10 @@ def _records(table: Any, layout: CaptureLayout) -> Records:
             raw = np.frombuffer(content, np.uint8)[start : start + len(flat) * width]
             values = raw.view(dtype).reshape(len(flat), layout.top_k)
         place[np.arange(place.shape[1]) < counts[:, None]] = values
-    if (table.column("input_ids").combine_chunks().value_lengths().to_numpy()
-            != records["rows"].astype(np.int64) + 1).any():
+    if (
+        table.column("input_ids").combine_chunks().value_lengths().to_numpy()
+        != records["rows"].astype(np.int64) + 1
+    ).any():
         raise ValueError("the lists of input_ids have lengths that do not fit")
     return records
 

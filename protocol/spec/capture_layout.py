@@ -45,8 +45,7 @@ class CaptureLayout(BaseModel):
 
     @property
     def logits_bytes(self) -> int:
-        """Of one row's numbers, logits and log-sum-exps: 264 for 64 of a vocabulary below 65,537.
-        """
+        """Of one row's numbers, logits and log-sum-exps: 264 for 64 of up to 65,536 tokens."""
         return self.top_k * (self.id_bytes + FLOAT16_BYTES) + _LSE_BYTES
 
     @property

@@ -26,7 +26,16 @@ Name = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARACTERS, pat
 BlockKind = Literal["block", "non_block"]
 
 RESERVED: Final = frozenset(
-    {"capture", "checkpoints", "epoch.json", "files.json", "journal.jsonl", "lock", "log", "manifest.json"}
+    {
+        "capture",
+        "checkpoints",
+        "epoch.json",
+        "files.json",
+        "journal.jsonl",
+        "lock",
+        "log",
+        "manifest.json",
+    }
     | {"report.html", "result.json", "run.json", "set-aside", "terms.json"}
 )
 """What else lies in a run's directory."""

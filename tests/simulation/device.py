@@ -16,6 +16,7 @@ from backends.base.interface import (
     Array,
     Batch,
     BlockGradient,
+    Captured,
     DeviceInfo,
     Leaf,
     Loss,
@@ -115,6 +116,9 @@ class SimulatedDevice:
 
     def keeps_subnormals(self) -> bool:
         return True
+
+    def rows(self, batch: Batch) -> Captured:
+        raise AssertionError(batch)
 
     def load(self, parameters: list[Array]) -> None:
         replica, flaws = self._around.replica(), self._flaws

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
 
 from backends.base.interface import Array
 from protocol.exact.replica import PartKind
@@ -21,7 +24,7 @@ class Transmit:
     """Send a message."""
 
     message: Message
-    body: Array | bytes | None = None
+    body: NDArray[Any] | bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

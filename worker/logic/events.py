@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from backends.base.interface import Array, Loss, Sums
 from protocol.base.errors import SamestepError
 from protocol.exact.replica import StatePart
@@ -57,6 +60,16 @@ class BlockSum:
 
 
 @dataclass(frozen=True, slots=True)
+class MicrobatchRows:
+    """What is kept of a microbatch of a node: uint8, (samples, bytes of one)."""
+
+    place: StepAttempt
+    node: Node
+    microbatch: int
+    rows: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
 class NodeDone:
     """A node is computed."""
 
@@ -100,5 +113,13 @@ class DeviceFailed:
 
 
 Event = (
-    Built | BuildFailed | BlockSum | NodeDone | Applied | PartEvaluated | StateCopied | DeviceFailed
+    Built
+    | BuildFailed
+    | BlockSum
+    | MicrobatchRows
+    | NodeDone
+    | Applied
+    | PartEvaluated
+    | StateCopied
+    | DeviceFailed
 )

@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from backends.base.interface import Array
+from protocol.base import limits
 from protocol.base.errors import BackendUnavailable, DeviceError, ExitCode, OutOfPlace
 from protocol.base.fields import cut_text
 from protocol.exact.tree import Node, is_node
@@ -29,6 +30,7 @@ from protocol.wire.messages import (
     BlobChunk,
     BlockGradientPayload,
     Cancel,
+    CapturedRows,
     Commit,
     Continue,
     Drain,
@@ -138,10 +140,11 @@ class _Task:
 
 @dataclass(slots=True)
 class _Run:
-    """The run that a session is in; `task` once it is built."""
+    """The run that a session is in, `samples` in a step; `task` once it is built."""
 
     run_id: str
     steps: int
+    samples: int
     task: _Task | None = None
 
 
@@ -276,7 +279,7 @@ class WorkerSession:
             )
         self.epoch = self._epochs[message.run_id] = message.epoch
         spec = parse_run_spec_bytes(body.tobytes())
-        self._run = _Run(message.run_id, spec.steps)
+        self._run = _Run(message.run_id, spec.steps, spec.batch.samples)
         return [CancelWork(), *self.files.begin(message, spec)]
 
     def _blob_chunk(self, message: BlobChunk, body: Body) -> list[Action]:
@@ -287,6 +290,8 @@ class WorkerSession:
         if event.run_id != self.run_id:
             return []
         manifest = event.manifest
+        if manifest.capture is not None:
+            self._run.steps = min(self._run.steps, -(-manifest.train_samples // self._run.samples))
         self._run.task = _Task(manifest.blocks, manifest.evaluation_parts, event.step)
         ready = Ready(
             run_id=self.run_id,
@@ -426,6 +431,22 @@ class WorkerSession:
             for chunk in range(block.chunks)
         ]  # fmt: skip
 
+    def _captured(self, event: events.MicrobatchRows) -> list[Action]:
+        if not self._task.has(event.place, event.node):
+            return []
+        content = event.rows.reshape(-1)
+        chunks = range(max(1, -(-len(content) // limits.BODY_BYTES)))
+        return [
+            Transmit(
+                CapturedRows(
+                    epoch=self.epoch, step=event.place.step, attempt=event.place.attempt,
+                    lo=event.node.lo, hi=event.node.hi, microbatch=event.microbatch, chunk=chunk,
+                ),
+                content[chunk * limits.BODY_BYTES :][: limits.BODY_BYTES],
+            )
+            for chunk in chunks
+        ]  # fmt: skip
+
     def _node_done(self, event: events.NodeDone) -> list[Action]:
         if not self._task.has(event.place, event.node):
             return []
@@ -512,6 +533,7 @@ class WorkerSession:
         (events.Built,             _ignore,        _task_built,    _ignore),
         (events.BuildFailed,       _ignore,        _build_failed,  _build_failed),
         (events.BlockSum,          _ignore,        _ignore,        _block_sum),
+        (events.MicrobatchRows,    _ignore,        _ignore,        _captured),
         (events.NodeDone,          _ignore,        _ignore,        _node_done),
         (events.Applied,           _ignore,        _ignore,        _applied),
         (events.PartEvaluated,         _ignore,        _ignore,        _evaluated),

@@ -6,12 +6,14 @@ which is called in this thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from backends.base.interface import Array, Backend, BlockGradient, Loss, Program
+import numpy as np
+
+from backends.base.interface import Array, Backend, Batch, BlockGradient, Loss, Program
 from protocol.base.errors import (
     NO_MEMORY,
     DataError,
@@ -38,13 +40,14 @@ from worker.logic.events import (
     Built,
     DeviceFailed,
     Event,
+    MicrobatchRows,
     NodeDone,
     PartEvaluated,
     StateCopied,
     StepAttempt,
 )
 from worker.shell.batch_shapes import evaluation_of_each_shape, microbatch_of_each_shape
-from worker.shell.signature import library_versions, probe_digest, signature_digest
+from worker.shell.signature import library_versions, probe_digest, rows_probe, signature_digest
 from worker.tasks.base import Task
 
 _APPLIES: Final = "the worker's thread that applies updates"
@@ -247,7 +250,8 @@ class Engine:
             raise _Unfit(error) from error
         replica, initial = Replica(task.manifest.blocks, spec.optimizer), task.initial_parameters()
         program.load(initial)
-        probe = probe_digest(program, [example, *others])
+        captures = task.manifest.capture is not None
+        probe = (rows_probe if captures else probe_digest)(program, [example, *others])
         kept = program.keeps_subnormals()
         replica.load_parameters(initial)
         start = replica.state_digest()
@@ -269,6 +273,9 @@ class Engine:
         batches = [job.task.batch(samples[leaf]) for leaf in range(node.lo, node.hi)]
         seeds = (microbatch_seed(job.spec.seed, place.step, leaf) for leaf in range(*node))
         weight = tree_sum([batch.weight for batch in batches])  # known before the backward
+        if job.task.manifest.capture is not None:
+            yield from self._capture(generation, place, node, batches, start_s)
+            return
         leaf, since_us = node.lo, now_us()
         loss: Loss | None = None
         stream = job.program.gradients(list(zip(batches, seeds, strict=True)))
@@ -292,6 +299,30 @@ class Engine:
         assert loss is not None
         if self._tracer is not None:
             self._tracer.span(f"node {node}", "nodes", start_us, step=place.step)
+        self._emit(NodeDone(place, node, loss, (self._machine.now_s() - start_s) * 1e3))
+
+    def _capture(
+        self,
+        generation: int,
+        place: StepAttempt,
+        node: Node,
+        batches: Sequence[Batch],
+        start_s: float,
+    ) -> Iterator[None]:
+        """A node of a run that trains nothing: what is kept of each microbatch, and its loss."""
+        job, losses = self._built(), []
+        for leaf, batch in zip(range(*node), batches, strict=True):
+            captured = job.program.rows(batch)
+            yield  # the device has computed
+            if self._is_cancelled(generation, place, node):
+                return
+            losses.append(captured.loss_sum)
+            self._emit(MicrobatchRows(place, node, leaf, captured.rows))
+        weight = tree_sum([batch.weight for batch in batches])
+        zeros = [np.zeros(block.elements, np.float32) for block in job.task.manifest.blocks]
+        for number, values in enumerate(zeros):
+            self._emit(BlockSum(place, node, number, values, weight))
+        loss = Loss(tree_sum(losses), weight)
         self._emit(NodeDone(place, node, loss, (self._machine.now_s() - start_s) * 1e3))
 
     def _is_cancelled(self, generation: int, place: StepAttempt, node: Node) -> bool:

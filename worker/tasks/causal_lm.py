@@ -82,8 +82,8 @@ class CausalLM:
         corpus = read_text_corpus(spec.data)
         parts = holdout.split(corpus.documents, spec.seed, spec.data.holdout)
         train, held_out = ([corpus.documents[n] for n in part] for part in parts)
-        tokenizer = _tokenizer(spec, train)
-        loaded = _model(spec, tokenizer)
+        tokenizer = load_or_train_tokenizer(spec, train)
+        loaded = load_model(spec, tokenizer)
         streams = [encode_stream(tokenizer, texts) for texts in (train, held_out) if texts]
         check_tokens(max(int(stream.max()) for stream in streams), loaded.vocabulary)
         length = spec.data.max_tokens
@@ -110,7 +110,7 @@ class CausalLM:
             digests={
                 "base_weights": loaded.weights_digest,
                 "tokenizer": digest_tokens(streams, len(tokenizer)),
-                "data": _documents_digest(corpus.documents),
+                "data": documents_digest(corpus.documents),
             },
             notes={
                 "documents": len(train) + len(held_out),
@@ -123,7 +123,7 @@ class CausalLM:
         self.trainable = Trainable(
             blocks=blocks,
             module=module,
-            loss=partial(_loss, options=loaded.forward_options),
+            loss=partial(token_loss, options=loaded.forward_options),
             evaluate=partial(_evaluate, options=loaded.forward_options),
             seed=spec.seed,
             threads=spec.threads,
@@ -156,7 +156,7 @@ _METRICS: Final = (
 )
 
 
-def _tokenizer(spec: RunSpec, texts: Sequence[str]) -> Any:
+def load_or_train_tokenizer(spec: RunSpec, texts: Sequence[str]) -> Any:
     """The one that is named, the model's own, or one trained on the training documents."""
     assert spec.model is not None
     asked = spec.tokenizer or TokenizerSpec()
@@ -164,7 +164,12 @@ def _tokenizer(spec: RunSpec, texts: Sequence[str]) -> Any:
     return load_tokenizer(source) if source else train_tokenizer(texts, asked.vocab_size)
 
 
-def _model(spec: RunSpec, tokenizer: Any) -> pretrained.Pretrained:
+def load_model(spec: RunSpec, tokenizer: Any) -> pretrained.Pretrained:
+    """The model that is named, or a new one for this tokenizer.
+
+    Raises:
+        DataError: It cannot be had, or has not the positions for a sample.
+    """
     assert spec.model is not None
     assert spec.data is not None
     if spec.model.config is None:
@@ -176,13 +181,16 @@ def _model(spec: RunSpec, tokenizer: Any) -> pretrained.Pretrained:
     return loaded
 
 
-def _documents_digest(documents: Sequence[str]) -> str:
+def documents_digest(documents: Sequence[str]) -> str:
+    """Of texts and where each ends."""
     lengths = np.array([len(text) for text in documents], np.int64)
     text = np.frombuffer("".join(documents).encode(), np.uint8)
     return digest_arrays({"lengths": lengths, "text": text})
 
 
-def _loss(module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> torch.Tensor:
+def token_loss(
+    module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
+) -> torch.Tensor:
     """Cross-entropy in float32, summed over the tokens predicted."""
     logits = module(input_ids=arrays["input_ids"], **options).logits
     return nn.functional.cross_entropy(
@@ -195,4 +203,4 @@ def _loss(module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, An
 
 def _evaluate(module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Sums:
     tokens = int((arrays["labels"] != NOTHING).sum())
-    return {"loss_sum": float(_loss(module, arrays, options)), "tokens": tokens}
+    return {"loss_sum": float(token_loss(module, arrays, options)), "tokens": tokens}

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+from typing import Final
 
 from protocol.base.errors import DataError
 from protocol.data.data_check import check_samples
 from protocol.spec.run_spec import TASK_SECTIONS, RunSpec
 from worker.tasks.base import Task
+
+_EXTRAS: Final = {
+    "classify": "hf", "causal-lm": "hf", "teacher-logits": "hf", "digits": "digits",
+}  # fmt: skip
 
 
 def build(spec: RunSpec) -> Task:
@@ -34,7 +39,7 @@ def _build_known(spec: RunSpec) -> Task:
     try:
         return _build(spec)
     except ModuleNotFoundError as error:
-        extra = {"classify": "hf", "causal-lm": "hf", "digits": "digits"}.get(spec.task, "worker")
+        extra = _EXTRAS.get(spec.task, "worker")
         raise DataError(
             f"the task {spec.task!r} needs {error.name!r}; pip install 'samestep[{extra}]'"
         ) from None
@@ -57,6 +62,10 @@ def _build(spec: RunSpec) -> Task:
         from worker.tasks.causal_lm import CausalLM  # noqa: PLC0415
 
         return CausalLM(spec)
+    if spec.task == "teacher-logits":
+        from worker.tasks.teacher_logits import TeacherLogits  # noqa: PLC0415
+
+        return TeacherLogits(spec)
     from worker.tasks.classify import Classify  # noqa: PLC0415
 
     return Classify(spec)

@@ -71,7 +71,7 @@ def test_unlike_answers_name_both_workers_block_and_node(awaited):
     round_ = given_twice(awaited=awaited)
     give(round_, "ann", 0)
     outcome = give(round_, "bob", 0, (1, 2, 3.0000002))
-    assert outcome == Differing(("bob", "ann"), "layer", Node(0, 1))
+    assert outcome == Differing(("bob", "ann"), "gradients in block 'layer'", Node(0, 1))
     assert "workers 'ann' and 'bob' have one numeric signature" in str(outcome)
     assert "block 'layer' for microbatches [0,1)" in str(outcome)
 

@@ -18,7 +18,7 @@ TABLE = {"worker": FROM_WORKER, "coordinator": FROM_COORDINATOR}
 
 ONLY_WORKER = {
     "Hello", "Proof", "Ready", "Unready", "BlockGradientPayload", "NonBlockGradientPayload",
-    "NodeLoss", "StepApplied", "EvalResult", "Drain", "BlobRequest",
+    "CapturedRows", "NodeLoss", "StepApplied", "EvalResult", "Drain", "BlobRequest",
 }  # fmt: skip
 BOTH = {"StateChunk", "Heartbeat", "Goodbye"}
 IN_HANDSHAKE = {

@@ -1,0 +1,203 @@
+"""A capture on disk: steps are kept as they are committed, and become files of logits.
+
+    capture/00003.rows     the rows of steps that are in no file of logits yet (`spool`)
+    logits/00003.parquet   a file of logits (`protocol.data.logits_file`), never changed again
+    logits/capture.json    all of them, once the capture is whole (`protocol.data.capture_index`)
+
+A file holds so many whole steps, and a row group so many whole microbatches, as follow from run
+spec and layout: neither crashes nor workers can show in them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from coordinator.capture.spool import Bytes, Spool
+from coordinator.disk.durable_file import (
+    TEMPORARY_SUFFIX,
+    make_directory,
+    replace_file,
+    storing,
+    sync_directory,
+)
+from protocol.base import limits
+from protocol.base.errors import StorageDamaged
+from protocol.data.capture_index import INDEX, SUFFIX, CapturedFile, CaptureIndex
+from protocol.data.captured_rows import Records, records_of
+from protocol.data.logits_file import CaptureFacts, LogitsFile, write_logits
+from protocol.spec.capture_layout import CaptureLayout
+from protocol.spec.file_digest import open_file_digest, open_plain
+from protocol.spec.manifest import Manifest
+from protocol.spec.run_spec import RunSpec
+
+DIRECTORY: Final = "capture"
+_ROWS: Final = ".rows"
+
+
+class CapturedFiles:
+    """What one capture keeps; one thread at a time.
+
+    Args:
+        directory: The run's.
+        manifest: The run's; it has a layout.
+        spec: The run's.
+        committed: Steps committed.
+        guard: Raises if the directory is not this coordinator's any more.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        manifest: Manifest,
+        spec: RunSpec,
+        committed: int,
+        guard: Callable[[], None],
+    ) -> None:
+        assert manifest.capture is not None
+        self._layout: CaptureLayout = manifest.capture
+        self._facts = CaptureFacts(
+            teacher=manifest.digests["base_weights"],
+            tokenizer=manifest.digests["vocabulary"],
+            layout=self._layout,
+        )
+        self._spool_directory = directory / DIRECTORY
+        self._export = manifest.export
+        self._directory = directory / manifest.export.directory
+        self._guard = guard
+        self._committed = committed
+        self._steps = steps_of_a_file(spec, self._layout)
+        self._group = samples_of_a_group(spec, self._layout)
+        self._spool: tuple[int, Spool] | None = None
+
+    def keep(self, step: int, content: Sequence[Bytes]) -> None:
+        """Make the rows of a step durable; its commit follows.
+
+        Raises:
+            StorageDamaged: Rows of a step that was committed before are not there.
+            StorageFailed: The disk refuses.
+        """
+        self._guard()
+        self._committed = min(self._committed, step)
+        number = step // self._steps
+        self._finish_before(number)
+        self._spool_of(number).append(step, content)
+        self._committed = step + 1
+
+    def finish(self, *, whole: bool) -> dict[str, str]:
+        """All steps are committed, or the run ends early: write what can be written.
+
+        Args:
+            whole: Whether nothing more is to come.
+
+        Returns:
+            BLAKE3 of each file, by its path below the run's directory.
+
+        Raises:
+            StorageDamaged: Rows of a committed step are not there, or not what was written.
+            StorageFailed: The disk refuses.
+        """
+        self._guard()
+        count = -(-self._committed // self._steps) if whole else self._committed // self._steps
+        self._finish_before(count)
+        files = tuple(self._listed(number) for number in range(count))
+        digests = {file.name: file.digest for file in files}
+        if whole and files:
+            for name, text in self._export.files.items():
+                digests[name] = replace_file(self._directory / name, text.encode())
+            index = CaptureIndex(facts=self._facts, files=files)
+            digests[INDEX] = replace_file(self._directory / INDEX, index.to_bytes())
+        return {f"{self._export.directory}/{name}": value for name, value in digests.items()}
+
+    def close(self) -> None:
+        if self._spool is not None:
+            self._spool[1].close()
+            self._spool = None
+
+    def _spool_of(self, number: int) -> Spool:
+        if self._spool is None or self._spool[0] != number:
+            self.close()
+            path = self._spool_directory / f"{number:05}{_ROWS}"
+            with storing("make", self._spool_directory):
+                make_directory(self._spool_directory)
+            first = number * self._steps
+            committed = min(self._committed, first + self._steps)
+            self._spool = number, Spool(path, first, committed)
+        return self._spool[1]
+
+    def _finish_before(self, count: int) -> None:
+        """All files below this number are written; those that a crash has left open, too."""
+        for number in range(count):
+            path, rows = self._path(number), self._spool_directory / f"{number:05}{_ROWS}"
+            if not path.exists():
+                self._write(path, self._spool_of(number))
+            if rows.exists():
+                self.close()
+                with storing("remove", rows):
+                    rows.unlink()
+                    sync_directory(rows.parent)
+
+    def _write(self, path: Path, spool: Spool) -> None:
+        """One file of logits, durable before it has its name."""
+        with storing("write", path):
+            make_directory(path.parent)
+            temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+            write_logits(temporary, self._facts, self._groups(spool))
+            fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            self._guard()
+            temporary.replace(path)
+            sync_directory(path.parent)
+
+    def _groups(self, spool: Spool) -> Iterator[Records]:
+        """The rows in groups of whole microbatches; no more than a step and a group in memory."""
+        left = records_of(b"", self._layout)
+        for content in spool.contents():
+            records = records_of(content, self._layout)
+            joined = np.concatenate([left, records]) if len(left) else records
+            whole = len(joined) - len(joined) % self._group
+            for at in range(0, whole, self._group):
+                yield joined[at : at + self._group]
+            left = joined[whole:]
+        if len(left):
+            yield left
+
+    def _listed(self, number: int) -> CapturedFile:
+        path = self._path(number)
+        with storing("read", path), open_plain(path) as file:
+            size, digest = open_file_digest(file)
+        logits = LogitsFile(path)
+        if logits.facts != self._facts:
+            raise StorageDamaged(str(path), "", "it is a file of another capture")
+        groups = logits.row_groups
+        logits.close()
+        return CapturedFile(name=path.name, size=size, digest=digest, row_groups=groups)
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"{number:05}{SUFFIX}"
+
+
+def steps_of_a_file(spec: RunSpec, layout: CaptureLayout) -> int:
+    """How many steps a file of logits holds: their rows are less than it may have bytes."""
+    step_bytes = spec.batch.samples * layout.sample_bytes
+    return max(1, limits.LOGITS_FILE_BYTES // step_bytes)
+
+
+def samples_of_a_group(spec: RunSpec, layout: CaptureLayout) -> int:
+    """How many samples are read at once: whole microbatches."""
+    microbatch = spec.batch.microbatch
+    return microbatch * max(1, limits.ROW_GROUP_BYTES // (microbatch * layout.sample_bytes))
+
+
+def result_bytes(spec: RunSpec, manifest: Manifest) -> int:
+    """At most so many bytes all files of logits have, but for what zstd cannot make smaller."""
+    assert manifest.capture is not None
+    samples = min(manifest.train_samples, spec.steps * spec.batch.samples)
+    return samples * manifest.capture.sample_bytes

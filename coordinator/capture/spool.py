@@ -1,0 +1,150 @@
+"""The rows of the last steps, as they came: a file that only grows, until it becomes a file of
+logits.
+
+    frame     4 bytes   magic "SSCR"
+              u64       step
+              u64       content bytes
+              32 bytes  BLAKE3 of step and content
+    content   records (`protocol.data.captured_rows`)
+
+Parquet needs its end to be read, so a crash would cost all of a file that is being written. Here it
+costs what was not committed.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from coordinator.disk.append_file import AppendFile
+from coordinator.disk.durable_file import storing, sync_directory
+from protocol.base.errors import StorageDamaged
+
+Bytes = NDArray[np.uint8]
+
+_MAGIC: Final = b"SSCR"
+_HEAD: Final = struct.Struct("<4sQQ32s")
+_STEP: Final = struct.Struct("<Q")
+
+
+class _Frame(NamedTuple):
+    step: int
+    offset: int
+    nbytes: int
+
+    @property
+    def content(self) -> slice:
+        return slice(self.offset + _HEAD.size, self.end)
+
+    @property
+    def end(self) -> int:
+        return self.offset + _HEAD.size + self.nbytes
+
+
+class Spool:
+    """The rows of the steps from `first` on that come before `committed`; what follows is cut off.
+
+    Args:
+        path: The file; made if it is not there.
+        first: The first step that belongs here.
+        committed: Steps committed: those of them that belong here must be there.
+
+    Raises:
+        StorageDamaged: A committed step's rows are missing or are not what was written.
+        StorageFailed: The disk refuses.
+    """
+
+    def __init__(self, path: Path, first: int, committed: int) -> None:
+        self.path = path
+        with storing("open", path):
+            if not path.exists():
+                path.touch()
+                sync_directory(path.parent)
+            self._frames = [f for f in _scan(path) if first <= f.step < committed]
+        there = [frame.step for frame in self._frames]
+        if there != list(range(first, max(first, committed))):
+            reason = (
+                f"the logits of steps {first} to {committed - 1} are committed, and of "
+                f"{committed - first - len(there)} of them not there; bring the file back from a "
+                "copy, or capture anew"
+            )
+            raise StorageDamaged(str(path), "", reason)
+        with storing("open", path):
+            self._file = self._cut(self._frames[-1].end if self._frames else 0)
+
+    def append(self, step: int, content: Sequence[Bytes]) -> None:
+        """Make a step's rows durable; in place of those that an attempt before has left.
+
+        Raises:
+            StorageFailed: The disk refuses.
+        """
+        with storing("keep logits in", self.path):
+            while self._frames and self._frames[-1].step >= step:
+                self._file.close()
+                self._file = self._cut(self._frames.pop().offset)
+        with self._file.use("keep logits in"):
+            offset, nbytes = self._file.end, sum(map(len, content))
+            head = _HEAD.pack(_MAGIC, step, nbytes, _digest(step, content))
+            self._file.write([memoryview(head), *(piece.data for piece in content)])
+            self._file.sync()
+            self._file.settle()
+        self._frames.append(_Frame(step, offset, nbytes))
+
+    def contents(self) -> Iterator[Bytes]:
+        """Each step's rows, in order, compared with their digest; mapped, not read at once.
+
+        Raises:
+            StorageDamaged: They are not what was written.
+            StorageFailed: They cannot be read.
+        """
+        if not self._frames:
+            return
+        with storing("read", self.path):
+            mapped = np.memmap(self.path, np.uint8, "r")
+        for frame in self._frames:
+            content = mapped[frame.content]
+            if bytes(mapped[frame.offset : frame.offset + _HEAD.size]) != _HEAD.pack(
+                _MAGIC, frame.step, frame.nbytes, _digest(frame.step, [content])
+            ):
+                reason = f"the logits of step {frame.step} are not what was written"
+                raise StorageDamaged(str(self.path), "", reason)
+            yield content
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _cut(self, end: int) -> AppendFile:
+        fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        os.ftruncate(fd, end)
+        return AppendFile(self.path, fd, end, lambda: None)
+
+
+def _scan(path: Path) -> Iterator[_Frame]:
+    """Whole frames from the beginning on."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        at = 0
+        while len(head := file.read(_HEAD.size)) == _HEAD.size:
+            magic, step, nbytes, digest = _HEAD.unpack(head)
+            frame = _Frame(step, at, nbytes)
+            if magic != _MAGIC or frame.end > size:
+                return
+            content = np.frombuffer(file.read(nbytes), np.uint8)
+            if len(content) < nbytes or _digest(step, [content]) != digest:
+                return
+            yield frame
+            at = frame.end
+
+
+def _digest(step: int, content: Sequence[Bytes]) -> bytes:
+    hasher = blake3(_STEP.pack(step))
+    for piece in content:
+        hasher.update(np.ascontiguousarray(piece).data)
+    return hasher.digest()

@@ -1,0 +1,173 @@
+"""What a capture keeps on disk: the same files however often it was interrupted, and where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coordinator.capture.captured_files import CapturedFiles, steps_of_a_file
+from protocol.base import limits
+from protocol.base.errors import StorageDamaged
+from protocol.data.capture_index import read_index
+from protocol.data.captured_rows import record_dtype
+from protocol.data.logits_file import LogitsFile
+from protocol.spec.capture_layout import CaptureLayout
+from protocol.spec.manifest import Block, Export, Manifest, TensorSpec
+from protocol.spec.run_spec import RunSpec, parse_run_spec
+
+LAYOUT = CaptureLayout(tokens=4, vocabulary=50, top_k=3)
+MANIFEST = Manifest(
+    blocks=(Block(name="none", kind="block", tensors=(TensorSpec(name="none", shape=(1,)),)),),
+    train_samples=42,
+    digests={"base_weights": "a" * 64, "vocabulary": "b" * 64},
+    export=Export(directory="logits", files={"tokenizer.json": "{}"}),
+    capture=LAYOUT,
+)
+STEPS = 11
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch):
+    monkeypatch.setattr(limits, "LOGITS_FILE_BYTES", 3 * 4 * LAYOUT.sample_bytes)
+    monkeypatch.setattr(limits, "ROW_GROUP_BYTES", 5 * LAYOUT.sample_bytes)
+
+
+@pytest.fixture
+def spec() -> RunSpec:
+    return parse_run_spec(
+        {
+            "task": "teacher-logits",
+            "model": {"source": "teacher"},
+            "data": {"train": "text"},
+            "batch": {"samples": 4, "microbatch": 2},
+        }
+    )
+
+
+def rows(step: int) -> list[np.ndarray]:
+    """Two microbatches; the last step has one sample in its second one."""
+    records = np.zeros(4 if step < STEPS - 1 else 2, record_dtype(LAYOUT))
+    records["sample_id"] = 4 * step + np.arange(len(records))
+    records["rows"] = 3
+    records["input_ids"][:, :4] = step
+    content = records.view(np.uint8).reshape(-1)
+    return [content[: 2 * LAYOUT.sample_bytes], content[2 * LAYOUT.sample_bytes :]]
+
+
+def files(directory: Path, spec: RunSpec, committed: int = 0) -> CapturedFiles:
+    return CapturedFiles(directory, MANIFEST, spec, committed, lambda: None)
+
+
+@pytest.fixture
+def undisturbed(tmp_path, spec) -> dict[str, str]:
+    captured = files(tmp_path / "undisturbed", spec)
+    for step in range(STEPS):
+        captured.keep(step, rows(step))
+    return captured.finish(whole=True)
+
+
+def test_all_rows_are_there_in_order(tmp_path, spec, undisturbed):
+    assert steps_of_a_file(spec, LAYOUT) == 3
+    directory = tmp_path / "undisturbed" / "logits"
+    index = read_index(directory)
+    assert index.samples == 42
+    assert len(index.files) == 4
+    assert index.files[0].row_groups == (4, 4, 4)  # whole microbatches, at most 5 samples
+    assert index.files[-1].row_groups == (4, 2)
+    found = []
+    for file in index.files:
+        logits = LogitsFile(directory / file.name)
+        for group in range(len(file.row_groups)):
+            found += logits.records(group)["sample_id"].tolist()
+        assert undisturbed[f"logits/{file.name}"] == file.digest
+    assert found == list(range(42))
+    assert not list((tmp_path / "undisturbed" / "capture").iterdir())
+
+
+@pytest.mark.parametrize("crash_at", range(STEPS))
+@pytest.mark.parametrize("torn", [0, 1, 100])
+def test_a_crash_anywhere_leaves_the_same_files(tmp_path, spec, undisturbed, crash_at, torn):
+    captured = files(tmp_path, spec)
+    for step in range(crash_at + 1):  # the last of them is kept, but never committed
+        captured.keep(step, rows(step))
+    captured.close()
+    spool = tmp_path / "capture" / f"{crash_at // 3:05}.rows"
+    if torn:
+        spool.write_bytes(spool.read_bytes()[:-torn])
+    again = files(tmp_path, spec, committed=crash_at)
+    for step in range(crash_at, STEPS):
+        again.keep(step, rows(step))
+    assert again.finish(whole=True) == undisturbed
+
+
+def test_a_crash_while_a_file_is_written_leaves_the_same_files(tmp_path, spec, undisturbed):
+    captured = files(tmp_path, spec)
+    for step in range(4):
+        captured.keep(step, rows(step))
+    captured.close()
+    file = tmp_path / "logits" / "00000.parquet"
+    whole = file.read_bytes()
+    file.unlink()
+    (tmp_path / "logits" / "00000.parquet.part").write_bytes(whole[:100])
+    spool = files(tmp_path / "other", spec)
+    for step in range(3):
+        spool.keep(step, rows(step))
+    spool.close()
+    (tmp_path / "other/capture/00000.rows").rename(tmp_path / "capture/00000.rows")
+    again = files(tmp_path, spec, committed=4)
+    for step in range(4, STEPS):
+        again.keep(step, rows(step))
+    assert again.finish(whole=True) == undisturbed
+
+
+def test_a_step_that_is_done_again_is_kept_once(tmp_path, spec, undisturbed):
+    captured = files(tmp_path, spec)
+    for step in range(STEPS):
+        captured.keep(step, rows((step + 1) % STEPS))
+        captured.keep(step, rows(step))
+    assert captured.finish(whole=True) == undisturbed
+
+
+def test_a_capture_that_ends_early_goes_on(tmp_path, spec, undisturbed):
+    captured = files(tmp_path, spec)
+    for step in range(5):
+        captured.keep(step, rows(step))
+    assert list(captured.finish(whole=False)) == ["logits/00000.parquet"]
+    captured.close()
+    again = files(tmp_path, spec, committed=5)
+    for step in range(5, STEPS):
+        again.keep(step, rows(step))
+    assert again.finish(whole=True) == undisturbed
+
+
+def test_a_skipped_step_leaves_its_rows_out(tmp_path, spec):
+    captured = files(tmp_path, spec)
+    for step in range(STEPS):
+        captured.keep(step, rows(step) if step != 4 else [])
+    captured.finish(whole=True)
+    assert read_index(tmp_path / "logits").samples == 38
+
+
+def test_committed_rows_that_are_lost_are_named(tmp_path, spec):
+    captured = files(tmp_path, spec)
+    for step in range(5):
+        captured.keep(step, rows(step))
+    captured.close()
+    (tmp_path / "capture" / "00001.rows").unlink()
+    with pytest.raises(StorageDamaged, match="steps 3 to 4 are committed, and of 2 of them"):
+        files(tmp_path, spec, committed=5).keep(5, rows(5))
+
+
+def test_rows_that_change_on_disk_become_no_file(tmp_path, spec):
+    captured = files(tmp_path, spec)
+    for step in range(2):
+        captured.keep(step, rows(step))
+    spool = tmp_path / "capture" / "00000.rows"
+    content = bytearray(spool.read_bytes())
+    content[100] ^= 1
+    spool.write_bytes(content)
+    captured.keep(2, rows(2))
+    with pytest.raises(StorageDamaged, match="step 0 are not what was written"):
+        captured.keep(3, rows(3))

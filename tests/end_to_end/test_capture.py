@@ -1,0 +1,85 @@
+"""A teacher's logits, captured by real processes: the same files whoever was there and was lost."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.data.capture_index import read_index
+from tests.cluster import ROOT, Cluster
+from tests.end_to_end.test_restart import ANYWHERE, result_of, run
+from tests.free_ports import free_address
+
+SPEC = """
+name: tiny-teacher
+task: teacher-logits
+seed: 7
+model:
+  config:
+    {model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1,
+     num_attention_heads: 2, num_key_value_heads: 1, max_position_embeddings: 64}
+tokenizer: {vocab_size: 300}
+data: {train: %s, pattern: "*.md", max_tokens: 32}
+batch: {samples: 64, microbatch: 4}
+capture: {top_k: 16}
+"""
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> tuple[str, ...]:
+    spec = tmp_path_factory.mktemp("job") / "run.yaml"
+    spec.write_text(SPEC % (ROOT / "docs"))
+    return "--run", str(spec)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(job, tmp_path_factory) -> Path:
+    directory: Path = tmp_path_factory.mktemp("undisturbed") / "out"
+    local = ("--local-workers", "1", "--backend", "cpu")
+    ended = run(*ANYWHERE, *job, *local, "--out", str(directory))
+    assert ended.returncode == 0, ended.stderr
+    assert "bytes for a token" in ended.stdout
+    return directory
+
+
+def exported(result: dict[str, Any]) -> dict[str, str]:
+    files: dict[str, str] = result["exported"]
+    assert "logits/capture.json" in files
+    return files
+
+
+def test_three_workers_two_kills_and_a_lost_coordinator_leave_the_same_files(
+    job, undisturbed, tmp_path
+):
+    at = ("--bind", free_address(), "--control", "127.0.0.1:0", "--expect-workers", "3", *job)
+    with Cluster(tmp_path, *at, "--resume") as first:
+        held = first.held_worker("ann", 4, "--backend", "cpu")
+        for name in ("bob", "cid"):
+            first.worker(name, "--backend", "cpu")
+        held.reached()
+        mark = first.mark()
+        first.workers["bob"].kill()
+        held.release()
+        first.wait_for("worker_lost", worker="bob", since=mark)
+        committed = first.wait_for("committed", nth=3, since=mark)["step"]
+        first.coordinator.send_signal(signal.SIGKILL)
+        first.wait_for_exit(first.coordinator)
+        with Cluster(tmp_path, *at, "--resume") as second:
+            resumed = second.wait_for("worker_joined")
+            assert resumed["step"] >= committed
+            result = second.result()
+    assert exported(result) == exported(result_of(undisturbed))
+    assert result["losses"] == result_of(undisturbed)["losses"]
+    audited = run("audit", str(tmp_path / "out"))
+    assert audited.returncode == 0, audited.stdout
+
+
+def test_the_result_is_sound_and_can_be_looked_at(undisturbed):
+    audited = run("audit", str(undisturbed))
+    assert audited.returncode == 0, audited.stdout
+    index = read_index(undisturbed / "logits")
+    assert index.facts.layout.top_k == 16
+    assert index.samples > 1000

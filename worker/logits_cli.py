@@ -1,0 +1,29 @@
+"""The `worker logits` commands: look into captured logits, and take over those of other tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    help="Captured logits of teachers: look at them, import those of other tools.",
+)
+
+
+@app.command()
+def show(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file of logits (.parquet).")],
+    samples: Annotated[int, typer.Option(min=1, help="How many samples.")] = 1,
+    rows: Annotated[int, typer.Option(min=1, help="How many rows of each.")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens of each row.")] = 4,
+) -> None:
+    """Print a readable sample of a file of captured logits."""
+    from worker.tasks.logits_sample import sample_lines
+
+    for line in sample_lines(file, samples, rows, tokens):
+        typer.echo(line)

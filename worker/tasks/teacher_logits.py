@@ -1,0 +1,212 @@
+"""Capture of a teacher: a causal model reads text, and what it says of each next token is kept.
+
+Nothing is trained. The text is cut into samples as in task causal-lm, all of it: which part a
+student is measured on is the student's matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from backends.base import draws
+from backends.base.interface import Array, Batch, Captured, Trainable
+from protocol.base import limits
+from protocol.base.byte_size import byte_size
+from protocol.base.errors import DataError
+from protocol.data.captured_rows import record_dtype
+from protocol.data.text_corpus import read_text_corpus
+from protocol.data.vocabulary import vocabulary_digest
+from protocol.spec.capture_layout import CaptureLayout
+from protocol.spec.manifest import Block, Export, Manifest, TensorSpec
+from protocol.spec.run_spec import RunSpec
+from worker.models.tokens import (
+    check_tokens,
+    digest_tokens,
+    encode_stream,
+    tokenizer_files,
+    unknown_per_thousand,
+)
+from worker.tasks.causal_lm import (
+    NOTHING,
+    Windows,
+    documents_digest,
+    load_model,
+    load_or_train_tokenizer,
+    token_loss,
+)
+
+_NOTHING_TRAINED = "nothing_trained"
+"""The lone value that a capture's steps leave as it is: so a capture is a run like any other."""
+
+
+class TeacherLogits:
+    """Batches hold sample_ids (samples), input_ids and labels, both (samples, data.max_tokens),
+    int64."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        assert spec.model is not None
+        assert spec.data is not None
+        corpus = read_text_corpus(spec.data)
+        tokenizer = load_or_train_tokenizer(spec, corpus.documents)
+        loaded = load_model(spec, tokenizer)
+        stream = encode_stream(tokenizer, corpus.documents)
+        vocabulary = min(loaded.vocabulary, len(tokenizer))
+        check_tokens(int(stream.max()), vocabulary)
+        self._windows = Windows.cut(stream, spec.data.max_tokens)
+        self._layout = layout = _layout(spec, vocabulary)
+        module = loaded.model.requires_grad_(requires_grad=False)
+        module.register_parameter(_NOTHING_TRAINED, nn.Parameter(torch.zeros(1)))
+        tensor = TensorSpec(name=_NOTHING_TRAINED, shape=(1,))
+        self.manifest = Manifest(
+            blocks=(Block(name="nothing", kind="block", tensors=(tensor,)),),
+            train_samples=len(self._windows.inputs),
+            digests={
+                "base_weights": loaded.weights_digest,
+                "tokenizer": digest_tokens([stream], len(tokenizer)),
+                "vocabulary": vocabulary_digest(tokenizer.get_vocab()),
+                "data": documents_digest(corpus.documents),
+            },
+            notes={
+                "documents": len(corpus.documents),
+                "duplicates_removed": corpus.duplicates,
+                "tokens": len(stream),
+                "unknown_tokens_per_thousand": unknown_per_thousand(tokenizer, corpus.documents),
+                "padding_of_the_vocabulary_cut": loaded.vocabulary - vocabulary,
+            },
+            export=Export(directory="logits", files=tokenizer_files(tokenizer)),
+            capture=layout,
+        )
+        self.trainable = Trainable(
+            blocks=self.manifest.blocks,
+            module=module,
+            loss=partial(token_loss, options=loaded.forward_options),
+            rows=partial(_captured, layout=layout, options=loaded.forward_options, seed=spec.seed),
+            seed=spec.seed,
+            threads=spec.threads,
+            precision=spec.model.precision,
+            base_dtype=spec.model.base_dtype,
+        )
+
+    def initial_parameters(self) -> list[Array]:
+        """One zero."""
+        return [np.zeros(1, np.float32)]
+
+    def batch(self, samples: Sequence[int]) -> Batch:
+        """Samples by number."""
+        rows = np.asarray(samples, np.int64)
+        batch = self._windows.batch(rows)
+        return Batch({"sample_ids": rows, **batch.arrays}, batch.weight)
+
+    def evaluation_batch(self, part: int) -> Batch:
+        """There is none."""
+        raise AssertionError(part)
+
+
+def _layout(spec: RunSpec, vocabulary: int) -> CaptureLayout:
+    """What is kept.
+
+    Raises:
+        DataError: It is more than there is, or than a step may give.
+    """
+    asked, data = spec.capture, spec.data
+    assert data is not None
+    if asked.drawn is None and asked.top_k > vocabulary:
+        raise DataError(
+            f"expected capture.top_k of at most {vocabulary}, the teacher's vocabulary, got "
+            f"{asked.top_k}: --set capture.top_k={vocabulary}"
+        )
+    layout = CaptureLayout(
+        tokens=data.max_tokens,
+        vocabulary=vocabulary,
+        top_k=asked.drawn or asked.top_k,
+        drawn=asked.drawn is not None,
+        temperature=asked.temperature,
+    )
+    step_bytes = spec.batch.samples * layout.sample_bytes
+    if step_bytes > limits.CAPTURED_STEP_BYTES:
+        fits = limits.CAPTURED_STEP_BYTES // layout.sample_bytes
+        raise DataError(
+            f"the logits of a step are {byte_size(step_bytes)}, over the limit of "
+            f"{byte_size(limits.CAPTURED_STEP_BYTES)}: --set batch.samples={fits}"
+        )
+    return layout
+
+
+def _captured(
+    module: nn.Module,
+    arrays: Mapping[str, Any],
+    *,
+    layout: CaptureLayout,
+    options: Mapping[str, Any],
+    seed: int,
+) -> Captured:
+    """One forward: records of the samples, and cross-entropy summed over the tokens predicted."""
+    labels = arrays["labels"]  # (samples, length)
+    full = module(input_ids=arrays["input_ids"], **options).logits.float()
+    loss = nn.functional.cross_entropy(
+        full.flatten(0, 1), labels.flatten(), ignore_index=NOTHING, reduction="sum"
+    )
+    logits = full[..., : layout.vocabulary]  # (samples, length, vocabulary)
+    peak = logits.amax(-1, keepdim=True)
+    shifted = logits - peak
+    lse = [torch.logsumexp(shifted / t, -1) for t in (1.0, layout.temperature)]
+    if layout.drawn:
+        ids = _draw(shifted, lse[1], layout, seed, arrays["sample_ids"])
+        kept = shifted.gather(-1, ids)
+    else:
+        kept, ids = shifted.topk(layout.top_k, dim=-1)
+    return Captured(_records(arrays, layout, ids, kept, lse), float(loss))
+
+
+def _records(
+    arrays: Mapping[str, Any],
+    layout: CaptureLayout,
+    ids: torch.Tensor,
+    kept: torch.Tensor,
+    lse: Sequence[torch.Tensor],
+) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Records as bytes, (samples, layout.sample_bytes); zeros beyond the last row."""
+    inputs, labels = (arrays[name].cpu().numpy() for name in ("input_ids", "labels"))
+    counts = labels != NOTHING
+    records = np.zeros(len(inputs), record_dtype(layout))
+    records["sample_id"] = arrays["sample_ids"].cpu().numpy()
+    records["rows"] = counts.sum(1)
+    records["input_ids"][:, :-1][counts] = inputs[counts]
+    records["input_ids"][:, 1:][counts] = labels[counts]
+    records["loss_mask"] = counts
+    half = kept.clamp(min=torch.finfo(torch.float16).min).half()
+    for name, tensor in (
+        ("topk_ids", ids), ("topk_logits", half), ("lse_1", lse[0]), ("lse_T", lse[1])
+    ):  # fmt: skip
+        records[name][counts] = tensor.cpu().numpy()[counts]
+    return records.view(np.uint8).reshape(len(records), layout.sample_bytes)
+
+
+def _draw(
+    shifted: torch.Tensor,
+    lse: torch.Tensor,
+    layout: CaptureLayout,
+    seed: int,
+    sample_ids: torch.Tensor,
+) -> torch.Tensor:
+    """Tokens drawn from the distribution at the capture's temperature, (samples, length, k).
+
+    By the inverse of the cumulated distribution in float64 on the host, with our own draws: the
+    same whoever computes a sample.
+    """
+    found = []
+    for number, rows, whole in zip(sample_ids.tolist(), shifted.cpu(), lse.cpu(), strict=True):
+        probabilities = torch.exp(rows.double() / layout.temperature - whole.double()[:, None])
+        cumulated = probabilities.cumsum(-1)  # (length, vocabulary)
+        key = draws.key_of(seed, "capture", number)
+        uniforms = draws.uniforms(key, len(rows) * layout.top_k).reshape(len(rows), -1)
+        points = torch.from_numpy(np.asarray(uniforms, np.float64)) * cumulated[:, -1:]
+        found.append(torch.searchsorted(cumulated, points, right=True))
+    drawn = torch.stack(found).clamp(max=layout.vocabulary - 1)
+    return drawn.sort(-1).values.to(shifted.device)
