@@ -40,6 +40,7 @@ def test_the_sample_runs_cover_every_task_a_user_has():
         "classify",
         "digits",
         "regress",
+        "teacher-logits",
     }
 
 

@@ -54,7 +54,7 @@ TRAINABLE_ELEMENTS: Final = 2**36
 """256 GiB of float32: more is no manifest of a real model."""
 SAMPLES: Final = 2**40
 EVALUATION_PARTS: Final = 2**24
-TOP_LOGITS: Final = 65_536
+ROW_LOGITS_ELEMENTS: Final = 65_536
 """Of one token, in a capture."""
 LOGITS_FILE_BYTES: Final = 192 * MIB
 """Of rows in a file of captured logits: with its frame it stays below 256 MiB."""

@@ -34,7 +34,7 @@ class CaptureLayout(BaseModel):
 
     tokens: Annotated[int, Field(ge=1, le=65_536)]
     vocabulary: Annotated[int, Field(ge=1, le=2**31 - 1)]
-    top_k: Annotated[int, Field(ge=1, le=limits.TOP_LOGITS)]
+    top_k: Annotated[int, Field(ge=1, le=limits.ROW_LOGITS_ELEMENTS)]
     drawn: bool = False
     temperature: Annotated[float, Field(ge=0.01, le=100.0)] = 1.0
 

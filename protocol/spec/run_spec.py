@@ -206,8 +206,10 @@ class CaptureSpec(_Section):
     In float16, less the largest of their row: so they have most digits where probability is.
     """
 
-    top_k: int = Field(64, ge=1, le=limits.TOP_LOGITS, description="the so many largest logits")
-    drawn: Annotated[int, Field(ge=1, le=limits.TOP_LOGITS)] | None = Field(
+    top_k: int = Field(
+        64, ge=1, le=limits.ROW_LOGITS_ELEMENTS, description="the so many largest logits"
+    )
+    drawn: Annotated[int, Field(ge=1, le=limits.ROW_LOGITS_ELEMENTS)] | None = Field(
         None, description="instead: the logits of so many tokens, drawn from the distribution"
     )
     temperature: float = Field(
@@ -382,8 +384,9 @@ class RunSpec(_Section):
             )
         for key in sorted(_DATA_KEYS - _KEYS_OF_DATA.get(self.task, _DATA_KEYS)):
             if getattr(self.data, key) != DataSpec.model_fields[key].default:
-                classes = "; it has no classes" if "class" in key else ""
-                raise ValueError(f"task {self.task} has no use for data.{key}{classes}")
+                if "class" in key:
+                    raise ValueError(f"data.{key} is for task classify; {self.task} has no classes")
+                raise ValueError(f"task {self.task} has no use for data.{key}")
 
     @property
     def captures(self) -> bool:
