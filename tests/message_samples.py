@@ -21,7 +21,7 @@ BLOCKS = (
     Block(
         name="layer.1",
         kind="block",
-        tensors=(TensorSpec(name="large", shape=(limits.CHUNK_ELEMENTS + 5,)),),
+        tensors=(TensorSpec(name="large", shape=(4 * limits.CHUNK_ELEMENTS + 5,)),),
     ),
     Block(name="nothing", kind="non_block", tensors=(TensorSpec(name="n", shape=(0, 7)),)),
 )

@@ -13,7 +13,9 @@ UNAUTHENTICATED_HEADER_BYTES: Final = 256
 BODY_BYTES: Final = 4 * MIB
 """A chunk: small enough that a halt or a heartbeat never waits behind a gigabyte."""
 CHUNK_ELEMENTS: Final = BODY_BYTES // 4
-"""float32 elements in a full chunk of a block."""
+"""float32 elements in a chunk of a block at most."""
+SMALL_CHUNK_ELEMENTS: Final = 256 * KIB // 4
+"""In one chunk at least, unless it is a block's last: a frame has its price too."""
 
 # Connections.
 UNAUTHENTICATED_CONNECTIONS: Final = 64

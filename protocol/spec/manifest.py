@@ -43,6 +43,9 @@ RESERVED: Final = frozenset(
 ADAPTER_CONFIG: Final = "adapter_config.json"
 """An export's text file that names the model which the trained tensors are added to."""
 
+_CHUNKS_OF_A_BLOCK: Final = 4
+_ALIGNED_ELEMENTS: Final = 1024
+
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
@@ -77,14 +80,25 @@ class Block(_Frozen):
         return sum(tensor.elements for tensor in self.tensors)
 
     @property
+    def chunk_elements(self) -> int:
+        """Elements of each chunk but the last.
+
+        A quarter of the block, within the limits: what has come of a block is averaged and sent
+        while the rest still arrives, so a link is used in both directions at once.
+        """
+        quarter = -(-self.elements // _CHUNKS_OF_A_BLOCK)
+        even = -(-quarter // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
+        return min(max(even, limits.SMALL_CHUNK_ELEMENTS), limits.CHUNK_ELEMENTS)
+
+    @property
     def chunks(self) -> int:
-        """How many chunks of at most `limits.CHUNK_ELEMENTS` the block is sent in."""
-        return max(1, -(-self.elements // limits.CHUNK_ELEMENTS))
+        """How many chunks the block is sent in."""
+        return max(1, -(-self.elements // self.chunk_elements))
 
     def chunk_slice(self, chunk: int) -> slice:
         """Elements of the flat array that a chunk holds."""
-        lo = chunk * limits.CHUNK_ELEMENTS
-        return slice(lo, min(lo + limits.CHUNK_ELEMENTS, self.elements))
+        lo = chunk * self.chunk_elements
+        return slice(lo, min(lo + self.chunk_elements, self.elements))
 
     def slices(self) -> Iterator[tuple[TensorSpec, slice]]:
         """Each tensor with the elements of the flat array that are its own."""

@@ -109,7 +109,7 @@ def test_a_block_of_many_chunks_is_put_together_whatever_their_order(tmp_path):
     block = manifest.blocks[0]
     values = np.arange(block.elements, dtype=np.float32)
     log = GradientLog(tmp_path, RUN_ID, manifest, epoch=1, next_step=0)
-    for chunk in (2, 0, 1):
+    for chunk in (2, 0, 3, 1):
         log.append_chunk(ChunkPlace(1, 0, 0, 0, chunk), values[block.chunk_slice(chunk)])
     log.commit(record_of(0, 1))
     [logged] = scan_log(tmp_path, RUN_ID, manifest).index.following(0)

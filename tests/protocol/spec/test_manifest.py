@@ -65,8 +65,11 @@ def test_chunks_cover_a_block_exactly_and_none_is_too_large(elements):
     [
         (0, 1),
         (1, 1),
-        (limits.CHUNK_ELEMENTS, 1),
-        (limits.CHUNK_ELEMENTS + 1, 2),
+        (limits.SMALL_CHUNK_ELEMENTS, 1),
+        (limits.SMALL_CHUNK_ELEMENTS + 1, 2),
+        (limits.CHUNK_ELEMENTS, 4),
+        (4 * limits.CHUNK_ELEMENTS, 4),
+        (4 * limits.CHUNK_ELEMENTS + 1, 5),
     ],
 )
 def test_chunk_counts(elements, chunks):
