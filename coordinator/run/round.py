@@ -138,6 +138,7 @@ class Round:
         ]
         self._open_chunks = [block.chunks for block in blocks]
         self._first_bit = [0, *itertools.accumulate(self._open_chunks)]
+        self._unsummarised: list[int] = []
         self._square_sums: dict[int, float] = {}
         self._digests: dict[int, str] = {}
         self._weights: TreeSum[float] = TreeSum(microbatches, add)
@@ -352,12 +353,11 @@ class Round:
 
         Left to the next event, so that a block goes out to all before it is summarised.
         """
-        for number, block in enumerate(self._blocks):
-            if self._open_chunks[number] or number in self._digests:
-                continue
+        while self._unsummarised:
+            number = self._unsummarised.pop()
             average = self.averages[number]
             self._square_sums[number] = square_sum(average)
-            self._digests[number] = block_digest(block, average)
+            self._digests[number] = block_digest(self._blocks[number], average)
 
     def _check_place(self, worker: str, node: Node) -> Share:
         if not is_node(node, self.microbatches):
@@ -380,6 +380,8 @@ class Round:
         # The sum's memory goes now, not at the end of the step: it is as large as the model.
         self._chunks[block][number] = _Chunk(*self._empty_sums(), done=True)
         self._open_chunks[block] -= 1
+        if not self._open_chunks[block]:
+            self._unsummarised.append(block)
         is_block = self._blocks[block].kind == "block"
         kind = AveragedBlockGradient if is_block else AveragedNonBlockGradient
         return Broadcast(kind(**self.place, block=block, chunk=number), values)
