@@ -64,7 +64,7 @@ async def _measure(path: Path, kept: int, rounds: int) -> Measured:
     storage = RunStorage(
         directory, "reconnect", spec, epoch=1, guard=lambda: None, failed=_refused
     )  # fmt: skip
-    storage.settle(manifest, 0)
+    storage.begin_log(manifest, 0)
     values = np.ones(BLOCK_ELEMENTS, np.float32)
     for step in range(kept):
         for block in range(BLOCKS):

@@ -193,7 +193,7 @@ class WrittenRun:
         self.epoch = 1
         hold(path).release()
         self.directory.begin(RUN_ID, SPEC)
-        self.directory.settle(MANIFEST)
+        self.directory.keep_manifest(MANIFEST)
         self.journal = self.open_journal()
         stored = self.directory.read_run()
         assert stored is not None

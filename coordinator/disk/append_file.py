@@ -1,8 +1,8 @@
 """A file that only grows, and how it gets over a disk that refuses.
 
-After any failure nothing since the last `settle` is trusted: after a failed sync the system may
+After any failure nothing since the last `confirm` is trusted: after a failed sync the system may
 have dropped what it could not write, and may say that the next sync went well. So the next use
-opens the file anew, cuts it to what was settled, and has its owner write the rest again.
+opens the file anew, cuts it to what was confirmed, and has its owner write the rest again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class AppendFile:
         path: Its name.
         fd: The file, open for writing; closed by `close`.
         end: How much of it is durable; what is written goes there.
-        rewrite: Called when the file was cut to what was settled: writes the rest again.
+        rewrite: Called when the file was cut to what was confirmed: writes the rest again.
     """
 
     def __init__(self, path: Path, fd: int, end: int, rewrite: Callable[[], None]) -> None:
@@ -36,7 +36,7 @@ class AppendFile:
         self.end = end
         self.broken = False
         self._fd = fd
-        self._settled = end
+        self._synced = end
         self._rewrite = rewrite
         os.lseek(fd, end, os.SEEK_SET)
 
@@ -67,9 +67,9 @@ class AppendFile:
         if not is_same_file(self._fd, self.path):
             raise FileNotFoundError(2, "the file was removed or its directory moved")
 
-    def settle(self) -> None:
+    def confirm(self) -> None:
         """What was written and synced is final."""
-        self._settled = self.end
+        self._synced = self.end
 
     def close(self) -> None:
         os.close(self._fd)
@@ -80,11 +80,11 @@ class AppendFile:
             os.close(self._fd)
             self._fd = fd
         size = os.fstat(self._fd).st_size
-        if size < self._settled:
-            reason = f"it has {size} of the {self._settled} bytes that were synced; resume the run"
+        if size < self._synced:
+            reason = f"it has {size} of the {self._synced} bytes that were synced; resume the run"
             raise StorageFailed("go on with", str(self.path), reason)
-        os.ftruncate(self._fd, self._settled)
-        os.lseek(self._fd, self._settled, os.SEEK_SET)
-        self.end = self._settled
+        os.ftruncate(self._fd, self._synced)
+        os.lseek(self._fd, self._synced, os.SEEK_SET)
+        self.end = self._synced
         self._rewrite()
         self.broken = False

@@ -119,7 +119,7 @@ class Execution:
         """After a restart: workers go on, while the replica takes the logged steps again."""
         self.started_s, self.started_step = self._machine.now_s(), self.run.step
         self._keeper = self._new_keeper(recovery.manifest)
-        self._storage.settle(recovery.manifest, recovery.step, recovery.redo, recovery.index)
+        self._storage.begin_log(recovery.manifest, recovery.step, recovery.redo, recovery.index)
         self._spawn(self._catch_up(self._keeper, recovery))
         self._handle(self.run.resume)
 
@@ -245,7 +245,7 @@ class Execution:
                     self._spawn(self._save(action.step))
                 case Adopt():
                     self._keeper = self._new_keeper(action.manifest)
-                    self._storage.settle(action.manifest, 0)
+                    self._storage.begin_log(action.manifest, 0)
                 case Dismiss():
                     self._dismiss(action)
                 case Finish():

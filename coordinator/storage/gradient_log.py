@@ -162,7 +162,7 @@ class GradientLog:
             self._file.sync()
             if self._guard is not None:
                 self._guard()
-        self._file.settle()
+        self._file.confirm()
         self.index.committed(self._file.end)
         self._pending.clear()
         self.next_step += 1

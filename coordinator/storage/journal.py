@@ -159,7 +159,7 @@ class Journal:
         with self._file.use("append to"):
             self._file.write([memoryview(b"".join(self._waiting))])
             self._file.sync()
-        self._file.settle()
+        self._file.confirm()
         self._waiting.clear()
         self._batch = self._number + 1
 

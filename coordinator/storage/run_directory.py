@@ -126,11 +126,11 @@ class RunDirectory:
         document["blake3"] = _seal(document)
         replace_file(self.run_file, (json.dumps(document, indent=2) + "\n").encode())
 
-    def settle(self, manifest: Manifest) -> None:
-        """The run's manifest is known: keep it.
+    def keep_manifest(self, manifest: Manifest) -> None:
+        """Keep the manifest that was settled.
 
         Raises:
-            Mismatch: Another one was settled before.
+            Mismatch: Another one is kept already.
             StorageFailed: The disk refuses.
         """
         known = self.read_manifest()

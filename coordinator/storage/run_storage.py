@@ -89,7 +89,7 @@ class RunStorage:
 
     # The gradient log.
 
-    def settle(
+    def begin_log(
         self,
         manifest: Manifest,
         next_step: int,
@@ -183,7 +183,7 @@ class RunStorage:
             self._guard()
             if self._index is None:
                 check_room(self.directory.path, self._spec, self._manifest)
-            self.directory.settle(self._manifest)
+            self.directory.keep_manifest(self._manifest)
             self._log = GradientLog(
                 self.directory.log, self._run_id, self._manifest, epoch=self._epoch,
                 next_step=self._next_step, mode=self._spec.log, redo=self._redo, index=self._index,

@@ -202,7 +202,7 @@ class Engine:
         except Exception as error:  # noqa: BLE001 -- a bad run must not end the worker
             self._emit(_build_failed(run_id, spec, error))
             return
-        self._settle_digest()
+        self._await_digest()
         if not (keep and job.run_id == run_id and job.whole):
             job.replica = Replica(job.task.manifest.blocks, spec.optimizer)
             job.replica.load_parameters(job.initial)
@@ -330,7 +330,7 @@ class Engine:
 
     def _apply(self, averages: list[Array], scalars: StepScalars | None) -> None:
         job, start_us = self._built(), now_us()
-        self._settle_digest()
+        self._await_digest()
         if job.program.keeps_subnormals() != job.keeps_subnormals:
             # What a model's code does to its thread in the middle of a run no signature can say.
             raise SubnormalsFlushed("since the run began, a thread that computes gradients")
@@ -361,14 +361,14 @@ class Engine:
 
         self._digest = self._digests.submit(work)
 
-    def _settle_digest(self) -> None:
+    def _await_digest(self) -> None:
         if self._digest is not None:
             self._digest.result()
             self._digest = None
 
     def _load_chunk(self, kind: PartKind, block: int, chunk: int, values: Array) -> None:
         job = self._built()
-        self._settle_digest()
+        self._await_digest()
         job.whole = False
         piece = job.task.manifest.blocks[block].chunk_slice(chunk)
         for part in job.replica.parts():

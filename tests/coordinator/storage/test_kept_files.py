@@ -97,7 +97,7 @@ def test_a_run_without_its_first_file_is_no_new_run(run):
 async def test_terms_are_told_before_they_are_written_and_a_crash_may_leave_either(run):
     storage = RunStorage(run, RUN_ID, SPEC, epoch=2, guard=lambda: None, failed=print)
     storage.begin_journal(list)
-    storage.settle(MANIFEST, 2)
+    storage.begin_log(MANIFEST, 2)
     before = run.terms_file.read_bytes()
     storage.remember(TERMS.model_copy(update={"mixed": True}))
     await storage.commit(record_of(2, 2, skip=True, epoch=2))

@@ -149,7 +149,7 @@ def test_a_claim_on_a_directory_that_is_away_is_good_when_it_is_back(tmp_path):
 def begun(path, *, checkpoint=True):
     directory = RunDirectory(path)
     directory.begin(RUN_ID, SPEC)
-    directory.settle(MANIFEST)
+    directory.keep_manifest(MANIFEST)
     if checkpoint:
         keep(directory, state_zero())
     return directory
@@ -182,11 +182,11 @@ def test_a_run_and_its_manifest_come_back(tmp_path):
     assert stored is not None
     assert (stored.run_id, stored.spec) == (RUN_ID, SPEC)
     assert directory.read_manifest() == MANIFEST
-    directory.settle(MANIFEST)
+    directory.keep_manifest(MANIFEST)
     with pytest.raises(UsageError, match="--resume"):
         directory.begin("other", SPEC)
     with pytest.raises(Mismatch, match="start a new run"):
-        directory.settle(MANIFEST.model_copy(update={"train_samples": 11}))
+        directory.keep_manifest(MANIFEST.model_copy(update={"train_samples": 11}))
 
 
 def test_a_run_that_never_began_leaves_its_directory_free(tmp_path):

@@ -29,7 +29,7 @@ def begin(directory):
     storage = RunStorage(
         directory, RUN_ID, SPEC, epoch=1, guard=lambda: None, failed=failures.append
     )
-    storage.settle(MANIFEST, 0)
+    storage.begin_log(MANIFEST, 0)
     return storage, failures
 
 
@@ -81,7 +81,7 @@ async def test_terms_that_the_disk_refused_are_written_before_the_next_commit(
     directory = RunDirectory(tmp_path)
     directory.begin(RUN_ID, SPEC)
     storage = RunStorage(directory, RUN_ID, SPEC, epoch=1, guard=lambda: None, failed=print)
-    storage.settle(MANIFEST, 0)
+    storage.begin_log(MANIFEST, 0)
     terms = Terms(signature="a" * 64, initial_digest="b" * 64)
     storage.remember(terms)
     with monkeypatch.context() as patch:
@@ -101,7 +101,7 @@ async def test_one_that_has_lost_the_directory_writes_no_terms(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.begin(RUN_ID, SPEC)
     held = RunStorage(directory, RUN_ID, SPEC, epoch=1, guard=lambda: None, failed=print)
-    held.settle(MANIFEST, 0)
+    held.begin_log(MANIFEST, 0)
     await held.commit(record_of(0, 0, skip=True))
     held._guard = lost
     held.remember(Terms(signature="a" * 64, initial_digest="b" * 64))
