@@ -94,7 +94,7 @@ class Spool:
             head = _HEAD.pack(_MAGIC, step, nbytes, _digest(step, content))
             self._file.write([memoryview(head), *(piece.data for piece in content)])
             self._file.sync()
-            self._file.settle()
+            self._file.confirm()
         self._frames.append(_Frame(step, offset, nbytes))
 
     def contents(self) -> Iterator[Bytes]:
