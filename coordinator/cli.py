@@ -262,6 +262,29 @@ def checkpoint(control: Control = DEFAULT_CONTROL) -> None:
     typer.echo(f"saving the state after step {_ask(control, 'POST', '/checkpoint', {})['step']}")
 
 
+@app.command("give-up")
+def give_up(control: Control = DEFAULT_CONTROL) -> None:
+    """End the run in progress as failed, so that the next one begins; it can be resumed."""
+    answer = _ask(control, "POST", "/give-up", {})
+    served = f"coordinator resume {answer['run_id']}"
+    again = served if answer["serving"] else f"coordinator --resume --out {answer['directory']}"
+    typer.echo(f"gave up {answer['run_id']} after {answer['step']} steps; go on with it: {again}")
+
+
+@app.command()
+def resume(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Its name, as status or submit say.")],
+    from_step: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Go back to its checkpoint of step N.")
+    ] = None,
+    control: Control = DEFAULT_CONTROL,
+) -> None:
+    """Have a serving coordinator go on with a run that was given up, failed or was drained."""
+    wanted = {"run_id": run, "from_step": from_step}
+    answer = _ask(control, "POST", "/resume", wanted, timeout_s=_HASHING_TIMEOUT_S)
+    typer.echo(f"{answer['run_id']} goes on when those before it are over")
+
+
 @app.command()
 def audit(directory: RunPath) -> None:
     """Prove from a run's files that its samples counted once, and that every digest fits."""

@@ -29,7 +29,7 @@ from coordinator.operator.status_text import summary
 from coordinator.operator.structured_log import set_up_logging
 from coordinator.resume_line import resume_line
 from coordinator.run.facts import Fact
-from coordinator.service.accepted_run import unfinished_runs
+from coordinator.service.accepted_run import given_up_runs, unfinished_runs
 from coordinator.service.listener import Draining
 from coordinator.service.service import Service, Settings
 from coordinator.storage.run_directory import RunDirectory
@@ -215,6 +215,9 @@ def _queue(
     if options.spec is not None:
         service.submit(options.spec, directory, blobs)
         return True
+    if given_up := given_up_runs(directory):
+        told = f"given up before, and left alone: {', '.join(given_up)}"
+        console.print(Text(f"{told}; `coordinator resume RUN` goes on with one"), soft_wrap=True)
     for found in unfinished_runs(directory):
         try:
             service.resume(found)
@@ -285,10 +288,13 @@ def _conclude(service: Service, console: Console, again: Callable[..., str]) -> 
     outcome = execution.outcome
     if not service.settings.once:
         return ExitCode.OK  # how each run ended was told then; to serve runs was what this was for
+    way_on = again(service.address, execution.directory)
     if outcome.outcome == "failed":
-        print(f"coordinator: {outcome.reason}", file=sys.stderr)
+        resumable = execution.run.saves.saved is not None and not execution.superseded
+        told = f"; go on with it: {way_on}" if resumable else ""
+        print(f"coordinator: {outcome.reason}{told}", file=sys.stderr)
         return outcome.exit_code
-    print_outcome(execution, console, again(service.address, execution.directory))
+    print_outcome(execution, console, way_on)
     return outcome.exit_code
 
 

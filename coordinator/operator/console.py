@@ -153,8 +153,18 @@ class ProgressConsole:
                 figures = _headline(execution.run, fact.metrics)
                 text = ", ".join(f"{name} {_figure(value)}" for name, value in figures.items())
                 self._tell(f"step {fact.step}: held-out {text}", fact, fields)
+            case RunEnded(outcome="failed"):
+                self._tell_way_on(run_id)
             case StepCommitted() if execution is not None and self._live is None:
                 self._progress_line(execution, fact, fields)
+
+    def _tell_way_on(self, run_id: str) -> None:
+        """One run that is done at a terminal has it in its last line."""
+        finished = self._service.finished
+        if self._service.settings.once or finished is None or finished.run.saves.saved is None:
+            return
+        elsewhere = f"coordinator --resume --out {finished.directory}"
+        self._tell(f"  go on with it: coordinator resume {run_id}, or {elsewhere}")
 
     def tick(self) -> None:
         """Called about once a second: say what has been waited for all this time."""

@@ -46,6 +46,12 @@ class _Continuation(BaseModel):
     skip_step: bool = False
 
 
+class _Resumption(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    run_id: str
+    from_step: int | None = None
+
+
 class ControlPort:
     """Serves one `Service`; a listener of its reports for the event stream."""
 
@@ -78,6 +84,8 @@ class ControlPort:
         app.router.add_post("/continue", self._continue)
         app.router.add_post("/checkpoint", self._checkpoint)
         app.router.add_post("/drain", self._drain)
+        app.router.add_post("/give-up", self._give_up)
+        app.router.add_post("/resume", self._resume)
         self._runner = web.AppRunner(
             app, handle_signals=False, shutdown_timeout=1.0, access_log=None, logger=_SILENT
         )
@@ -177,6 +185,28 @@ class ControlPort:
         del request
         self._service.drain()
         return web.json_response({"draining": True})
+
+    async def _give_up(self, request: web.Request) -> web.Response:
+        """End the run in progress; the next one begins, and this one can be gone on with."""
+        del request
+        current = self._service.current
+        if current is None or current.outcome is not None:
+            return _conflict("no run is in progress")
+        run, reason = current.run, "given up by the operator"
+        if run.phase is RunPhase.HALTED:
+            reason += f", when halted: {run.reason}"
+        current.command("give_up", lambda: run.give_up(reason))
+        document = {"run_id": run.run_id, "step": run.step, "directory": str(current.directory)}
+        return web.json_response({**document, "serving": not self._service.settings.once})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        if self._service.settings.once:
+            return _conflict("this coordinator does one run and ends; start one without --run")
+        wanted = await _body(request, _Resumption)
+        run_id = await self._service.resume_by_name(wanted.run_id, wanted.from_step)
+        if run_id is None:
+            return _conflict(f"run {wanted.run_id!r} has finished; nothing is to be done")
+        return web.json_response({"run_id": run_id})
 
 
 async def _body(request: web.Request, model: type[Model]) -> Model:

@@ -165,7 +165,7 @@ def waiting_for(run: Run, connected: list[str]) -> Waiting:
         uploader = run.settled.admission.uploader if run.settled is not None else None
         return _workers([str(uploader)], "{} to send the initial state")
     if run.phase is RunPhase.HALTED:
-        return Waiting(f"an operator (continue, or continue --skip-step): {run.reason}")
+        return Waiting(f"an operator (continue, continue --skip-step, or give-up): {run.reason}")
     if run.phase is RunPhase.OVER:
         return Waiting("the disk to take the result")
     if not run.members.names(*COMPUTING):

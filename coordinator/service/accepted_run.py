@@ -15,7 +15,7 @@ from coordinator.files.kept_index import keep_index, kept_index
 from coordinator.run.restart import Resumption, Terms
 from coordinator.service.chronicle import committed, settled
 from coordinator.storage.checkpoint import checkpoint_steps
-from coordinator.storage.journal import JournalEnd, read_end
+from coordinator.storage.journal import JournalEnd, read_end, was_given_up
 from coordinator.storage.journal_records import Checkpointed, Record, Resumed, RunBegins
 from coordinator.storage.kept_files import check_files
 from coordinator.storage.recovery import Recovery, leave_behind, recover
@@ -219,7 +219,8 @@ def is_unfinished(path: Path) -> bool:
 
 
 def unfinished_runs(path: Path) -> list[Path]:
-    """The directories below this one that hold runs which can go on, oldest first.
+    """The directories below this one that hold runs which are to go on, oldest first: not those
+    that an operator gave up.
 
     Raises:
         UsageError: There is no such directory.
@@ -230,10 +231,22 @@ def unfinished_runs(path: Path) -> list[Path]:
     return sorted(found, key=lambda child: RunDirectory(child).accepted_ns())
 
 
+def given_up_runs(path: Path) -> list[str]:
+    """Names of the directories below this one whose runs an operator gave up."""
+    return [each.parent.name for each in sorted(path.glob("*/run.json")) if _given_up(each.parent)]
+
+
+def _given_up(path: Path) -> bool:
+    try:
+        return is_unfinished(path) and was_given_up(RunDirectory(path).journal)
+    except SamestepError:
+        return False
+
+
 def _seems_unfinished(path: Path) -> bool:
     """Also where that cannot be told: whoever takes it up will say why."""
     try:
-        return is_unfinished(path)
+        return is_unfinished(path) and not _given_up(path)
     except SamestepError:
         return True
 

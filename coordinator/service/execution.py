@@ -61,7 +61,7 @@ from protocol.spec.manifest import Manifest
 from protocol.wire.connection import Received, encode
 from protocol.wire.messages import AveragedGradient, BlobRequest, EndRun, Message, Ready
 
-Command = Literal["submit", "halt", "continue", "skip_step", "checkpoint", "drain"]
+Command = Literal["submit", "halt", "continue", "skip_step", "checkpoint", "drain", "give_up"]
 
 
 class Watcher(Listener, Protocol):

@@ -235,6 +235,32 @@ class Service:
         except SamestepError:
             self._release(claim)
             raise
+        return self._queue_found(claim, accepted)
+
+    async def resume_by_name(self, run_id: str, from_step: int | None = None) -> str | None:
+        """As `resume`, while others are served: large files are read in a thread.
+
+        Raises:
+            UsageError: It is here already, or there is no such run.
+            SamestepError: It cannot go on; the reason says why.
+        """
+        directory = self.settings.directory / run_id
+        if self._draining:
+            raise UsageError("the coordinator is draining and takes no more runs")
+        here = [self._running, *self.waiting]
+        if run_id in (accepted.stored.run_id for accepted in here if accepted is not None):
+            raise UsageError(f"run {run_id!r} is in progress or waits already")
+        if Path(run_id).name != run_id or not (directory / "run.json").is_file():
+            raise UsageError(f"expected the name of a run, found none at {str(directory)!r}")
+        claim = self.claim(directory)
+        try:
+            accepted = await asyncio.to_thread(find_run, claim, None, from_step)
+        except SamestepError:
+            self._release(claim)
+            raise
+        return self._queue_found(claim, accepted)
+
+    def _queue_found(self, claim: Claim, accepted: AcceptedRun | None) -> str | None:
         if accepted is None:
             self._release(claim)
             return None

@@ -364,6 +364,20 @@ def newest_epoch(path: Path) -> int:
     return 0
 
 
+def was_given_up(path: Path) -> bool:
+    """Whether an operator gave the run up, and nobody has gone on with it since.
+
+    Raises:
+        StorageFailed: It cannot be read.
+    """
+    for record in _records_backwards(path):
+        if record.get("kind") in {"run", "resumed", "plan"}:
+            return False
+        if record.get("command") == "give_up":
+            return True
+    return False
+
+
 def _records_backwards(path: Path) -> Iterator[dict[str, Any]]:
     for line in _lines_backwards(path):
         try:

@@ -220,7 +220,7 @@ class Commanded(Record):
     kind: Literal["command"] = "command"
     epoch: Number
     step: Number
-    command: Literal["submit", "halt", "continue", "skip_step", "checkpoint", "drain"]
+    command: Literal["submit", "halt", "continue", "skip_step", "checkpoint", "drain", "give_up"]
     source: Words = ""
 
 

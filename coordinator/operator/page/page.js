@@ -395,8 +395,10 @@ function showRuns(status) {
       return { cells: [run.run_id, run.task, going ? status.phase : run.outcome || "not ended",
         `${figure(going ? status.step : run.step)} of ${figure(run.steps)}`, figure(going ? status.loss : run.loss),
         Object.entries(run.eval).map(([name, value]) => `${name} ${figure(value)}`).join(", "), moment(run.changed),
-        here ? "shown" : [button("Show", `Show ${run.run_id}`, () => look("run", run.run_id)), " ",
-          button("Beside", `Lay ${run.run_id} beside`, () => look("beside", run.run_id))]] };
+        [...(here ? ["shown"] : [button("Show", `Show ${run.run_id}`, () => look("run", run.run_id)), " ",
+          button("Beside", `Lay ${run.run_id} beside`, () => look("beside", run.run_id))]),
+          ...(going || run.outcome === "finished" || queued.includes(run.run_id) ? [] : [" ", button("Resume", `Resume ${run.run_id}`,
+            () => act(`Resume ${run.run_id}? It goes on when those before it are over.`, "Resume", () => tell("resume", { run_id: run.run_id })))])]] };
     }),
   ]);
 }
@@ -420,6 +422,7 @@ const ACTS = {
   continue: ["Continue the halted run?", "Continue", () => tell("continue", { skip_step: false })],
   skip: ["Continue, and leave this step out? Its samples are covered and nothing is applied.", "Skip the step", () => tell("continue", { skip_step: true })],
   checkpoint: ["Write a checkpoint of the present state?", "Checkpoint", () => tell("checkpoint")],
+  "give-up": ["Give the run up? It ends as failed, the next one begins, and this one can be resumed.", "Give up", () => tell("give-up")],
   drain: ["Drain? The step in progress is finished, then the coordinator's run ends; resume goes on.", "Drain", () => tell("drain")],
 };
 for (const button of document.querySelectorAll("[data-act]")) button.addEventListener("click", () => act(...ACTS[button.dataset.act]));

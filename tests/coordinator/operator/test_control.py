@@ -18,10 +18,12 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from coordinator.audit.audit import audit
 from coordinator.members.listening import require_loopback
 from coordinator.operator.control import ControlPort
 from coordinator.operator.control_client import request
 from coordinator.run.facts import Fact
+from coordinator.service.accepted_run import given_up_runs, unfinished_runs
 from coordinator.service.service import Service, Settings
 from protocol.base.errors import ExitCode, Unreachable, UsageError
 from tests.event_loop import on_uvloop
@@ -223,6 +225,53 @@ async def test_submit_halt_continue_skip_and_finish(tmp_path):
         final = await operator.status()
         assert final["phase"] == "drained"
         assert final["result"]["steps"] == final["step"] > step
+
+
+@on_uvloop
+async def test_a_halted_run_is_given_up_the_next_begins_and_it_goes_on_by_its_name(tmp_path):
+    """Nor does a coordinator that goes on with unfinished runs take it up by itself."""
+    reference = await undisturbed(tmp_path / "undisturbed", scripted_spec(steps=40))
+    runs = tmp_path / "runs"
+    async with operating(runs) as operator:
+        live = operator.live
+        assert (await operator.post("/give-up"))[0] == 409
+        _, first = await operator.post("/submit", {"run": {**SPEC, "steps": 40}})
+        _, second = await operator.post("/submit", {"run": SPEC})
+        live.worker("w0")
+        await live.wait_for("committed", step=2)
+        await operator.post("/halt")
+        code, told = await operator.post("/give-up")
+        assert code == 200
+        assert told["run_id"] == first["run_id"]
+        ended = await live.wait_for("run_ended", run_id=first["run_id"])
+        assert ended["outcome"] == "failed"
+        assert ended["reason"].startswith("given up by the operator, when halted: ")
+        await live.result(second["run_id"])
+        assert unfinished_runs(runs) == []
+        assert given_up_runs(runs) == [first["run_id"]]
+
+        for name, refusal in ((second["run_id"], 409), ("nowhere", 400), ("../runs", 400)):
+            assert (await operator.post("/resume", {"run_id": name}))[0] == refusal
+        mark = len(live.events)
+        assert await operator.post("/resume", first) == (200, first)
+        assert (await operator.post("/resume", first))[0] == 400, "it is in progress"
+        assert given_up_runs(runs) == []
+        while not any(each["event"] == "run_ended" for each in live.events[mark:]):
+            live.changed.clear()
+            await live.changed.wait()
+    result = json.loads((runs / first["run_id"] / "result.json").read_text())
+    assert result["weights_digest"] == reference["weights_digest"]
+    assert audit(runs / first["run_id"]).ok
+
+
+@on_uvloop
+async def test_a_run_that_waits_for_workers_is_given_up_too(tmp_path):
+    async with operating(tmp_path, 9) as operator:
+        _, first = await operator.post("/submit", {"run": SPEC})
+        assert (await operator.post("/give-up"))[0] == 200
+        await operator.live.wait_for("run_ended", run_id=first["run_id"])
+        assert given_up_runs(tmp_path) == [first["run_id"]]
+        assert await operator.post("/resume", first) == (200, first)
 
 
 @on_uvloop

@@ -30,7 +30,7 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 ROUTES = {
     "/": "GET", "/healthz": "GET", "/readyz": "GET", "/status": "GET", "/metrics": "GET",
     "/events": "GET", "/submit": "POST", "/halt": "POST", "/continue": "POST",
-    "/checkpoint": "POST", "/drain": "POST", "/runs": "GET",
+    "/checkpoint": "POST", "/drain": "POST", "/give-up": "POST", "/resume": "POST", "/runs": "GET",
     "/history": "GET", "/report": "GET", "/join": "GET", "/check": "POST", "/revoke": "POST",
     **dict.fromkeys(PAGE_PATHS, "GET"),
 }  # fmt: skip
@@ -38,6 +38,7 @@ OPEN = {"/healthz", *PAGE_PATHS}
 ANSWERS = {
     "/readyz": 503, "/submit": 400, "/halt": 409, "/continue": 409, "/checkpoint": 409,
     "/history": 400, "/report": 400, "/check": 400, "/revoke": 400,
+    "/give-up": 409, "/resume": 400,
 }  # fmt: skip
 """With nothing going on; all others: 200."""
 

@@ -72,8 +72,8 @@ COMMITTED = (*TWO_TRAIN, "node ann 0-2", "node bob 2-4")
             ["cem"], "cem to load the state"),
         (TWO_TRAIN, {}, ["ann", "bob"], "gradients of ann, bob"),
         ((*TWO_TRAIN, "node ann 0-2"), {}, ["ann", "bob"], "gradients of bob"),
-        ((*TWO_TRAIN, "halt"), {}, ["ann"], ("an operator (continue, or continue --skip-step): "
-            "halted by the operator")),
+        ((*TWO_TRAIN, "halt"), {}, ["ann"],
+            "an operator (continue, continue --skip-step, or give-up): halted by the operator"),
         ((*TWO_TRAIN, "lost ann", "lost bob"), {}, [], "a worker: all have left"),
         ((*TWO_TRAIN, "invite cem", "fails cem", "lost ann", "lost bob"), {}, [],
             "a worker: all have left; cem cannot take part: the device failed: out of memory"),
