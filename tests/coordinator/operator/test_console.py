@@ -34,6 +34,9 @@ def service(*, once=False):
     return SimpleNamespace(
         settings=SimpleNamespace(once=once),
         current=SimpleNamespace(run=SimpleNamespace(run_id="r-1", manifest=None)),
+        finished=SimpleNamespace(
+            directory="runs/r-1", run=SimpleNamespace(saves=SimpleNamespace(saved=2))
+        ),
         sessions={},
         known=set(),
     )
@@ -79,7 +82,12 @@ def test_a_service_tells_of_each_run_that_it_takes_and_ends(once):
     told, screen = progress(once=once)
     told.reported(RunAccepted("digits", 5), "r-1")
     told.reported(RunEnded("failed", "no data"), "r-1")
-    lines = ["run r-1 accepted: digits, 5 steps", "run r-1 failed: no data"]
+    elsewhere = "coordinator --resume --out runs/r-1"
+    lines = [
+        "run r-1 accepted: digits, 5 steps",
+        "run r-1 failed: no data",
+        f"  go on with it: coordinator resume r-1, or {elsewhere}",
+    ]
     assert screen.getvalue().splitlines() == ([] if once else lines)
 
 
