@@ -181,9 +181,16 @@ class HostileWorker:
         return event
 
     def _upload(self) -> None:
-        for block, values in enumerate(self.parameters):
-            last = block == len(self.parameters) - 1
-            self.send(self.state_chunk(block, last=last), values)
+        assert self._connection.blocks is not None
+        pieces = [
+            (number, chunk, block.chunk_slice(chunk))
+            for number, block in enumerate(self._connection.blocks)
+            for chunk in range(block.chunks)
+        ]
+        for number, chunk, part in pieces:
+            last = (number, chunk, part) == pieces[-1]
+            message = self.state_chunk(number, chunk=chunk, last=last)
+            self.send(message, self.parameters[number][part])
 
     def state_chunk(self, block: int, **changes: Any) -> StateChunk:
         fields = {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Final
 
 import numpy as np
 
 from protocol.base import limits
+from protocol.spec.manifest import Block, TensorSpec
 from protocol.wire.messages import (
     BlockGradientPayload,
     Commit,
@@ -32,12 +34,15 @@ QUEUE_BYTES: Final = 8 * MIB
 
 def deliver(hostile: HostileWorker, plan: StepPlan) -> None:
     """What it was given to compute."""
+    tensor = TensorSpec(name="w", shape=(BLOCK_BYTES // 4,))
+    block = Block(name="b", kind="block", tensors=(tensor,))
+    values = np.zeros(block.elements, np.float32)
     place = {"epoch": plan.epoch, "step": plan.step, "attempt": plan.attempt}
     for lo, hi in plan.nodes:
         node = {**place, "lo": lo, "hi": hi, "weight": float(hi - lo)}
-        for block in reversed(range(BLOCKS)):
-            zeros = np.zeros(BLOCK_BYTES // 4, np.float32)
-            hostile.send(BlockGradientPayload(**node, block=block, chunk=0), zeros)
+        for number, chunk in itertools.product(reversed(range(BLOCKS)), range(block.chunks)):
+            payload = BlockGradientPayload(**node, block=number, chunk=chunk)
+            hostile.send(payload, values[block.chunk_slice(chunk)])
         hostile.send(NodeLoss(**node, loss_sum=1.0, elapsed_ms=1.0))
 
 
