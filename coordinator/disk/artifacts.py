@@ -6,9 +6,11 @@ Everything is written under a temporary name, synced and renamed: a reader never
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
-from coordinator.disk.durable_file import replace_file
+from coordinator.disk.durable_file import NewFile, replace_file
 from coordinator.disk.safetensors_file import safetensors_pieces
 from protocol.base.errors import DataError
 from protocol.exact.replica import Replica
@@ -27,16 +29,40 @@ def write_model(directory: Path, manifest: Manifest, replica: Replica) -> dict[s
     Returns:
         BLAKE3 of each file, by its path below `directory`.
     """
+    with ExitStack() as stack:
+        files = begin_model(stack, directory, manifest, replica)
+        return {name: file.settle() for name, file in files.items()}
+
+
+def begin_model(
+    stack: ExitStack, directory: Path, manifest: Manifest, replica: Replica
+) -> dict[str, NewFile]:
+    """Write the files of `write_model`, not durable yet: the replica may change from then on.
+
+    Args:
+        stack: Closes them.
+        directory: As for `write_model`.
+        manifest: As there.
+        replica: As there.
+
+    Returns:
+        Each by its path below `directory`, to be settled in this order.
+    """
     export = manifest.export
     target = directory / export.directory
     target.mkdir(parents=True, exist_ok=True)
     tensors = {export.names.get(name, name): values for name, values in replica.tensors().items()}
-    weights = safetensors_pieces(tensors, {"format": "pt"})
-    digests = {export.weights_file: replace_file(target / export.weights_file, weights)}
+    contents: dict[str, bytes | Iterator[memoryview]] = {
+        export.weights_file: safetensors_pieces(tensors, {"format": "pt"})
+    }
     for name, text in export.files.items():
         written = _with_place_of_base(text) if name == ADAPTER_CONFIG else text
-        digests[name] = replace_file(target / name, written.encode())
-    return {f"{export.directory}/{name}": digest for name, digest in digests.items()}
+        contents[name] = written.encode()
+    files = {}
+    for name, content in contents.items():
+        file = files[f"{export.directory}/{name}"] = stack.enter_context(NewFile(target / name))
+        file.write(content)
+    return files
 
 
 def _with_place_of_base(text: str) -> str:

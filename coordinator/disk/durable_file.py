@@ -6,13 +6,14 @@ reader sees the old content or the new, never half of it.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from blake3 import blake3
 
@@ -124,24 +125,62 @@ def replace_file(path: Path, content: bytes | Iterable[memoryview]) -> str:
     Raises:
         StorageFailed: The disk refuses; what was there before is untouched.
     """
-    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
-    digest = blake3(max_threads=blake3.AUTO)
-    with storing("write", path):
-        try:
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-            try:
-                for piece in [memoryview(content)] if isinstance(content, bytes) else content:
-                    write_all(fd, [piece])
-                    digest.update(piece)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            temporary.replace(path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-        sync_directory(path.parent)
-    return digest.hexdigest()
+    with NewFile(path) as file:
+        file.write(content)
+        return file.settle()
+
+
+class NewFile:
+    """A file under its temporary name: `write`, then `settle`.
+
+    As a context manager it closes the file, and removes it if the disk refuses.
+
+    Args:
+        path: Its name in the end.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+        self._digest = blake3(max_threads=blake3.AUTO)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        with storing("write", path):
+            self._fd = os.open(self._temporary, flags, 0o666)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        os.close(self._fd)
+        if kind is not None and issubclass(kind, StorageFailed):
+            with contextlib.suppress(OSError):
+                self._temporary.unlink(missing_ok=True)
+
+    def write(self, content: bytes | Iterable[memoryview]) -> None:
+        """Write it, not durable yet; what was given may change then.
+
+        Raises:
+            StorageFailed: The disk refuses.
+        """
+        with storing("write", self.path):
+            for piece in [memoryview(content)] if isinstance(content, bytes) else content:
+                write_all(self._fd, [piece])
+                self._digest.update(piece)
+
+    def settle(self) -> str:
+        """Make it durable under its name.
+
+        Returns:
+            The content's BLAKE3, 64 hex digits.
+
+        Raises:
+            StorageFailed: The disk refuses; what was there before is untouched.
+        """
+        with storing("write", self.path):
+            os.fsync(self._fd)
+            self._temporary.replace(self.path)
+            sync_directory(self.path.parent)
+        return self._digest.hexdigest()
 
 
 def remove_temporaries(directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""Float32 tensors as a safetensors file, piece by piece.
+"""Float32 tensors as a safetensors file, written and read piece by piece.
 
     u64 header bytes | header | values
     header   JSON, padded with spaces to a multiple of 8 bytes: {"__metadata__": {...},
@@ -12,12 +12,19 @@ thread run meanwhile: seconds, with a large state.
 from __future__ import annotations
 
 import json
+import math
+import os
 import struct
+import sys
 from collections.abc import Iterator, Mapping
-from typing import Final
+from pathlib import Path
+from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
+
+from coordinator.disk.durable_file import storing
+from protocol.base.errors import StorageDamaged
 
 _PIECE_BYTES: Final = 8 << 20
 _ALIGNMENT_BYTES: Final = 8
@@ -52,3 +59,86 @@ def safetensors_pieces(
         raw = flat.view(np.uint8).data
         for at in range(0, raw.nbytes, _PIECE_BYTES):
             yield raw[at : at + _PIECE_BYTES]
+
+
+class SafetensorsFile:
+    """An open file of which any stretch of any tensor can be read; also once it is removed.
+
+    Attributes:
+        shapes: Of the float32 tensors, by name.
+
+    Args:
+        path: Its name.
+
+    Raises:
+        StorageDamaged: It is no such file.
+        StorageFailed: It cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with storing("read", path):
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            with storing("read", path):
+                header, self._start = self._read_header()
+            self._begins, self.shapes = self._checked(header)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def read_into(self, name: str, start: int, out: NDArray[np.float32]) -> None:
+        """Fill a flat array with the tensor's elements from this one on.
+
+        Raises:
+            StorageDamaged: The file is shorter than it was.
+            StorageFailed: It cannot be read.
+        """
+        raw, at = out.view(np.uint8).data, self._start + self._begins[name] + start * 4
+        with storing("read", self._path):
+            while raw:
+                count = os.preadv(self._fd, [raw[:_PIECE_BYTES]], at)
+                if not count:
+                    raise self._damaged("it is shorter than it was")
+                raw, at = raw[count:], at + count
+        if sys.byteorder == "big":
+            out.byteswap(inplace=True)
+
+    def _read_header(self) -> tuple[Any, int]:
+        size = os.fstat(self._fd).st_size
+        length = os.pread(self._fd, 8, 0)
+        count = struct.unpack("<Q", length)[0] if len(length) == 8 else size
+        if count > size - 8:
+            raise self._damaged("its header is longer than the file")
+        try:
+            return json.loads(os.pread(self._fd, count, 8)), 8 + count
+        except ValueError:
+            raise self._damaged("its header is no JSON") from None
+
+    def _checked(self, header: Any) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+        held = os.fstat(self._fd).st_size - self._start
+        try:
+            tensors = {
+                name: (*entry["data_offsets"], tuple(map(int, entry["shape"])))
+                for name, entry in header.items()
+                if name != "__metadata__" and entry["dtype"] == "F32"
+            }
+            fits = all(
+                0 <= begin <= end <= held and end - begin == math.prod(shape) * 4
+                for begin, end, shape in tensors.values()
+            )
+        except (AttributeError, KeyError, TypeError, ValueError):
+            fits = False
+        if not fits:
+            raise self._damaged("its header does not fit the file")
+        begins = {name: begin for name, (begin, _, _) in tensors.items()}
+        return begins, {name: shape for name, (_, _, shape) in tensors.items()}
+
+    def _damaged(self, reason: str) -> StorageDamaged:
+        return StorageDamaged(str(self._path), "", reason)

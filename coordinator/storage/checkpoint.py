@@ -16,7 +16,8 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, TypeVar
@@ -28,10 +29,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from coordinator.disk.artifacts import write_model
+from coordinator.disk.artifacts import begin_model
 from coordinator.disk.canonical_json import json_digest
 from coordinator.disk.durable_file import (
     TEMPORARY_SUFFIX,
+    NewFile,
     remove_temporaries,
     replace_file,
     storing,
@@ -42,7 +44,6 @@ from protocol.base.errors import Mismatch, StorageDamaged, StorageFailed
 from protocol.base.fields import Digest, Number, Small
 from protocol.exact.replica import Replica
 from protocol.spec.manifest import Manifest
-from protocol.spec.run_spec import OptimizerSpec
 
 FORMAT: Final = 1
 Sealed = TypeVar("Sealed", bound=BaseModel)
@@ -119,16 +120,18 @@ def write_checkpoint(
     run_id: str,
     epoch: int,
     losses: Sequence[float],
+    state_read: Callable[[], None] = lambda: None,
 ) -> Checkpoint:
     """Write a checkpoint, durable when this returns.
 
     Args:
         root: The directory of all checkpoints; made if it is not there.
         manifest: The run's; settles the layout.
-        replica: The state. Nobody may change it meanwhile: a copy, off the critical path.
+        replica: The state. Nobody may change it until `state_read` is called, or this returns.
         run_id: The run's.
         epoch: The coordinator's.
         losses: The mean loss of each step so far; not finite for a skipped one.
+        state_read: Called once the state is written, and not durable yet.
 
     Raises:
         StorageFailed: The disk refuses; nothing of it is left. The call can be made again.
@@ -159,7 +162,7 @@ def write_checkpoint(
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
         with storing("write", path):
-            info = _write_files(temporary, manifest, replica, info)
+            info = _write_files(temporary, manifest, replica, info, state_read)
             remove_checkpoint(path)
             temporary.rename(path)
             sync_directory(root)
@@ -220,36 +223,6 @@ def _seal(key: str, content: BaseModel) -> bytes:
     plain = content.model_dump(mode="json")
     document = {key: plain, "blake3": json_digest(plain)}
     return (json.dumps(document, indent=2) + "\n").encode()
-
-
-def load_replica(checkpoint: Checkpoint, manifest: Manifest, optimizer: OptimizerSpec) -> Replica:
-    """The state that a checkpoint holds.
-
-    Raises:
-        StorageDamaged: Its digest is not the one that was written, or a tensor is missing.
-        StorageFailed: It cannot be read.
-    """
-    export = manifest.export
-    replica = Replica(manifest.blocks, optimizer)
-    parameters = load_tensors(checkpoint.path / export.directory / export.weights_file)
-    moments = load_tensors(checkpoint.path / STATE_FILE)
-    for part in replica.parts():
-        for tensor, place in manifest.blocks[part.block].slices():
-            if part.kind == "parameters":
-                values = parameters.get(export.names.get(tensor.name, tensor.name))
-            else:
-                values = moments.get(f"{part.kind}/{tensor.name}")
-            if values is None or values.shape != tensor.shape or values.dtype != np.float32:
-                reason = f"expected {part.kind} of {tensor.name!r} as float32 {tensor.shape}"
-                raise StorageDamaged(str(checkpoint.path), "", reason)
-            part.values[place] = values.reshape(-1)
-    info = checkpoint.info
-    if info.optimizer_step > info.step:
-        raise StorageDamaged(str(checkpoint.path), "", "it counts more updates than steps")
-    replica.restore(info.step, info.optimizer_step)
-    if replica.state_digest() != info.state_digest:
-        raise StorageDamaged(str(checkpoint.path), "", "the state has not the digest it had")
-    return replica
 
 
 def latest_checkpoint(
@@ -339,18 +312,25 @@ def _same_state(root: Path, info: CheckpointInfo, manifest: Manifest) -> Checkpo
 
 
 def _write_files(
-    path: Path, manifest: Manifest, replica: Replica, info: CheckpointInfo
+    path: Path,
+    manifest: Manifest,
+    replica: Replica,
+    info: CheckpointInfo,
+    state_read: Callable[[], None],
 ) -> CheckpointInfo:
     path.mkdir()
-    files = write_model(path, manifest, replica)
     moments = {
         f"{part.kind}/{tensor.name}": part.values[place].reshape(tensor.shape)
         for part in replica.parts()
         if part.kind != "parameters"
         for tensor, place in manifest.blocks[part.block].slices()
     }
-    pieces = safetensors_pieces(moments, {"step": str(replica.step)})
-    files[STATE_FILE] = replace_file(path / STATE_FILE, pieces)
+    with ExitStack() as stack:
+        new = begin_model(stack, path, manifest, replica)
+        new[STATE_FILE] = stack.enter_context(NewFile(path / STATE_FILE))
+        new[STATE_FILE].write(safetensors_pieces(moments, {"step": str(replica.step)}))
+        state_read()
+        files = {name: file.settle() for name, file in new.items()}
     info = info.model_copy(update={"files": files})
     replace_file(path / INFO_FILE, _seal("checkpoint", info))
     return info

@@ -16,13 +16,13 @@ from coordinator.storage.checkpoint import (
     checkpoint_path,
     checkpoint_steps,
     latest_checkpoint,
-    load_replica,
     remove_checkpoint,
 )
 from coordinator.storage.log_index import LoggedStep, LogIndex, read_averages
 from coordinator.storage.log_reader import scan_log
 from coordinator.storage.replay import take
 from coordinator.storage.run_directory import RunDirectory, StoredRun
+from coordinator.storage.saved_state import load_replica
 from protocol.base.errors import StorageDamaged
 from protocol.exact.replica import Replica
 from protocol.spec.manifest import Manifest

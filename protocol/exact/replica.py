@@ -20,7 +20,7 @@ from protocol.spec.run_spec import OptimizerSpec
 
 PartKind = Literal["parameters", "first_moment", "second_moment"]
 
-_KINDS: Final[tuple[PartKind, ...]] = ("parameters", "first_moment", "second_moment")
+KINDS: Final[tuple[PartKind, ...]] = ("parameters", "first_moment", "second_moment")
 _ALIGNMENT_BYTES: Final = 64
 
 
@@ -66,7 +66,7 @@ class Replica:
         self._blocks = blocks
         self._optimizer = optimizer
         self._runs = tuple(_decay_runs(block, optimizer) for block in blocks)
-        kinds = _KINDS[: 1 + moment_count(optimizer)]
+        kinds = KINDS[: 1 + moment_count(optimizer)]
         self._state = {kind: [aligned_zeros(b.elements) for b in blocks] for kind in kinds}
 
     @property

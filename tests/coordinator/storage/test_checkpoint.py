@@ -14,12 +14,12 @@ from coordinator.storage.checkpoint import (
     checkpoint_steps,
     find_checkpoint,
     latest_checkpoint,
-    load_replica,
     read_metrics,
     write_checkpoint,
     write_metrics,
 )
 from coordinator.storage.retention import prune
+from coordinator.storage.saved_state import load_replica
 from protocol.base.errors import Mismatch, StorageDamaged, StorageFailed
 from protocol.exact.replica import Replica
 from protocol.spec.run_spec import CheckpointSpec, OptimizerSpec
