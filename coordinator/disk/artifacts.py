@@ -31,7 +31,7 @@ def write_model(directory: Path, manifest: Manifest, replica: Replica) -> dict[s
     """
     with ExitStack() as stack:
         files = begin_model(stack, directory, manifest, replica)
-        return {name: file.settle() for name, file in files.items()}
+        return {name: file.confirm() for name, file in files.items()}
 
 
 def begin_model(
@@ -46,7 +46,7 @@ def begin_model(
         replica: As there.
 
     Returns:
-        Each by its path below `directory`, to be settled in this order.
+        Each by its path below `directory`, to be confirmed in this order.
     """
     export = manifest.export
     target = directory / export.directory

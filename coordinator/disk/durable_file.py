@@ -127,11 +127,11 @@ def replace_file(path: Path, content: bytes | Iterable[memoryview]) -> str:
     """
     with NewFile(path) as file:
         file.write(content)
-        return file.settle()
+        return file.confirm()
 
 
 class NewFile:
-    """A file under its temporary name: `write`, then `settle`.
+    """A file under its temporary name: `write`, then `confirm`.
 
     As a context manager it closes the file, and removes it if the disk refuses.
 
@@ -167,7 +167,7 @@ class NewFile:
                 write_all(self._fd, [piece])
                 self._digest.update(piece)
 
-    def settle(self) -> str:
+    def confirm(self) -> str:
         """Make it durable under its name.
 
         Returns:

@@ -67,7 +67,8 @@ class Follow:
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """Send the worker the replica's state and what was broadcast since; then it follows.
+    """Send the worker the run's state and all that came since; then it follows, and
+    `Run.replayed` says so.
 
     Until it has the state no broadcast may reach it.
     """
@@ -77,7 +78,8 @@ class Seed:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Send the worker what it has missed since `step`, from the log; then it follows.
+    """Send the worker what it has missed since `step`, from the log; then it follows, and
+    `Run.replayed` says so.
 
     Where the log does not have it, or its state then was not this one (if it is not known to be
     right), it is seeded instead.

@@ -198,7 +198,7 @@ class Admission:
                 actions.append(Follow(member.name, 0))
             else:
                 member.state = MemberState.LOADING
-                actions.append(Seed(member.name))
+                actions.append(seed(member))
         return actions
 
     def admit(self, member: Member, step: int, agreement: Agreement) -> list[Action]:
@@ -222,10 +222,16 @@ class Admission:
         member.state = MemberState.LOADING
         if 0 < member.step < step and known in (None, member.state_digest):
             # It has been in the run: what it missed is less than the whole state.
-            member.replaying = True
+            member.gets_state()
             to_compare = member.state_digest if known is None else None
             return [Replay(member.name, member.step, to_compare)]
-        return [Seed(member.name)]
+        return [seed(member)]
+
+
+def seed(member: Member) -> Seed:
+    """Have a worker sent the state; it takes part once `Run.replayed` says that it hears all."""
+    member.gets_state()
+    return Seed(member.name)
 
 
 def refuse(worker: str, reason: str) -> list[Action]:

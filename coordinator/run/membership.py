@@ -64,7 +64,7 @@ class Member:
     idle_steps: int = 0
     """Steps in a row in which it was given nothing."""
     replaying: bool = False
-    """Whether it is being sent steps that it has missed, and does not hear broadcasts yet."""
+    """Whether it is being sent what it lacks, and does not hear broadcasts yet."""
     right_at: int | None = None
     """After how many steps its state was found to be the run's, meanwhile."""
     late: bool = False
@@ -134,6 +134,10 @@ class Member:
     def expected_answer_ms(self) -> float | None:
         """How long it takes to apply a step."""
         return median(self._answers_ms) if self._answers_ms else None
+
+    def gets_state(self) -> None:
+        """It is being sent the state, or steps that it has missed; then it hears broadcasts."""
+        self.replaying, self.right_at = True, None
 
     def planned(self, microbatches: int) -> None:
         """Note its part of a step; what was measured before a long idle time counts no more."""

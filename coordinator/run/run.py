@@ -24,11 +24,11 @@ from coordinator.run.actions import (
     Finish,
     Outcome,
     Remember,
+    Replay,
     Report,
-    Seed,
     Send,
 )
-from coordinator.run.admission import Admission, is_stale, refuse
+from coordinator.run.admission import Admission, is_stale, refuse, seed
 from coordinator.run.double_check import Differing
 from coordinator.run.evaluation import Evaluation
 from coordinator.run.facts import (
@@ -113,6 +113,7 @@ class Event(Enum):
     REPLICA_LOADED = auto()
     REPLICA_APPLIED = auto()
     REPLAYED = auto()
+    FELL_BEHIND = auto()
     DURABLE = auto()
     CHECKPOINTED = auto()
     STORAGE_FAILED = auto()
@@ -351,8 +352,13 @@ class Run:
         return self._on(Event.REPLICA_APPLIED, step, digest, not_finite)
 
     def replayed(self, worker: str) -> list[Action]:
-        """A worker was sent what it had missed, and hears broadcasts from now on."""
+        """A worker was sent the state, or what it had missed, and hears broadcasts from now on."""
         return self._on(Event.REPLAYED, worker)
+
+    def fell_behind(self, worker: str, step: int) -> list[Action]:
+        """A worker that nobody waits for reads so slowly that it is sent nothing after `step` steps
+        any more: from there on it gets all from the log."""
+        return self._on(Event.FELL_BEHIND, worker, step)
 
     def durable(self, step: int) -> list[Action]:
         """The commit of this step is on disk: now all may hear of it."""
@@ -557,7 +563,7 @@ class Run:
         for member in self.members:
             if member.aside_until and member.state is MemberState.LOADING:
                 member.aside_until = 0
-                actions.append(Seed(member.name))
+                actions.append(seed(member))
         return actions
 
     def _gone(self, member: Member, reason: str) -> Report:
@@ -749,6 +755,13 @@ class Run:
         view = self.members.view_begins(self.step, "joined", member.name)
         return [told, *view, *self._on(Event.REASSIGN)]
 
+    def _fell_behind(self, worker: str, step: int) -> list[Action]:
+        member = self.members.get(worker)
+        if member is None or member.state is not MemberState.LOADING:
+            return []
+        member.gets_state()
+        return [Replay(worker, step, None)]
+
     def _replayed(self, worker: str) -> list[Action]:
         member = self.members.get(worker)
         if member is None or not member.replaying:
@@ -850,7 +863,7 @@ class Run:
             self._agreed.progress.agreement.lose(name)
             if (member := self.members.get(name)) is not None:
                 self.members.deactivate(member)
-            actions.append(Seed(name))
+                actions.append(seed(member))
         self._odd.clear()
         return actions + self.members.view_begins(self.step, "reseeded")
 
@@ -941,6 +954,7 @@ class Run:
         (Event.REPLICA_LOADED, _loaded, _ignore, _ignore, _ignore, _ignore),
         (Event.REPLICA_APPLIED, _ignore, _replica, _replica, _replica, _replica),
         (Event.REPLAYED, _ignore, _replayed, _replayed, _replayed, _ignore),
+        (Event.FELL_BEHIND, _ignore, _fell_behind, _fell_behind, _fell_behind, _ignore),
         (Event.DURABLE, _ignore, _durable, _ignore, _durable_in_halt, _durable_too_late),
         (Event.CHECKPOINTED, _saved, _saved, _saved, _saved, _saved),
         (Event.STORAGE_FAILED, _early_refused, _refused, _refused, _refused, _refused),

@@ -29,6 +29,7 @@ from coordinator.run.actions import (
 )
 from coordinator.run.facts import Fact, HeldOutMeasured, TrainingStarted
 from coordinator.run.kept import Bytes
+from coordinator.run.membership import MemberState
 from coordinator.run.run import Run
 from coordinator.service.chronicle import record_of, records_of
 from coordinator.service.followers import Followers
@@ -41,6 +42,7 @@ from coordinator.service.listener import (
 )
 from coordinator.service.replica_keeper import ReplicaKeeper, ReplicaState
 from coordinator.service.result import write_result
+from coordinator.storage.checkpoint import Checkpoint
 from coordinator.storage.journal_records import Checkpointed, Commanded
 from coordinator.storage.log_records import place_of
 from coordinator.storage.recovery import Recovery
@@ -59,7 +61,14 @@ from protocol.host.machine import Machine
 from protocol.host.trace import Tracer, now_us
 from protocol.spec.manifest import Manifest
 from protocol.wire.connection import Received, encode
-from protocol.wire.messages import AveragedGradient, BlobRequest, EndRun, Message, Ready
+from protocol.wire.messages import (
+    AveragedGradient,
+    BlobRequest,
+    Commit,
+    EndRun,
+    Message,
+    Ready,
+)
 
 Command = Literal["submit", "halt", "continue", "skip_step", "checkpoint", "drain", "give_up"]
 
@@ -111,6 +120,9 @@ class Execution:
         self._storage = storage
         self._followers = Followers(sessions, run.step)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._led: dict[str, asyncio.Task[None]] = {}
+        self._news = asyncio.Event()
+        self._refused = False
         self._closed = False
 
     # Events.
@@ -119,7 +131,9 @@ class Execution:
         """After a restart: workers go on, while the replica takes the logged steps again."""
         self.started_s, self.started_step = self._machine.now_s(), self.run.step
         self._keeper = self._new_keeper(recovery.manifest)
-        self._storage.begin_log(recovery.manifest, recovery.step, recovery.redo, recovery.index)
+        self._storage.begin_log(
+            recovery.manifest, recovery.step, recovery.redo, recovery.index, recovery.checkpoint
+        )
         self._spawn(self._catch_up(self._keeper, recovery))
         self._handle(self.run.resume)
 
@@ -172,6 +186,7 @@ class Execution:
     def lost(self, session: MemberSession, reason: str) -> None:
         """A member's connection is over."""
         self._followers.discard(session.name)
+        self._stop_leading(session.name)
         self._handle(lambda: self.run.lost(session.name, reason, failed=session.failed))
 
     def command(self, command: Command, event: Callable[[], Sequence[Action]]) -> None:
@@ -234,9 +249,9 @@ class Execution:
                 case Seed():
                     # Until it has the state no commit may reach it: its answer would be odd again.
                     self._followers.discard(action.worker)
-                    self._spawn(self._seed(action.worker))
+                    self._lead(action.worker, None)
                 case Replay():
-                    self._spawn(self._replay(action))
+                    self._lead(action.worker, action)
                 case Persist():
                     self._spawn(self._persist(action))
                 case Remember():
@@ -258,6 +273,9 @@ class Execution:
     def _broadcast(self, action: Broadcast) -> None:
         message, values = action.message, action.body
         self._followers.broadcast(message, values)
+        if isinstance(message, Commit):
+            for worker in self._followers.behind(message.step):
+                self._leave_behind(worker, message.step)
         if isinstance(message, AveragedGradient):
             assert values is not None
             self._storage.append(place_of(message), values)
@@ -302,16 +320,24 @@ class Execution:
             self._tracer.span("apply step", "replica", start, step=action.step)
         self.applied = applied
         self._followers.forget_before(applied.step)
+        self._tell_joiners()
         self._do(self.run.replica_applied(applied.step, applied.state_digest, applied.not_finite))
 
     async def _save(self, step: int) -> None:
         """Write a checkpoint; the log begins a new segment where it belongs."""
         losses = self.run.losses[:step]
-        replica = await self._replica.snapshot()
-        assert replica.step == step
-        if step:
-            await self._storage.roll()
-        made = await self._storage.save(replica, losses)
+        try:
+            with await self._replica.hold() as held:
+                assert held.replica.step == step
+                if step:
+                    await self._storage.roll()
+                made = await self._storage.save(held.replica, losses, held.release)
+            self._refused = False
+        except SamestepError:
+            self._refused = True
+            raise
+        finally:
+            self._tell_joiners()
         info = made.info
         record = Checkpointed(
             epoch=self.run.epoch, step=step, optimizer_step=info.optimizer_step,
@@ -322,34 +348,91 @@ class Execution:
         self._tell(CheckpointSaved(step))
         self._do(self.run.checkpointed(step))
 
-    async def _seed(self, worker: str) -> None:
-        """Send a joiner the state and what was broadcast since; no running worker is disturbed."""
-        session = self._sessions.get(worker)
-        snapshot = await self._replica.snapshot()
-        if session is None or session.channel.closed or self.outcome is not None:
-            return
-        self._followers.seed(session, self.run.run_id, self._replica.manifest, snapshot)
+    # Workers on their way to the run's state.
 
-    async def _replay(self, action: Replay) -> None:
-        """Send a worker that was away what it has missed; where the log lacks it, everything."""
-        session = self._sessions.get(action.worker)
-        if session is None:
-            return
+    def _lead(self, worker: str, missed: Replay | None) -> None:
+        """Send it what it has missed, or everything; what was on its way to it is void."""
+        self._stop_leading(worker)
+        if (session := self._sessions.get(worker)) is not None:
+            self._led[worker] = self._spawn(self._bring(session, missed))
+
+    def _stop_leading(self, worker: str) -> None:
+        if (task := self._led.pop(worker, None)) is not None:
+            task.cancel()
+
+    def _leave_behind(self, worker: str, step: int) -> None:
+        """It reads too slowly to be sent what is in memory: from the log, at its own pace."""
+        member = self.run.members.get(worker)
+        if member is not None and member.state is MemberState.LOADING:
+            self._do(self.run.fell_behind(worker, self._followers.detach(worker, step)))
+
+    async def _bring(self, session: MemberSession, missed: Replay | None) -> None:
+        """Then it hears all that is broadcast."""
+        tried: Checkpoint | None = None
+        async with self._storage.joining() as needs:
+            reached = None
+            if missed is not None and not self._is_far(missed.step):
+                needs(missed.step)
+                reached = await self._replayed(session, missed)
+            while reached is None and not self._is_gone(session):
+                tried = await self._checkpoint_near(tried)
+                needs(tried.info.step)
+                reached = await self._seeded(session, tried)
+            if reached is None or self._is_gone(session):
+                return
+            self._followers.join(session, reached)
+        self._do(self.run.replayed(session.name))
+
+    def _is_gone(self, session: MemberSession) -> bool:
+        return session.channel.closed or self.outcome is not None
+
+    def _is_far(self, step: int) -> bool:
+        return self._followers.is_far(step, self.run.step, self._replica.manifest)
+
+    async def _seeded(self, session: MemberSession, checkpoint: Checkpoint) -> int | None:
+        """Send it a checkpoint's state, then what came since; None if that cannot be had."""
         try:
-            reached = await self._followers.replay(
-                session.channel, self._storage, self._replica.manifest, action, self.run.epoch
+            with await self._storage.open_state(checkpoint) as saved:
+                await self._followers.send_state(
+                    session.channel, self.run.run_id, self._storage, saved
+                )
+        except SamestepError as error:
+            self._tell(LogUnreadable(str(error)))
+            return None
+        return await self._replayed(session, Replay(session.name, checkpoint.info.step, None))
+
+    async def _replayed(self, session: MemberSession, missed: Replay) -> int | None:
+        try:
+            return await self._followers.replay(
+                session.channel, self._storage, self._replica.manifest, missed, self.run.epoch
             )
         except SamestepError as error:
-            reached = None
             self._tell(LogUnreadable(str(error)))
-        if session.channel.closed or self.outcome is not None:
-            return
-        if reached is None:
-            await self._seed(action.worker)
-        else:
-            self._followers.join(session, reached)
-        if not session.channel.closed:
-            self._do(self.run.replayed(action.worker))
+            return None
+
+    async def _checkpoint_near(self, tried: Checkpoint | None) -> Checkpoint:
+        """The newest checkpoint; where the log since is longer than the state, one that is made
+        now, for all who come meanwhile.
+
+        Args:
+            tried: One that has led nowhere.
+        """
+        averages_from = await self._storage.averages_from()
+        asked = None
+        while True:
+            newest = self._storage.newest
+            if newest is not None and newest is not tried and newest.info.step >= averages_from:
+                near = not self._is_far(newest.info.step)
+                if near or self._refused:
+                    return newest
+            if asked != self.run.step:
+                asked = self.run.step
+                self._do(self.run.save())
+            await self._news.wait()
+
+    def _tell_joiners(self) -> None:
+        self._news.set()
+        self._news.clear()
 
     async def _digest_replica(self, upload: int) -> None:
         """All chunks of an upload of state 0 are in the replica; maybe its sender has left."""
@@ -402,15 +485,17 @@ class Execution:
     async def _write(self, action: Finish, ended_s: float) -> None:
         if self.applied is None or action.outcome == "failed":
             return
-        replica = await self._replica.snapshot()
-        self.model_directory, self.result = await write_result(
-            self.run, self._storage, replica, action, ended_s - (self.started_s or ended_s)
-        )
+        wall_s = ended_s - (self.started_s or ended_s)
+        with await self._replica.hold() as held:
+            self.model_directory, self.result = await write_result(
+                self.run, self._storage, held.replica, action, wall_s
+            )
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
+        return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -1,7 +1,9 @@
 """Workers that have the run's state: how one comes to it, and what they hear from then on.
 
-A worker gets all of the state, or the steps that it has missed from the log, then what was
-broadcast since the replica's state; no running worker is disturbed.
+A worker gets the state of a checkpoint and the steps since from the log, or only the steps that it
+has missed, then what was broadcast since the replica's state; no running worker is disturbed.
+Nothing is held in memory for it but the few chunks that are on their way: what is broadcast is
+there anyway until the replica has it, and who has not read it by then gets it from the log.
 """
 
 from __future__ import annotations
@@ -14,22 +16,30 @@ from coordinator.members.session import MemberSession
 from coordinator.run.actions import Replay
 from coordinator.storage.log_index import LoggedStep
 from coordinator.storage.run_storage import RunStorage
+from coordinator.storage.saved_state import SavedState
 from protocol.base import limits
-from protocol.exact.replica import Replica
 from protocol.exact.update import Array
 from protocol.spec.manifest import Manifest
 from protocol.wire.connection import Encoded, encode
 from protocol.wire.messages import (
+    Assign,
     AveragedBlockGradient,
     AveragedNonBlockGradient,
+    Cancel,
     Commit,
+    EvalPlan,
     Message,
     StateChunk,
+    StepPlan,
 )
 from protocol.wire.transport import Channel
 
 _MOST_STATE_PARTS: Final = 3
 """Parameters and two moments: the whole state is as long as the averages of so many steps."""
+
+
+_KEPT: Final = (AveragedBlockGradient, AveragedNonBlockGradient, Commit)
+_IN_STEP: Final = (*_KEPT, StepPlan, Assign, Cancel, EvalPlan)
 
 
 class Followers:
@@ -62,7 +72,7 @@ class Followers:
             session = self._sessions.get(name)
             if session is not None:
                 session.channel.send(encoded)
-        if isinstance(message, AveragedBlockGradient | AveragedNonBlockGradient | Commit):
+        if isinstance(message, _KEPT):
             self._tail.append((message.step, encoded))
 
     def forget_before(self, step: int) -> None:
@@ -82,24 +92,52 @@ class Followers:
                 session.channel.send(encoded)
         self._names.add(session.name)
 
-    def seed(
-        self, session: MemberSession, run_id: str, manifest: Manifest, snapshot: Replica
+    def behind(self, step: int) -> list[str]:
+        """Who has not yet been sent all that was broadcast before this step."""
+        return [name for name in sorted(self._names) if self._next_step(name, step) < step]
+
+    def _next_step(self, worker: str, step: int) -> int:
+        session = self._sessions.get(worker)
+        waiting = session.channel.waiting if session is not None else iter(())
+        return next((m.step for m in waiting if isinstance(m, _KEPT)), step)
+
+    def detach(self, worker: str, step: int) -> int:
+        """What waits for the worker of this step and of those before it is kept for it no longer.
+
+        Returns:
+            The step from which on it is to get everything again, from the log.
+        """
+        next_step = self._next_step(worker, step)
+        self.discard(worker)
+        if (session := self._sessions.get(worker)) is not None:
+            session.channel.withdraw(_IN_STEP)
+        return next_step
+
+    def is_far(self, step: int, now: int, manifest: Manifest) -> bool:
+        """Whether the averages of all steps since then are more to send than the state is."""
+        missed_bytes = (now - step) * manifest.elements * 4
+        return missed_bytes > max(limits.REPLAY_BYTES, _MOST_STATE_PARTS * manifest.elements * 4)
+
+    async def send_state(
+        self, channel: Channel, run_id: str, storage: RunStorage, saved: SavedState
     ) -> None:
-        """Send the worker a whole state, which nobody changes any more; then it hears all."""
-        pieces = [
-            (part, chunk)
-            for part in snapshot.parts()
-            for chunk in range(manifest.blocks[part.block].chunks)
-        ]
-        for index, (part, chunk) in enumerate(pieces):
-            piece = manifest.blocks[part.block].chunk_slice(chunk)
+        """Send a worker a whole state, as fast as it reads.
+
+        Raises:
+            SamestepError: The state cannot be read.
+        """
+        pieces = list(saved.pieces())
+        for index, piece in enumerate(pieces):
+            values = await storage.read(saved, piece)
+            await channel.room()
+            if channel.closed or self.over:
+                return
             message = StateChunk(
-                run_id=run_id, kind=part.kind, block=part.block, chunk=chunk,
-                step=snapshot.step, optimizer_step=snapshot.optimizer_step,
+                run_id=run_id, kind=piece.kind, block=piece.block, chunk=piece.chunk,
+                step=saved.step, optimizer_step=saved.optimizer_step,
                 last=index == len(pieces) - 1,
             )  # fmt: skip
-            session.channel.send(encode(message, part.values[piece]))
-        self.join(session, snapshot.step)
+            channel.send(encode(message, values))
 
     async def replay(
         self,
@@ -109,61 +147,58 @@ class Followers:
         missed: Replay,
         epoch: int,
     ) -> int | None:
-        """Send a worker committed steps from the log, until what comes then is kept here.
+        """Send a worker committed steps from the log, as fast as it reads, until what comes then is
+        kept here.
 
         Args:
             channel: The worker's.
             storage: Has the log.
-            manifest: Says how averages are cut into chunks.
+            manifest: Says which block is of which kind.
             missed: From which step on, and from which state.
             epoch: The coordinator's; the messages carry it, whichever wrote the step.
 
         Returns:
-            How many steps the worker has then, to `join` with; None if the log does not lead there,
-            or the whole state is less to send.
+            How many steps the worker has then, to `join` with; None if the log does not lead there.
 
         Raises:
             SamestepError: The log cannot be read.
         """
         step, known = missed.step, missed.state_digest
-        missed_bytes = (self.since - step) * manifest.elements * 4
-        if missed_bytes > max(limits.REPLAY_BYTES, _MOST_STATE_PARTS * manifest.elements * 4):
-            return None
         while step < self.since and not (channel.closed or self.over):
             row = await storage.logged(step)
             if not row or known not in (None, row[0].record.state_before):
                 return None
             known = None
             for logged in row:
-                averages = await storage.averages(logged)
-                if averages is None and logged.record.commit.scalars is not None:
+                if logged.record.commit.scalars is not None and not logged.has_averages:
                     return None
-                if self.over:
-                    return step  # the worker is in the next run already
-                _send_step(channel, manifest, epoch, logged, averages)
+                await self._send_step(channel, storage, manifest, epoch, logged)
                 step += 1
         return step
+
+    async def _send_step(
+        self,
+        channel: Channel,
+        storage: RunStorage,
+        manifest: Manifest,
+        epoch: int,
+        logged: LoggedStep,
+    ) -> None:
+        """Nothing of it once the run is over: the worker may be in the next one already."""
+        commit = logged.record.commit
+        if commit.scalars is not None:
+            place = {"epoch": epoch, "step": commit.step, "attempt": commit.attempt}
+            async for block, chunk, values in storage.chunks(logged):
+                await channel.room()
+                if channel.closed or self.over:
+                    return
+                is_block = manifest.blocks[block].kind == "block"
+                kind = AveragedBlockGradient if is_block else AveragedNonBlockGradient
+                channel.send(encode(kind(**place, block=block, chunk=chunk), values))
+        if not self.over:
+            channel.send(encode(commit.model_copy(update={"epoch": epoch})))
 
     def clear(self) -> None:
         """The run is over: let go of everything kept."""
         self.over = True
         self._tail.clear()
-
-
-def _send_step(
-    channel: Channel,
-    manifest: Manifest,
-    epoch: int,
-    logged: LoggedStep,
-    averages: list[Array] | None,
-) -> None:
-    commit = logged.record.commit
-    for number, values in enumerate(averages or ()):
-        block = manifest.blocks[number]
-        kind = AveragedBlockGradient if block.kind == "block" else AveragedNonBlockGradient
-        for chunk in range(block.chunks):
-            message = kind(
-                epoch=epoch, step=commit.step, attempt=commit.attempt, block=number, chunk=chunk
-            )
-            channel.send(encode(message, values[block.chunk_slice(chunk)]))
-    channel.send(encode(commit.model_copy(update={"epoch": epoch})))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,26 @@ class ReplicaState(NamedTuple):
     not_finite: str = ""
 
 
+class HeldReplica:
+    """The replica itself, which nobody changes before `release`: no second state in memory."""
+
+    def __init__(self, replica: Replica, turn: asyncio.Lock) -> None:
+        self.replica = replica
+        self._turn: asyncio.Lock | None = turn
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """It may change from now on; in the event loop, once or more."""
+        if self._turn is not None:
+            self._turn.release()
+            self._turn = None
+
+
 class ReplicaKeeper:
     """Owns the replica; its methods run one after the other, in the order of the calls.
 
@@ -40,6 +60,7 @@ class ReplicaKeeper:
         self.manifest = manifest
         self._replica = Replica(manifest.blocks, spec.optimizer)
         self._thread = thread or Machine().thread("replica")
+        self._turn = asyncio.Lock()
 
     def fill(self, message: StateChunk, values: Array) -> None:
         """Take a chunk of the parameters of state 0, before the first step."""
@@ -76,12 +97,10 @@ class ReplicaKeeper:
 
         return await self._in_thread(work)
 
-    async def snapshot(self) -> Replica:
-        """A copy, as of all steps applied by calls before this one."""
-        return await self._in_thread(self._copy)
-
-    def _copy(self) -> Replica:
-        return self._replica.copy()
+    async def hold(self) -> HeldReplica:
+        """The replica, as of all steps applied by calls before this one; later ones wait."""
+        await self._turn.acquire()
+        return HeldReplica(self._replica, self._turn)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -91,4 +110,5 @@ class ReplicaKeeper:
         return ReplicaState(self._replica.step, *digests)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        async with self._turn:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)

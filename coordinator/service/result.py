@@ -42,12 +42,12 @@ async def write_result(
     else:
         exported = await asyncio.to_thread(write_model, path, run.manifest, replica)
     model = path / run.manifest.export.directory
-    digest = replica.weights_digest()
+    digests = await asyncio.to_thread(replica.digests)
     document: dict[str, object] = {
         "run_id": run.run_id,
         "outcome": end.outcome,
         "steps": run.step,
-        "weights_digest": digest,
+        "weights_digest": digests.weights,
         "losses": [loss if math.isfinite(loss) else None for loss in run.losses],
         "eval": {name: v if math.isfinite(v) else None for name, v in run.metrics.items()},
         "exact": run.progress is not None and not run.progress.mixed,
@@ -57,7 +57,7 @@ async def write_result(
     }
     record = Ended(
         epoch=run.epoch, step=run.step, outcome=end.outcome, reason=end.reason,
-        weights_digest=digest, state_digest=replica.state_digest(),
+        weights_digest=digests.weights, state_digest=digests.state,
         result_digest=json_digest(document),
     )  # fmt: skip
     document["journal_head"] = await storage.end_journal(record)

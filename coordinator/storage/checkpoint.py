@@ -330,7 +330,7 @@ def _write_files(
         new[STATE_FILE] = stack.enter_context(NewFile(path / STATE_FILE))
         new[STATE_FILE].write(safetensors_pieces(moments, {"step": str(replica.step)}))
         state_read()
-        files = {name: file.settle() for name, file in new.items()}
+        files = {name: file.confirm() for name, file in new.items()}
     info = info.model_copy(update={"files": files})
     replace_file(path / INFO_FILE, _seal("checkpoint", info))
     return info

@@ -6,7 +6,8 @@ them is the only commit point: `commit` returns when all of it is on disk. A seg
 needless goes with whole files. `log_reader` reads it.
 
 With mode `checkpoint` only commit records are kept, without gradients: a run that resumes does
-the steps since the last checkpoint again, and can compare their digests.
+the steps since the last checkpoint again, and can compare their digests. Each segment has its
+mode: while a worker is on its way into such a run, the averages that it will need are kept.
 
 A disk that refuses (full, read-only, gone) is a `StorageFailed`. Nothing before is damaged, and
 the call can be made again: what has been written since the last commit is kept in memory (by
@@ -126,15 +127,16 @@ class GradientLog:
         """
         assert place.step == self.next_step
         assert (place.block, place.chunk) in self._chunks
-        if self._mode == "checkpoint" or place in self._pending:
+        if place in self._pending:
             return
         attempt = (place.epoch, place.attempt)
         if attempt != self._attempt:
             self._pending.clear()
             self._attempt = attempt
-        self._check_before_mending()
-        with self._file.use("append to"):
-            self._write(RecordKind.CHUNK, chunk_payload(place, values))
+        if self._mode == "full":
+            self._check_before_mending()
+            with self._file.use("append to"):
+                self._write(RecordKind.CHUNK, chunk_payload(place, values))
         self._pending[place] = values
 
     def commit(self, record: CommitRecord) -> None:
@@ -167,8 +169,11 @@ class GradientLog:
         self._pending.clear()
         self.next_step += 1
 
-    def roll(self) -> Path:
+    def roll(self, mode: LogMode | None = None) -> Path:
         """Begin a new segment: a checkpoint of the present step is about to be made.
+
+        Args:
+            mode: From now on; None for the one that there is.
 
         Returns:
             The new segment.
@@ -177,7 +182,12 @@ class GradientLog:
             StorageFailed: The log goes on in the old segment, or in the new one; the call can be
                 made again.
         """
-        old, self._file = self._file, self._new_segment()
+        mode, self._mode = self._mode, mode or self._mode
+        try:
+            old, self._file = self._file, self._new_segment()
+        except StorageFailed:
+            self._mode = mode
+            raise
         old.close()
         # Chunks of the step in progress go along: they are written again before the next record.
         self._file.broken = bool(self._pending)
@@ -258,5 +268,6 @@ class GradientLog:
         self._file.write(record_buffers(kind, payload, self._file.end))
 
     def _rewrite(self) -> None:
-        for place, values in self._pending.items():
+        kept = self._pending if self._mode == "full" else {}
+        for place, values in kept.items():
             self._write(RecordKind.CHUNK, chunk_payload(place, values))

@@ -154,6 +154,16 @@ class LogIndex:
             for segment, limit in self._from(0)
         ]
 
+    @property
+    def averages_from(self) -> int:
+        """The first step from which on all segments keep averages."""
+        base = sys.maxsize
+        for segment in reversed(self._segments):
+            if segment.header.mode != "full":
+                break
+            base = segment.header.base_step
+        return base
+
     def following(self, step: int) -> Iterator[LoggedStep]:
         """The unbroken row of committed steps from this one on, read as they are asked for.
 
@@ -199,14 +209,32 @@ def read_averages(logged: LoggedStep, blocks: tuple[Block, ...]) -> list[Array] 
         StorageDamaged: A record is not what was written, or one is missing.
         StorageFailed: It cannot be read.
     """
-    commit = logged.record.commit
-    if commit.scalars is None or not logged.has_averages:
+    if logged.record.commit.scalars is None or not logged.has_averages:
         return None
     averages = [np.empty(block.elements, np.float32) for block in blocks]
+    for block, chunk, values in read_chunks(logged, blocks):
+        averages[block][blocks[block].chunk_slice(chunk)] = values
+    return averages
+
+
+def read_chunks(logged: LoggedStep, blocks: tuple[Block, ...]) -> Iterator[tuple[int, int, Array]]:
+    """The averaged gradients of a step of which the log has them, chunk by chunk.
+
+    Yields:
+        Block, chunk, and its values, flat.
+
+    Raises:
+        StorageDamaged: A record is not what was written, or at the end: one is missing.
+        StorageFailed: It cannot be read.
+    """
+    commit = logged.record.commit
     missing = {(b, c) for b, block in enumerate(blocks) for c in range(block.chunks)}
-    with storing("read", logged.path), logged.path.open("rb") as file:
+    with storing("read", logged.path):
+        file = logged.path.open("rb")
+    with file:
         for head in logged.chunks:
-            payload = read_payload(file.fileno(), head)
+            with storing("read", logged.path):
+                payload = read_payload(file.fileno(), head)
             chunk = split_chunk(payload) if payload is not None else None
             if chunk is None:
                 raise damaged(logged.path, head.offset, "a chunk is not what was written")
@@ -218,11 +246,10 @@ def read_averages(logged: LoggedStep, blocks: tuple[Block, ...]) -> list[Array] 
             if not known or part.stop - part.start != values.size:
                 raise damaged(logged.path, head.offset, "a chunk that does not fit the manifest")
             missing.discard((place.block, place.chunk))
-            averages[place.block][part] = values
+            yield place.block, place.chunk, values
     if missing:
         reason = f"step {commit.step} is committed without {len(missing)} of its chunks"
         raise damaged(logged.path, None, reason)
-    return averages
 
 
 def segment_name(epoch: int, base_step: int) -> str:

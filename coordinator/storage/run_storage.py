@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from functools import partial
+from itertools import islice
 from typing import Final, TypeVar
 
 from blake3 import blake3
@@ -25,21 +27,26 @@ from coordinator.storage.gradient_log import GradientLog
 from coordinator.storage.journal import Journal
 from coordinator.storage.journal_records import FilesKept, Record
 from coordinator.storage.kept_files import Digests, file_digest, kept_digests
-from coordinator.storage.log_index import LoggedStep, LogIndex, read_averages
+from coordinator.storage.log_index import LoggedStep, LogIndex, read_chunks
 from coordinator.storage.log_records import Array, ChunkPlace
 from coordinator.storage.retention import prune
 from coordinator.storage.run_directory import RunDirectory, terms_bytes
+from coordinator.storage.saved_state import Piece, SavedState
 from protocol.base.errors import SamestepError
 from protocol.exact.replica import Replica
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec
 
 T = TypeVar("T")
+_STEPS_AT_ONCE: Final = 16
 _THREADS: Final = ("log", "journal", "checkpoint", "capture")
 
 
 class RunStorage:
     """Log, journal and checkpoints of one run.
+
+    Attributes:
+        newest: The newest checkpoint that is whole.
 
     Args:
         directory: The run's, begun, and held by this process.
@@ -70,6 +77,7 @@ class RunStorage:
         self._failed = failed
         self._loop = asyncio.get_running_loop()
         thread = thread or partial(ThreadPoolExecutor, 1)
+        self.newest: Checkpoint | None = None
         self._threads = {name: thread(name) for name in _THREADS}
         self._manifest: Manifest | None = None
         self._next_step = 0
@@ -86,6 +94,9 @@ class RunStorage:
         self._kept: Digests = {}
         self._ended = False
         self._metrics: tuple[int, str, dict[str, float]] = (-1, "", {})
+        self._joining = 0
+        self._needed: dict[object, int] = {}
+        self._good = 0
 
     # The gradient log.
 
@@ -95,6 +106,7 @@ class RunStorage:
         next_step: int,
         redo: Sequence[CommitRecord] = (),
         index: LogIndex | None = None,
+        newest: Checkpoint | None = None,
     ) -> None:
         """The manifest is known: keep it, and begin the log after so many steps.
 
@@ -103,7 +115,9 @@ class RunStorage:
             next_step: Steps committed that can be had back.
             redo: The commits after them.
             index: Where they lie; None if there are none.
+            newest: The newest checkpoint that is whole, if there is one.
         """
+        self.newest = newest
         self._manifest, self._next_step, self._redo = manifest, next_step, redo
         self._index = index
         if manifest.capture is not None:
@@ -159,22 +173,58 @@ class RunStorage:
         self._terms = terms
 
     async def logged(self, step: int) -> list[LoggedStep]:
-        """The committed steps from this one on, as far as the log has them in a row.
+        """Some committed steps from this one on, as far as the log has them in a row.
 
         Raises:
             SamestepError: The log cannot be read.
         """
-        return await self._do("log", lambda: list(self._opened().index.following(step)))
 
-    async def averages(self, logged: LoggedStep) -> list[Array] | None:
-        """What a logged step averaged; None if that is not kept, or the step was skipped.
+        def work() -> list[LoggedStep]:
+            return list(islice(self._opened().index.following(step), _STEPS_AT_ONCE))
+
+        return await self._do("log", work)
+
+    async def chunks(self, logged: LoggedStep) -> AsyncIterator[tuple[int, int, Array]]:
+        """What a logged step averaged: block, chunk, values; no more in memory than one of them.
 
         Raises:
             SamestepError: The log cannot be read, or is cut meanwhile.
         """
         assert self._manifest is not None
-        blocks = self._manifest.blocks
-        return await self._loop.run_in_executor(None, lambda: read_averages(logged, blocks))
+        reading = read_chunks(logged, self._manifest.blocks)
+        while (read := await self._loop.run_in_executor(None, next, reading, None)) is not None:
+            yield read
+
+    async def averages_from(self) -> int:
+        """The step from which on the log keeps averages.
+
+        Raises:
+            SamestepError: The log cannot be begun.
+        """
+        return await self._do("log", lambda: self._opened().index.averages_from)
+
+    @asynccontextmanager
+    async def joining(self) -> AsyncIterator[Callable[[int], None]]:
+        """A worker is on its way to the run's state: meanwhile the log keeps averages.
+
+        Yields:
+            To be called with the step from which on the worker needs them. They are kept for it
+            until a second checkpoint has come after that step: who takes longer begins anew.
+
+        Raises:
+            StorageFailed: The disk refuses.
+        """
+        sparse, worker = self._spec.log == "checkpoint", object()
+        first, self._joining = not self._joining, self._joining + 1
+        try:
+            if sparse and first:
+                await self._do("log", lambda: self._opened().roll("full"))
+            yield partial(self._needed.__setitem__, worker)
+        finally:
+            self._needed.pop(worker, None)
+            self._joining -= 1
+            if sparse and not self._joining:
+                self._spawn("log", lambda: self._opened().roll("checkpoint"))
 
     def _opened(self) -> GradientLog:
         """The log; where the disk refused to begin it, it is begun now."""
@@ -212,12 +262,18 @@ class RunStorage:
         """
         await self._do("log", lambda: self._opened().roll())
 
-    async def save(self, replica: Replica, losses: Sequence[float]) -> Checkpoint:
+    async def save(
+        self,
+        replica: Replica,
+        losses: Sequence[float],
+        state_read: Callable[[], None] = lambda: None,
+    ) -> Checkpoint:
         """Write a checkpoint; then remove what it has made needless.
 
         Args:
-            replica: The state; nobody changes it meanwhile.
+            replica: The state; nobody changes it before `state_read` is called.
             losses: Mean loss of each step so far.
+            state_read: Called in the event loop, unless the disk refuses.
 
         Raises:
             StorageFailed: The disk refuses.
@@ -226,11 +282,15 @@ class RunStorage:
         assert self._manifest is not None
         manifest, root = self._manifest, self.directory.checkpoints
 
+        def read() -> None:
+            self._loop.call_soon_threadsafe(state_read)
+
         def work() -> tuple[Checkpoint, int | None]:
             self._guard()
             checkpoint = write_checkpoint(
-                root, manifest, replica, run_id=self._run_id, epoch=self._epoch, losses=losses
-            )
+                root, manifest, replica, run_id=self._run_id, epoch=self._epoch, losses=losses,
+                state_read=read,
+            )  # fmt: skip
             self._guard()
             if self._metrics[0] == replica.step:
                 write_metrics(root, *self._metrics)
@@ -239,13 +299,31 @@ class RunStorage:
         # Before the log's commits go, and before a restart no longer looks at them.
         await self._do("journal", self._tell_files)
         checkpoint, good = await self._do("checkpoint", work)
+        self.newest = checkpoint
         if good is not None and not self._spec.checkpoint.keep_log:
             await self._do("log", lambda: self._cut(good))
         return checkpoint
 
-    def _cut(self, step: int) -> None:
+    async def open_state(self, checkpoint: Checkpoint) -> SavedState:
+        """A checkpoint's state, to be read by `read`.
+
+        Raises:
+            StorageDamaged: It is not what was written.
+            StorageFailed: It cannot be read.
+        """
+        assert self._manifest is not None
+        wanted = partial(SavedState, checkpoint, self._manifest, self._spec.optimizer)
+        return await self._loop.run_in_executor(None, wanted)
+
+    async def read(self, saved: SavedState, piece: Piece) -> Array:
+        """A piece of a state that is open; raises as that does."""
+        return await self._loop.run_in_executor(None, saved.read, piece)
+
+    def _cut(self, good: int) -> None:
         self._guard()  # another coordinator may be reading what it has found
-        self._opened().cut(step)
+        needed = min([good, *self._needed.values()])
+        before, self._good = self._good, good
+        self._opened().cut(max(needed, before))
 
     def keep_metrics(self, step: int, state_digest: str, metrics: dict[str, float]) -> None:
         """Keep the figures of an evaluation with the checkpoint of that state, if there is one."""

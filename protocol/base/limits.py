@@ -40,11 +40,13 @@ LOOP_HOLD_MS: Final = 100
 """Processor time that nothing may take in an event loop at once: meanwhile nobody is heard."""
 LOOP_WATCH_INTERVAL_MS: Final = 25
 LOOP_HOLD_TOLD_EVERY_S: Final = 10.0
-WRITE_HIGH_WATER_BYTES: Final = 16 * MIB
+WRITE_HIGH_WATER_BYTES: Final = 8 * MIB
+SEND_AHEAD_BYTES: Final = BODY_BYTES
+"""What waits behind that when more of a state or of the log is sent to a worker."""
 REPLAY_BYTES: Final = 64 * MIB
 """Of missed steps that a worker is sent before its whole state is taken to be the shorter way."""
-SEND_QUEUE_BYTES: Final = 2048 * MIB
-"""What may wait for one slow reader before it is dropped."""
+SEND_QUEUE_BYTES: Final = 64 * MIB
+"""What may wait for one slow reader, beside gradients and state, before it is dropped."""
 
 # Runs.
 COUNTED_SAMPLES: Final = 10**12

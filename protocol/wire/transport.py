@@ -13,14 +13,14 @@ import contextlib
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, Protocol, cast
 
 from protocol.base import limits
 from protocol.base.errors import ProtocolError
 from protocol.base.fields import cut_text
 from protocol.wire.connection import Connection, Encoded, Phase, Received, encode
-from protocol.wire.messages import Cancel, Goodbye, Halt, Heartbeat, Message, StateChunk
+from protocol.wire.messages import Cancel, Goodbye, Halt, Heartbeat, Message
 
 _LAST_ANSWER: Final = struct.Struct("56xI")
 """Of `struct tcp_info`: tcpi_last_ack_recv, in milliseconds."""
@@ -54,6 +54,8 @@ class Channel(asyncio.BufferedProtocol):
         self._urgent: deque[Encoded] = deque()
         self._queue: deque[Encoded] = deque()
         self._queued_bytes = 0
+        self._waiting_bytes = 0
+        self._awaiting_room: list[asyncio.Future[None]] = []
         self._writable = True
         self._error: ProtocolError | None = None
         self._reason = ""
@@ -83,8 +85,49 @@ class Channel(asyncio.BufferedProtocol):
 
     @property
     def queued_bytes(self) -> int:
-        """What waits for the peer to read, less what the transport has taken already."""
+        """What waits for the peer to read, less what the transport has taken already.
+
+        Without gradients and state: those are there anyway, whoever reads them slowly, and whoever
+        sends them sees to it how many there are.
+        """
         return self._queued_bytes
+
+    @property
+    def waiting_bytes(self) -> int:
+        """All that waits."""
+        return self._waiting_bytes
+
+    @property
+    def waiting(self) -> Iterator[Message]:
+        """What waits, in order, without what is urgent."""
+        return (encoded.message for encoded in self._queue)
+
+    def withdraw(self, kinds: tuple[type[Message], ...]) -> None:
+        """Send nothing of these kinds that waits still."""
+        for encoded in self._queue:
+            if isinstance(encoded.message, kinds):
+                self._count(encoded, -1)
+        self._queue = deque(e for e in self._queue if not isinstance(e.message, kinds))
+        self._wake()
+
+    async def room(self) -> None:
+        """Return once little waits to be sent, or nothing can be any more."""
+        while self._waiting_bytes > limits.SEND_AHEAD_BYTES and not self._closing:
+            awaited = asyncio.get_running_loop().create_future()
+            self._awaiting_room.append(awaited)
+            await awaited
+
+    def _wake(self) -> None:
+        if self._closing or self._waiting_bytes <= limits.SEND_AHEAD_BYTES:
+            awaiting, self._awaiting_room = self._awaiting_room, []
+            for awaited in awaiting:
+                if not awaited.done():
+                    awaited.set_result(None)
+
+    def _count(self, encoded: Encoded, sign: int) -> None:
+        self._waiting_bytes += sign * encoded.nbytes
+        if encoded.message.body != "float32":
+            self._queued_bytes += sign * encoded.nbytes
 
     def send(self, message: Message | Encoded) -> None:
         """Queue a message; does nothing once the channel is closing.
@@ -97,8 +140,7 @@ class Channel(asyncio.BufferedProtocol):
         encoded = self.connection.send(encode(message) if isinstance(message, Message) else message)
         urgent = isinstance(encoded.message, _URGENT)
         (self._urgent if urgent else self._queue).append(encoded)
-        # A state is sent out of one snapshot that is there anyway, whoever reads it slowly.
-        self._queued_bytes += 0 if isinstance(encoded.message, StateChunk) else encoded.nbytes
+        self._count(encoded, 1)
         if self._queued_bytes > limits.SEND_QUEUE_BYTES:
             self.abort(f"too slow: {self._queued_bytes} bytes wait to be read")
         else:
@@ -120,12 +162,14 @@ class Channel(asyncio.BufferedProtocol):
         self._queue.clear()
         self._pump(force=True)
         self._closing = True
+        self._wake()
         if self._transport is not None:
             self._transport.close()
 
     def abort(self, reason: str, error: ProtocolError | None = None) -> None:
         """Close at once; if the connection is not made yet, as soon as it is."""
         self._closing = True
+        self._wake()
         self._error = error or self._error
         self._reason = self._reason or reason
         if self._transport is not None:
@@ -184,6 +228,7 @@ class Channel(asyncio.BufferedProtocol):
         if self._lost:
             return
         self._lost = self._closing = True
+        self._wake()
         self._urgent.clear()
         self._queue.clear()
         reason = str(self._error or self._reason or reason_of(exc))
@@ -214,7 +259,8 @@ class Channel(asyncio.BufferedProtocol):
             if not queue:
                 return
             encoded = queue.popleft()
-            self._queued_bytes -= 0 if isinstance(encoded.message, StateChunk) else encoded.nbytes
+            self._count(encoded, -1)
+            self._wake()
             self.bytes_sent += encoded.nbytes
             transport.writelines(encoded.buffers)
 

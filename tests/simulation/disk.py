@@ -55,6 +55,7 @@ class Disk:
         self._name = str(root)
         self._prefix = f"{root}/"
         self._paths: dict[int, str] = {}
+        self._owners: dict[int, set[int]] = {}
         self._left: int | None = None
         self._files: dict[int, bytes] = {}
         self._names: dict[int, dict[str, int]] = {root.stat().st_ino: {}}
@@ -134,6 +135,7 @@ class Disk:
         if ours:
             self._paths[fd] = name
             if self._clock.current is not None:
+                self._owners[fd] = self._clock.current.fds
                 self._clock.current.fds.add(fd)
             if new or flags & os.O_TRUNC:
                 number = os.fstat(fd).st_ino
@@ -143,8 +145,9 @@ class Disk:
         return fd
 
     def _close(self, fd: int) -> None:
-        if self._paths.pop(fd, None) is not None and self._clock.current is not None:
-            self._clock.current.fds.discard(fd)
+        # What a dead process had open may be closed when nobody acts: its tasks are let go of.
+        if self._paths.pop(fd, None) is not None:
+            self._owners.pop(fd, set()).discard(fd)
         self._real["close"](fd)
 
     def _writev(self, fd: int, buffers: Any) -> int:

@@ -17,7 +17,8 @@ action a line, in order; the phase in brackets when it changes. `#` begins a rem
     loss NAME LO-HI           a node's loss
     applied NAME STEP [state=S]   a worker has taken so many steps, and is in this state
     replica STEP [state=S]        so has the coordinator's own replica
-    replayed NAME                 it was sent the steps that it had missed
+    replayed NAME                 it was sent the state, or the steps that it had missed
+    behind NAME STEP              it reads too slowly: it is sent nothing from this step on
     result NAME PART              a held-out part is evaluated
     lost NAME, fails NAME, drains NAME, drain, halt, continue [skip=yes], give-up, save
     tick MS                       the time goes on until then
@@ -145,6 +146,7 @@ class Stage:
             "drains": lambda name: run.receive(name, msg.Drain(), None),
             "drain": run.drain,
             "replayed": run.replayed,
+            "behind": lambda name, step: run.fell_behind(name, int(step)),
             "halt": lambda: run.halt("halted by the operator"),
             "continue": lambda skip="": run.end_halt(skip_step=bool(skip)),
             "give-up": lambda: run.give_up("nobody is left"),

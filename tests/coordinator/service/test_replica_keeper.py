@@ -51,22 +51,33 @@ async def test_chunks_fill_state_0(keeper):
     assert (applied.step, applied.state_digest) == (0, naive([]).state_digest())
 
 
-async def test_steps_and_snapshots_keep_the_order_of_the_calls(keeper):
+async def test_steps_and_holds_keep_the_order_of_the_calls(keeper):
+    async def held_digest() -> str:
+        with await keeper.hold() as held:
+            return held.replica.state_digest()
+
     fill(keeper)
     ones = [np.ones(6, np.float32)]
-    first, snapshot, skipped, last = await asyncio.gather(
-        keeper.apply(ones, SCALARS), keeper.snapshot(), keeper.apply(ones, None),
+    first, held, skipped, last = await asyncio.gather(
+        keeper.apply(ones, SCALARS), held_digest(), keeper.apply(ones, None),
         keeper.apply(ones, SCALARS),
     )  # fmt: skip
-    assert first.state_digest == snapshot.state_digest() == naive([True]).state_digest()
+    assert first.state_digest == held == naive([True]).state_digest()
     assert (skipped.step, last.step) == (2, 3)
     assert last.state_digest == naive([True, False, True]).state_digest()
     assert last.weights_digest == naive([True, False, True]).weights_digest()
     assert ones[0].tolist() == [1.0] * 6
 
 
-async def test_a_snapshot_shares_nothing_with_the_replica(keeper):
+async def test_a_step_waits_until_the_replica_is_released(keeper):
     fill(keeper)
-    snapshot = await keeper.snapshot()
-    snapshot.parameters[0][:] = 0
-    assert (await keeper.digests()).state_digest == naive([]).state_digest()
+    with await keeper.hold() as held:
+        step = asyncio.create_task(keeper.apply([np.ones(6, np.float32)], SCALARS))
+        waiting = asyncio.create_task(asyncio.wait_for(asyncio.shield(step), 0.01))
+        with pytest.raises(TimeoutError):
+            await waiting
+        assert held.replica.state_digest() == naive([]).state_digest()
+        held.release()
+        assert (await step).state_digest == naive([True]).state_digest()
+    # Leaving the body lets go of nothing that another has by now.
+    assert (await keeper.digests()).step == 1

@@ -21,7 +21,7 @@ from protocol.base.errors import (
     VersionMismatch,
 )
 from protocol.wire import frames, messages
-from protocol.wire.connection import Body, Connection, Phase, Received, encode
+from protocol.wire.connection import Body, Connection, Encoded, Phase, Received, encode
 from protocol.wire.messages import Cancel, Goodbye, Halt, Heartbeat, Message
 from protocol.wire.transport import Channel, reason_of
 from tests.cluster import PATIENCE_S
@@ -239,6 +239,12 @@ async def test_bytes_are_counted_on_both_sides():
         await served.owner.until_lost()
 
 
+def average(step: int) -> Encoded:
+    """A broadcast."""
+    place = {"epoch": 1, "step": step, "attempt": 0, "block": 2, "chunk": 0}
+    return encode(messages.AveragedBlockGradient(**place), VALUES)
+
+
 @on_uvloop
 async def test_a_reader_that_is_too_slow_is_dropped(monkeypatch):
     monkeypatch.setattr(limits, "SEND_QUEUE_BYTES", 8 * MIB)
@@ -248,8 +254,8 @@ async def test_a_reader_that_is_too_slow_is_dropped(monkeypatch):
         channel.send(Heartbeat())
         await served.owner.until_messages(1)
         paused(channel)
-        average = messages.AveragedBlockGradient(epoch=1, step=2, attempt=0, block=2, chunk=0)
-        encoded, slow = encode(average, VALUES), served.channels[0]
+        chunk = messages.BlobChunk(run_id="r", digest="0" * 64, offset=0)
+        encoded, slow = encode(chunk, bytes(4 * MIB)), served.channels[0]
         for _ in range(64):
             slow.send(encoded)
         assert slow.closed
@@ -258,6 +264,51 @@ async def test_a_reader_that_is_too_slow_is_dropped(monkeypatch):
         assert error is None
         assert not owner.messages
         channel.abort("done")
+
+
+@on_uvloop
+async def test_gradients_that_wait_for_a_slow_reader_drop_nobody_and_can_be_withdrawn(monkeypatch):
+    monkeypatch.setattr(limits, "SEND_QUEUE_BYTES", MIB)
+    monkeypatch.setattr(limits, "WRITE_HIGH_WATER_BYTES", MIB)
+    async with serving() as served:
+        channel, owner = await connected(served.port)
+        channel.send(Heartbeat())
+        await served.owner.until_messages(1)
+        reading, slow = paused(channel), served.channels[0]
+        for step in range(32):
+            slow.send(average(step))
+        waits = list(slow.waiting)
+        assert waits[-1] == average(31).message
+        assert slow.waiting_bytes == len(waits) * average(0).nbytes
+        awaiting = asyncio.create_task(slow.room())
+        await asyncio.sleep(0)
+        assert not awaiting.done()
+        slow.withdraw((messages.AveragedBlockGradient,))
+        await awaiting
+        assert (slow.waiting_bytes, list(slow.waiting)) == (0, [])
+        slow.send(Heartbeat())
+        reading.resume_reading()
+        await owner.until_messages(32 - len(waits) + 1)
+        channel.abort("done")
+        await served.owner.until_lost()
+
+
+@on_uvloop
+async def test_nobody_waits_for_room_in_a_connection_that_is_over(monkeypatch):
+    monkeypatch.setattr(limits, "WRITE_HIGH_WATER_BYTES", MIB)
+    async with serving() as served:
+        channel, _ = await connected(served.port)
+        channel.send(Heartbeat())
+        await served.owner.until_messages(1)
+        paused(channel)
+        slow = served.channels[0]
+        for step in range(32):
+            slow.send(average(step))
+        awaiting = asyncio.create_task(slow.room())
+        await asyncio.sleep(0)
+        channel.abort("done")
+        await awaiting
+        await served.owner.until_lost()
 
 
 @on_uvloop
