@@ -332,6 +332,8 @@ def report(
     from coordinator.disk.durable_file import replace_file
 
     target = output or directory / "report.html"
+    if target.is_dir() or not os.access(target.parent, os.W_OK):  # before an audit of minutes
+        raise UsageError(f"--output: expected a file that can be written, got {str(target)!r}")
     audited = None if is_held(directory) else _audited(directory)  # its files change
     replace_file(target, report_on(directory, audited).encode())
     typer.echo(str(target))

@@ -175,7 +175,7 @@ def classify(
     from backends.registry import choose
     from worker.tasks.prediction import classify as classify_texts
 
-    for prediction in classify_texts(directory, texts, choose("cpu").backend):
+    for prediction in classify_texts(directory, texts, lambda: choose("cpu").backend):
         typer.echo(f"{prediction.label} {prediction.probability:.3f}  {prediction.text}")
 
 

@@ -242,8 +242,9 @@ def _progress(execution: Execution, now_s: float, *, shares: bool = True) -> str
     if execution.started_s is None:
         return f"{run.run_id}: {run.phase.value}"
     pace = pace_of(execution, now_s)
-    loss = f"{run.losses[-1]:.6g}" if run.losses else "-"
-    line = f"step {run.step}/{run.steps}  loss {loss}  {pace or ''}".rstrip()
+    loss = run.losses[-1] if run.losses else None
+    told = "loss -" if loss is None else f"loss {loss:.6g}" if math.isfinite(loss) else "skipped"
+    line = f"step {run.step}/{run.steps}  {told}  {pace or ''}".rstrip()
     division = run.progress.division if run.progress is not None else None
     if not shares or not division:
         return line

@@ -27,7 +27,7 @@ from coordinator.run.actions import (
     Seed,
     Send,
 )
-from coordinator.run.facts import Fact, HeldOutMeasured, TrainingStarted
+from coordinator.run.facts import Fact, HeldOutMeasured, NodesPlanned
 from coordinator.run.kept import Bytes
 from coordinator.run.membership import MemberState
 from coordinator.run.run import Run
@@ -129,7 +129,6 @@ class Execution:
 
     def resume(self, recovery: Recovery) -> None:
         """After a restart: workers go on, while the replica takes the logged steps again."""
-        self.started_s, self.started_step = self._machine.now_s(), self.run.step
         self._keeper = self._new_keeper(recovery.manifest)
         self._storage.begin_log(
             recovery.manifest, recovery.step, recovery.redo, recovery.index, recovery.checkpoint
@@ -294,7 +293,8 @@ class Execution:
         self._do(self.run.durable(step))
 
     def _report(self, fact: Fact) -> None:
-        if isinstance(fact, TrainingStarted):
+        if isinstance(fact, NodesPlanned) and self.started_s is None:
+            # The wait for workers, at the start or after a restart, is no part of the pace.
             self.started_s, self.started_step = self._machine.now_s(), self.run.step
         if isinstance(fact, HeldOutMeasured) and fact.state_digest is not None:
             self._storage.keep_metrics(fact.step, fact.state_digest, fact.metrics)

@@ -27,10 +27,13 @@ def worker(*arguments, program=("-m", "worker"), **environment):
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("argument", ["--help", "--version", "devices --help"])
-def test_a_question_imports_neither_torch_nor_transformers(argument):
-    code, out, _ = worker(*argument.split(), program=("-c", TELL_IMPORTS))
-    assert code == 0
+@pytest.mark.parametrize(
+    ("argument", "code"),
+    [("--help", 0), ("--version", 0), ("devices --help", 0), ("classify nowhere text", 2)],
+)
+def test_a_question_imports_neither_torch_nor_transformers(argument, code):
+    ended, out, _ = worker(*argument.split(), program=("-c", TELL_IMPORTS))
+    assert ended == code
     assert out.splitlines()[-1] == "IMPORTED"
 
 

@@ -5,7 +5,8 @@ A text is read, cut and computed as the run did with its held-out samples, by th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from backends.base.interface import Array, Backend, Batch, Sums
 from protocol.base.errors import DataError
+from protocol.spec.sources import model_source
 from worker.tasks.trained import Trained
 
 if TYPE_CHECKING:
@@ -31,23 +33,28 @@ class Prediction:
     probability: float
 
 
-def classify(directory: Path, texts: Sequence[str], backend: Backend) -> Iterator[Prediction]:
+def classify(
+    directory: Path, texts: Sequence[str], backend: Callable[[], Backend]
+) -> Iterator[Prediction]:
     """Classify texts with the result of a `classify` run.
 
     Args:
         directory: Where the run left its adapter or model.
         texts: Each is classified by itself.
-        backend: What computes.
+        backend: Gives what computes; called once all that is cheap to see is there.
 
     Raises:
         DataError: The directory holds no such result, or its base model is not there, or another.
     """
     trained = Trained.read(directory)
-    # Seconds of imports; the error above comes at once.
+    source, weights = trained.base(directory), _weights(directory, trained)
+    model_source(source)
+    with _open(weights):
+        pass
+    # Seconds of imports; the errors above come at once.
     from worker.models.tokens import check_tokens, encode_cut, load_tokenizer  # noqa: PLC0415
     from worker.tasks.classify import Classifier, padded  # noqa: PLC0415
 
-    source = trained.base(directory)
     bare = trained.lora is None and not (directory / "tokenizer.json").is_file()
     tokenizer = load_tokenizer(str(trained.model.source) if bare else source)
     padding = int(tokenizer.pad_token_id)
@@ -66,8 +73,8 @@ def classify(directory: Path, texts: Sequence[str], backend: Backend) -> Iterato
         arrays = padded([tokens], padding, trained.max_tokens)
         batches.append(Batch({**arrays, "labels": np.zeros(1, np.int64)}, weight=1.0))
     trainable = classifier.trainable(trained.seed, 1, partial(_probabilities, classifier))
-    program = backend.compile(trainable, batches[0])
-    program.load(_values(directory, classifier))
+    program = backend().compile(trainable, batches[0])
+    program.load(_values(weights, classifier))
     for text, batch in zip(texts, batches, strict=True):
         found = program.evaluate(batch)
         best = max(range(len(trained.labels)), key=lambda number: found[str(number)])
@@ -83,7 +90,21 @@ def _probabilities(classifier: Classifier, module: Any, arrays: Mapping[str, Any
     return {str(number): float(p) for number, p in enumerate(logits[0].softmax(dim=0))}
 
 
-def _values(directory: Path, classifier: Classifier) -> list[Array]:
+def _weights(directory: Path, trained: Trained) -> Path:
+    name = "model.safetensors" if trained.lora is None else "adapter_model.safetensors"
+    return directory / name
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, "np") as tensors:
+            yield tensors
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"cannot read the weights {str(path)!r}: {error}") from None
+
+
+def _values(path: Path, classifier: Classifier) -> list[Array]:
     """The trained tensors, one flat array per block.
 
     Raises:
@@ -92,18 +113,14 @@ def _values(directory: Path, classifier: Classifier) -> list[Array]:
     from worker.models.lora import adapter_name  # noqa: PLC0415
 
     lora = classifier.lora
-    path = directory / ("model.safetensors" if lora is None else "adapter_model.safetensors")
-    try:
-        with safe_open(path, "np") as tensors:
-            values = [
-                [
-                    np.asarray(tensors.get_tensor(adapter_name(t.name) if lora else t.name))
-                    for t in block.tensors
-                ]
-                for block in classifier.blocks
+    with _open(path) as tensors:
+        values = [
+            [
+                np.asarray(tensors.get_tensor(adapter_name(t.name) if lora else t.name))
+                for t in block.tensors
             ]
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"cannot read the weights {str(path)!r}: {error}") from None
+            for block in classifier.blocks
+        ]
     for block, arrays in zip(classifier.blocks, values, strict=True):
         for tensor, array in zip(block.tensors, arrays, strict=True):
             if array.shape != tensor.shape or array.dtype != np.float32:

@@ -23,6 +23,7 @@ from coordinator.storage.journal_records import (
     kind_of,
 )
 from protocol.base.errors import UsageError
+from tests.commands import called
 from tests.durable_run import RUN_ID, SPEC, WrittenRun, written_run
 
 EVIL = "<script>alert(1)</script>\"'&</svg>"
@@ -173,3 +174,11 @@ def test_figures_of_steps_that_were_taken_back_are_not_shown(tmp_path):
     assert "0.875" in text
     assert "0.625" not in text
     assert "accuracy by step" in text
+
+
+@pytest.mark.parametrize("where", ["nowhere/page.html", "."])
+def test_a_page_that_cannot_be_written_is_told_before_the_audit(tmp_path, where):
+    run = written_run(tmp_path / "run")
+    ended = called("coordinator", "report", str(run), "--output", str(tmp_path / where))
+    assert ended.returncode == 2
+    assert "--output: expected a file that can be written" in ended.stderr

@@ -1,6 +1,7 @@
 """Where the coordinator's lines go: to a screen, or with their fields to systemd's journal."""
 
 import io
+import math
 import re
 import time
 from types import SimpleNamespace
@@ -102,6 +103,16 @@ def test_the_first_step_of_every_run_is_told_at_once():
         told.reported(committed(step), "r-1")
     line = "r-1: training"
     assert screen.getvalue().splitlines() == [line, "training starts", line]
+
+
+def test_a_step_that_was_skipped_has_no_loss():
+    told, screen = progress()
+    run = staged("invite ann", "ready ann", "loaded", workers="1")
+    told._service.current = SimpleNamespace(run=run, started_s=0.0, started_step=0, outcome=None)
+    run.losses.append(math.nan)
+    told.reported(committed(0), "r-1")
+    assert "  skipped  " in screen.getvalue()
+    assert "nan" not in screen.getvalue()
 
 
 def test_names_on_the_screen_are_no_markup(monkeypatch):

@@ -73,6 +73,20 @@ async def test_workers_of_a_drained_run_stay_for_the_service_that_goes_on_with_i
         assert await first.workers["w0"] == ExitCode.OK
 
 
+async def test_the_wait_for_workers_after_a_restart_is_no_part_of_the_pace(tmp_path):
+    (run_id,) = await interrupted(tmp_path, SPEC)
+    async with live_service(tmp_path, 1) as live:
+        live.service.resume(tmp_path / run_id)
+        execution = live.service.current
+        assert execution is not None
+        assert execution.started_s is None
+        live.worker("w0")
+        await live.wait_for("committed")
+        assert execution.started_s is not None
+        assert execution.started_step >= 12
+        await live.result(run_id)
+
+
 def test_the_oldest_is_first_where_files_have_one_time(tmp_path):
     """File systems may count in steps of milliseconds: both are accepted in one."""
     names = [f"run-{number}" for number in range(9)]

@@ -303,7 +303,9 @@ def test_a_result_predicts_as_the_run_measured(tiny, texts, tmp_path, lora):
     long = "see you at one or so " + "you won prize number 3 " * 40
     measured = task.batch([0])
     names = json.loads((directory / "samestep.json").read_text())["labels"]
-    [prediction, cut, uncut] = classify(directory, [text_of(task, 0), long, long[:60]], backend)
+    [prediction, cut, uncut] = classify(
+        directory, [text_of(task, 0), long, long[:60]], lambda: backend
+    )
     assert cut.probability == uncut.probability
     logits = logits_of(task.trainable.module, measured)[0]
     program.close()
@@ -337,14 +339,14 @@ def test_a_result_is_used_with_its_own_base_alone(tiny, texts, tmp_path):
     task = build(spec_of(texts, source=str(base), lora=LoraSpec(r=2)))
     directory = export(task, moved(task), tmp_path)
     backend = choose("cpu").backend
-    assert len(list(classify(directory, ["hello"], backend))) == 1
+    assert len(list(classify(directory, ["hello"], lambda: backend))) == 1
     weights = safetensors.numpy.load_file(base / "model.safetensors")
     changed = {name: values * 1.5 for name, values in weights.items()}
     safetensors.numpy.save_file(changed, base / "model.safetensors", {"format": "pt"})
     with pytest.raises(DataError, match=r"not the one that .* was trained on"):
-        list(classify(directory, ["hello"], backend))
+        list(classify(directory, ["hello"], lambda: backend))
     with pytest.raises(DataError, match=f"it is in '{directory}'"):
-        list(classify(tmp_path, ["hello"], backend))
+        list(classify(tmp_path, ["hello"], lambda: backend))
 
 
 def test_labels_that_all_are_held_out_leave_nothing_to_learn(tiny, texts):
