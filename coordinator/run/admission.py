@@ -124,6 +124,7 @@ class Admission:
         alike = {member.name for member in self._members if self.starts_alike(member)}
         worker = next((name for name in ready if name in alike), ready[0])
         self.uploader, self._uploaded = worker, False
+        # The replica may still take an earlier upload: that digest must not count for this one.
         self.upload += 1
         self._asked.add(worker)
         self._lease.sign(worker)
@@ -178,6 +179,7 @@ class Admission:
         """A worker has left; if it was to send state 0, another is asked."""
         if worker != self.uploader or self.state_known:
             return []
+        # Half a state of one and half of another would be nobody's: the next one sends all of it.
         self.uploader = None
         return self.request_state()
 
@@ -194,6 +196,7 @@ class Admission:
             if member.state is not MemberState.READY:
                 continue
             if self.starts_alike(member):
+                # It has these very bits already: nothing to send, however large the model is.
                 self._members.activate(member)
                 actions.append(Follow(member.name, 0))
             else:
@@ -209,7 +212,7 @@ class Admission:
             step: Steps committed.
             agreement: Knows the digests of the newest states.
         """
-        known = agreement.digest(member.step)
+        known = agreement.digest(member.step)  # None: too long ago, or the replica lags
         trusted = agreement.catching_up and known is None
         if member.step == step and (member.state_digest == known or trusted):
             # After a restart a worker that kept its state goes on before the replica is back.

@@ -213,7 +213,7 @@ class Progress:
         round_ = self.round
         if round_ is None or self.was_skipped or self.persisting:
             return []
-        if round_.tainted:
+        if round_.tainted:  # a sum cannot be taken apart again
             self.attempt += 1
             return [Report(StepRestarted(**self.place())), *self.begin()]
         speeds = self._members.speeds()

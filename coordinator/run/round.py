@@ -169,17 +169,19 @@ class Round:
             OutOfPlace: No such node, or not this worker's.
         """
         share = self._check_place(worker, message.node)
+        # Sent is sent, even if it is not needed: the worker's lease is about what it still owes.
         share.came(message.node, self._first_bit[message.block] + message.chunk)
         self._summarise()  # of what earlier payloads completed: it has been sent by now
         name = self._blocks[message.block].name
         part, what = (message.block, message.chunk), f"gradients in block {name!r}"
+        # Before anything is added to the values, and also for what is dropped below as known.
         differing = self.double_check.answer(worker, message.node, part, values, what)
-        if differing is not None:
+        if differing is not None:  # a value that is not finite says which of the two is wrong
             return differing if is_finite(values) else NonFinite(worker, name, message.node)
         chunk = self._chunks[message.block][message.chunk]
         if chunk.done or chunk.sums.covers(message.node):
             return None
-        if not is_finite(values):
+        if not is_finite(values):  # once it is in a sum nobody can tell whose it was
             return NonFinite(worker, name, message.node)
         # With each payload: the first chunk may be complete before any node's loss has come.
         self._weights.put(message.node, message.weight)
@@ -314,6 +316,7 @@ class Round:
         They are not pending any more after that.
         """
         surplus: dict[str, tuple[Node, ...]] = {}
+        # The sums have a doubled node after its first answer; the second is wanted to compare.
         kept = self.doubled[-1] if self.doubled and self._awaits_double() else None
         for worker, share in self.shares.items():
             there = tuple(n for n in share.owed if n != kept and not self._missing(n))
@@ -339,6 +342,7 @@ class Round:
         return len(shares) == len(workers) and any(node in share.owed for share in shares)
 
     def _missing(self, node: Node) -> set[int]:
+        """Microbatches of which anything is in no sum yet: a node is given out whole."""
         missing = set(self._losses.missing(node))
         # Block 0 first: its sums come last, and mostly say enough for a thousand others.
         for chunk in itertools.chain.from_iterable(self._chunks):

@@ -395,7 +395,7 @@ class WorkerSession:
     def _cancel(self, message: Cancel, body: None) -> list[Action]:
         del body
         place = StepAttempt(message.step, message.attempt)
-        if place != self._task.place:
+        if place != self._task.place:  # it has overtaken the plan, or comes after the commit
             return []
         nodes = {Node(lo, hi) for lo, hi in message.nodes} & self._task.nodes
         self._task.nodes -= nodes
@@ -459,6 +459,7 @@ class WorkerSession:
 
     def _averaged(self, message: AveragedGradient, body: Body) -> list[Action]:
         task, key = self._task, (message.step, message.attempt)
+        # By attempt: a block of one that was given up must not be taken for the next one's.
         if message.step >= task.step:
             if key not in task.averages:
                 task.averages[key] = Averages(task.blocks)
@@ -475,6 +476,7 @@ class WorkerSession:
         averages = task.averages.get((message.step, message.attempt))
         if message.scalars is not None and (averages is None or not averages.complete):
             raise OutOfPlace(f"Commit of step {message.step} before all of its averaged blocks")
+        # Counted at once: the next message is about the step after, while the engine takes this one.
         task.step += 1
         task.place = None
         task.nodes.clear()

@@ -1,7 +1,8 @@
 """Decides which values of a graph get a buffer; the others are computed where they are read.
 
 A chain of elementwise operators is one kernel with what reads it, unless it is read often and
-costs much, or would read too many buffers.
+costs much, or would read too many buffers. A buffer costs a trip to memory and back, and a launch;
+a value without one is computed anew by each of its readers.
 """
 
 from __future__ import annotations
@@ -84,13 +85,15 @@ class Fusion:
     Attributes:
         buffers: Nodes whose values lie in memory of their own, row-major.
         folded: Nodes whose values are known.
+        cost: Of each value, the operations for one element where it is read; 1 from a buffer.
+        reads: The buffers that a reader of the value binds for it.
     """
 
     nodes: list[fx.Node]
     folded: Collection[fx.Node]
     buffers: set[fx.Node] = field(default_factory=set)
-    _cost: dict[fx.Node, int] = field(default_factory=dict)
-    _reads: dict[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)
+    cost: dict[fx.Node, int] = field(default_factory=dict)
+    reads: dict[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)
 
     def is_leaf(self, node: fx.Node) -> bool:
         """Whether the value is there without a kernel of its own or of a reader."""
@@ -115,6 +118,7 @@ def decide(nodes: Iterable[fx.Node], folded: Collection[fx.Node], kept: list[fx.
     for node in fusion.nodes:
         if node.target in LAYERS and node.op == "call_function":
             tensors: Any = node.args[0]
+            # A layer's own kernels are shared by all layers: they bind buffers, not expressions.
             for tensor in tensors:
                 _whole(fusion, tensor)
             continue
@@ -152,11 +156,12 @@ def _readers(fusion: Fusion, kept: list[fx.Node]) -> dict[fx.Node, set[Any]]:
 def _consider(fusion: Fusion, node: fx.Node, readers: set[Any]) -> None:
     if fusion.is_leaf(node):
         if node in fusion.folded and elements_of(node) == 1:
-            fusion._cost[node], fusion._reads[node] = 0, frozenset()  # noqa: SLF001
+            # A number in the kernel's text.
+            fusion.cost[node], fusion.reads[node] = 0, frozenset()
         else:
             _keep(fusion, node)
         return
-    if is_own(node):
+    if is_own(node):  # the copy of an output, made because it must be a buffer
         _keep(fusion, node)
         return
     if is_view(node):
@@ -169,6 +174,7 @@ def _consider(fusion: Fusion, node: fx.Node, readers: set[Any]) -> None:
             _strided_operand(fusion, operand)
         _keep(fusion, node)
     elif target in REDUCTIONS | SCATTERS | SCANS:
+        # One element takes a loop over many: a reader would run it for every element of its own.
         _keep(fusion, node)
     else:
         cost = _inputs_cost(fusion, node)
@@ -176,20 +182,21 @@ def _consider(fusion: Fusion, node: fx.Node, readers: set[Any]) -> None:
         if _is_kept(node, readers, cost):
             _keep(fusion, node)
         else:
-            fusion._cost[node] = cost  # noqa: SLF001
-            fusion._reads[node] = _inputs_read(fusion, node)  # noqa: SLF001
+            fusion.cost[node] = cost
+            fusion.reads[node] = _inputs_read(fusion, node)
 
 
 def _is_kept(node: fx.Node, readers: set[Any], cost: int) -> bool:
     if "output" in readers or any(r.target in LAYERS for r in readers):
         return not is_copy(node)  # a copy of what lies in a buffer may be that buffer
-    by_matmul = any(r.target in _STRIDED for r in readers)
-    if by_matmul:
-        return not is_copy(node)  # a product may read a strided view without the copy
+    if any(r.target in _STRIDED for r in readers):
+        # A product reads each element many times over; but a strided view without the copy.
+        return not is_copy(node)
     return (len(readers) > 1 and cost > _SHARED_COST) or cost > _CHAIN_COST
 
 
 def _strided_operand(fusion: Fusion, operand: fx.Node) -> None:
+    """What a product reads lies in a buffer with strides: below its views, else by itself."""
     if strided(operand, fusion.buffers) is not None:
         return
     root = operand
@@ -209,31 +216,32 @@ def _whole(fusion: Fusion, node: fx.Node) -> None:
 def _limit_reads(fusion: Fusion, node: fx.Node) -> None:
     """Keep the inputs that read the most, until the node binds few enough buffers."""
     while len(_inputs_read(fusion, node)) > _BUFFERS:
-        widest = max(node.all_input_nodes, key=lambda n: len(fusion._reads[n]))  # noqa: SLF001
-        if len(fusion._reads[widest]) <= 1:  # noqa: SLF001
+        widest = max(node.all_input_nodes, key=lambda n: len(fusion.reads[n]))
+        if len(fusion.reads[widest]) <= 1:
             return
         while is_view(widest) and widest not in fusion.folded:
-            widest = above(widest)
+            widest = above(widest)  # a view has no memory of its own
         _keep(fusion, widest)
+        # Values between that one and this were decided on before: they bind fewer buffers now.
         _refresh(fusion, node)
 
 
 def _keep(fusion: Fusion, node: fx.Node) -> None:
     fusion.buffers.add(node)
-    fusion._cost[node], fusion._reads[node] = 1, frozenset({node})  # noqa: SLF001
+    fusion.cost[node], fusion.reads[node] = 1, frozenset({node})
 
 
 def _inherit(fusion: Fusion, node: fx.Node) -> None:
-    fusion._cost[node] = fusion._cost[above(node)]  # noqa: SLF001
-    fusion._reads[node] = fusion._reads[above(node)]  # noqa: SLF001
+    fusion.cost[node] = fusion.cost[above(node)]
+    fusion.reads[node] = fusion.reads[above(node)]
 
 
 def _inputs_cost(fusion: Fusion, node: fx.Node) -> int:
-    return sum(fusion._cost[read] for read in node.all_input_nodes)  # noqa: SLF001
+    return sum(fusion.cost[read] for read in node.all_input_nodes)
 
 
 def _inputs_read(fusion: Fusion, node: fx.Node) -> frozenset[fx.Node]:
-    return frozenset[fx.Node]().union(*(fusion._reads[n] for n in node.all_input_nodes))  # noqa: SLF001
+    return frozenset[fx.Node]().union(*(fusion.reads[n] for n in node.all_input_nodes))
 
 
 def _refresh(fusion: Fusion, until: fx.Node) -> None:
@@ -241,9 +249,9 @@ def _refresh(fusion: Fusion, until: fx.Node) -> None:
     for node in fusion.nodes:
         if node is until:
             return
-        if node not in fusion._reads or node in fusion.buffers or fusion.is_leaf(node):  # noqa: SLF001
+        if node not in fusion.reads or node in fusion.buffers or fusion.is_leaf(node):
             continue
         if is_view(node):
             _inherit(fusion, node)
         else:
-            fusion._reads[node] = _inputs_read(fusion, node)  # noqa: SLF001
+            fusion.reads[node] = _inputs_read(fusion, node)

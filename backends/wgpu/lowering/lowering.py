@@ -92,9 +92,10 @@ def lower(
     Raises:
         NoRule: An operator has no rule.
     """
+    # Simplified first: what is folded and fused below is decided for the graph that is left.
     graph = passes.simplified(graph)
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    for node, form in zip(inputs, forms, strict=False):
+    for node, form in zip(inputs, forms, strict=False):  # the rest are read as they are
         mark(node, form)
     values = {node: value for node, value in zip(inputs, known, strict=True) if value is not None}
     folded = passes.constants(graph, values)
@@ -111,6 +112,7 @@ def lower(
             steps.append(_call(node, fusion.buffers))
         elif node in fusion.buffers:
             steps += emitter.kernels(node)
+    # An output may be a view of the buffer that holds it.
     held = tuple(None if n is None else whole_buffer(n, fusion.buffers) for n in outputs)
     read = {r for step in steps for r in step.reads} | {n for n in held if n is not None}
     constants = {node: value for node, value in folded.items() if node in read}
@@ -146,6 +148,12 @@ _FULL = _aten.full.default
 
 
 def _check(nodes: Sequence[fx.Node], folded: Mapping[fx.Node, torch.Tensor]) -> None:
+    """Refuse what has no rule, before any kernel is written.
+
+    Raises:
+        NoRule: An operator has none.
+        SamestepError: A buffer of the model would change.
+    """
     for node in nodes:
         if node.op != "call_function" or node in folded or node.target in LAYERS:
             continue
