@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -36,6 +35,7 @@ from coordinator.storage.run_directory import RunDirectory
 from protocol.base.errors import ExitCode, SamestepError, StorageFailed, UsageError
 from protocol.exact.subnormals import check_subnormals
 from protocol.host.allocator import keep_freed_memory
+from protocol.host.command_line import end_on_signals
 from protocol.host.supervisor import Supervisor
 from protocol.host.system_journal import SystemJournal
 from protocol.spec.run_spec import RunSpec
@@ -129,7 +129,7 @@ async def _serve(options: CoordinatorOptions, journal: SystemJournal | None) -> 
         lambda text: print(f"coordinator: {text}", file=sys.stderr, flush=True),
         plaintext=options.plaintext,
     )
-    _end_on_signals(service)
+    end_on_signals(service.drain, service.over.set)
     ticking = asyncio.create_task(_tick(progress, service.loop_watch.run()))
     try:
         progress.start()
@@ -330,20 +330,3 @@ def _say_where(
     token = control.guard.token
     for line in (*lines, status_line(control.address, token, to_terminal=console.is_terminal)):
         console.print(Text(line), soft_wrap=True)
-
-
-def _end_on_signals(service: Service) -> None:
-    """The first SIGTERM or SIGINT drains, the second ends at once."""
-    loop = asyncio.get_running_loop()
-    asked = 0
-
-    def handle() -> None:
-        nonlocal asked
-        asked += 1
-        if asked == 1:
-            service.drain()
-        else:
-            service.over.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, handle)

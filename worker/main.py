@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import uvloop
 from backends.base.interface import Backend
 from protocol.base.errors import DeviceError, ExitCode
 from protocol.host.allocator import keep_freed_memory
+from protocol.host.command_line import end_on_signals
 from protocol.host.loop_watch import LoopWatch
 from protocol.host.supervisor import Supervisor
 from protocol.host.system_journal import SystemJournal, write_error
@@ -143,20 +143,13 @@ async def _find(options: WorkerOptions, tell: Callable[[str], None]) -> tuple[st
 
 
 def _end_on_signals(client: Client, supervisor: Supervisor) -> None:
-    """The first SIGTERM or SIGINT drains, the second ends at once."""
-    loop = asyncio.get_running_loop()
-    asked = 0
+    def drain() -> None:
+        supervisor.stopping()
+        client.drain()
 
-    def handle() -> None:
-        nonlocal asked
-        asked += 1
-        if asked == 1:
-            supervisor.stopping()
-            client.drain()
-        else:
-            text = "worker: stopped at once; others compute what it had begun"
-            print(text, file=sys.stderr, flush=True)
-            os._exit(ExitCode.FAILED)  # an orderly end would wait for the device
+    def stop() -> None:
+        text = "worker: stopped at once; others compute what it had begun"
+        print(text, file=sys.stderr, flush=True)
+        os._exit(ExitCode.FAILED)  # an orderly end would wait for the device
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, handle)
+    end_on_signals(drain, stop)

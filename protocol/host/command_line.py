@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from protocol.base.errors import ExitCode, UsageError
@@ -41,6 +43,19 @@ def end_when_interrupted(command: str) -> None:
     # One that was started in a shell's background ignores Ctrl-C, and is to.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, end)
+
+
+def end_on_signals(drain: Callable[[], None], stop: Callable[[], None]) -> None:
+    """In the running loop: the first SIGTERM or SIGINT drains, the second ends at once."""
+    import asyncio  # noqa: PLC0415 -- before its import `end_when_interrupted` has to be called
+
+    asked = itertools.count()
+
+    def handle() -> None:
+        (stop if next(asked) else drain)()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, handle)
 
 
 def end_with_standard_input(command: str) -> None:

@@ -476,7 +476,7 @@ class WorkerSession:
         averages = task.averages.get((message.step, message.attempt))
         if message.scalars is not None and (averages is None or not averages.complete):
             raise OutOfPlace(f"Commit of step {message.step} before all of its averaged blocks")
-        # Counted at once: the next message is about the step after, while the engine takes this one.
+        # Counted at once: what comes next is about the step after, while the engine takes this.
         task.step += 1
         task.place = None
         task.nodes.clear()
