@@ -14,7 +14,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import islice
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from blake3 import blake3
 
@@ -40,6 +40,15 @@ from protocol.spec.run_spec import RunSpec
 T = TypeVar("T")
 _STEPS_AT_ONCE: Final = 16
 _THREADS: Final = ("log", "journal", "checkpoint", "capture")
+
+
+class _LogStart(NamedTuple):
+    """What there is once the manifest is settled; see `RunStorage.begin_log`."""
+
+    manifest: Manifest
+    next_step: int
+    redo: Sequence[CommitRecord]
+    log_index: LogIndex | None
 
 
 class RunStorage:
@@ -79,10 +88,7 @@ class RunStorage:
         thread = thread or partial(ThreadPoolExecutor, 1)
         self.newest: Checkpoint | None = None
         self._threads = {name: thread(name) for name in _THREADS}
-        self._manifest: Manifest | None = None
-        self._next_step = 0
-        self._redo: Sequence[CommitRecord] = ()
-        self._index: LogIndex | None = None
+        self._start: _LogStart | None = None
         self._log: GradientLog | None = None
         self._captured: CapturedFiles | None = None
         self._lost: dict[tuple[int, int], SamestepError] = {}
@@ -118,8 +124,7 @@ class RunStorage:
             newest: The newest checkpoint that is whole, if there is one.
         """
         self.newest = newest
-        self._manifest, self._next_step, self._redo = manifest, next_step, redo
-        self._index = index
+        self._start = _LogStart(manifest, next_step, redo, index)
         if manifest.capture is not None:
             self._captured = CapturedFiles(
                 self.directory.path, manifest, self._spec, next_step, self._guard
@@ -190,8 +195,7 @@ class RunStorage:
         Raises:
             SamestepError: The log cannot be read, or is cut meanwhile.
         """
-        assert self._manifest is not None
-        reading = read_chunks(logged, self._manifest.blocks)
+        reading = read_chunks(logged, self._begun.manifest.blocks)
         while (read := await self._loop.run_in_executor(None, next, reading, None)) is not None:
             yield read
 
@@ -226,17 +230,22 @@ class RunStorage:
             if sparse and not self._joining:
                 self._spawn("log", lambda: self._opened().roll("checkpoint"))
 
+    @property
+    def _begun(self) -> _LogStart:
+        assert self._start is not None, "begin_log comes before all that needs a manifest"
+        return self._start
+
     def _opened(self) -> GradientLog:
         """The log; where the disk refused to begin it, it is begun now."""
-        assert self._manifest is not None
         if self._log is None:
+            manifest, next_step, redo, index = self._begun
             self._guard()
-            if self._index is None:
-                check_room(self.directory.path, self._spec, self._manifest)
-            self.directory.keep_manifest(self._manifest)
+            if index is None:
+                check_room(self.directory.path, self._spec, manifest)
+            self.directory.keep_manifest(manifest)
             self._log = GradientLog(
-                self.directory.log, self._run_id, self._manifest, epoch=self._epoch,
-                next_step=self._next_step, mode=self._spec.log, redo=self._redo, index=self._index,
+                self.directory.log, self._run_id, manifest, epoch=self._epoch,
+                next_step=next_step, mode=self._spec.log, redo=redo, index=index,
                 guard=self._guard,
             )  # fmt: skip
         return self._log
@@ -279,8 +288,7 @@ class RunStorage:
             StorageFailed: The disk refuses.
             RunFailed: The directory has another coordinator now.
         """
-        assert self._manifest is not None
-        manifest, root = self._manifest, self.directory.checkpoints
+        manifest, root = self._begun.manifest, self.directory.checkpoints
 
         def read() -> None:
             self._loop.call_soon_threadsafe(state_read)
@@ -311,8 +319,7 @@ class RunStorage:
             StorageDamaged: It is not what was written.
             StorageFailed: It cannot be read.
         """
-        assert self._manifest is not None
-        wanted = partial(SavedState, checkpoint, self._manifest, self._spec.optimizer)
+        wanted = partial(SavedState, checkpoint, self._begun.manifest, self._spec.optimizer)
         return await self._loop.run_in_executor(None, wanted)
 
     async def read(self, saved: SavedState, piece: Piece) -> Array:

@@ -167,6 +167,11 @@ class Fetching:
         self._over = False
         self._places: Mapping[str, str] = {}
 
+    @property
+    def _known(self) -> BlobList:
+        assert self._listing is not None, "nothing is located or asked for before the list came"
+        return self._listing
+
     def start(self) -> list[Action]:
         """Ask for the list."""
         return [Transmit(BlobRequest(run_id=self._run_id, digest=self._list_digest, offset=0))]
@@ -240,7 +245,6 @@ class Fetching:
         return [Locate(self._list_digest, self._spec, self._listing)]
 
     def _located(self, missing: tuple[BlobFile, ...]) -> list[Action]:
-        assert self._listing is not None
         self._missing = {file.digest: file for file in missing}
         for file in missing:
             (self._small if file.size <= limits.BODY_BYTES else self._large).append(file)
@@ -249,7 +253,7 @@ class Fetching:
             return self._assemble()
         roles = [
             source.role
-            for source in self._listing.sources
+            for source in self._known.sources
             if any(file.digest in self._missing for file in source.files)
         ]
         what = " and ".join(roles)
@@ -302,8 +306,7 @@ class Fetching:
         return self._more()
 
     def _assemble(self) -> list[Action]:
-        assert self._listing is not None
-        return [Assemble(self._list_digest, self._spec, self._listing)]
+        return [Assemble(self._list_digest, self._spec, self._known)]
 
     def _progress(self) -> list[Action]:
         quarters = 4 * self._come // max(self._total, 1)
@@ -314,8 +317,7 @@ class Fetching:
 
     def _changed(self, file: BlobFile) -> DataError:
         """The coordinator's file is no longer the one that it listed."""
-        assert self._listing is not None
-        for source in self._listing.sources:
+        for source in self._known.sources:
             if file in source.files:
                 named = source_of(self._spec, source.role)
                 return DataError(

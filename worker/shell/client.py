@@ -67,6 +67,8 @@ class Target:
 class Client:
     """Serves one coordinator until it says goodbye for good."""
 
+    _hello: Hello
+
     def __init__(
         self,
         target: Target,
@@ -81,7 +83,6 @@ class Client:
         self._machine = machine = machine or Machine()
         self._target = target
         self._credentials = credentials
-        self._hello: Hello | None = None
         self._secret = b""
         self._certificate: bytes | None = None
         self._tell = tell
@@ -285,7 +286,6 @@ class Client:
                 self._do(session.receive(message, body))
 
     def _prove(self, channel: Channel, challenge: Challenge) -> None:
-        assert self._hello is not None
         certificate = self._certificate or NO_CERTIFICATE
         try:
             channel.send(answer(self._hello, challenge, certificate, self._secret))
@@ -293,7 +293,6 @@ class Client:
             self._leave(act.Leave(str(error), retry=False, exit_code=error.exit_code))
 
     def _enrol(self, welcome: Welcome) -> None:
-        assert self._hello is not None
         trouble = self._credentials.remember(self._certificate, self._hello.name, welcome.key)
         if trouble:
             self._tell(trouble)
