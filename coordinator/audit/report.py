@@ -6,15 +6,17 @@ It loads nothing and runs nothing. Every text from outside is escaped.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 from coordinator.audit.audit import AuditResult
 from coordinator.audit.history import History, read_history
-from coordinator.audit.svg_chart import line_chart
+from coordinator.audit.svg_chart import Point, line_chart
 from coordinator.storage.journal import Entry, Verified, verify_journal
 from coordinator.storage.journal_records import (
     RECORDS,
@@ -28,10 +30,12 @@ from coordinator.storage.journal_records import (
 )
 from coordinator.storage.run_directory import RunDirectory
 from protocol.base.errors import UsageError
+from protocol.spec.run_spec import TASK_SECTIONS
 
 _MOST_ROWS: Final = 2_000
 _MOST_CHARTS: Final = 4
-"""Of held-out figures; the table has all."""
+"""Of held-out figures; the table has more."""
+_MOST_COLUMNS: Final = 8
 _ARTICLES: Final = {
     10: "data and data governance",
     12: "record-keeping",
@@ -39,18 +43,40 @@ _ARTICLES: Final = {
     15: "accuracy, robustness and cybersecurity",
 }
 STYLE: Final = """
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+:root { color-scheme: light dark; --back: #f4f5f7; --box: #fff; --ink: #1b1f24; --soft: #59626d;
+  --line: #d9dee4; --curve: #0072b2; --smooth: #d55e00; --bad: #b3261e; }
+@media (prefers-color-scheme: dark) { :root { --back: #0f1215; --box: #181c21; --ink: #e7ebef;
+  --soft: #a0aab5; --line: #2e353d; --curve: #56b4e9; --smooth: #e69f00; --bad: #ff9187; } }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem;
+  background: var(--back); color: var(--ink); }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
+section > table, .charts figure { background: var(--box); border: 1px solid var(--line); }
 table { border-collapse: collapse; width: 100%; font-size: .9em; }
-th, td { text-align: left; vertical-align: top; padding: .25rem .6rem .25rem 0;
-  border-bottom: 1px solid #8884; overflow-wrap: anywhere; }
+th, td { text-align: left; vertical-align: top; padding: .3rem .7rem;
+  border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
+th { color: var(--soft); font-size: .85em; }
 td.number { white-space: nowrap; font-variant-numeric: tabular-nums; }
 code { font-size: .9em; overflow-wrap: anywhere; }
-svg { width: 100%; height: auto; } svg text { font-size: 11px; fill: currentColor; }
-.grid { stroke: #8884; } .line { fill: none; stroke: #2a78d6; stroke-width: 1.6; }
-circle.line { fill: #2a78d6; } .bad { color: #c62828; font-weight: 600; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 26rem), 1fr));
+  gap: .8rem; margin-bottom: .8rem; }
+figure { margin: 0; padding: .6rem .8rem; } figcaption { font-weight: 600; font-size: .9em; }
+svg { width: 100%; height: auto; } svg text { font-size: 11px; fill: var(--soft); }
+.grid { stroke: var(--line); } .line, .smooth { fill: none; stroke: var(--curve); }
+.line { stroke-width: 1.2; } .smooth { stroke: var(--smooth); stroke-width: 2; }
+circle.line { fill: var(--curve); }
+.bad { color: var(--bad); font-weight: 600; } .empty { color: var(--soft); }
+.cells { width: auto; } .cells td { text-align: right; min-width: 3.5rem; position: relative;
+  font-variant-numeric: tabular-nums; } .cells th { text-align: right; }
+.cells svg { position: absolute; inset: 0; height: 100%; opacity: .4; }
+.cells rect { fill: var(--curve); } .cells span { position: relative; }
+@page { margin: 1.5cm; }
+@media print { :root { color-scheme: light; --back: #fff; --box: #fff; --ink: #000; --soft: #444;
+  --line: #bbb; --curve: #0072b2; --smooth: #d55e00; --bad: #b3261e; }
+  body { font-size: 10pt; margin: 0; padding: 0; max-width: none; }
+  h1, h2 { break-after: avoid; } figure, tr { break-inside: avoid; }
+  .charts { grid-template-columns: 1fr 1fr; } rect, polyline { print-color-adjust: exact; } }
 """
+_CELL: Final = re.compile(r"confusion\[(.*)\]\[(.*)\]")
 
 
 def report(path: Path, audited: AuditResult | None = None) -> str:
@@ -94,7 +120,7 @@ def _page(title: str, sections: Iterable[str]) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
             f"<h1>{escape(title)}</h1>",
-            *sections,
+            *(f"<section>{section}</section>" for section in sections if section),
             "</body></html>\n",
         ]
     )
@@ -110,8 +136,8 @@ def _summary(verified: Verified, history: History) -> str:
         ("of them skipped", sum(commit.skipped for _, commit in history.commits)),
         ("last loss", f"{losses[-1]:.6g}" if losses else "-"),
         ("taken up again after a stop", history.resumed),
-        ("from", entries[0].time if entries else "-"),
-        ("to", entries[-1].time if entries else "-"),
+        ("from", _moment(entries[0]) if entries else "-"),
+        ("to", _moment(entries[-1]) if entries else "-"),
         ("lines in the journal", len(entries)),
         ("journal's head", verified.head),
     ]
@@ -123,12 +149,48 @@ def _summary(verified: Verified, history: History) -> str:
 
 
 def _charts(entries: Sequence[Entry], history: History) -> str:
-    losses = [(float(commit.step), _number(commit.loss)) for _, commit in history.commits]
-    loss = line_chart(losses, x_label="step", y_label="loss")
-    workers = line_chart(
-        _workers_over_time(entries), x_label="minutes", y_label="workers", stairs=True
-    )
-    return f"<h2>Loss</h2>{loss}<h2>Workers</h2>{workers}"
+    commits = [commit for _, commit in history.commits]
+
+    def by_step(name: str) -> list[Point]:
+        return [(float(c.step + 1), _number(getattr(c, name))) for c in commits]
+
+    drawings = [
+        _figure("Loss", line_chart(by_step("loss"), x_label="step", y_label="loss", smooth=True)),
+        *(
+            _figure(title, line_chart(by_step(name), x_label="step", y_label=title.lower()))
+            for name, title in (("norm", "Gradient norm"), ("rate", "Learning rate"))
+            if any(getattr(commit, name) is not None for commit in commits)
+        ),
+        _figure(
+            "Time of a step",
+            line_chart(_step_times(entries, history), x_label="step", y_label="seconds"),
+        ),
+        _figure(
+            "Workers",
+            line_chart(
+                _workers_over_time(entries), x_label="minutes", y_label="workers", stairs=True
+            ),
+        ),
+    ]
+    return f"<h2>Curves</h2>{_side_by_side(drawings)}"
+
+
+def _figure(title: str, drawing: str) -> str:
+    return f"<figure><figcaption>{escape(title)}</figcaption>{drawing}</figure>"
+
+
+def _side_by_side(figures: Iterable[str]) -> str:
+    return f'<div class="charts">{"".join(figures)}</div>'
+
+
+def _step_times(entries: Sequence[Entry], history: History) -> list[Point]:
+    """From one commit to the next, as long as one coordinator made both."""
+    at = {entry.number: datetime.fromisoformat(entry.time) for entry in entries}
+    return [
+        (float(commit.step + 1), (at[number] - at[before]).total_seconds())
+        for (before, earlier), (number, commit) in pairwise(history.commits)
+        if earlier.epoch == commit.epoch
+    ]
 
 
 def _workers_over_time(entries: Sequence[Entry]) -> list[tuple[float, float]]:
@@ -152,24 +214,65 @@ def _workers_over_time(entries: Sequence[Entry]) -> list[tuple[float, float]]:
 def _evaluations(history: History) -> str:
     """Those that count: of steps that were taken back, what was measured anew."""
     figures = [history.figures[step] for step in sorted(history.figures)]
-    rows = [
-        (each.step, name, "-" if value is None else f"{value:.6g}")
-        for each in figures
-        for name, value in each.metrics.items()
-    ]
-    if not rows:
+    if not any(each.metrics for each in figures):
         return ""
-    names = dict.fromkeys(name for each in figures for name in each.metrics)
+    named = dict.fromkeys(name for each in figures for name in each.metrics)
+    names = [name for name in named if not _CELL.fullmatch(name)]
     charts = [
-        line_chart(
-            [(float(each.step), _number(each.metrics.get(name))) for each in figures],
-            x_label="step", y_label=name,
+        _figure(
+            name,
+            line_chart(
+                [(float(each.step), _number(each.metrics.get(name))) for each in figures],
+                x_label="step", y_label=name,
+            ),
         )
-        for name in [*names][:_MOST_CHARTS]
-        if len(figures) > 1
+        for name in names[:_MOST_CHARTS]
     ]  # fmt: skip
-    table = _table(("after step", "figure", "value"), rows)
-    return f"<h2>Held-out figures</h2>{''.join(charts)}{table}"
+    rows = [
+        (each.step, *(_shown(each.metrics.get(name)) for name in names[:_MOST_COLUMNS]))
+        for each in figures
+    ]
+    table = _table(("after step", *names[:_MOST_COLUMNS]), rows)
+    rest = [(name, _shown(figures[-1].metrics.get(name))) for name in names[_MOST_COLUMNS:]]
+    others = _table(("figure, at the end", "value"), rest) if rest else ""
+    return (
+        f"<h2>Held-out figures</h2>{_side_by_side(charts)}{table}{others}"
+        f"{_confusion(figures[-1].step, figures[-1].metrics)}"
+    )
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"
+
+
+def _confusion(step: int, metrics: Mapping[str, float | None]) -> str:
+    """Counts by what a sample is and what was said, each shaded by its share of the row."""
+    cells = {
+        (found[1], found[2]): value or 0.0
+        for name, value in metrics.items()
+        if (found := _CELL.fullmatch(name))
+    }
+    if not cells:
+        return ""
+    labels = [*dict.fromkeys(true for true, _ in cells)]
+    rows = []
+    for true in labels:
+        whole = sum(cells.get((true, said), 0.0) for said in labels) or 1.0
+        shaded = "".join(_cell_of(cells.get((true, said), 0.0), whole) for said in labels)
+        rows.append(f'<tr><th scope="row">{escape(true)}</th>{shaded}</tr>')
+    heads = "".join(f'<th scope="col">{escape(said)}</th>' for said in labels)
+    return (
+        f"<h2>Confusion after step {step}</h2><p>Rows: what a sample is. Columns: what was said of "
+        f'it.</p><table class="cells"><tr><td></td>{heads}</tr>{"".join(rows)}</table>'
+    )
+
+
+def _cell_of(count: float, whole: float) -> str:
+    shade = (
+        '<svg aria-hidden="true"><rect width="100%" height="100%" '
+        f'fill-opacity="{count / whole:.2f}"/></svg>'
+    )
+    return f"<td>{shade}<span>{count:g}</span></td>"
 
 
 def _number(value: float | None) -> float:
@@ -182,25 +285,31 @@ def _faults(entries: Sequence[Entry]) -> str:
     return "<h2>Faults, interventions, and what was done</h2>" + (body if rows else "<p>None.</p>")
 
 
+def _moment(entry: Entry) -> str:
+    """To the second, for eyes; the journal has it finer."""
+    return datetime.fromisoformat(entry.time).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
 def _fault_row(entry: Entry) -> tuple[object, ...] | None:
+    at = _moment(entry)
     match entry.record:
         case Halted() as halt:
-            return entry.time, halt.step, "halt", halt.worker or "", halt.reason
+            return at, halt.step, "halt", halt.worker or "", halt.reason
         case Fault() as fault:
             done = f"{fault.reason}; {fault.response}".strip("; ")
-            return entry.time, fault.step, fault.what, fault.worker or "", done
+            return at, fault.step, fault.what, fault.worker or "", done
         case Commanded() as command:
-            return entry.time, command.step, "command", "", f"{command.command} {command.source}"
+            return at, command.step, "command", "", f"{command.command} {command.source}"
         case Resumed() as resumed:
             notes = "; ".join(resumed.notes)
             why = f"coordinator of epoch {resumed.epoch}; {notes}".strip("; ")
-            return entry.time, resumed.step, "resumed", "", why
+            return at, resumed.step, "resumed", "", why
         case ViewChanged(change="lost" | "joined" | "late" | "drained" | "reseeded") as view:
             who = f"{len(view.members)} workers from here on"
             why = f"{view.reason}; {who}".strip("; ")
-            return entry.time, view.step, view.change, view.worker or "", why
+            return at, view.step, view.change, view.worker or "", why
         case Ended(outcome="failed") as end:
-            return entry.time, end.step, "failed", "", end.reason
+            return at, end.step, "failed", "", end.reason
         case _:
             return None
 
@@ -215,8 +324,16 @@ def _inputs(history: History) -> str:
     if history.run is not None:
         rows.append(("run spec", history.run.spec_digest))
         rows += sorted(history.run.versions.items())
-        rows += [(f"spec: {key}", value) for key, value in _flat(history.run.spec)]
+        rows += [(f"spec: {key}", value) for key, value in _flat(_used(history.run.spec))]
     return "<h2>Data, model and settings</h2>" + _table((), rows)
+
+
+def _used(spec: dict[str, Any]) -> dict[str, Any]:
+    """Less the sections that the run's task has no use for."""
+    own = {"options"}.union(*TASK_SECTIONS.values()) - TASK_SECTIONS.keys()
+    unused = {"options"}.union(*TASK_SECTIONS.values())
+    unused -= set(TASK_SECTIONS.get(str(spec.get("task")), own))
+    return {key: value for key, value in spec.items() if key not in unused}
 
 
 def _digests(history: History) -> str:

@@ -9,21 +9,36 @@ from typing import Final
 
 Point = tuple[float, float]
 
-WIDTH: Final = 760
+WIDTH: Final = 520
 HEIGHT: Final = 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 12, 12, 42
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 12, 42
 _MOST_POINTS: Final = 1_500
 _COLUMNS: Final = 500
+_SMOOTHING: Final = 0.1
+_SMOOTHED_FROM: Final = 20
+"""Fewer points need no average."""
+_WHOLE: Final = 1e15
+"""Beyond, every float is a whole number."""
 
 
-def line_chart(points: Sequence[Point], *, x_label: str, y_label: str, stairs: bool = False) -> str:
+def line_chart(
+    points: Sequence[Point],
+    *,
+    x_label: str,
+    y_label: str,
+    stairs: bool = False,
+    smooth: bool = False,
+) -> str:
     """A line through points, with axes from the smallest to the largest value.
+
+    An axis whose values are all whole numbers has only such marks.
 
     Args:
         points: In order of x. What is not finite makes a gap.
         x_label: What x is, with its unit.
         y_label: What y is, with its unit.
         stairs: Values hold until the next point, and the axis of y shows zero.
+        smooth: Also draw their exponential average.
     """
     title = escape(f"{y_label} by {x_label}")
     finite = [point for point in points if math.isfinite(point[1])]
@@ -33,22 +48,17 @@ def line_chart(points: Sequence[Point], *, x_label: str, y_label: str, stairs: b
     x_axis = _Axis(min(xs), max(xs), _LEFT, WIDTH - _RIGHT)
     low = min(0.0, *ys) if stairs else min(ys)
     y_axis = _Axis(low, max(ys), HEIGHT - _BOTTOM, _TOP)
+    x_axis.whole, y_axis.whole = all(map(_is_whole, xs)), all(map(_is_whole, ys))
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">',
         f"<title>{title}</title>",
         *_grid(x_axis, y_axis),
     ]
     shown = points if stairs else _thinned(points)
-    for run in _runs(shown):
-        corners = _stairs(run) if stairs else run
-        path = " ".join(f"{x_axis.at(x):.1f},{y_axis.at(y):.1f}" for x, y in corners)
-        if len(corners) == 1:
-            x, y = corners[0]
-            parts.append(
-                f'<circle class="line" cx="{x_axis.at(x):.1f}" cy="{y_axis.at(y):.1f}" r="2"/>'
-            )
-        else:
-            parts.append(f'<polyline class="line" points="{path}"/>')
+    corners = (_stairs(run) if stairs else run for run in _runs(shown))
+    parts += [_line(each, x_axis, y_axis, "line") for each in corners]
+    if smooth and len(finite) > _SMOOTHED_FROM:
+        parts.append(_line(_thinned(_smoothed(finite)), x_axis, y_axis, "smooth"))
     place = f'transform="translate(14 {HEIGHT / 2}) rotate(-90)"'
     middle = (_LEFT + WIDTH - _RIGHT) / 2
     parts += [
@@ -59,8 +69,35 @@ def line_chart(points: Sequence[Point], *, x_label: str, y_label: str, stairs: b
     return "\n".join(parts)
 
 
+def _line(points: Sequence[Point], x_axis: _Axis, y_axis: _Axis, kind: str) -> str:
+    places = [f"{x_axis.at(x):.1f},{y_axis.at(y):.1f}" for x, y in points]
+    if len(places) == 1:
+        x, y = places[0].split(",")
+        return f'<circle class="{kind}" cx="{x}" cy="{y}" r="2"/>'
+    return f'<polyline class="{kind}" points="{" ".join(places)}"/>'
+
+
+def _smoothed(points: Sequence[Point]) -> list[Point]:
+    """As the page draws it."""
+    level, smoothed = points[0][1], []
+    for x, y in points:
+        level += _SMOOTHING * (y - level)
+        smoothed.append((x, level))
+    return smoothed
+
+
+def _is_whole(value: float) -> bool:
+    return value.is_integer() and abs(value) < _WHOLE
+
+
 class _Axis:
-    """Maps values to places on the drawing."""
+    """Maps values to places on the drawing.
+
+    Attributes:
+        whole: Whether its marks are whole numbers.
+    """
+
+    whole = False
 
     def __init__(self, low: float, high: float, start: float, end: float) -> None:
         size = max(abs(low), abs(high))
@@ -76,8 +113,8 @@ class _Axis:
         return self._start + share * (self._end - self._start)
 
     def ticks(self) -> list[float]:
-        """Round values, four or so."""
-        raw = (self.high - self.low) / 4
+        """Round values, three to six of them."""
+        raw = max((self.high - self.low) / 6, 1.0 if self.whole else 0.0)
         magnitude = 10.0 ** math.floor(math.log10(raw))
         step = next(m for m in (1, 2, 5, 10) if m * magnitude >= raw) * magnitude
         first = math.ceil(self.low / step - 1e-9)

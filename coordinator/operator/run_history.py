@@ -229,7 +229,9 @@ class RunHistory:
         gone = [worker.name for worker in self._workers.values() if not worker.here]
         for surplus in gone[: max(0, len(self._workers) - _WORKERS)]:
             del self._workers[surplus]
-        self._tell(time, record, record["change"], record["reason"], name)
+        reason, computing = record["reason"], f"{len(members)} compute from here on"
+        text = f"{reason}; {computing}" if reason else computing
+        self._tell(time, record, record["change"], text, name)
 
     def _resumed(self, time: str, record: dict[str, Any]) -> None:
         for curve in (self._losses, self._norms, self._rates, self._times):

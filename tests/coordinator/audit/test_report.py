@@ -94,7 +94,37 @@ def test_the_page_tells_the_story(tmp_path):
     for kind in RECORDS:
         assert kind_of(kind) in page.text
         assert kind.serves in page.text
-    assert page.tags.count("svg") == 2
+    assert page.tags.count("figure") == 6
+    for title in ("Loss", "Gradient norm", "Learning rate", "Time of a step", "Workers"):
+        assert title in page.text
+
+
+def test_only_what_the_task_reads_of_the_spec_is_shown(tmp_path):
+    page = Page(report(eventful(tmp_path / "run")))
+    for part in ("spec: batch.samples", "spec: regress.features", "spec: threads"):
+        assert part in page.text
+    for part in ("spec: digits", "spec: scripted", "spec: model"):
+        assert part not in page.text
+
+
+def test_a_confusion_is_a_grid(tmp_path):
+    run = WrittenRun(tmp_path / "run")
+    run.step()
+    counts = {("ham", "ham"): 90.0, ("ham", EVIL): 10.0, (EVIL, "ham"): 3.0, (EVIL, EVIL): 7.0}
+    figures = {f"confusion[{true}][{said}]": count for (true, said), count in counts.items()}
+    metrics = {"accuracy": 97 / 110, **figures}
+    run.journal.append(Evaluated(epoch=1, step=1, metrics=metrics))
+    run.journal.sync()
+    text = report(tmp_path / "run")
+    page = Page(text)
+    said = [word.strip() for word in page.words if word.strip()]
+    at = said.index("Confusion after step 1")
+    grid = [EVIL, "ham", EVIL, "7", "3", "ham", "10", "90"]
+    found = [word for word in said[at + 1 :] if word in grid]
+    assert found[: len(grid)] == grid
+    assert "confusion[" not in page.text
+    assert 'fill-opacity="0.90"' in text
+    assert "@media print" in text
 
 
 def test_the_page_loads_and_runs_nothing(tmp_path):
@@ -152,6 +182,33 @@ def test_any_chart_is_svg_within_its_frame(ys, stairs):
             x, y = map(float, pair.split(","))
             assert 0 <= x <= WIDTH
             assert 0 <= y <= HEIGHT
+
+
+@pytest.mark.parametrize(
+    ("points", "x_marks", "y_marks"),
+    [
+        ([(1, 2), (3, 3)], ["1", "2", "3"], ["2", "3"]),
+        ([(1, 0.0), (9, 1.5)], ["2", "4", "6", "8"], ["0", "0.5", "1", "1.5"]),
+        ([(4, 1)], ["4"], ["1"]),
+    ],
+)
+def test_whole_numbers_have_whole_marks(points, x_marks, y_marks):
+    pairs = [(float(x), float(y)) for x, y in points]
+    drawing = ET.fromstring(line_chart(pairs, x_label="step", y_label="workers"))
+    marks = [
+        (text.attrib.get("text-anchor"), text.text)
+        for text in drawing.iter("text")
+        if re.fullmatch(r"[-\d.e]+", text.text or "")
+    ]
+    assert [text for anchor, text in marks if anchor == "middle"] == x_marks
+    assert [text for anchor, text in marks if anchor == "end"] == y_marks
+
+
+def test_a_curve_of_many_points_has_its_average_over_it():
+    points = [(float(x), float(x % 2) + 0.5) for x in range(40)]
+    text = line_chart(points, x_label="step", y_label="loss", smooth=True)
+    assert text.count("<polyline") == 2
+    assert 'class="smooth"' in text
 
 
 def test_a_long_curve_is_thinned_and_keeps_its_peaks():
