@@ -115,7 +115,7 @@ class Probes:
 
     # At the coordinator.
 
-    def _commits(self, _storage: Any, _record: Any) -> None:
+    def _commits(self, _storage: Any, _record: Any, _kept: Any = ()) -> None:
         self._cluster.commits(self._coordinator)
 
     def _synced(self, _: None, _log: Any, record: Any) -> None:
