@@ -201,7 +201,7 @@ def in_place(kinds: frozenset[type[Message]]) -> st.SearchStrategy[Message]:
     """Messages of these kinds; what names a chunk names a small one of `BLOCKS`."""
 
     def placed(kind: type[Message]) -> st.SearchStrategy[Message]:
-        if kind.body != "float32":
+        if kind.body != "values":
             return STRATEGIES[kind].filter(lambda m: len(m.to_header()) <= limits.HEADER_BYTES)
         non_block = (messages.NonBlockGradientPayload, messages.AveragedNonBlockGradient)
         blocks = [(0, 0), (3, 0)] if kind in non_block else [(1, 0), (2, 1)]

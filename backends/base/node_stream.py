@@ -15,11 +15,14 @@ from backends.base.interface import (
     Leaf,
     Loss,
     NodeItem,
+    Program,
 )
 from protocol.base.errors import SamestepError
+from protocol.exact.bfloat16 import rounded
 from protocol.exact.tree import Node
-from protocol.exact.tree_sum import TreeSum, add_arrays
+from protocol.exact.tree_sum import ADDITIONS, TreeSum
 from protocol.spec.manifest import Block
+from protocol.spec.run_spec import Precision
 
 
 class Microbatch(NamedTuple):
@@ -40,11 +43,17 @@ class HostSums:
     Leaves come in order, and of each leaf its blocks. After the last leaf's block is added, the
     block's node sum is final and given out at once, while that leaf's backward still runs on
     earlier blocks. At most log2(leaves) + 1 arrays are held of a block.
+
+    Args:
+        leaves: How many.
+        blocks: How many.
+        precision: bfloat16: every leaf and every sum is rounded to it.
     """
 
-    def __init__(self, leaves: int, blocks: int) -> None:
+    def __init__(self, leaves: int, blocks: int, precision: Precision = "float32") -> None:
         self._leaves = leaves
-        self._blocks = [TreeSum(leaves, add_arrays) for _ in range(blocks)]
+        self._precision = precision
+        self._blocks = [self._nothing() for _ in range(blocks)]
         self._losses = TreeSum[float](leaves, add)
         self._weights = TreeSum[float](leaves, add)
 
@@ -61,11 +70,16 @@ class HostSums:
         """
         assert values.dtype == "float32"
         assert values.flags.writeable
+        if self._precision == "bfloat16":
+            values = rounded(values)
         self._blocks[block].put(Node(leaf, leaf + 1), values)
         total = self._blocks[block].total
         if total is not None:  # its memory is the receiver's, not this node's to the end
-            self._blocks[block] = TreeSum(self._leaves, add_arrays)
+            self._blocks[block] = self._nothing()
         return total
+
+    def _nothing(self) -> TreeSum[Array]:
+        return TreeSum(self._leaves, ADDITIONS[self._precision])
 
     def add_loss(self, leaf: int, loss_sum: float, weight: float) -> Loss | None:
         """Add one microbatch's loss sum and weight, in float64; gives the node's after its last."""
@@ -186,3 +200,17 @@ def added_on_host(
 ) -> NodeStream:
     """The gradients of a node, added on the host: what every device can do."""
     return NodeStream(leaves, begin, HostSums(len(leaves), blocks))
+
+
+def rounded_by_microbatch(program: Program, leaves: Sequence[Leaf], blocks: int) -> NodeStream:
+    """The gradients of a node, every leaf and every sum of two rounded to bfloat16.
+
+    On any device: what it would add by itself is asked for microbatch by microbatch.
+    """
+
+    def begin(leaf: int, batch: Batch, seed: int) -> Microbatch:
+        del leaf
+        stream = program.gradients([(batch, seed)])
+        return Microbatch(iter(stream), stream.close)
+
+    return NodeStream(leaves, begin, HostSums(len(leaves), blocks, "bfloat16"))

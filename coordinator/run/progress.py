@@ -151,6 +151,7 @@ class Progress:
             self.step,
             self.attempt,
             kept=self._keeps(),
+            exchange=self._spec.exchange,
         )
         self.round = round_
         speeds = self._members.speeds()

@@ -21,11 +21,13 @@ from coordinator.run.actions import Broadcast
 from coordinator.run.double_check import Differing, DoubleCheck
 from coordinator.run.kept import Bytes, Kept
 from protocol.base.errors import OutOfPlace
+from protocol.exact.bfloat16 import rounded
 from protocol.exact.digest import averages_digest, block_digest
 from protocol.exact.tree import Node, cover, is_node, root
-from protocol.exact.tree_sum import TreeSum, add_arrays
+from protocol.exact.tree_sum import ADDITIONS, TreeSum
 from protocol.exact.update import Array, average, global_norm, is_finite, square_sum
 from protocol.spec.manifest import Block
+from protocol.spec.run_spec import ExchangeSpec
 from protocol.wire.messages import (
     AveragedBlockGradient,
     AveragedNonBlockGradient,
@@ -34,6 +36,7 @@ from protocol.wire.messages import (
     NodeLoss,
 )
 
+_FLOAT32: Final = ExchangeSpec()
 _MOST_COUNTED_NODES: Final = 16_384
 """In a commit's record; there are more only where very many were given out twice."""
 
@@ -121,8 +124,10 @@ class Round:
         attempt: int,
         *,
         kept: Kept | None = None,
+        exchange: ExchangeSpec = _FLOAT32,
     ) -> None:
         self.microbatches = microbatches
+        self._exchange = exchange
         self.place = {"epoch": epoch, "step": step, "attempt": attempt}
         self.shares: dict[str, Share] = {}
         self.tainted = False
@@ -147,7 +152,8 @@ class Round:
         self._ways: set[Origin] = set()
 
     def _empty_sums(self) -> tuple[TreeSum[Array], TreeSum[Origin]]:
-        return TreeSum(self.microbatches, add_arrays), TreeSum(self.microbatches, add)
+        add_sums = ADDITIONS[self._exchange.precision]
+        return TreeSum(self.microbatches, add_sums), TreeSum(self.microbatches, add)
 
     def assign(self, worker: str, nodes: tuple[Node, ...]) -> None:
         """These nodes are now the worker's to compute."""
@@ -377,6 +383,8 @@ class Round:
         values = self.averages[block][self._blocks[block].chunk_slice(number)]
         if math.isfinite(weight):
             average(total, weight, out=values)
+        if self._exchange.averages == "bfloat16":
+            rounded(values)
         # A small weight can make an average overflow where the sum did not.
         if not (math.isfinite(weight) and is_finite(values)):
             return NonFinite(None, self._blocks[block].name, root(self.microbatches))

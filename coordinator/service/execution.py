@@ -56,6 +56,7 @@ from protocol.base.errors import (
     text_of,
 )
 from protocol.base.fields import cut_text
+from protocol.exact.bfloat16 import unpacked
 from protocol.exact.update import Array
 from protocol.host.machine import Machine
 from protocol.host.trace import Tracer, now_us
@@ -66,6 +67,7 @@ from protocol.wire.messages import (
     BlobRequest,
     Commit,
     EndRun,
+    GradientPayload,
     Message,
     Ready,
 )
@@ -118,7 +120,8 @@ class Execution:
         self._machine = machine or Machine()
         self._keeper: ReplicaKeeper | None = None
         self._storage = storage
-        self._followers = Followers(sessions, run.step)
+        self._exchange = run.spec.exchange
+        self._followers = Followers(sessions, self._exchange.averages, run.step)
         self._tasks: set[asyncio.Task[None]] = set()
         self._led: dict[str, asyncio.Task[None]] = {}
         self._news = asyncio.Event()
@@ -176,11 +179,13 @@ class Execution:
                 case "bytes":
                     body = raw
                 case _:
-                    body = raw.view("<f4")
+                    sums = isinstance(message, GradientPayload)
+                    body = unpacked(raw, self._exchange.precision if sums else "float32")
         self._trace_payload(session.name, message)
         self._handle(lambda: self.run.receive(session.name, message, body))
         if isinstance(message, Ready) and self.run.manifest is not None:
             session.channel.connection.blocks = self.run.manifest.blocks
+            session.channel.connection.exchange = self._exchange
 
     def lost(self, session: MemberSession, reason: str) -> None:
         """A member's connection is over."""
@@ -503,6 +508,6 @@ class Execution:
             self._fail(error)
 
     def _trace_payload(self, worker: str, message: Message) -> None:
-        if self._tracer is not None and message.body == "float32":
+        if self._tracer is not None and message.body == "values":
             fields = message.model_dump()
             self._tracer.instant(f"receive block {fields['block']}", worker, **fields)

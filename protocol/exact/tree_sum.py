@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from operator import add
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 import numpy as np
 
+from protocol.exact.bfloat16 import rounded
 from protocol.exact.tree import Node, parent, root, sibling
 from protocol.exact.update import Array
+from protocol.spec.run_spec import Precision
 
 T = TypeVar("T")
 
@@ -73,6 +75,18 @@ def add_arrays(left: Array, right: Array) -> Array:
     """Left + right in float32, into left. Overflow is found as non-finite later."""
     with np.errstate(over="ignore", invalid="ignore"):
         return np.add(left, right, out=left)
+
+
+def add_rounded(left: Array, right: Array) -> Array:
+    """Left + right in float32, rounded to bfloat16, into left."""
+    return rounded(add_arrays(left, right))
+
+
+ADDITIONS: Final[dict[Precision, Callable[[Array, Array], Array]]] = {
+    "float32": add_arrays,
+    "bfloat16": add_rounded,
+}
+"""How two sums become one, for each precision of a run's exchange."""
 
 
 def tree_sum(terms: Sequence[float]) -> float:

@@ -288,6 +288,22 @@ class OptimizerSpec(_Section):
     warmup_steps: Every = Field(0, description="steps in which lr rises")
 
 
+class ExchangeSpec(_Section):
+    """How gradients travel between coordinator and workers.
+
+    bfloat16 halves their bytes. Rounding (to nearest, ties to even) is a part of the sum then:
+    every microbatch's gradient and every sum of two nodes is rounded, so the bits are the same for
+    any number of workers; they are others than those of float32.
+    """
+
+    precision: Precision = Field(
+        "float32", description="of sums, from workers; bfloat16: rounded at every addition"
+    )
+    averages: Precision = Field(
+        "float32", description="of averages, to workers, before norm, clipping and update"
+    )
+
+
 class CheckpointSpec(_Section):
     """When the whole state is saved, and what of it is kept.
 
@@ -331,6 +347,7 @@ class RunSpec(_Section):
     options: Document = Field({}, description="whatever a task of your own wants to know")
     batch: BatchSpec = BatchSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
+    exchange: ExchangeSpec = ExchangeSpec()
     steps: Count = Field(
         description="optimizer updates; teacher-logits: at most so many batches, by default all"
     )

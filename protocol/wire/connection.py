@@ -16,11 +16,14 @@ from numpy.typing import NDArray
 
 from protocol.base import limits
 from protocol.base.errors import FrameError, LocalProtocolError, OutOfPlace, VersionMismatch
+from protocol.exact.bfloat16 import ELEMENT_BYTES
 from protocol.spec.manifest import Block
+from protocol.spec.run_spec import ExchangeSpec, Precision
 from protocol.wire import frames
 from protocol.wire.messages import (
     Assign,
     AveragedBlockGradient,
+    AveragedGradient,
     AveragedNonBlockGradient,
     BlobChunk,
     BlobRequest,
@@ -35,6 +38,7 @@ from protocol.wire.messages import (
     EvalPlan,
     EvalResult,
     Goodbye,
+    GradientPayload,
     Halt,
     Heartbeat,
     Hello,
@@ -159,12 +163,14 @@ class Connection:
         phase: Moved on by the handshake messages themselves, on both sides alike.
         blocks: Set once the manifest is known; from then on a gradient's size is checked against
             it before a byte of it is read. Unknown again when a worker is ready for a run.
+        exchange: In what precision gradients travel; set with the blocks.
     """
 
     def __init__(self, role: Role) -> None:
         self.role: Role = role
         self.phase = Phase.GREETING
         self.blocks: tuple[Block, ...] | None = None
+        self.exchange = ExchangeSpec()
         coordinator = role == "coordinator"
         self._receivable = FROM_WORKER if coordinator else FROM_COORDINATOR
         self._sendable = FROM_COORDINATOR if coordinator else FROM_WORKER
@@ -352,7 +358,13 @@ class Connection:
         if _KIND.get(type(message), kind) != kind:
             raise OutOfPlace(f"{type(message).__name__}: block {block} is of kind {kind!r}")
         piece = self.blocks[block].chunk_slice(chunk)
-        return int(piece.stop - piece.start) * 4
+        return int(piece.stop - piece.start) * ELEMENT_BYTES[self._precision(message)]
+
+    def _precision(self, message: Message) -> Precision:
+        """In which the values of a message travel; a state's are float32 always."""
+        if isinstance(message, GradientPayload):
+            return self.exchange.precision
+        return self.exchange.averages if isinstance(message, AveragedGradient) else "float32"
 
     def _advance(self, kind: type[Message]) -> None:
         """Move the handshake on; the same messages move both sides."""

@@ -20,7 +20,7 @@ from protocol.exact.tree import Node
 from protocol.exact.update import StepScalars
 
 NodeList = Annotated[tuple[tuple[Number, Number], ...], Field(max_length=64)]
-BodyRule = Literal["none", "float32", "document", "bytes"]
+BodyRule = Literal["none", "values", "document", "bytes"]
 StateKind = Literal["parameters", "first_moment", "second_moment"]
 
 
@@ -150,7 +150,7 @@ class StateChunk(Message):
     """Either side: one chunk of the state after `step` steps; the last one says so."""
 
     tag = 9
-    body = "float32"
+    body = "values"
     run_id: Small
     kind: StateKind
     block: Number
@@ -196,7 +196,7 @@ class StepPlan(_InStep):
 
 
 class _Payload(_InStep):
-    body = "float32"
+    body = "values"
     block: Number
     chunk: Number
     lo: Number
@@ -221,7 +221,7 @@ class NonBlockGradientPayload(_Payload):
 
 
 class _Averaged(_InStep):
-    body = "float32"
+    body = "values"
     block: Number
     chunk: Number
 

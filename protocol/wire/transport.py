@@ -126,7 +126,7 @@ class Channel(asyncio.BufferedProtocol):
 
     def _count(self, encoded: Encoded, sign: int) -> None:
         self._waiting_bytes += sign * encoded.nbytes
-        if encoded.message.body != "float32":
+        if encoded.message.body != "values":
             self._queued_bytes += sign * encoded.nbytes
 
     def send(self, message: Message | Encoded) -> None:

@@ -23,7 +23,16 @@ from protocol.exact.tree import Node
 from protocol.exact.update import StepScalars, global_norm, square_sum, step_scalars
 from protocol.exact.update import average as scale_to_average
 from protocol.spec.manifest import Block, Manifest, Metric, TensorSpec
-from protocol.spec.run_spec import BatchSpec, CheckpointSpec, LogMode, OptimizerSpec, RunSpec
+from protocol.spec.run_spec import (
+    BatchSpec,
+    CheckpointSpec,
+    ExchangeSpec,
+    LogMode,
+    OptimizerSpec,
+    Precision,
+    RunSpec,
+)
+from tests.nearest_bfloat16 import nearest
 
 STEPS = 4
 MANY_STEPS = 40
@@ -47,6 +56,12 @@ _KEPT: tuple[tuple[LogMode, int], ...] = (
     ("full", 0), ("full", 2), ("checkpoint", 1), ("checkpoint", 3), ("full", 1),
 )  # fmt: skip
 """What is logged, and how often a checkpoint is made."""
+_EXCHANGES = (
+    ExchangeSpec(),
+    ExchangeSpec(precision="bfloat16"),
+    ExchangeSpec(precision="bfloat16", averages="bfloat16"),
+    ExchangeSpec(averages="bfloat16"),
+)
 _DOUBLE_CHECKS = (2, 4, 256)
 """In one step of so many a node is computed twice."""
 VARIANTS = len(_BATCHES) * len(_OPTIMIZERS) * len(_KEPT)
@@ -79,6 +94,7 @@ class Job:
             steps=steps,
             batch=BatchSpec(samples=samples, microbatch=microbatch),
             optimizer=optimizer,
+            exchange=_EXCHANGES[variant % len(_EXCHANGES)],
             evaluate_every=2 if steps == STEPS else 7,
             log=mode,
             checkpoint=CheckpointSpec(every=every if steps == STEPS else 5 * every),
@@ -193,6 +209,7 @@ class Job:
             expected = np.zeros(MOST_MICROBATCHES, np.float32)
             if total := self.total_weight(step):
                 expected[: self.order.microbatch_count(step)] = np.float32(1 / total)
+                expected = _rounded(expected, self.spec.exchange.averages)
             self._coverage[step] = expected
         return self._coverage[step]
 
@@ -215,9 +232,10 @@ class Job:
         parameters, total = replica.parameters, self.total_weight(replica.step)
         averages = []
         for block in range(len(self.blocks)):
-            average = _along_tree(count, partial(self._gradient_of, parameters, step, block))
+            leaf = partial(self._gradient_of, parameters, step, block)
+            average = _along_tree(count, leaf, self.spec.exchange.precision)
             scale_to_average(average, total, out=average)
-            averages.append(average)
+            averages.append(_rounded(average, self.spec.exchange.averages))
         loss = _along_tree(count, lambda m: self.loss(parameters, step, m))
         norm = global_norm([square_sum(array) for array in averages])
         scalars = step_scalars(
@@ -259,15 +277,19 @@ def _noise(a: int, b: int, c: int, d: int, elements: int) -> Array:
     return values.astype(np.float32)
 
 
-def _along_tree(count: int, leaf: Callable[[int], Any]) -> Any:
+def _rounded(values: Any, precision: Precision) -> Any:
+    return values if precision == "float32" else nearest(values)
+
+
+def _along_tree(count: int, leaf: Callable[[int], Any], precision: Precision = "float32") -> Any:
     """The recursive definition, and nothing else."""
 
     def total(lo: int, hi: int) -> Any:
         if hi - lo == 1:
-            return leaf(lo)
+            return _rounded(leaf(lo), precision)
         split = 1
         while split * 2 < hi - lo:
             split *= 2
-        return total(lo, lo + split) + total(lo + split, hi)
+        return _rounded(total(lo, lo + split) + total(lo + split, hi), precision)
 
     return total(0, count)

@@ -13,7 +13,7 @@ from protocol.exact.tree import Node
 from protocol.exact.update import StepScalars
 from protocol.spec.blob_list import BlobFile, BlobList
 from protocol.spec.manifest import Block
-from protocol.spec.run_spec import RunSpec
+from protocol.spec.run_spec import ExchangeSpec, RunSpec
 from protocol.wire.connection import Body
 from protocol.wire.messages import Message
 from worker.logic.events import StepAttempt
@@ -47,9 +47,10 @@ class Build:
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """From now on gradients have the shape of these blocks."""
+    """From now on gradients have the shape of these blocks, and travel like this."""
 
     blocks: tuple[Block, ...]
+    exchange: ExchangeSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,10 @@ from backends.base.interface import Array
 from protocol.base import limits
 from protocol.base.errors import BackendUnavailable, DeviceError, ExitCode, OutOfPlace
 from protocol.base.fields import cut_text
+from protocol.exact.bfloat16 import packed, unpacked
 from protocol.exact.tree import Node, is_node
 from protocol.spec.manifest import Block
-from protocol.spec.run_spec import parse_run_spec_bytes
+from protocol.spec.run_spec import ExchangeSpec, parse_run_spec_bytes
 from protocol.wire.connection import Body
 from protocol.wire.messages import (
     Assign,
@@ -145,6 +146,7 @@ class _Run:
     run_id: str
     steps: int
     samples: int
+    exchange: ExchangeSpec
     task: _Task | None = None
 
 
@@ -199,6 +201,11 @@ class WorkerSession:
         assert self._run is not None
         assert self._run.task is not None, "handled in phase READY alone"
         return self._run.task
+
+    @property
+    def _exchange(self) -> ExchangeSpec:
+        assert self._run is not None
+        return self._run.exchange
 
     def welcome(self, message: Welcome) -> list[Action]:
         """The handshake is done."""
@@ -279,7 +286,7 @@ class WorkerSession:
             )
         self.epoch = self._epochs[message.run_id] = message.epoch
         spec = parse_run_spec_bytes(body.tobytes())
-        self._run = _Run(message.run_id, spec.steps, spec.batch.samples)
+        self._run = _Run(message.run_id, spec.steps, spec.batch.samples, spec.exchange)
         return [CancelWork(), *self.files.begin(message, spec)]
 
     def _blob_chunk(self, message: BlobChunk, body: Body) -> list[Action]:
@@ -306,7 +313,7 @@ class WorkerSession:
         memory = f"; memory: {event.memory}" if event.memory else ""
         parity = f"; {event.parity}" if event.parity else ""
         return [
-            Expect(manifest.blocks),
+            Expect(manifest.blocks, self._run.exchange),
             Transmit(ready, manifest.to_bytes()),
             Tell(f"run {self.run_id}: ready on {event.device}{memory}{parity}"),
         ]
@@ -426,7 +433,7 @@ class WorkerSession:
                     block=event.block, chunk=chunk, lo=event.node.lo, hi=event.node.hi,
                     weight=event.weight,
                 ),
-                event.values[block.chunk_slice(chunk)],
+                packed(event.values[block.chunk_slice(chunk)], self._exchange.precision),
             )
             for chunk in range(block.chunks)
         ]  # fmt: skip
@@ -463,7 +470,8 @@ class WorkerSession:
         if message.step >= task.step:
             if key not in task.averages:
                 task.averages[key] = Averages(task.blocks)
-            task.averages[key].put(message.block, message.chunk, body.view("<f4"))
+            values = unpacked(body, self._exchange.averages)
+            task.averages[key].put(message.block, message.chunk, values)
         return []
 
     def _commit(self, message: Commit, body: None) -> list[Action]:

@@ -339,6 +339,7 @@ class Client:
             case act.Expect():
                 assert self._channel is not None
                 self._channel.connection.blocks = action.blocks
+                self._channel.connection.exchange = action.exchange
             case act.Compute():
                 device.compute(action.place, action.microbatches, action.node)
             case act.CancelWork():
@@ -371,7 +372,7 @@ class Client:
         self._channel.send(encode(action.message, action.body))
 
     def _trace(self, direction: str, message: Message) -> None:
-        gradient = message.body == "float32" and not isinstance(message, StateChunk)
+        gradient = message.body == "values" and not isinstance(message, StateChunk)
         if self._tracer is not None and gradient:
             fields = message.model_dump()
             self._tracer.instant(f"{direction} block {fields['block']}", "network", **fields)

@@ -13,7 +13,16 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from backends.base.interface import Array, Backend, Batch, BlockGradient, Loss, Program
+from backends.base.interface import (
+    Array,
+    Backend,
+    Batch,
+    BlockGradient,
+    Loss,
+    NodeGradients,
+    Program,
+)
+from backends.base.node_stream import rounded_by_microbatch
 from protocol.base.errors import (
     NO_MEMORY,
     DataError,
@@ -278,7 +287,12 @@ class Engine:
             return
         leaf, since_us = node.lo, now_us()
         loss: Loss | None = None
-        stream = job.program.gradients(list(zip(batches, seeds, strict=True)))
+        leaves = list(zip(batches, seeds, strict=True))
+        stream: NodeGradients = (
+            rounded_by_microbatch(job.program, leaves, len(job.task.manifest.blocks))
+            if job.spec.exchange.precision == "bfloat16"
+            else job.program.gradients(leaves)
+        )
         for item in stream:
             yield  # the device has computed
             if self._is_cancelled(generation, place, node):

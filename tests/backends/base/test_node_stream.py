@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from backends.base.node_stream import HostSums
 from protocol.exact.tree import Node, children
+from tests.nearest_bfloat16 import nearest
 
 Floats = NDArray[np.float32]
 
 
-def naive(node: Node, leaves: dict[int, Floats]) -> Floats:
+def exactly(values: Floats) -> Floats:
+    return values
+
+
+def naive(
+    node: Node, leaves: dict[int, Floats], rounding: Callable[[Floats], Floats] = exactly
+) -> Floats:
     if node.leaves == 1:
-        return leaves[node.lo]
+        return rounding(leaves[node.lo])
     left, right = children(node)
-    return naive(left, leaves) + naive(right, leaves)
+    return rounding(naive(left, leaves, rounding) + naive(right, leaves, rounding))
 
 
 def naive_float(node: Node, leaves: dict[int, float]) -> float:
@@ -31,11 +41,12 @@ nodes = st.builds(lambda size: Node(0, size), st.integers(1, 70))
 
 
 @given(nodes, st.integers(1, 3), st.integers(0, 2**32 - 1))
-def test_sums_are_the_trees_bit_for_bit(node, blocks, seed):
+@pytest.mark.parametrize(("precision", "rounding"), [("float32", exactly), ("bfloat16", nearest)])
+def test_sums_are_the_trees_bit_for_bit(precision, rounding, node, blocks, seed):
     rng = np.random.default_rng(seed)
     scale = np.float32(10) ** rng.integers(-6, 6, size=(node.leaves, blocks, 1)).astype(np.float32)
     values = (rng.standard_normal((node.leaves, blocks, 5)) * scale).astype(np.float32)
-    sums = HostSums(node.leaves, blocks)
+    sums = HostSums(node.leaves, blocks, precision)
     for leaf in range(node.lo, node.hi):
         last = leaf == node.hi - 1
         for block in reversed(range(blocks)):
@@ -44,7 +55,7 @@ def test_sums_are_the_trees_bit_for_bit(node, blocks, seed):
             if total is not None:
                 leaves = {node.lo + i: values[i, block] for i in range(node.leaves)}
                 assert total.dtype == np.float32
-                assert total.tobytes() == naive(node, leaves).tobytes()
+                assert total.tobytes() == naive(node, leaves, rounding).tobytes()
 
 
 @given(nodes, st.integers(0, 2**32 - 1))

@@ -13,7 +13,9 @@ from protocol.exact.digest import weights_digest
 from protocol.exact.tree import Node, children, root
 from protocol.exact.update import average, global_norm, square_sum
 from protocol.spec.manifest import Block, TensorSpec
+from protocol.spec.run_spec import ExchangeSpec
 from protocol.wire.messages import BlockGradientPayload, NodeLoss
+from tests.nearest_bfloat16 import nearest
 
 BLOCKS = tuple(
     Block(
@@ -24,6 +26,7 @@ BLOCKS = tuple(
     for name, tensors in (("one", (("w", (2, 3)), ("b", (3,)))), ("two", (("w", (5,)),)))
 )
 LAST = len(BLOCKS) - 1
+FLOAT32 = ExchangeSpec()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -42,13 +45,26 @@ def weight(leaf):
     return (leaf * 5 % 7) / 3
 
 
-def along_tree(lo, hi, leaf):
+def same(total):
+    return total
+
+
+ROUNDING = {"float32": same, "bfloat16": nearest}
+EXCHANGES = st.builds(
+    ExchangeSpec, precision=st.sampled_from([*ROUNDING]), averages=st.sampled_from([*ROUNDING])
+)
+
+
+def along_tree(lo, hi, leaf, rounding=same):
     if hi - lo == 1:
-        return leaf(lo)
+        return rounding(leaf(lo))
     split = 1
     while split * 2 < hi - lo:
         split *= 2
-    return along_tree(lo, lo + split, leaf) + along_tree(lo + split, hi, leaf)
+    left, right = (
+        along_tree(*part, leaf, rounding) for part in ((lo, lo + split), (lo + split, hi))
+    )
+    return rounding(left + right)
 
 
 def payload(node, block, chunk, *, weight_=None):
@@ -71,27 +87,30 @@ def chunks():
     return [(b, c) for b in reversed(range(len(BLOCKS))) for c in range(BLOCKS[b].chunks)]
 
 
-def values(node, block, chunk):
-    return along_tree(node.lo, node.hi, lambda leaf: gradient(leaf, block))[
-        BLOCKS[block].chunk_slice(chunk)
-    ].copy()
+def values(node, block, chunk, exchange=FLOAT32):
+    return along_tree(
+        node.lo, node.hi, lambda leaf: gradient(leaf, block), ROUNDING[exchange.precision]
+    )[BLOCKS[block].chunk_slice(chunk)].copy()
 
 
-def deliver(round_, worker, node, *, upto=None):
+def deliver(round_, worker, node, *, upto=None, exchange=FLOAT32):
     """The payloads of a node in the order in which a worker sends them, then its loss."""
     for block, chunk in chunks()[:upto]:
-        round_.payload(worker, payload(node, block, chunk), values(node, block, chunk))
+        round_.payload(worker, payload(node, block, chunk), values(node, block, chunk, exchange))
     if upto is None:
         round_.node_loss(worker, node_loss(node))
 
 
-def assert_is_the_plain_sum(round_, microbatches):
+def assert_is_the_plain_sum(round_, microbatches, exchange):
     total = along_tree(0, microbatches, weight)
     digests, squares = [], []
     for number, block in enumerate(BLOCKS):
-        summed = along_tree(0, microbatches, lambda leaf, b=number: gradient(leaf, b))
+        summed = along_tree(
+            0, microbatches, lambda leaf, b=number: gradient(leaf, b), ROUNDING[exchange.precision]
+        )
         expected = np.empty_like(summed)
         average(summed, total, out=expected)
+        expected = ROUNDING[exchange.averages](expected)
         assert round_.averages[number].tobytes() == expected.tobytes()
         squares.append(square_sum(expected))
         named = {t.name: expected[part].reshape(t.shape) for t, part in block.slices()}
@@ -120,7 +139,8 @@ def cut(draw, node):
 def test_any_assignment_and_interleaving_gives_the_same_bits(data):
     microbatches = data.draw(st.integers(1, 9))
     nodes = cut(data.draw, root(microbatches))
-    round_ = Round(BLOCKS, microbatches, 1, 0, 0)
+    exchange = data.draw(EXCHANGES)
+    round_ = Round(BLOCKS, microbatches, 1, 0, 0, exchange=exchange)
     queues: dict[str, list[tuple[Node, int, int]]] = {}
     for node in nodes:
         worker = data.draw(st.sampled_from("abc"))
@@ -133,14 +153,15 @@ def test_any_assignment_and_interleaving_gives_the_same_bits(data):
         if block < 0:
             assert round_.node_loss(worker, node_loss(node)) in (True, False)
         else:
-            taken = round_.payload(worker, payload(node, block, chunk), values(node, block, chunk))
+            came = values(node, block, chunk, exchange)
+            taken = round_.payload(worker, payload(node, block, chunk), came)
             assert not isinstance(taken, NonFinite)
             said += [place_of(taken)] if taken is not None else []
         if not queues[worker]:
             del queues[worker]
             assert not round_.unfinished(worker)
     assert sorted(said) == sorted(chunks())
-    assert_is_the_plain_sum(round_, microbatches)
+    assert_is_the_plain_sum(round_, microbatches, exchange)
 
 
 @given(st.data())
@@ -148,7 +169,8 @@ def test_any_assignment_and_interleaving_gives_the_same_bits(data):
 def test_losses_in_the_step_and_new_nodes_leave_the_bits(data):
     """Workers deliver parts of nodes and are lost; others get what is missing, as other nodes."""
     microbatches = data.draw(st.integers(1, 9))
-    round_ = Round(BLOCKS, microbatches, 1, 0, 0)
+    exchange = data.draw(EXCHANGES)
+    round_ = Round(BLOCKS, microbatches, 1, 0, 0, exchange=exchange)
     for life in range(20):
         orphans = round_.unassigned()
         if not orphans:
@@ -159,11 +181,12 @@ def test_losses_in_the_step_and_new_nodes_leave_the_bits(data):
         round_.assign(worker, tuple(mine))
         last = data.draw(st.integers(0, len(mine))) if life <= 8 else len(mine)
         for node in mine[:last]:
-            deliver(round_, worker, node)
+            deliver(round_, worker, node, exchange=exchange)
         if last < len(mine):
-            deliver(round_, worker, mine[last], upto=data.draw(st.integers(0, len(chunks()))))
+            upto = data.draw(st.integers(0, len(chunks())))
+            deliver(round_, worker, mine[last], upto=upto, exchange=exchange)
             round_.lose(worker, proven=True)
-    assert_is_the_plain_sum(round_, microbatches)
+    assert_is_the_plain_sum(round_, microbatches, exchange)
     assert not round_.tainted
 
 
@@ -228,7 +251,7 @@ def test_late_duplicates_change_nothing_and_do_not_halt():
     assert round_.node_loss("ann", node_loss(Node(0, 2), float("nan"))) is False
     deliver(round_, "bob", Node(2, 4))
     assert round_.payload("bob", payload(Node(2, 4), LAST, 0), bad) is None
-    assert_is_the_plain_sum(round_, 4)
+    assert_is_the_plain_sum(round_, 4, FLOAT32)
 
 
 def test_blocks_come_out_as_they_are_complete():

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from protocol.base import limits
 from protocol.base.errors import FrameError, LocalProtocolError, OutOfPlace, RemoteProtocolError
+from protocol.spec.run_spec import ExchangeSpec
 from protocol.wire import frames, messages
 from protocol.wire.connection import FROM_COORDINATOR, FROM_WORKER, Connection, Phase, encode
 from protocol.wire.messages import MESSAGES, Goodbye, Heartbeat
@@ -315,6 +316,27 @@ def test_a_body_that_does_not_fit_is_refused_before_it_is_read(message, body_byt
     with pytest.raises(OutOfPlace, match=text):
         reader.receive_data(head_of(message, body_bytes))
     assert reader._body is None
+
+
+@pytest.mark.parametrize(
+    ("role", "exchange", "kind", "body_bytes"),
+    [
+        ("coordinator", {"precision": "bfloat16"}, messages.BlockGradientPayload, 16),
+        ("coordinator", {"averages": "bfloat16"}, messages.BlockGradientPayload, 32),
+        ("worker", {"averages": "bfloat16"}, messages.AveragedBlockGradient, 16),
+        ("worker", {"precision": "bfloat16"}, messages.AveragedBlockGradient, 32),
+        ("worker", {"precision": "bfloat16", "averages": "bfloat16"}, messages.StateChunk, 32),
+    ],
+)
+def test_gradients_are_as_long_as_the_run_s_exchange_says(role, exchange, kind, body_bytes):
+    reader = connection(role)
+    reader.exchange = ExchangeSpec(**exchange)
+    with pytest.raises(OutOfPlace, match=f"a body of {body_bytes} bytes, got {48 - body_bytes}"):
+        reader.receive_data(head_of(EXAMPLES[kind], 48 - body_bytes))
+    reader = connection(role)
+    reader.exchange = ExchangeSpec(**exchange)
+    body = np.zeros(body_bytes, np.uint8)
+    assert len(reader.receive_data(flat(encode(EXAMPLES[kind], body)))) == 1
 
 
 def test_gradients_before_the_manifest_is_known():

@@ -14,11 +14,12 @@ from protocol.base.errors import (
     MessageError,
     OutOfPlace,
 )
+from protocol.exact.bfloat16 import packed
 from protocol.exact.replica import StatePart
 from protocol.exact.tree import Node
 from protocol.exact.update import step_scalars
 from protocol.spec.manifest import Block, Manifest, TensorSpec
-from protocol.spec.run_spec import OptimizerSpec, RunSpec
+from protocol.spec.run_spec import ExchangeSpec, OptimizerSpec, RunSpec
 from protocol.wire import messages as msg
 from worker.logic import actions as act
 from worker.logic import events
@@ -44,9 +45,9 @@ def body(values):
     return np.array(values, "<f4").view(np.uint8)
 
 
-def start_run(run_id="run", epoch=EPOCH, step=0, blobs=None):
+def start_run(run_id="run", epoch=EPOCH, step=0, blobs=None, spec=SPEC):
     message = msg.StartRun(run_id=run_id, epoch=epoch, step=step, blobs=blobs)
-    return message, np.frombuffer(SPEC.to_bytes(), np.uint8)
+    return message, np.frombuffer(spec.to_bytes(), np.uint8)
 
 
 def built(run_id="run", step=0):
@@ -341,6 +342,27 @@ def test_more_nodes_are_taken_once_and_abandon_nothing():
     assign = msg.Assign(**WHERE, view=2, nodes=((0, 2), (2, 3)))
     assert session.receive(assign, None) == [act.Compute(StepAttempt(0, 0), 4, Node(2, 3))]
     assert session.receive(assign, None) == []
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("averages", ["float32", "bfloat16"])
+def test_gradients_travel_as_the_run_says(precision, averages):
+    exchange = ExchangeSpec(precision=precision, averages=averages)
+    session = welcomed()
+    session.receive(*start_run(spec=SPEC.model_copy(update={"exchange": exchange})))
+    expect, *_ = session.result(built())
+    assert expect == act.Expect(MANIFEST.blocks, exchange)
+    session.receive(plan((0, 2)), None)
+    values = np.array([1, -2.5, 3], "f4")
+    (payload,) = session.result(events.BlockSum(StepAttempt(0, 0), Node(0, 2), 1, values, 2.0))
+    assert np.asarray(payload.body).tobytes() == packed(values, precision).tobytes()
+    for kind, block, sums in (
+        (msg.AveragedBlockGradient, 1, values), (msg.AveragedNonBlockGradient, 0, values[:2]),
+    ):  # fmt: skip
+        raw = packed(sums, averages).view(np.uint8)
+        session.receive(kind(**WHERE, block=block, chunk=0), raw)
+    (apply,) = [a for a in session.receive(commit(), None) if isinstance(a, act.Apply)]
+    assert [a.tolist() for a in apply.averages] == [[1, -2.5], [1, -2.5, 3]]
 
 
 def test_sums_and_losses_are_sent_for_the_present_nodes_alone():

@@ -1,0 +1,74 @@
+"""Rounding to bfloat16 against its definition, and how values travel."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.exact.bfloat16 import ELEMENT_BYTES, packed, rounded, unpacked
+from tests.nearest_bfloat16 import nearest
+
+BITS = st.one_of(
+    st.integers(0, 2**32 - 1),
+    # Near what decides: ties, their neighbours, and the ends of exponents.
+    st.builds(
+        lambda upper, lower: upper << 16 | lower,
+        st.integers(0, 2**16 - 1),
+        st.sampled_from([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]),
+    ),
+)
+
+
+def floats(bits):
+    return np.array(bits, np.uint32).view(np.float32)
+
+
+@given(st.lists(BITS, max_size=40))
+def test_rounds_to_the_nearest(bits):
+    values = floats(bits)
+    result = rounded(values.copy())
+    there = np.isfinite(values)
+    assert result[there].tobytes() == nearest(values[there]).tobytes()
+    others = np.where(np.isnan(values), np.float32("nan"), values)[~there]
+    assert result[~there].tobytes() == others.tobytes()
+    assert not (result.view(np.uint32) & 0xFFFF).any()
+
+
+@pytest.mark.parametrize(
+    ("bits", "to"),
+    [
+        (0x3F808000, 0x3F80),  # a tie goes to the even one, down
+        (0x3F818000, 0x3F82),  # and up
+        (0x3F808001, 0x3F81),
+        (0x00008001, 0x0001),  # subnormal
+        (0x80000001, 0x8000),  # to minus zero
+        (0x7F7FFFFF, 0x7F80),  # too large: infinite
+        (0x7F800000, 0x7F80),
+        (0xFF800000, 0xFF80),
+        (0x7FFFFFFF, 0x7FC0),  # NaN stays NaN, whatever its bits
+        (0x7F800001, 0x7FC0),
+    ],
+)
+def test_these_bits_are_the_definition(bits, to):
+    assert packed(rounded(floats([bits])), "bfloat16").tolist() == [to]
+
+
+def test_a_long_array_is_rounded_everywhere_in_place():
+    values = np.random.default_rng(0).standard_normal(100_003).astype(np.float32)
+    expected = nearest(values)
+    assert rounded(values) is values
+    assert values.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_what_is_rounded_travels_without_loss(precision):
+    values = rounded(np.random.default_rng(1).standard_normal(1001).astype(np.float32))
+    body = packed(values, precision)
+    assert body.nbytes == ELEMENT_BYTES[precision] * values.size
+    raw = np.frombuffer(body.tobytes(), np.uint8).copy()
+    assert unpacked(raw, precision).tobytes() == values.tobytes()
+    assert unpacked(raw, precision).flags.writeable
+
+
+def test_bytes_are_little_endian():
+    assert packed(floats([0x3F800000]), "bfloat16").tobytes() == b"\x80\x3f"
