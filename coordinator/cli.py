@@ -152,25 +152,30 @@ def serve(
     if context.invoked_subcommand is not None:
         check_options_follow(context)
         return
-    from coordinator.main import CoordinatorOptions, main  # the subcommands need none of it
-    from coordinator.short_forms import ShortForms, run_spec_from
-
+    # What is cheap to see comes before a second of imports, which the subcommands need none of.
+    bind_at, control_at = parse_address(bind, "--bind"), parse_address(control, "--control")
+    expected = _expected(expect_workers, local_workers, resume=resume)
     local_backend, local_devices = parse_devices(backend, gpus)
     if len(local_devices) > local_workers:
         raise UsageError(
             f"expected a local worker for each device, got {len(local_devices)} in --gpus or "
             f"--backend and --local-workers {local_workers}"
         )
+    from coordinator.short_forms import ShortForms, run_spec_from
+
+    spec = run_spec_from(run, ShortForms(task, model, data, num_classes, steps), overrides)
+    from coordinator.main import CoordinatorOptions, main
+
     options = CoordinatorOptions(
-        bind=parse_address(bind, "--bind"),
-        control=parse_address(control, "--control"),
+        bind=bind_at,
+        control=control_at,
         plaintext=plaintext,
         name=_announced_name(name) if announce else "",
-        expect_workers=_expected(expect_workers, local_workers, resume=resume),
+        expect_workers=expected,
         out=out,
         resume=resume,
         from_step=from_step,
-        spec=run_spec_from(run, ShortForms(task, model, data, num_classes, steps), overrides),
+        spec=spec,
         local_workers=local_workers,
         local_backend=local_backend,
         local_devices=local_devices,
@@ -332,6 +337,8 @@ def report(
     from coordinator.disk.durable_file import replace_file
 
     target = output or directory / "report.html"
+    if not directory.is_dir():
+        raise UsageError(f"expected a run in {str(directory)!r}, found no such directory")
     if target.is_dir() or not os.access(target.parent, os.W_OK):  # before an audit of minutes
         raise UsageError(f"--output: expected a file that can be written, got {str(target)!r}")
     audited = None if is_held(directory) else _audited(directory)  # its files change

@@ -33,7 +33,8 @@ def _in_words(error: Exception, timeout_s: float) -> str:
     if isinstance(error, TimeoutError):
         return f"no answer for {timeout_s:g} s"
     if isinstance(error, aiohttp.ClientConnectorError):
-        return (error.os_error.strerror or "no connection").lower()
+        number = error.os_error.errno
+        return os.strerror(number).lower() if number else "no connection"
     if isinstance(error, aiohttp.ClientOSError | aiohttp.ServerDisconnectedError):
         return "it closed the connection"
     return "what answers is something else"

@@ -381,8 +381,10 @@ class RunSpec(_Section):
 
     def _check_text_task(self) -> None:
         if self.model is None or self.data is None:
-            missing = "model" if self.model is None else "data"
-            raise ValueError(f"task {self.task} needs the section {missing!r}")
+            missing, key = (
+                ("model", "model.source=DIR") if self.model is None else ("data", "data.train=FILE")
+            )
+            raise ValueError(f"task {self.task} needs the section {missing!r}: --set {key}")
         anew = self.model.config is not None
         if anew and self.task == "classify":
             raise ValueError("task classify needs model.source; it starts no model from a config")

@@ -144,8 +144,11 @@ def _explained(model: type[BaseModel], one: Any, overrides: Sequence[str]) -> st
         text = f"the key {place!r} is missing"
     else:
         text = _in_words(one)
-        if place:
-            text = f"{place}: {text}, got {json.dumps(one['input'], default=str)[:80]}"
+        got = f"got {json.dumps(one['input'], default=str)[:80]}"
+        if place and " got " in text:
+            text = f"{place}: {text}"
+        elif place:
+            text = f"{place}: {got}, {text}" if text.endswith("?") else f"{place}: {text}, {got}"
     said = [
         each for each in overrides if place and f"{each}=".startswith((f"{place}=", f"{place}."))
     ]

@@ -52,7 +52,7 @@ class Trained(BaseModel):
         path = directory / FILE
         try:
             return Trained.model_validate_json(path.read_bytes())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise DataError(_not_there(directory)) from None
         except OSError as error:
             raise DataError(f"cannot read {str(path)!r}: {error.strerror}") from None
