@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from coordinator.disk.artifacts import write_json
+from coordinator.disk.claim import forget
 from coordinator.disk.durable_file import TEMPORARY_SUFFIX
 from coordinator.files.blob_index import BlobIndex, index_blobs
 from coordinator.local_workers import LocalWorkers
@@ -107,13 +108,16 @@ async def _serve(options: CoordinatorOptions, journal: SystemJournal | None) -> 
     progress = ProgressConsole(service, console, journal)
     supervisor = Supervisor()
     service.listeners += [control, progress, _TellsOfTheEnd(supervisor)]
-    await service.start()
+    new = not directory.exists()
     try:
+        await service.start()
         await control.start(*options.control)
         queued = _queue(options, service, console, blobs)
     except SamestepError:
         await service.stop()
         await control.stop()
+        if new:
+            forget(directory)
         raise
     if not queued:
         await service.stop()

@@ -122,6 +122,15 @@ class Claim:
         os.close(self._lock)
 
 
+def forget(directory: Path) -> None:
+    """Remove a directory in which nothing came of a claim that was released."""
+    with contextlib.suppress(OSError):
+        if {path.name for path in directory.iterdir()} <= {LOCK_FILE, EPOCH_FILE}:
+            for path in directory.iterdir():
+                path.unlink()
+            directory.rmdir()
+
+
 def is_held(directory: Path) -> bool:
     """Whether a coordinator works in the directory now."""
     try:
@@ -191,6 +200,8 @@ def _lock(directory: Path) -> int:
 
 def _unusable(directory: Path, error: Exception) -> UsageError:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        reason = "a file is in its place"
     return UsageError(
         f"the run directory {str(directory)!r} cannot be used: {reason}; choose one that this user "
         "can write to: --out DIR"

@@ -156,6 +156,8 @@ class ControlPort:
     async def _halt(self, request: web.Request) -> web.Response:
         del request
         current = self._service.current
+        if current is not None and current.run.phase is RunPhase.HALTED:
+            return _conflict(f"the run is halted already: {current.run.reason}")
         phases = (RunPhase.TRAINING, RunPhase.EVALUATING)
         if current is None or current.run.phase not in phases:
             return _conflict("no run is in progress")

@@ -45,10 +45,10 @@ def status_lines(document: dict[str, Any]) -> Iterator[str]:
         pace = f", {speed:g} ms/microbatch" if speed is not None else ""
         share = worker.get("microbatches_of_step")
         part = f", {share} microbatches of this step" if share is not None else ""
+        place = f" on {worker['device']}" if worker["device"] else ""
         state = f"{worker['state']}, LATE" if worker.get("late") else worker["state"]
         if worker.get("aside_until"):
             state = f"put aside until step {worker['aside_until']}, too often LATE"
         yield (
-            f"  {worker['name']}: {state} on {worker['device']}{part}{pace}, "
-            f"seen {worker['last_seen_s']:g} s ago"
+            f"  {worker['name']}: {state}{place}{part}{pace}, seen {worker['last_seen_s']:g} s ago"
         )

@@ -86,6 +86,7 @@ def test_port_in_use(tmp_path, option):
     assert ended.returncode == 2
     assert address in one_line(ended)
     assert "in use" in one_line(ended)
+    assert not (tmp_path / "out").exists(), "the next one has the same name"
 
 
 def test_the_control_port_is_not_for_other_machines(tmp_path):
@@ -98,6 +99,7 @@ def test_output_directory_that_cannot_be(tmp_path):
     (tmp_path / "out").write_text("a file")
     ended = coordinator(tmp_path, "--expect-workers", "1", "--run", str(RUNS / "regress.yaml"))
     assert ended.returncode == 2
+    assert "a file is in its place; " in one_line(ended)
     assert "--out" in one_line(ended)
 
 

@@ -207,7 +207,11 @@ async def test_submit_halt_continue_skip_and_finish(tmp_path):
         assert halted["reason"] == "halted by the operator"
         assert "operator" in halted["waiting_for"]
         assert halted["run_id"] == run_id
-        assert (await operator.post("/halt"))[0] == 409
+        code, refusal = await operator.post("/halt")
+        assert (code, refusal["error"]) == (
+            409,
+            "the run is halted already: halted by the operator",
+        )
 
         assert await operator.post("/continue") == (200, {"phase": "training"})
         step = halted["step"]
