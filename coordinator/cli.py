@@ -155,12 +155,7 @@ def serve(
     # What is cheap to see comes before a second of imports, which the subcommands need none of.
     bind_at, control_at = parse_address(bind, "--bind"), parse_address(control, "--control")
     expected = _expected(expect_workers, local_workers, resume=resume)
-    local_backend, local_devices = parse_devices(backend, gpus)
-    if len(local_devices) > local_workers:
-        raise UsageError(
-            f"expected a local worker for each device, got {len(local_devices)} in --gpus or "
-            f"--backend and --local-workers {local_workers}"
-        )
+    local_backend, local_devices = _local_devices(backend, gpus, local_workers)
     from coordinator.short_forms import ShortForms, run_spec_from
 
     spec = run_spec_from(run, ShortForms(task, model, data, num_classes, steps), overrides)
@@ -184,6 +179,18 @@ def serve(
         log_json=log_json,
     )
     raise typer.Exit(main(options))
+
+
+def _local_devices(
+    backend: str, gpus: str, local_workers: int
+) -> tuple[str, tuple[int | str, ...]]:
+    local_backend, local_devices = parse_devices(backend, gpus)
+    if len(local_devices) > local_workers:
+        raise UsageError(
+            f"expected a local worker for each device, got {len(local_devices)} in --gpus or "
+            f"--backend and --local-workers {local_workers}"
+        )
+    return local_backend, local_devices
 
 
 def _announced_name(name: str) -> str:

@@ -108,20 +108,7 @@ async def _serve(options: CoordinatorOptions, journal: SystemJournal | None) -> 
     progress = ProgressConsole(service, console, journal)
     supervisor = Supervisor()
     service.listeners += [control, progress, _TellsOfTheEnd(supervisor)]
-    new = not directory.exists()
-    try:
-        await service.start()
-        await control.start(*options.control)
-        queued = _queue(options, service, console, blobs)
-    except SamestepError:
-        await service.stop()
-        await control.stop()
-        if new:
-            forget(directory)
-        raise
-    if not queued:
-        await service.stop()
-        await control.stop()
+    if not await _begun(options, service, control, console, blobs):
         return ExitCode.OK
     _say_where(options, service, control, console)
     announcement = _announced(options, service)
@@ -151,6 +138,33 @@ async def _serve(options: CoordinatorOptions, journal: SystemJournal | None) -> 
         supervisor.close()
     code = _conclude(service, console, partial(resume_line, options, control=control.address))
     return local.could_not_begin or code if code else code
+
+
+async def _begun(
+    options: CoordinatorOptions,
+    service: Service,
+    control: ControlPort,
+    console: Console,
+    blobs: BlobIndex | None,
+) -> bool:
+    """Listen and queue what is asked for; False, with nothing left open or behind, if that has
+    finished already.
+
+    Raises:
+        SamestepError: It cannot begin; nothing is left open or behind either.
+    """
+    new, queued = not service.settings.directory.exists(), False
+    try:
+        await service.start()
+        await control.start(*options.control)
+        queued = _queue(options, service, console, blobs)
+    finally:
+        if not queued:
+            await service.stop()
+            await control.stop()
+            if new:
+                forget(service.settings.directory)
+    return queued
 
 
 def _directory(options: CoordinatorOptions) -> Path:
