@@ -123,6 +123,10 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(there), link
 
 
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
 def test_scripts_that_pages_name_are_there():
     for page in PAGES:
         for block in blocks(page):

@@ -143,6 +143,7 @@ def is_served(typist: Typist, cluster: Cluster) -> None:
     typist.types(r"coordinator submit RUN.yaml")
     typist.types(r"coordinator checkpoint")
     halt_and_continue(typist, cluster)
+    give_up_and_resume(typist, cluster)
     typist.types(r"coordinator token (workers|control)")
     typist.types(r"coordinator token revoke .*")
     cluster.wait_for("worker_disconnected", worker="w0")
@@ -159,6 +160,22 @@ def halt_and_continue(typist: Typist, cluster: Cluster) -> None:
     cluster.wait_for("halted", nth=2)
     typist.types(r"coordinator continue --skip-step")
     cluster.wait_for("committed", skipped=True)
+
+
+def give_up_and_resume(typist: Typist, cluster: Cluster) -> None:
+    """The first run is given up, the second done; it goes on, and again from its beginning."""
+    first, second = (each["run_id"] for each in cluster.every("run_accepted"))
+    typist.stands_for["RUN"] = first
+    typist.types(r"coordinator give-up")
+    cluster.wait_for("run_ended", run_id=first)
+    typist.types(r"coordinator resume RUN")
+    cluster.wait_for("run_ended", run_id=second, outcome="finished")
+    cluster.wait_for("run_resumed", run_id=first)
+    assert ended(typist.directory, "coordinator", "give-up").returncode == 0
+    cluster.wait_for("run_ended", nth=2, run_id=first)
+    since = cluster.mark()
+    typist.types(r"coordinator resume RUN --from-step N")
+    assert cluster.wait_for("run_resumed", since=since, run_id=first)["step"] == 0
 
 
 def of_the_tutorial(word: str) -> list[str]:

@@ -33,7 +33,8 @@ class ListedRun:
             changed_s: When its journal last grew, in seconds since 1970.
         """
         losses = self.result.get("losses") or [None]
-        figures = {k: v for k, v in (self.result.get("eval") or {}).items() if v is not None}
+        told = (self.result.get("eval") or {}).items()
+        figures = {k: v for k, v in told if v is not None and not k.startswith("confusion[")}
         return {
             "run_id": self.run_id,
             "task": self.task,

@@ -86,7 +86,7 @@ def _fault(fact: Fact, run: Run) -> Fault:
     worker = fields.pop("worker", None)
     reason = fields.get("reason") or fields.get("error")
     if reason is None:
-        reason = ", ".join(f"{name} {value}" for name, value in fields.items())
+        reason = ", ".join(f"{name} {_in_words(value)}" for name, value in fields.items())
     return Fault(
         epoch=run.epoch,
         step=run.step,
@@ -95,6 +95,10 @@ def _fault(fact: Fact, run: Run) -> Fault:
         reason=str(reason)[:2000],
         response=response,
     )
+
+
+def _in_words(value: object) -> str:
+    return " and ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _view(fact: ViewBegins, epoch: int) -> ViewChanged:

@@ -194,7 +194,7 @@ const hidden = label => ({ label, stroke: "transparent", points: { show: false }
 const beside = (run, more = {}) => line(run, "other dashed", { dash: [6, 4], spanGaps: true, ...more });
 
 function drawCurve(id, mine, other, name, { smooth = false, ...more } = {}) {
-  const series = [line("each step", "curve", { width: smooth ? 1 : 1.6 }), hidden("low"), hidden("high")];
+  const series = [line("raw", "curve", { width: smooth ? 1 : 1.6 }), hidden("low"), hidden("high")];
   let data = [mine.step, mine.mean, mine.low, mine.high];
   if (smooth) { series.push(line("smoothed", "smooth", { width: 2.2 })); data.push(smoothed(mine.mean)); }
   if (other?.step.length) {
@@ -394,7 +394,8 @@ function showRuns(status) {
       const going = run.run_id === status.run_id && !run.outcome, here = run.run_id === $("run").value;
       return { cells: [run.run_id, run.task, going ? status.phase : run.outcome || "not ended",
         `${figure(going ? status.step : run.step)} of ${figure(run.steps)}`, figure(going ? status.loss : run.loss),
-        Object.entries(run.eval).map(([name, value]) => `${name} ${figure(value)}`).join(", "), moment(run.changed),
+        Object.entries(going ? status.eval ?? {} : run.eval).filter(([name]) => !name.startsWith("confusion[")).slice(0, 3)
+          .map(([name, value]) => `${name} ${figure(value)}`).join(", "), going ? "now" : moment(run.changed),
         [...(here ? ["shown"] : [button("Show", `Show ${run.run_id}`, () => look("run", run.run_id)), " ",
           button("Beside", `Lay ${run.run_id} beside`, () => look("beside", run.run_id))]),
           ...(going || run.outcome === "finished" || queued.includes(run.run_id) ? [] : [" ", button("Resume", `Resume ${run.run_id}`,
