@@ -136,14 +136,14 @@ def is_served(typist: Typist, cluster: Cluster) -> None:
     for number, (_, *words) in enumerate(typist.those(r"worker( --coordinator .*)?")):
         cluster.worker(f"w{number}", *words, "--backend", "scripted:20", "--name", f"w{number}")
         cluster.wait_for("worker_connected", worker=f"w{number}")
-    typist.types(r"coordinator submit RUN.yaml --set .*", "--set", "steps=100000")
+    first = typist.types(r"coordinator submit RUN.yaml --set .*", "--set", "steps=100000").strip()
     cluster.wait_for("committed")
     assert '"phase": "training"' in typist.types(r"coordinator status --json")
     assert "samples/s" in typist.types(r"coordinator status")
-    typist.types(r"coordinator submit RUN.yaml")
+    second = typist.types(r"coordinator submit RUN.yaml").strip()
     typist.types(r"coordinator checkpoint")
     halt_and_continue(typist, cluster)
-    give_up_and_resume(typist, cluster)
+    give_up_and_resume(typist, cluster, first, second)
     typist.types(r"coordinator token (workers|control)")
     typist.types(r"coordinator token revoke .*")
     cluster.wait_for("worker_disconnected", worker="w0")
@@ -162,9 +162,8 @@ def halt_and_continue(typist: Typist, cluster: Cluster) -> None:
     cluster.wait_for("committed", skipped=True)
 
 
-def give_up_and_resume(typist: Typist, cluster: Cluster) -> None:
+def give_up_and_resume(typist: Typist, cluster: Cluster, first: str, second: str) -> None:
     """The first run is given up, the second done; it goes on, and again from its beginning."""
-    first, second = (each["run_id"] for each in cluster.every("run_accepted"))
     typist.stands_for["RUN"] = first
     typist.types(r"coordinator give-up")
     cluster.wait_for("run_ended", run_id=first)

@@ -414,6 +414,7 @@ async function act(question, word, action) {
   if ($("confirm").returnValue !== "yes") return;
   try {
     await action();
+    shown.stale = true;
     $("acted").textContent = `${word}: done.`;
   } catch (error) { $("acted").textContent = `${word}: ${error.message}`; }
   soon();
