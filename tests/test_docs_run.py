@@ -30,7 +30,8 @@ scripted: {blocks: 2, block_bytes: 64, samples: 64}
 checkpoint: {every: 20, keep_last: 100}
 """
 NEED_CARDS = re.compile(r"--gpus|vulkan")
-OF_THE_TUTORIAL = re.compile(r"reviews|classify|curve|sms-spam-1/adapter")
+RUN_ELSEWHERE = re.compile(r"reviews|classify|curve|sms-spam-1/adapter|teacher")
+"""The tutorial's below; a teacher's capture in `end_to_end/test_capture.py`."""
 ADDRESS = re.compile(r"(0\.0\.0\.0|127\.0\.0\.1|192\.168\.1\.20|HOST):(9000|PORT)")
 
 
@@ -52,7 +53,7 @@ def wanted() -> list[str]:
     )
     return [
         line for line in dict.fromkeys(kept)
-        if not NEED_CARDS.search(line) and not OF_THE_TUTORIAL.search(line)
+        if not NEED_CARDS.search(line) and not RUN_ELSEWHERE.search(line)
     ]  # fmt: skip
 
 
