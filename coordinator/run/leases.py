@@ -103,6 +103,10 @@ class Stragglers:
             member.gave_sign(gap_ms)
             member.late = False
 
+    def may_send(self, worker: str) -> None:
+        """It owes more than it did, since it may send more."""
+        self._work.sign(worker)
+
     def answered(self, worker: str) -> None:
         """It has answered to a commit."""
         member, ms = self._members.get(worker), self._answers.silent_ms(worker)
@@ -127,9 +131,9 @@ class Stragglers:
         for worker, share in round_.shares.items():
             member = self._members.get(worker)
             silent_ms = self._work.silent_ms(worker)
-            if member is not None and member.late and share.pending and silent_ms is not None:
+            if member is not None and member.late and share.owed and silent_ms is not None:
                 # What it did not finish was cancelled: it takes this long at the least.
-                member.measured(silent_ms / max(node.leaves for node in share.pending))
+                member.measured(silent_ms / max(node.leaves for node in share.owed))
             self._work.forget(worker)
             self._shares.forget(worker)
         for worker in owed:
@@ -143,12 +147,13 @@ class Stragglers:
         be done at one time, so one that takes several times as long as those that are done is
         late, however slow it has been before.
         """
-        late, done_ms = [], self._done_ms(round_)
+        late, due, done_ms = [], round_.due, self._done_ms(round_)
         for worker, share in sorted(round_.shares.items()):
             member = self._members.get(worker)
-            if member is None or not share.pending:
+            pending = share.pending(due)
+            if member is None or not pending:
                 continue
-            expected_ms = member.expected_work_ms(max(node.leaves for node in share.pending))
+            expected_ms = member.expected_work_ms(max(node.leaves for node in pending))
             over = self._work.is_over(worker, expected_ms)
             if done_ms is not None and expected_ms is not None:
                 over = over or self._shares.is_over(worker, done_ms)
@@ -162,7 +167,7 @@ class Stragglers:
         took = [
             share_ms - silent_ms
             for worker, share in round_.shares.items()
-            if share.nodes and not share.pending
+            if share.nodes and not share.owed
             if (share_ms := self._shares.silent_ms(worker)) is not None
             if (silent_ms := self._work.silent_ms(worker)) is not None
         ]

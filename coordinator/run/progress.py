@@ -38,6 +38,7 @@ from protocol.wire.messages import (
     Cancel,
     CapturedRows,
     Commit,
+    Credit,
     GradientPayload,
     NodeLoss,
     StepApplied,
@@ -241,6 +242,7 @@ class Progress:
     ) -> list[Action]:
         """Give nodes to workers: their plans of this step, or more of it."""
         self._note_signatures()
+        round_.plan(sum(map(len, nodes.values())))
         actions: list[Action] = []
         for name, mine in nodes.items():
             parts = [mine[at : at + _MAX_NODES] for at in range(0, len(mine), _MAX_NODES)]
@@ -259,8 +261,19 @@ class Progress:
         place, view = self.place(), self._members.view
         if known:
             return Send(worker, Assign(**place, view=view, nodes=nodes))
-        microbatches = round_.microbatches
-        return Send(worker, StepPlan(**place, view=view, nodes=nodes, microbatches=microbatches))
+        plan = StepPlan(
+            **place, view=view, nodes=nodes, microbatches=round_.microbatches,
+            uploads=round_.uploads,
+        )  # fmt: skip
+        return Send(worker, plan)
+
+    def credit(self, round_: Round) -> list[Action]:
+        """Let workers send more, once there is room for its sums."""
+        workers = round_.raise_uploads()
+        for worker in workers:
+            self._stragglers.may_send(worker)
+        message = Credit(**self.place(), uploads=round_.uploads)
+        return [Send(worker, message) for worker in workers]
 
     def _note_signatures(self) -> None:
         """Also of those that have left since: what they computed stays."""
@@ -310,11 +323,7 @@ class Progress:
         if not late or not others:
             return [*cancelled]
         reports = [*cancelled, *self._stragglers.reports(late, self.step, "gradients")]
-        speeds = {
-            name: speed
-            for name, speed in others.items()
-            if name not in round_.shares or not round_.shares[name].pending
-        }
+        speeds = {name: speed for name, speed in others.items() if not round_.pending(name)}
         nodes = round_.unassigned(ignoring=names) if speeds else ()
         if not nodes:
             return [*reports]

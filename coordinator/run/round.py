@@ -20,12 +20,14 @@ import numpy as np
 from coordinator.run.actions import Broadcast
 from coordinator.run.double_check import Differing, DoubleCheck
 from coordinator.run.kept import Bytes, Kept
+from protocol.base import limits
 from protocol.base.errors import OutOfPlace
 from protocol.exact.bfloat16 import rounded
 from protocol.exact.digest import averages_digest, block_digest
 from protocol.exact.tree import Node, cover, is_node, root
 from protocol.exact.tree_sum import ADDITIONS, TreeSum
 from protocol.exact.update import Array, average, global_norm, is_finite, square_sum
+from protocol.exact.upload_order import UploadOrder
 from protocol.spec.manifest import Block
 from protocol.spec.run_spec import ExchangeSpec
 from protocol.wire.messages import (
@@ -83,6 +85,10 @@ class Share:
     nodes: list[Node] = field(default_factory=list)
     owed: dict[Node, int] = field(default_factory=dict)
 
+    def pending(self, due: int) -> tuple[Node, ...]:
+        """Nodes of which anything is still to come that is due by now, as bits of `owed`."""
+        return tuple(node for node, bits in self.owed.items() if bits & due)
+
     def came(self, node: Node, bit: int) -> None:
         """A part of a node is there."""
         left = self.owed.get(node, 0) & ~(1 << bit)
@@ -90,11 +96,6 @@ class Share:
             self.owed[node] = left
         else:
             self.owed.pop(node, None)
-
-    @property
-    def pending(self) -> tuple[Node, ...]:
-        """Nodes of which anything is still to come."""
-        return tuple(self.owed)
 
     @property
     def microbatches(self) -> int:
@@ -111,6 +112,7 @@ class Round:
         begun: Whether nodes were given to anyone.
         double_check: Compares what comes twice.
         doubled: A node that is to be computed by two workers to the end, and these.
+        uploads: How many chunks of a node may be sent, in the order in which they are.
         tainted: Whether something in it may stem from weights that nobody has compared.
         kept: What the microbatches give beside gradients; None where the run keeps nothing.
     """
@@ -136,6 +138,10 @@ class Round:
         self.doubled: tuple[str, str, Node] | None = None
         self.averages = [np.empty(block.elements, np.float32) for block in blocks]
         self.begun = False
+        self.uploads = 0
+        self._order = UploadOrder(blocks)
+        self._given_nodes = 0
+        self._summed = 0
         self._delivered: set[str] = set()
         self._blocks = blocks
         self._chunks = [
@@ -154,6 +160,48 @@ class Round:
     def _empty_sums(self) -> tuple[TreeSum[Array], TreeSum[Origin]]:
         add_sums = ADDITIONS[self._exchange.precision]
         return TreeSum(self.microbatches, add_sums), TreeSum(self.microbatches, add)
+
+    def plan(self, nodes: int) -> None:
+        """So many more nodes are about to be given to workers."""
+        self._given_nodes += nodes
+        self.uploads = max(self.uploads, self._uploads_now())
+
+    def _uploads_now(self) -> int:
+        """So many that the sums of all nodes, none merged, are within the limit from there on."""
+        limit_bytes = max(limits.PARTIAL_SUMS_BYTES, self._order.total_bytes // 2)
+        return self._order.end(self._summed, limit_bytes // max(self._given_nodes, 1))
+
+    def raise_uploads(self) -> list[str]:
+        """More may be sent once half of what may be sent is summed.
+
+        Returns:
+            Who is to know.
+        """
+        while self._summed < self._order.chunks and self._is_summed(self._summed):
+            self._summed += 1
+        now = self._uploads_now() if self._summed < self._order.chunks else self.uploads
+        if now <= self.uploads or 2 * (self.uploads - self._summed) > now - self._summed:
+            return []
+        self.uploads = now
+        return sorted(self.shares)
+
+    def _is_summed(self, position: int) -> bool:
+        block, chunk = self._order.chunk(position)
+        return self._chunks[block][chunk].done
+
+    @property
+    def due(self) -> int:
+        """What a worker may have sent of a node, as bits of what it owes."""
+        if self.uploads >= self._order.chunks:
+            return -1
+        allowed = (self._order.chunk(position) for position in range(self.uploads))
+        chunks = sum(1 << (self._first_bit[block] + chunk) for block, chunk in allowed)
+        return chunks | 1 << self._first_bit[-1]
+
+    def pending(self, worker: str) -> tuple[Node, ...]:
+        """The worker's nodes of which anything is to come that it may send."""
+        share = self.shares.get(worker)
+        return share.pending(self.due) if share is not None else ()
 
     def assign(self, worker: str, nodes: tuple[Node, ...]) -> None:
         """These nodes are now the worker's to compute."""

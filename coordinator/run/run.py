@@ -606,7 +606,9 @@ class Run:
             return self._halt_for(outcome)
         if isinstance(outcome, Differing):
             return self.halt(f"step {self.step}: {outcome}")
-        averaged: list[Action] = [outcome] if outcome is not None else []
+        averaged: list[Action] = []
+        if outcome is not None:
+            averaged = [outcome, *progress.credit(round_)]
         return averaged + progress.release() + self._on(Event.ADVANCE)
 
     def _captured(self, member: Member, message: CapturedRows, content: Bytes) -> list[Action]:

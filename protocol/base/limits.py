@@ -45,6 +45,8 @@ SEND_AHEAD_BYTES: Final = BODY_BYTES
 """What waits behind that when more of a state or of the log is sent to a worker."""
 REPLAY_BYTES: Final = 64 * MIB
 """Of missed steps that a worker is sent before its whole state is taken to be the shorter way."""
+PARTIAL_SUMS_BYTES: Final = 64 * MIB
+"""Of gradients that wait to be added to others; half of a step's, where that is more."""
 SEND_QUEUE_BYTES: Final = 64 * MIB
 """What may wait for one slow reader, beside gradients and state, before it is dropped."""
 

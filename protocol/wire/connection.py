@@ -33,6 +33,7 @@ from protocol.wire.messages import (
     Challenge,
     Commit,
     Continue,
+    Credit,
     Drain,
     EndRun,
     EvalPlan,
@@ -95,8 +96,8 @@ FROM_COORDINATOR: Final[dict[Phase, frozenset[type[Message]]]] = {
     Phase.ADMITTING: frozenset({Welcome, Goodbye}),
     Phase.OPEN: frozenset({
         StartRun, StateRequest, StateChunk, StepPlan, AveragedBlockGradient,
-        AveragedNonBlockGradient, Commit, Assign, Cancel, EvalPlan, Heartbeat, Halt, Continue,
-        EndRun, Goodbye, BlobChunk,
+        AveragedNonBlockGradient, Commit, Assign, Cancel, Credit, EvalPlan, Heartbeat, Halt,
+        Continue, EndRun, Goodbye, BlobChunk,
     }),
     Phase.CLOSED: frozenset(),
 }  # fmt: skip

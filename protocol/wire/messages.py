@@ -187,12 +187,17 @@ class BlobChunk(Message):
 
 
 class StepPlan(_InStep):
-    """Coordinator: your nodes of this step, of a tree over so many microbatches."""
+    """Coordinator: your nodes of this step, of a tree over so many microbatches.
+
+    `uploads` chunks of each may be sent, in the order of `protocol.exact.upload_order`, until a
+    `Credit` says more.
+    """
 
     tag = 10
     view: Number
     microbatches: Annotated[int, Field(ge=1, le=limits.MICROBATCHES_PER_STEP)]
     nodes: NodeList
+    uploads: Number
 
 
 class _Payload(_InStep):
@@ -304,6 +309,13 @@ class Cancel(_InStep):
     nodes: NodeList
 
 
+class Credit(_InStep):
+    """Coordinator: what came of the present step is summed: so many chunks may be sent by now."""
+
+    tag = 31
+    uploads: Number
+
+
 class EvalPlan(Message):
     """Coordinator: evaluate these held-out parts, [lo, hi), with the weights after `step`."""
 
@@ -374,7 +386,7 @@ MESSAGES: dict[int, type[Message]] = {
     for message in (
         Hello, Challenge, Proof, Welcome, StartRun, Ready, Unready, StateRequest, StateChunk,
         StepPlan, BlockGradientPayload, NonBlockGradientPayload, AveragedBlockGradient,
-        AveragedNonBlockGradient, NodeLoss, Commit, StepApplied, Assign, Cancel, EvalPlan,
+        AveragedNonBlockGradient, NodeLoss, Commit, StepApplied, Assign, Cancel, Credit, EvalPlan,
         EvalResult, Heartbeat, Halt, Continue, Drain, EndRun, Goodbye, BlobRequest, BlobChunk,
         CapturedRows,
     )

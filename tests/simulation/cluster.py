@@ -104,7 +104,11 @@ class Cluster:
         self.poison: set[Any] = set()
         if not calm and rng.random() < 0.1:
             self.poison = {(rng.randrange(STEPS), 0, rng.randint(-1, 2))}
-        self._limits = {**_LIMITS, "SEND_QUEUE_BYTES": rng.choice((32_000, 200_000))}
+        queue_bytes = rng.choice((32_000, 200_000))
+        sums_bytes = 1 if queue_bytes == 32_000 else 200_000
+        self._limits = {
+            **_LIMITS, "SEND_QUEUE_BYTES": queue_bytes, "PARTIAL_SUMS_BYTES": sums_bytes,
+        }  # fmt: skip
         self.expect_workers = rng.randint(1, 4)
         self._restarting = False
         self._continuing: set[Execution] = set()

@@ -190,15 +190,15 @@ class Probes:
             # What two are to compute, to compare, is awaited of both.
             kept = round_.doubled[-1:] if round_.doubled and round_._awaits_double() else ()
             for share in round_.shares.values():
-                missing = all(round_._missing(n) for n in share.pending if n not in kept)
+                missing = all(round_._missing(n) for n in share.owed if n not in kept)
                 assert missing, "Cancel is lost"
 
     def _before_surplus(self, round_: Round) -> None:
-        self._owed = {name: set(share.pending) for name, share in round_.shares.items()}
+        self._owed = {name: set(share.owed) for name, share in round_.shares.items()}
 
     def _after_surplus(self, _: Any, round_: Round) -> None:
         for name, share in round_.shares.items():
-            gone = self._owed[name].difference(share.pending)
+            gone = self._owed[name].difference(share.owed)
             assert not any(round_._missing(node) for node in gone), "what is missing is forgotten"
 
     # At a worker.

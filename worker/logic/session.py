@@ -20,6 +20,7 @@ from protocol.base.errors import BackendUnavailable, DeviceError, ExitCode, OutO
 from protocol.base.fields import cut_text
 from protocol.exact.bfloat16 import packed, unpacked
 from protocol.exact.tree import Node, is_node
+from protocol.exact.upload_order import UploadOrder
 from protocol.spec.manifest import Block
 from protocol.spec.run_spec import ExchangeSpec, parse_run_spec_bytes
 from protocol.wire.connection import Body
@@ -34,6 +35,7 @@ from protocol.wire.messages import (
     CapturedRows,
     Commit,
     Continue,
+    Credit,
     Drain,
     EndRun,
     EvalPlan,
@@ -72,9 +74,11 @@ from worker.logic.actions import (
 )
 from worker.logic.events import StepAttempt
 from worker.logic.fetching import RunFiles
+from worker.logic.uploads import Uploads
 
 _OF_THE_EPOCH: Final = (
-    StepPlan, Assign, Cancel, AveragedBlockGradient, AveragedNonBlockGradient, Commit, EvalPlan,
+    StepPlan, Assign, Cancel, Credit, AveragedBlockGradient, AveragedNonBlockGradient, Commit,
+    EvalPlan,
 )  # fmt: skip
 """A coordinator's of another epoch must not go on with the run."""
 
@@ -124,6 +128,8 @@ class _Task:
         place: The attempt in progress; None between a commit and the next plan.
         microbatches: Of its step.
         nodes: What this worker is to compute of it.
+        order: In which its gradients are sent.
+        uploads: What of them is to be sent, and may.
     """
 
     blocks: tuple[Block, ...]
@@ -133,6 +139,17 @@ class _Task:
     place: StepAttempt | None = None
     microbatches: int = 0
     nodes: set[Node] = field(default_factory=set)
+    order: UploadOrder = field(init=False)
+    uploads: Uploads = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.order = UploadOrder(self.blocks)
+        self.uploads = Uploads(self.order, 0)
+
+    def drop_nodes(self) -> None:
+        """Nothing that was to be computed is wanted any more."""
+        self.nodes.clear()
+        self.uploads = Uploads(self.order, 0)
 
     def has(self, place: StepAttempt, node: Node) -> bool:
         """Whether a result is wanted: of the present attempt, and of a node that is ours."""
@@ -391,6 +408,7 @@ class WorkerSession:
             raise OutOfPlace(f"StepPlan: expected step {task.step}, got {message.step}")
         task.place = StepAttempt(message.step, message.attempt)
         task.microbatches = message.microbatches
+        task.uploads = Uploads(task.order, message.uploads)
         task.nodes.clear()
         return [CancelWork(), *self._take(task, task.place, message.nodes)]
 
@@ -406,6 +424,7 @@ class WorkerSession:
             return []
         nodes = {Node(lo, hi) for lo, hi in message.nodes} & self._task.nodes
         self._task.nodes -= nodes
+        self._task.uploads.drop(nodes)
         return [CancelNode(place, node) for node in sorted(nodes)]
 
     def _take(
@@ -426,7 +445,7 @@ class WorkerSession:
             return []
         block = self._task.blocks[event.block]
         kind = BlockGradientPayload if block.kind == "block" else NonBlockGradientPayload
-        return [
+        chunks = [
             Transmit(
                 kind(
                     epoch=self.epoch, step=event.place.step, attempt=event.place.attempt,
@@ -437,6 +456,12 @@ class WorkerSession:
             )
             for chunk in range(block.chunks)
         ]  # fmt: skip
+        return [*self._task.uploads.offer(event.node, event.block, chunks)]
+
+    def _credit(self, message: Credit, body: None) -> list[Action]:
+        del body
+        place = StepAttempt(message.step, message.attempt)
+        return [*self._task.uploads.allow(message.uploads)] if place == self._task.place else []
 
     def _captured(self, event: events.MicrobatchRows) -> list[Action]:
         if not self._task.has(event.place, event.node):
@@ -487,7 +512,7 @@ class WorkerSession:
         # Counted at once: what comes next is about the step after, while the engine takes this.
         task.step += 1
         task.place = None
-        task.nodes.clear()
+        task.drop_nodes()
         task.averages = {key: kept for key, kept in task.averages.items() if key[0] >= task.step}
         return [CancelWork(), Apply(averages.arrays if averages else [], message.scalars)]
 
@@ -498,7 +523,7 @@ class WorkerSession:
     def _halted(self, message: Halt, body: None) -> list[Action]:
         del body
         if self._run is not None and self._run.task is not None:
-            self._run.task.nodes.clear()
+            self._run.task.drop_nodes()
         return [CancelWork(), Tell(f"halted: {message.reason}")]
 
     # Evaluation.
@@ -527,6 +552,7 @@ class WorkerSession:
         (StepPlan,                 _refuse,     _refuse,     _step_plan),
         (Assign,                   _ignore,     _ignore,     _assign),
         (Cancel,                   _ignore,     _ignore,     _cancel),
+        (Credit,                   _ignore,     _ignore,     _credit),
         (AveragedBlockGradient,    _ignore,     _ignore,     _averaged),
         (AveragedNonBlockGradient, _ignore,     _ignore,     _averaged),
         (Commit,                   _refuse,     _refuse,     _commit),

@@ -134,6 +134,76 @@ def cut(draw, node):
     return cut(draw, left) + cut(draw, right)
 
 
+def held_bytes(round_):
+    """Of sums that are not whole."""
+    held = (sums for row in round_._chunks for chunk in row for sums in chunk.sums._held.values())
+    return sum(values.nbytes for values in held)
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_partial_sums_stay_within_the_limit_and_it_is_done_whatever_the_interleaving(data):
+    """Workers compute node by node, and send of each what they may: none waits for ever."""
+    microbatches = data.draw(st.integers(1, 9))
+    nodes = cut(data.draw, root(microbatches))
+    limit_bytes = data.draw(st.sampled_from([1, 100, 10_000]))
+    sent: dict[Node, int] = {}
+    ready: dict[str, list[Node]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "PARTIAL_SUMS_BYTES", limit_bytes)
+        round_ = Round(BLOCKS, microbatches, 1, 0, 0)
+        round_.plan(len(nodes))
+        for node in nodes:
+            worker = data.draw(st.sampled_from("abc"))
+            round_.assign(worker, (node,))
+            ready.setdefault(worker, []).append(node)
+            sent[node] = 0
+            round_.node_loss(worker, node_loss(node))
+        all_bytes = sum(block.elements * 4 for block in BLOCKS)
+        most_bytes = max(limit_bytes, all_bytes // 2, len(nodes) * 16)
+        while not round_.complete:
+            may = [
+                (worker, node)
+                for worker, mine in sorted(ready.items())
+                for node in mine
+                if sent[node] < round_.uploads and sent[node] < len(chunks())
+            ]
+            worker, node = data.draw(st.sampled_from(may))
+            assert round_.pending(worker)
+            block, chunk = chunks()[sent[node]]
+            sent[node] += 1
+            round_.payload(worker, payload(node, block, chunk), values(node, block, chunk))
+            round_.raise_uploads()
+            assert held_bytes(round_) <= most_bytes
+        assert not any(round_.pending(worker) for worker in ready)
+    assert_is_the_plain_sum(round_, microbatches)
+
+
+def test_who_may_send_no_more_owes_nothing_that_is_due(monkeypatch):
+    monkeypatch.setattr(limits, "PARTIAL_SUMS_BYTES", 1)
+    nodes = cut_leaves(4)
+    round_ = Round(BLOCKS, 4, 1, 0, 0)
+    round_.plan(len(nodes))
+    for worker, node in zip("abcd", nodes, strict=True):
+        round_.assign(worker, (node,))
+    assert round_.uploads == 1
+    assert round_.pending("a") == (nodes[0],)
+    block, chunk = chunks()[0]
+    for worker, node in zip("abcd", nodes, strict=True):
+        round_.node_loss(worker, node_loss(node))
+        assert round_.pending(worker) == (node,)
+        assert round_.raise_uploads() == []
+        round_.payload(worker, payload(node, block, chunk), values(node, block, chunk))
+        assert round_.pending(worker) == ()
+    assert round_.raise_uploads() == ["a", "b", "c", "d"]
+    assert round_.uploads == 2
+    assert round_.pending("a") == (nodes[0],)
+
+
+def cut_leaves(microbatches):
+    return [Node(leaf, leaf + 1) for leaf in range(microbatches)]
+
+
 @given(st.data())
 @settings(max_examples=60)
 def test_any_assignment_and_interleaving_gives_the_same_bits(data):

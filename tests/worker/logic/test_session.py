@@ -77,7 +77,8 @@ def ready():
 
 
 def plan(*nodes, **change):
-    return msg.StepPlan(**{**WHERE, **change}, view=1, microbatches=4, nodes=nodes)
+    given = {**WHERE, "uploads": 100, **change}
+    return msg.StepPlan(**given, view=1, microbatches=4, nodes=nodes)
 
 
 def working():
@@ -507,3 +508,33 @@ def test_a_broken_device_is_told_and_ends_the_worker():
     assert isinstance(goodbye, msg.Goodbye)
     assert "out of memory" in goodbye.reason
     assert actions[-1] == act.Leave("the device failed: out of memory", False, 1, failed=True)
+
+
+def payloads(actions):
+    return [(m.lo, m.block) for m in sent(actions) if hasattr(m, "block")]
+
+
+def test_gradients_are_sent_as_far_as_there_is_credit_and_the_rest_when_there_is():
+    session = ready()
+    session.receive(plan((0, 2), (2, 4), uploads=1), None)
+    place, sums = StepAttempt(0, 0), {1: np.ones(3, "f4"), 0: np.ones(2, "f4")}
+    said = [
+        payloads(session.result(events.BlockSum(place, node, block, sums[block], 2.0)))
+        for node in (Node(0, 2), Node(2, 4))
+        for block in (1, 0)
+    ]
+    assert said == [[(0, 1)], [], [(2, 1)], []]
+    older = msg.Credit(**{**WHERE, "attempt": 1}, uploads=2)
+    assert session.receive(older, None) == []
+    session.receive(msg.Cancel(**WHERE, nodes=((2, 4),)), None)
+    assert payloads(session.receive(msg.Credit(**WHERE, uploads=2), None)) == [(0, 0)]
+    assert session.receive(msg.Credit(**WHERE, uploads=2), None) == []
+
+
+def test_what_is_held_of_a_step_that_is_over_is_never_sent():
+    session = ready()
+    session.receive(plan((0, 2), uploads=0), None)
+    place = StepAttempt(0, 0)
+    session.result(events.BlockSum(place, Node(0, 2), 1, np.ones(3, "f4"), 2.0))
+    session.receive(plan((0, 2), attempt=1, uploads=2), None)
+    assert session.receive(msg.Credit(**{**WHERE, "attempt": 1}, uploads=2), None) == []
