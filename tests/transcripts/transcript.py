@@ -348,6 +348,8 @@ def _message(message: msg.Message) -> str:
         place = f" {fields.pop('step')}.{fields.pop('attempt')}"
     if isinstance(message, msg.Commit) and message.scalars is None:
         fields["skip"] = True
+    if fields.get("uploads") == len(BLOCKS):
+        del fields["uploads"]  # all may be sent
     if "nodes" in fields:
         fields["nodes"] = "+".join(f"{lo}-{hi}" for lo, hi in fields["nodes"]) or "none"
     rest = "".join(f" {name}={value}" for name, value in fields.items())
