@@ -131,6 +131,7 @@ class PureCoordinator:
                 self._follow(action.step)
             case act.Seed() | act.Replay():
                 self._seed()
+                self._do(lambda: run.replayed("m"))
             case act.Adopt():
                 self._keeper = ReplicaKeeper(action.manifest, run.spec)
             case act.FillReplica():
