@@ -176,7 +176,7 @@ def test_partial_sums_stay_within_the_limit_and_it_is_done_whatever_the_interlea
             round_.raise_uploads()
             assert held_bytes(round_) <= most_bytes
         assert not any(round_.pending(worker) for worker in ready)
-    assert_is_the_plain_sum(round_, microbatches)
+    assert_is_the_plain_sum(round_, microbatches, FLOAT32)
 
 
 def test_who_may_send_no_more_owes_nothing_that_is_due(monkeypatch):
