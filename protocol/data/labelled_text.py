@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from protocol.base.errors import DataError
-from protocol.data.text_file import check_columns, json_records, read_lines
+from protocol.data.text_file import check_columns, json_records, read_lines, shown
 from protocol.spec import sources
 from protocol.spec.run_spec import DataSpec
 
 LABELS: Final = 1_000
 LABEL_CHARACTERS: Final = 90
+_MANY: Final = 20
+"""More labels than these, and more than half as many as samples, are ids or texts."""
 _TAB: Final = "\t"
 _DELIMITERS: Final = (",", _TAB, ";", "|")
 _HEADERLESS: Final = ("label", "text")
@@ -66,13 +68,13 @@ def read_labelled_text(spec: DataSpec) -> LabelledText:
             )
     if not seen:
         raise DataError(f"expected samples in {str(path)!r}, found none")
-    names = _label_names({row.label for row in seen.values()}, spec, path)
+    names = _label_names({row.label for row in seen.values()}, len(seen), spec, path)
     number = {name: index for index, name in enumerate(names)}
     labels = tuple(number[row.label] for row in seen.values())
     return LabelledText(tuple(seen), labels, names, rows - len(seen))
 
 
-def _label_names(found: set[str], spec: DataSpec, path: Path) -> tuple[str, ...]:
+def _label_names(found: set[str], samples: int, spec: DataSpec, path: Path) -> tuple[str, ...]:
     if len(found) < 2:
         raise DataError(
             f"expected at least 2 labels in {str(path)!r}, found only {min(found)!r}; add samples "
@@ -82,6 +84,12 @@ def _label_names(found: set[str], spec: DataSpec, path: Path) -> tuple[str, ...]
         raise DataError(
             f"expected at most {LABELS} labels of {LABEL_CHARACTERS} characters in {str(path)!r}, "
             f"found {len(found)}; is {spec.label!r} the label's column? --set data.label=COLUMN"
+        )
+    if spec.num_classes is None and len(found) > max(_MANY, samples // 2):
+        raise DataError(
+            f"expected labels that come again and again in {str(path)!r}, found {len(found)} for "
+            f"{samples} samples; is {spec.label!r} the label's column? --set data.label=COLUMN, or "
+            f"if it is: --set data.num_classes={len(found)}"
         )
     if spec.num_classes is not None and spec.num_classes != len(found):
         raise DataError(
@@ -129,7 +137,7 @@ def _delimiter(path: Path, lines: Sequence[str], spec: DataSpec) -> str:
     """What parts the header into the columns asked for; without them what the name says."""
     usual = _TAB if path.suffix == ".tsv" else ","
     first = next((line for line in lines if line.strip()), "")
-    by_cells = {each: next(csv.reader([first], delimiter=each)) for each in _DELIMITERS}
+    by_cells = {each: _names(next(csv.reader([first], delimiter=each))) for each in _DELIMITERS}
     fitting = [each for each, cells in by_cells.items() if {spec.text, spec.label} <= {*cells}]
     if fitting:
         return fitting[0]
@@ -193,13 +201,18 @@ def _read(
     return rows, None
 
 
+def _names(cells: Sequence[str]) -> list[str]:
+    """Spaces around a column's name are no part of it."""
+    return [cell.strip() for cell in cells]
+
+
 def _header(path: Path, rows: Rows, spec: DataSpec) -> tuple[Sequence[str], Rows]:
     """Column names, and the rows below them."""
-    line, first = rows[0]
+    line, first = rows[0][0], _names(rows[0][1])
     asked = {spec.text, spec.label}
     if asked == {*_HEADERLESS} and len(first) == 2 and not asked & {*first}:
         # A header of other names would be a label that comes once.
-        labels = Counter(row[0] for _, row in rows)
+        labels = Counter(row[0].strip() for _, row in rows)
         if labels[first[0]] > 1 and len(labels) <= LABELS:
             return _HEADERLESS, rows
     check_columns(path, line, first, {"text": spec.text, "label": spec.label})
@@ -208,10 +221,11 @@ def _header(path: Path, rows: Rows, spec: DataSpec) -> tuple[Sequence[str], Rows
 
 def _row(path: Path, number: int, text: Any, label: Any) -> _Row:
     if not isinstance(text, str):
-        raise DataError(f"{str(path)!r} line {number}: expected text, got {type(text).__name__}")
+        raise DataError(f"{str(path)!r} line {number}: expected text, got {shown(text)}")
     if not isinstance(label, str | int):
         raise DataError(
-            f"{str(path)!r} line {number}: expected a label, got {type(label).__name__}"
+            f"{str(path)!r} line {number}: expected a text or whole number as label, got "
+            f"{shown(label)}"
         )
     name = str(label).strip()
     if not name:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from protocol.base.errors import DataError
-from protocol.data.text_file import check_columns, json_records, read_text
+from protocol.data.text_file import check_columns, json_records, read_text, shown
 from protocol.spec import sources
 from protocol.spec.run_spec import DataSpec
 
@@ -58,7 +58,7 @@ def _json_documents(path: Path, key: str) -> Iterator[str]:
         check_columns(path, line, list(record), {"text": key})
         text = record[key]
         if not isinstance(text, str):
-            raise DataError(f"{str(path)!r} line {line}: expected text, got {type(text).__name__}")
+            raise DataError(f"{str(path)!r} line {line}: expected text, got {shown(text)}")
         yield text
 
 

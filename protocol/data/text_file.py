@@ -66,8 +66,8 @@ def json_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             record = json.loads(line, object_pairs_hook=_distinct)
         except (ValueError, RecursionError) as error:
-            reason = f": {error}" if isinstance(error, _KeyTwice) else ""
-            raise DataError(f"{str(path)!r} line {number} is not JSON{reason}") from None
+            reason = error if isinstance(error, _KeyTwice) else "expected one object on each line"
+            raise DataError(f"{str(path)!r} line {number} is not JSON: {reason}") from None
         # Half a character, which JSON can escape and no other text can hold.
         if "\\ud" in line.lower() and _holds_surrogates(record):
             raise DataError(
@@ -77,6 +77,11 @@ def json_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not isinstance(record, dict):
             raise DataError(f"{str(path)!r} line {number}: expected a JSON object")
         yield number, record
+
+
+def shown(value: object) -> str:
+    """A JSON value as it stands in a file, or its beginning."""
+    return json.dumps(value, ensure_ascii=False)[:40]
 
 
 def check_columns(path: Path, line: int, there: Sequence[str], wanted: Mapping[str, str]) -> None:

@@ -67,7 +67,7 @@ def test_pythons_own_modules_are_there():
         ({"a.txt": " \n "}, "a.txt", "expected text"),
         ({"a.txt": b"x\xff"}, "a.txt", "not UTF-8 at byte 1"),
         ({"a.jsonl": '{"body": "x"}'}, "a.jsonl", "a column 'text'.*line 1.*set data.text=body"),
-        ({"a.jsonl": '{"text": 3}'}, "a.jsonl", "line 1: expected text, got int"),
+        ({"a.jsonl": '{"text": 3}'}, "a.jsonl", "line 1: expected text, got 3"),
         ({"a.jsonl": "{"}, "a.jsonl", "line 1 is not JSON"),
     ],
 )
