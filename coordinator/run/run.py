@@ -307,7 +307,8 @@ class Run:
         if member is None:  # it has no part in the run: nothing keeps it from leaving
             leaves = isinstance(message, Drain)
             return [Dismiss(worker, "drained", ExitCode.OK)] if leaves else []
-        if self.phase is RunPhase.OVER or is_stale(member, message, self.run_id):
+        over = self.phase is RunPhase.OVER and not isinstance(message, Drain)
+        if over or is_stale(member, message, self.run_id):
             return []
         event = _EVENT_OF.get(type(message))
         prepares = member.state is MemberState.PREPARING
@@ -944,7 +945,7 @@ class Run:
         (Event.LOST, _early_lost, _lost, _lost, _lost, _ignore),
         (Event.READY, _first_ready, _later_ready, _later_ready, _later_ready, _ignore),
         (Event.UNREADY, _early_unready, _unready, _unready, _unready, _ignore),
-        (Event.WORKER_DRAINS, _release, _release_when_done, _release, _release, _ignore),
+        (Event.WORKER_DRAINS, _release, _release_when_done, _release, _release, _release),
         (Event.STATE_CHUNK, _state_chunk, _state_chunk, _state_chunk, _state_chunk, _ignore),
         (Event.PAYLOAD, _refuse_early, _payload, _check_late, _check_late, _ignore),
         (Event.CAPTURED, _refuse_early, _captured, _check_late, _check_late, _ignore),

@@ -162,6 +162,8 @@ class Execution:
 
     def invite(self, session: MemberSession) -> None:
         """A free worker: take it into the run, which hears all that it says from now on."""
+        if self._closed:
+            return  # the next run will have it
         session.run = self
         self._handle(lambda: self.run.invite(session.name, session.check.admitted_by))
 
@@ -477,15 +479,15 @@ class Execution:
         if self._closed:
             return
         self._closed = True
+        for session in self._sessions.values():
+            if session.run is self:
+                session.run = None
         others = self._tasks - {asyncio.current_task()}
         await asyncio.gather(*(t for t in others if t.cancel()), return_exceptions=True)
         self._followers.clear()
         if self._keeper is not None:
             self._keeper.close()
         await self._storage.close()
-        for session in self._sessions.values():
-            if session.run is self:
-                session.run = None
 
     async def _write(self, action: Finish, ended_s: float) -> None:
         if self.applied is None or action.outcome == "failed":

@@ -36,6 +36,8 @@ _MOST_EVENTS: Final = 400_000
 _LOOKS_EVERY_MS: Final = 500.0
 _QUIET_MS: Final = 120_000.0
 """After so long without anything worth telling nothing will come any more."""
+_LEAVES_IN_MS: Final = 60_000.0
+"""So soon a worker that was asked to leave has left, where nobody is stalled or cut off."""
 _LIMITS: Final = {
     "CHUNK_ELEMENTS": 8,
     "WRITE_HIGH_WATER_BYTES": 2_000,
@@ -113,6 +115,7 @@ class Cluster:
         self._restarting = False
         self._continuing: set[Execution] = set()
         self._quiet_since_ms = 0.0
+        self._free_since_ms = 0.0
         self._seen: Any = None
 
     def run(self) -> Told:
@@ -223,11 +226,13 @@ class Cluster:
         """A commit is on its way to the disk: the moment for what is to happen then."""
         act, coordinator.at_commit = coordinator.at_commit, None
         if act is not None:
-            self.clock.after(coordinator.pace_ms * self.rng.random() / 2, act)
+            delay_ms = self.rng.choice((0.0, coordinator.pace_ms / 2)) * self.rng.random()
+            self.clock.after(delay_ms, act)
 
     def disk_refuses(self, reason: str) -> bool:
         """Whether that is why a coordinator cannot start."""
-        return bool(self.disturbed["disk"]) and ("space" in reason or "nput/output" in reason)
+        failing = self.disturbed["disk"] + self.disturbed["cut_and_refuse"]
+        return bool(failing) and ("space" in reason or "nput/output" in reason)
 
     def halted(self, coordinator: CoordinatorProcess, execution: Execution) -> None:
         """An operator sees it, sooner or later."""
@@ -263,6 +268,12 @@ class Cluster:
         stalled = any(
             now_ms < p.stalled_until_ms or p.side for p in (*self.workers, *self.coordinators)
         )
+        if stalled:
+            self._free_since_ms = now_ms
+        for worker in self.workers:
+            since_ms = max(self._free_since_ms, worker.draining_since_ms)
+            left = not worker.alive or now_ms < since_ms + _LEAVES_IN_MS
+            assert left, "a worker that was asked to leave is forgotten"
         if seen != self._seen or stalled:
             self._seen, self._quiet_since_ms = seen, now_ms
         elif now_ms > self._quiet_since_ms + _QUIET_MS:
@@ -276,17 +287,14 @@ class Cluster:
 
     # What goes wrong.
 
-    def may_flip(self) -> bool:
-        """What a worker has is taken on trust for a moment after a restart: see the docs."""
-        execution = self.execution
-        progress = execution.run.progress if execution is not None else None
-        return progress is not None and not progress.agreement.catching_up
-
     def flipped(self, worker: WorkerProcess) -> None:
         for ledger in self.ledgers:
             ledger.excused.add(f"worker-{worker.instance}")
-        if worker.flaws.dies_of_it:
-            self.clock.after(20 * self.rng.random(), worker.kill)
+
+    def spoils(self, worker: WorkerProcess) -> None:
+        """It sends what it has computed; the crash that comes of a flipped bit may be near."""
+        if worker.flipped and worker.flaws.dies_of_it:
+            self.clock.after(3 * self.network.latency_ms * self.rng.random(), worker.kill)
 
     def _described(self) -> str:
         execution = self.execution

@@ -47,7 +47,7 @@ class Flaws:
     flips: set[int] = field(default_factory=set)
     """Steps after which a bit of the replica flips."""
     dies_of_it: bool = False
-    """Soon after a bit has flipped."""
+    """As it sends what it computed after a bit has flipped."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Surroundings:
         poison: (step, microbatch, block) whose gradient is not finite on any device.
         charge: Lets time pass for what is being computed.
         replica: The worker's, if it has one.
-        flip: Whether a bit may flip now; that it does is noted.
+        flip: Which bit flips now; that it does is noted.
     """
 
     rng: Random
@@ -68,7 +68,7 @@ class Surroundings:
     poison: set[Any]
     charge: Callable[[float], None]
     replica: Callable[[], Replica | None]
-    flip: Callable[[], bool]
+    flip: Callable[[], int]
 
 
 class SimulatedDevice:
@@ -122,9 +122,9 @@ class SimulatedDevice:
 
     def load(self, parameters: list[Array]) -> None:
         replica, flaws = self._around.replica(), self._flaws
-        if replica is not None and replica.step in flaws.flips and self._around.flip():
+        if replica is not None and replica.step in flaws.flips:
             flaws.flips.discard(replica.step)
-            parameters[1].view(np.uint32)[0] ^= 1 << 21
+            parameters[1].view(np.uint32)[0] ^= self._around.flip()
         self._around.charge(_HOST_MS)
         self._parameters = [values.copy() for values in parameters]
 

@@ -4,9 +4,9 @@ The product's storage runs as it is. What it calls of the system to change a dis
 a full disk, a failing sync and a process that is killed between two calls can be had at any call,
 whoever makes it. The ledger knows of each file what was last synced, and of each directory which
 names; losing power leaves that, and of what was not synced since a random part: a file's new end up
-to some byte, perhaps with a wrong one in it; a new, renamed or removed name or the one before. What
-a failed sync was to write is never written unless somebody writes it anew, though it can be read,
-also by other processes (as Linux has it).
+to some byte, perhaps with a wrong one or a hole in it; a new, renamed or removed name or the one
+before. What a failed sync was to write is never written unless somebody writes it
+anew, though it can be read, also by other processes (as Linux has it).
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ class Disk:
             self._real["close"](fd)
         fds.clear()
 
-    def has_synced(self, path: Path) -> bool:
-        """Whether all of a file would outlast a loss of power."""
-        return self._files.get(path.stat().st_ino) == path.read_bytes()
+    def has_synced(self, path: Path, end: int) -> bool:
+        """Whether a file would outlast a loss of power, up to some byte."""
+        return self._files.get(path.stat().st_ino, b"")[:end] == path.read_bytes()[:end]
 
     # What the product calls.
 
@@ -253,7 +253,12 @@ class Disk:
         end = rng.choice((len(present), rng.randint(len(synced), len(present))))
         content = bytearray(present[:end])
         if end > len(synced) and rng.random() < _GARBLED:
-            content[rng.randrange(len(synced), end)] ^= 1
+            at = rng.randrange(len(synced), end)
+            if rng.random() < 0.5:
+                content[at] ^= 1
+            else:
+                hole = content[at : at + rng.choice((16, 128, 1024))]
+                content[at : at + len(hole)] = bytes(len(hole))
         return bytes(content)
 
     def _put(self, path: Path, left: dict[str, Content]) -> None:

@@ -89,30 +89,22 @@ class Disturbances:
         ]
         if self._rng.random() < 0.1:
             found.append((2, "drain", lambda: command("drain", run.drain)))
-        if not self._any_spoilt():
-            kill = partial(self._kill_coordinator, coordinator)
-            found += [
-                (4, "kill_coordinator", lambda: self._now_or_at_commit(coordinator, kill)),
-                (3, "power_loss", lambda: self._now_or_at_commit(coordinator, self._power_loss)),
-            ]
-            if not any(c.alive for c in self._cluster.coordinators if c is not coordinator):
-                found.append((3, "split", lambda: self._split(coordinator, alive)))
+        kill = partial(self._kill_coordinator, coordinator)
+        found += [
+            (4, "kill_coordinator", lambda: self._now_or_at_commit(coordinator, kill)),
+            (3, "power_loss", lambda: self._now_or_at_commit(coordinator, self._power_loss)),
+        ]
+        found.append((1, "cut_and_refuse", lambda: self._cut_and_refuse(coordinator)))
+        if not any(c.alive for c in self._cluster.coordinators if c is not coordinator):
+            found.append((3, "split", lambda: self._split(coordinator, alive)))
         return found
-
-    def _any_spoilt(self) -> bool:
-        return any(worker.alive and worker.is_spoilt for worker in self._cluster.workers)
 
     def _now_or_at_commit(self, coordinator: CoordinatorProcess, act: Callable[[], None]) -> None:
         """At once, or while a commit is on its way to the disk."""
-
-        def then() -> None:
-            if not self._any_spoilt():
-                act()
-
         if self._rng.random() < 0.5:
             act()
         else:
-            coordinator.at_commit = then
+            coordinator.at_commit = act
 
     def _disk_fails(self) -> None:
         disk = self._cluster.disk
@@ -122,6 +114,19 @@ class Disturbances:
             disk.full = True
             lasts_ms = self._rng.choice((20.0, 300.0, 3000.0))
             self._clock.after(lasts_ms, partial(setattr, disk, "full", False))
+
+    def _cut_and_refuse(self, coordinator: CoordinatorProcess) -> None:
+        """A worker misses a commit, and the disk refuses the next one."""
+
+        def refuse() -> None:
+            self._cluster.disk.sync_fails = "*/log/*"
+
+        def cut() -> None:
+            if links := [link for link in self._cluster.network.links if not link.over]:
+                self._rng.choice(links).cut()
+            coordinator.at_commit = refuse
+
+        coordinator.at_commit = cut
 
     def _slow_disk(self) -> None:
         disk = self._cluster.disk

@@ -53,7 +53,7 @@ _OPTIMIZERS = (
     OptimizerSpec(name="momentum", lr=0.05),
 )
 _KEPT: tuple[tuple[LogMode, int], ...] = (
-    ("full", 0), ("full", 2), ("checkpoint", 1), ("checkpoint", 3), ("full", 1),
+    ("full", 0), ("full", 2), ("checkpoint", 1), ("checkpoint", 3), ("full", 1), ("checkpoint", 0),
 )  # fmt: skip
 """What is logged, and how often a checkpoint is made."""
 _EXCHANGES = (
@@ -224,8 +224,12 @@ class Job:
         if not skips:
             start = self.replica(flavour)
             return Taken(start, start.state_digest(), 0.0, "", None)
-        replica = self.undisturbed(skips[:-1], flavour).replica.copy()
-        if skips[-1]:
+        return self.step_from(self.undisturbed(skips[:-1], flavour).replica, skip=skips[-1])
+
+    def step_from(self, before: Replica, *, skip: bool) -> Taken:
+        """One more step of the undisturbed run, from any state."""
+        replica = before.copy()
+        if skip:
             replica.skip()
             return Taken(replica, replica.state_digest(), float("nan"), "0" * 64, None)
         step, count = replica.step, self.order.microbatch_count(replica.step)

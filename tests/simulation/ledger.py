@@ -2,6 +2,10 @@
 
 It outlives coordinators. Commits enter when they are first told to anyone, or found on disk by a
 coordinator that starts; from then on nothing may say otherwise.
+
+There is one exception, which is documented: until a restarted coordinator's replica has caught up,
+three steps at most rest on the workers (`OnTrust`). If one of those that computed such a step is
+spoilt, its sums are taken as they were told; all that follows must follow from them.
 """
 
 from __future__ import annotations
@@ -10,20 +14,33 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from coordinator.disk.claim import stored_epoch
 from coordinator.run.actions import Finish
+from coordinator.run.restart import CommitRecord
 from coordinator.service.accepted_run import AcceptedRun
 from coordinator.storage.checkpoint import checkpoint_steps
 from coordinator.storage.run_directory import RunDirectory
 from protocol.exact.replica import Replica
+from protocol.exact.update import Array
 from protocol.wire.messages import Commit
 from tests.simulation.job import Job, Taken
 
 _MAY_FAIL: Final = ("scripted to fail", "halted: ", "no space left", "input/output")
 """Nobody can take part, an operator drained a run that was halted, the disk refused before it had
 begun."""
+
+
+_FOUND: Final = "found so"
+_MOST_ON_TRUST: Final = 3
+
+
+class OnTrust(NamedTuple):
+    """A step that a spoilt worker has computed while nobody could compare: a commit's sums."""
+
+    commit: Commit
+    averages: list[Array]
 
 
 class Ledger:
@@ -38,6 +55,8 @@ class Ledger:
         counts: What was reported, by event.
         evaluated_step: Steps committed at the newest evaluation.
         anew: How often the step in progress was begun anew.
+        taken_back: Whether a step that rested on a spoilt worker was to be done again.
+        redone_otherwise: A step that was done again, and has other averages than it had.
     """
 
     def __init__(self, job: Job, path: Path) -> None:
@@ -51,12 +70,63 @@ class Ledger:
         self.counts: Counter[str] = Counter()
         self.evaluated_step = -1
         self.anew = 0
+        self.taken_back = False
+        self.redone_otherwise = -1
         self._started = False
         self._durable: set[tuple[int, int, int]] = set()
+        self._may_count: dict[tuple[int, int, int], OnTrust] = {}
+        self._on_trust: dict[int, OnTrust] = {}
+        self._after_trust: dict[int, Taken] = {}
 
     def expected(self, step: int) -> Taken:
-        """The undisturbed run after so many steps."""
-        return self.job.undisturbed(self.skips[:step], self.flavour)
+        """The undisturbed run after so many steps, from the newest that was taken on trust."""
+        if all(known >= step for known in self._on_trust):
+            return self.job.undisturbed(self.skips[:step], self.flavour)
+        if step not in self._after_trust:
+            self._after_trust[step] = self._follow(self.expected(step - 1).replica, step - 1)
+        return self._after_trust[step]
+
+    def _follow(self, before: Replica, step: int) -> Taken:
+        if step not in self._on_trust:
+            return self.job.step_from(before, skip=self.skips[step])
+        commit, averages = self._on_trust[step]
+        assert commit.scalars is not None
+        replica = before.copy()
+        replica.apply(averages, commit.scalars)
+        digest = replica.state_digest()
+        return Taken(replica, digest, commit.loss, commit.averages_digest, commit.scalars)
+
+    def trusts(self, record: CommitRecord, averages: list[Array], *, since: int) -> None:
+        """A coordinator commits a step without having compared the workers' states.
+
+        Args:
+            record: The commit, and whose nodes are in it.
+            averages: What they make.
+            since: The step that the coordinator went on with.
+        """
+        commit = record.commit
+        assert commit.step - since < _MOST_ON_TRUST, "too many steps rest on the workers"
+        computed = {worker for way in record.counted or () for worker in way}
+        if computed & self.excused:
+            place = (commit.epoch, commit.step, commit.attempt)
+            self._may_count[place] = OnTrust(commit, [values.copy() for values in averages])
+
+    def _settle_trust(self, commit: Commit) -> None:
+        """A commit counts: if not with the undisturbed run's sums, with a spoilt worker's."""
+        place = (commit.epoch, commit.step, commit.attempt)
+        if commit.step in self._on_trust or place not in self._may_count:
+            return
+        if commit.averages_digest != self.expected(commit.step + 1).averages_digest:
+            self._on_trust[commit.step] = self._may_count[place]
+            self._after_trust.clear()
+
+    def _take_back(self, step: int) -> None:
+        """Steps from this one on are done again, as their averages were not kept."""
+        back = [known for known in self._on_trust if known >= step]
+        self.taken_back = self.taken_back or bool(back)
+        for known in back:
+            del self._on_trust[known]
+            self._after_trust.clear()
 
     def synced(self, commit: Commit) -> None:
         """The log has it, and was still its coordinator's after that."""
@@ -70,10 +140,13 @@ class Ledger:
         assert commit.attempt <= self.anew, "an attempt that nothing has made needful"
         self.anew = 0
         self._note(commit.step, skipped=commit.scalars is None)
+        self._settle_trust(commit)
+        rests = self.taken_back or commit.step in self._on_trust
+        assert rests or self.redone_otherwise != commit.step, "a step is done again otherwise"
         taken = self.expected(commit.step + 1)
-        assert commit.scalars == taken.scalars
-        assert commit.averages_digest == taken.averages_digest
-        assert commit.scalars is None or commit.loss == taken.loss
+        assert commit.averages_digest == taken.averages_digest, "a commit has other averages"
+        assert commit.scalars == taken.scalars, "a commit has other scalars"
+        assert commit.scalars is None or commit.loss == taken.loss, "a commit has another loss"
 
     def check_terms(self, signatures: set[str], *, mixed: bool) -> None:
         """Whose bits are in it is known to a restart."""
@@ -105,6 +178,9 @@ class Ledger:
         assert len(committed) >= len(self.skips), "a commit that was told is lost"
         for step, skipped in enumerate(committed):
             self._note(step, skipped=skipped)
+        for logged in recovery.logged:
+            self._settle_trust(logged.record.commit)
+        self._take_back(resumption.step)
         assert len(resumption.losses) == resumption.step
         self.check_losses(resumption.losses)
         applied = resumption.step - sum(self.skips[: resumption.step])
@@ -145,7 +221,9 @@ class Ledger:
 
     def ended(self, outcome: Finish, replica: Replica | None, losses: list[float]) -> None:
         """The run is over."""
-        assert self.outcome is None, "a run ends once"
+        # A successor may have found the result before its writer told of it.
+        known = self.outcome
+        assert known is None or (known.reason, known.outcome) == (_FOUND, outcome.outcome)
         self.outcome = outcome
         self.check_losses(losses)
         if outcome.outcome == "failed":
@@ -174,7 +252,7 @@ class Ledger:
         assert result is not None
         replica = self.expected(result["steps"]).replica
         assert result["weights_digest"] == replica.weights_digest()
-        self.outcome = Finish(result["outcome"], "found so", 0)
+        self.outcome = Finish(result["outcome"], _FOUND, 0)
 
     def check_halt(self, reason: str) -> None:
         """The schedule made a cause for it, and the reason names it."""

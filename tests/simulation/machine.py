@@ -36,10 +36,13 @@ class Answer(Future[Any]):
 class Thread(Executor):
     """Does its jobs one after the other."""
 
-    def __init__(self, process: Process, most_ms: Callable[[], float]) -> None:
+    def __init__(
+        self, process: Process, most_ms: Callable[[], float], first_ms: float = 0.0
+    ) -> None:
         self._process = process
         self._clock: Clock = process.clock
         self._most_ms = most_ms
+        self._first_ms = first_ms
         self._jobs: deque[tuple[Answer, Callable[[], Any], float]] = deque()
         self._busy = False
 
@@ -49,7 +52,8 @@ class Thread(Executor):
 
     def work(self, fn: Callable[..., Any], *args: Any) -> Answer:
         """As `submit`, for what takes its time."""
-        return self._put(lambda: fn(*args), self._most_ms() * self._clock.rng.random())
+        most_ms, self._first_ms = max(self._most_ms(), self._first_ms), 0.0
+        return self._put(lambda: fn(*args), most_ms * self._clock.rng.random())
 
     def _put(self, job: Callable[[], Any], takes_ms: float) -> Answer:
         answer = Answer(self)
@@ -97,7 +101,7 @@ class Thread(Executor):
         rng = self._clock.rng
         if self._busy and self._jobs and rng.random() < 0.7:
             _, job, _ = self._jobs.popleft()
-            changes = rng.choice((0, 1, 1, 2, 3, 5, 8))
+            changes = rng.choice((0, 1, 1, 1, 2, 3, 5, 8))
             with contextlib.suppress(Exception, Killed), disk.dying_after(changes):
                 job()
         self._jobs.clear()
@@ -148,13 +152,17 @@ class SimulatedMachine(Machine):
     Attributes:
         device: Its device's thread, once that has begun.
         pace_ms: How long a job on disk may take.
+        catch_up_ms: How long a replica may take for what was committed before it was there.
     """
 
-    def __init__(self, process: Process, pace_ms: Callable[[], float]) -> None:
+    def __init__(
+        self, process: Process, pace_ms: Callable[[], float], catch_up_ms: float = 0.0
+    ) -> None:
         self.device: Device | None = None
         self.threads: list[Thread] = []
         self._process = process
         self._pace_ms = pace_ms
+        self._catch_up_ms = catch_up_ms
 
     def now_s(self) -> float:
         return self._process.clock.now_ms / 1000
@@ -164,6 +172,8 @@ class SimulatedMachine(Machine):
             made = Thread(self._process, lambda: 2 * _HOST_MS)
         elif name == "checkpoint":
             made = Thread(self._process, lambda: 4 * self._pace_ms())
+        elif name == "replica":
+            made = Thread(self._process, self._pace_ms, self._catch_up_ms)
         else:
             made = Thread(self._process, self._pace_ms)
         self.threads.append(made)

@@ -11,6 +11,9 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from coordinator.run.actions import Dismiss, Report
+from coordinator.run.facts import StepCommitted
+from coordinator.run.membership import MemberState
 from coordinator.run.round import Round
 from coordinator.run.run import Run, RunPhase
 from coordinator.service.execution import Execution
@@ -115,8 +118,15 @@ class Probes:
 
     # At the coordinator.
 
-    def _commits(self, _storage: Any, _record: Any, _kept: Any = ()) -> None:
-        self._cluster.commits(self._coordinator)
+    def _commits(self, _storage: Any, record: Any, *_: Any) -> None:
+        coordinator = self._coordinator
+        self._cluster.commits(coordinator)
+        execution = coordinator.execution
+        progress = execution.run.progress if execution is not None else None
+        if execution is None or progress is None or not progress.agreement.catching_up:
+            return
+        assert progress.round is not None
+        coordinator.ledger.trusts(record, progress.round.averages, since=execution.started_step)
 
     def _synced(self, _: None, _log: Any, record: Any) -> None:
         coordinator = self._coordinator
@@ -167,7 +177,10 @@ class Probes:
 
     def _done(self, _: None, execution: Execution, actions: Any) -> None:
         run = execution.run
-        del actions
+        if any(isinstance(a, Report) and isinstance(a.fact, StepCommitted) for a in actions):
+            dismissed = {action.worker for action in actions if isinstance(action, Dismiss)}
+            kept = dismissed.issuperset(run.members.names(MemberState.DRAINING))
+            assert kept, "a worker that owes nothing may not leave"
         if execution._closed:
             return
         assert len(run.losses) == run.step
@@ -219,6 +232,7 @@ class Probes:
         if isinstance(message, GradientPayload | NodeLoss):
             place = (message.epoch, message.step, message.attempt, message.node)
             assert place not in worker.cancelled, "a cancelled node is sent"
+            self._cluster.spoils(worker)
         if isinstance(message, StepApplied) and session is not None:
             ledger = self._cluster.ledger(session.run_id)
             if ledger is not None and not worker.flipped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _PATIENCE_S: Final = 1e6
 """A worker does not give up."""
+_CATCH_UP_MS: Final = (0.0, 0.0, 1000.0, 5000.0)
 
 
 class CoordinatorProcess(Process):
@@ -41,7 +43,9 @@ class CoordinatorProcess(Process):
         self._cluster = cluster
         self.pace_ms = cluster.rng.choice((1.0, 10.0, 60.0))
         self.at_commit: Any = None
-        self.machine = SimulatedMachine(self, lambda: self.pace_ms * cluster.disk.slowness)
+        self.machine = SimulatedMachine(
+            self, lambda: self.pace_ms * cluster.disk.slowness, cluster.rng.choice(_CATCH_UP_MS)
+        )
         self.service: Service | None = None
         self.clock.after(0.0, lambda: self.loop.create_task(self._main()), self)
 
@@ -133,15 +137,19 @@ class CoordinatorProcess(Process):
         cluster, service = self._cluster, self.service
         assert service is not None
         cluster.events += 1
-        assert event not in ("internal_error", "redone_otherwise"), f"{event}: {fields}"
+        assert event != "internal_error", f"{event}: {fields}"
         if event == "run_ended":
             self._run_ended(service)
         elif event == "run_resumed":
             running = service._running
             assert running is not None
             self.ledger.found(running)
-            for path in running.directory.log.glob("*.log"):
-                assert cluster.disk.has_synced(path), "what was found is built upon, and not synced"
+            assert running.recovery is not None
+            for segment, limit in running.recovery.index._from(0):
+                count = min(limit, segment.next_step) - segment.header.base_step
+                end = segment.ends[count - 1] if count else segment.start
+                durable = cluster.disk.has_synced(segment.path, end)
+                assert durable, "what was found is built upon, and not synced"
         if service.current is None:
             return
         ledger = self.ledger
@@ -152,6 +160,8 @@ class CoordinatorProcess(Process):
             cluster.halted(self, service.current)
         elif event in ("restarted", "continued"):
             ledger.anew += 1
+        elif event == "redone_otherwise":
+            ledger.redone_otherwise = fields["step"]
         elif event == "evaluated":
             run = service.current.run
             assert fields["ratio"] == ledger.job.figure(ledger.expected(run.step).replica)
@@ -176,7 +186,7 @@ class WorkerProcess(Process):
 
     Attributes:
         flipped: Whether a bit of its replica has flipped.
-        draining: Whether it was asked to leave.
+        draining_since_ms: When it was asked to leave.
     """
 
     def __init__(self, cluster: Cluster, flaws: Flaws) -> None:
@@ -185,7 +195,7 @@ class WorkerProcess(Process):
         self._cluster = cluster
         self.flaws = flaws
         self.flipped = False
-        self.draining = False
+        self.draining_since_ms = math.inf
         self.client: Client | None = None
         self.cancelled: set[Any] = set()
         self.newest: dict[str, int] = {}
@@ -197,20 +207,14 @@ class WorkerProcess(Process):
         return self.machine.thread("any")
 
     @property
+    def draining(self) -> bool:
+        """Whether it was asked to leave."""
+        return self.draining_since_ms < math.inf
+
+    @property
     def replica(self) -> Replica | None:
         job = self.client._engine._job if self.client is not None else None
         return job.replica if job is not None else None
-
-    @property
-    def is_spoilt(self) -> bool:
-        """Whether its state is not that of the undisturbed run."""
-        replica = self.replica if self.flipped else None
-        if replica is None or self.client is None or self.client._engine._job is None:
-            return False
-        ledger = self._cluster.ledger(self.client._engine._job.run_id)
-        if ledger is None or replica.step > len(ledger.skips):
-            return False
-        return replica.state_digest() != ledger.expected(replica.step).state_digest
 
     def _begin(self) -> None:
         cluster = self._cluster
@@ -241,16 +245,14 @@ class WorkerProcess(Process):
     def _check_end(self, error: SamestepError) -> None:
         raise AssertionError(f"a worker ends: {error}")
 
-    def _flip(self) -> bool:
-        flips = self._cluster.may_flip()
-        if flips:
-            self.flipped = True
-            self._cluster.flipped(self)
-        return flips
+    def _flip(self) -> int:
+        self.flipped = True
+        self._cluster.flipped(self)
+        return 1 << (16 + self.instance % 7)
 
     def drain(self) -> None:
         """SIGTERM."""
-        self.draining = True
+        self.draining_since_ms = min(self.draining_since_ms, self.clock.now_ms)
         if self.client is None:
             self.kill()
         else:

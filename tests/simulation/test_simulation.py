@@ -17,8 +17,8 @@ _SEEDS = "200"
 _MOST_TESTS = 100
 _ENOUGH_SEEDS = 300
 _ALL = {
-    "cannot_build", "cut", "disk", "drain", "flip", "flip_and_die", "join", "kill",
-    "kill_coordinator", "nonfinite", "operator_halts", "partition", "power_loss", "save",
+    "cannot_build", "cut", "cut_and_refuse", "disk", "drain", "flip", "flip_and_die", "join",
+    "kill", "kill_coordinator", "nonfinite", "operator_halts", "partition", "power_loss", "save",
     "slow_disk", "slower", "split", "stall", "stall_coordinator", "worker_drains",
     "straggler", "speculated", "reassigned", "halted",
     "finished", "drained", "failed",

@@ -20,7 +20,6 @@ AFTER = [
     ("replica", ["2"], {}),
     ("result", ["ann", "0"], {}),
     ("lost", ["ann"], {}),
-    ("drains", ["ann"], {}),
     ("drain", [], {}),
     ("halt", [], {}),
     ("continue", [], {}),
@@ -71,6 +70,12 @@ def test_a_run_that_is_over_does_nothing_more(word, plain, options):
     assert any("finish failed" in line for line in stage.command("give-up", [], {}))
     assert stage.command(word, plain, options) == []
     assert stage.run.phase is RunPhase.OVER
+
+
+def test_a_run_that_is_over_keeps_nobody_from_leaving():
+    stage = training()
+    stage.command("give-up", [], {})
+    assert stage.command("drains", ["ann"], {}) == ["dismiss ann, 0: drained"]
 
 
 @pytest.mark.parametrize("word", ["halt", "drain"])
