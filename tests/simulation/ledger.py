@@ -222,8 +222,8 @@ class Ledger:
     def ended(self, outcome: Finish, replica: Replica | None, losses: list[float]) -> None:
         """The run is over."""
         # A successor may have found the result before its writer told of it.
-        known = self.outcome
-        assert known is None or (known.reason, known.outcome) == (_FOUND, outcome.outcome)
+        before = self.outcome
+        assert before is None or (before.reason, before.outcome) == (_FOUND, outcome.outcome)
         self.outcome = outcome
         self.check_losses(losses)
         if outcome.outcome == "failed":

@@ -192,8 +192,8 @@ class Probes:
         if tail:
             assert tail[-1][0] - tail[0][0] <= _STEPS_KEPT, "what was broadcast long ago is kept"
 
-    def _received(self, _: Any, run: Run, _worker: str, message: Any, _body: Any) -> None:
-        """What others have done, nobody is left to compute."""
+    def _received(self, _: Any, run: Run, worker: str, message: Any, _body: Any) -> None:
+        """What has come counts; what others have done, nobody is left to compute."""
         progress = run.progress
         if not isinstance(message, NodeLoss) or progress is None or progress.persisting:
             return
@@ -205,6 +205,9 @@ class Probes:
             for share in round_.shares.values():
                 missing = all(round_._missing(n) for n in share.owed if n not in kept)
                 assert missing, "Cancel is lost"
+            share = round_.shares.get(worker)
+            if share is not None and message.node in share.nodes and message.node not in share.owed:
+                assert not round_._missing(message.node), "what has come is not counted"
 
     def _before_surplus(self, round_: Round) -> None:
         self._owed = {name: set(share.owed) for name, share in round_.shares.items()}

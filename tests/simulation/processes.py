@@ -144,8 +144,8 @@ class CoordinatorProcess(Process):
             running = service._running
             assert running is not None
             self.ledger.found(running)
-            assert running.recovery is not None
-            for segment, limit in running.recovery.index._from(0):
+            assert running.restart is not None
+            for segment, limit in running.restart.recovery.index._from(0):
                 count = min(limit, segment.next_step) - segment.header.base_step
                 end = segment.ends[count - 1] if count else segment.start
                 durable = cluster.disk.has_synced(segment.path, end)
