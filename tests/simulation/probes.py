@@ -205,8 +205,8 @@ class Probes:
             for share in round_.shares.values():
                 missing = all(round_._missing(n) for n in share.owed if n not in kept)
                 assert missing, "Cancel is lost"
-            share = round_.shares.get(worker)
-            if share is not None and message.node in share.nodes and message.node not in share.owed:
+            mine = round_.shares.get(worker)
+            if mine is not None and message.node in mine.nodes and message.node not in mine.owed:
                 assert not round_._missing(message.node), "what has come is not counted"
 
     def _before_surplus(self, round_: Round) -> None:

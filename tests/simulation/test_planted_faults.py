@@ -245,8 +245,8 @@ class Planted:
 
     Attributes:
         instead: What the product has in each place instead.
-        check: What the check says that has to notice it: another one does not count, nor does it
-            that something merely breaks.
+        check: What the check says that has to notice it, or one of several with | between them:
+            others do not count, nor does it that something merely breaks.
         often: The disturbances that bring it out.
         seed: Tried first: only to be quick, as long as the seed leads there.
         runs: How many one after the other.
@@ -329,13 +329,13 @@ PLANTED = {
     ),
     "a state is trusted without comparison": Planted(
         [(Admission, "admit", trusts)],
-        "a commit has other averages",
+        "a worker is wrong | other averages | expected step",
         often="cut",
         seed=26,
     ),
     "steps are replayed to one that is not where it says": Planted(
         [(Admission, "admit", trusts_those_behind)],
-        "expected step",
+        "a worker is wrong | other averages | expected step",
         often="cut",
         seed=22,
     ),
@@ -451,7 +451,8 @@ def test_a_planted_fault_is_caught(fault, play, monkeypatch, record_property):
         try:
             play(seed, often=planted.often, runs=planted.runs)
         except Exception as error:  # noqa: BLE001 -- whether it counts is seen then
-            if planted.check in (told := caught_by(error)):
+            told = caught_by(error)
+            if any(check in told for check in planted.check.split(" | ")):
                 record_property("planted", (fault, seed, told[:70]))
                 return
     pytest.fail(f"{fault}: not noticed by its check in {_ENOUGH_SEEDS} seeds")
