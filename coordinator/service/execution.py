@@ -27,7 +27,7 @@ from coordinator.run.actions import (
     Seed,
     Send,
 )
-from coordinator.run.facts import Fact, HeldOutMeasured, NodesPlanned
+from coordinator.run.facts import Fact, HeldOutMeasured, NodesPlanned, RunContinued
 from coordinator.run.kept import Bytes
 from coordinator.run.membership import MemberState
 from coordinator.run.run import Run
@@ -303,6 +303,8 @@ class Execution:
         if isinstance(fact, NodesPlanned) and self.started_s is None:
             # The wait for workers, at the start or after a restart, is no part of the pace.
             self.started_s, self.started_step = self._machine.now_s(), self.run.step
+        if isinstance(fact, RunContinued):
+            self._tell_joiners()
         if isinstance(fact, HeldOutMeasured) and fact.state_digest is not None:
             self._storage.keep_metrics(fact.step, fact.state_digest, fact.metrics)
         if fact.event:
@@ -374,6 +376,17 @@ class Execution:
             self._do(self.run.fell_behind(worker, self._followers.detach(worker, step)))
 
     async def _bring(self, session: MemberSession, missed: Replay | None) -> None:
+        """What the disk refuses on the way halts the run; it is tried again when that goes on."""
+        while not self._is_gone(session):
+            try:
+                await self._bring_once(session, missed)
+            except StorageFailed as error:
+                self._do(self.run.storage_failed(str(error)))
+                await self._news.wait()
+            else:
+                return
+
+    async def _bring_once(self, session: MemberSession, missed: Replay | None) -> None:
         """Then it hears all that is broadcast."""
         tried: Checkpoint | None = None
         async with self._storage.joining() as needs:
