@@ -230,7 +230,9 @@ def _check_inputs(evidence: _Evidence) -> None:
 
 def _check_coverage(evidence: _Evidence, manifest: Manifest) -> None:
     history = evidence.history
-    coverage = cover_samples(history, evidence.run.spec, manifest.train_samples)
+    coverage = cover_samples(
+        history, evidence.run.spec, manifest.train_samples, manifest.row_groups
+    )
     for fault in coverage.faults:
         evidence.note("coverage", ok=False, text=fault)
     for number, (covered, samples, skipped) in enumerate(coverage.epochs):

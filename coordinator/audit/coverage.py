@@ -15,7 +15,7 @@ import numpy as np
 
 from coordinator.audit.history import Attempt, History
 from coordinator.storage.journal_records import Committed, Nodes, Planned
-from protocol.exact.samples import SampleOrder
+from protocol.exact.samples import RowGroups, SampleOrder
 from protocol.exact.tree import Node, is_node
 from protocol.spec.run_spec import RunSpec
 
@@ -36,9 +36,11 @@ class Coverage:
     faults: tuple[str, ...]
 
 
-def cover_samples(history: History, spec: RunSpec, train_samples: int) -> Coverage:
+def cover_samples(
+    history: History, spec: RunSpec, train_samples: int, row_groups: RowGroups = ()
+) -> Coverage:
     """Count how often each sample was covered, and see that plans account for every commit."""
-    order = SampleOrder(spec.seed, train_samples, spec.batch)
+    order = SampleOrder(spec.seed, train_samples, spec.batch, row_groups)
     faults: list[str] = []
     unplanned = 0
     for number, commit in history.commits:

@@ -13,6 +13,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from protocol.base.errors import DataError
+from protocol.data.capture_check import check_digests
 from protocol.data.data_check import check_data
 from protocol.spec.blob_list import BlobFile, BlobList, BlobSource, document_digest
 from protocol.spec.file_digest import lasting_identity, open_file_digest, open_plain
@@ -69,6 +70,8 @@ def index_blobs(spec: RunSpec) -> BlobIndex | None:
     if not found:
         return None
     listed = tuple(_hash(files, blobs) for files in found)
+    if spec.task == "distil":
+        check_digests(spec, next(source.files for source in listed if source.role == "data"))
     try:
         listing = BlobList(sources=listed)
     except ValidationError as error:

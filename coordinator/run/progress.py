@@ -103,7 +103,9 @@ class Progress:
         self._epoch = epoch
         self._manifest = manifest
         self._members = members
-        self._order = SampleOrder(spec.seed, manifest.train_samples, spec.batch)
+        self._order = SampleOrder(
+            spec.seed, manifest.train_samples, spec.batch, manifest.row_groups
+        )
         if resumption is not None:
             self._resume(resumption)
 

@@ -16,9 +16,11 @@ from protocol.base.errors import DataError
 from protocol.base.fields import Digest
 from protocol.data.logits_file import CaptureFacts
 from protocol.spec.blob_list import name_fault
+from protocol.spec.run_files import CAPTURE_INDEX
+from protocol.spec.run_spec import LOGITS_SUFFIX
 
-INDEX: Final = "capture.json"
-SUFFIX: Final = ".parquet"
+INDEX: Final = CAPTURE_INDEX
+SUFFIX: Final = LOGITS_SUFFIX
 
 
 class _Document(BaseModel):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from protocol.base.errors import DataError
 from protocol.data import logits_file
+from protocol.data.capture_check import check_capture
 from protocol.data.labelled_text import read_labelled_text
 from protocol.data.text_corpus import documents
 from protocol.spec.run_spec import RunSpec
@@ -22,6 +23,9 @@ def check_data(spec: RunSpec) -> None:
         return
     if spec.task == "classify":
         samples = len(read_labelled_text(spec.data).texts)
+        check_samples(samples - held_out(samples, spec.data.holdout), spec)
+    elif spec.task == "distil":
+        samples = check_capture(spec).samples
         check_samples(samples - held_out(samples, spec.data.holdout), spec)
     if spec.captures:
         logits_file.pyarrow_modules()  # the coordinator writes them

@@ -23,8 +23,14 @@ _FIRST: Final = 0xBF58476D1CE4E5B9
 _SECOND: Final = 0x94D049BB133111EB
 _WORD: Final = 2**64 - 1
 
+RowGroups = tuple[tuple[int, ...], ...]
+"""Samples by group of a file, by file."""
+
 _ORDER_DOMAIN: Final = 1
 _SEED_DOMAIN: Final = 2
+_FILE_DOMAIN: Final = 3
+_GROUP_DOMAIN: Final = 4
+_PIECE_DOMAIN: Final = 5
 
 
 class SampleOrder:
@@ -37,10 +43,21 @@ class SampleOrder:
         seed: The run's seed, at least 0 and below 2^63.
         samples: How many training samples there are, at least 1.
         batch: Samples per step and per microbatch.
+        row_groups: Where samples lie in files in groups that are read at once: samples by group,
+            by file. Then files are permuted, groups inside of files, and microbatches inside of
+            groups: a microbatch is one read, and files are needed one after the other.
     """
 
-    def __init__(self, seed: int, samples: int, batch: BatchSpec) -> None:
+    def __init__(
+        self,
+        seed: int,
+        samples: int,
+        batch: BatchSpec,
+        row_groups: RowGroups = (),
+    ) -> None:
         assert samples >= 1
+        assert not row_groups or sum(map(sum, row_groups)) == samples
+        self._row_groups = row_groups
         self._seed = seed
         self._samples = samples
         self._batch = batch
@@ -81,9 +98,26 @@ class SampleOrder:
 
     def _epoch_order(self, epoch: int) -> NDArray[np.int64]:
         if epoch != self._cached_epoch:
-            self._permutation = permutation(self._seed, epoch, self._samples)
+            self._permutation = self._permuted(epoch)
             self._cached_epoch = epoch
         return self._permutation
+
+    def _permuted(self, epoch: int) -> NDArray[np.int64]:
+        if not self._row_groups:
+            return permutation(self._seed, epoch, self._samples)
+        size = self._batch.microbatch
+        starts = np.cumsum([0, *(sum(groups) for groups in self._row_groups)])
+        found = []
+        for file in permutation(_hash(_FILE_DOMAIN, self._seed), epoch, len(self._row_groups)):
+            groups = self._row_groups[file]
+            firsts = starts[file] + np.cumsum([0, *groups])
+            for group in permutation(_hash(_GROUP_DOMAIN, self._seed, file), epoch, len(groups)):
+                pieces = -(-groups[group] // size)
+                inside = _hash(_PIECE_DOMAIN, self._seed, file, group)
+                for piece in permutation(inside, epoch, pieces):
+                    first = firsts[group] + piece * size
+                    found.append(np.arange(first, min(first + size, firsts[group + 1])))
+        return np.concatenate(found).astype(np.int64, copy=False)
 
 
 def permutation(seed: int, epoch: int, samples: int) -> NDArray[np.int64]:
@@ -101,7 +135,7 @@ def microbatch_seed(seed: int, step: int, microbatch: int) -> int:
 def _hash(*words: int) -> int:
     """A 64-bit hash of a key of words below 2^64."""
     state = 0
-    for word in words:
+    for word in map(int, words):
         z = ((word ^ state) + _GOLDEN) & _WORD
         z = ((z ^ (z >> 30)) * _FIRST) & _WORD
         z = ((z ^ (z >> 27)) * _SECOND) & _WORD

@@ -17,7 +17,13 @@ from typing import Final
 from protocol.base.errors import DataError
 from protocol.spec import sources
 from protocol.spec.blob_list import Form, Role, name_fault
-from protocol.spec.run_spec import TASK_SECTIONS, DataSpec, RunSpec, source_of
+from protocol.spec.run_spec import (
+    LOGITS_SUFFIX,
+    TASK_SECTIONS,
+    DataSpec,
+    RunSpec,
+    source_of,
+)
 
 ROLES: Final[tuple[Role, ...]] = ("data", "model", "tokenizer")
 _CONFIGURATION: Final = ("config.json", "generation_config.json")
@@ -30,6 +36,7 @@ _VOCABULARIES: Final = ("tokenizer.json", "vocab.json", "vocab.txt")
 _TOKENIZER_SUFFIXES: Final = (".model", ".spm", ".tiktoken")
 _WEIGHTS: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
+CAPTURE_INDEX: Final = "capture.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +109,8 @@ def _data(spec: RunSpec, data: DataSpec) -> SourceFiles | None:
         return _lone("data", data.train, path) if path.is_file() else None
     if spec.task == "classify":
         return _lone("data", data.train, sources.text_source(data.train))
+    if spec.task == "distil":
+        return _capture(data, path)
     named = data.train != sources.PYTHON_STDLIB and not data.train.startswith(sources.PACKAGE)
     if named and not path.is_dir():
         return _lone("data", data.train, sources.text_source(data.train))
@@ -109,6 +118,18 @@ def _data(spec: RunSpec, data: DataSpec) -> SourceFiles | None:
     top = path if named else Path(os.path.commonpath([file.parent for file in found]))
     files = [(_name(file.relative_to(top).as_posix()), file) for file in found]
     return SourceFiles("data", data.train, "directory", tuple(files))
+
+
+def _capture(data: DataSpec, path: Path) -> SourceFiles:
+    """The index of captured logits, the files of logits, and the teacher's tokenizer."""
+    if not (path / CAPTURE_INDEX).is_file():
+        raise DataError(
+            f"expected captured logits in {data.train!r}, found no {CAPTURE_INDEX} there; give the "
+            "directory 'logits' that a finished run of task teacher-logits has left"
+        )
+    logits = [file.name for file in path.iterdir() if file.suffix == LOGITS_SUFFIX]
+    names = sorted({CAPTURE_INDEX, *logits, *_tokenizer_files(path)})
+    return SourceFiles("data", data.train, "directory", tuple((_name(n), path / n) for n in names))
 
 
 def _lone(role: Role, source: str, path: Path) -> SourceFiles:

@@ -43,9 +43,13 @@ TASK_SECTIONS: Final = {
     "classify": {"model", "lora", "data"},
     "causal-lm": {"model", "lora", "data", "tokenizer"},
     "teacher-logits": {"model", "data", "tokenizer", "capture"},
+    "distil": {"model", "lora", "data", "distil"},
     "scripted": {"scripted"},
 }
 """The tasks that come along, and which of the sections below each of them reads."""
+
+LOGITS_SUFFIX: Final = ".parquet"
+"""Of files of captured logits."""
 
 _KINDS: Final = {list: "list", str: "text", int: "number", float: "number", bool: "truth value"}
 _OWN_TASK: Final = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
@@ -56,6 +60,7 @@ _KEYS_OF_DATA: Final = {
         "train", "text", "label", "pattern", "holdout", "holdout_samples", "max_tokens",
     },
     "teacher-logits": {"train", "text", "pattern", "max_tokens"},
+    "distil": {"train", "holdout", "holdout_samples"},
 }  # fmt: skip
 """What of the section data these tasks read; the others read all of it."""
 
@@ -180,7 +185,7 @@ class DataSpec(_Section):
 
     train: str = Field(
         description="a file, `package:DISTRIBUTION`; for causal-lm also a directory or "
-        "`python-stdlib`, the top-level modules of Python itself"
+        "`python-stdlib`, the top-level modules of Python itself; for distil a capture's directory"
     )
     text: str = Field("text", description="column or key of the text")
     label: str = Field("label", description="column or key of the label")
@@ -218,6 +223,17 @@ class CaptureSpec(_Section):
 
 
 _DATA_KEYS: Final = frozenset(DataSpec.model_fields)
+
+
+class DistilSpec(_Section):
+    """Loss of task distil: alpha T^2 KL(teacher || student) + (1 - alpha) cross-entropy, by token.
+
+    Both at temperature T in the divergence (Hinton et al. 2015, arXiv:1503.02531), where what the
+    capture does not name is one more outcome.
+    """
+
+    alpha: float = Field(0.5, ge=0.0, le=1.0, description="share of the divergence")
+    temperature: float = Field(1.0, ge=0.01, le=100.0, description="T: 1, or that of the capture")
 
 
 class RegressSpec(_Section):
@@ -341,6 +357,7 @@ class RunSpec(_Section):
     lora: LoraSpec | None = None
     data: DataSpec | None = None
     capture: CaptureSpec = CaptureSpec()
+    distil: DistilSpec = DistilSpec()
     regress: RegressSpec = RegressSpec()
     digits: DigitsSpec = DigitsSpec()
     scripted: ScriptedSpec = ScriptedSpec()
@@ -510,3 +527,8 @@ def source_of(spec: RunSpec, role: Role) -> str | None:
     if role == "model":
         return spec.model.source if spec.model is not None and not own else None
     return spec.tokenizer.source if spec.tokenizer is not None and not own else None
+
+
+def is_fetched_later(spec: RunSpec, role: Role, name: str) -> bool:
+    """Whether a worker fetches this file only when a step needs it."""
+    return spec.task == "distil" and role == "data" and name.endswith(LOGITS_SUFFIX)

@@ -142,6 +142,8 @@ class Locate:
     list_digest: str
     spec: RunSpec
     listing: BlobList
+    later: frozenset[str] = frozenset()
+    """Digests of files that are not needed yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +164,12 @@ class StoreChunk:
 
 @dataclass(frozen=True, slots=True)
 class Assemble:
-    """All files are there: put them where the task reads them."""
+    """All files but those for later are there: put them where the task reads them."""
 
     list_digest: str
     spec: RunSpec
     listing: BlobList
+    later: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,17 @@ class NodeDone:
 
 
 @dataclass(frozen=True, slots=True)
+class FilesWanted:
+    """These files are needed: for a node or a held-out part that waits for them, or soon."""
+
+    names: tuple[str, ...]
+    for_node: tuple[StepAttempt, int, Node] | None = None
+    """With the number of microbatches of its step."""
+    for_part: tuple[int, int] | None = None
+    """Step and part."""
+
+
+@dataclass(frozen=True, slots=True)
 class Applied:
     """The replica has taken `step` steps."""
 
@@ -120,6 +131,7 @@ Event = (
     | NodeDone
     | Applied
     | PartEvaluated
+    | FilesWanted
     | StateCopied
     | DeviceFailed
 )

@@ -13,17 +13,20 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from protocol.base import limits
-from protocol.base.errors import DataError, MessageError, OutOfPlace, SamestepError
+from protocol.base.errors import DataError, ExitCode, MessageError, OutOfPlace, SamestepError
 from protocol.base.fields import cut_text
 from protocol.spec.blob_list import BlobFile, BlobList, document_digest
-from protocol.spec.run_spec import RunSpec, source_of
+from protocol.spec.run_spec import RunSpec, is_fetched_later, source_of
 from protocol.wire.connection import Body
-from protocol.wire.messages import BlobChunk, BlobRequest, StartRun, Unready
+from protocol.wire.messages import BlobChunk, BlobRequest, Goodbye, StartRun, Unready
 from worker.logic.actions import (
     Action,
     Assemble,
     Build,
+    Compute,
     DropFiles,
+    Evaluate,
+    Leave,
     Locate,
     OpenPart,
     StoreChunk,
@@ -140,6 +143,12 @@ class RunFiles:
         """What came of a file action."""
         return self._fetching.event(event) if self._fetching is not None else []
 
+    def want(self, names: tuple[str, ...], waiting: Compute | Evaluate | None) -> list[Action]:
+        """Files for later are needed now; `waiting` is done once they are there."""
+        if self._fetching is None:
+            return _give_up(f"the run's files {', '.join(names)} are not here")
+        return self._fetching.want(names, waiting)
+
     def in_the_users_words(self, text: str) -> str:
         """A text about the places where files are, with what the run spec calls them."""
         return self._fetching.in_the_users_words(text) if self._fetching is not None else text
@@ -165,6 +174,10 @@ class Fetching:
         self._come = 0
         self._quarters = 0
         self._over = False
+        self._built = False
+        self._idle = False
+        self._later: frozenset[str] = frozenset()
+        self._waiting: list[tuple[frozenset[str], Compute | Evaluate | None]] = []
         self._places: Mapping[str, str] = {}
 
     @property
@@ -219,8 +232,10 @@ class Fetching:
             case BlobDamaged():
                 return self._damaged(event)
             case Assembled():
-                self._places = event.places
-                self._over = True
+                self._idle = True
+                if self._built:
+                    return self._next_round()
+                self._places, self._built = event.places, True
                 task = f"run {self._run_id}: building the task {self._spec.task!r}"
                 build = Build(self._run_id, event.spec, keep=self._keep, inputs=self._list_digest)
                 return [Tell(task), build]
@@ -242,7 +257,42 @@ class Fetching:
         for source in self._listing.sources:
             if source_of(self._spec, source.role) is None:
                 raise MessageError(f"the list of blobs has a {source.role} that the run has not")
-        return [Locate(self._list_digest, self._spec, self._listing)]
+        self._later = frozenset(
+            file.digest
+            for source in self._listing.sources
+            for file in source.files
+            if is_fetched_later(self._spec, source.role, file.name)
+        )
+        return [Locate(self._list_digest, self._spec, self._listing, self._later)]
+
+    def want(self, names: tuple[str, ...], waiting: Compute | Evaluate | None) -> list[Action]:
+        """See `RunFiles.want`."""
+        if self._over:
+            return []
+        files = [file for source in self._known.sources for file in source.files]
+        known = {file.name: file.digest for file in files}
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            return self._fail(DataError(f"the data have no file {unknown[0]!r}, which they list"))
+        self._waiting.append((frozenset(known[name] for name in names), waiting))
+        return self._next_round()
+
+    def _next_round(self) -> list[Action]:
+        """What has waited for files that are there goes on; files that are wanted are fetched.
+
+        Those that something waits for come first, then those that will be needed soon.
+        """
+        if not self._idle:
+            return []
+        ready = [entry for entry in self._waiting if not entry[0] & self._later]
+        self._waiting = [entry for entry in self._waiting if entry[0] & self._later]
+        actions: list[Action] = [waiting for _, waiting in ready if waiting is not None]
+        if not self._waiting:
+            return actions
+        self._idle, self._come, self._quarters = False, 0, 0
+        urgent = [digests for digests, waiting in self._waiting if waiting is not None]
+        self._later -= (urgent or [self._waiting[0][0]])[0]
+        return [*actions, Locate(self._list_digest, self._spec, self._known, self._later)]
 
     def _located(self, missing: tuple[BlobFile, ...]) -> list[Action]:
         self._missing = {file.digest: file for file in missing}
@@ -306,7 +356,7 @@ class Fetching:
         return self._more()
 
     def _assemble(self) -> list[Action]:
-        return [Assemble(self._list_digest, self._spec, self._known)]
+        return [Assemble(self._list_digest, self._spec, self._known, self._later)]
 
     def _progress(self) -> list[Action]:
         quarters = 4 * self._come // max(self._total, 1)
@@ -328,7 +378,9 @@ class Fetching:
 
     def _fail(self, error: SamestepError, *, own: bool = False) -> list[Action]:
         self._over = True
-        reason = str(error)
+        reason = self.in_the_users_words(str(error))
+        if self._built:
+            return [DropFiles(), *_give_up(reason, int(error.exit_code))]
         unready = Unready(
             run_id=self._run_id, reason=cut_text(reason), own=own, exit_code=int(error.exit_code)
         )
@@ -337,6 +389,12 @@ class Fetching:
             Transmit(unready),
             Tell(f"cannot take part in {self._run_id}: {reason}"),
         ]
+
+
+def _give_up(reason: str, exit_code: int = ExitCode.FAILED) -> list[Action]:
+    """A file that cannot be had in the middle of a run: others go on without this worker."""
+    goodbye = Goodbye(reason=cut_text(reason), retry=False, exit_code=exit_code)
+    return [Transmit(goodbye), Leave(reason, retry=False, exit_code=exit_code, failed=True)]
 
 
 def _size(count: int) -> str:

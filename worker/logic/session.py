@@ -73,7 +73,7 @@ from worker.logic.actions import (
     Transmit,
 )
 from worker.logic.events import StepAttempt
-from worker.logic.fetching import RunFiles
+from worker.logic.fetching import FileEvent, RunFiles
 from worker.logic.uploads import Uploads
 
 _OF_THE_EPOCH: Final = (
@@ -541,6 +541,32 @@ class WorkerSession:
         step, part, sums = event.step, event.part, dict(event.sums)
         return [Transmit(EvalResult(epoch=self.epoch, step=step, part=part, sums=sums))]
 
+    # Files that are fetched when they are needed.
+
+    def obtained(self, event: FileEvent) -> list[Action]:
+        """What came of a file action; what has waited for a file goes on, if it is wanted still."""
+        return self._still_wanted(self.files.event(event))
+
+    def _files_wanted(self, event: events.FilesWanted) -> list[Action]:
+        waiting: Compute | Evaluate | None = None
+        if event.for_node is not None:
+            waiting = Compute(*event.for_node)
+        elif event.for_part is not None:
+            waiting = Evaluate(*event.for_part)
+        return self._still_wanted(self.files.want(event.names, waiting))
+
+    def _still_wanted(self, actions: list[Action]) -> list[Action]:
+        def wanted(action: Action) -> bool:
+            match action:
+                case Compute():
+                    return self._task.has(action.place, action.node)
+                case Evaluate():
+                    return action.step == self._task.step
+                case _:
+                    return True
+
+        return [action for action in actions if wanted(action)]
+
     # What follows what.
 
     _MESSAGES: Final = _rows(
@@ -572,6 +598,7 @@ class WorkerSession:
         (events.MicrobatchRows,    _ignore,        _ignore,        _captured),
         (events.NodeDone,          _ignore,        _ignore,        _node_done),
         (events.Applied,           _ignore,        _ignore,        _applied),
+        (events.FilesWanted,       _ignore,        _ignore,        _files_wanted),
         (events.PartEvaluated,         _ignore,        _ignore,        _evaluated),
         (events.StateCopied,       _ignore,        _ignore,        _upload),
         (events.DeviceFailed,      _device_failed, _device_failed, _device_failed),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,8 +36,20 @@ def load_tokenizer(source: str) -> Any:
     Raises:
         DataError: There is none, or it has neither a padding nor an end token.
     """
+    return _load(source, *locate(source))
+
+
+def tokenizer_in(directory: Path) -> Any:
+    """The tokenizer that a run has saved in a directory, where there need be no model.
+
+    Raises:
+        DataError: It cannot be loaded.
+    """
+    return _load(str(directory), str(directory), {"local_files_only": True})
+
+
+def _load(source: str, place: str, keywords: Mapping[str, Any]) -> Any:
     quiet()
-    place, keywords = locate(source)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(place, use_fast=True, **keywords)
     except Exception as error:  # noqa: BLE001  (half a file raises errors of all kinds)

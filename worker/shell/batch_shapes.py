@@ -10,7 +10,7 @@ from typing import Final
 
 from backends.base.interface import Batch
 from protocol.exact.samples import SampleOrder
-from worker.tasks.base import Task
+from worker.tasks.base import ReadsFiles, Task
 
 _STEPS: Final = 8
 """Looked at; a shape that comes first after them is rare."""
@@ -21,6 +21,9 @@ _PARTS: Final = 16
 def microbatch_of_each_shape(task: Task, order: SampleOrder) -> list[Batch]:
     """One microbatch of each shape in the first steps; first the run's very first one."""
     steps = range(min(_STEPS, order.steps_per_epoch))
+    if isinstance(task, ReadsFiles):
+        sizes = {size: None for step in steps for size in order.microbatch_sizes(step)}
+        return _of_each_shape(task.blank(size) for size in sizes)
     return _of_each_shape(
         task.batch(samples) for step in steps for samples in order.microbatches(step)
     )
@@ -29,7 +32,11 @@ def microbatch_of_each_shape(task: Task, order: SampleOrder) -> list[Batch]:
 def evaluation_of_each_shape(task: Task) -> list[Batch]:
     """One held-out part of each shape among the first ones and the last."""
     parts = range(task.manifest.evaluation_parts)
-    return _of_each_shape(task.evaluation_batch(part) for part in {*parts[:_PARTS], *parts[-1:]})
+    return _of_each_shape(_held_out(task, part) for part in {*parts[:_PARTS], *parts[-1:]})
+
+
+def _held_out(task: Task, part: int) -> Batch:
+    return task.blank_part(part) if isinstance(task, ReadsFiles) else task.evaluation_batch(part)
 
 
 def _of_each_shape(batches: Iterable[Batch]) -> list[Batch]:

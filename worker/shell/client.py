@@ -321,7 +321,7 @@ class Client:
 
     def _obtained(self, event: FileEvent) -> None:
         if self._session is not None and self._channel is not None:
-            self._do(self._session.files.event(event))
+            self._do(self._session.obtained(event))
 
     def _do(self, actions: Sequence[act.Action]) -> None:
         for action in actions:

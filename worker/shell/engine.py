@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import numpy as np
@@ -49,6 +49,7 @@ from worker.logic.events import (
     Built,
     DeviceFailed,
     Event,
+    FilesWanted,
     MicrobatchRows,
     NodeDone,
     PartEvaluated,
@@ -57,8 +58,10 @@ from worker.logic.events import (
 )
 from worker.shell.batch_shapes import evaluation_of_each_shape, microbatch_of_each_shape
 from worker.shell.signature import library_versions, probe_digest, rows_probe, signature_digest
-from worker.tasks.base import Task
+from worker.tasks.base import ReadsFiles, Task
 
+_STEPS_AHEAD: Final = 8
+"""So far ahead of a step the files of the next ones are asked for."""
 _APPLIES: Final = "the worker's thread that applies updates"
 
 
@@ -102,6 +105,8 @@ class _Job:
     probe_digest: str
     keeps_subnormals: bool
     run_id: str = ""
+    asked: set[str] = field(default_factory=set)
+    """Files that will be needed soon and were asked for."""
     whole: bool = True
     """Whether the replica is in one state: not while another's is being loaded."""
 
@@ -217,6 +222,7 @@ class Engine:
             job.replica.load_parameters(job.initial)
             job.program.load(job.replica.parameters)
             job.run_id, job.whole = run_id, True
+        job.asked.clear()
         backend = self._toolbox.backend()
         traits = {
             **backend.signature(spec.threads),
@@ -250,7 +256,9 @@ class Engine:
             self._job = None
         task = self._toolbox.task(spec)
         check_subnormals(_APPLIES)
-        order = SampleOrder(spec.seed, task.manifest.train_samples, spec.batch)
+        order = SampleOrder(
+            spec.seed, task.manifest.train_samples, spec.batch, task.manifest.row_groups
+        )
         example, *others = microbatch_of_each_shape(task, order)
         evaluations = evaluation_of_each_shape(task)
         try:
@@ -279,6 +287,8 @@ class Engine:
             raise DataError(
                 f"the coordinator plans {microbatches} microbatches, this task has {len(samples)}"
             )
+        if self._want_files(job, place, microbatches, node, samples):
+            return
         batches = [job.task.batch(samples[leaf]) for leaf in range(node.lo, node.hi)]
         seeds = (microbatch_seed(job.spec.seed, place.step, leaf) for leaf in range(*node))
         weight = tree_sum([batch.weight for batch in batches])  # known before the backward
@@ -314,6 +324,30 @@ class Engine:
         if self._tracer is not None:
             self._tracer.span(f"node {node}", "nodes", start_us, step=place.step)
         self._emit(NodeDone(place, node, loss, (self._machine.now_s() - start_s) * 1e3))
+
+    def _want_files(
+        self,
+        job: _Job,
+        place: StepAttempt,
+        microbatches: int,
+        node: Node,
+        samples: Sequence[Sequence[int]],
+    ) -> bool:
+        """Whether the node has to wait for files, which are asked for; so are those of the next
+        steps."""
+        if not isinstance(job.task, ReadsFiles):
+            return False
+        mine = [sample for leaf in range(*node) for sample in samples[leaf]]
+        missing = job.task.missing(mine)
+        if missing:
+            self._emit(FilesWanted(missing, for_node=(place, microbatches, node)))
+        for step in range(place.step + 1, min(place.step + _STEPS_AHEAD, job.spec.steps)):
+            coming = [sample for part in job.order.microbatches(step) for sample in part]
+            soon = set(job.task.missing(coming)) - job.asked
+            if soon:
+                job.asked |= soon
+                self._emit(FilesWanted(tuple(sorted(soon))))
+        return bool(missing)
 
     def _capture(
         self,
@@ -393,6 +427,9 @@ class Engine:
         if generation != self._generation:
             return
         job = self._built()
+        if isinstance(job.task, ReadsFiles) and (missing := job.task.missing_of_part(part)):
+            self._emit(FilesWanted(missing, for_part=(step, part)))
+            return
         sums = job.program.evaluate(job.task.evaluation_batch(part))
         self._emit(PartEvaluated(step, part, dict(sums)))
 

@@ -36,6 +36,8 @@ def assemble(directory: Path, listing: BlobList, found: Found) -> None:
                 shutil.rmtree(other, ignore_errors=True)
         for source in listing.sources:
             for file in source.files:
+                if (source.role, file.name) not in found:
+                    continue  # it is needed later, or never
                 _link(directory / source.role / file.name, found[source.role, file.name])
 
 

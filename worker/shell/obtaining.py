@@ -137,7 +137,7 @@ class Obtainer:
             file.digest: file
             for source in action.listing.sources
             for file in source.files
-            if (source.role, file.name) not in found
+            if (source.role, file.name) not in found and file.digest not in action.later
         }
         if missing:
             # What other workers of this machine are fetching into the same parts counts as there.
@@ -151,6 +151,8 @@ class Obtainer:
         for source in action.listing.sources:
             local = _local_files(action.spec, source.role)
             for file in source.files:
+                if file.digest in action.later:
+                    continue
                 path = local.get(file.name)
                 if path is None or not self._digests.holds(path, file.size, file.digest):
                     path = cache.find(file.digest, file.size)
@@ -200,7 +202,7 @@ class Obtainer:
         found = self._found(action, cache)
         for source in action.listing.sources:
             for file in source.files:
-                if (source.role, file.name) not in found:
+                if (source.role, file.name) not in found and file.digest not in action.later:
                     raise DataError(
                         f"the {source.role} file {file.name!r} has changed or vanished on this "
                         "machine while the run was being prepared; start it again"

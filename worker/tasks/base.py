@@ -83,10 +83,27 @@ coordinator does without) and name it in the run spec, with whatever it wants to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from backends.base.interface import Array, Batch, Trainable
 from protocol.spec.manifest import Manifest
+
+
+@runtime_checkable
+class ReadsFiles(Protocol):
+    """What a task has too whose samples lie in files that are fetched when they are needed."""
+
+    def missing(self, samples: Sequence[int]) -> tuple[str, ...]:
+        """The files of these training samples that are not here, by the names they are listed."""
+
+    def missing_of_part(self, part: int) -> tuple[str, ...]:
+        """Likewise of a held-out part."""
+
+    def blank(self, samples: int) -> Batch:
+        """A microbatch of so many samples without reading any: of the shapes that `batch` gives."""
+
+    def blank_part(self, part: int) -> Batch:
+        """Likewise of a held-out part."""
 
 
 class Task(Protocol):

@@ -11,7 +11,7 @@ from protocol.spec.run_spec import TASK_SECTIONS, RunSpec
 from worker.tasks.base import Task
 
 _EXTRAS: Final = {
-    "classify": "hf", "causal-lm": "hf", "teacher-logits": "hf", "digits": "digits",
+    "classify": "hf", "causal-lm": "hf", "teacher-logits": "hf", "distil": "hf", "digits": "digits",
 }  # fmt: skip
 
 
@@ -66,6 +66,10 @@ def _build(spec: RunSpec) -> Task:
         from worker.tasks.teacher_logits import TeacherLogits  # noqa: PLC0415
 
         return TeacherLogits(spec)
+    if spec.task == "distil":
+        from worker.tasks.distil import Distil  # noqa: PLC0415
+
+        return Distil(spec)
     from worker.tasks.classify import Classify  # noqa: PLC0415
 
     return Classify(spec)

@@ -1,0 +1,252 @@
+"""A student learns what a teacher said of each next token: a decoder, whole or with LoRA.
+
+The text is the capture's, as tokens; the last samples of it, which the capture has put in an order
+of chance, are held out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from backends.base.interface import Array, Batch, Sums, Trainable
+from protocol.base.errors import DataError
+from protocol.data.capture_check import tokenizers_differ
+from protocol.data.captured_rows import Records, record_dtype
+from protocol.data.data_check import held_out
+from protocol.data.vocabulary import TOKENIZER, vocabulary_digest
+from protocol.exact.digest import digest_arrays
+from protocol.spec.manifest import Manifest, Metric
+from protocol.spec.run_spec import RunSpec
+from worker.models import pretrained
+from worker.models.blocks import cut_into_blocks
+from worker.models.full_export import export_in_full
+from worker.models.lora import Lora
+from worker.models.tokens import load_tokenizer, tokenizer_files, tokenizer_in
+from worker.tasks import holdout
+from worker.tasks.captured_samples import CapturedSamples
+from worker.tasks.distillation_loss import NOTHING, DistillationLoss, teacher_arrays
+
+_PART_TOKENS: Final = 1_024
+"""Held-out tokens in a part, if a sample is not longer: their logits must fit in memory."""
+
+_METRICS: Final = (
+    Metric(
+        name="perplexity",
+        numerator={"loss_sum": 1},
+        denominator={"tokens": 1},
+        exponential=True,
+    ),
+    Metric(name="loss_per_token", numerator={"loss_sum": 1}, denominator={"tokens": 1}),
+    Metric(name="divergence_per_token", numerator={"divergence": 1}, denominator={"tokens": 1}),
+)
+
+
+class Distil:
+    """Batches hold input_ids and labels, both (samples, the capture's tokens), int64, and what
+    `distillation_loss.teacher_arrays` gives."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        assert spec.model is not None
+        assert spec.data is not None
+        directory = Path(spec.data.train)
+        self._samples = CapturedSamples(directory)
+        facts = self._samples.index.facts
+        self._layout = layout = facts.layout
+        self._temperature = spec.distil.temperature
+        self._loss = DistillationLoss.of(spec.distil, layout)
+        tokenizer = _tokenizer(spec, directory, facts.tokenizer)
+        loaded = _student(spec, tokenizer, layout.vocabulary)
+        pretrained.check_length(loaded.config, layout.tokens)
+        lora: Lora | None = None
+        module = loaded.model
+        if spec.lora is not None:
+            lora = Lora(module, spec.lora, "CAUSAL_LM", (), spec.seed)
+            module = lora.module
+        blocks = cut_into_blocks(module)
+        self._initial = pretrained.initial_values(module, blocks)
+        files = {} if tokenizer is None else tokenizer_files(tokenizer)
+        samples = self._samples.index.samples
+        self._train = samples - held_out(samples, spec.data.holdout)
+        self._measured = self._train + holdout.measured(
+            samples - self._train, spec.data.holdout_samples, spec.seed
+        )
+        self._part_samples = max(1, _PART_TOKENS // layout.tokens)
+        self.manifest = Manifest(
+            blocks=blocks,
+            train_samples=self._train,
+            evaluation_parts=-(-len(self._measured) // self._part_samples),
+            metrics=_METRICS,
+            digests={
+                "base_weights": loaded.weights_digest,
+                "teacher": facts.teacher,
+                "vocabulary": facts.tokenizer,
+                "data": _files_digest(self._samples),
+            },
+            notes={
+                "captured_samples": samples,
+                "logits_of_each_token": layout.top_k,
+                "student_padding_not_compared": max(0, loaded.vocabulary - layout.vocabulary),
+            },
+            export=(
+                lora.export(spec.model.name or spec.model.source or "", blocks, files)
+                if lora
+                else export_in_full(loaded, files)
+            ),
+            row_groups=_row_groups(self._samples, self._train),
+        )
+        options = loaded.forward_options
+        self.trainable = Trainable(
+            blocks=blocks,
+            module=module,
+            loss=partial(_total, loss=self._loss, options=options),
+            evaluate=partial(_evaluate, loss=self._loss, options=options),
+            seed=spec.seed,
+            threads=spec.threads,
+            precision=spec.model.precision,
+            base_dtype=spec.model.base_dtype,
+        )
+
+    def initial_parameters(self) -> list[Array]:
+        """The checkpoint's values, or those drawn from the seed."""
+        return [values.copy() for values in self._initial]
+
+    def batch(self, samples: Sequence[int]) -> Batch:
+        """Training samples by their place in the capture.
+
+        Raises:
+            DataError: Their file is missing, damaged, or another capture's.
+        """
+        return self._batch(self._samples.read(samples))
+
+    def evaluation_batch(self, part: int) -> Batch:
+        """About `_PART_TOKENS` held-out tokens; errors as of `batch`."""
+        return self._batch(self._samples.read(self._part(part)))
+
+    def missing(self, samples: Sequence[int]) -> tuple[str, ...]:
+        """See `worker.tasks.base.ReadsFiles`."""
+        return self._samples.missing(samples)
+
+    def missing_of_part(self, part: int) -> tuple[str, ...]:
+        """See `worker.tasks.base.ReadsFiles`."""
+        return self._samples.missing(self._part(part))
+
+    def blank(self, samples: int) -> Batch:
+        """See `worker.tasks.base.ReadsFiles`."""
+        records = np.zeros(samples, record_dtype(self._layout))
+        records["rows"] = self._layout.tokens
+        records["loss_mask"] = 1
+        length, k, vocabulary = self._layout.tokens, self._layout.top_k, self._layout.vocabulary
+        records["input_ids"] = np.arange(length + 1) % vocabulary
+        records["topk_ids"] = np.arange(k) % vocabulary
+        records["lse_1"] = records["lse_T"] = np.log(2 * k)
+        return self._batch(records)
+
+    def blank_part(self, part: int) -> Batch:
+        """See `worker.tasks.base.ReadsFiles`."""
+        return self.blank(len(self._part(part)))
+
+    def _part(self, part: int) -> list[int]:
+        lo = part * self._part_samples
+        chosen: list[int] = self._measured[lo : lo + self._part_samples].tolist()
+        return chosen
+
+    def _batch(self, records: Records) -> Batch:
+        tokens = records["input_ids"].astype(np.int64)
+        labels = np.where(records["loss_mask"] != 0, tokens[:, 1:], NOTHING)
+        arrays = {"input_ids": tokens[:, :-1].copy(), "labels": labels}
+        arrays |= teacher_arrays(records, self._layout, self._temperature)
+        return Batch(arrays, float(np.count_nonzero(labels != NOTHING)))
+
+
+def _tokenizer(spec: RunSpec, directory: Path, digest: str) -> Any:
+    """The capture's; where it has none, the student's own. None if there is neither.
+
+    Raises:
+        DataError: The student reads text with another than the teacher.
+    """
+    assert spec.model is not None
+    beside = tokenizer_in(directory) if (directory / TOKENIZER).is_file() else None
+    if spec.model.source is None:
+        return beside
+    own = load_tokenizer(spec.model.source)
+    if vocabulary_digest(own.get_vocab()) != digest:
+        raise tokenizers_differ(spec.model.name or spec.model.source)
+    return own
+
+
+def _student(spec: RunSpec, tokenizer: Any, vocabulary: int) -> pretrained.Pretrained:
+    """The student, with at least the teacher's vocabulary.
+
+    Raises:
+        DataError: It has less, or cannot be had.
+    """
+    assert spec.model is not None
+    if spec.model.config is None:
+        loaded = pretrained.load_causal_lm(spec.model, spec.seed)
+    else:
+        end = tokenizer.eos_token_id if tokenizer is not None else None
+        loaded = pretrained.start_causal_lm(spec.model, vocabulary, end or 0, spec.seed)
+    if loaded.vocabulary < vocabulary:
+        raise DataError(
+            f"expected a student with at least {vocabulary} tokens, the teacher's, got "
+            f"{loaded.vocabulary}"
+        )
+    return loaded
+
+
+def _row_groups(samples: CapturedSamples, train: int) -> tuple[tuple[int, ...], ...]:
+    """Of the training samples: those before the held-out ones."""
+    found, left = [], train
+    for file in samples.index.files:
+        groups = []
+        for group in file.row_groups:
+            if left > 0:
+                groups.append(min(group, left))
+            left -= group
+        if groups:
+            found.append(tuple(groups))
+    return tuple(found)
+
+
+def _files_digest(samples: CapturedSamples) -> str:
+    """Of the list of files: their own digests are in it."""
+    return digest_arrays({"index": np.frombuffer(samples.index.to_bytes(), np.uint8)})
+
+
+def _logits(
+    module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
+) -> torch.Tensor:
+    logits: torch.Tensor = module(input_ids=arrays["input_ids"], **options).logits
+    return logits.float()
+
+
+def _total(
+    module: nn.Module,
+    arrays: Mapping[str, Any],
+    *,
+    loss: DistillationLoss,
+    options: Mapping[str, Any],
+) -> torch.Tensor:
+    return loss.total(_logits(module, arrays, options), arrays)
+
+
+def _evaluate(
+    module: nn.Module,
+    arrays: Mapping[str, Any],
+    *,
+    loss: DistillationLoss,
+    options: Mapping[str, Any],
+) -> Sums:
+    logits = _logits(module, arrays, options)
+    return {
+        "loss_sum": float(loss.cross_entropy(logits, arrays)),
+        "divergence": float(loss.divergence(logits, arrays)),
+        "tokens": int((arrays["labels"] != NOTHING).sum()),
+    }

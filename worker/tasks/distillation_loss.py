@@ -1,0 +1,124 @@
+"""What a student loses on a teacher's word: divergence and cross-entropy, summed over tokens.
+
+What a capture does not name is an outcome of its own, the tail: at T = 4 most of the probability is
+there, so to leave it out would teach another distribution. A teacher's own part of the divergence
+is a constant, which comes along: the loss is zero where both agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from protocol.data.capture_check import check_temperature
+from protocol.data.captured_rows import Records
+from protocol.spec.capture_layout import CaptureLayout
+from protocol.spec.run_spec import DistilSpec
+
+NOTHING: Final = -100
+"""The label of what is not predicted."""
+_NONE_OF_IT: Final = -1e30
+"""Stands for the logit of what is not in the tail: its exponential is zero, and finite is its
+difference to any other."""
+
+
+@dataclass(frozen=True, slots=True)
+class DistillationLoss:
+    """The loss of a run.
+
+    Attributes:
+        alpha: Share of the divergence.
+        temperature: Of both distributions in it.
+        vocabulary: How many of the student's logits are compared: the teacher's.
+        has_tail: Whether the capture leaves something out.
+    """
+
+    alpha: float
+    temperature: float
+    vocabulary: int
+    has_tail: bool
+
+    @staticmethod
+    def of(spec: DistilSpec, layout: CaptureLayout) -> DistillationLoss:
+        """The loss that a run spec asks for.
+
+        Raises:
+            DataError: The capture cannot be used at that temperature.
+        """
+        check_temperature(spec, layout)
+        tail = not layout.drawn and layout.top_k < layout.vocabulary
+        return DistillationLoss(spec.alpha, spec.temperature, layout.vocabulary, tail)
+
+    def total(self, logits: torch.Tensor, arrays: Mapping[str, Any]) -> torch.Tensor:
+        """Alpha T^2 KL + (1 - alpha) CE, a scalar.
+
+        Args:
+            logits: (samples, length, at least the vocabulary), float32.
+            arrays: `labels` and what `teacher_arrays` gives.
+        """
+        parts = []
+        if self.alpha > 0:
+            parts.append(self.alpha * self.temperature**2 * self.divergence(logits, arrays))
+        if self.alpha < 1:
+            parts.append((1 - self.alpha) * self.cross_entropy(logits, arrays))
+        return sum(parts[1:], parts[0])
+
+    def cross_entropy(self, logits: torch.Tensor, arrays: Mapping[str, Any]) -> torch.Tensor:
+        """Summed over the tokens predicted, among those that the teacher knows too."""
+        return nn.functional.cross_entropy(
+            logits[..., : self.vocabulary].flatten(0, 1),
+            arrays["labels"].flatten(),
+            ignore_index=NOTHING,
+            reduction="sum",
+        )
+
+    def divergence(self, logits: torch.Tensor, arrays: Mapping[str, Any]) -> torch.Tensor:
+        """KL(teacher || student) at the temperature, summed over the tokens predicted."""
+        scaled = logits[..., : self.vocabulary] / self.temperature  # (samples, length, vocabulary)
+        whole = torch.logsumexp(scaled, -1)
+        ids, teacher = arrays["teacher_ids"], arrays["teacher"]  # (samples, length, k)
+        student = scaled.gather(-1, ids) - whole.unsqueeze(-1)
+        each = arrays["teacher_negentropy"] - (teacher * student).sum(-1)
+        if self.has_tail:
+            rest = torch.logsumexp(scaled.scatter(-1, ids, _NONE_OF_IT), -1)
+            each = each - arrays["teacher_tail"] * (rest - whole)
+        counted = arrays["labels"] != NOTHING
+        return torch.where(counted, each, torch.zeros_like(each)).sum()
+
+
+def teacher_arrays(
+    records: Records, layout: CaptureLayout, temperature: float
+) -> dict[str, NDArray[Any]]:
+    """What the loss reads of captured samples, by name.
+
+    `teacher_ids` int64 and `teacher` float32 (samples, length, k): tokens and their probability at
+    the temperature. `teacher_tail` float32 (samples, length): that of all others.
+    `teacher_negentropy` float32 (samples, length): the sum of p log p over both.
+    """
+    ids = records["topk_ids"].astype(np.int64)
+    if layout.drawn:
+        zeros = np.zeros(ids.shape[:2], np.float32)
+        each = np.full(ids.shape, 1 / layout.top_k, np.float32)
+        return {
+            "teacher_ids": ids, "teacher": each, "teacher_tail": zeros, "teacher_negentropy": zeros
+        }  # fmt: skip
+    lse = records["lse_1" if temperature == 1.0 else "lse_T"].astype(np.float64)
+    logs = records["topk_logits"].astype(np.float64) / temperature - lse[..., None]
+    whole = np.exp(logs).sum(-1)
+    # float16 may round their sum to more than one; and without a tail it is one.
+    logs -= np.log(whole if layout.top_k == layout.vocabulary else np.maximum(whole, 1))[..., None]
+    probabilities = np.exp(logs)
+    tail = np.clip(1.0 - whole, 0.0, None) * (layout.top_k < layout.vocabulary)
+    negentropy = (probabilities * logs).sum(-1) + tail * np.log(np.maximum(tail, 1e-300))
+    return {
+        "teacher_ids": ids,
+        "teacher": probabilities.astype(np.float32),
+        "teacher_tail": tail.astype(np.float32),
+        "teacher_negentropy": negentropy.astype(np.float32),
+    }
