@@ -39,6 +39,7 @@ def test_the_sample_runs_cover_every_task_a_user_has():
         "causal-lm",
         "classify",
         "digits",
+        "distil",
         "regress",
         "teacher-logits",
     }

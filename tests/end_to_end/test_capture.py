@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from protocol.data.capture_index import read_index
+from protocol.spec.capture_layout import CaptureLayout
 from tests.cluster import ROOT, Cluster
 from tests.end_to_end.test_restart import ANYWHERE, result_of, run
 from tests.free_ports import free_address
+from tests.made_up_capture import capture_of
 
 SPEC = """
 name: tiny-teacher
@@ -83,3 +85,41 @@ def test_the_result_is_sound_and_can_be_looked_at(undisturbed):
     index = read_index(undisturbed / "logits")
     assert index.facts.layout.top_k == 16
     assert index.samples > 1000
+
+
+STUDENT = """
+name: tiny-student
+task: distil
+seed: 3
+model:
+  config:
+    {model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1,
+     num_attention_heads: 2, num_key_value_heads: 1, max_position_embeddings: 64}
+data: {train: logits, holdout: 0.05}
+batch: {samples: 16, microbatch: 4}
+steps: 6
+"""
+
+
+def test_a_worker_elsewhere_fetches_only_the_files_that_its_steps_need(tmp_path):
+    layout = CaptureLayout(tokens=16, vocabulary=50, top_k=4)
+    capture_of(tmp_path / "at_home", layout, 40, steps_of_a_file=5, samples_of_a_group=16)
+    machine = tmp_path / "at_home"
+    (machine / "student.yaml").write_text(STUDENT)
+    arguments = ("--expect-workers", "1", "--run", "student.yaml")
+    with Cluster(tmp_path / "a", *arguments, cwd=machine) as cluster:
+        cluster.worker("w0", "--backend", "cpu", cwd=machine)
+        expected = cluster.result()
+    cache = tmp_path / "cache"
+    with Cluster(tmp_path / "b", *arguments, cwd=machine) as cluster:
+        environment = {"SAMESTEP_CACHE": str(cache)}
+        cluster.worker("w0", "--backend", "cpu", environment=environment)
+        result = cluster.result()
+    assert result["weights_digest"] == expected["weights_digest"]
+    assert result["eval"] == expected["eval"]
+    digests = {file.digest for file in read_index(machine / "logits").files}
+    fetched = {path.name for path in cache.rglob("*") if path.is_file()} & digests
+    # 6 steps of 16 samples lie in 3 of 40 each, and what comes within 8 steps is fetched ahead;
+    # the held-out samples lie in the last file.
+    assert 3 <= len(fetched) <= 6
+    assert len(digests) == 8

@@ -23,6 +23,7 @@ from protocol.spec.run_spec import DistilSpec
 
 NOTHING: Final = -100
 """The label of what is not predicted."""
+_TINY: Final = 1e-30
 _NONE_OF_IT: Final = -1e30
 """Stands for the logit of what is not in the tail: its exponential is zero, and finite is its
 difference to any other."""
@@ -37,12 +38,15 @@ class DistillationLoss:
         temperature: Of both distributions in it.
         vocabulary: How many of the student's logits are compared: the teacher's.
         has_tail: Whether the capture leaves something out.
+        drawn: Whether tokens were drawn: then it is cross-entropy against them, which differs
+            from the divergence by the teacher's entropy.
     """
 
     alpha: float
     temperature: float
     vocabulary: int
     has_tail: bool
+    drawn: bool
 
     @staticmethod
     def of(spec: DistilSpec, layout: CaptureLayout) -> DistillationLoss:
@@ -53,7 +57,7 @@ class DistillationLoss:
         """
         check_temperature(spec, layout)
         tail = not layout.drawn and layout.top_k < layout.vocabulary
-        return DistillationLoss(spec.alpha, spec.temperature, layout.vocabulary, tail)
+        return DistillationLoss(spec.alpha, spec.temperature, layout.vocabulary, tail, layout.drawn)
 
     def total(self, logits: torch.Tensor, arrays: Mapping[str, Any]) -> torch.Tensor:
         """Alpha T^2 KL + (1 - alpha) CE, a scalar.
@@ -84,12 +88,20 @@ class DistillationLoss:
         whole = torch.logsumexp(scaled, -1)
         ids, teacher = arrays["teacher_ids"], arrays["teacher"]  # (samples, length, k)
         student = scaled.gather(-1, ids) - whole.unsqueeze(-1)
-        each = arrays["teacher_negentropy"] - (teacher * student).sum(-1)
+        # Difference by difference: sums of both would lose the digits in which they differ.
+        each = (teacher * (self._logs(teacher) - student)).sum(-1)
         if self.has_tail:
-            rest = torch.logsumexp(scaled.scatter(-1, ids, _NONE_OF_IT), -1)
-            each = each - arrays["teacher_tail"] * (rest - whole)
+            # Adding ones is what every backend can do; tokens of the k largest come once.
+            named = torch.zeros_like(scaled).scatter_add(-1, ids, torch.ones_like(teacher))
+            rest = torch.logsumexp(scaled + named * _NONE_OF_IT, -1)
+            tail = arrays["teacher_tail"]
+            each = each + tail * (self._logs(tail) - (rest - whole))
         counted = arrays["labels"] != NOTHING
         return torch.where(counted, each, torch.zeros_like(each)).sum()
+
+    def _logs(self, teacher: torch.Tensor) -> torch.Tensor:
+        """Of probabilities, finite at zero; zeros for draws, whose own entropy says nothing."""
+        return torch.zeros_like(teacher) if self.drawn else teacher.clamp(min=_TINY).log()
 
 
 def teacher_arrays(
@@ -99,15 +111,12 @@ def teacher_arrays(
 
     `teacher_ids` int64 and `teacher` float32 (samples, length, k): tokens and their probability at
     the temperature. `teacher_tail` float32 (samples, length): that of all others.
-    `teacher_negentropy` float32 (samples, length): the sum of p log p over both.
     """
     ids = records["topk_ids"].astype(np.int64)
     if layout.drawn:
         zeros = np.zeros(ids.shape[:2], np.float32)
         each = np.full(ids.shape, 1 / layout.top_k, np.float32)
-        return {
-            "teacher_ids": ids, "teacher": each, "teacher_tail": zeros, "teacher_negentropy": zeros
-        }  # fmt: skip
+        return {"teacher_ids": ids, "teacher": each, "teacher_tail": zeros}
     lse = records["lse_1" if temperature == 1.0 else "lse_T"].astype(np.float64)
     logs = records["topk_logits"].astype(np.float64) / temperature - lse[..., None]
     whole = np.exp(logs).sum(-1)
@@ -115,10 +124,8 @@ def teacher_arrays(
     logs -= np.log(whole if layout.top_k == layout.vocabulary else np.maximum(whole, 1))[..., None]
     probabilities = np.exp(logs)
     tail = np.clip(1.0 - whole, 0.0, None) * (layout.top_k < layout.vocabulary)
-    negentropy = (probabilities * logs).sum(-1) + tail * np.log(np.maximum(tail, 1e-300))
     return {
         "teacher_ids": ids,
         "teacher": probabilities.astype(np.float32),
         "teacher_tail": tail.astype(np.float32),
-        "teacher_negentropy": negentropy.astype(np.float32),
     }

@@ -256,3 +256,73 @@ def test_a_list_that_is_not_the_one_that_was_named_ends_the_connection():
         list_answered(good.replace(b'"a"', b'"../../a"'))
     with pytest.raises(MessageError, match="a tokenizer that the run has not"):
         list_answered(good.replace(b'"data"', b'"tokenizer"'))
+
+
+STUDENT = parse_run_spec({
+    "task": "distil", "steps": 1, "model": {"config": {"model_type": "llama"}},
+    "data": {"train": "logits"},
+})  # fmt: skip
+
+
+def begun_later(*files: BlobFile) -> tuple[Fetching, BlobList, str]:
+    """A student's files, of which those of logits are for later; its task is being built."""
+    listing = listing_of(*files)
+    document = listing.to_bytes()
+    digest = blake3(document).hexdigest()
+    fetching = Fetching("run", STUDENT, digest)
+    fetching.start()
+    later = frozenset(each.digest for each in files if each.name.endswith(".parquet"))
+    assert fetching.chunk(answer(digest, 0), np.frombuffer(document, np.uint8)) == [
+        act.Locate(digest, STUDENT, listing, later)
+    ]
+    assert fetching.event(fet.Located(())) == [act.Assemble(digest, STUDENT, listing, later)]
+    built = fetching.event(fet.Assembled(STUDENT, {}))
+    assert isinstance(built[-1], act.Build)
+    return fetching, listing, digest
+
+
+def test_a_file_for_later_is_fetched_when_something_waits_for_it():
+    files = [file("capture.json", 10), *(file(f"{n}.parquet", 20) for n in range(3))]
+    fetching, listing, digest = begun_later(*files)
+    waiting = act.Evaluate(0, 1)
+    left = frozenset(each.digest for each in files[1:] if each.name != "1.parquet")
+    located = act.Locate(digest, STUDENT, listing, left)
+    assert fetching.want(("1.parquet",), waiting) == [located]
+    assert fetching.want(("0.parquet",), None) == []  # one after the other
+    asked = fetching.event(fet.Located((files[2],)))
+    assert requests(asked) == [(files[2].digest, 0)]
+    fetching.chunk(answer(files[2].digest, 0), body(20))
+    assert fetching.event(fet.ChunkStored(files[2].digest, complete=True)) == [
+        act.Assemble(digest, STUDENT, listing, left)
+    ]
+    after = fetching.event(fet.Assembled(STUDENT, {}))
+    last = frozenset({files[3].digest})
+    assert after == [waiting, act.Locate(digest, STUDENT, listing, last)]
+    fetching.event(fet.Located(()))  # it was here
+    assert fetching.event(fet.Assembled(STUDENT, {})) == []
+    assert fetching.want(("0.parquet", "1.parquet"), waiting) == [waiting]
+
+
+def test_what_is_waited_for_comes_before_what_will_be_needed():
+    files = [file(f"{n}.parquet", 20) for n in range(3)]
+    fetching, listing, digest = begun_later(file("capture.json", 10), *files)
+    fetching.want(("0.parquet",), None)
+    fetching.want(("1.parquet",), None)
+    fetching.want(("2.parquet",), act.Evaluate(0, 0))
+    fetching.event(fet.Located(()))
+    left = frozenset({files[1].digest})
+    assert fetching.event(fet.Assembled(STUDENT, {})) == [
+        act.Locate(digest, STUDENT, listing, left)
+    ]
+
+
+def test_a_file_that_changed_at_the_coordinator_in_the_middle_of_a_run_ends_this_worker():
+    files = [file("capture.json", 10), file("0.parquet", 20)]
+    fetching, _, _ = begun_later(*files)
+    fetching.want(("0.parquet",), act.Evaluate(0, 0))
+    fetching.event(fet.Located((files[1],)))
+    actions = fetching.chunk(answer(files[1].digest, 0), body(3))
+    (leave,) = [each for each in actions if isinstance(each, act.Leave)]
+    assert leave.failed
+    assert "has changed at the coordinator" in leave.reason
+    assert fetching.want(("0.parquet",), None) == []

@@ -1,0 +1,105 @@
+"""A student is submitted: what is wrong with its capture is one line, before the run begins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.files.blob_index import index_blobs
+from protocol.base.errors import DataError
+from protocol.data.vocabulary import digest_of_file, vocabulary_digest
+from protocol.spec.capture_layout import CaptureLayout
+from protocol.spec.run_spec import RunSpec, parse_run_spec
+from tests.made_up_capture import capture_of
+
+LAYOUT = CaptureLayout(tokens=4, vocabulary=50, top_k=3, temperature=2.0)
+
+
+@pytest.fixture
+def logits(tmp_path) -> Path:
+    return capture_of(tmp_path, LAYOUT, 4, steps_of_a_file=2)
+
+
+def spec_of(logits: Path, **changes: Any) -> RunSpec:
+    document = {
+        "task": "distil",
+        "steps": 1,
+        "model": {"config": {"model_type": "llama"}},
+        "data": {"train": str(logits)},
+        "batch": {"samples": 4, "microbatch": 2},
+    }
+    return parse_run_spec(document | changes)
+
+
+def refusal(spec: RunSpec) -> str:
+    with pytest.raises(DataError) as caught:
+        index_blobs(spec)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_whole_capture_is_listed(logits):
+    index = index_blobs(spec_of(logits))
+    assert index is not None
+    names = [file.name for source in index.listing.sources for file in source.files]
+    assert names == ["00000.parquet", "00001.parquet", "capture.json"]
+
+
+def test_a_missing_file(logits):
+    (logits / "00001.parquet").unlink()
+    assert "lacks '00001.parquet', one of its 2 files" in refusal(spec_of(logits))
+
+
+def test_a_truncated_file(logits):
+    file = logits / "00001.parquet"
+    file.write_bytes(file.read_bytes()[:-7])
+    assert "bytes, the capture lists it with" in refusal(spec_of(logits))
+
+
+def test_a_changed_file(logits):
+    file = logits / "00001.parquet"
+    content = bytearray(file.read_bytes())
+    content[99] ^= 1
+    file.write_bytes(content)
+    assert "is not what the capture has written" in refusal(spec_of(logits))
+
+
+def test_no_capture(tmp_path):
+    assert "found no capture.json there" in refusal(spec_of(tmp_path))
+
+
+def test_an_index_of_something_else(logits):
+    (logits / "capture.json").write_text(json.dumps({"files": []}))
+    assert "is no index of a capture" in refusal(spec_of(logits))
+
+
+def test_a_name_that_leads_out(logits):
+    index = (logits / "capture.json").read_text()
+    (logits / "capture.json").write_text(index.replace("00001.parquet", "../x.parquet"))
+    assert "is no file of logits" in refusal(spec_of(logits))
+
+
+def test_a_temperature_that_was_not_captured(logits):
+    assert "distil.temperature 1 or 2" in refusal(spec_of(logits, distil={"temperature": 4}))
+
+
+def test_a_student_with_another_tokenizer(logits, tmp_path):
+    student = tmp_path / "student"
+    student.mkdir()
+    (student / "config.json").write_text("{}")
+    (student / "model.safetensors").write_bytes(b"")
+    tokens = {"a": 0, "b": 1}
+    added = [{"content": "<end>", "id": 2}]
+    document = {"model": {"vocab": tokens}, "added_tokens": added}
+    (student / "tokenizer.json").write_text(json.dumps(document))
+    found = digest_of_file(student / "tokenizer.json")
+    assert found == vocabulary_digest({**tokens, "<end>": 2})
+    spec = spec_of(logits, model={"source": str(student)})
+    assert "has another tokenizer than the teacher" in refusal(spec)
+    index = (logits / "capture.json").read_text()
+    assert found is not None
+    (logits / "capture.json").write_text(index.replace("b" * 64, found))
+    assert index_blobs(spec) is not None

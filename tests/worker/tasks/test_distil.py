@@ -1,0 +1,153 @@
+"""A student's samples and batches, whatever the size of the capture; what does not fit is named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backends.base.interface import BlockGradient, Loss
+from backends.eager.eager import EagerBackend
+from protocol.base.errors import DataError
+from protocol.exact.samples import SampleOrder
+from protocol.spec.capture_layout import CaptureLayout
+from protocol.spec.run_spec import RunSpec, parse_run_spec
+from tests.cluster import ROOT
+from tests.made_up_capture import STEP, capture_of
+from worker.tasks.captured_samples import CapturedSamples
+from worker.tasks.distil import Distil
+from worker.tasks.registry import build
+
+LAYOUT = CaptureLayout(tokens=12, vocabulary=50, top_k=4)
+LLAMA = {
+    "model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def logits(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("capture")
+    return capture_of(directory, LAYOUT, 9, steps_of_a_file=4, samples_of_a_group=16)
+
+
+def spec_of(logits: Path, **changes: Any) -> RunSpec:
+    document = {
+        "task": "distil",
+        "seed": 7,
+        "steps": 3,
+        "model": {"config": LLAMA},
+        "data": {"train": str(logits), "holdout": 0.25},
+        "batch": {"samples": 8, "microbatch": 4},
+    }
+    return parse_run_spec(document | changes)
+
+
+@pytest.fixture(scope="module")
+def task(logits) -> Distil:
+    task = build(spec_of(logits))
+    assert isinstance(task, Distil)
+    return task
+
+
+def test_samples_are_read_wherever_they_lie(logits):
+    samples = CapturedSamples(logits)
+    assert samples.index.samples == 72
+    places = [70, 3, 33, 31, 4, 71]
+    read = samples.read(places)
+    assert read["sample_id"].tolist() == places
+
+
+def test_training_and_held_out_samples_are_apart(task):
+    assert task.manifest.train_samples == 54
+    assert task.manifest.row_groups == ((16, 16), (16, 6))
+    assert task.manifest.evaluation_parts == 1
+    assert len(task.evaluation_batch(0).arrays["labels"]) == 18
+
+
+def test_a_microbatch_is_one_read_and_files_come_one_after_the_other(task):
+    manifest = task.manifest
+    batch = spec_of(Path("x")).batch
+    order = SampleOrder(7, manifest.train_samples, batch, manifest.row_groups)
+    for epoch in range(3):
+        steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
+        parts = [part for step in steps for part in order.microbatches(step)]
+        assert sorted(sample for part in parts for sample in part) == list(range(54))
+        files = [sample // 32 for part in parts for sample in part]
+        assert np.count_nonzero(np.diff(files)) == 1
+        assert sum(len({sample // 16 for sample in part}) > 1 for part in parts) <= 3
+    assert order.microbatches(0) != order.microbatches(order.steps_per_epoch)
+
+
+def test_what_is_not_counted_is_not_learnt(task):
+    batch = task.batch([7, 8])
+    assert batch.weight == 11 + 12
+    assert batch.arrays["labels"][0, -1] == -100
+    assert task.blank(2).arrays.keys() == batch.arrays.keys()
+    for name, array in task.blank(2).arrays.items():
+        assert (array.shape, array.dtype) == (batch.arrays[name].shape, batch.arrays[name].dtype)
+
+
+def test_a_student_trains_whole(task):
+    program = EagerBackend("cpu").compile(task.trainable, task.blank(4))
+    program.load(task.initial_parameters())
+    *blocks, loss = program.gradients([(task.batch([0, 1, 2, 3]), 1)])
+    assert isinstance(loss, Loss)
+    assert np.isfinite(loss.loss_sum)
+    assert all(isinstance(b, BlockGradient) and np.isfinite(b.values).all() for b in blocks)
+    figures = program.evaluate(task.evaluation_batch(0))
+    assert figures["divergence"] > 0
+    program.close()
+
+
+def test_a_file_that_is_not_the_capture_s_is_named(logits, tmp_path):
+    for file in logits.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "00000.parquet").write_bytes((logits / "00002.parquet").read_bytes())
+    with pytest.raises(DataError, match=r"00000.parquet' is not the file that the capture lists"):
+        CapturedSamples(tmp_path).read([0])
+
+
+def test_files_that_are_not_here_are_told(logits, tmp_path):
+    (tmp_path / "capture.json").write_bytes((logits / "capture.json").read_bytes())
+    (tmp_path / "00001.parquet").write_bytes((logits / "00001.parquet").read_bytes())
+    task = build(spec_of(tmp_path))
+    assert isinstance(task, Distil)
+    assert task.missing([0, 31, 32]) == ("00000.parquet",)
+    assert task.missing([40]) == ()
+    assert task.missing_of_part(0) == ("00002.parquet",)
+
+
+def test_a_student_without_the_teacher_s_vocabulary_is_refused(logits):
+    with pytest.raises(DataError, match="vocab_size of at least 50"):
+        build(spec_of(logits, model={"config": {**LLAMA, "vocab_size": 40}}))
+
+
+_READ_ALL = """
+import resource, sys
+from pathlib import Path
+from worker.tasks.captured_samples import CapturedSamples
+samples = CapturedSamples(Path(sys.argv[1]))
+samples.read([0])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for at in range(0, samples.index.samples, 8):
+    assert samples.read(range(at, at + 8))["sample_id"][0] == at
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+def test_memory_is_bounded_whatever_the_size_of_the_capture(tmp_path):
+    layout = CaptureLayout(tokens=256, vocabulary=50_000, top_k=64)
+    steps = 200
+    held_mib = steps * STEP * layout.sample_bytes // 2**20
+    assert held_mib > 100
+    directory = capture_of(tmp_path, layout, steps, steps_of_a_file=40, samples_of_a_group=16)
+    ended = subprocess.run(
+        [sys.executable, "-c", _READ_ALL, str(directory)],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert int(ended.stdout) < 30
