@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from blake3 import blake3
-
 from coordinator.audit.coverage import cover_samples
 from coordinator.audit.history import History, read_history
 from coordinator.audit.state_proof import Progress, StateProof
@@ -26,7 +24,7 @@ from coordinator.storage.checkpoint import (
     read_metrics,
 )
 from coordinator.storage.journal import Verified, verify_journal
-from coordinator.storage.kept_files import changed_files, check_bound, known_epoch
+from coordinator.storage.kept_files import changed_files, check_bound, file_digest, known_epoch
 from coordinator.storage.run_directory import RESULT_REMEDY, RunDirectory, StoredRun
 from protocol.base.errors import SamestepError, StorageFailed, UsageError
 from protocol.exact.digest import weights_digest
@@ -337,12 +335,16 @@ def _check_exported_files(evidence: _Evidence, exported: object) -> None:
         return
     changed = 0
     for name, told in sorted(exported.items()):
-        path = evidence.directory.path / str(name)
-        found = blake3(path.read_bytes()).hexdigest() if path.is_file() else None
-        if found != told:
-            changed += 1
+        path, text = evidence.directory.path / str(name), ""
+        try:
+            found = file_digest(path) if path.is_file() else None
+        except StorageFailed as error:
+            text = str(error)
+        else:
             what = "is missing" if found is None else "is not what was written"
-            text = f"{str(path)!r} {what}; {RESULT_REMEDY}"
+            text = f"{str(path)!r} {what}; {RESULT_REMEDY}" if found != told else ""
+        if text:
+            changed += 1
             evidence.note("result", ok=False, text=text)
     if not changed:
         text = f"{len(exported)} exported files are as they were written"

@@ -55,6 +55,7 @@ class Claim:
         Raises:
             UsageError: Another coordinator holds it, or it cannot be written.
             StorageDamaged: Its epoch's file holds none.
+            StorageFailed: That cannot be read.
         """
         try:
             make_directory(directory)
@@ -66,12 +67,13 @@ class Claim:
             raise _unusable(directory, error) from None
         try:
             epoch = max(stored_epoch(directory), above) + 1
-            replace_file(directory / EPOCH_FILE, json.dumps({"epoch": epoch}).encode())
-        except SamestepError as error:
+            try:
+                replace_file(directory / EPOCH_FILE, json.dumps({"epoch": epoch}).encode())
+            except StorageFailed as error:
+                raise _unusable(directory, error) from None
+        except SamestepError:
             os.close(lock)
-            if isinstance(error, StorageDamaged):
-                raise
-            raise _unusable(directory, error) from None
+            raise
         return cls(directory, lock, epoch)
 
     def check(self) -> None:
@@ -202,6 +204,8 @@ def _unusable(directory: Path, error: Exception) -> UsageError:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error
     if isinstance(error, FileExistsError | NotADirectoryError):
         reason = "a file is in its place"
+    if isinstance(error, PermissionError) and str(error.filename) == str(directory / LOCK_FILE):
+        reason = f"{str(error.filename)!r}: {reason}; let this user read and write it"
     return UsageError(
         f"the run directory {str(directory)!r} cannot be used: {reason}; choose one that this user "
         "can write to: --out DIR"

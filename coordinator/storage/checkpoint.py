@@ -190,7 +190,8 @@ def find_checkpoint(root: Path, step: int, run_id: str, manifest: Manifest) -> C
         reason = f"expected step {step}, got {info.step}; {_REMEDY}"
         raise StorageDamaged(str(file), "", reason)
     with storing("read", path):
-        found = _file_digests(path)
+        files = sorted(path.rglob("*"))
+    found = _file_digests(path, files)
     for name, digest in info.files.items():
         if name not in found:
             raise StorageDamaged(str(path / name), "", f"it is missing; {_REMEDY}")
@@ -336,13 +337,13 @@ def _write_files(
     return info
 
 
-def _file_digests(path: Path) -> dict[str, str]:
+def _file_digests(path: Path, files: Sequence[Path]) -> dict[str, str]:
     """BLAKE3 of every file below a checkpoint but those that hold no state."""
     digests: dict[str, str] = {}
-    for file in sorted(path.rglob("*")):
+    for file in files:
         name = file.relative_to(path).as_posix()
         if file.is_file() and name not in {INFO_FILE, METRICS_FILE}:
-            with file.open("rb") as content:
+            with storing("read", file), file.open("rb") as content:
                 hasher = blake3(max_threads=blake3.AUTO)
                 while piece := content.read(1 << 24):
                     hasher.update(piece)

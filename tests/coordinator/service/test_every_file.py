@@ -3,7 +3,9 @@ it and say what to do, or it is of no matter; and no restart has another state."
 
 import os
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,9 @@ DAMAGES: dict[str, Callable[[Path, Path], object]] = {
     "a directory": directory_there,
     "unreadable": lambda path, _: path.chmod(0),
 }
+OF_THE_END = (
+    "result.json", "adapter/adapter_config.json", "adapter/adapter_model.safetensors",
+)  # fmt: skip
 FILES = (
     "lock", "epoch.json", "run.json", "manifest.json", "terms.json", "files.json",
     "journal.jsonl", f"log/epoch-000001-step-{SAVED:010}.log",
@@ -49,7 +54,7 @@ FILES = (
         "checkpoint.json", "metrics.json", "optimizer.safetensors",
         "adapter/adapter_config.json", "adapter/adapter_model.safetensors",
     )),
-    "result.json", "adapter/adapter_config.json", "adapter/adapter_model.safetensors",
+    *OF_THE_END,
 )  # fmt: skip
 OF_NO_MATTER = {
     *(("lock", damage) for damage in DAMAGES),
@@ -59,6 +64,7 @@ OF_NO_MATTER = {
     (f"log/epoch-000001-step-{SAVED:010}.log", "truncated"),
     ("journal.jsonl", "truncated"),
 }
+NOBODY = 65534
 REMEDIES = ("from a copy", "remove it", "writes it anew", "finds the files anew", "read and write")
 
 
@@ -129,27 +135,51 @@ def told_by_audit(path: Path) -> str:
         return str(error)
 
 
+@pytest.fixture
+def place():
+    """A directory that others than root can get to."""
+    with tempfile.TemporaryDirectory() as path:
+        Path(path).chmod(0o755)
+        yield Path(path)
+
+
+@contextmanager
+def without_privileges(run: Path) -> Iterator[None]:
+    """Root may read everything."""
+    if os.geteuid():
+        yield
+        return
+    for path in (run, *run.rglob("*")):
+        os.chown(path, NOBODY, NOBODY)
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_file_is_named_with_what_to_do_or_is_of_no_matter(runs, tmp_path, name, damage):
+def test_a_damaged_file_is_named_with_what_to_do_or_is_of_no_matter(runs, place, name, damage):
     whole, other, state = runs
-    if not (whole / name).exists():
-        pytest.skip("a run that goes on has none")
-    if damage == "unreadable" and os.geteuid() == 0:
-        pytest.skip("root may read everything")
-    run = shutil.copytree(whole, tmp_path / "run")
+    of_the_end = name in OF_THE_END or name.startswith(("journal", "log"))
+    if not (whole / name).exists() or ((whole / "result.json").exists() and not of_the_end):
+        pytest.skip("a run that goes on has none, or it is looked at there")
+    run = shutil.copytree(whole, place / "run")
     same = (whole / name).read_bytes() == (other / name).read_bytes()
     DAMAGES[damage](run / name, other / name)
     harmless = (name, damage) in OF_NO_MATTER or (same and damage == "of another run")
 
-    told = told_by_audit(run)
+    with without_privileges(run) if damage == "unreadable" else nullcontext():
+        told = told_by_audit(run)
+        ended = (run / "result.json").is_file()
+        refusal, digest, notes = ("", "", "") if ended else refused(run)
     if told or not harmless:
         assert Path(name).name in told or f"{Path(name).parent.name}'" in told, told
         assert any(remedy in told for remedy in REMEDIES), told
 
-    if (run / "result.json").is_file():
+    if ended:
         return  # nobody goes on with a run that has finished
-    refusal, digest, notes = refused(run)
     if refusal:
         assert name.partition("/")[0] in refusal
         assert "\n" not in refusal

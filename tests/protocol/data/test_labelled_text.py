@@ -82,6 +82,8 @@ def test_labels_are_numbered_by_name_or_by_value(read, labels, names):
 def test_other_column_names(read):
     data = read("a.csv", "x,y\nhello,1\nworld,0\n", text="x", label="y")
     assert data.texts == ("hello", "world")
+    spaced = read("b.csv", "x, y\nhello,1\nworld,0\n", text="x", label="y")
+    assert spaced == data
 
 
 @pytest.mark.parametrize(
