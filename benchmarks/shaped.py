@@ -1,7 +1,7 @@
 """The exchange of a step between hosts whose links have a given speed, against gloo's all-reduce.
 
-`python -m benchmarks.shaped [ROW ...] [--rounds N] [--turns N]`; Hosts are
-network namespaces of this machine (`benchmarks.hosts`, needs root): coordinator and first worker
+`python -m benchmarks.shaped [ROW ...] [--rounds N] [--turns N] [--bfloat16]`. Hosts
+are network namespaces of this machine (`benchmarks.hosts`, needs root): coordinator and first worker
 share a host, whose only way to the others is its link. Ours is the whole path of the real commands
 with TLS, as in `benchmarks.sync`; gloo runs on the same hosts, by turns. All hosts share this
 machine's processor, so a fast link shows what the processor can do.
@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Final
@@ -26,6 +26,8 @@ from benchmarks.machine import print_heading, print_table
 from benchmarks.ranks import Ranks, spans_us
 from benchmarks.sync import WARMING_ROUNDS, Case
 from benchmarks.timeline import Timeline, step_times
+from protocol.exact.bfloat16 import ELEMENT_BYTES
+from protocol.spec.run_spec import Precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class Row:
         Both directions at once; the last average must wait for the last payload, which is as
         small as one likes.
         """
-        payload_bits = self.case.payload_bytes * 8
+        payload_bits = self.case.payload_bytes * 2 * ELEMENT_BYTES[self.case.precision]
         away = [sum(on == host for on in self.on) for host in range(len(self.mbits))]
         away[0] = len(self.on) - away[0]
         loads = zip(away, self.mbits, strict=True)
@@ -164,6 +166,7 @@ def main() -> None:
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}; none: all")
     parser.add_argument("--rounds", type=int, default=10, help="in each turn")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--bfloat16", action="store_true", help="ours in both directions")
     given = parser.parse_args()
     unknown = [name for name in given.rows if name not in ROWS]
     if unknown:
@@ -172,11 +175,11 @@ def main() -> None:
         print(f"skipped: {reason}")
         sys.exit(0)
     print_heading("Mean of N workers' gradients over links of given speeds, per round, over ranks")
-    table = [
-        line
-        for name in given.rows or ROWS
-        for line in lines(name, ROWS[name], *measure(ROWS[name], given.rounds, given.turns))
-    ]
+    precision: Precision = "bfloat16" if given.bfloat16 else "float32"
+    table: list[list[str]] = []
+    for name in given.rows or ROWS:
+        row = replace(ROWS[name], case=replace(ROWS[name].case, precision=precision))
+        table += lines(name, row, *measure(row, given.rounds, given.turns))
     head = ["what", "rounds", "min ms", "median ms", "ratio", "wires ms", "out MB", "in MB"]
     print_table(head, table)
     print(f"load {os.getloadavg()[0]:.1f}")

@@ -19,6 +19,7 @@ from benchmarks.cluster import Cluster
 from benchmarks.machine import print_heading, print_table
 from benchmarks.ranks import Ranks, spans_us
 from benchmarks.timeline import step_times
+from protocol.spec.run_spec import Precision
 
 TURNS = 5
 WARMING_ROUNDS = 2
@@ -31,12 +32,14 @@ class Case:
     Attributes:
         quiet_ms: How long workers wait in each step before all gradients are there: enough for
             what is left of the step before (update, digest) to be over.
+        precision: Of ours, in both directions; gloo's is float32.
     """
 
     workers: int
     blocks: int
     block_bytes: int
     quiet_ms: float
+    precision: Precision = "float32"
 
     @property
     def payload_bytes(self) -> int:
@@ -50,6 +53,7 @@ class Case:
             "scripted": {"blocks": self.blocks, "block_bytes": self.block_bytes},
             "batch": {"samples": self.workers, "microbatch": 1},
             "optimizer": {"name": "sgd", "lr": 1e-3},
+            "exchange": {"precision": self.precision, "averages": self.precision},
             "steps": steps,
         }
 
