@@ -1,10 +1,10 @@
 """The exchange of a step between hosts whose links have a given speed, against gloo's all-reduce.
 
-`python -m benchmarks.shaped [ROW ...] [--rounds N] [--turns N] [--bfloat16]`. Hosts
-are network namespaces of this machine (`benchmarks.hosts`, needs root): coordinator and first worker
-share a host, whose only way to the others is its link. Ours is the whole path of the real commands
-with TLS, as in `benchmarks.sync`; gloo runs on the same hosts, by turns. All hosts share this
-machine's processor, so a fast link shows what the processor can do.
+`python -m benchmarks.shaped [ROW ...] [--rounds N] [--turns N] [--bfloat16]`. Hosts are network
+namespaces of this machine (`benchmarks.hosts`, needs root): coordinator and first worker share a
+host, whose only way to the others is its link. Ours is the whole path of the real commands with
+TLS, as in `benchmarks.sync`; gloo runs on the same hosts, by turns. All hosts share this machine's
+processor, so a fast link shows what the processor can do.
 """
 
 from __future__ import annotations
