@@ -40,6 +40,7 @@ from coordinator.service.listener import (
     LogUnreadable,
     RunFails,
 )
+from coordinator.service.memory_room import check_memory
 from coordinator.service.replica_keeper import ReplicaKeeper, ReplicaState
 from coordinator.service.result import write_result
 from coordinator.storage.checkpoint import Checkpoint
@@ -148,8 +149,13 @@ class Execution:
     def _new_keeper(self, manifest: Manifest) -> ReplicaKeeper:
         return ReplicaKeeper(manifest, self.run.spec, self._machine.thread("replica"))
 
+    def _check_memory(self, manifest: Manifest) -> None:
+        workers = max(self.run.expect_workers, len(self._sessions))
+        check_memory(self.run.spec, manifest, workers)
+
     async def _catch_up(self, keeper: ReplicaKeeper, recovery: Recovery) -> None:
         try:
+            self._check_memory(keeper.manifest)
             self.applied = await keeper.catch_up(recovery)
         except SamestepError as error:
             self.give_up(f"{error}; then resume the run")  # there is no state to go on with
@@ -265,6 +271,7 @@ class Execution:
                 case MakeCheckpoint():
                     self._spawn(self._save(action.step))
                 case Adopt():
+                    self._check_memory(action.manifest)
                     self._keeper = self._new_keeper(action.manifest)
                     self._storage.begin_log(action.manifest, 0)
                 case Dismiss():

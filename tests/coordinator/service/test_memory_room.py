@@ -1,0 +1,136 @@
+"""The memory of a coordinator: no more than is told, and refused where there is not so much."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from coordinator.service import memory_room
+from coordinator.service.memory_room import NeededMemory, check_memory
+from protocol.base import limits
+from protocol.base.errors import RunFailed
+from protocol.host.memory import Memory
+from protocol.spec.run_spec import parse_run_spec
+from tests.chaos.processes import Coordinator, Worker
+from tests.event_loop import on_uvloop
+from tests.live_service import live_service, scripted_spec
+from tests.resident_memory import MIB
+from tests.small_buffers import CHANGED
+from worker.tasks.scripted import Scripted
+
+BLOCKS: Final = 20
+BLOCK_BYTES: Final = 1 * MIB
+WORKERS: Final = 3
+JOINERS: Final = 1
+BASE_BYTES: Final = 24 * MIB
+"""Of the process itself: what it imports and keeps besides."""
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    return {
+        "name": "large",
+        "task": "scripted",
+        "steps": 10_000,
+        "batch": {"samples": 5, "microbatch": 1},
+        "optimizer": {"name": "adamw"},
+        "scripted": {"blocks": BLOCKS, "block_bytes": BLOCK_BYTES, "samples": 64},
+        "checkpoint": {"every": 4},
+        "evaluate_every": 0,
+        **changes,
+    }
+
+
+def needed(spec: dict[str, Any], workers: int) -> NeededMemory:
+    parsed = parse_run_spec(spec)
+    return NeededMemory.of(parsed, Scripted(parsed).manifest, workers)
+
+
+def test_with_adamw_it_is_at_most_six_times_the_parameters_whatever_the_number_of_workers():
+    large = document(scripted={"blocks": 40, "block_bytes": 256 * MIB, "samples": 64})
+    few, many = needed(large, 1), needed(large, 64)
+    assert few.parameters == many.parameters == 40 * 256 * MIB
+    assert few.replica + few.gradients == 5.5 * few.parameters
+    assert many.replica + many.gradients == 5.5 * few.parameters
+    assert many.workers == 64 * 24 * MIB
+    assert many.total < 6 * many.parameters
+
+
+@pytest.mark.timeout(300)
+def test_a_real_coordinator_takes_no_more_than_is_told(tmp_path, monkeypatch):
+    """Unequal workers, so that many sums wait; checkpoints; joiners; and no step's end in sight."""
+    spec = tmp_path / "run.yaml"
+    spec.write_text(json.dumps(document()))
+    arguments = ["--run", str(spec), "--expect-workers", str(WORKERS)]
+    hired: list[Worker] = []
+
+    def hire(number: int) -> None:
+        name = f"scripted:{3 * number}"
+        hired.append(Worker(coordinator.address, f"w{number}", name, tmp_path))
+
+    with Coordinator(tmp_path / "c", arguments, "tests.small_buffers") as coordinator:
+        coordinator.wait_for("the run", lambda event: event.name == "run_accepted")
+        try:
+            with coordinator.memory() as growth:
+                for number in range(WORKERS):
+                    hire(number)
+                committed(coordinator, 5)
+                for number in range(WORKERS, WORKERS + JOINERS):
+                    hire(number)
+                    joined(coordinator, f"w{number}")
+                committed(coordinator, coordinator.step + 5)
+        finally:
+            for worker in hired:
+                worker.kill()
+    for name, value in CHANGED.items():
+        monkeypatch.setattr(limits, name, value)
+    told = needed(document(), WORKERS + JOINERS)
+    assert growth.peak_bytes <= told.total + BASE_BYTES
+    # What a connection takes does not grow with the parameters.
+    assert growth.peak_bytes - told.workers - BASE_BYTES <= 6 * told.parameters
+
+
+def committed(coordinator: Coordinator, step: int) -> None:
+    coordinator.wait_for(
+        f"step {step}", lambda event: event.name == "committed" and event.fields["step"] >= step
+    )
+
+
+def joined(coordinator: Coordinator, worker: str) -> None:
+    coordinator.wait_for(
+        f"{worker} joined",
+        lambda event: event.name == "worker_joined" and event.fields["worker"] == worker,
+    )
+
+
+def small_machine(free: int) -> Memory:
+    return Memory(free=free, free_swap=0, bound=None, swap_bound=None, used=None)
+
+
+def test_a_run_that_does_not_fit_is_refused_with_the_figure_and_what_to_set(monkeypatch):
+    spec = parse_run_spec(document())
+    manifest = Scripted(spec).manifest
+    total = NeededMemory.of(spec, manifest, 2).total
+    monkeypatch.setattr(memory_room, "read_memory", lambda: small_machine(total))
+    check_memory(spec, manifest, 2)
+    monkeypatch.setattr(memory_room, "read_memory", lambda: small_machine(total - 2 * MIB))
+    with pytest.raises(RunFailed) as refused:
+        check_memory(spec, manifest, 2)
+    text = str(refused.value)
+    assert "20.0 MiB of trained parameters take 212.0 MiB" in text
+    assert "210.0 MiB are free" in text
+    assert "optimizer.name=sgd" in text
+    assert "with 2.0 MiB more" in text
+
+
+@on_uvloop
+async def test_it_is_refused_before_a_step_is_taken(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(memory_room, "read_memory", lambda: small_machine(MIB))
+    async with live_service(tmp_path, 1) as live:
+        live.service.submit(scripted_spec())
+        live.worker("w0")
+        ended = await live.wait_for("run_ended")
+        assert ended["outcome"] == "failed"
+        assert "the coordinator has no memory for this run" in ended["reason"]

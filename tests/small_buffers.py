@@ -1,0 +1,25 @@
+"""The coordinator with small buffers: `python -m tests.small_buffers ARGUMENTS...`.
+
+What it needs for each connection is little then, beside what it needs for each parameter.
+"""
+
+from __future__ import annotations
+
+from protocol.base import limits
+
+MIB = limits.MIB
+CHANGED = {
+    "PARTIAL_SUMS_BYTES": 4 * MIB,
+    "WRITE_HIGH_WATER_BYTES": 1 * MIB,
+    "SEND_AHEAD_BYTES": 1 * MIB,
+    "BODY_BYTES": 1 * MIB,
+    "CHUNK_ELEMENTS": MIB // 4,
+    "REPLAY_BYTES": 1 * MIB,
+}
+
+if __name__ == "__main__":
+    for name, value in CHANGED.items():
+        setattr(limits, name, value)
+    from coordinator.cli import main
+
+    main()
