@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Final
 
 _STEPS_KEPT: Final = 4
-_STEPS_AHEAD: Final = 3
+MOST_STEPS_AHEAD: Final = 3
 """Of a replica that catches up; answers to as many steps must be kept for it to judge."""
 
 
@@ -23,11 +23,18 @@ class Agreement:
         step: Steps committed so far.
         catching_up: Whether the replica has yet to take some of them.
         known: Digest of the state after those steps, if it is known all the same.
+        ahead: By how many steps the others may be ahead of a replica that catches up.
     """
 
     def __init__(
-        self, step: int = 0, *, catching_up: bool = False, known: str | None = None
+        self,
+        step: int = 0,
+        *,
+        catching_up: bool = False,
+        known: str | None = None,
+        ahead: int = MOST_STEPS_AHEAD,
     ) -> None:
+        self._ahead = ahead
         self._arbiter: dict[int, str] = {} if known is None else {step: known}
         self._answers: dict[int, dict[str, str]] = {}
         self._owed: set[str] = set()
@@ -48,7 +55,7 @@ class Agreement:
         answers = self._answers.get(self._newest, {})
         digests = {answers.get(worker) for worker in self._owed}
         ahead = self._newest - self._behind_since
-        return None not in digests and len(digests) <= 1 and ahead < _STEPS_AHEAD
+        return None not in digests and len(digests) <= 1 and ahead < self._ahead
 
     @property
     def waiting_for(self) -> list[str]:

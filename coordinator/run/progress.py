@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from coordinator.run.actions import Action, ApplyStep, Broadcast, Dismiss, Persist, Report, Send
-from coordinator.run.agreement import Agreement
+from coordinator.run.agreement import MOST_STEPS_AHEAD, Agreement
 from coordinator.run.double_check import chosen_double
 from coordinator.run.facts import (
     Cause,
@@ -27,6 +27,7 @@ from coordinator.run.membership import COMPUTING, Member, Membership, MemberStat
 from coordinator.run.planner import Shares, divide, nodes_for, spread
 from coordinator.run.restart import CommitRecord, Resumption
 from coordinator.run.round import NonFinite, Round
+from protocol.base import limits
 from protocol.base.errors import ExitCode, OutOfPlace
 from protocol.exact.samples import SampleOrder
 from protocol.exact.tree import Node
@@ -112,7 +113,12 @@ class Progress:
     def _resume(self, resumption: Resumption) -> None:
         self.step, self.optimizer_step = resumption.step, resumption.optimizer_step
         self.losses = list(resumption.losses)
-        self.agreement = Agreement(self.step, catching_up=True, known=resumption.state_digest)
+        # Their averages wait in memory for the replica.
+        ahead = limits.REPLAY_BYTES // max(self._manifest.elements * 4, 1)
+        self.agreement = Agreement(
+            self.step, catching_up=True, known=resumption.state_digest,
+            ahead=min(ahead, MOST_STEPS_AHEAD),
+        )  # fmt: skip
         self._redone = resumption.redone
         if resumption.terms is not None:
             self.signatures = set(resumption.terms.signatures)

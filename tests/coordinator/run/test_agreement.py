@@ -82,3 +82,10 @@ def test_in_any_order_all_and_only_the_odd_are_named(order, odd):
     assert set(agreed) == set("abc") - odd
     assert agreement.waiting_for == sorted(odd)
     assert agreement.reached is (not odd)
+
+
+def test_nothing_is_committed_ahead_of_a_replica_for_which_it_could_not_wait_in_memory():
+    agreement = Agreement(5, catching_up=True, known="state", ahead=0)
+    assert not agreement.reached
+    agreement.replica_answer(5, "state")
+    assert agreement.reached
