@@ -19,7 +19,7 @@ _END_TIMEOUT_S: Final = 10.0
 RESTARTS: Final = 3
 """How often one that was killed is started again: what kills it once more is there to stay."""
 _ORDERS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Whoever sends these wants the process to end; Ctrl-C reaches all that a terminal has started."""
+"""Whoever sends these wants the process to end."""
 _CANNOT_BEGIN: Final = (ExitCode.USAGE, ExitCode.UNREACHABLE)
 
 
@@ -27,7 +27,8 @@ class LocalWorkers:
     """Child processes that run `worker` against this coordinator.
 
     One that a signal ended is started again: the system's killer of what takes too much memory
-    may have meant another. One that ended by itself had its reason. All hold one end of a pipe, and
+    may have meant another. One that ended by itself had its reason. A terminal's Ctrl-C is for the
+    coordinator, which lets them finish the step and then go. All hold one end of a pipe, and
     end when the other does: a coordinator that is killed leaves none behind.
 
     Args:
@@ -98,7 +99,7 @@ class LocalWorkers:
     async def _begin(self, name: str, arguments: list[str]) -> Process:
         self._processes[name] = await asyncio.create_subprocess_exec(
             *self._command, *arguments,
-            stdin=self._watched, env=self._environment,
+            stdin=self._watched, env=self._environment, start_new_session=True,
         )  # fmt: skip
         return self._processes[name]
 

@@ -47,13 +47,14 @@ def only_child(pid: int) -> int:
 
 
 def test_one_that_is_told_to_end_is_not_started_again(tmp_path):
-    """What a terminal sends reaches every process of it, some before they listen."""
+    """Nor does it hear a terminal's Ctrl-C, which is for the coordinator to answer."""
     spec = tmp_path / "run.yaml"
     spec.write_text(RUN)
     job = ("--run", str(spec), "--local-workers", "1", "--backend", "scripted")
     with Cluster(tmp_path, *job) as cluster:
         cluster.wait_for("worker_ready", worker="local-0")
         child = only_child(cluster.coordinator.pid)
+        assert os.getpgid(child) != os.getpgid(cluster.coordinator.pid)
         os.kill(child, signal.SIGHUP)
         cluster.wait_for_exit(cluster.coordinator)
         assert cluster.coordinator.stderr is not None
