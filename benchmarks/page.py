@@ -1,8 +1,8 @@
 """What open pages cost a run: ten tabs beside it, turn by turn with and without them.
 
-A tab here is what the page's script asks for, when it does: the stream of events, and at most every
-0.7 s the status, the runs and what is new of the run's history. Devices sleep, so a step is as long
-as its exchange and this machine make it.
+A tab here is what the page's script asks for, when it does: the stream of events, the runs at
+first, and at most every 0.7 s the status and what is new of the run's history. Devices sleep, so a
+step is as long as its exchange and this machine make it.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ async def _tab(http: aiohttp.ClientSession, control: str) -> None:
 
     listening = asyncio.create_task(listen())
     after = 0
+    await read("runs")
     while not listening.done():
         await read("status")
-        await read("runs")
         after = (await read(f"history?after={after}"))["loss"]["full"]
         news.clear()
         await asyncio.sleep(EVERY_S)

@@ -282,12 +282,13 @@ function button(text, label, action) {
   return made;
 }
 const KINDS = { training: "good", evaluating: "good", finished: "good", halted: "bad", failed: "bad" };
+const ENDED = ["finished", "drained", "failed"];
 const LEGAL = { halt: ["training", "evaluating"], continue: ["halted"], skip: ["halted"], checkpoint: ["training", "evaluating", "halted"] };
 
 function showRun(run, status, other) {
   const live = status.run_id === run.run_id && status.run_id !== undefined;
   const phase = live ? status.phase : run.outcome || (run.run_id ? "not ended" : status.phase);
-  const going = live && !run.outcome, steps = run.steps ?? status.steps;
+  const going = live && !ENDED.includes(phase), steps = run.steps ?? status.steps;
   const step = live ? status.step : run.loss.step.at(-1) ?? 0;
   $("h-run").textContent = run.run_id;
   say(phase, live || !run.run_id ? status.reason ?? "" : "");
@@ -391,9 +392,9 @@ function showRuns(status) {
   table("runs", ["run", "task", "state", "steps", "loss", "held out", "last heard of", ""], [
     ...queued.map((run, at) => ({ cells: [run, "", `queued, ${at + 1} of ${queued.length}`, "", "", "", "", ""] })),
     ...runs.map(run => {
-      const going = run.run_id === status.run_id && !run.outcome, here = run.run_id === $("run").value;
-      return { cells: [run.run_id, run.task, going ? status.phase : run.outcome || "not ended",
-        `${figure(going ? status.step : run.step)} of ${figure(run.steps)}`, figure(going ? status.loss : run.loss),
+      const present = run.run_id === status.run_id, going = present && !ENDED.includes(status.phase), here = run.run_id === $("run").value;
+      return { cells: [run.run_id, run.task, present ? status.phase : run.outcome || "not ended",
+        `${figure(present ? status.step : run.step)} of ${figure(run.steps)}`, figure(present ? status.loss : run.loss),
         Object.entries(going ? status.eval ?? {} : run.eval).filter(([name]) => !name.startsWith("confusion[")).slice(0, 3)
           .map(([name, value]) => `${name} ${figure(value)}`).join(", "), going ? "now" : moment(run.changed),
         [...(here ? ["shown"] : [button("Show", `Show ${run.run_id}`, () => look("run", run.run_id)), " ",

@@ -35,7 +35,7 @@ OPTIONS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
 )  # fmt: skip
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 HOSTILE = "<img src=x onerror=alert(1)>\u202e" + "w" * 200
 PICTURES = os.environ.get("SAMESTEP_SCREENSHOTS")
 
@@ -150,7 +150,13 @@ def opened(browser: Any, tmp_path: Path) -> Callable[..., Any]:
                 yield page
                 assert page.complaints() == []
             finally:
-                # What it asks of a service that is gone is not the next test's.
+                # What it asks of a service that is gone is not the next test's, nor a tab that a
+                # test which failed has left.
+                first, *others = browser.window_handles
+                for other in others:
+                    await asyncio.to_thread(browser.switch_to.window, other)
+                    await asyncio.to_thread(browser.close)
+                await asyncio.to_thread(browser.switch_to.window, first)
                 await asyncio.to_thread(browser.get, "about:blank")
                 page.complaints()
 
@@ -270,6 +276,22 @@ async def test_a_run_is_submitted_seen_to_its_end_and_laid_beside_another(opened
         assert await page.run(f"return {styled}")
         await asyncio.to_thread(page.driver.close)
         await asyncio.to_thread(page.driver.switch_to.window, first)
+
+
+@pytest.mark.slow
+@on_uvloop
+async def test_a_run_that_is_given_up_goes_on(opened):
+    async with opened() as page:
+        page.operator.live.worker("mars")
+        await page.operator.post("/submit", {"run": LONG})
+        await page.says("phase", "training")
+        await page.act("give-up")
+        await page.says("phase", "failed")
+        await page.until("document.querySelector('#runs button[aria-label^=Resume]')")
+        await page.click("#runs button[aria-label^=Resume]")
+        await page.until("document.getElementById('confirm').open")
+        await page.click("#yes")
+        await page.says("phase", "training")
 
 
 @pytest.mark.slow
