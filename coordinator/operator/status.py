@@ -185,6 +185,8 @@ def _waiting_in_step(run: Run, progress: Progress) -> Waiting:
     owing = [name for name in sorted(round_.shares) if round_.unfinished(name)] if round_ else []
     if owing:
         return _workers(owing, "gradients of {}")
+    if round_ is not None and round_.summarises:
+        return Waiting("the coordinator to take the norm of the gradients")
     if not progress.agreement.reached or (round_ is None and progress.agreement.catching_up):
         late = progress.agreement.waiting_for or ["the coordinator's replica"]
         return _workers(late, "{} to apply the step")

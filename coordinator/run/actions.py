@@ -11,7 +11,7 @@ from coordinator.run.kept import Bytes
 from coordinator.run.restart import CommitRecord, Terms
 from protocol.base.errors import ExitCode
 from protocol.exact.update import Array, StepScalars
-from protocol.spec.manifest import Manifest
+from protocol.spec.manifest import Block, Manifest
 from protocol.wire.messages import Message, StateChunk
 
 Outcome = Literal["finished", "drained", "failed"]
@@ -91,6 +91,18 @@ class Replay:
 
 
 @dataclass(frozen=True, slots=True)
+class Summarise:
+    """Take norm and digest of a large block's averages, in another thread; `Run.summarised` says
+    what they are."""
+
+    step: int
+    attempt: int
+    number: int
+    block: Block
+    average: Array
+
+
+@dataclass(frozen=True, slots=True)
 class Persist:
     """Make the commit durable; `Run.durable` follows, or `Run.storage_failed`.
 
@@ -151,6 +163,6 @@ class Finish:
 
 
 Action = (
-    Send | Broadcast | Adopt | FillReplica | DigestReplica | Follow | Seed | Replay | Persist
-    | Remember | MakeCheckpoint | ApplyStep | Dismiss | Report | Finish
+    Send | Broadcast | Adopt | FillReplica | DigestReplica | Follow | Seed | Replay | Summarise
+    | Persist | Remember | MakeCheckpoint | ApplyStep | Dismiss | Report | Finish
 )  # fmt: skip

@@ -17,16 +17,17 @@ from typing import Final
 
 import numpy as np
 
-from coordinator.run.actions import Broadcast
+from coordinator.run.actions import Broadcast, Summarise
 from coordinator.run.double_check import Differing, DoubleCheck
 from coordinator.run.kept import Bytes, Kept
+from coordinator.run.summary import Summary, summary_of
 from protocol.base import limits
 from protocol.base.errors import OutOfPlace
 from protocol.exact.bfloat16 import rounded
-from protocol.exact.digest import averages_digest, block_digest
+from protocol.exact.digest import averages_digest
 from protocol.exact.tree import Node, cover, is_node, root
 from protocol.exact.tree_sum import ADDITIONS, TreeSum
-from protocol.exact.update import Array, average, global_norm, is_finite, square_sum
+from protocol.exact.update import Array, average, global_norm, is_finite
 from protocol.exact.upload_order import UploadOrder
 from protocol.spec.manifest import Block
 from protocol.spec.run_spec import ExchangeSpec
@@ -150,6 +151,7 @@ class Round:
         self._open_chunks = [block.chunks for block in blocks]
         self._first_bit = [0, *itertools.accumulate(self._open_chunks)]
         self._unsummarised: list[int] = []
+        self._summarising: set[int] = set()
         self._square_sums: dict[int, float] = {}
         self._digests: dict[int, str] = {}
         self._weights: TreeSum[float] = TreeSum(microbatches, add)
@@ -288,9 +290,10 @@ class Round:
 
     @property
     def complete(self) -> bool:
-        """Whether every block is averaged, every loss is there, and what is doubled is compared."""
+        """Whether every block is averaged and summarised, every loss is there, and what is doubled
+        is compared."""
         there = not any(self._open_chunks) and self._losses.total is not None
-        return there and not self._awaits_double()
+        return there and not self._summarising and not self._awaits_double()
 
     @property
     def loss(self) -> float:
@@ -413,9 +416,31 @@ class Round:
         """
         while self._unsummarised:
             number = self._unsummarised.pop()
-            average = self.averages[number]
-            self._square_sums[number] = square_sum(average)
-            self._digests[number] = block_digest(self._blocks[number], average)
+            found = summary_of(self._blocks[number], self.averages[number])
+            self._square_sums[number], self._digests[number] = found
+
+    @property
+    def summarises(self) -> bool:
+        """Whether that is what it waits for, maybe beside others."""
+        return bool(self._summarising)
+
+    def summarise(self) -> list[Summarise]:
+        """What of it takes long is for another thread: `summarised` follows."""
+        for number in self._unsummarised:
+            if self._blocks[number].elements * 4 > limits.SUMMARISED_AT_ONCE_BYTES:
+                self._summarising.add(number)
+        large = [number for number in self._unsummarised if number in self._summarising]
+        self._unsummarised = [n for n in self._unsummarised if n not in self._summarising]
+        step, attempt = self.place["step"], self.place["attempt"]
+        return [
+            Summarise(step, attempt, number, self._blocks[number], self.averages[number])
+            for number in large
+        ]
+
+    def summarised(self, block: int, summary: Summary) -> None:
+        """Norm and digest of a large block are there."""
+        self._summarising.discard(block)
+        self._square_sums[block], self._digests[block] = summary
 
     def _check_place(self, worker: str, node: Node) -> Share:
         if not is_node(node, self.microbatches):

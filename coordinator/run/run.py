@@ -50,6 +50,7 @@ from coordinator.run.progress import Progress
 from coordinator.run.restart import Resumption
 from coordinator.run.round import NonFinite
 from coordinator.run.saves import Saves
+from coordinator.run.summary import Summary
 from protocol.base.byte_size import byte_size
 from protocol.base.errors import ExitCode, OutOfPlace
 from protocol.base.fields import cut_text
@@ -114,6 +115,7 @@ class Event(Enum):
     REPLICA_APPLIED = auto()
     REPLAYED = auto()
     FELL_BEHIND = auto()
+    SUMMARISED = auto()
     DURABLE = auto()
     CHECKPOINTED = auto()
     STORAGE_FAILED = auto()
@@ -360,6 +362,10 @@ class Run:
         """A worker that nobody waits for reads so slowly that it is sent nothing after `step` steps
         any more: from there on it gets all from the log."""
         return self._on(Event.FELL_BEHIND, worker, step)
+
+    def summarised(self, step: int, attempt: int, block: int, summary: Summary) -> list[Action]:
+        """Norm and digest of a large block's averages are there."""
+        return self._on(Event.SUMMARISED, step, attempt, block, summary)
 
     def durable(self, step: int) -> list[Action]:
         """The commit of this step is on disk: now all may hear of it."""
@@ -609,8 +615,16 @@ class Run:
             return self.halt(f"step {self.step}: {outcome}")
         averaged: list[Action] = []
         if outcome is not None:
-            averaged = [outcome, *progress.credit(round_)]
+            averaged = [outcome, *progress.credit(round_), *round_.summarise()]
         return averaged + progress.release() + self._on(Event.ADVANCE)
+
+    def _summarised(self, step: int, attempt: int, block: int, summary: Summary) -> list[Action]:
+        round_ = self._agreed.progress.round
+        here = {"step": step, "attempt": attempt}
+        if round_ is None or not here.items() <= round_.place.items():
+            return []
+        round_.summarised(block, summary)
+        return self._on(Event.ADVANCE)
 
     def _captured(self, member: Member, message: CapturedRows, content: Bytes) -> list[Action]:
         progress = self._agreed.progress
@@ -958,6 +972,7 @@ class Run:
         (Event.REPLICA_APPLIED, _ignore, _replica, _replica, _replica, _replica),
         (Event.REPLAYED, _ignore, _replayed, _replayed, _replayed, _ignore),
         (Event.FELL_BEHIND, _ignore, _fell_behind, _fell_behind, _fell_behind, _ignore),
+        (Event.SUMMARISED, _ignore, _summarised, _ignore, _ignore, _ignore),
         (Event.DURABLE, _ignore, _durable, _ignore, _durable_in_halt, _durable_too_late),
         (Event.CHECKPOINTED, _saved, _saved, _saved, _saved, _saved),
         (Event.STORAGE_FAILED, _early_refused, _refused, _refused, _refused, _refused),

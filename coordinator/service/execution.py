@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -26,11 +27,13 @@ from coordinator.run.actions import (
     Report,
     Seed,
     Send,
+    Summarise,
 )
 from coordinator.run.facts import Fact, HeldOutMeasured, NodesPlanned, RunContinued
 from coordinator.run.kept import Bytes
 from coordinator.run.membership import MemberState
 from coordinator.run.run import Run
+from coordinator.run.summary import summary_of
 from coordinator.service.chronicle import record_of, records_of
 from coordinator.service.followers import Followers
 from coordinator.service.listener import (
@@ -264,6 +267,8 @@ class Execution:
                     self._lead(action.worker, None)
                 case Replay():
                     self._lead(action.worker, action)
+                case Summarise():
+                    self._spawn(self._summarise(action))
                 case Persist():
                     self._spawn(self._persist(action))
                 case Remember():
@@ -294,6 +299,11 @@ class Execution:
             self._storage.append(place_of(message), values)
         if self._tracer is not None:
             self._tracer.instant(f"send {type(message).__name__}", "coordinator")
+
+    async def _summarise(self, action: Summarise) -> None:
+        work = partial(summary_of, action.block, action.average)
+        summary = await asyncio.get_running_loop().run_in_executor(None, work)
+        self._do(self.run.summarised(action.step, action.attempt, action.number, summary))
 
     async def _persist(self, action: Persist) -> None:
         start, step = now_us(), action.record.commit.step

@@ -47,6 +47,8 @@ REPLAY_BYTES: Final = 64 * MIB
 """Of missed steps that a worker is sent before its whole state is taken to be the shorter way."""
 PARTIAL_SUMS_BYTES: Final = 64 * MIB
 """Of gradients that wait to be added to others; half of a step's, where that is more."""
+SUMMARISED_AT_ONCE_BYTES: Final = 16 * MIB
+"""Of averaged gradients, in the event loop; what is larger is for another thread."""
 SEND_QUEUE_BYTES: Final = 64 * MIB
 """What may wait for one slow reader, beside gradients and state, before it is dropped."""
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.run.round import NonFinite, Round
+from coordinator.run.summary import summary_of
 from protocol.base import limits
 from protocol.base.errors import OutOfPlace
 from protocol.exact.digest import weights_digest
@@ -375,3 +376,20 @@ def test_where_nodes_were_given_twice_each_way_of_counting_is_told():
         {"ann": (Node(0, 2),), "bob": (Node(2, 4),)},
         {"bob": (Node(0, 2), Node(2, 4))},
     )
+
+
+def test_a_large_block_is_summarised_by_another_thread_and_the_round_waits_for_it(monkeypatch):
+    monkeypatch.setattr(limits, "SUMMARISED_AT_ONCE_BYTES", BLOCKS[LAST].elements * 4)
+    round_ = Round(BLOCKS, 1, 1, 0, 0)
+    round_.assign("a", (Node(0, 1),))
+    asked = []
+    for block, chunk in chunks():
+        round_.payload("a", payload(Node(0, 1), block, chunk), values(Node(0, 1), block, chunk))
+        asked += round_.summarise()
+    round_.node_loss("a", node_loss(Node(0, 1)))
+    (large,) = asked
+    assert large.block == BLOCKS[0]
+    assert round_.summarises
+    assert not round_.complete
+    round_.summarised(large.number, summary_of(large.block, large.average))
+    assert_is_the_plain_sum(round_, 1, FLOAT32)
