@@ -92,6 +92,15 @@ FromStep = Annotated[
         min=0, metavar="N", help="With --resume: go back to the kept checkpoint of step N."
     ),
 ]
+From = Annotated[
+    Path | None,
+    typer.Option(
+        "--from",
+        metavar="DIR",
+        help="With --resume and a new --out: first bring the run back from its newest copy in DIR "
+        "(checkpoint.copies).",
+    ),
+]
 RunPath = Annotated[Path, typer.Argument(metavar="DIR", help="A run's directory.")]
 RunFile = Annotated[
     Path | None, typer.Option(metavar="RUN.yaml", help="Do this one run, then end.")
@@ -132,6 +141,7 @@ def serve(
     out: Out = None,
     resume: Resume = False,
     from_step: FromStep = None,
+    from_copies: From = None,
     run: RunFile = None,
     task: Task = None,
     model: Model = None,
@@ -169,6 +179,7 @@ def serve(
         expect_workers=expected,
         out=out,
         resume=resume,
+        from_copies=from_copies,
         from_step=from_step,
         spec=spec,
         local_workers=local_workers,

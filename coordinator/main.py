@@ -32,6 +32,7 @@ from coordinator.run.facts import Fact
 from coordinator.service.accepted_run import given_up_runs, unfinished_runs
 from coordinator.service.listener import Draining
 from coordinator.service.service import Service, Settings
+from coordinator.storage.copies import bring_back
 from coordinator.storage.run_directory import RunDirectory
 from protocol.base.errors import ExitCode, SamestepError, StorageFailed, UsageError
 from protocol.exact.subnormals import check_subnormals
@@ -66,6 +67,7 @@ class CoordinatorOptions:
     spec: RunSpec | None
     resume: bool
     from_step: int | None
+    from_copies: Path | None
     local_workers: int
     local_backend: str
     local_devices: tuple[int | str, ...]
@@ -89,6 +91,8 @@ def main(options: CoordinatorOptions) -> int:
 
 
 async def _serve(options: CoordinatorOptions, journal: SystemJournal | None) -> int:
+    if options.from_copies is not None:
+        _bring_back(options, options.from_copies)
     directory = _directory(options)
     alone = options.resume and RunDirectory(directory).read_run_file() is not None
     # Before anything is made: a mistake in the data leaves nothing behind.
@@ -181,6 +185,13 @@ def _directory(options: CoordinatorOptions) -> Path:
     if options.resume and options.spec is None and not directory.is_dir():
         raise UsageError(f"expected runs to resume in {str(directory)!r}, found no such directory")
     return directory
+
+
+def _bring_back(options: CoordinatorOptions, copies: Path) -> None:
+    if not options.resume or options.out is None:
+        raise UsageError("--from needs --resume and --out: the directory that the run gets")
+    step = bring_back(copies, options.out)
+    print(f"coordinator: brought back from {str(copies)!r}: the run goes on after step {step}")
 
 
 def _check_free(directory: Path) -> None:

@@ -35,6 +35,7 @@ from coordinator.run.facts import (
 from coordinator.run.run import Run
 from coordinator.service.execution import Execution
 from coordinator.service.listener import (
+    CopyFailed,
     Draining,
     InternalError,
     LogUnreadable,
@@ -74,6 +75,7 @@ _TOLD: Final[dict[type[Fact], str]] = {
     StepRestarted: "step {step} is started anew: a worker left before its state was compared",
     RunHalted: "HALTED at step {step}: {reason}",
     RunContinued: "continued at step {step}",
+    CopyFailed: "the checkpoint after step {step} is not copied to {to}: {error}",
     Draining: "draining: the step in progress is finished first",
     LoopHeld: "the coordinator heard nobody for {held_ms} ms: its event loop was held",
     InternalError: "internal error: {error}",
@@ -90,6 +92,7 @@ _PRIORITIES: Final[dict[type, Priority]] = {
     WorkerLate: Priority.NOTICE,
     WorkerPutAside: Priority.WARNING,
     RedoneOtherwise: Priority.WARNING,
+    CopyFailed: Priority.ERROR,
     LogUnreadable: Priority.ERROR,
     RunHalted: Priority.ERROR,
     LoopHeld: Priority.WARNING,

@@ -25,7 +25,7 @@ from coordinator.run.facts import (
 )
 from coordinator.run.restart import CommitRecord
 from coordinator.run.run import Run
-from coordinator.service.listener import InternalError, LogUnreadable, RunFails
+from coordinator.service.listener import CopyFailed, InternalError, LogUnreadable, RunFails
 from coordinator.storage.journal_records import (
     Committed,
     Evaluated,
@@ -48,6 +48,7 @@ _RESPONSES: Final[dict[type[Fact], tuple[str, str]]] = {
     RedoneOtherwise: ("redone_otherwise", "it goes on: all replicas are equal"),
     LogUnreadable: ("log_unreadable", "the worker gets the whole state"),
     NodesSpeculated: ("speculated", "idle workers compute the same nodes; whoever is first counts"),
+    CopyFailed: ("copy_failed", "the run goes on; the next checkpoint is copied again"),
     StepRestarted: ("restarted", "the step starts anew"),
     InternalError: ("internal_error", "the run ends"),
     RunFails: ("failed", "the run can be resumed"),

@@ -37,7 +37,9 @@ from coordinator.run.summary import summary_of
 from coordinator.service.chronicle import record_of, records_of
 from coordinator.service.followers import Followers
 from coordinator.service.listener import (
+    CheckpointCopied,
     CheckpointSaved,
+    CopyFailed,
     InternalError,
     Listener,
     LogUnreadable,
@@ -47,6 +49,7 @@ from coordinator.service.memory_room import check_memory
 from coordinator.service.replica_keeper import ReplicaKeeper, ReplicaState
 from coordinator.service.result import write_result
 from coordinator.storage.checkpoint import Checkpoint
+from coordinator.storage.copies import copy_checkpoint
 from coordinator.storage.journal_records import Checkpointed, Commanded
 from coordinator.storage.log_records import place_of
 from coordinator.storage.recovery import Recovery
@@ -126,6 +129,7 @@ class Execution:
         self._storage = storage
         self._exchange = run.spec.exchange
         self._followers = Followers(sessions, self._exchange.averages, run.step)
+        self._copying: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._led: dict[str, asyncio.Task[None]] = {}
         self._news = asyncio.Event()
@@ -372,7 +376,25 @@ class Execution:
         )  # fmt: skip
         self._storage.record([record])
         self._tell(CheckpointSaved(step))
+        for place in self.run.spec.checkpoint.copies:
+            task = asyncio.create_task(self._copy(step, place, self._copying))
+            self._copying = task
+            self._tasks.add(task)
+            task.add_done_callback(self._done)
         self._do(self.run.checkpointed(step))
+
+    async def _copy(self, step: int, place: str, before: asyncio.Task[None] | None) -> None:
+        """Copy a checkpoint, one after the other; what goes wrong holds up nobody."""
+        if before is not None:
+            await before
+        keep = self.run.spec.checkpoint.keep_last
+        try:
+            directory, to = self._storage.directory, Path(place)
+            await asyncio.to_thread(copy_checkpoint, directory, step, to, keep)
+        except (SamestepError, OSError) as error:
+            self._tell(CopyFailed(step, place, text_of(error)))
+        else:
+            self._tell(CheckpointCopied(step, place))
 
     # Workers on their way to the run's state.
 
@@ -496,6 +518,8 @@ class Execution:
             self.outcome = Finish("failed", reason, ExitCode.FAILED)
         if self.outcome.outcome == "failed":
             self._tell(RunFails(self.outcome.reason))
+        if self._copying is not None:
+            await self._copying
         message = EndRun(run_id=self.run.run_id, reason=cut_text(self.outcome.reason))
         try:
             for member in self.run.members:

@@ -120,6 +120,25 @@ class LoopHeld(Fact):
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointCopied(Fact):
+    """A copy of a checkpoint is whole in another directory."""
+
+    event = "checkpoint_copied"
+    step: int
+    to: str
+
+
+@dataclass(frozen=True, slots=True)
+class CopyFailed(Fact):
+    """A checkpoint could not be copied to another directory; the run goes on."""
+
+    event = "copy_failed"
+    step: int
+    to: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
 class Draining(Fact):
     """The step in progress is finished, then the service ends."""
 

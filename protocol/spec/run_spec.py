@@ -335,6 +335,12 @@ class CheckpointSpec(_Section):
         description="keep the first state and the gradients of every step, so that an audit can "
         "replay them all",
     )
+    copies: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (),
+        max_length=8,
+        description="directories on other disks or machines that get a copy of each checkpoint; "
+        "--resume --from goes on from one",
+    )
 
 
 class RunSpec(_Section):
@@ -397,6 +403,10 @@ class RunSpec(_Section):
         return self
 
     def _check_text_task(self) -> None:
+        if self.captures and self.checkpoint.copies:
+            raise ValueError(
+                "checkpoint.copies holds no captured logits: copy the directory 'logits' in the end"
+            )
         if self.model is None or self.data is None:
             missing, key = (
                 ("model", "model.source=DIR") if self.model is None else ("data", "data.train=FILE")

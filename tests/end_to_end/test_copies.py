@@ -1,0 +1,53 @@
+"""The coordinator's disk is lost; the run goes on elsewhere, from a copy, to the same bits."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+
+from tests.cluster import Cluster
+from tests.end_to_end.test_restart import ANYWHERE, LOCAL, one_line, result_of, run
+from tests.free_ports import free_address
+
+SPEC = """
+task: scripted
+steps: 60
+batch: {samples: 8, microbatch: 1}
+checkpoint: {every: 10, copies: [%s]}
+"""
+
+
+def test_a_run_goes_on_without_the_coordinator_s_disk(tmp_path):
+    copies = tmp_path / "copies"
+    spec = tmp_path / "run.yaml"
+    spec.write_text(SPEC % copies)
+    job = "--run", str(spec)
+    undisturbed = tmp_path / "undisturbed"
+    none = ("--set", "checkpoint.copies=[]")
+    ended = run(*ANYWHERE, *job, *none, *LOCAL, "--out", str(undisturbed))
+    assert ended.returncode == 0, ended.stderr
+
+    at = ("--bind", free_address(), "--control", "127.0.0.1:0", "--expect-workers", "1")
+    with Cluster(tmp_path / "lost", *at, *job) as first:
+        worker = first.held_worker("w0", 41, "--backend", "scripted")
+        worker.reached()
+        first.wait_for("checkpoint_copied", step=40)
+        first.coordinator.send_signal(signal.SIGKILL)
+        first.wait_for_exit(first.coordinator)
+        first.workers["w0"].kill()
+    shutil.rmtree(tmp_path / "lost")
+    kept = sorted(path.name for path in next(copies.iterdir()).iterdir())
+    assert kept == ["after-0000000030", "after-0000000040"]
+
+    elsewhere = tmp_path / "elsewhere"
+    arguments = (*ANYWHERE, *LOCAL, "--out", str(elsewhere), "--resume")
+    ended = run(*arguments, "--from", str(copies))
+    assert ended.returncode == 0, ended.stderr
+    assert "goes on after step 40" in ended.stdout
+    for key in ("weights_digest", "losses"):
+        assert result_of(elsewhere)[key] == result_of(undisturbed)[key]
+    audited = run("audit", str(elsewhere))
+    assert audited.returncode == 0, audited.stdout
+    again = run(*arguments, "--from", str(copies))
+    assert again.returncode == 2
+    assert "holds a run already" in one_line(again)
