@@ -66,7 +66,9 @@ function moment(text) {
 // What is known of a run, brought up to date: only what is new comes over.
 async function follow(run) {
   const known = shown.histories[run];
-  const after = known ? Math.min(...Object.keys(CURVES).map(name => known[name].full)) : 0;
+  // A journal of an older release has no norm and no rate: what is empty does not count.
+  const full = Object.keys(CURVES).flatMap(name => known?.[name].step.length ? [known[name].full] : []);
+  const after = full.length ? Math.min(...full) : 0;
   const query = new URLSearchParams({ after });
   if (run) query.set("run", run);
   const news = await read(`history?${query}`);
