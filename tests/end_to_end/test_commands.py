@@ -270,6 +270,18 @@ def test_a_service_that_is_drained_ends_with_0_whatever_came_of_its_runs(tmp_pat
         assert cluster.wait_for_exit(cluster.coordinator) == 0
 
 
+def test_a_halted_run_that_is_drained_says_how_to_go_on(tmp_path, scripted):
+    with Cluster(tmp_path, "--expect-workers", "1", *scripted) as cluster:
+        cluster.held_worker("w0", 3, "--backend", "scripted").reached()
+        for word in ("/halt", "/drain"):
+            cluster.ask("POST", word, {})
+        assert cluster.wait_for_exit(cluster.coordinator) == 1
+        assert cluster.coordinator.stderr is not None
+        told = cluster.coordinator.stderr.read()
+    again = f"go on with it: coordinator --resume --out {tmp_path / 'out'}"
+    assert f"coordinator: halted: halted by the operator; {again}" in told
+
+
 def test_a_worker_that_is_told_to_end_finishes_its_part(tmp_path, scripted):
     with Cluster(tmp_path, "--expect-workers", "2", *scripted) as cluster:
         cluster.worker("w0", "--backend", "scripted")
