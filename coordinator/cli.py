@@ -18,7 +18,7 @@ from protocol import __version__
 from protocol.base.address import parse_address
 from protocol.base.device_name import parse_devices
 from protocol.base.errors import ExitCode, SamestepError, UsageError
-from protocol.host.command_line import check_options_follow
+from protocol.host.command_line import check_options_follow, check_writable
 from protocol.host.system_journal import write_error
 from protocol.wire.discovery import check_name
 
@@ -357,8 +357,7 @@ def report(
     target = output or directory / "report.html"
     if not directory.is_dir():
         raise UsageError(f"expected a run in {str(directory)!r}, found no such directory")
-    if target.is_dir() or not os.access(target.parent, os.W_OK):  # before an audit of minutes
-        raise UsageError(f"--output: expected a file that can be written, got {str(target)!r}")
+    check_writable(target, "--output")  # before an audit of minutes
     audited = None if is_held(directory) else _audited(directory)  # its files change
     replace_file(target, report_on(directory, audited).encode())
     typer.echo(str(target))

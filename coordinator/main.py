@@ -37,7 +37,7 @@ from coordinator.storage.run_directory import RunDirectory
 from protocol.base.errors import ExitCode, SamestepError, StorageFailed, UsageError
 from protocol.exact.subnormals import check_subnormals
 from protocol.host.allocator import keep_freed_memory
-from protocol.host.command_line import end_on_signals
+from protocol.host.command_line import check_writable, end_on_signals
 from protocol.host.supervisor import Supervisor
 from protocol.host.system_journal import SystemJournal
 from protocol.spec.run_spec import RunSpec
@@ -83,6 +83,8 @@ def main(options: CoordinatorOptions) -> int:
         SamestepError: The process cannot start.
     """
     check_subnormals("the coordinator")
+    if options.address_file is not None:
+        check_writable(options.address_file, "--address-file")
     keep_freed_memory()
     journal = None if options.log_json else SystemJournal.behind("coordinator")
     set_up_logging(journal, as_json=options.log_json)

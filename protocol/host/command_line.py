@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 from protocol.base.errors import ExitCode, UsageError
@@ -71,6 +72,16 @@ def end_with_standard_input(command: str) -> None:
         os._exit(ExitCode.FAILED)
 
     threading.Thread(target=watch, daemon=True, name="standard input").start()
+
+
+def check_writable(path: Path, option: str) -> None:
+    """See that a file can be written, before anything is done for what it is to hold.
+
+    Raises:
+        UsageError: It cannot.
+    """
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UsageError(f"{option}: expected a file that can be written, got {str(path)!r}")
 
 
 def check_options_follow(context: Context) -> None:

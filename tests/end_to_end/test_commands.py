@@ -351,10 +351,11 @@ def test_a_run_outlives_its_audience(tmp_path):
 
 @pytest.mark.parametrize("option", ["--address-file", "--trace"])
 def test_a_file_that_cannot_be_written(tmp_path, option):
-    path = str(tmp_path / "no/such/file")
-    ended = coordinator(tmp_path, "--expect-workers", "1", option, path)
-    assert ended.returncode == 2
-    assert option in one_line(ended)
+    for path in (tmp_path / "no/such/file", tmp_path):
+        ended = called_coordinator(tmp_path, "--expect-workers", "1", option, str(path))
+        assert ended.returncode == 2
+        assert option in one_line(ended)
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_longest_name_of_a_run(tmp_path):
