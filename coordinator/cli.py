@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coordinator import token_cli
+from coordinator.resume_line import usual_name
 from protocol import __version__
 from protocol.base.address import parse_address
 from protocol.base.device_name import parse_devices
@@ -175,7 +175,7 @@ def serve(
         bind=bind_at,
         control=control_at,
         plaintext=plaintext,
-        name=_announced_name(name) if announce else "",
+        name=(check_name(name, "--name") if name else usual_name()) if announce else "",
         expect_workers=expected,
         out=out,
         resume=resume,
@@ -202,16 +202,6 @@ def _local_devices(
             f"--backend and --local-workers {local_workers}"
         )
     return local_backend, local_devices
-
-
-def _announced_name(name: str) -> str:
-    """The flag, else the host's name as far as it can be one."""
-    if name:
-        return check_name(name, "--name")
-    host = "".join(
-        c if c.isalnum() and c.isascii() else "-" for c in socket.gethostname().partition(".")[0]
-    )
-    return host.strip("-")[:40] or "coordinator"
 
 
 def _expected(expect_workers: int | None, local_workers: int, *, resume: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -11,6 +12,13 @@ if TYPE_CHECKING:
 
 _BIND: Final = ("127.0.0.1", 9000)
 _CONTROL: Final = ("127.0.0.1", 9001)
+
+
+def usual_name() -> str:
+    """Of a coordinator whose user names none: the host's, as far as it can be one."""
+    host = socket.gethostname().partition(".")[0]
+    plain = "".join(c if c.isalnum() and c.isascii() else "-" for c in host)
+    return plain.strip("-")[:40] or "coordinator"
 
 
 def resume_line(
@@ -29,6 +37,10 @@ def resume_line(
         words += ["--bind", _shown(bind)]
     if control != _CONTROL:
         words += ["--control", _shown(control)]
+    if options.name not in ("", usual_name()):
+        words += ["--name", options.name]
+    if not options.name:
+        words.append("--no-announce")
     if options.plaintext:
         words.append("--plaintext")
     if options.local_workers:

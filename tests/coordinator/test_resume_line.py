@@ -17,6 +17,8 @@ from coordinator.resume_line import resume_line
     "given",
     [
         "--local-workers 2 --backend cpu",
+        "--expect-workers 2 --bind 0.0.0.0:9000 --name box",
+        "--expect-workers 2 --no-announce",
         "--expect-workers 3 --bind 0.0.0.0:9100 --control 127.0.0.1:9101 --plaintext",
         "--local-workers 2 --gpus 0,1 --expect-workers 4 --bind [::1]:9000",
     ],
@@ -34,7 +36,7 @@ def test_the_line_asks_for_the_same_again(given, monkeypatch):
     words = shlex.split(line)
     assert words[:4] == ["coordinator", "--resume", "--out", "a dir"]
     assert CliRunner().invoke(app, words[1:]).exit_code == 0
-    for name in ("bind", "control", "plaintext", "expect_workers", "out", "local_workers",
+    for name in ("name", "bind", "control", "plaintext", "expect_workers", "out", "local_workers",
                  "local_devices"):  # fmt: skip
         assert getattr(seen[1], name) == getattr(seen[0], name), name
     assert not seen[0].local_workers or seen[1].local_backend == seen[0].local_backend
