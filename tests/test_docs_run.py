@@ -30,7 +30,9 @@ scripted: {blocks: 2, block_bytes: 64, samples: 64}
 checkpoint: {every: 20, keep_last: 100}
 """
 NEED_CARDS = re.compile(r"--gpus|vulkan")
-RUN_ELSEWHERE = re.compile(r"reviews|classify|curve|spam-1/adapter|teacher|student|--from COPIES")
+RUN_ELSEWHERE = re.compile(
+    r"reviews|classify|curve|spam-1/adapter|teacher|student|--from COPIES|logits"
+)
 """The tutorial's below; captures, students and copies in `end_to_end`."""
 ADDRESS = re.compile(r"(0\.0\.0\.0|127\.0\.0\.1|192\.168\.1\.20|HOST):(9000|PORT)")
 

@@ -27,3 +27,22 @@ def show(
 
     for line in sample_lines(file, samples, rows, tokens):
         typer.echo(line)
+
+
+@app.command("import")
+def import_(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="DistillKit's Parquet.")],
+    config: Annotated[
+        Path, typer.Option(metavar="FILE", help="Its compression, as YAML or JSON: d, k, exact_k.")
+    ],
+    tokenizer: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where the teacher's tokenizer.json lies.")
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="DIR", help="A new directory, for data.train.")
+    ],
+) -> None:
+    """Make a capture of logits that DistillKit has written, for task distil."""
+    from worker.tasks.distillkit import import_distillkit
+
+    typer.echo(f"data.train: {import_distillkit(files, config, tokenizer, out)}")

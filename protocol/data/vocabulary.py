@@ -23,6 +23,12 @@ def vocabulary_digest(tokens: Mapping[str, int]) -> str:
 
 def digest_of_file(path: Path) -> str | None:
     """The digest of a `tokenizer.json`; None where there is none that is known here."""
+    tokens = tokens_of_file(path)
+    return None if tokens is None else vocabulary_digest(tokens)
+
+
+def tokens_of_file(path: Path) -> dict[str, int] | None:
+    """The pieces of a `tokenizer.json` with their numbers; None as above."""
     try:
         document = json.loads(path.read_bytes())
         vocabulary = document["model"]["vocab"]
@@ -33,4 +39,4 @@ def digest_of_file(path: Path) -> str | None:
             tokens[str(added["content"])] = int(added["id"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return vocabulary_digest(tokens)
+    return tokens

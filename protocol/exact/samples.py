@@ -61,8 +61,7 @@ class SampleOrder:
         self._seed = seed
         self._samples = samples
         self._batch = batch
-        self._cached_epoch = -1
-        self._permutation: NDArray[np.int64] = np.empty(0, np.int64)
+        self._permutations: dict[int, NDArray[np.int64]] = {}
 
     @property
     def steps_per_epoch(self) -> int:
@@ -97,10 +96,11 @@ class SampleOrder:
         return lo, min(lo + self._batch.samples, self._samples)
 
     def _epoch_order(self, epoch: int) -> NDArray[np.int64]:
-        if epoch != self._cached_epoch:
-            self._permutation = self._permuted(epoch)
-            self._cached_epoch = epoch
-        return self._permutation
+        if epoch not in self._permutations:
+            # Who looks ahead at the end of an epoch goes to and fro between two.
+            kept = list(self._permutations.items())[-1:]
+            self._permutations = dict([*kept, (epoch, self._permuted(epoch))])
+        return self._permutations[epoch]
 
     def _permuted(self, epoch: int) -> NDArray[np.int64]:
         if not self._row_groups:

@@ -1,0 +1,39 @@
+"""`worker logits`: captured logits as lines for a person."""
+
+from __future__ import annotations
+
+import json
+
+from typer.testing import CliRunner
+
+from protocol.spec.capture_layout import CaptureLayout
+from tests.made_up_capture import capture_of
+from worker.cli import app
+
+
+def test_a_sample_is_shown_with_its_tokens(tmp_path):
+    layout = CaptureLayout(tokens=6, vocabulary=50, top_k=4)
+    logits = capture_of(tmp_path, layout, 2, steps_of_a_file=2)
+    vocabulary = {f"word{number}": number for number in range(50)}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "word0"}
+    document = {"version": "1.0", "added_tokens": [], "model": model}
+    (logits / "tokenizer.json").write_text(json.dumps(document))
+    asked = ["logits", "show", str(logits / "00000.parquet"), "--samples", "2", "--rows", "3"]
+    shown = CliRunner().invoke(app, asked)
+    assert shown.exit_code == 0, shown.output
+    lines = shown.output.splitlines()
+    assert "16 samples in 2 row groups; of each token the 4 largest of 50 logits" in lines[0]
+    assert [line for line in lines if line.startswith("sample")] == [
+        "sample 0: 6 rows", "sample 1: 6 rows",
+    ]  # fmt: skip
+    row = lines[3]
+    assert "word" in row
+    assert "the teacher: " in row
+    assert "; all others 0.1" in row
+
+
+def test_without_a_tokenizer_tokens_are_numbers(tmp_path):
+    layout = CaptureLayout(tokens=6, vocabulary=50, top_k=4)
+    logits = capture_of(tmp_path, layout, 1, steps_of_a_file=1)
+    shown = CliRunner().invoke(app, ["logits", "show", str(logits / "00000.parquet")])
+    assert "token " in shown.output.splitlines()[3]
