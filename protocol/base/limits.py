@@ -49,6 +49,8 @@ PARTIAL_SUMS_BYTES: Final = 64 * MIB
 """Of gradients that wait to be added to others; half of a step's, where that is more."""
 SUMMARISED_AT_ONCE_BYTES: Final = 16 * MIB
 """Of averaged gradients, in the event loop; what is larger is for another thread."""
+RECEIVED_AHEAD_BYTES: Final = 64 * MIB
+"""Of state and averages that wait for a worker's engine, before it reads no more."""
 SEND_QUEUE_BYTES: Final = 64 * MIB
 """What may wait for one slow reader, beside gradients and state, before it is dropped."""
 

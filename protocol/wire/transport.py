@@ -57,6 +57,7 @@ class Channel(asyncio.BufferedProtocol):
         self._waiting_bytes = 0
         self._awaiting_room: list[asyncio.Future[None]] = []
         self._writable = True
+        self.paused = False
         self._error: ProtocolError | None = None
         self._reason = ""
         self._closing = False
@@ -145,6 +146,19 @@ class Channel(asyncio.BufferedProtocol):
             self.abort(f"too slow: {self._queued_bytes} bytes wait to be read")
         else:
             self._pump()
+
+    def pause(self) -> None:
+        """Read nothing, until `resume`; the peer's messages wait with it."""
+        if not self.paused and self._transport is not None and not self._closing:
+            self.paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read on."""
+        if self.paused and self._transport is not None and not self._closing:
+            self.paused = False
+            self.last_received_s = self._clock()
+            self._transport.resume_reading()
 
     def goodbye(self, reason: str, *, retry: bool, exit_code: int = 0) -> None:
         """Say why, then close once that is written."""

@@ -118,6 +118,7 @@ class Transport(asyncio.Transport):
         super().__init__()
         self.process = process
         self.held = False
+        self._unread = False
         self.lost = False
         self._network = network
         self._clock = network.clock
@@ -144,6 +145,13 @@ class Transport(asyncio.Transport):
         assert high is not None
         assert low is None
         self._high_water_bytes = high
+
+    def pause_reading(self) -> None:
+        self._unread = True
+
+    def resume_reading(self) -> None:
+        self._unread = False
+        self.pump()
 
     def is_closing(self) -> bool:
         return self._closing
@@ -197,7 +205,7 @@ class Transport(asyncio.Transport):
 
     def pump(self) -> None:
         """What is on its way will arrive."""
-        if self._due or self.held or self._protocol is None:
+        if self._due or self.held or self._unread or self._protocol is None:
             return
         # An end that is known already, or that waits for what is still to be sent, is no news.
         ends = self._ends == "reset" or (self._ends and not self._closing)
@@ -220,7 +228,7 @@ class Transport(asyncio.Transport):
 
     def _arrive(self) -> None:
         self._due = False
-        if self.held:
+        if self.held or self._unread:
             return
         rng = self._clock.rng
         if self._coming and not self._closing:

@@ -99,6 +99,7 @@ class Client:
         self._leaving: act.Leave | None = None
         self._stop = asyncio.Event()
         self._draining = False
+        self._given_bytes = 0
 
     async def serve(self) -> ExitCode:
         """Connect, again and again; gives the exit code.
@@ -258,7 +259,7 @@ class Client:
             if not self._session.name:
                 if silent_s * 1000 > limits.HANDSHAKE_TIMEOUT_MS:
                     channel.abort(f"no answer to the handshake for {silent_s:.0f} s")
-            elif silent_s * 1000 > limits.LIVENESS_TIMEOUT_MS:
+            elif silent_s * 1000 > limits.LIVENESS_TIMEOUT_MS and not channel.paused:
                 channel.abort(f"the coordinator was silent for {silent_s:.0f} s")
             else:
                 channel.send(Heartbeat())
@@ -347,9 +348,12 @@ class Client:
             case act.CancelNode():
                 device.cancel_node(action.place, action.node)
             case act.Apply():
-                device.apply(action.averages, action.scalars)
+                length = sum(values.nbytes for values in action.averages)
+                device.apply(action.averages, action.scalars, self._taken(length))
             case act.LoadChunk():
-                device.load_chunk(action.kind, action.block, action.chunk, action.values)
+                values = action.values
+                taken = self._taken(values.nbytes)
+                device.load_chunk(action.kind, action.block, action.chunk, values, taken)
             case act.Restore():
                 device.restore(action.step, action.optimizer_step)
             case act.Evaluate():
@@ -364,6 +368,27 @@ class Client:
                 self._tell(action.text)
             case act.Leave():
                 self._leave(action)
+
+    def _taken(self, length_bytes: int) -> engine.Taken:
+        """The engine is given so much: as long as that is a lot no more is read, so that it waits
+        where it is on disk, at the coordinator.
+
+        Returns:
+            To be called in the engine's thread, when it has that.
+        """
+        self._given_bytes += length_bytes
+        if self._given_bytes > limits.RECEIVED_AHEAD_BYTES and self._channel is not None:
+            self._channel.pause()
+
+        def taken() -> None:
+            self._loop.call_soon_threadsafe(self._took, length_bytes)
+
+        return taken
+
+    def _took(self, length_bytes: int) -> None:
+        self._given_bytes -= length_bytes
+        if self._given_bytes <= limits.RECEIVED_AHEAD_BYTES and self._channel is not None:
+            self._channel.resume()
 
     def _transmit(self, action: act.Transmit) -> None:
         if self._channel is None:

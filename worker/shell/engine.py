@@ -65,6 +65,14 @@ _STEPS_AHEAD: Final = 8
 _APPLIES: Final = "the worker's thread that applies updates"
 
 
+Taken = Callable[[], None]
+"""Called in the engine's thread when it needs no more of what it was given."""
+
+
+def _nobody_waits() -> None:
+    pass
+
+
 def _build_failed(run_id: str, spec: RunSpec, error: Exception) -> BuildFailed:
     """What a task or a library under it raised; another machine may have the memory."""
     told = f"the task {spec.task!r} cannot be built: {(words := in_words(error))}"
@@ -159,13 +167,17 @@ class Engine:
         """Abandon this node, and no other."""
         self._cancelled = {*self._cancelled, (place, node)}
 
-    def apply(self, averages: list[Array], scalars: StepScalars | None) -> None:
-        """Take the step, or skip it without scalars; gives Applied."""
-        self._submit(lambda: self._apply(averages, scalars))
+    def apply(
+        self, averages: list[Array], scalars: StepScalars | None, taken: Taken = _nobody_waits
+    ) -> None:
+        """Take the step, or skip it without scalars; gives Applied. Then `taken` is called."""
+        self._submit(lambda: self._apply(averages, scalars), taken)
 
-    def load_chunk(self, kind: PartKind, block: int, chunk: int, values: Array) -> None:
-        """Take a chunk of another replica's state."""
-        self._submit(lambda: self._load_chunk(kind, block, chunk, values))
+    def load_chunk(
+        self, kind: PartKind, block: int, chunk: int, values: Array, taken: Taken = _nobody_waits
+    ) -> None:
+        """Take a chunk of another replica's state. Then `taken` is called, in this thread."""
+        self._submit(lambda: self._load_chunk(kind, block, chunk, values), taken)
 
     def restore(self, step: int, optimizer_step: int) -> None:
         """All chunks are there; gives Applied."""
@@ -189,16 +201,18 @@ class Engine:
 
     # In the engine's thread.
 
-    def _submit(self, work: Callable[[], object]) -> None:
-        self._thread.submit(lambda: self._guarded(work))
+    def _submit(self, work: Callable[[], object], done: Taken = _nobody_waits) -> None:
+        self._thread.submit(lambda: self._guarded(work, done))
 
-    def _guarded(self, work: Callable[[], object]) -> Iterator[None]:
+    def _guarded(self, work: Callable[[], object], done: Taken) -> Iterator[None]:
         try:
             pieces = work()
             if isinstance(pieces, Iterator):
                 yield from pieces
         except Exception as error:  # noqa: BLE001 -- whatever it is, the shell must hear of it
             self._emit(DeviceFailed(error))
+        finally:
+            done()
 
     def _free(self) -> None:
         if self._job is not None:

@@ -1,0 +1,53 @@
+"""A worker whose engine is slow reads no more than it can use: the coordinator keeps the rest."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Final
+
+from protocol.base import limits
+from tests.event_loop import on_uvloop
+from tests.live_service import live_service, scripted_spec
+from tests.resident_memory import MIB
+
+BLOCKS: Final = 3
+STEP_BYTES: Final = BLOCKS * MIB // 4
+HELD_AT: Final = 2
+
+
+@on_uvloop
+async def test_what_waits_for_a_slow_engine_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "RECEIVED_AHEAD_BYTES", STEP_BYTES)
+    spec = scripted_spec(
+        steps=60,
+        batch={"samples": 2, "microbatch": 1},
+        scripted={"blocks": BLOCKS, "block_bytes": STEP_BYTES // BLOCKS, "samples": 64},
+    )
+    async with live_service(tmp_path, 2) as live:
+        run_id = live.service.submit(spec)
+        live.worker("w0")
+        client = live.worker("w1")
+        go_on, most_bytes = threading.Event(), 0
+        apply, taken = client._engine._apply, client._taken
+
+        def hold(*given: Any) -> None:
+            apply(*given)
+            if client._engine._built().replica.step == HELD_AT:
+                go_on.wait()
+
+        def noted(length_bytes: int) -> Any:
+            nonlocal most_bytes
+            told = taken(length_bytes)
+            most_bytes = max(most_bytes, client._given_bytes)
+            return told
+
+        monkeypatch.setattr(client._engine, "_apply", hold)
+        monkeypatch.setattr(client, "_taken", noted)
+        try:
+            await live.result(run_id)
+            # The step that it is at, and one more: it was told of sixty.
+            assert STEP_BYTES < most_bytes <= 2 * STEP_BYTES
+            assert client._channel is not None
+            assert client._channel.paused
+        finally:
+            go_on.set()
