@@ -9,11 +9,8 @@ import contextlib
 import http.client
 import itertools
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,8 +18,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from coordinator.operator.control_client import control_token
+from tests.processes import ROOT, Process, start
 
-ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "deploy" / "runs"
 PATIENCE_S = 200.0
 """For whatever has to come: only a test that fails waits so long."""
@@ -71,7 +68,7 @@ class Cluster:
         self._changed = threading.Condition()
         self._all_read = False
         self._holds: list[Hold] = []
-        self.workers: dict[str, subprocess.Popen[str]] = {}
+        self.workers: dict[str, Process] = {}
         self.coordinator = start(
             "coordinator", "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
             "--address-file", str(self._address_file), "--out", str(directory / "out"), *arguments,
@@ -110,7 +107,7 @@ class Cluster:
         *arguments: str,
         environment: Mapping[str, str] | None = None,
         cwd: Path = ROOT,
-    ) -> subprocess.Popen[str]:
+    ) -> Process:
         """Start a worker."""
         process = start(
             "worker", "--coordinator", self.address["data"], "--name", name, *arguments,
@@ -196,7 +193,7 @@ class Cluster:
         document: dict[str, Any] = json.loads((self.directory / "out/result.json").read_text())
         return document
 
-    def wait_for_exit(self, process: subprocess.Popen[str]) -> int:
+    def wait_for_exit(self, process: Process) -> int:
         """The exit code."""
         return process.wait(PATIENCE_S)
 
@@ -252,29 +249,6 @@ class Cluster:
                 yield from _server_sent(response)
 
 
-def start(
-    module: str,
-    *arguments: str,
-    environment: Mapping[str, str] | None = None,
-    cwd: Path = ROOT,
-) -> subprocess.Popen[str]:
-    """One of the two commands as a process."""
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
-        cwd=cwd,
-        env={
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": str(ROOT),
-            **(environment or {}),
-        },
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def _server_sent(response: http.client.HTTPResponse) -> Iterator[tuple[str, dict[str, Any]]]:
     number = ""
     for line in response:
@@ -284,5 +258,5 @@ def _server_sent(response: http.client.HTTPResponse) -> Iterator[tuple[str, dict
             yield number, json.loads(line.removeprefix(b"data: "))
 
 
-def _streams(process: subprocess.Popen[str]) -> Iterator[Any]:
+def _streams(process: Process) -> Iterator[Any]:
     return (stream for stream in (process.stdout, process.stderr) if stream is not None)

@@ -8,7 +8,8 @@ import pytest
 
 from backends.wgpu.device.adapters import adapters
 from tests.booted_machine import COORDINATOR_HOME, INSTALLED, booted_machine
-from tests.cluster import PATIENCE_S, start
+from tests.cluster import PATIENCE_S
+from tests.processes import start
 
 COORDINATOR = "samestep-coordinator.service"
 WORKERS = ("samestep-worker@scripted:20.service", "samestep-worker@scripted:21.service")

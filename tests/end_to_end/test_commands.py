@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import PATIENCE_S, ROOT, RUNS, Cluster, start
+from tests.cluster import PATIENCE_S, ROOT, RUNS, Cluster
 from tests.commands import called
 from tests.free_ports import free_address
+from tests.processes import start
 
 LOOPBACK = ("--bind", "127.0.0.1:0", "--control", "127.0.0.1:0")
 

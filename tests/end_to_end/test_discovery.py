@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from coordinator.members.credentials import CoordinatorCredentials
 from tests.cluster import PATIENCE_S, Cluster
 from tests.network_hosts import Network, network
+from tests.processes import Process
 
 SPEC = "task: scripted\nsteps: 3\nbatch: {samples: 4, microbatch: 1}\n"
 WORKER = ("worker", "--backend", "scripted", "--name", "w")
@@ -56,7 +56,7 @@ def announced(cluster: Cluster) -> None:
     assert any('"event": "announced"' in line for line in cluster.coordinator.stderr)
 
 
-def asked(start: Callable[[], subprocess.Popen[str]], fits: Callable[[str], bool]) -> Any:
+def asked(start: Callable[[], Process], fits: Callable[[str], bool]) -> Any:
     """What one says that gives the network a moment to answer: on a busy machine ask it again."""
     for _ in range(5):
         code, out, err = ended(start())
@@ -65,9 +65,9 @@ def asked(start: Callable[[], subprocess.Popen[str]], fits: Callable[[str], bool
     return code, out, err
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def ended(process: Process) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=PATIENCE_S)
-    return process.returncode, out, err
+    return process.wait(), out, err
 
 
 def test_one_is_found_and_the_token_is_still_needed(hosts, tmp_path, job, monkeypatch):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.cluster import RUNS, Cluster, start
+from tests.cluster import RUNS, Cluster
+from tests.processes import start
 
 
 def test_a_flipped_bit_names_its_worker_and_continue_puts_it_right(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from protocol.wire.authentication import new_key
 from protocol.wire.join_token import JoinToken
 from tests.cluster import Cluster
 from tests.commands import called
+from tests.processes import Process
 
 
 @pytest.fixture(autouse=True)
@@ -42,13 +42,13 @@ def command(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-def last_line(process: subprocess.Popen[str]) -> str:
+def last_line(process: Process) -> str:
     assert process.stderr is not None
     (line,) = process.stderr.read().strip().splitlines()
     return line
 
 
-def forget(process: subprocess.Popen[str]) -> None:
+def forget(process: Process) -> None:
     """Another of the same name comes after it."""
     process.wait()
     for stream in (process.stdout, process.stderr):

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.cluster import PATIENCE_S, Cluster, start
+from tests.cluster import PATIENCE_S, Cluster
 from tests.free_ports import free_address
+from tests.processes import start
 
 STEPS = 120
 LOCAL = ("--local-workers", "1", "--backend", "scripted")
@@ -33,7 +34,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The coordinator command, to its end."""
     process = start("coordinator", *arguments)
     out, err = process.communicate(timeout=PATIENCE_S)
-    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+    return subprocess.CompletedProcess(arguments, process.wait(), out, err)
 
 
 def one_line(ended: subprocess.CompletedProcess[str]) -> str:
