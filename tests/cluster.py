@@ -60,7 +60,13 @@ class Cluster:
     Use it as a context manager: at the end whatever still runs is killed.
     """
 
-    def __init__(self, directory: Path, *arguments: str, cwd: Path = ROOT) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        cwd: Path = ROOT,
+    ) -> None:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         self._address_file = directory / "address.json"
@@ -72,7 +78,7 @@ class Cluster:
         self.coordinator = start(
             "coordinator", "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
             "--address-file", str(self._address_file), "--out", str(directory / "out"), *arguments,
-            cwd=cwd,
+            environment=environment, cwd=cwd,
         )  # fmt: skip
         self.address = self._read_address()
         self._reader = threading.Thread(target=self._read_events, daemon=True)

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -81,6 +82,8 @@ class _Forked:
         self.stdout: IO[str] = os.fdopen(out)
         self.stderr: IO[str] = os.fdopen(err)
         self._told = told
+        # Not sooner: several threads may wait for it.
+        weakref.finalize(self, os.close, told)
         self._lock = threading.Lock()
 
     def poll(self) -> int | None:
@@ -97,7 +100,6 @@ class _Forked:
             with self._lock:
                 if self.returncode is None:
                     self.returncode = int(os.read(self._told, 16))
-                    os.close(self._told)
         assert self.returncode is not None
         return self.returncode
 

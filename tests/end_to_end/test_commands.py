@@ -303,7 +303,8 @@ def test_a_worker_that_is_told_to_end_finishes_its_part(tmp_path, scripted):
 
 def test_coordinator_stays_small_and_without_torch(tmp_path):
     """Listening, with its control port: less than 100 MB, and never torch."""
-    with Cluster(tmp_path, "--expect-workers", "1") as cluster:
+    anew = {"PYTHONUNBUFFERED": "1"}  # not forked off one that has imported torch
+    with Cluster(tmp_path, "--expect-workers", "1", environment=anew) as cluster:
         process = Path(f"/proc/{cluster.coordinator.pid}")
         status = (process / "status").read_text().splitlines()
         resident_kib = next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
