@@ -1,7 +1,7 @@
 """A worker whose memory flips one bit: `python -m tests.odd_worker STEP ARGUMENTS...`.
 
-After STEP steps one bit of one parameter is turned over, as failing memory would. Everything
-else is the product's own worker.
+After STEP steps one bit of one parameter is turned over, as failing memory would: once, not again
+when it comes back and takes that step from the log. Everything else is the product's own worker.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from worker.cli import main
 
 def break_replica(at_step: int) -> None:
     apply = Replica.apply
+    flipped = False
 
     def apply_and_flip(self: Replica, averages, scalars) -> None:
+        nonlocal flipped
         apply(self, averages, scalars)
-        if self.step == at_step:
+        if self.step == at_step and not flipped:
+            flipped = True
             self.parameters[0].view(np.uint32)[0] ^= 1
 
     Replica.apply = apply_and_flip  # type: ignore[method-assign]
