@@ -27,14 +27,17 @@ from unittest import mock
 from tests.simulation.virtual_time import Clock
 
 _CHANGES: Final = ("mkdir", "replace", "rename", "unlink", "rmdir")
-_GARBLED: Final = 0.3
+_GARBLED: Final = 0.5
 """How often what was not synced has a wrong byte."""
 
 Content = bytes | dict[str, "Content"]
 
 
 class Killed(BaseException):
-    """The process ends at this call."""
+    """The process ends at this call; `act` is how."""
+
+    def __init__(self, act: Callable[[], None] | None = None) -> None:
+        self.act = act
 
 
 class Disk:
@@ -57,6 +60,7 @@ class Disk:
         self._paths: dict[int, str] = {}
         self._owners: dict[int, set[int]] = {}
         self._left: int | None = None
+        self._act: Callable[[], None] | None = None
         self._files: dict[int, bytes] = {}
         self._names: dict[int, dict[str, int]] = {root.stat().st_ino: {}}
         self._unwritten: dict[int, tuple[int, int]] = {}
@@ -85,7 +89,15 @@ class Disk:
         try:
             yield
         finally:
-            self._left = None
+            self.spare()
+
+    def kill_after(self, changes: int, act: Callable[[], None]) -> None:
+        """The process that acts now ends so, after so many changes, unless it has done before."""
+        self._left, self._act = changes, act
+
+    def spare(self) -> None:
+        """It has done."""
+        self._left = self._act = None
 
     def close(self, fds: set[int]) -> None:
         """What a process had open, which is dead."""
@@ -109,7 +121,9 @@ class Disk:
         """
         if self._left is not None:
             if not self._left:
-                raise Killed
+                act = self._act
+                self.spare()
+                raise Killed(act)
             self._left -= 1
         if grow and self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

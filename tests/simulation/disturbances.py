@@ -100,11 +100,14 @@ class Disturbances:
         return found
 
     def _now_or_at_commit(self, coordinator: CoordinatorProcess, act: Callable[[], None]) -> None:
-        """At once, or while a commit is on its way to the disk."""
-        if self._rng.random() < 0.5:
+        """At once, while a commit is on its way to the disk, or before its sync."""
+        moment = self._rng.random()
+        if moment < 0.5:
             act()
-        else:
+        elif moment < 0.75:
             coordinator.at_commit = act
+        else:
+            coordinator.at_sync = act
 
     def _disk_fails(self) -> None:
         disk = self._cluster.disk

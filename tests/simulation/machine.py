@@ -80,6 +80,9 @@ class Thread(Executor):
             return
         try:
             result = job()
+        except Killed as killed:
+            assert killed.act is not None
+            killed.act()
         except Exception as error:  # noqa: BLE001 -- who waits for it gets it
             answer.set_exception(error)
         else:

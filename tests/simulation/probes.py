@@ -57,7 +57,7 @@ class Probes:
         """Meanwhile they look."""
         with ExitStack() as stack:
             for owner, name, before, after in (
-                (GradientLog, "commit", None, self._synced),
+                (GradientLog, "commit", self._syncs, self._synced),
                 (RunStorage, "commit", self._commits, None),
                 (Followers, "broadcast", self._broadcast, None),
                 (ReplicaKeeper, "_digests", None, self._digests),
@@ -128,9 +128,16 @@ class Probes:
         assert progress.round is not None
         coordinator.ledger.trusts(record, progress.round.averages, since=execution.started_step)
 
+    def _syncs(self, _log: Any, _record: Any) -> None:
+        coordinator = self._coordinator
+        act, coordinator.at_sync = coordinator.at_sync, None
+        if act is not None:
+            self._cluster.disk.kill_after(self._cluster.rng.choice((0, 1, 1, 1)), act)
+
     def _synced(self, _: None, _log: Any, record: Any) -> None:
         coordinator = self._coordinator
         execution = coordinator.execution
+        self._cluster.disk.spare()
         if execution is None or not coordinator.alive:
             return
         coordinator.ledger.synced(record.commit)

@@ -36,6 +36,7 @@ class CoordinatorProcess(Process):
         service: The product's.
         pace_ms: How long a job on disk or on the replica may take.
         at_commit: What is to happen while the next commit is on its way to the disk.
+        at_sync: How it is to end between the next commit's writing and its sync.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -43,6 +44,7 @@ class CoordinatorProcess(Process):
         self._cluster = cluster
         self.pace_ms = cluster.rng.choice((1.0, 10.0, 60.0))
         self.at_commit: Any = None
+        self.at_sync: Any = None
         self.machine = SimulatedMachine(
             self, lambda: self.pace_ms * cluster.disk.slowness, cluster.rng.choice(_CATCH_UP_MS)
         )
