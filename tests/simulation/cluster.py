@@ -8,6 +8,7 @@ way must leave the bits of the undisturbed run.
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,7 @@ from tests.simulation.network import Network
 from tests.simulation.probes import Probes
 from tests.simulation.processes import CoordinatorProcess, WorkerProcess
 from tests.simulation.virtual_time import Clock
+from worker.shell import obtaining
 
 _MOST_EVENTS: Final = 400_000
 _LOOKS_EVERY_MS: Final = 500.0
@@ -38,7 +40,12 @@ _QUIET_MS: Final = 120_000.0
 """After so long without anything worth telling nothing will come any more."""
 _LEAVES_IN_MS: Final = 60_000.0
 """So soon a worker that was asked to leave has left, where nobody is stalled or cut off."""
+_WITH_FILES: Final = 0.2
+"""How many of the runs read a file that workers fetch."""
+_FILE_BYTES: Final = (300, 10_000, 20_000)
+"""One chunk, or several."""
 _LIMITS: Final = {
+    "BODY_BYTES": 4096,
     "CHUNK_ELEMENTS": 8,
     "WRITE_HIGH_WATER_BYTES": 2_000,
     "SEND_AHEAD_BYTES": 300,
@@ -76,6 +83,8 @@ class Cluster:
         calm: Without disturbances.
         often: Disturbances that are to come more often than others, with + between them.
         runs: How many one after the other.
+        steps: Of each.
+        files: Whether workers fetch a file for each.
     """
 
     def __init__(
@@ -87,23 +96,30 @@ class Cluster:
         often: str = "",
         runs: int | None = None,
         steps: int | None = None,
+        files: bool = False,
     ) -> None:
         self.rng = rng = Random(seed)
         self.clock = Clock(rng)
         self.network = Network(self.clock)
-        self.disk = Disk(root, self.clock)
+        self.root = root
+        (root / "coordinator").mkdir()
+        self.disk = Disk(root / "coordinator", self.clock)
         self.events = 0
         self.disturbed: Counter[str] = Counter()
         self.workers: list[WorkerProcess] = []
         self.coordinators: list[CoordinatorProcess] = []
-        self._disturbances = Disturbances(self, often)
+        self.disturbances = Disturbances(self, often)
         self._budget = 0 if calm else rng.choice((8, 16) if often else (0, 2, 4, 8, 16))
         self._haste = rng.choice((0.01, 0.03) if often else (0.001, 0.004, 0.01))
         self._unlike = not calm and rng.random() < 0.15
         steps = steps or (MANY_STEPS if not calm and rng.random() < 0.005 else STEPS)
         count = runs or (1 if calm else rng.choice((1, 1, 1, 1, 1, 1, 1, 1, 2)))
         jobs = [job_of(rng.randrange(VARIANTS), steps) for _ in range(count)]
-        self.ledgers = [Ledger(job, root / f"run-{n}") for n, job in enumerate(jobs)]
+        self.ledgers = [Ledger(job, self.disk.root / f"run-{n}") for n, job in enumerate(jobs)]
+        for number, ledger in enumerate(self.ledgers):
+            if files or (not calm and rng.random() < _WITH_FILES):
+                ledger.data = root / f"data-{number}"
+                ledger.data.write_bytes(rng.randbytes(rng.choice(_FILE_BYTES)))
         self.poison: set[Any] = set()
         if not calm and rng.random() < 0.1:
             self.poison = {(rng.randrange(STEPS), 0, rng.randint(-1, 2))}
@@ -155,6 +171,9 @@ class Cluster:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.dict(vars(limits), self._limits))
             stack.enter_context(self.disk.interposed())
+            # No worker finds the coordinator's files where the run spec names them.
+            stack.enter_context(mock.patch.object(obtaining, "_local_files", return_value={}))
+            stack.enter_context(mock.patch.object(tempfile, "tempdir", str(self.root)))
             stack.enter_context(Probes(self).in_place())
             yield
 
@@ -173,7 +192,7 @@ class Cluster:
             clock.step()
             if self._budget and rng.random() < haste:
                 self._budget -= 1
-                self._disturbances.happen()
+                self.disturbances.happen()
         return events
 
     def noticing(self, look: Callable[[], None]) -> None:
@@ -197,8 +216,14 @@ class Cluster:
         return coordinator.execution if coordinator is not None else None
 
     def job(self, spec: RunSpec) -> Job:
-        """Of a run spec."""
-        return next(ledger.job for ledger in self.ledgers if ledger.job.spec == spec)
+        """Of a run spec as a worker has it: with the data where the worker has put it."""
+        plain = spec.model_copy(update={"data": None})
+        alike = [ledger for ledger in self.ledgers if ledger.job.spec == plain]
+        if spec.data is not None:
+            found = Path(spec.data.train).read_bytes()
+            known = any(x.data is not None and x.data.read_bytes() == found for x in alike)
+            assert known, "a worker reads other data than the coordinator sent"
+        return alike[0].job
 
     def ledger(self, run_id: str) -> Ledger | None:
         return next((ledger for ledger in self.ledgers if ledger.run_id == run_id), None)
@@ -223,6 +248,13 @@ class Cluster:
         if self._unlike:
             given.flavour = self.rng.randint(0, 1)
         self.workers.append(WorkerProcess(self, given))
+
+    def cache(self, worker: WorkerProcess) -> Path:
+        """Where a worker keeps files: with what an earlier one of its machine has left there."""
+        used = {other.cache for other in self.workers if other.alive}
+        free = [self.root / f"cache-{n}" for n in range(len(self.workers) + 1)]
+        worker.cache = self.rng.choice([path for path in free if path not in used][:2])
+        return worker.cache
 
     def commits(self, coordinator: CoordinatorProcess) -> None:
         """A commit is on its way to the disk: the moment for what is to happen then."""

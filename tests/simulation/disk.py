@@ -36,7 +36,7 @@ Content = bytes | dict[str, "Content"]
 class Killed(BaseException):
     """The process ends at this call; `act` is how."""
 
-    def __init__(self, act: Callable[[], None] | None = None) -> None:
+    def __init__(self, act: Callable[[], None]) -> None:
         self.act = act
 
 
@@ -60,7 +60,7 @@ class Disk:
         self._paths: dict[int, str] = {}
         self._owners: dict[int, set[int]] = {}
         self._left: int | None = None
-        self._act: Callable[[], None] | None = None
+        self._act = _nothing
         self._files: dict[int, bytes] = {}
         self._names: dict[int, dict[str, int]] = {root.stat().st_ino: {}}
         self._unwritten: dict[int, tuple[int, int]] = {}
@@ -97,7 +97,7 @@ class Disk:
 
     def spare(self) -> None:
         """It has done."""
-        self._left = self._act = None
+        self._left, self._act = None, _nothing
 
     def close(self, fds: set[int]) -> None:
         """What a process had open, which is dead."""
@@ -284,6 +284,10 @@ class Disk:
                 (path / name).write_bytes(content)
                 self._files[(path / name).stat().st_ino] = content
         self._names[path.stat().st_ino] = {e.name: e.inode() for e in os.scandir(path)}
+
+
+def _nothing() -> None:
+    """How a process ends that is dead already."""
 
 
 def _readable(fd: int) -> bool:

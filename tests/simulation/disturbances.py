@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
 
 _MOST_WORKERS = 8
+_WHILE_FETCHING = 0.25
 _STALLS_MS = (200.0, 2000.0, 7000.0, 15_000.0)
 
 Choice = tuple[int, str, Callable[[], None]]
@@ -108,6 +109,14 @@ class Disturbances:
             coordinator.at_commit = act
         else:
             coordinator.at_sync = act
+
+    def fetched(self, worker: WorkerProcess) -> None:
+        """It has written a piece of a file: now and then something happens just then."""
+        if self._rng.random() < _WHILE_FETCHING:
+            self._cluster.disturbed["while_fetching"] += 1
+            links = [x for x in self._cluster.network.links if x.client.process is worker]
+            act = self._rng.choice([worker.crash, worker.kill, *(link.cut for link in links)])
+            self._clock.after(0.0, act)
 
     def _disk_fails(self) -> None:
         disk = self._cluster.disk

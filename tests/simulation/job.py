@@ -90,7 +90,7 @@ class Job:
         microbatch, samples, train_samples = _BATCHES[variant % len(_BATCHES)]
         optimizer = _OPTIMIZERS[variant // len(_BATCHES)]
         self.spec = RunSpec(
-            task="scripted",
+            task="tests.simulation.job:Job",
             steps=steps,
             batch=BatchSpec(samples=samples, microbatch=microbatch),
             optimizer=optimizer,

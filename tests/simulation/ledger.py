@@ -24,6 +24,7 @@ from coordinator.storage.checkpoint import checkpoint_steps
 from coordinator.storage.run_directory import RunDirectory
 from protocol.exact.replica import Replica
 from protocol.exact.update import Array
+from protocol.spec.run_spec import DataSpec, RunSpec
 from protocol.wire.messages import Commit
 from tests.simulation.job import Job, Taken
 
@@ -48,6 +49,7 @@ class Ledger:
 
     Attributes:
         run_id: The run's, once it is accepted.
+        data: The file that workers fetch, if there is one.
         skips: For each committed step, whether it was skipped.
         flavour: Whose initial state it started from.
         outcome: How it ended, once it has.
@@ -63,6 +65,7 @@ class Ledger:
         self.run_id = ""
         self.job = job
         self.directory = RunDirectory(path)
+        self.data: Path | None = None
         self.skips: tuple[bool, ...] = ()
         self.flavour = 0
         self.outcome: Finish | None = None
@@ -77,6 +80,12 @@ class Ledger:
         self._may_count: dict[tuple[int, int, int], OnTrust] = {}
         self._on_trust: dict[int, OnTrust] = {}
         self._after_trust: dict[int, Taken] = {}
+
+    @property
+    def spec(self) -> RunSpec:
+        """As it is submitted."""
+        data = None if self.data is None else DataSpec(train=str(self.data))
+        return self.job.spec.model_copy(update={"data": data})
 
     def expected(self, step: int) -> Taken:
         """The undisturbed run after so many steps, from the newest that was taken on trust."""

@@ -81,7 +81,6 @@ class Thread(Executor):
         try:
             result = job()
         except Killed as killed:
-            assert killed.act is not None
             killed.act()
         except Exception as error:  # noqa: BLE001 -- who waits for it gets it
             answer.set_exception(error)

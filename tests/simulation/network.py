@@ -4,6 +4,9 @@ Each direction of a connection keeps its order. What is written waits in the sen
 receiver's window has room, travels for as long as the seed says, and is read in pieces that end
 anywhere. A connection ends in order, or is cut: then each side gets some of what was sent, and
 learns of it later. While it is held nothing gets through, though neither side knows.
+
+TLS is left out: asyncio does that below the `Channel`, and has tests of its own here. The handshake
+by which both sides prove themselves is played.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ from protocol.wire.transport import Channel
 from tests.simulation.job import COVERAGE
 from tests.simulation.processes import CoordinatorProcess, WorkerProcess
 from worker.shell.client import Client
+from worker.shell.obtaining import Obtainer
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
@@ -67,6 +68,7 @@ class Probes:
                 (Run, "receive", None, self._received),
                 (Round, "surplus", self._before_surplus, self._after_surplus),
                 (Client, "_transmit", self._transmitted, None),
+                (Obtainer, "_store", None, self._stored),
                 (Client, "on_message", self._heard, None),
                 (Channel, "_refuse", self._refused, None),
                 (Channel, "send", None, self._sent),
@@ -250,6 +252,9 @@ class Probes:
         if session is not None and session.run_id:
             newest = worker.newest.get(session.run_id, 0)
             assert session.epoch >= newest, "an older coordinator is obeyed"
+
+    def _stored(self, _event: Any, _obtainer: Obtainer, _action: Any, _cache: Any) -> None:
+        self._cluster.disturbances.fetched(self._worker)
 
     # On both sides.
 

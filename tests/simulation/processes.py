@@ -6,8 +6,10 @@ import math
 import os
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from coordinator.files.blob_index import index_blobs
 from coordinator.run.facts import Fact
 from coordinator.service.execution import Execution
 from coordinator.service.service import Service, Settings
@@ -94,7 +96,8 @@ class CoordinatorProcess(Process):
     def _queue(self, service: Service, ledger: Ledger) -> None:
         path = ledger.directory.path
         if not ledger.run_id:
-            ledger.run_id = service.submit(ledger.job.spec, path)
+            spec = ledger.spec
+            ledger.run_id = service.submit(spec, path, index_blobs(spec))
             return
         assert ledger.directory.run_file.exists(), "a run that was accepted is lost"
         if service.resume(path) is None:
@@ -188,6 +191,7 @@ class WorkerProcess(Process):
 
     Attributes:
         flipped: Whether a bit of its replica has flipped.
+        cache: Its directory for files, once it has begun.
         draining_since_ms: When it was asked to leave.
     """
 
@@ -199,6 +203,7 @@ class WorkerProcess(Process):
         self.flipped = False
         self.draining_since_ms = math.inf
         self.client: Client | None = None
+        self.cache: Path | None = None
         self.cancelled: set[Any] = set()
         self.newest: dict[str, int] = {}
         self.machine = SimulatedMachine(self, lambda: 2.0)
@@ -229,6 +234,7 @@ class WorkerProcess(Process):
             SimulatedDevice(self.flaws, surroundings),
             WorkerCredentials(plaintext=True, environment=dict(os.environ)),
             lambda _: None,
+            cache=cluster.cache(self),
             machine=self.machine,
         )
         self.loop.create_task(self._main(self.client))
@@ -259,6 +265,25 @@ class WorkerProcess(Process):
             self.kill()
         else:
             self.do(self.client.drain)
+
+    def end(self) -> None:
+        """Its system closes what it had open; where its inputs were is cleared away."""
+        super().end()
+        if self.client is not None:
+            self.client._files._close_part()
+            self.client._files._remove_inputs()
+
+    def crash(self) -> None:
+        """Its machine fails: what it was fetching may have anything in it."""
+        if not self.alive:
+            return
+        self.kill()
+        assert self.cache is not None
+        for part in sorted(self.cache.rglob("*.part")):
+            content = bytearray(part.read_bytes())
+            if content:
+                content[self._cluster.rng.randrange(len(content))] ^= 1
+                part.write_bytes(content)
 
     def kill(self) -> None:
         """SIGKILL: what is on its way may or may not arrive."""

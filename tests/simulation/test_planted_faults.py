@@ -28,6 +28,7 @@ from protocol.exact.tree import parent, root, sibling
 from protocol.exact.tree_sum import TreeSum
 from protocol.wire.messages import Assign, Cancel, StartRun
 from worker.logic.session import WorkerSession
+from worker.shell.blob_cache import Part
 
 pytestmark = pytest.mark.simulation
 
@@ -229,6 +230,14 @@ def goes_on_counting(self, step):
     return actions
 
 
+def keeps_anything(self):
+    """What was fetched gets its name, whatever it holds."""
+    self._path.replace(self._target)
+    self._digests.remember(self._target, self._target.name)
+    self.close()
+    return True
+
+
 PERSIST = Execution._persist
 SEND = Execution._send
 SURPLUS = Round.surplus
@@ -250,6 +259,7 @@ class Planted:
         often: The disturbances that bring it out.
         seed: Tried first: only to be quick, as long as the seed leads there.
         runs: How many one after the other.
+        files: Whether workers fetch a file for each.
     """
 
     instead: list[tuple[Any, str, Any]]
@@ -257,6 +267,7 @@ class Planted:
     often: str = "kill"
     seed: int = 0
     runs: int | None = None
+    files: bool = False
 
 
 PLANTED = {
@@ -432,6 +443,9 @@ PLANTED = {
         often="operator_halts",
         seed=1,
     ),
+    "what was fetched is not compared": Planted(
+        [(Part, "finish", keeps_anything)], "a worker reads other data", files=True
+    ),
 }
 
 
@@ -449,7 +463,7 @@ def test_a_planted_fault_is_caught(fault, play, monkeypatch, record_property):
         monkeypatch.setattr(owner, name, instead)
     for seed in (planted.seed, *range(_ENOUGH_SEEDS)):
         try:
-            play(seed, often=planted.often, runs=planted.runs)
+            play(seed, often=planted.often, runs=planted.runs, files=planted.files)
         except Exception as error:  # noqa: BLE001 -- whether it counts is seen then
             told = caught_by(error)
             if any(check in told for check in planted.check.split(" | ")):

@@ -19,7 +19,8 @@ _ENOUGH_SEEDS = 300
 _ALL = {
     "cannot_build", "cut", "cut_and_refuse", "disk", "drain", "flip", "flip_and_die", "join",
     "kill", "kill_coordinator", "nonfinite", "operator_halts", "partition", "power_loss", "save",
-    "slow_disk", "slower", "split", "stall", "stall_coordinator", "worker_drains",
+    "slow_disk", "slower", "split", "stall", "stall_coordinator", "while_fetching",
+    "worker_drains",
     "straggler", "speculated", "reassigned", "halted",
     "finished", "drained", "failed",
 }  # fmt: skip
