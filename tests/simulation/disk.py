@@ -207,8 +207,8 @@ class Disk:
         number, is_directory = found.st_ino, stat.S_ISDIR(found.st_mode)
         if self.sync_fails is not None and fnmatchcase(self._paths[fd], self.sync_fails):
             self.sync_fails = None
-            if not is_directory:
-                start = len(self._files.get(number, b""))
+            start = len(self._files.get(number, b""))
+            if not is_directory and start < found.st_size:
                 self._unwritten.setdefault(number, (start, found.st_size))
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         if is_directory:
