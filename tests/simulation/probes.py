@@ -52,6 +52,7 @@ class Probes:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._owed: dict[str, set[Node]] = {}
+        self._owing = False
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -65,7 +66,7 @@ class Probes:
                 (run_storage, "write_checkpoint", None, self._saved),
                 (Execution, "_do", None, self._done),
                 (Run, "replica_loaded", self._loaded, None),
-                (Run, "receive", None, self._received),
+                (Run, "receive", self._receives, self._received),
                 (Round, "surplus", self._before_surplus, self._after_surplus),
                 (Client, "_transmit", self._transmitted, None),
                 (Obtainer, "_store", None, self._stored),
@@ -201,6 +202,14 @@ class Probes:
         if tail:
             assert tail[-1][0] - tail[0][0] <= _STEPS_KEPT, "what was broadcast long ago is kept"
 
+    def _receives(self, run: Run, worker: str, message: Any, _body: Any) -> None:
+        progress = run.progress
+        round_ = progress.round if progress is not None else None
+        share = round_.shares.get(worker) if round_ is not None else None
+        self._owing = (
+            isinstance(message, NodeLoss) and share is not None and message.node in share.owed
+        )
+
     def _received(self, _: Any, run: Run, worker: str, message: Any, _body: Any) -> None:
         """What has come counts; what others have done, nobody is left to compute."""
         progress = run.progress
@@ -214,8 +223,7 @@ class Probes:
             for share in round_.shares.values():
                 missing = all(round_._missing(n) for n in share.owed if n not in kept)
                 assert missing, "Cancel is lost"
-            mine = round_.shares.get(worker)
-            if mine is not None and message.node in mine.nodes and message.node not in mine.owed:
+            if self._owing and message.node not in round_.shares[worker].owed:
                 assert not round_._missing(message.node), "what has come is not counted"
 
     def _before_surplus(self, round_: Round) -> None:
