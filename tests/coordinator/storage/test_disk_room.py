@@ -8,7 +8,8 @@ from coordinator.storage.checkpoint import write_checkpoint
 from coordinator.storage.disk_room import Needed, check_room
 from coordinator.storage.gradient_log import GradientLog
 from protocol.base.errors import StorageFailed
-from protocol.spec.run_spec import CheckpointSpec
+from protocol.spec.capture_layout import CaptureLayout
+from protocol.spec.run_spec import CheckpointSpec, parse_run_spec
 from tests.durable_run import MANIFEST, RUN_ID, SPEC, log_step, small_disk, state_zero
 from tests.live_service import live_service, scripted_spec
 
@@ -76,3 +77,20 @@ async def test_a_run_that_does_not_fit_never_begins(tmp_path):
             assert ended["outcome"] == "failed"
             assert "or set checkpoint.every=" in ended["reason"]
             assert live.every("committed") == []
+
+
+def test_a_capture_that_does_not_fit_is_refused_before_it_begins(tmp_path, monkeypatch):
+    layout = CaptureLayout(tokens=512, vocabulary=50_000, top_k=64)
+    manifest = MANIFEST.model_copy(update={"train_samples": 10**6, "capture": layout})
+    spec = parse_run_spec({
+        "task": "teacher-logits", "model": {"source": "teacher"}, "data": {"train": "text"},
+    })  # fmt: skip
+    usage = shutil.disk_usage(tmp_path)._replace(free=10**9)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    told = (
+        r"No space left for this capture: 12\d\.\d+ GiB are needed for 1000000 samples, 953.7 MiB"
+    )
+    with pytest.raises(StorageFailed, match=told):
+        check_room(tmp_path, spec, manifest)
+    part = spec.model_copy(update={"steps": 10})
+    check_room(tmp_path, part, manifest)
