@@ -98,6 +98,10 @@ class Thread(Executor):
         while wait and self._jobs:
             self._do()
 
+    def stop(self) -> None:
+        """Nothing that it was given happens any more."""
+        self._jobs.clear()
+
     def die(self, disk: Disk) -> None:
         """What it was at may be half done."""
         rng = self._clock.rng

@@ -268,6 +268,8 @@ class WorkerProcess(Process):
 
     def end(self) -> None:
         """Its system closes what it had open; where its inputs were is cleared away."""
+        for thread in self.machine.threads:
+            thread.stop()
         super().end()
         if self.client is not None:
             self.client._files._close_part()

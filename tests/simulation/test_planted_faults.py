@@ -177,7 +177,7 @@ def forgets_what_was_refused(self):
 
 async def reads_what_failed(self, step):
     """Commits are read from the log's files, synced or not."""
-    scan = lambda: log_reader.scan_log(self.directory.log, self._run_id, self._manifest)  # noqa: E731
+    scan = lambda: log_reader.scan_log(self.directory.log, self._run_id, self._begun.manifest)  # noqa: E731
     return list((await self._do("log", scan)).index.following(step))
 
 

@@ -11,9 +11,10 @@ from coordinator.audit.audit import audit
 from coordinator.disk.durable_file import TEMPORARY_SUFFIX
 from coordinator.run.run import RunPhase
 from coordinator.storage import run_storage
+from coordinator.storage.gradient_log import GradientLog
 from protocol.base.errors import StorageFailed, UsageError
 from tests.durable_run import small_disk
-from tests.live_service import PATIENCE_S, live_service, scripted_spec, undisturbed
+from tests.live_service import PATIENCE_S, Scripted, live_service, scripted_spec, undisturbed
 
 SPEC = scripted_spec(
     steps=6,
@@ -197,3 +198,28 @@ async def test_a_coordinator_that_has_lost_its_directory_ends_and_commits_nothin
         assert live.service.finished is not None
         assert live.service.finished.superseded
         assert not (directory_of(live, run_id) / "result.json").exists()
+
+
+async def test_a_joiner_whom_the_disk_has_failed_is_let_in_when_the_run_goes_on(
+    tmp_path, monkeypatch
+):
+    """While one joins, a log that keeps no averages begins to: here the disk refuses that."""
+    spec = LONG.model_copy(update={"log": "checkpoint"})
+    roll = GradientLog.roll
+
+    def refuse(log, *_arguments):
+        raise StorageFailed("make", str(log.segment), "no room; make room, then go on")
+
+    async with live_service(tmp_path / "runs", 1) as live:
+        run_id = live.service.submit(spec)
+        live.worker("w0", toolbox=Scripted(5))
+        await live.wait_for("committed", step=1)
+        monkeypatch.setattr(GradientLog, "roll", refuse)
+        live.worker("w1")
+        assert await halt_or_end(live, 0)
+        assert "make room" in live.every("halted")[-1]["reason"]
+        monkeypatch.setattr(GradientLog, "roll", roll)
+        go_on(live)
+        await live.wait_for("worker_joined", worker="w1")
+        result = await live.result(run_id)
+    assert result["steps"] == 100
