@@ -132,16 +132,15 @@ class Followers:
         Raises:
             SamestepError: The state cannot be read.
         """
-        pieces = list(saved.pieces())
-        for index, piece in enumerate(pieces):
-            values = await storage.read(saved, piece)
+        *_, last = saved.pieces()
+        async for piece, values in storage.pieces(saved):
             await channel.room()
             if channel.closed or self.over:
                 return
             message = StateChunk(
                 run_id=run_id, kind=piece.kind, block=piece.block, chunk=piece.chunk,
                 step=saved.step, optimizer_step=saved.optimizer_step,
-                last=index == len(pieces) - 1,
+                last=piece == last,
             )  # fmt: skip
             channel.send(encode(message, values))
 

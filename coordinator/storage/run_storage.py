@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -32,6 +32,7 @@ from coordinator.storage.log_records import Array, ChunkPlace
 from coordinator.storage.retention import prune
 from coordinator.storage.run_directory import RunDirectory, terms_bytes
 from coordinator.storage.saved_state import Piece, SavedState
+from protocol.base import limits
 from protocol.base.errors import SamestepError
 from protocol.exact.replica import Replica
 from protocol.spec.manifest import Manifest
@@ -49,6 +50,14 @@ class _LogStart(NamedTuple):
     next_step: int
     redo: Sequence[CommitRecord]
     log_index: LogIndex | None
+
+
+def _some(items: Iterator[T], length: Callable[[T], int]) -> Iterator[T]:
+    """As many as may wait for a worker to read: not a thread's turn for each of them."""
+    left_bytes = limits.SEND_AHEAD_BYTES
+    while left_bytes > 0 and (item := next(items, None)) is not None:
+        left_bytes -= length(item)
+        yield item
 
 
 class RunStorage:
@@ -190,14 +199,19 @@ class RunStorage:
         return await self._do("log", work)
 
     async def chunks(self, logged: LoggedStep) -> AsyncIterator[tuple[int, int, Array]]:
-        """What a logged step averaged: block, chunk, values; no more in memory than one of them.
+        """What a logged step averaged: block, chunk, values; a few of them in memory at once.
 
         Raises:
             SamestepError: The log cannot be read, or is cut meanwhile.
         """
         reading = read_chunks(logged, self._begun.manifest.blocks)
-        while (read := await self._loop.run_in_executor(None, next, reading, None)) is not None:
-            yield read
+
+        def some() -> list[tuple[int, int, Array]]:
+            return list(_some(reading, lambda chunk: chunk[2].nbytes))
+
+        while read := await self._loop.run_in_executor(None, some):
+            for chunk in read:
+                yield chunk
 
     async def averages_from(self) -> int:
         """The step from which on the log keeps averages.
@@ -322,9 +336,16 @@ class RunStorage:
         wanted = partial(SavedState, checkpoint, self._begun.manifest, self._spec.optimizer)
         return await self._loop.run_in_executor(None, wanted)
 
-    async def read(self, saved: SavedState, piece: Piece) -> Array:
-        """A piece of a state that is open; raises as that does."""
-        return await self._loop.run_in_executor(None, saved.read, piece)
+    async def pieces(self, saved: SavedState) -> AsyncIterator[tuple[Piece, Array]]:
+        """All of a state that is open, a few pieces in memory at once; raises as that does."""
+        reading = ((piece, saved.read(piece)) for piece in saved.pieces())
+
+        def some() -> list[tuple[Piece, Array]]:
+            return list(_some(reading, lambda piece: piece[1].nbytes))
+
+        while read := await self._loop.run_in_executor(None, some):
+            for piece in read:
+                yield piece
 
     def _cut(self, good: int) -> None:
         self._guard()  # another coordinator may be reading what it has found
