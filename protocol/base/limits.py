@@ -14,8 +14,9 @@ BODY_BYTES: Final = 4 * MIB
 """A chunk: small enough that a halt or a heartbeat never waits behind a gigabyte."""
 CHUNK_ELEMENTS: Final = BODY_BYTES // 4
 """float32 elements in a chunk of a block at most."""
-SMALL_CHUNK_ELEMENTS: Final = 256 * KIB // 4
-"""In one chunk at least, unless it is a block's last: a frame has its price too."""
+SMALL_CHUNK_ELEMENTS: Final = 512 * KIB // 4
+"""In one chunk at least, unless it is a block's last: a frame, and its way back as an average, cost
+the coordinator about 0.3 ms of processor, as much as encrypting 300 KB."""
 
 # Connections.
 UNAUTHENTICATED_CONNECTIONS: Final = 64
