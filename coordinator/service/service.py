@@ -436,8 +436,8 @@ class Service:
             if stalled:
                 continue
             for session in list(self.sessions.values()):
-                silent_s = self._silent_s(session)
-                if silent_s * 1000 > limits.LIVENESS_TIMEOUT_MS:
+                silent_s = self._machine.now_s() - session.channel.last_received_s
+                if silent_s * 1000 > self._patience_ms(session):
                     session.channel.abort(f"silent for {silent_s:.0f} s")
                 elif session.check.revoked:
                     reason = f"the key of {session.check.name!r} was revoked"
@@ -445,15 +445,16 @@ class Service:
                 else:
                     session.channel.send(Heartbeat())
 
-    def _silent_s(self, session: MemberSession) -> float:
-        """How long a member has given no sign of life.
+    def _patience_ms(self, session: MemberSession) -> int:
+        """How long this member may give no sign of life.
 
-        Of one that imports a library, opens its device or builds its task, the answers of its
-        kernel count: all of its threads may stand still meanwhile, and nobody waits for its work.
+        One that imports a library, opens its device or builds its task may not be able to: all of
+        its threads may stand still meanwhile. The answers of its kernel count then, for a while.
         """
-        silent_s = self._machine.now_s() - session.channel.last_received_s
         member = self.current.run.members.get(session.name) if self.current is not None else None
-        if member is not None and member.state is not MemberState.PREPARING:
-            return silent_s
         answered_s = session.channel.unanswered_s
-        return silent_s if answered_s is None else min(silent_s, answered_s)
+        if (member is not None and member.state is not MemberState.PREPARING) or (
+            answered_s is None or answered_s * 1000 > limits.LIVENESS_TIMEOUT_MS
+        ):
+            return limits.LIVENESS_TIMEOUT_MS
+        return limits.STANDSTILL_TIMEOUT_MS

@@ -37,6 +37,9 @@ GOODBYE_TIMEOUT_MS: Final = 5_000
 """How long a worker that has failed waits until its reason is written."""
 LIVENESS_TIMEOUT_MS: Final = 8_000
 """Silence after which a peer counts as lost (any byte counts as a sign of life)."""
+STANDSTILL_TIMEOUT_MS: Final = 300_000
+"""The same for a worker that imports, opens its device or builds its task, as long as its kernel
+answers: all of its threads may stand still for minutes then."""
 LOOP_HOLD_MS: Final = 100
 """Processor time that nothing may take in an event loop at once: meanwhile nobody is heard."""
 LOOP_WATCH_INTERVAL_MS: Final = 25
