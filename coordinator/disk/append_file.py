@@ -65,7 +65,8 @@ class AppendFile:
         """Make what was written durable, under this name; inside `use`."""
         os.fdatasync(self._fd)
         if not is_same_file(self._fd, self.path):
-            raise FileNotFoundError(2, "the file was removed or its directory moved")
+            gone = "the file was removed or moved; bring the directory back, then go on"
+            raise FileNotFoundError(2, gone)
 
     def confirm(self) -> None:
         """What was written and synced is final."""

@@ -47,15 +47,19 @@ DAMAGES: dict[str, Callable[[Path, Path], object]] = {
 OF_THE_END = (
     "result.json", "adapter/adapter_config.json", "adapter/adapter_model.safetensors",
 )  # fmt: skip
+OF_ANY_RUN = ("journal.jsonl", f"log/epoch-000001-step-{SAVED:010}.log")
 FILES = (
     "lock", "epoch.json", "run.json", "manifest.json", "terms.json", "files.json",
-    "journal.jsonl", f"log/epoch-000001-step-{SAVED:010}.log",
+    *OF_ANY_RUN,
     *(f"checkpoints/step-{SAVED:010}/{name}" for name in (
         "checkpoint.json", "metrics.json", "optimizer.safetensors",
         "adapter/adapter_config.json", "adapter/adapter_model.safetensors",
     )),
-    *OF_THE_END,
 )  # fmt: skip
+WHERE = (
+    *(("interrupted", name) for name in FILES),
+    *(("ended", name) for name in (*OF_ANY_RUN, *OF_THE_END)),
+)
 OF_NO_MATTER = {
     *(("lock", damage) for damage in DAMAGES),
     # Figures come after a checkpoint, if they come.
@@ -96,7 +100,7 @@ def made(path: Path, seed: int, *, ended: bool) -> Path:
         return path
 
 
-@pytest.fixture(scope="module", params=["interrupted", "ended"])
+@pytest.fixture(scope="module")
 def runs(request, tmp_path_factory):
     """A run and another one, and the digest of the first's last state."""
     top = tmp_path_factory.mktemp("runs")
@@ -159,12 +163,9 @@ def without_privileges(run: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(("runs", "name"), WHERE, indirect=["runs"])
 def test_a_damaged_file_is_named_with_what_to_do_or_is_of_no_matter(runs, place, name, damage):
     whole, other, state = runs
-    of_the_end = name in OF_THE_END or name.startswith(("journal", "log"))
-    if not (whole / name).exists() or ((whole / "result.json").exists() and not of_the_end):
-        pytest.skip("a run that goes on has none, or it is looked at there")
     run = shutil.copytree(whole, place / "run")
     same = (whole / name).read_bytes() == (other / name).read_bytes()
     DAMAGES[damage](run / name, other / name)
@@ -193,6 +194,7 @@ def test_a_damaged_file_is_named_with_what_to_do_or_is_of_no_matter(runs, place,
     assert not passed or same or "passed over" in notes
 
 
+@pytest.mark.parametrize("runs", ["interrupted"], indirect=True)
 def test_without_any_whole_checkpoint_a_restart_says_what_follows_none(runs, tmp_path):
     run = shutil.copytree(runs[0], tmp_path / "run")
     (run / "result.json").unlink(missing_ok=True)
