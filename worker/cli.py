@@ -179,6 +179,22 @@ def classify(
         typer.echo(f"{prediction.label} {prediction.probability:.3f}  {prediction.text}")
 
 
+@app.command()
+def data(
+    run: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="A run spec.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=0, help="How many samples.")] = 5,
+) -> None:
+    """Show what a language model will read of a run's data, and how much of it."""
+    from protocol.spec.run_spec import load_run_spec
+    from worker.tasks.registry import view
+
+    for line in view(load_run_spec(run, overrides or ()), samples):
+        typer.echo(line)
+
+
 def _coordinator(coordinator: str) -> tuple[tuple[str, int] | None, str]:
     """Address or name in the flag or its variable, else torchrun's MASTER_ADDR and MASTER_PORT."""
     named = ":" not in coordinator and "." not in coordinator and coordinator != "localhost"

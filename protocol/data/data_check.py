@@ -8,6 +8,7 @@ from __future__ import annotations
 from protocol.base.errors import DataError
 from protocol.data import logits_file
 from protocol.data.capture_check import check_capture
+from protocol.data.conversations import read_conversations
 from protocol.data.labelled_text import read_labelled_text
 from protocol.data.text_corpus import documents
 from protocol.spec.run_spec import RunSpec
@@ -29,9 +30,13 @@ def check_data(spec: RunSpec) -> None:
         check_samples(samples - held_out(samples, spec.data.holdout), spec)
     if spec.captures:
         logits_file.pyarrow_modules()  # the coordinator writes them
-    if spec.task in {"causal-lm", "teacher-logits"} and not [
-        1 for text in documents(spec.data) if text.strip()
-    ]:
+    if spec.task not in {"causal-lm", "teacher-logits"}:
+        return
+    if spec.data.format != "text":
+        samples = len(read_conversations(spec.data).found)
+        apart = 0 if spec.captures else held_out(samples, spec.data.holdout)
+        check_samples(samples - apart, spec)
+    elif not [1 for text in documents(spec.data) if text.strip()]:
         raise DataError(f"expected text in {spec.data.train!r}, found none")
 
 

@@ -7,7 +7,6 @@ the columns asked for are then `text` and `label`.
 
 from __future__ import annotations
 
-import csv
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from protocol.base.errors import DataError
-from protocol.data.text_file import check_columns, json_records, read_lines, shown
+from protocol.data.delimited import Rows, column_names, read_table
+from protocol.data.text_file import check_columns, json_records, shown
 from protocol.spec import sources
 from protocol.spec.run_spec import DataSpec
 
@@ -23,8 +23,6 @@ LABELS: Final = 1_000
 LABEL_CHARACTERS: Final = 90
 _MANY: Final = 20
 """More labels than these, and more than half as many as samples, are ids or texts."""
-_TAB: Final = "\t"
-_DELIMITERS: Final = (",", _TAB, ";", "|")
 _HEADERLESS: Final = ("label", "text")
 
 
@@ -123,8 +121,7 @@ def _json_rows(path: Path, spec: DataSpec) -> Iterator[_Row]:
 
 
 def _table_rows(path: Path, spec: DataSpec) -> Iterator[_Row]:
-    lines = read_lines(path)
-    rows = _cells(path, lines, _delimiter(path, lines, spec))
+    rows = read_table(path, {spec.text, spec.label})
     if not rows:
         return
     header, body = _header(path, rows, spec)
@@ -133,82 +130,9 @@ def _table_rows(path: Path, spec: DataSpec) -> Iterator[_Row]:
         yield _row(path, number, row[text], row[label])
 
 
-def _delimiter(path: Path, lines: Sequence[str], spec: DataSpec) -> str:
-    """What parts the header into the columns asked for; without them what the name says."""
-    usual = _TAB if path.suffix == ".tsv" else ","
-    first = next((line for line in lines if line.strip()), "")
-    by_cells = {each: _names(next(csv.reader([first], delimiter=each))) for each in _DELIMITERS}
-    fitting = [each for each, cells in by_cells.items() if {spec.text, spec.label} <= {*cells}]
-    if fitting:
-        return fitting[0]
-    if all(_TAB in line for line in lines if line.strip()):
-        return _TAB
-    return max((usual, *_DELIMITERS), key=lambda each: len(by_cells[each]))
-
-
-Rows = list[tuple[int, list[str]]]
-
-
-def _cells(path: Path, lines: Sequence[str], delimiter: str) -> Rows:
-    """The cells of every row that is not empty, with the number of its last line.
-
-    Raises:
-        DataError: Quotes or the number of columns are wrong somewhere.
-    """
-    quoted, fault = _read(path, lines, delimiter, quoting=csv.QUOTE_MINIMAL)
-    if delimiter != _TAB or not any(line[0] == '"' or '\t"' in line for line in lines if line):
-        return _sound(quoted, fault)
-    # A TSV file may hold quotes that only are part of the text.
-    plain, ragged = _read(path, lines, delimiter, quoting=csv.QUOTE_NONE)
-    if ragged is None and (fault is not None or len(quoted) < len(plain)):
-        columns = zip(*(row for _, row in plain), strict=True)
-        if not any(all(map(_is_quoted, column)) for column in columns):
-            return plain
-    return _sound(quoted, fault)
-
-
-def _sound(rows: Rows, fault: DataError | None) -> Rows:
-    if fault is not None:
-        raise fault
-    return rows
-
-
-def _is_quoted(cell: str) -> bool:
-    return len(cell) > 1 and cell[0] == cell[-1] == '"'
-
-
-def _read(
-    path: Path, lines: Sequence[str], delimiter: str, quoting: Any
-) -> tuple[Rows, DataError | None]:
-    """Rows, and what is wrong behind them."""
-    table = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
-    rows: Rows = []
-    try:
-        for row in table:
-            if not row:
-                continue
-            rows.append((table.line_num, row))
-            if len(row) != len(rows[0][1]):
-                expected = f"expected {len(rows[0][1])} columns, got {len(row)}"
-                remedy = f"quote cells that hold {delimiter!r}"
-                place = f"{str(path)!r} line {table.line_num}"
-                return rows, DataError(f"{place}: {expected}; {remedy}, or write the data as JSONL")
-    except csv.Error as error:
-        return rows, DataError(
-            f"{str(path)!r} line {table.line_num} is not a table: {error}; is a quote left open, "
-            "or not doubled inside a cell? JSONL knows no such question"
-        )
-    return rows, None
-
-
-def _names(cells: Sequence[str]) -> list[str]:
-    """Spaces around a column's name are no part of it."""
-    return [cell.strip() for cell in cells]
-
-
 def _header(path: Path, rows: Rows, spec: DataSpec) -> tuple[Sequence[str], Rows]:
     """Column names, and the rows below them."""
-    line, first = rows[0][0], _names(rows[0][1])
+    line, first = rows[0][0], column_names(rows[0][1])
     asked = {spec.text, spec.label}
     if asked == {*_HEADERLESS} and len(first) == 2 and not asked & {*first}:
         # A header of other names would be a label that comes once.

@@ -6,7 +6,7 @@ documents, so that some of it can be held out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -14,7 +14,7 @@ from typing import Final
 from protocol.base.errors import DataError
 from protocol.data.text_file import check_columns, json_records, read_text, shown
 from protocol.spec import sources
-from protocol.spec.run_spec import DataSpec
+from protocol.spec.run_spec import COLUMNS_OF_FORMAT, DataSpec
 
 LONE_FILE_CHARACTERS: Final = 4_096
 """A text file named alone is cut at the first line end after so many."""
@@ -55,11 +55,22 @@ def documents(spec: DataSpec) -> Iterator[str]:
 
 def _json_documents(path: Path, key: str) -> Iterator[str]:
     for line, record in json_records(path):
+        if key not in record:
+            _notice_conversations(path, line, record)
         check_columns(path, line, list(record), {"text": key})
         text = record[key]
         if not isinstance(text, str):
             raise DataError(f"{str(path)!r} line {line}: expected text, got {shown(text)}")
         yield text
+
+
+def _notice_conversations(path: Path, line: int, record: Mapping[str, object]) -> None:
+    for form, columns in COLUMNS_OF_FORMAT.items():
+        if columns and {*columns} - {"input"} <= record.keys():
+            raise DataError(
+                f"{str(path)!r} line {line}: expected running text, got a conversation; say how "
+                f"it is written: --set data.format={form}"
+            )
 
 
 def _pieces(text: str) -> Iterator[str]:

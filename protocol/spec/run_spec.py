@@ -55,14 +55,29 @@ _KINDS: Final = {list: "list", str: "text", int: "number", float: "number", bool
 _OWN_TASK: Final = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
 
 
+_CONVERSATION_KEYS: Final = {"columns", "loss", "chat_template"}
 _KEYS_OF_DATA: Final = {
-    "causal-lm": {
+    "classify": {
         "train", "text", "label", "pattern", "holdout", "holdout_samples", "max_tokens",
+        "num_classes", "class_weights",
     },
-    "teacher-logits": {"train", "text", "pattern", "max_tokens"},
+    "causal-lm": {
+        "train", "text", "label", "pattern", "holdout", "holdout_samples", "max_tokens", "format",
+        *_CONVERSATION_KEYS,
+    },
+    "teacher-logits": {"train", "text", "pattern", "max_tokens", "format", *_CONVERSATION_KEYS},
     "distil": {"train", "holdout", "holdout_samples"},
 }  # fmt: skip
 """What of the section data these tasks read; the others read all of it."""
+
+
+COLUMNS_OF_FORMAT: Final[dict[str, tuple[str, ...]]] = {
+    "text": (),
+    "messages": ("messages",),
+    "prompt-completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "input", "output"),
+}
+"""What a row of each `data.format` has, by the keys of `data.columns`."""
 
 
 def _known_task(task: str) -> str:
@@ -111,6 +126,9 @@ Count = Annotated[Bounded, Field(ge=1)]
 Every = Annotated[Bounded, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Weight = Annotated[float, Field(gt=0.0, le=1e6)]
+DataFormat = Literal["text", "messages", "prompt-completion", "alpaca"]
+CountedTokens = Literal["assistant", "all"]
+ColumnOf = Literal["messages", "prompt", "completion", "instruction", "input", "output"]
 ClassWeights = Literal["balanced"] | Annotated[dict[str, Weight], AfterValidator(_sorted)]
 
 
@@ -181,7 +199,7 @@ class LoraSpec(_Section):
 
 
 class DataSpec(_Section):
-    """Text: labelled (JSONL, CSV, TSV) for classify, running text or JSONL for causal-lm."""
+    """Text: labelled for classify; running text or conversations for causal-lm, teacher-logits."""
 
     train: str = Field(
         description="a file, `package:DISTRIBUTION`; for causal-lm also a directory or "
@@ -195,13 +213,28 @@ class DataSpec(_Section):
         None, description="measure at most so many held-out samples, drawn by the seed"
     )
     max_tokens: int = Field(
-        64, ge=2, le=65_536, description="classify: longer texts are cut; causal-lm: sample length"
+        64,
+        ge=2,
+        le=65_536,
+        description="classify and conversations: longer ones are cut; running text: sample length",
     )
     num_classes: Bounded | None = Field(
         None, ge=2, description="checked against the data when given"
     )
     class_weights: ClassWeights | None = Field(
         None, description="classify: `balanced`, or a weight by label; those not named have 1"
+    )
+    format: DataFormat = Field(
+        "text", description="of causal-lm and teacher-logits: running text, or a conversation a row"
+    )
+    columns: Annotated[dict[ColumnOf, str], AfterValidator(_sorted)] = Field(
+        {}, description="of conversations: names of columns, where they are not the usual ones"
+    )
+    loss: CountedTokens = Field(
+        "assistant", description="of conversations: which tokens are learned"
+    )
+    chat_template: str | None = Field(
+        None, max_length=65_536, description="Jinja, instead of what the tokenizer brings along"
     )
 
 
@@ -433,6 +466,31 @@ class RunSpec(_Section):
                 if "class" in key:
                     raise ValueError(f"data.{key} is for task classify; {self.task} has no classes")
                 raise ValueError(f"task {self.task} has no use for data.{key}")
+        self._check_data_format(self.data)
+
+    def _check_data_format(self, data: DataSpec) -> None:
+        if self.task not in _KEYS_OF_DATA or "format" not in _KEYS_OF_DATA[self.task]:
+            return
+        others = _CONVERSATION_KEYS if data.format == "text" else {"text", "label", "pattern"}
+        for key in sorted(others):
+            if getattr(data, key) == DataSpec.model_fields[key].default:
+                continue
+            if data.format == "text":
+                raise ValueError(
+                    f"data.{key} is for conversations; say how they are written: "
+                    "data.format=messages, prompt-completion or alpaca"
+                )
+            raise ValueError(f"data.format {data.format} has no use for data.{key}")
+        columns = COLUMNS_OF_FORMAT[data.format]
+        for key in data.columns:
+            if key not in columns:
+                raise ValueError(
+                    f"data.format {data.format} has no column {key!r}; it has {', '.join(columns)}"
+                )
+        given: Mapping[str, str] = dict(data.columns.items())
+        names = [given.get(key, key) for key in columns]
+        if len(set(names)) < len(names):
+            raise ValueError(f"expected columns of different names, got {', '.join(names)}")
 
     @property
     def captures(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Final
 
 from protocol.base.errors import DataError
@@ -29,6 +30,28 @@ def build(spec: RunSpec) -> Task:
     return task
 
 
+def view(spec: RunSpec, samples: int) -> Iterator[str]:
+    """What a language model will read of the data, as lines for a person.
+
+    Args:
+        spec: Of task causal-lm or teacher-logits.
+        samples: How many are shown.
+
+    Raises:
+        DataError: The task reads no such data, it cannot be used, or an extra is missing.
+    """
+    if spec.task not in ("causal-lm", "teacher-logits"):
+        raise DataError(
+            f"expected a run of task causal-lm or teacher-logits, got {spec.task}: only what "
+            "language models read is shown"
+        )
+    try:
+        from worker.tasks.data_view import data_lines  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise _without(error, spec) from None
+    return data_lines(spec, samples)
+
+
 def _build_own(spec: RunSpec) -> Task:
     from worker.tasks.own import build_own  # noqa: PLC0415
 
@@ -39,10 +62,14 @@ def _build_known(spec: RunSpec) -> Task:
     try:
         return _build(spec)
     except ModuleNotFoundError as error:
-        extra = _EXTRAS.get(spec.task, "worker")
-        raise DataError(
-            f"the task {spec.task!r} needs {error.name!r}; pip install 'samestep[{extra}]'"
-        ) from None
+        raise _without(error, spec) from None
+
+
+def _without(error: ModuleNotFoundError, spec: RunSpec) -> DataError:
+    extra = _EXTRAS.get(spec.task, "worker")
+    return DataError(
+        f"the task {spec.task!r} needs {error.name!r}; pip install 'samestep[{extra}]'"
+    )
 
 
 def _build(spec: RunSpec) -> Task:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -20,29 +20,18 @@ from protocol.base import limits
 from protocol.base.byte_size import byte_size
 from protocol.base.errors import DataError
 from protocol.data.captured_rows import record_dtype
-from protocol.data.text_corpus import read_text_corpus
 from protocol.data.vocabulary import vocabulary_digest
 from protocol.spec.capture_layout import CaptureLayout
 from protocol.spec.manifest import Block, Export, Manifest, TensorSpec
 from protocol.spec.run_spec import RunSpec
-from worker.models.tokens import (
-    check_tokens,
-    digest_tokens,
-    encode_stream,
-    tokenizer_files,
-    unknown_per_thousand,
-)
-from worker.tasks.causal_lm import (
-    NOTHING,
-    Windows,
-    documents_digest,
-    load_model,
-    load_or_train_tokenizer,
-    token_loss,
-)
+from worker.models.tokens import check_tokens, tokenizer_files
+from worker.tasks.causal_lm import load_model, token_loss
+from worker.tasks.language_data import NOTHING, read_language_data
 
 _NOTHING_TRAINED = "nothing_trained"
 """The lone value that a capture's steps leave as it is: so a capture is a run like any other."""
+_NOTES: Final = {"train_tokens": "tokens", "train_tokens_with_loss": "tokens_with_loss"}
+"""Nothing is trained here."""
 
 
 class TeacherLogits:
@@ -52,31 +41,27 @@ class TeacherLogits:
     def __init__(self, spec: RunSpec) -> None:
         assert spec.model is not None
         assert spec.data is not None
-        corpus = read_text_corpus(spec.data)
-        tokenizer = load_or_train_tokenizer(spec, corpus.documents)
+        data = read_language_data(spec, 0.0, even=True)
+        tokenizer = data.tokenizer
         loaded = load_model(spec, tokenizer)
-        stream = encode_stream(tokenizer, corpus.documents)
         vocabulary = min(loaded.vocabulary, len(tokenizer))
-        check_tokens(int(stream.max()), vocabulary)
-        self._windows = Windows.cut(stream, spec.data.max_tokens)
+        check_tokens(data.highest, vocabulary)
+        self._samples = data.train
         self._layout = layout = _layout(spec, vocabulary)
         module = loaded.model.requires_grad_(requires_grad=False)
         module.register_parameter(_NOTHING_TRAINED, nn.Parameter(torch.zeros(1)))
         tensor = TensorSpec(name=_NOTHING_TRAINED, shape=(1,))
         self.manifest = Manifest(
             blocks=(Block(name="nothing", kind="block", tensors=(tensor,)),),
-            train_samples=len(self._windows.inputs),
+            train_samples=len(self._samples),
             digests={
                 "base_weights": loaded.weights_digest,
-                "tokenizer": digest_tokens([stream], len(tokenizer)),
+                "tokenizer": data.digests["tokenizer"],
                 "vocabulary": vocabulary_digest(tokenizer.get_vocab()),
-                "data": documents_digest(corpus.documents),
+                **{name: value for name, value in data.digests.items() if name != "tokenizer"},
             },
             notes={
-                "documents": len(corpus.documents),
-                "duplicates_removed": corpus.duplicates,
-                "tokens": len(stream),
-                "unknown_tokens_per_thousand": unknown_per_thousand(tokenizer, corpus.documents),
+                **{_NOTES.get(name, name): count for name, count in data.notes.items()},
                 "padding_of_the_vocabulary_cut": loaded.vocabulary - vocabulary,
             },
             export=Export(directory="logits", files=tokenizer_files(tokenizer)),
@@ -100,7 +85,7 @@ class TeacherLogits:
     def batch(self, samples: Sequence[int]) -> Batch:
         """Samples by number."""
         rows = np.asarray(samples, np.int64)
-        batch = self._windows.batch(rows)
+        batch = self._samples.batch(rows)
         return Batch({"sample_ids": rows, **batch.arrays}, batch.weight)
 
     def evaluation_batch(self, part: int) -> Batch:
@@ -176,15 +161,18 @@ def _records(
     counts = labels != NOTHING
     records = np.zeros(len(inputs), record_dtype(layout))
     records["sample_id"] = arrays["sample_ids"].cpu().numpy()
-    records["rows"] = counts.sum(1)
-    records["input_ids"][:, :-1][counts] = inputs[counts]
+    # Up to the last token that counts; of those between that do not, all the same is kept.
+    places = np.arange(1, counts.shape[1] + 1)
+    records["rows"] = (places * counts).max(1)
+    there = places <= records["rows"][:, None]
+    records["input_ids"][:, :-1][there] = inputs[there]
     records["input_ids"][:, 1:][counts] = labels[counts]
     records["loss_mask"] = counts
     half = kept.clamp(min=torch.finfo(torch.float16).min).half()
     for name, tensor in (
         ("topk_ids", ids), ("topk_logits", half), ("lse_1", lse[0]), ("lse_T", lse[1])
     ):  # fmt: skip
-        records[name][counts] = tensor.cpu().numpy()[counts]
+        records[name][there] = tensor.cpu().numpy()[there]
     return records.view(np.uint8).reshape(len(records), layout.sample_bytes)
 
 

@@ -1,0 +1,228 @@
+"""Conversations out of a JSONL, CSV, TSV or Parquet file: read, checked, duplicates removed.
+
+A row is a conversation in the form of OpenAI (`messages`), a prompt with its completion, or
+Alpaca's instruction, input and output. All become the same: at most one system message, then user
+and assistant in turn, the assistant last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from protocol.base.errors import DataError
+from protocol.data.delimited import column_names, read_table
+from protocol.data.logits_file import pyarrow_modules
+from protocol.data.text_file import check_columns, json_records, shown
+from protocol.spec import sources
+from protocol.spec.run_spec import COLUMNS_OF_FORMAT, DataSpec
+
+_ROLES: Final = ("system", "user", "assistant")
+_NEED_NOT_BE: Final = ("input",)
+_PARQUET: Final = ".parquet"
+_TABLES: Final = (".csv", ".tsv")
+_ROWS_AT_ONCE: Final = 1_024
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one of system, user and assistant says; never of spaces alone."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages in order, and where they stand in words: file and line."""
+
+    messages: tuple[Message, ...]
+    place: str
+
+    @property
+    def document(self) -> str:
+        """All that is said, as text: equal for equal conversations."""
+        return json.dumps([[each.role, each.content] for each in self.messages], ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversations:
+    """All different, in the order of the file."""
+
+    found: tuple[Conversation, ...]
+    duplicates: int
+
+
+def read_conversations(spec: DataSpec) -> Conversations:
+    """Read what the run spec names.
+
+    Raises:
+        DataError: The file is not there, not UTF-8 or damaged, lacks a column, or a row is no
+            conversation that a model can learn from.
+    """
+    path = sources.text_source(spec.train)
+    rows = 0
+    seen: dict[str, Conversation] = {}
+    for place, record in _records(path, spec):
+        conversation = Conversation(_MESSAGES_OF[spec.format](place, record), place)
+        seen.setdefault(conversation.document, conversation)
+        rows += 1
+    if not seen:
+        raise DataError(f"expected conversations in {str(path)!r}, found none")
+    return Conversations(tuple(seen.values()), rows - len(seen))
+
+
+Record = Mapping[str, Any]
+
+
+def _records(path: Path, spec: DataSpec) -> Iterator[tuple[str, Record]]:
+    """Every row with its place; the columns by the keys of `data.columns`."""
+    asked: Mapping[str, str] = dict(spec.columns.items())
+    names = {key: asked.get(key, key) for key in COLUMNS_OF_FORMAT[spec.format]}
+    wanted = {f"columns.{key}": name for key, name in names.items() if key not in _NEED_NOT_BE}
+    for number, record in _rows(path, wanted, [*names.values()]):
+        place = f"{str(path)!r} {'row' if path.suffix == _PARQUET else 'line'} {number}"
+        yield place, {key: record.get(name) for key, name in names.items()}
+
+
+def _rows(
+    path: Path, wanted: Mapping[str, str], names: Sequence[str]
+) -> Iterator[tuple[int, Record]]:
+    if path.suffix == ".jsonl":
+        for number, record in json_records(path):
+            check_columns(path, number, list(record), wanted)
+            yield number, record
+    elif path.suffix in _TABLES:
+        yield from _table_rows(path, wanted)
+    elif path.suffix == _PARQUET:
+        yield from _parquet_rows(path, wanted, names)
+    else:
+        hint = "; write one object on each line" if path.suffix == ".json" else ""
+        known = ", ".join((*sources.TEXT_SUFFIXES, _PARQUET))
+        raise DataError(f"expected a file that ends with one of {known}, got {str(path)!r}{hint}")
+
+
+def _table_rows(path: Path, wanted: Mapping[str, str]) -> Iterator[tuple[int, Record]]:
+    rows = read_table(path, {*wanted.values()})
+    if not rows:
+        return
+    header = column_names(rows[0][1])
+    check_columns(path, rows[0][0], header, wanted)
+    for number, cells in rows[1:]:
+        yield number, dict(zip(header, cells, strict=True))
+
+
+def _parquet_rows(
+    path: Path, wanted: Mapping[str, str], names: Sequence[str]
+) -> Iterator[tuple[int, Record]]:
+    pa, pq = pyarrow_modules()
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            there = list(file.schema_arrow.names)
+            check_columns(path, 1, there, wanted)
+            used = [name for name in names if name in there]
+            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=used):
+                for record in batch.to_pylist():
+                    number += 1
+                    yield number, record
+    except (pa.ArrowException, OSError, ValueError) as error:
+        words = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(f"expected Parquet in {str(path)!r}, got: {words}") from None
+
+
+def _of_messages(place: str, record: Record) -> tuple[Message, ...]:
+    told = record["messages"]
+    if isinstance(told, str):  # a cell of a table
+        try:
+            told = json.loads(told)
+        except (ValueError, RecursionError):
+            raise DataError(f"{place}: expected messages as JSON, got {shown(told)}") from None
+    if not isinstance(told, list) or not told:
+        raise DataError(f"{place}: expected a list of messages, got {shown(told)}")
+    messages = tuple(_message(f"{place} message {n}", one) for n, one in enumerate(told, start=1))
+    _check_turns(place, messages)
+    return messages
+
+
+def _message(place: str, told: object) -> Message:
+    if not isinstance(told, dict):
+        raise DataError(f"{place}: expected role and content, got {shown(told)}")
+    if "from" in told and "value" in told:
+        raise DataError(
+            f"{place}: expected role and content, got ShareGPT's from and value; rename"
+        )
+    for key in ("role", "content"):
+        if key not in told:
+            raise DataError(f"{place}: expected role and content, found no {key}")
+    others = [key for key, value in told.items() if value and key not in {"role", "content"}]
+    if others:
+        raise DataError(
+            f"{place}: expected role and content alone, got {others[0]!r} too, which would not be "
+            "heeded; leave it out"
+        )
+    if told["role"] not in _ROLES:
+        raise DataError(
+            f"{place}: expected one of the roles {', '.join(_ROLES)}, got {shown(told['role'])}"
+        )
+    return Message(told["role"], _text(place, told["content"], "content"))
+
+
+def _check_turns(place: str, messages: tuple[Message, ...]) -> None:
+    """See that the assistant answers each user.
+
+    Raises:
+        DataError: Who speaks when it is another's turn.
+    """
+    system = messages[0].role == "system"
+    for number, message in enumerate(messages, start=1):
+        at = f"{place} message {number}"
+        if message.role == "system" and number > 1:
+            raise DataError(f"{at}: expected the system to speak first or never, got it here")
+        expected = ("assistant", "user")[(number - system) % 2]
+        if message.role not in ("system", expected):
+            raise DataError(f"{at}: expected it to be the {expected}'s turn, got {message.role}")
+    if messages[-1].role != "assistant":
+        raise DataError(
+            f"{place}: expected the assistant to speak last, got {messages[-1].role}; leave out "
+            "what is not answered"
+        )
+
+
+def _of_prompt(place: str, record: Record) -> tuple[Message, ...]:
+    for key in ("prompt", "completion"):
+        if isinstance(record[key], list):
+            raise DataError(
+                f"{place}: expected text as {key}, got a list; whole conversations are given as "
+                "messages: --set data.format=messages"
+            )
+    prompt, completion = (_text(place, record[key], key) for key in ("prompt", "completion"))
+    return Message("user", prompt), Message("assistant", completion)
+
+
+def _of_alpaca(place: str, record: Record) -> tuple[Message, ...]:
+    asked = _text(place, record["instruction"], "instruction")
+    if record["input"] is not None and record["input"] != "":
+        asked = f"{asked}\n\n{_text(place, record['input'], 'input')}"
+    return Message("user", asked), Message("assistant", _text(place, record["output"], "output"))
+
+
+_MESSAGES_OF: Final = {
+    "messages": _of_messages, "prompt-completion": _of_prompt, "alpaca": _of_alpaca,
+}  # fmt: skip
+
+
+def _text(place: str, value: object, key: str) -> str:
+    """It, with its spaces.
+
+    Raises:
+        DataError: It is no text, or says nothing.
+    """
+    if not isinstance(value, str):
+        raise DataError(f"{place}: expected text as {key}, got {shown(value)}")
+    if not value.strip():
+        raise DataError(f"{place}: expected text as {key}, found none; leave the row out")
+    return value

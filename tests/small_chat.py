@@ -1,0 +1,108 @@
+"""A small Llama with a tokenizer for conversations, conversations for it, and runs of both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""What many models are trained with, without marks of what is generated."""
+
+MARKED = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\n' }}"
+    "{%- if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{- message['content'] + '<|im_end|>\n' }}{%- endif %}"
+    "{%- endfor %}"
+)
+
+
+def save_chat_tokenizer(directory: Path, template: str | None = CHATML) -> Any:
+    """A byte-level BPE with ChatML's marks, beside a configuration, as `tokenizer.source` wants.
+
+    Returns:
+        The tokenizer.
+    """
+    import tokenizers
+    import transformers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    bpe = tokenizers.Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<pad>", "<|im_start|>", "<|im_end|>"],
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    words = [each["content"] for number in range(9) for each in conversation(number)]
+    bpe.train_from_iterator([*words, "user\n assistant\n system\n\n"], trainer)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token="<pad>", eos_token="<|im_end|>"
+    )
+    fast.chat_template = template
+    directory.mkdir(parents=True, exist_ok=True)
+    fast.save_pretrained(directory)
+    (directory / "config.json").write_text('{"model_type": "llama"}')
+    return fast
+
+
+def save_chat_model(directory: Path) -> None:
+    """A Llama of two layers, weights drawn, with that tokenizer."""
+    import torch
+    import transformers
+
+    tokenizer = save_chat_tokenizer(directory)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+        pad_token_id=0, bos_token_id=2, eos_token_id=2,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(directory)
+
+
+def conversation(number: int) -> list[dict[str, str]]:
+    """One to three questions, each answered; every third begins with the system."""
+    told = [{"role": "system", "content": f"Add to {number}."}] if number % 3 == 0 else []
+    for turn in range(number % 3 + 1):
+        told.append({"role": "user", "content": f"What is {number} plus {turn}?"})
+        told.append({"role": "assistant", "content": f"It is {number + turn}."})
+    return told
+
+
+def jsonl(path: Path, rows: Sequence[object]) -> Path:
+    """Write a row a line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def chat_run(directory: Path, **changes: Any) -> Path:
+    """The run spec of LoRA on that model and 40 conversations."""
+    save_chat_model(directory / "model")
+    rows = [{"messages": conversation(number)} for number in range(40)]
+    data = jsonl(directory / "chat.jsonl", rows)
+    spec = {
+        "name": "chat",
+        "task": "causal-lm",
+        "seed": 7,
+        "model": {"source": str(directory / "model")},
+        "lora": {"r": 4, "dropout": 0.1},
+        "data": {"train": str(data), "format": "messages", "holdout": 0.2, "max_tokens": 96},
+        "batch": {"samples": 7, "microbatch": 2},
+        "optimizer": {"name": "adamw", "lr": 5e-3},
+        "steps": 4,
+        **changes,
+    }
+    path = directory / "run.yaml"
+    path.write_text(json.dumps(spec))
+    return path

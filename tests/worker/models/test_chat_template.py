@@ -1,0 +1,146 @@
+"""Which tokens of a conversation count, against what is reckoned by hand and by transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from protocol.base.errors import DataError
+from protocol.data.conversations import Conversation, Message
+from tests.small_chat import CHATML, MARKED, conversation, save_chat_tokenizer
+from worker.models.chat_template import ChatTemplate
+
+WEATHER = (
+    Message("system", "Be brief."),
+    Message("user", "Rain?"),
+    Message("assistant", "No."),
+    Message("user", "Snow, ice → wind?"),
+    Message("assistant", " Yes:\n\nall é of them "),
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Any:
+    return save_chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def of(messages: Any) -> Conversation:
+    return Conversation(tuple(messages), "'chat.jsonl' line 3")
+
+
+def dialogue(number: int) -> Conversation:
+    return of(Message(each["role"], each["content"]) for each in conversation(number))
+
+
+def read(tokenizer: Any, messages: Any, template: str, **how: Any) -> tuple[list[int], list[bool]]:
+    made = ChatTemplate(tokenizer, template, everything=how.get("everything", False))
+    [(tokens, counted)] = made.encode([made.render(of(messages))])
+    return tokens.tolist(), counted.tolist()
+
+
+def by_hand(tokenizer: Any, *, end_of_line: bool) -> tuple[list[int], list[bool]]:
+    """ChatML's pieces one by one; its marks are tokens of their own, so nothing grows together."""
+    ids: list[int] = []
+    counted: list[bool] = []
+
+    def add(text: str, *, counts: bool) -> None:
+        new = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids.extend(new)
+        counted.extend([counts] * len(new))
+
+    for message in WEATHER:
+        answers = message.role == "assistant"
+        add("<|im_start|>", counts=False)
+        add(message.role + "\n", counts=False)
+        add(message.content, counts=answers)
+        add("<|im_end|>", counts=answers)
+        add("\n", counts=answers and end_of_line)
+    return ids, counted
+
+
+def test_the_mask_is_that_of_the_pieces_one_by_one(tokenizer):
+    text = "".join(f"<|im_start|>{m.role}\n{m.content}<|im_end|>\n" for m in WEATHER)
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == read(
+        tokenizer, WEATHER, CHATML
+    )[0]
+    for template, end_of_line in ((CHATML, True), (MARKED, False)):
+        assert read(tokenizer, WEATHER, template) == by_hand(tokenizer, end_of_line=end_of_line)
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_marks_say_what_transformers_says_of_them(tokenizer, number):
+    said = conversation(number)
+    theirs = tokenizer.apply_chat_template(
+        said, chat_template=MARKED, tokenize=True, return_dict=True,
+        return_assistant_tokens_mask=True,
+    )  # fmt: skip
+    made = ChatTemplate(tokenizer, MARKED, everything=False)
+    [(tokens, counted)] = made.encode([made.render(dialogue(number))])
+    assert tokens.tolist() == theirs["input_ids"]
+    assert counted.astype(int).tolist() == theirs["assistant_masks"]
+
+
+def test_all_of_a_batch_are_as_each_alone(tokenizer):
+    made = ChatTemplate(tokenizer, CHATML, everything=False)
+    rendered = [made.render(dialogue(number % 9)) for number in range(300)]
+    for one, (tokens, counted) in zip(rendered, made.encode(rendered), strict=True):
+        [(alone, marks)] = made.encode([one])
+        assert alone.tolist() == tokens.tolist()
+        assert marks.tolist() == counted.tolist()
+
+
+def test_everything_counts_if_that_is_asked_for(tokenizer):
+    ids, counted = read(tokenizer, WEATHER, CHATML, everything=True)
+    assert all(counted)
+    assert len(ids) == len(counted)
+
+
+def test_a_token_over_the_beginning_of_an_answer_counts(tokenizer):
+    """`:` and a space end the prompt; with the answer the space is a part of its first token."""
+    template = (
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    question = (Message("user", "Eh?"), Message("assistant", "is"))
+    ids, counted = read(tokenizer, question, template)
+    assert [tokenizer.decode([i]) for i, c in zip(ids, counted, strict=True) if c] == [" is"]
+
+
+def test_no_template_sees_a_clock(tokenizer):
+    template = "{{ strftime_now('%d %b %Y, %Y-%m-%d') }}\n" + CHATML
+    made = ChatTemplate(tokenizer, template, everything=False)
+    assert made.render(of(WEATHER)).text.startswith("26 Jul 2024, 2024-07-26\n<|im_start|>")
+
+
+OPENED = "<think>\n\n</think>\n\n"
+REFUSED = {
+    "thoughts in the last answer alone": (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+        "{% if loop.last and m['role'] == 'assistant' %}{{ '" + OPENED.replace("\n", "\\n") + "' }}"
+        "{% endif %}{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+        "line 3 message 3: what the tokenizer's template makes",
+    ),
+    "its own refusal": ("{{ raise_exception('no system here') }}", "refuses it: TemplateError: no system here"),
+    "no Jinja": ("{% for m in messages %}", "refuses it: "),
+    "an attempt to get out": ("{{ ''.__class__.__mro__ }}", "refuses it: "),
+    "marks around nothing": (
+        "{% for m in messages %}{{ m['content'] }}{% generation %}{% endgeneration %}{% endfor %}",
+        "do not enclose each answer",
+    ),
+    "marks around one of two": (
+        "{% for m in messages %}{% if loop.last %}{% generation %}{{ m['content'] }}"
+        "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}",
+        "do not enclose each answer",
+    ),
+}
+
+
+@pytest.mark.parametrize(("template", "told"), REFUSED.values(), ids=list(REFUSED))
+def test_what_a_template_does_not_say_is_not_guessed(tokenizer, template, told):
+    with pytest.raises(DataError) as raised:
+        read(tokenizer, WEATHER, template)
+    assert told in str(raised.value)
+    assert "line 3" in str(raised.value)
+    assert "\n" not in str(raised.value)

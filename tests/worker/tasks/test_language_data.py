@@ -1,0 +1,312 @@
+"""Conversations as a run reads them, and the line for each mistake that people make with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from protocol.data.data_check import check_data
+from protocol.spec.run_spec import RunSpec, parse_run_spec
+from tests.commands import called
+from tests.small_chat import CHATML, MARKED, conversation, jsonl, save_chat_tokenizer
+from worker.tasks.language_data import NOTHING, LanguageData, Turns, read_language_data
+from worker.tasks.registry import build
+from worker.tasks.teacher_logits import TeacherLogits
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256,
+}  # fmt: skip
+ROWS = [{"messages": conversation(number)} for number in range(12)]
+SAID = {"role": "assistant", "content": "Yes."}
+ASKED = {"role": "user", "content": "Is it?"}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory) -> Path:
+    """With a template, and without."""
+    directory: Path = tmp_path_factory.mktemp("tokenizers")
+    save_chat_tokenizer(directory / "chat")
+    save_chat_tokenizer(directory / "bare", template=None)
+    return directory
+
+
+def document_of(tokenizers: Path, data: dict[str, Any], tokenizer: str = "chat") -> dict[str, Any]:
+    return {
+        "task": "causal-lm",
+        "steps": 1,
+        "seed": 3,
+        "model": {"config": LLAMA},
+        "tokenizer": {"source": str(tokenizers / tokenizer)},
+        "data": {"format": "messages", "max_tokens": 96, **data},
+        "batch": {"samples": 4, "microbatch": 2},
+    }
+
+
+def read(tokenizers: Path, data: dict[str, Any], fraction: float = 0.0) -> LanguageData:
+    return read_language_data(parse_run_spec(document_of(tokenizers, data)), fraction)
+
+
+def turns(data: LanguageData) -> list[tuple[list[int], list[bool]]]:
+    return [
+        (tokens.tolist(), counted.tolist())
+        for tokens, counted in map(data.train.sample, range(len(data.train)))
+    ]
+
+
+def write_parquet(path: Path, rows: list[Any]) -> Path:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.Table.from_pylist(rows), path)
+    return path
+
+
+def write_csv(path: Path, rows: list[Any]) -> Path:
+    import csv
+
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, list(rows[0]))
+        table.writeheader()
+        for row in rows:
+            table.writerow({k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items()})
+    return path
+
+
+PAIRS = [(f"What is {n}?", f"It is {n}.") for n in range(5)]
+FORMS = {
+    "messages": [
+        {"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]}
+        for a, b in PAIRS
+    ],
+    "prompt-completion": [{"prompt": a, "completion": b} for a, b in PAIRS],
+    "alpaca": [{"instruction": a, "input": "", "output": b} for a, b in PAIRS],
+}
+
+
+def test_each_form_in_each_kind_of_file_is_the_same_data(tokenizers, tmp_path):
+    writers: dict[str, Callable[[Path, list[Any]], Path]] = {
+        "a.jsonl": jsonl, "a.csv": write_csv, "a.parquet": write_parquet,
+    }  # fmt: skip
+    found = []
+    for form, rows in FORMS.items():
+        for name, write in writers.items():
+            path = write(tmp_path / name, [*rows, rows[2]])
+            found.append(read(tokenizers, {"train": str(path), "format": form}))
+    assert all(data.digests == found[0].digests for data in found)
+    assert all(turns(data) == turns(found[0]) for data in found)
+    assert all(data.notes["duplicates_removed"] == 1 for data in found)
+
+
+def test_columns_of_other_names_and_alpaca_s_input(tokenizers, tmp_path):
+    rows = [{"task": a, "context": f"{n}!", "output": b} for n, (a, b) in enumerate(PAIRS)]
+    data = {
+        "train": str(jsonl(tmp_path / "a.jsonl", rows)),
+        "format": "alpaca",
+        "columns": {"instruction": "task", "input": "context"},
+    }
+    found = read(tokenizers, data)
+    texts = found.tokenizer.batch_decode([tokens for tokens, _ in turns(found)])
+    assert texts[1].startswith("<|im_start|>user\nWhat is 1?\n\n1!<|im_end|>\n")
+    without = [{"instruction": a, "output": b} for a, b in PAIRS]
+    alone = {"train": str(jsonl(tmp_path / "b.jsonl", without)), "format": "alpaca"}
+    assert len(read(tokenizers, alone).train) == len(PAIRS)
+
+
+def test_a_batch_holds_each_counted_token_behind_what_comes_before(tokenizers, tmp_path):
+    found = read(tokenizers, {"train": str(jsonl(tmp_path / "a.jsonl", ROWS))})
+    everything = turns(found)
+    batch = found.train.batch(np.array([4, 1, 8]))
+    inputs, labels = batch.arrays["input_ids"], batch.arrays["labels"]
+    assert inputs.shape == labels.shape
+    assert inputs.shape[1] % 16 == 0
+    for row, number in enumerate((4, 1, 8)):
+        tokens, counted = everything[number]
+        length = len(tokens) - 1
+        assert inputs[row, :length].tolist() == tokens[:-1]
+        expected = [t if c else NOTHING for t, c in zip(tokens, counted, strict=True)][1:]
+        assert labels[row, :length].tolist() == expected
+        assert not inputs[row, length:].any()
+        assert (labels[row, length:] == NOTHING).all()
+    assert batch.weight == sum(sum(everything[n][1]) for n in (4, 1, 8))
+
+
+def test_what_is_cut_is_counted_and_what_keeps_no_answer_is_left_out(tokenizers, tmp_path):
+    path = str(jsonl(tmp_path / "a.jsonl", ROWS))
+    whole = turns(read(tokenizers, {"train": path}))
+    length = sorted(len(tokens) for tokens, _ in whole)[6]
+    cut = read(tokenizers, {"train": path, "max_tokens": length})
+    expected = [(tokens[:length], counted[:length]) for tokens, counted in whole]
+    assert turns(cut) == [one for one in expected if any(one[1])]
+    assert cut.notes["left_out_as_no_answer_fits"] == sum(not any(c) for _, c in expected)
+    longer = sum(len(t) > length and any(c[:length]) for t, c in whole)
+    assert cut.notes["conversations_truncated"] == longer > 0
+    short = read(tokenizers, {"train": path, "max_tokens": 24})
+    assert short.notes["left_out_as_no_answer_fits"] > 0
+    assert all(any(counted) for _, counted in turns(short))
+
+
+def test_what_counts_is_bound_by_the_digests(tokenizers, tmp_path):
+    path = str(jsonl(tmp_path / "a.jsonl", ROWS))
+    one, marked, everything = (
+        read(tokenizers, {"train": path, **keys}).digests
+        for keys in ({}, {"chat_template": MARKED}, {"loss": "all"})
+    )
+    assert one["data"] == marked["data"] == everything["data"]
+    assert one["tokenizer"] == marked["tokenizer"] == everything["tokenizer"]
+    assert len({each["counted_tokens"] for each in (one, marked, everything)}) == 3
+
+
+def test_the_held_out_part_is_apart_and_the_same_again(tokenizers, tmp_path):
+    data = {"train": str(jsonl(tmp_path / "a.jsonl", ROWS))}
+    first, again = (read(tokenizers, data, 0.25) for _ in range(2))
+    assert (len(first.train), len(first.held_out)) == (9, 3)
+    assert isinstance(first.held_out, Turns)
+    assert first.digests == again.digests
+    assert turns(first) == turns(again)
+    held = {tuple(tokens.tolist()) for tokens in first.held_out.tokens}
+    assert not held & {tuple(tokens) for tokens, _ in turns(first)}
+
+
+def test_a_template_that_is_given_is_saved_with_the_model(tokenizers, tmp_path):
+    path = str(jsonl(tmp_path / "a.jsonl", ROWS))
+    data = {"train": path, "chat_template": CHATML}
+    task = build(parse_run_spec(document_of(tokenizers, data, "bare")))
+    assert task.manifest.export.files["chat_template.jinja"] == CHATML
+    shown = task.manifest.digests
+    assert shown.keys() == {"base_weights", "tokenizer", "counted_tokens", "data"}
+
+
+def test_a_teacher_s_rows_say_which_count(tokenizers, tmp_path):
+    from protocol.data.captured_rows import records_of
+
+    document = document_of(tokenizers, {"train": str(jsonl(tmp_path / "a.jsonl", ROWS))})
+    task = build(parse_run_spec(document | {"task": "teacher-logits", "capture": {"top_k": 4}}))
+    assert isinstance(task, TeacherLogits)
+    assert task.manifest.capture is not None
+    from backends.eager.eager import EagerBackend
+
+    batch = task.batch([0, 5])
+    assert batch.arrays["input_ids"].shape == (2, 96)
+    program = EagerBackend("cpu").compile(task.trainable, batch)
+    records = records_of(program.rows(batch).records, task.manifest.capture)
+    program.close()
+    for row, record in enumerate(records):
+        labels = batch.arrays["labels"][row]
+        last = int(np.flatnonzero(labels != NOTHING)[-1]) + 1
+        assert record["rows"] == last
+        assert record["loss_mask"][:last].tolist() == (labels[:last] != NOTHING).tolist()
+        assert record["input_ids"][:last].tolist() == batch.arrays["input_ids"][row, :last].tolist()
+        assert record["input_ids"][last] == labels[last - 1]
+        assert (record["lse_1"][:last] != 0).all()
+
+
+def test_worker_data_shows_what_counts_and_how_much(tokenizers, tmp_path):
+    path = tmp_path / "run.yaml"
+    data = {"train": str(jsonl(tmp_path / "a.jsonl", [*ROWS, ROWS[1]])), "holdout": 0.25}
+    path.write_text(json.dumps(document_of(tokenizers, data)))
+    shown = called("worker", "data", str(path))
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.count("with loss\n") >= 5
+    assert "<|im_start|>assistant\n⟦It is " in shown.stdout
+    assert "training samples: 9; tokens of each: least " in shown.stdout
+    assert "duplicates removed: 1" in shown.stdout
+    few = called("worker", "data", str(path), "--samples", "1", "--set", "data.loss=all")
+    assert few.stdout.count("sample ") == 1
+    assert "(9" in few.stdout or "(100" in few.stdout
+
+
+def line(*messages: Any, **others: Any) -> bytes:
+    return json.dumps({"messages": [*messages], **others}, ensure_ascii=False).encode() + b"\n"
+
+
+GOOD = line(ASKED, SAID)
+ALPACA = {"format": "alpaca"}
+PROMPTS = {"format": "prompt-completion"}
+MISTAKES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
+    "no file": ("", b"", {"train": "nowhere.jsonl"}, "expected a data file at"),
+    "empty": ("a.jsonl", b"\n\n", {}, "expected conversations in"),
+    "other encoding": ("a.jsonl", GOOD + b'"\xe9"\n', {}, "is not UTF-8 at byte"),
+    "not JSON": ("a.jsonl", GOOD + b"{messages: []}\n", {}, "line 2 is not JSON"),
+    "a JSON array": ("a.json", b"[]", {}, "write one object on each line"),
+    "a list": ("a.jsonl", GOOD + b"[1]\n", {}, "line 2: expected a JSON object"),
+    "no column": ("a.jsonl", b'{"message": 1}\n', {}, "--set data.columns.messages=message"),
+    "key twice": ("a.jsonl", b'{"messages": 1, "messages": 2}\n', {}, "comes twice"),
+    "text for messages": ("a.jsonl", GOOD + b'{"messages": "Hi"}\n', {}, "line 2: expected mes"),
+    "null": ("a.jsonl", b'{"messages": null}\n', {}, "line 1: expected a list of messages, got"),
+    "no message": ("a.jsonl", GOOD + line(), {}, "line 2: expected a list of messages, got []"),
+    "a bare text": ("a.jsonl", line("Hi"), {}, "line 1 message 1: expected role and content"),
+    "ShareGPT": ("a.jsonl", line({"from": "human", "value": "Hi"}), {}, "ShareGPT"),
+    "no role": ("a.jsonl", line({"content": "Hi"}), {}, "message 1: expected role and content"),
+    "no content": ("a.jsonl", line(ASKED, {"role": "assistant"}), {}, "found no content"),
+    "unknown role": ("a.jsonl", line(ASKED, SAID | {"role": "bot"}), {}, 'roles system, user, as'),
+    "a role that is a list": ("a.jsonl", line(ASKED | {"role": ["user"]}), {}, "one of the roles"),
+    "tool": ("a.jsonl", line(ASKED, {"role": "tool", "content": "1"}), {}, 'got "tool"'),
+    "tool calls": ("a.jsonl", line(ASKED, SAID | {"tool_calls": [1]}), {}, "got 'tool_calls' too"),
+    "a weight": ("a.jsonl", line(ASKED, SAID | {"weight": 1}), {}, "got 'weight' too"),
+    "an empty turn": ("a.jsonl", GOOD + line(ASKED, SAID | {"content": " "}), {}, "line 2 message"),
+    "parts": ("a.jsonl", line(ASKED | {"content": [{"type": "text"}]}), {}, "expected text as con"),
+    "a number": ("a.jsonl", line(ASKED, SAID | {"content": 4}), {}, "message 2: expected text as"),
+    "late system": (
+        "a.jsonl", line(ASKED, {"role": "system", "content": "x"}, SAID), {}, "first or never",
+    ),
+    "two users": ("a.jsonl", line(ASKED, ASKED, SAID), {}, "message 2: expected it to be the ass"),
+    "assistant first": ("a.jsonl", line(SAID, ASKED), {}, "message 1: expected it to be the user"),
+    "no answer": ("a.jsonl", GOOD + line(ASKED), {}, "line 2: expected the assistant to speak la"),
+    "half a character": (
+        "a.jsonl", b'{"messages": [{"role": "user", "content": "\\ud800"}]}\n', {}, "surrogate",
+    ),
+    "no completion": ("a.jsonl", b'{"prompt": "x"}\n', PROMPTS, "columns.completion=COLUMN"),
+    "an empty completion": (
+        "a.csv", b"prompt,completion\nx,y\nz,\n", PROMPTS, "line 3: expected text as completion",
+    ),
+    "prompt of messages": ("a.jsonl", b'{"prompt": [], "completion": "x"}\n', PROMPTS, "whole con"),
+    "ragged": ("a.csv", b"prompt,completion\nx,y,z\n", PROMPTS, "line 2: expected 2 columns"),
+    "no instruction": ("a.jsonl", b'{"output": "x", "input": ""}\n', ALPACA, "'instruction' in"),
+    "an input of numbers": (
+        "a.jsonl", b'{"instruction": "x", "input": 3, "output": "y"}\n', ALPACA, "text as input",
+    ),
+    "no Parquet": ("a.parquet", b"PAR1", {}, "expected Parquet in"),
+    "running text": ("a.jsonl", GOOD, {"format": "text"}, "--set data.format=messages"),
+    "another format's column": ("a.jsonl", GOOD, {"columns": {"prompt": "x"}}, "no column 'prompt"),
+    "a key of running text": ("a.jsonl", GOOD, {"text": "x"}, "has no use for data.text"),
+    "too few": ("a.jsonl", GOOD, {}, "expected at least 2 training samples"),
+    "too long": (
+        "a.jsonl", GOOD + line(ASKED | {"content": "b"}, SAID), {"max_tokens": 2}, "max_tokens=",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content", "data", "told"), MISTAKES.values(), ids=list(MISTAKES))
+def test_a_mistake_is_one_line_that_says_where(tokenizers, tmp_path, name, content, data, told):
+    if name:
+        (tmp_path / name).write_bytes(content)
+    if name.endswith(".parquet"):
+        pytest.importorskip("pyarrow")
+    document = document_of(tokenizers, {"train": str(tmp_path / name), **data})
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(document))
+    ended = called("worker", "data", str(path))
+    assert ended.returncode == 2, ended
+    assert ended.stdout == ""
+    assert len(ended.stderr.splitlines()) == 1
+    assert told in ended.stderr
+
+
+def test_a_tokenizer_without_a_template_is_named(tokenizers, tmp_path):
+    data = {"train": str(jsonl(tmp_path / "a.jsonl", ROWS))}
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(document_of(tokenizers, data, "bare")))
+    ended = called("worker", "data", str(path))
+    assert ended.returncode == 2
+    assert "expected a tokenizer with a chat template" in ended.stderr
+
+
+def test_the_coordinator_sees_mistakes_before_a_worker_does(tokenizers, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(GOOD + line(ASKED))
+    spec: RunSpec = parse_run_spec(document_of(tokenizers, {"train": str(tmp_path / "a.jsonl")}))
+    with pytest.raises(Exception, match="line 2: expected the assistant to speak last"):
+        check_data(spec)

@@ -1,0 +1,199 @@
+"""What a tokenizer's chat template makes of conversations, and which of its tokens are learned.
+
+The template is rendered by transformers, in its sandbox. What the assistant says is found in the
+rendered text: by the template's own marks, `{% generation %}`, where it has them, else by
+rendering the conversation up to each of its turns, of which each has to be how the next begins.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jinja2
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.base.errors import DataError, in_words
+from protocol.data.conversations import Conversation, Message
+from worker.models.tokens import Tokens
+
+_MARK: Final = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
+_BEGIN, _END = "\ue000\ue00a", "\ue000\ue00b"
+"""Stand where the marks were: private characters, which no text should hold."""
+_FIXED_DATE: Final = (
+    "{%- macro strftime_now(format) -%}{{- format"
+    " | replace('%d', '26') | replace('%b', 'Jul') | replace('%B', 'July') | replace('%m', '07')"
+    " | replace('%Y', '2024') | replace('%y', '24') | replace('%A', 'Friday')"
+    " | replace('%a', 'Fri') | replace('%H', '12') | replace('%M', '00') | replace('%S', '00')"
+    " -}}{%- endmacro %}{{- '' }}"
+)
+"""A template that asks for today would make other tokens tomorrow: it is told the day that those
+of Llama 3 name without a clock."""
+_ENCODED_AT_ONCE: Final = 256
+
+Counted = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation as text, and where in it the assistant's words lie, rising."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+
+
+class ChatTemplate:
+    """A tokenizer with its template.
+
+    Args:
+        tokenizer: The given template is put into it, so that it is saved with the model.
+        source: The given template; None for the tokenizer's own.
+        everything: Count all tokens rather than the assistant's.
+
+    Raises:
+        DataError: The tokenizer has no template.
+    """
+
+    def __init__(self, tokenizer: Any, source: str | None, *, everything: bool) -> None:
+        if source is not None:
+            tokenizer.chat_template = source
+        try:
+            text = str(tokenizer.get_chat_template())
+        except ValueError:
+            raise DataError(
+                "expected a tokenizer with a chat template, found none: take a model made for "
+                "conversations, or give a template: --set data.chat_template=JINJA"
+            ) from None
+        self._tokenizer = tokenizer
+        self._everything = everything
+        fixed = _FIXED_DATE if "strftime_now" in text else ""
+        self._plain = fixed + text
+        self._marked = fixed + _MARK.sub(_stand_in, text) if _MARK.search(text) else None
+
+    def render(self, conversation: Conversation) -> Rendered:
+        """A conversation as the model will read it.
+
+        Raises:
+            DataError: The template refuses it, or does not say what the assistant's words are.
+        """
+        full = self._text(conversation, len(conversation.messages))
+        if self._everything:
+            return Rendered(full, ((0, len(full)),))
+        if self._marked is not None:
+            return self._by_marks(conversation, full)
+        return Rendered(full, tuple(self._by_beginnings(conversation, full)))
+
+    def encode(self, rendered: Sequence[Rendered]) -> Iterator[tuple[Tokens, Counted]]:
+        """Tokens of each, and which of them count.
+
+        The text is made into tokens as a whole. One that reaches over the beginning of a span
+        counts, for the assistant's first character is in it; one that reaches over the end does
+        not.
+        """
+        for lo in range(0, len(rendered), _ENCODED_AT_ONCE):
+            some = rendered[lo : lo + _ENCODED_AT_ONCE]
+            parts = [
+                [one.text[:cut] for cut in {at: None for span in one.spans for at in span}]
+                for one in some
+            ]
+            ids = iter(self._ids([one.text for one in some]))
+            beginnings = iter(self._ids([text for texts in parts for text in texts]))
+            for one, texts in zip(some, parts, strict=True):
+                tokens = next(ids)
+                ends = {len(text): _shared(tokens, next(beginnings)) for text in texts}
+                counted = np.zeros(len(tokens), np.bool_)
+                for start, end in one.spans:
+                    counted[ends[start] : ends[end]] = True
+                yield tokens, counted
+
+    def _ids(self, texts: Sequence[str]) -> list[Tokens]:
+        if not texts:
+            return []
+        encoded = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)
+        return [np.array(ids, np.int64) for ids in encoded["input_ids"]]
+
+    def _by_marks(self, conversation: Conversation, full: str) -> Rendered:
+        assert self._marked is not None
+        marked = self._text(conversation, len(conversation.messages), template=self._marked)
+        spans, at = [], 0
+        before, *pieces = marked.split(_BEGIN)
+        at = len(before)
+        for piece in pieces:
+            said, end, after = piece.partition(_END)
+            spans.append((at, at + len(said)))
+            at += len(said) + len(after)
+            if not end or not said or _END in after:
+                spans.clear()
+                break
+        answers = sum(each.role == "assistant" for each in conversation.messages)
+        if marked.replace(_BEGIN, "").replace(_END, "") != full or len(spans) < answers:
+            raise DataError(
+                f"{conversation.place}: the template's marks {{% generation %}} do not enclose "
+                "each answer of the assistant; mend them: --set data.chat_template=JINJA"
+            )
+        return Rendered(full, tuple(spans))
+
+    def _by_beginnings(self, conversation: Conversation, full: str) -> Iterator[tuple[int, int]]:
+        last = ""
+        for number, message in enumerate(conversation.messages):
+            if message.role != "assistant":
+                continue
+            asked = self._text(conversation, number, prompt=True)
+            told = self._text(conversation, number + 1)
+            if not (
+                asked.startswith(last)
+                and told.startswith(asked)
+                and full.startswith(told)
+                and len(asked) < len(told)
+            ):
+                raise DataError(
+                    f"{conversation.place} message {number + 1}: what the tokenizer's template "
+                    "makes of a conversation up to here is not how the whole one begins, so the "
+                    "assistant's words cannot be told; give a template with {% generation %} "
+                    "around them (data.chat_template), or learn everything: --set data.loss=all"
+                )
+            yield len(asked), len(told)
+            last = told
+
+    def _text(
+        self,
+        conversation: Conversation,
+        count: int,
+        *,
+        prompt: bool = False,
+        template: str | None = None,
+    ) -> str:
+        """The first so many messages, with the beginning of an answer if that is asked for."""
+        messages = [_document(message) for message in conversation.messages[:count]]
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                messages,
+                chat_template=template or self._plain,
+                tokenize=False,
+                add_generation_prompt=prompt,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
+            raise DataError(
+                f"{conversation.place}: the tokenizer's chat template refuses it: {in_words(error)}"
+            ) from None
+        return str(rendered)
+
+
+def _stand_in(mark: re.Match[str]) -> str:
+    """A block of its own, so that the template's rules for spaces around blocks still hold."""
+    left, end, right = mark.groups()
+    return f"{{%{left} if true %}}{{{{ {(_END if end else _BEGIN)!r} }}}}{{% endif {right}%}}"
+
+
+def _document(message: Message) -> dict[str, str]:
+    return {"role": message.role, "content": message.content}
+
+
+def _shared(tokens: Tokens, beginning: Tokens) -> int:
+    """How many tokens a text begins with that its beginning alone has, too."""
+    length = min(len(tokens), len(beginning))
+    unlike = np.flatnonzero(tokens[:length] != beginning[:length])
+    return int(unlike[0]) if len(unlike) else length
