@@ -61,9 +61,10 @@ def by_hand(tokenizer: Any, *, end_of_line: bool) -> tuple[list[int], list[bool]
 
 def test_the_mask_is_that_of_the_pieces_one_by_one(tokenizer):
     text = "".join(f"<|im_start|>{m.role}\n{m.content}<|im_end|>\n" for m in WEATHER)
-    assert tokenizer(text, add_special_tokens=False)["input_ids"] == read(
-        tokenizer, WEATHER, CHATML
-    )[0]
+    assert (
+        tokenizer(text, add_special_tokens=False)["input_ids"]
+        == read(tokenizer, WEATHER, CHATML)[0]
+    )
     for template, end_of_line in ((CHATML, True), (MARKED, False)):
         assert read(tokenizer, WEATHER, template) == by_hand(tokenizer, end_of_line=end_of_line)
 
@@ -122,7 +123,10 @@ REFUSED = {
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
         "line 3 message 3: what the tokenizer's template makes",
     ),
-    "its own refusal": ("{{ raise_exception('no system here') }}", "refuses it: TemplateError: no system here"),
+    "its own refusal": (
+        "{{ raise_exception('no system here') }}",
+        "refuses it: TemplateError: no system here",
+    ),
     "no Jinja": ("{% for m in messages %}", "refuses it: "),
     "an attempt to get out": ("{{ ''.__class__.__mro__ }}", "refuses it: "),
     "marks around nothing": (
@@ -130,8 +134,10 @@ REFUSED = {
         "do not enclose each answer",
     ),
     "marks around one of two": (
-        "{% for m in messages %}{% if loop.last %}{% generation %}{{ m['content'] }}"
-        "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}",
+        (
+            "{% for m in messages %}{% if loop.last %}{% generation %}{{ m['content'] }}"
+            "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+        ),
         "do not enclose each answer",
     ),
 }

@@ -77,7 +77,7 @@ def write_csv(path: Path, rows: list[Any]) -> Path:
 
 
 PAIRS = [(f"What is {n}?", f"It is {n}.") for n in range(5)]
-FORMS = {
+FORMS: dict[str, list[Any]] = {
     "messages": [
         {"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]}
         for a, b in PAIRS
@@ -92,9 +92,10 @@ def test_each_form_in_each_kind_of_file_is_the_same_data(tokenizers, tmp_path):
         "a.jsonl": jsonl, "a.csv": write_csv, "a.parquet": write_parquet,
     }  # fmt: skip
     found = []
-    for form, rows in FORMS.items():
+    for form, given in FORMS.items():
+        rows: list[Any] = [*given, given[2]]
         for name, write in writers.items():
-            path = write(tmp_path / name, [*rows, rows[2]])
+            path = write(tmp_path / name, rows)
             found.append(read(tokenizers, {"train": str(path), "format": form}))
     assert all(data.digests == found[0].digests for data in found)
     assert all(turns(data) == turns(found[0]) for data in found)
@@ -192,7 +193,7 @@ def test_a_teacher_s_rows_say_which_count(tokenizers, tmp_path):
     batch = task.batch([0, 5])
     assert batch.arrays["input_ids"].shape == (2, 96)
     program = EagerBackend("cpu").compile(task.trainable, batch)
-    records = records_of(program.rows(batch).records, task.manifest.capture)
+    records = records_of(program.rows(batch).rows.reshape(-1), task.manifest.capture)
     program.close()
     for row, record in enumerate(records):
         labels = batch.arrays["labels"][row]
@@ -242,7 +243,7 @@ MISTAKES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
     "ShareGPT": ("a.jsonl", line({"from": "human", "value": "Hi"}), {}, "ShareGPT"),
     "no role": ("a.jsonl", line({"content": "Hi"}), {}, "message 1: expected role and content"),
     "no content": ("a.jsonl", line(ASKED, {"role": "assistant"}), {}, "found no content"),
-    "unknown role": ("a.jsonl", line(ASKED, SAID | {"role": "bot"}), {}, 'roles system, user, as'),
+    "unknown role": ("a.jsonl", line(ASKED, SAID | {"role": "bot"}), {}, "roles system, user, as"),
     "a role that is a list": ("a.jsonl", line(ASKED | {"role": ["user"]}), {}, "one of the roles"),
     "tool": ("a.jsonl", line(ASKED, {"role": "tool", "content": "1"}), {}, 'got "tool"'),
     "tool calls": ("a.jsonl", line(ASKED, SAID | {"tool_calls": [1]}), {}, "got 'tool_calls' too"),
@@ -280,8 +281,9 @@ MISTAKES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "content", "data", "told"), MISTAKES.values(), ids=list(MISTAKES))
-def test_a_mistake_is_one_line_that_says_where(tokenizers, tmp_path, name, content, data, told):
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=list(MISTAKES))
+def test_a_mistake_is_one_line_that_says_where(tokenizers, tmp_path, mistake):
+    name, content, data, told = mistake
     if name:
         (tmp_path / name).write_bytes(content)
     if name.endswith(".parquet"):
@@ -310,3 +312,28 @@ def test_the_coordinator_sees_mistakes_before_a_worker_does(tokenizers, tmp_path
     spec: RunSpec = parse_run_spec(document_of(tokenizers, {"train": str(tmp_path / "a.jsonl")}))
     with pytest.raises(Exception, match="line 2: expected the assistant to speak last"):
         check_data(spec)
+
+
+def test_padding_and_company_change_no_loss(tokenizers, tmp_path):
+    """Against torch, each conversation by itself and unpadded, its labels by transformers' rule."""
+    import torch
+
+    from backends.eager.eager import EagerBackend
+
+    data = {"train": str(jsonl(tmp_path / "a.jsonl", ROWS)), "holdout": 0.0}
+    task = build(parse_run_spec(document_of(tokenizers, data)))
+    found = read(tokenizers, data)
+    batch = task.batch(range(len(ROWS)))
+    program = EagerBackend("cpu").compile(task.trainable, batch)
+    sums = program.evaluate(batch)
+    program.close()
+    total = 0.0
+    assert task.trainable.module is not None
+    for tokens, counted in turns(found):
+        labels = [t if c else NOTHING for t, c in zip(tokens, counted, strict=True)]
+        with torch.no_grad():
+            ids = torch.tensor([tokens])
+            mean = task.trainable.module(ids, labels=torch.tensor([labels])).loss
+        total += float(mean) * sum(counted)
+    assert sums["tokens"] == sum(sum(counted) for _, counted in turns(found))
+    assert sums["loss_sum"] == pytest.approx(total, rel=1e-5)
