@@ -28,7 +28,7 @@ _ROWS_AT_ONCE: Final = 1_024
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ChatMessage:
     """What one of system, user and assistant says; never of spaces alone."""
 
     role: str
@@ -39,7 +39,7 @@ class Message:
 class Conversation:
     """Messages in order, and where they stand in words: file and line."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[ChatMessage, ...]
     place: str
 
     @property
@@ -134,7 +134,7 @@ def _parquet_rows(
         raise DataError(f"expected Parquet in {str(path)!r}, got: {words}") from None
 
 
-def _of_messages(place: str, record: Record) -> tuple[Message, ...]:
+def _of_messages(place: str, record: Record) -> tuple[ChatMessage, ...]:
     told = record["messages"]
     if isinstance(told, str):  # a cell of a table
         try:
@@ -148,7 +148,7 @@ def _of_messages(place: str, record: Record) -> tuple[Message, ...]:
     return messages
 
 
-def _message(place: str, told: object) -> Message:
+def _message(place: str, told: object) -> ChatMessage:
     if not isinstance(told, dict):
         raise DataError(f"{place}: expected role and content, got {shown(told)}")
     if "from" in told and "value" in told:
@@ -168,10 +168,10 @@ def _message(place: str, told: object) -> Message:
         raise DataError(
             f"{place}: expected one of the roles {', '.join(_ROLES)}, got {shown(told['role'])}"
         )
-    return Message(told["role"], _text(place, told["content"], "content"))
+    return ChatMessage(told["role"], _text(place, told["content"], "content"))
 
 
-def _check_turns(place: str, messages: tuple[Message, ...]) -> None:
+def _check_turns(place: str, messages: tuple[ChatMessage, ...]) -> None:
     """See that the assistant answers each user.
 
     Raises:
@@ -192,7 +192,7 @@ def _check_turns(place: str, messages: tuple[Message, ...]) -> None:
         )
 
 
-def _of_prompt(place: str, record: Record) -> tuple[Message, ...]:
+def _of_prompt(place: str, record: Record) -> tuple[ChatMessage, ...]:
     for key in ("prompt", "completion"):
         if isinstance(record[key], list):
             raise DataError(
@@ -200,14 +200,16 @@ def _of_prompt(place: str, record: Record) -> tuple[Message, ...]:
                 "messages: --set data.format=messages"
             )
     prompt, completion = (_text(place, record[key], key) for key in ("prompt", "completion"))
-    return Message("user", prompt), Message("assistant", completion)
+    return ChatMessage("user", prompt), ChatMessage("assistant", completion)
 
 
-def _of_alpaca(place: str, record: Record) -> tuple[Message, ...]:
+def _of_alpaca(place: str, record: Record) -> tuple[ChatMessage, ...]:
     asked = _text(place, record["instruction"], "instruction")
     if record["input"] is not None and record["input"] != "":
         asked = f"{asked}\n\n{_text(place, record['input'], 'input')}"
-    return Message("user", asked), Message("assistant", _text(place, record["output"], "output"))
+    return ChatMessage("user", asked), ChatMessage(
+        "assistant", _text(place, record["output"], "output")
+    )
 
 
 _MESSAGES_OF: Final = {

@@ -10,9 +10,9 @@ import numpy as np
 
 from protocol.data.data_check import check_samples
 from protocol.spec.run_spec import RunSpec
-from worker.models.chat_template import Counted
 from worker.models.tokens import Tokens
 from worker.tasks import holdout
+from worker.tasks.chat_template import Counted
 from worker.tasks.language_data import Samples, read_language_data
 
 _OPEN, _CLOSE = (

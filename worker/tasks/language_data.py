@@ -21,7 +21,6 @@ from protocol.data.conversations import Conversation, read_conversations
 from protocol.data.text_corpus import read_text_corpus
 from protocol.exact.digest import digest_arrays
 from protocol.spec.run_spec import DataSpec, RunSpec, TokenizerSpec
-from worker.models.chat_template import ChatTemplate, Counted
 from worker.models.tokens import (
     Tokens,
     digest_tokens,
@@ -31,6 +30,7 @@ from worker.models.tokens import (
     unknown_per_thousand,
 )
 from worker.tasks import holdout
+from worker.tasks.chat_template import ChatTemplate, Counted
 
 NOTHING: Final = -100
 """The label of what is not predicted."""

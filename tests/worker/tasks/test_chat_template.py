@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 from protocol.base.errors import DataError
-from protocol.data.conversations import Conversation, Message
+from protocol.data.conversations import ChatMessage, Conversation
 from tests.small_chat import CHATML, MARKED, conversation, save_chat_tokenizer
-from worker.models.chat_template import ChatTemplate
+from worker.tasks.chat_template import ChatTemplate
 
 WEATHER = (
-    Message("system", "Be brief."),
-    Message("user", "Rain?"),
-    Message("assistant", "No."),
-    Message("user", "Snow, ice → wind?"),
-    Message("assistant", " Yes:\n\nall é of them "),
+    ChatMessage("system", "Be brief."),
+    ChatMessage("user", "Rain?"),
+    ChatMessage("assistant", "No."),
+    ChatMessage("user", "Snow, ice → wind?"),
+    ChatMessage("assistant", " Yes:\n\nall é of them "),
 )
 
 
@@ -30,7 +30,7 @@ def of(messages: Any) -> Conversation:
 
 
 def dialogue(number: int) -> Conversation:
-    return of(Message(each["role"], each["content"]) for each in conversation(number))
+    return of(ChatMessage(each["role"], each["content"]) for each in conversation(number))
 
 
 def read(tokenizer: Any, messages: Any, template: str, **how: Any) -> tuple[list[int], list[bool]]:
@@ -103,7 +103,7 @@ def test_a_token_over_the_beginning_of_an_answer_counts(tokenizer):
         "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
-    question = (Message("user", "Eh?"), Message("assistant", "is"))
+    question = (ChatMessage("user", "Eh?"), ChatMessage("assistant", "is"))
     ids, counted = read(tokenizer, question, template)
     assert [tokenizer.decode([i]) for i, c in zip(ids, counted, strict=True) if c] == [" is"]
 

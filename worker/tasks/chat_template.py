@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.base.errors import DataError, in_words
-from protocol.data.conversations import Conversation, Message
+from protocol.data.conversations import ChatMessage, Conversation
 from worker.models.tokens import Tokens
 
 _MARK: Final = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
@@ -188,7 +188,7 @@ def _stand_in(mark: re.Match[str]) -> str:
     return f"{{%{left} if true %}}{{{{ {(_END if end else _BEGIN)!r} }}}}{{% endif {right}%}}"
 
 
-def _document(message: Message) -> dict[str, str]:
+def _document(message: ChatMessage) -> dict[str, str]:
     return {"role": message.role, "content": message.content}
 
 
