@@ -103,11 +103,35 @@ class ChatTemplate:
             beginnings = iter(self._ids([text for texts in parts for text in texts]))
             for one, texts in zip(some, parts, strict=True):
                 tokens = next(ids)
-                ends = {len(text): _shared(tokens, next(beginnings)) for text in texts}
+                ends = {
+                    len(text): self._tokens_before(one.text, len(text), tokens, next(beginnings))
+                    for text in texts
+                }
                 counted = np.zeros(len(tokens), np.bool_)
                 for start, end in one.spans:
                     counted[ends[start] : ends[end]] = True
                 yield tokens, counted
+
+    def _tokens_before(self, text: str, cut: int, tokens: Tokens, beginning: Tokens) -> int:
+        """How many tokens of a text end before or at a character.
+
+        Mostly the text up to there has the same tokens by itself; where one reaches over, the
+        tokenizer is asked what each stands for.
+
+        Raises:
+            DataError: It is one of those that cannot say.
+        """
+        if np.array_equal(tokens[: len(beginning)], beginning):
+            return len(beginning)
+        if not self._tokenizer.is_fast:
+            raise DataError(
+                f"the tokenizer cannot say which tokens are the assistant's in {text[:80]!r}; use "
+                "a model with a tokenizer.json, or learn everything: --set data.loss=all"
+            )
+        places = self._tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )["offset_mapping"]
+        return next((n for n, (_, end) in enumerate(places) if end > cut), len(tokens))
 
     def _ids(self, texts: Sequence[str]) -> list[Tokens]:
         if not texts:
@@ -190,10 +214,3 @@ def _stand_in(mark: re.Match[str]) -> str:
 
 def _document(message: ChatMessage) -> dict[str, str]:
     return {"role": message.role, "content": message.content}
-
-
-def _shared(tokens: Tokens, beginning: Tokens) -> int:
-    """How many tokens a text begins with that its beginning alone has, too."""
-    length = min(len(tokens), len(beginning))
-    unlike = np.flatnonzero(tokens[:length] != beginning[:length])
-    return int(unlike[0]) if len(unlike) else length

@@ -108,6 +108,22 @@ def test_a_token_over_the_beginning_of_an_answer_counts(tokenizer):
     assert [tokenizer.decode([i]) for i, c in zip(ids, counted, strict=True) if c] == [" is"]
 
 
+def test_a_tokenizer_whose_tokens_depend_on_what_follows_counts_by_characters():
+    """Alone "ab" is a token; before "c" it is "a" and the beginning of "bc"."""
+    import tokenizers
+    import transformers
+
+    pieces = [("<unk>", -9.0), ("ab", -2.0), ("a", -1.0), ("bc", -1.0), ("c", -3.0), ("b", -3.0)]
+    bare = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, 0, byte_fallback=False))
+    unigram = transformers.PreTrainedTokenizerFast(tokenizer_object=bare, unk_token="<unk>")
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    ids, counted = read(
+        unigram, (ChatMessage("user", "ab"), ChatMessage("assistant", "ca")), template
+    )
+    assert unigram.convert_ids_to_tokens(ids) == ["a", "bc", "a"]
+    assert counted == [False, True, True]
+
+
 def test_no_template_sees_a_clock(tokenizer):
     template = "{{ strftime_now('%d %b %Y, %Y-%m-%d') }}\n" + CHATML
     made = ChatTemplate(tokenizer, template, everything=False)
