@@ -205,6 +205,37 @@ def test_a_teacher_s_rows_say_which_count(tokenizers, tmp_path):
         assert (record["lse_1"][:last] != 0).all()
 
 
+def test_a_student_learns_what_counted_for_its_teacher(tokenizers, tmp_path):
+    """Through the coordinator's files: its labels are those of the conversations themselves."""
+    from backends.eager.eager import EagerBackend
+    from coordinator.capture.captured_files import CapturedFiles
+
+    pytest.importorskip("pyarrow")
+    document = document_of(tokenizers, {"train": str(jsonl(tmp_path / "a.jsonl", ROWS))})
+    spec = parse_run_spec(document | {"task": "teacher-logits", "capture": {"top_k": 4}})
+    teacher = build(spec)
+    program = EagerBackend("cpu").compile(teacher.trainable, teacher.batch([0, 1]))
+    files = CapturedFiles(tmp_path / "capture", teacher.manifest, spec, 0, lambda: None)
+    for step in range(3):
+        rows = [program.rows(teacher.batch([n, n + 1])).rows for n in (4 * step, 4 * step + 2)]
+        files.keep(step, [each.reshape(-1) for each in rows])
+    files.finish(whole=True)
+    files.close()
+    program.close()
+    data = {"train": str(tmp_path / "capture" / "logits"), "holdout": 0.0}
+    student = build(
+        parse_run_spec(
+            {key: document[key] for key in ("model", "steps", "batch")}
+            | {"task": "distil", "data": data}
+        )
+    )
+    for number in range(len(ROWS)):
+        labels = teacher.batch([number]).arrays["labels"]
+        batch = student.batch([number])
+        np.testing.assert_array_equal(batch.arrays["labels"], labels)
+        assert batch.weight == np.count_nonzero(labels != NOTHING)
+
+
 def test_worker_data_shows_what_counts_and_how_much(tokenizers, tmp_path):
     path = tmp_path / "run.yaml"
     data = {"train": str(jsonl(tmp_path / "a.jsonl", [*ROWS, ROWS[1]])), "holdout": 0.25}
