@@ -206,7 +206,7 @@ def in_place(kinds: frozenset[type[Message]]) -> st.SearchStrategy[Message]:
         if kind.body != "values":
             return STRATEGIES[kind].filter(lambda m: len(m.to_header()) <= limits.HEADER_BYTES)
         non_block = (messages.NonBlockGradientPayload, messages.AveragedNonBlockGradient)
-        blocks = [(0, 0), (3, 0)] if kind in non_block else [(1, 0), (2, 1)]
+        blocks = [(0, 0), (3, 0)] if kind in non_block else [(1, 0), (2, BLOCKS[2].chunks - 1)]
         return st.builds(
             lambda message, at: message.model_copy(update={"block": at[0], "chunk": at[1]}),
             STRATEGIES[kind],

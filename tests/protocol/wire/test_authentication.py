@@ -32,8 +32,8 @@ def test_each_side_accepts_the_other():
 
 def test_a_proof_has_these_bits():
     """Another implementation must come to the same; a change is one of the protocol's version."""
-    assert PROTOCOL_VERSION == 2
-    assert EXCHANGE.prove("worker", KEY).hex().startswith("5dc6e7f09cbafe34")
+    assert PROTOCOL_VERSION == 3
+    assert EXCHANGE.prove("worker", KEY).hex().startswith("34128b05a62b702b")
 
 
 OTHERS = {
