@@ -192,8 +192,8 @@ def _directory(options: CoordinatorOptions) -> Path:
 def _bring_back(options: CoordinatorOptions, copies: Path) -> None:
     if not options.resume or options.out is None:
         raise UsageError("--from needs --resume and --out: the directory that the run gets")
-    step = bring_back(copies, options.out)
-    print(f"coordinator: brought back from {str(copies)!r}: the run goes on after step {step}")
+    told = bring_back(copies, options.out).told
+    print(f"coordinator: brought back from {str(copies)!r}: {told}")
 
 
 def _check_free(directory: Path) -> None:

@@ -145,6 +145,7 @@ class Execution:
             recovery.manifest, recovery.step, recovery.redo, recovery.index, recovery.checkpoint
         )
         self._spawn(self._catch_up(self._keeper, recovery))
+        self._copy_newest(recovery.checkpoint.info.step)
         self._handle(self.run.resume)
 
     @property
@@ -376,25 +377,32 @@ class Execution:
         )  # fmt: skip
         self._storage.record([record])
         self._tell(CheckpointSaved(step))
-        for place in self.run.spec.checkpoint.copies:
-            task = asyncio.create_task(self._copy(step, place, self._copying))
-            self._copying = task
-            self._tasks.add(task)
-            task.add_done_callback(self._done)
+        self._copy_newest(step)
         self._do(self.run.checkpointed(step))
 
+    def _copy_newest(self, step: int) -> None:
+        """Wherever the run's spec says; also at a restart, which may have taken steps back."""
+        for place in self.run.spec.checkpoint.copies:
+            self._copying = self._spawn(self._copy(step, place, self._copying))
+
     async def _copy(self, step: int, place: str, before: asyncio.Task[None] | None) -> None:
-        """Copy a checkpoint, one after the other; what goes wrong holds up nobody."""
+        """Copy a checkpoint, one after the other; what goes wrong holds up nobody.
+
+        Where a newer one is there when it is its turn, that is copied.
+        """
         if before is not None:
             await before
         keep = self.run.spec.checkpoint.keep_last
+        directory, to = self._storage.directory, Path(place)
         try:
-            directory, to = self._storage.directory, Path(place)
-            await asyncio.to_thread(copy_checkpoint, directory, step, to, keep)
+            async with self._storage.holding_newest() as newest:
+                step = newest
+                made = await asyncio.to_thread(copy_checkpoint, directory, step, to, keep)
         except (SamestepError, OSError) as error:
             self._tell(CopyFailed(step, place, text_of(error)))
         else:
-            self._tell(CheckpointCopied(step, place))
+            if made:
+                self._tell(CheckpointCopied(step, place))
 
     # Workers on their way to the run's state.
 

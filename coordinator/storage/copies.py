@@ -6,42 +6,84 @@
 Each is a run's directory in small: what a restart needs to go on from that checkpoint, whole under
 its name or not there. The list of the run's files is left out: on another machine they lie
 elsewhere, so they are found and hashed anew.
+
+Its journal is the run's as it was then, whole: so a copy knows its history. Of two the one with the
+newer epoch is newer, then the one of more steps. Whose journal goes on in the run's to a line that
+takes its checkpoint's steps back (--from-step) is no part of the run any more, and is removed.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from coordinator.disk.durable_file import (
     TEMPORARY_SUFFIX,
     make_directory,
+    remove_temporaries,
     replace_file,
     storing,
     sync_directory,
 )
-from coordinator.storage.checkpoint import checkpoint_path, checkpoint_steps, find_checkpoint
-from coordinator.storage.journal import verify_journal
+from coordinator.storage.checkpoint import (
+    CheckpointInfo,
+    checkpoint_path,
+    checkpoint_steps,
+    find_checkpoint,
+    remove_checkpoint,
+)
+from coordinator.storage.journal import (
+    Entry,
+    Journal,
+    newest_epoch,
+    newest_line,
+    verify_journal,
+)
+from coordinator.storage.journal_records import Committed, Resumed
 from coordinator.storage.kept_files import check_files
 from coordinator.storage.run_directory import RunDirectory
 from protocol.base import limits
 from protocol.base.errors import SamestepError, StorageDamaged, UsageError
 
 _PREFIX: Final = "after-"
+_NAME: Final = re.compile(_PREFIX + r"(\d{10,})")
 _ATTEMPTS: Final = 5
 """At reading small files and the journal while they are written."""
 
 
-def copy_checkpoint(directory: RunDirectory, step: int, to: Path, keep: int) -> None:
+class BroughtBack(NamedTuple):
+    """A run that was made again: after how many steps it goes on, and what people are told."""
+
+    step: int
+    told: str
+
+
+class _Whole(NamedTuple):
+    """A copy that was verified: its checkpoint, the lines of its journal, the commits of steps
+    that the checkpoint does not hold."""
+
+    info: CheckpointInfo
+    entries: tuple[Entry, ...]
+    later: Sequence[Committed]
+
+
+def copy_checkpoint(directory: RunDirectory, step: int, to: Path, keep: int) -> bool:
     """Copy what a restart needs to go on after `step` steps, verify it, and remove older ones.
 
+    What a copy that failed or was cut short has left is removed, and so are copies of steps that
+    the run has taken back since.
+
     Args:
-        directory: The run's; its coordinator may go on meanwhile.
+        directory: The run's; its coordinator may go on meanwhile, but keeps this checkpoint.
         step: The checkpoint's.
         to: Where copies are kept; made if it is not there; ~ is the user's home.
         keep: So many are left of this run.
+
+    Returns:
+        Whether it was copied; False if a copy was there.
 
     Raises:
         StorageFailed: A disk refuses.
@@ -50,33 +92,67 @@ def copy_checkpoint(directory: RunDirectory, step: int, to: Path, keep: int) -> 
     run = directory.read_run()
     assert run is not None
     place = to.expanduser() / run.run_id / f"{_PREFIX}{step:010}"
-    if place.exists():
-        return
-    temporary = place.with_name(place.name + TEMPORARY_SUFFIX)
     with storing("copy a checkpoint to", place):
         make_directory(place.parent)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-    _copy_small_files(directory, temporary)
+    remove_temporaries(place.parent)
+    told: Sequence[Entry] = ()
+    if place.exists():
+        told = verify_journal(directory.journal).entries
+    made = not (_follow(place, told) and not _taken_back(place, told))
+    if made:
+        told = _make(directory, step, place)
+    older = [copy for copy in _copies(place.parent) if copy != place]
+    void = [copy for copy in older if _taken_back(copy, told)]
+    older = [copy for copy in older if copy not in void]
+    for copy in (*void, *older[: max(0, len(older) + 1 - keep)]):
+        remove_checkpoint(copy)
+    remove_temporaries(place.parent)
+    return made
+
+
+def _make(directory: RunDirectory, step: int, place: Path) -> tuple[Entry, ...]:
+    """Copy and verify, in place of one with another history; the lines of its journal."""
+    temporary = place.with_name(place.name + TEMPORARY_SUFFIX)
     source = checkpoint_path(directory.checkpoints, step)
-    _copy_tree(source, checkpoint_path(RunDirectory(temporary).checkpoints, step))
-    _verify(RunDirectory(temporary))
-    with storing("copy a checkpoint to", place):
-        temporary.replace(place)
-        sync_directory(place.parent)
-        for older in _copies(place.parent)[:-keep]:
-            shutil.rmtree(older)
+    try:
+        with storing("copy a checkpoint to", place):
+            temporary.mkdir()
+        _copy_small_files(directory, temporary)
+        _copy_tree(source, checkpoint_path(RunDirectory(temporary).checkpoints, step))
+        entries = _verify(RunDirectory(temporary)).entries
+        remove_checkpoint(place)
+        with storing("copy a checkpoint to", place):
+            temporary.replace(place)
+            sync_directory(place.parent)
+    except SamestepError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return entries
 
 
-def bring_back(source: Path, to: Path) -> int:
+def _follow(copy: Path, told: Sequence[Entry]) -> bool:
+    """Whether the lines of a run's journal begin with those of a copy's."""
+    number, head = newest_line(RunDirectory(copy).journal)
+    return 0 < number <= len(told) and told[number - 1].hash == head
+
+
+def _taken_back(copy: Path, told: Sequence[Entry]) -> bool:
+    """Whether the run has gone back, after it was copied, to a step before the copy's."""
+    if not _follow(copy, told):
+        return False
+    number, _ = newest_line(RunDirectory(copy).journal)
+    resumed = (entry.record for entry in told[number:] if isinstance(entry.record, Resumed))
+    return any(record.step < _step(copy) for record in resumed)
+
+
+def bring_back(source: Path, to: Path) -> BroughtBack:
     """Make the newest copy a run's directory again.
+
+    Its journal gets a line of that: steps committed after the checkpoint are void, and done again.
 
     Args:
         source: A directory of copies, of one run in it, or one copy.
         to: The run's new directory; it holds no run.
-
-    Returns:
-        After how many steps the run goes on.
 
     Raises:
         UsageError: There is no copy, of several runs none was named, or `to` holds a run.
@@ -88,15 +164,53 @@ def bring_back(source: Path, to: Path) -> int:
             f"{str(to)!r} holds a run already: go on with it without --from, or name another --out"
         )
     copy = RunDirectory(_newest(source))
-    step = _verify(copy)
+    whole = _verify(copy)
+    told = _told(copy.path, whole)
     with storing("bring a run back to", to):
         make_directory(to)
     _copy_tree(copy.checkpoints, RunDirectory(to).checkpoints)
-    # run.json comes last: without it there is no run yet.
     names = [path.name for path in (*copy.small_files, copy.journal) if path.exists()]
-    for name in sorted(names, key=lambda name: name == copy.run_file.name):
+    names.remove(copy.run_file.name)
+    for name in names:
         replace_file(to / name, _pieces(copy.path / name))
-    return step
+    _tell_journal(RunDirectory(to).journal, whole.info, told)
+    # run.json comes last: without it there is no run yet.
+    replace_file(to / copy.run_file.name, _pieces(copy.run_file))
+    return BroughtBack(whole.info.step, told)
+
+
+def _told(copy: Path, whole: _Whole) -> str:
+    """What people have to know of a copy that a run goes on from."""
+    told = [f"the run goes on after step {whole.info.step}"]
+    if later := whole.later:
+        told.append(
+            f"steps {later[0].step} to {later[-1].step} were committed: they are done again"
+        )
+    if skipped := [str(commit.step) for commit in later if commit.skipped]:
+        told.append(f"of them {', '.join(skipped)} had been skipped: that is decided anew")
+    told.append(
+        f"the copy knows the run up to {whole.entries[-1].time}: nothing that was told later, such "
+        "as --from-step"
+    )
+    newest = _copies(copy.parent)[-1:]
+    if newest and newest[0].resolve() != copy.resolve():
+        told.append(f"newer is {str(newest[0])!r}")
+    return "; ".join(told)
+
+
+def _tell_journal(path: Path, info: CheckpointInfo, told: str) -> None:
+    epoch = newest_epoch(path) + 1
+    journal = Journal(path)
+    try:
+        note = f"brought back from a copy: {told}"[:2000]
+        journal.append(
+            Resumed(
+                epoch=epoch, step=info.step, optimizer_step=info.optimizer_step, notes=(note,)
+            )
+        )  # fmt: skip
+        journal.sync()
+    finally:
+        journal.close()
 
 
 def _newest(source: Path) -> Path:
@@ -107,8 +221,10 @@ def _newest(source: Path) -> Path:
     if len(found) == 1:
         return next(iter(found.values()))
     if not found:
+        below = sorted({str(run.parent) for run in source.glob("*/*") if _copies(run)})
+        there = f"; there are in: {', '.join(map(repr, below))}" if below else ""
         raise UsageError(
-            f"--from: expected copies of a run's checkpoints in {str(source)!r}, found none"
+            f"--from: expected copies of a run's checkpoints in {str(source)!r}, found none{there}"
         )
     raise UsageError(
         f"--from: {str(source)!r} has copies of several runs: name one, such as "
@@ -117,15 +233,17 @@ def _newest(source: Path) -> Path:
 
 
 def _copies(run: Path) -> list[Path]:
-    """Whole ones, oldest first."""
-    return sorted(
-        path for path in run.glob(_PREFIX + "*")
-        if path.is_dir() and not path.name.endswith(TEMPORARY_SUFFIX)
-    )  # fmt: skip
+    """Whole ones, oldest first: by the epoch that their journal ends with, then by their steps."""
+    found = [path for path in run.glob(_PREFIX + "*") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda copy: (newest_epoch(RunDirectory(copy).journal), _step(copy)))
 
 
-def _verify(copy: RunDirectory) -> int:
-    """See that a copy is whole; the steps that its checkpoint is of."""
+def _step(copy: Path) -> int:
+    return int(copy.name.removeprefix(_PREFIX))
+
+
+def _verify(copy: RunDirectory) -> _Whole:
+    """See that a copy is whole."""
     check_files(copy)
     verified = verify_journal(copy.journal)
     if verified.bad_line is not None:
@@ -133,9 +251,22 @@ def _verify(copy: RunDirectory) -> int:
         raise StorageDamaged(str(copy.journal), "", reason)
     run, manifest = copy.read_run(), copy.read_manifest()
     steps = checkpoint_steps(copy.checkpoints)
-    if run is None or manifest is None or not steps:
+    commits = _counted(verified.entries)
+    if run is None or manifest is None or not steps or len(commits) < steps[-1]:
         raise StorageDamaged(str(copy.path), "", "it is no whole copy; take another one")
-    return find_checkpoint(copy.checkpoints, steps[-1], run.run_id, manifest).info.step
+    info = find_checkpoint(copy.checkpoints, steps[-1], run.run_id, manifest).info
+    return _Whole(info, verified.entries, commits[info.step :])
+
+
+def _counted(entries: Sequence[Entry]) -> list[Committed]:
+    """The commits that nobody has taken back."""
+    commits: list[Committed] = []
+    for entry in entries:
+        if isinstance(entry.record, Resumed):
+            del commits[entry.record.step :]
+        elif isinstance(entry.record, Committed):
+            commits.append(entry.record)
+    return commits
 
 
 def _copy_small_files(directory: RunDirectory, to: Path) -> None:
@@ -165,7 +296,10 @@ def _content(path: Path) -> bytes | None:
 
 def _copy_tree(source: Path, to: Path) -> None:
     with storing("read", source):
-        files = sorted(path for path in source.rglob("*") if path.is_file())
+        files = sorted(
+            path for path in source.rglob("*")
+            if path.suffix != TEMPORARY_SUFFIX and path.is_file()
+        )  # fmt: skip
     for path in files:
         target = to / path.relative_to(source)
         with storing("make", target.parent):

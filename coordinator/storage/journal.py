@@ -343,6 +343,19 @@ def newest_record(path: Path, kind: type[T]) -> T | None:
     return None
 
 
+def newest_line(path: Path) -> tuple[int, str]:
+    """Number and hash of the newest line that is what was written; 0 and `NO_HASH` without one.
+
+    Raises:
+        StorageFailed: It cannot be read.
+    """
+    for line in _lines_backwards(path):
+        document, _ = _checked(line + b"\n")
+        if document is not None:
+            return document["number"], document["hash"]
+    return 0, NO_HASH
+
+
 def _sound_record(line: bytes) -> Record | None:
     document, _ = _checked(line)
     try:

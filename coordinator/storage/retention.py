@@ -49,8 +49,14 @@ def best_steps(root: Path, retention: CheckpointSpec, steps: Iterable[int]) -> s
     return unknown if best is None else unknown | {best}
 
 
-def prune(root: Path, run_id: str, manifest: Manifest, retention: CheckpointSpec) -> Pruned:
-    """Remove the checkpoints that the retention does not keep.
+def prune(
+    root: Path,
+    run_id: str,
+    manifest: Manifest,
+    retention: CheckpointSpec,
+    held: int | None = None,
+) -> Pruned:
+    """Remove the checkpoints that the retention does not keep; not the one that is `held`.
 
     The newest one that is whole (every file compared with its hash) is always kept. If none is,
     none is removed.
@@ -65,11 +71,11 @@ def prune(root: Path, run_id: str, manifest: Manifest, retention: CheckpointSpec
     keep = {good, *steps[-retention.keep_last :]} | best_steps(root, retention, steps)
     if retention.keep_log:
         keep.add(steps[0])  # the log is replayed from there
-    removed = [step for step in steps if step not in keep]
+    removed = [step for step in steps if step not in {*keep, held}]
     for step in removed:
         remove_checkpoint(checkpoint_path(root, step))
     remove_temporaries(root)
-    return Pruned(tuple(sorted(keep)), tuple(removed), good)
+    return Pruned(tuple(s for s in steps if s not in removed), tuple(removed), good)
 
 
 def _is_whole(root: Path, step: int, run_id: str, manifest: Manifest) -> bool:

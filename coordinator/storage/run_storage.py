@@ -21,7 +21,12 @@ from blake3 import blake3
 from coordinator.capture.captured_files import CapturedFiles
 from coordinator.run.kept import Bytes
 from coordinator.run.restart import CommitRecord, Terms
-from coordinator.storage.checkpoint import Checkpoint, write_checkpoint, write_metrics
+from coordinator.storage.checkpoint import (
+    Checkpoint,
+    checkpoint_steps,
+    write_checkpoint,
+    write_metrics,
+)
 from coordinator.storage.disk_room import check_room
 from coordinator.storage.gradient_log import GradientLog
 from coordinator.storage.journal import Journal
@@ -112,6 +117,7 @@ class RunStorage:
         self._joining = 0
         self._needed: dict[object, int] = {}
         self._good = 0
+        self._held: int | None = None
 
     # The gradient log.
 
@@ -316,7 +322,8 @@ class RunStorage:
             self._guard()
             if self._metrics[0] == replica.step:
                 write_metrics(root, *self._metrics)
-            return checkpoint, prune(root, self._run_id, manifest, self._spec.checkpoint).good
+            retention, held = self._spec.checkpoint, self._held
+            return checkpoint, prune(root, self._run_id, manifest, retention, held).good
 
         # Before the log's commits go, and before a restart no longer looks at them.
         await self._do("journal", self._tell_files)
@@ -325,6 +332,28 @@ class RunStorage:
         if good is not None and not self._spec.checkpoint.keep_log:
             await self._do("log", lambda: self._cut(good))
         return checkpoint
+
+    @asynccontextmanager
+    async def holding_newest(self) -> AsyncIterator[int]:
+        """The newest checkpoint is kept while it is copied; the journal tells what led to it.
+        One at a time.
+
+        Yields:
+            Its step.
+
+        Raises:
+            SamestepError: The disk refuses.
+        """
+
+        def hold() -> int:
+            self._held = max(checkpoint_steps(self.directory.checkpoints), default=0)
+            return self._held
+
+        await self._do("journal", self._sync_journal)
+        try:
+            yield await self._do("checkpoint", hold)
+        finally:
+            self._held = None
 
     async def open_state(self, checkpoint: Checkpoint) -> SavedState:
         """A checkpoint's state, to be read by `read`.

@@ -9,6 +9,7 @@ from coordinator.audit.audit import audit
 from coordinator.cli import app
 from coordinator.storage import way_back
 from coordinator.storage.checkpoint import checkpoint_steps, write_checkpoint
+from coordinator.storage.copies import bring_back
 from coordinator.storage.journal_records import Resumed
 from coordinator.storage.kept_files import hold
 from coordinator.storage.log_index import segment_files
@@ -51,6 +52,28 @@ async def test_a_finished_run_goes_back_and_comes_to_the_same_end(tmp_path):
     assert json.loads((aside / "result.json").read_text()) == reference
     assert checkpoint_steps(aside / "checkpoints") == [15, 20]
     assert "set-aside" in "\n".join(found.lines())
+
+
+async def test_copies_of_what_was_taken_back_go_at_once(tmp_path):
+    copies, runs = tmp_path / "copies", tmp_path / "runs"
+    run = {"every": 5, "keep_last": 3, "copies": [str(copies)]}
+    async with live_service(runs, 1) as live:
+        run_id = live.service.submit(scripted_spec(steps=20, checkpoint=run))
+        live.worker("w0")
+        await live.result(run_id)
+    assert "after-0000000020" in [path.name for path in (copies / run_id).iterdir()]
+    async with live_service(runs, 1) as live:
+        live.service.resume(runs / run_id, from_step=10)
+        execution = live.service.current
+        assert execution is not None
+        assert execution._copying is not None
+        await execution._copying
+    assert max(path.name for path in (copies / run_id).iterdir()) == "after-0000000010"
+    brought = tmp_path / "elsewhere" / run_id
+    assert bring_back(copies, brought).step == 10
+    result = await gone_on(runs / run_id)
+    assert (await gone_on(brought))["weights_digest"] == result["weights_digest"]
+    assert audit(brought).ok
 
 
 async def test_a_step_that_is_not_kept_is_refused_with_those_that_are(tmp_path):

@@ -235,6 +235,15 @@ def test_the_last_few_are_kept(tmp_path):
     ]
 
 
+def test_one_that_is_being_copied_is_kept(tmp_path):
+    for step in range(1, 6):
+        write(tmp_path, step)
+    retention = CheckpointSpec(keep_last=2)
+    assert prune(tmp_path, RUN_ID, MANIFEST, retention, held=2).removed == (1, 3)
+    assert checkpoint_steps(tmp_path) == [2, 4, 5]
+    assert prune(tmp_path, RUN_ID, MANIFEST, retention).kept == (4, 5)
+
+
 @pytest.mark.parametrize(("better", "best"), [("higher", 2), ("lower", 3)])
 def test_the_best_is_never_removed(tmp_path, better, best):
     for step, figure in ((1, 0.5), (2, 0.9), (3, 0.1), (4, 0.9), (5, 0.6)):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from coordinator.service.accepted_run import find_run
+from coordinator.storage.checkpoint import checkpoint_path, remove_checkpoint
 from coordinator.storage.copies import bring_back, copy_checkpoint
+from coordinator.storage.kept_files import hold
 from coordinator.storage.recovery import recover
 from coordinator.storage.run_directory import RunDirectory
+from coordinator.storage.way_back import go_back
 from protocol.base.errors import SamestepError, UsageError
-from tests.durable_run import written_run
+from tests.durable_run import WrittenRun, written_run
 
 
 @pytest.fixture
@@ -23,7 +29,7 @@ def newest(directory: RunDirectory) -> int:
 def test_a_copy_is_brought_back(directory, tmp_path):
     step = newest(directory)
     copy_checkpoint(directory, step, tmp_path / "copies", keep=1)
-    assert bring_back(tmp_path / "copies", tmp_path / "again") == step
+    assert bring_back(tmp_path / "copies", tmp_path / "again").step == step
     recovery = recover(RunDirectory(tmp_path / "again"))
     assert recovery is not None
     assert recovery.step == step
@@ -46,7 +52,7 @@ def test_what_a_crash_left_half_copied_is_no_copy(directory, tmp_path):
     with pytest.raises(UsageError, match="found none"):
         bring_back(tmp_path / "copies", tmp_path / "again")
     copy_checkpoint(directory, newest(directory), tmp_path / "copies", keep=1)
-    assert bring_back(tmp_path / "copies", tmp_path / "again") == newest(directory)
+    assert bring_back(tmp_path / "copies", tmp_path / "again").step == newest(directory)
 
 
 @pytest.mark.parametrize("name", ["run.json", "manifest.json", "checkpoint.json", "journal.jsonl"])
@@ -61,6 +67,109 @@ def test_a_copy_that_was_changed_is_refused(directory, tmp_path, name):
     assert not (tmp_path / "again").exists()
 
 
+def steps_of(run: WrittenRun, count: int, copies: Path | None = None) -> None:
+    """So many steps, and a checkpoint, copied if told."""
+    for _ in range(count):
+        run.step()
+    run.checkpoint()
+    if copies is not None:
+        copy_checkpoint(run.directory, run.replica.step, copies, keep=3)
+
+
+def from_step(run: WrittenRun, step: int) -> None:
+    go_back(run.directory, step, run.epoch + 1)
+    run.crash_and_resume()
+    run.journal.sync()
+
+
+def names(copies: Path) -> list[str]:
+    return sorted(path.name for path in copies.glob("*/*"))
+
+
+def restored(run: WrittenRun, copies: Path, to: Path) -> str:
+    """The state that the copies bring back; what is told."""
+    brought = bring_back(copies, to)
+    recovery = recover(RunDirectory(to))
+    assert recovery is not None
+    assert recovery.replica().state_digest() == run.replica.state_digest()
+    return brought.told
+
+
+def test_copies_of_steps_that_were_taken_back_are_passed_over(tmp_path):
+    copies = tmp_path / "copies"
+    run = WrittenRun(tmp_path / "run")
+    for _ in range(3):
+        steps_of(run, 3, copies)
+    from_step(run, 3)
+    run.skip = (4,)
+    steps_of(run, 3, copies)
+    assert names(copies) == ["after-0000000003", "after-0000000006"]
+    restored(run, copies, tmp_path / "again")
+
+
+def test_a_restart_that_goes_back_takes_the_copies_along(tmp_path):
+    copies = tmp_path / "copies"
+    run = WrittenRun(tmp_path / "run")
+    for _ in range(2):
+        steps_of(run, 3, copies)
+    from_step(run, 3)
+    assert not copy_checkpoint(run.directory, 3, copies, keep=3)
+    assert names(copies) == ["after-0000000003"]
+    restored(run, copies, tmp_path / "again")
+
+
+def test_the_newer_epoch_is_newer_also_beside_copies_of_more_steps(tmp_path):
+    before, copies = tmp_path / "before", tmp_path / "copies"
+    run = WrittenRun(tmp_path / "run")
+    steps_of(run, 3)
+    steps_of(run, 3, before)
+    from_step(run, 3)
+    copy_checkpoint(run.directory, 3, copies, keep=3)
+    (void,) = before.glob("*/*")
+    void.rename(next(copies.iterdir()) / void.name)
+    restored(run, copies, tmp_path / "again")
+    told = bring_back(next(copies.glob("*/*6")), tmp_path / "void").told
+    assert "newer is" in told
+    assert "after-0000000003" in told
+
+
+def test_a_copy_made_while_the_run_goes_on_is_enough(tmp_path):
+    run = WrittenRun(tmp_path / "run", skip=(4,))
+    steps_of(run, 3)
+    state = run.replica.state_digest()
+    for _ in range(3):
+        run.step()
+    copy_checkpoint(run.directory, 3, tmp_path / "copies", keep=3)
+    told = bring_back(tmp_path / "copies", tmp_path / "again").told
+    assert "steps 3 to 5 were committed: they are done again" in told
+    assert "4 had been skipped" in told
+    claim = hold(tmp_path / "again")
+    found = find_run(claim)
+    assert found is not None
+    assert found.restart is not None
+    assert found.restart.recovery.step == 3
+    assert found.restart.recovery.replica().state_digest() == state
+    claim.release()
+
+
+def test_what_failed_or_was_cut_short_is_cleared_away(tmp_path):
+    copies = tmp_path / "copies"
+    run = WrittenRun(tmp_path / "run")
+    steps_of(run, 3, copies)
+    stale = next(copies.iterdir()) / "after-0000000001.part"
+    stale.mkdir()
+    remove_checkpoint(checkpoint_path(run.directory.checkpoints, 0))
+    with pytest.raises(SamestepError):
+        copy_checkpoint(run.directory, 0, copies, keep=3)
+    assert names(copies) == ["after-0000000003"]
+
+
+def test_the_directory_above_names_those_that_hold_copies(directory, tmp_path):
+    copy_checkpoint(directory, newest(directory), tmp_path / "above" / "copies", keep=1)
+    with pytest.raises(UsageError, match=f"there are in: '{tmp_path / 'above' / 'copies'}'"):
+        bring_back(tmp_path / "above", tmp_path / "again")
+
+
 def test_of_several_runs_one_is_to_be_named(directory, tmp_path):
     copy_checkpoint(directory, newest(directory), tmp_path / "copies", keep=1)
     (run,) = (tmp_path / "copies").iterdir()
@@ -69,4 +178,4 @@ def test_of_several_runs_one_is_to_be_named(directory, tmp_path):
     (other / next(run.iterdir()).name).mkdir()
     with pytest.raises(UsageError, match="of several runs: name one"):
         bring_back(tmp_path / "copies", tmp_path / "again")
-    assert bring_back(run, tmp_path / "again") == newest(directory)
+    assert bring_back(run, tmp_path / "again").step == newest(directory)

@@ -7,10 +7,11 @@ import pytest
 
 from coordinator.run.restart import Terms
 from coordinator.storage import run_storage
-from coordinator.storage.checkpoint import read_metrics, write_checkpoint
+from coordinator.storage.checkpoint import checkpoint_steps, read_metrics, write_checkpoint
 from coordinator.storage.journal import Journal
 from coordinator.storage.journal_records import Commanded, FilesKept, Record
 from coordinator.storage.log_records import ChunkPlace
+from coordinator.storage.replay import take
 from coordinator.storage.run_directory import RunDirectory
 from coordinator.storage.run_storage import RunStorage
 from protocol.base.errors import RunFailed, StorageFailed
@@ -69,6 +70,20 @@ async def test_a_commit_whose_sync_failed_is_read_by_nobody(directory, monkeypat
     await storage.commit(record_of(1, 2))
     assert [logged.step for logged in await storage.logged(0)] == [0, 1]
     await storage.close()
+
+
+async def test_a_checkpoint_stays_while_it_is_copied(directory):
+    storage, failures = begin(directory)
+    replica, losses = state_zero(), [float("nan")] * 4
+    await storage.save(replica, ())
+    async with storage.holding_newest() as held:
+        for step in range(4):
+            await storage.commit(record := record_of(step, 0, skip=True))
+            take(replica, record, [])
+            await storage.save(replica, losses[: step + 1])
+        assert checkpoint_steps(directory.checkpoints) == [held, 3, 4]
+    await storage.close()
+    assert failures == []
 
 
 def _refuses(fd, *_arguments):
