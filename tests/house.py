@@ -40,7 +40,10 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
         *_SHELL, "coordinator.run", "coordinator.disk", "coordinator.storage",
         "coordinator.members", "coordinator.files",
     ),
-    "coordinator.audit": (*_LOGIC, "coordinator.run", "coordinator.disk", "coordinator.storage"),
+    "coordinator.audit": (
+        *_LOGIC, "coordinator.run", "coordinator.disk", "coordinator.capture",
+        "coordinator.storage",
+    ),
     "coordinator.operator": (
         *_SHELL, "protocol.data", "coordinator.run", "coordinator.disk", "coordinator.storage",
         "coordinator.members", "coordinator.files", "coordinator.service", "coordinator.audit",

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from coordinator.audit.coverage import cover_samples
 from coordinator.audit.history import History, read_history
 from coordinator.audit.state_proof import Progress, StateProof
+from coordinator.capture.captured_files import first_lost_step
 from coordinator.disk.canonical_json import json_digest
 from coordinator.disk.claim import EPOCH_FILE, stored_epoch
 from coordinator.storage.checkpoint import (
@@ -120,6 +121,8 @@ def audit(path: Path, progress: Progress = _silent) -> AuditResult:
     _check_files(evidence)
     _check_inputs(evidence)
     if evidence.manifest is not None:
+        if evidence.manifest.capture is not None:
+            _check_captured(evidence, evidence.manifest)
         _check_coverage(evidence, evidence.manifest)
         proof = _check_states(evidence, evidence.manifest, progress)
         _check_result(evidence, evidence.manifest, proof)
@@ -205,6 +208,24 @@ def _check_files(evidence: _Evidence) -> None:
     if others:
         text = f"not the run's, and not looked at: {', '.join(sorted(others))}"
         evidence.note("files", ok=True, text=text)
+
+
+def _check_captured(evidence: _Evidence, manifest: Manifest) -> None:
+    """Rows are durable before their commit: none may be missing, finished or not."""
+    committed = len(evidence.history.commits)
+    directory = evidence.directory.path
+    try:
+        lost = first_lost_step(directory, manifest, evidence.run.spec, committed)
+    except StorageFailed as error:
+        evidence.note("files", ok=False, text=str(error))
+        return
+    text = f"the logits of all {committed} committed steps are there"
+    if lost < committed:
+        text = (
+            f"of {committed} committed steps the logits of step {lost} are in no file: bring the "
+            "files back from a copy, or capture anew into a new directory"
+        )
+    evidence.note("files", ok=lost == committed, text=text)
 
 
 def _check_inputs(evidence: _Evidence) -> None:

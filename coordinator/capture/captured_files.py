@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from coordinator.capture.spool import Bytes, Spool
+from coordinator.capture.spool import Bytes, Spool, kept_steps
 from coordinator.disk.durable_file import (
     TEMPORARY_SUFFIX,
     make_directory,
@@ -26,7 +26,7 @@ from coordinator.disk.durable_file import (
     sync_directory,
 )
 from protocol.base import limits
-from protocol.base.errors import StorageDamaged
+from protocol.base.errors import StorageDamaged, UsageError
 from protocol.data.capture_index import INDEX, SUFFIX, CapturedFile, CaptureIndex
 from protocol.data.captured_rows import Records, records_of
 from protocol.data.logits_file import CaptureFacts, LogitsFile, write_logits
@@ -182,6 +182,54 @@ class CapturedFiles:
 
     def _path(self, number: int) -> Path:
         return self._directory / f"{number:05}{SUFFIX}"
+
+
+def first_lost_step(directory: Path, manifest: Manifest, spec: RunSpec, committed: int) -> int:
+    """The first of the committed steps whose rows are in no file; `committed` if there is none.
+
+    Args:
+        directory: The run's; it is only read.
+        manifest: The run's; it has a layout.
+        spec: The run's.
+        committed: Steps committed.
+
+    Raises:
+        StorageFailed: A file cannot be read.
+    """
+    assert manifest.capture is not None
+    each = steps_of_a_file(spec, manifest.capture)
+    for first in range(0, committed, each):
+        wanted = set(range(first, min(first + each, committed)))
+        path = directory / manifest.export.directory / f"{first // each:05}{SUFFIX}"
+        if path.exists():
+            continue
+        lost = wanted - set(kept_steps(directory / DIRECTORY / f"{first // each:05}{_ROWS}"))
+        if lost and not path.exists():  # (a capture that goes on may have written it just now)
+            return min(lost)
+    return committed
+
+
+def files_from(directory: Path, manifest: Manifest, spec: RunSpec, step: int) -> list[Path]:
+    """What the result holds that is not of the steps before this one alone.
+
+    Raises:
+        UsageError: Rows before this step are lost, or only in a file that would have to grow.
+        StorageFailed: A file cannot be read.
+    """
+    assert manifest.capture is not None
+    logits = directory / manifest.export.directory
+    number, part = divmod(step, steps_of_a_file(spec, manifest.capture))
+    wanted = set(range(step - part, step))
+    kept = set(kept_steps(directory / DIRECTORY / f"{number:05}{_ROWS}"))
+    if wanted - kept or first_lost_step(directory, manifest, spec, step - part) < step - part:
+        raise UsageError(
+            f"--from-step {step}: a capture goes back only as far as its rows are in no finished "
+            f"file of logits, and these are; nothing was changed, and the files in {str(logits)!r} "
+            "stay as good as they were: capture anew into a new directory"
+        )
+    stays = {f"{before:05}{SUFFIX}" for before in range(number)}
+    found = sorted(logits.iterdir()) if logits.is_dir() else []
+    return [path for path in found if path.name not in stays]
 
 
 def steps_of_a_file(spec: RunSpec, layout: CaptureLayout) -> int:

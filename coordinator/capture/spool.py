@@ -126,6 +126,16 @@ class Spool:
         return AppendFile(self.path, fd, end, lambda: None)
 
 
+def kept_steps(path: Path) -> list[int]:
+    """Steps whose rows are whole in a spool; it is only read.
+
+    Raises:
+        StorageFailed: It cannot be.
+    """
+    with storing("read", path):
+        return [frame.step for frame in _scan(path)] if path.exists() else []
+
+
 def _scan(path: Path) -> Iterator[_Frame]:
     """Whole frames from the beginning on."""
     size = path.stat().st_size

@@ -128,7 +128,8 @@ class PageServer:
                 f"the run spec is not UTF-8 at byte {error.start}; convert it to UTF-8"
             ) from None
         spec = parse_run_spec_text(text, origin="the run spec")
-        return web.json_response({"run": spec.model_dump(mode="json")})
+        document = {"run": spec.model_dump(mode="json"), "steps": spec.known_steps}
+        return web.json_response(document)
 
     async def _revoke(self, request: web.Request) -> web.Response:
         try:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from protocol.base import limits
+from protocol.spec.run_spec import known_steps
 
 _POINTS: Final = 2_000
 """Of a curve, an even number: when there are as many, each two become one."""
@@ -180,7 +181,7 @@ class RunHistory:
                 self._view(time, record)
             case "run":
                 self._began, self._run_id = time, record["run_id"]
-                self._steps = record["spec"].get("steps")
+                self._steps = known_steps(record["spec"].get("steps"))
                 self._samples = record["spec"].get("batch", {}).get("samples")
             case "resumed":
                 self._resumed(time, record)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from coordinator.storage.run_directory import RunDirectory
+from protocol.spec.run_spec import known_steps
 
 _MOST_RUNS: Final = 200
 _FIGURES: Final = 3
@@ -95,4 +96,5 @@ def _listed(directory: RunDirectory) -> ListedRun:
     kept = {name: result.get(name) for name in ("outcome", "steps", "eval", "exact")}
     kept["losses"] = (result.get("losses") or [])[-1:]
     spec = run["spec"]
-    return ListedRun(str(run["run_id"]), directory.path, str(spec["task"]), spec.get("steps"), kept)
+    steps = known_steps(spec.get("steps"))
+    return ListedRun(str(run["run_id"]), directory.path, str(spec["task"]), steps, kept)

@@ -10,11 +10,17 @@ def summary(document: dict[str, Any]) -> str:
     """All that fits into one line: what `systemctl status` shows."""
     parts = [document["phase"]]
     if document.get("run_id"):
-        parts.append(f"run {document['run_id']} step {document['step']} of {document['steps']}")
+        parts.append(f"run {document['run_id']} step {_step(document)}")
     parts.append(f"{len(document['workers'])} of {document['expect_workers']} workers")
     waiting = f"; waiting for {document['waiting_for']}" if document.get("waiting_for") else ""
     open_ = "; NOT ENCRYPTED" if document["encryption"] != "TLS 1.3" else ""
     return ", ".join(parts) + waiting + open_
+
+
+def _step(document: dict[str, Any]) -> str:
+    """How far it is, and of how many if that is known yet."""
+    of = "" if document["steps"] is None else f" of {document['steps']}"
+    return f"{document['step']}{of}"
 
 
 def status_lines(document: dict[str, Any]) -> Iterator[str]:
@@ -25,7 +31,7 @@ def status_lines(document: dict[str, Any]) -> Iterator[str]:
         loss = document["loss"]
         yield f"run      {document['run_id']}: {document['task']}"
         told = f"loss {loss}" if loss is not None else "no loss"
-        yield f"step     {document['step']} of {document['steps']}, {told}"
+        yield f"step     {_step(document)}, {told}"
         if document.get("pace"):
             yield f"pace     {document['pace']}"
         yield f"digest   {document['weights_digest']}"

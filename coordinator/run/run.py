@@ -276,6 +276,11 @@ class Run:
         return self.settled.progress.steps if self.settled is not None else self.spec.steps
 
     @property
+    def known_steps(self) -> int | None:
+        """The same; None as long as nobody can say."""
+        return self.steps if self.settled is not None else self.spec.known_steps
+
+    @property
     def losses(self) -> list[float]:
         """Mean loss of each committed step; NaN for a skipped one."""
         return self.settled.progress.losses if self.settled is not None else []

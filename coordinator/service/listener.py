@@ -53,11 +53,11 @@ class WorkerDisconnected(Fact):
 
 @dataclass(frozen=True, slots=True)
 class RunAccepted(Fact):
-    """A new run begins."""
+    """A new run begins; `steps` is None if they are as many as there are samples for."""
 
     event = "run_accepted"
     task: str
-    steps: int
+    steps: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class RunResumed(Fact):
 
     event = "run_resumed"
     task: str
-    steps: int
+    steps: int | None
     step: int
     notes: list[str]
 

@@ -381,7 +381,7 @@ class Service:
             run, self.sessions, storage, BlobServer(stored.run_id, accepted.blobs), self,
             tracer=self._tracer, machine=self._machine,
         )  # fmt: skip
-        task, steps = stored.spec.task, stored.spec.steps
+        task, steps = stored.spec.task, run.known_steps
         if restart is None:
             self.reported(RunAccepted(task, steps), stored.run_id)
         else:

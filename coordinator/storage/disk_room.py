@@ -52,14 +52,17 @@ class Needed:
     def of(cls, spec: RunSpec, manifest: Manifest) -> Needed:
         """From the run spec and the count of parameters."""
         saving, parameter_bytes = spec.checkpoint, manifest.elements * 4
-        every = min(saving.every or spec.steps, spec.steps)
+        steps = spec.steps
+        if manifest.capture is not None:
+            steps = min(steps, -(-manifest.train_samples // spec.batch.samples))
+        every = min(saving.every or steps, steps)
         # One is written before another goes; the best by its figure and the first may stay too.
         states = 1 + saving.keep_last + (saving.metric is not None) + saving.keep_log
         return cls(
             step_bytes=parameter_bytes if spec.log == "full" else 0,
-            steps=spec.steps if saving.keep_log else every,
+            steps=steps if saving.keep_log else every,
             state_bytes=parameter_bytes * (1 + moment_count(spec.optimizer)),
-            states=min(states, 2 + (spec.steps - 1) // every),
+            states=min(states, 2 + (steps - 1) // every),
             result_bytes=_captured(spec, manifest) if manifest.capture else parameter_bytes,
         )
 

@@ -3,7 +3,8 @@
     set-aside/epoch-EEEEEE/    what the coordinator of that epoch found in its way
 
 Every move leaves a directory that a plain restart can go on with: the result goes first, then
-checkpoints and segments of the log, the newest first.
+checkpoints and segments of the log, the newest first. Files of captured logits go last: until the
+log is cut, their steps are committed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import shutil
 from pathlib import Path
 
+from coordinator.capture.captured_files import files_from
 from coordinator.disk.durable_file import storing, sync_directory
 from coordinator.storage.checkpoint import checkpoint_path, checkpoint_steps, find_checkpoint
 from coordinator.storage.log_index import segment_base, segment_files
@@ -35,7 +37,7 @@ def go_back(directory: RunDirectory, step: int, epoch: int) -> str:
         What was done, for people and for the journal.
 
     Raises:
-        UsageError: No such checkpoint is kept.
+        UsageError: No such checkpoint is kept, or a capture has too little to go on from it.
         StorageDamaged: A segment of the log is not what was written.
         StorageFailed: The disk refuses; the call can be made again.
     """
@@ -47,15 +49,20 @@ def go_back(directory: RunDirectory, step: int, epoch: int) -> str:
             f"--from-step {step}: no checkpoint of step {step} is kept in {str(directory.path)!r}; "
             f"kept are those of steps: {steps}"
         )
+    assert run is not None
     assert manifest is not None
+    captured = files_from(directory.path, manifest, run.spec, step) if manifest.capture else []
     aside = directory.set_aside / f"epoch-{epoch:06d}"
     with storing("set aside what follows in", directory.path):
-        for path in (directory.result_file, directory.path / manifest.export.directory):
-            _move(path, aside)
+        _move(directory.result_file, aside)
+        if manifest.capture is None:
+            _move(directory.path / manifest.export.directory, aside)
         for later in [s for s in reversed(checkpoint_steps(directory.checkpoints)) if s > step]:
             _move(checkpoint_path(directory.checkpoints, later), aside / "checkpoints")
         for segment in reversed(segment_files(directory.log)):
             _cut_segment(segment, step, aside / "log")
+        for path in reversed(captured):
+            _move(path, aside / manifest.export.directory)
     return (
         f"gone back to the checkpoint of step {step}, as told (--from-step); what came later is in "
         f"{aside.relative_to(directory.path)}"

@@ -55,10 +55,15 @@ def check_digests(spec: RunSpec, found: tuple[BlobFile, ...]) -> None:
     digests = {file.name: file.digest for file in found}
     for file in read_index(Path(spec.data.train).expanduser()).files:
         if digests.get(file.name) != file.digest:
-            raise DataError(
-                f"{file.name!r} in {spec.data.train!r} is not what the capture has written: bring "
-                "it back from a copy, or capture anew"
-            )
+            raise changed(file.name, spec.data.train)
+
+
+def changed(name: str, directory: str) -> DataError:
+    """The error that a file of a capture has another digest than the capture says."""
+    return DataError(
+        f"{name!r} in {directory!r} is not what the capture has written: bring it back from a "
+        "copy, or capture anew"
+    )
 
 
 def check_temperature(spec: DistilSpec, layout: CaptureLayout) -> None:

@@ -101,6 +101,10 @@ class LogitsFile:
         self._pa = pa
         try:
             self._file = pq.ParquetFile(path, memory_map=False, pre_buffer=False)
+        except FileNotFoundError:
+            raise DataError(
+                f"expected a file of captured logits at {str(path)!r}, found no such file"
+            ) from None
         except (pa.ArrowException, OSError, struct.error) as error:
             words = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise DataError(f"expected logits as Parquet in {str(path)!r}, got: {words}") from None

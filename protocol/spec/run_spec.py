@@ -31,6 +31,7 @@ from protocol.base.errors import MessageError, RunSpecError
 from protocol.spec.blob_list import Role
 from protocol.spec.run_spec_text import (
     NAME_PATTERN,
+    KeyFault,
     apply_override,
     explain,
     read_yaml,
@@ -56,6 +57,11 @@ _OWN_TASK: Final = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_]
 
 
 _CONVERSATION_KEYS: Final = {"columns", "loss", "chat_template"}
+_IDLE_IN_CAPTURES: Final = (
+    "optimizer", "exchange", "evaluate_every", "checkpoint.metric", "model.gradient_checkpointing",
+)  # fmt: skip
+"""Of training and measuring alone."""
+
 _KEYS_OF_DATA: Final = {
     "classify": {
         "train", "text", "label", "pattern", "holdout", "holdout_samples", "max_tokens",
@@ -430,16 +436,15 @@ class RunSpec(_Section):
         for section in sorted(set().union(*TASK_SECTIONS.values(), {"options"})):
             fits = section in TASK_SECTIONS[self.task]
             if not fits and getattr(self, section) != type(self).model_fields[section].default:
-                raise ValueError(f"task {self.task} has no use for the section {section!r}")
+                text = f"task {self.task} has no use for the section {section!r}"
+                raise KeyFault(text, section)
         if "data" in TASK_SECTIONS[self.task]:
             self._check_text_task()
         return self
 
     def _check_text_task(self) -> None:
-        if self.captures and self.checkpoint.copies:
-            raise ValueError(
-                "checkpoint.copies holds no captured logits: copy the directory 'logits' in the end"
-            )
+        if self.captures:
+            self._check_capture()
         if self.model is None or self.data is None:
             missing, key = (
                 ("model", "model.source=DIR") if self.model is None else ("data", "data.train=FILE")
@@ -447,26 +452,46 @@ class RunSpec(_Section):
             raise ValueError(f"task {self.task} needs the section {missing!r}: --set {key}")
         anew = self.model.config is not None
         if anew and self.task == "classify":
-            raise ValueError("task classify needs model.source; it starts no model from a config")
+            text = "task classify needs model.source; it starts no model from a config"
+            raise KeyFault(text, "model.config")
         if anew and self.lora is not None:
-            raise ValueError(
-                "lora needs model.source: a model started from its config is trained whole"
-            )
+            text = "lora needs model.source: a model started from its config is trained whole"
+            raise KeyFault(text, "lora", "model.config")
         if self.model.base_dtype != "float32" and self.lora is None and not self.captures:
-            raise ValueError(
+            text = (
                 f"model.base_dtype {self.model.base_dtype} needs lora: a model that is trained "
                 "whole has no frozen base"
             )
+            raise KeyFault(text, "model.base_dtype")
         if self.task == "classify" and self.data.text == self.data.label:
-            raise ValueError(
-                f"expected two columns, got {self.data.text!r} for data.text and data.label"
-            )
+            text = f"expected two columns, got {self.data.text!r} for data.text and data.label"
+            raise KeyFault(text, "data.text", "data.label")
         for key in sorted(_DATA_KEYS - _KEYS_OF_DATA.get(self.task, _DATA_KEYS)):
             if getattr(self.data, key) != DataSpec.model_fields[key].default:
+                text = f"task {self.task} has no use for data.{key}"
                 if "class" in key:
-                    raise ValueError(f"data.{key} is for task classify; {self.task} has no classes")
-                raise ValueError(f"task {self.task} has no use for data.{key}")
+                    text = f"data.{key} is for task classify; {self.task} has no classes"
+                raise KeyFault(text, f"data.{key}")
         self._check_data_format(self.data)
+
+    def _check_capture(self) -> None:
+        if self.checkpoint.copies:
+            text = (
+                "a capture cannot go on from copies of its checkpoints, which have no logits in "
+                "them: copy its directory 'logits' once it has finished, and leave out "
+                "checkpoint.copies"
+            )
+            raise KeyFault(text, "checkpoint.copies")
+        for key in _IDLE_IN_CAPTURES:
+            section, _, name = key.rpartition(".")
+            of = getattr(self, section) if section else self
+            if of is not None and getattr(of, name) != type(of).model_fields[name].default:
+                text = f"task teacher-logits trains nothing: leave out {key}"
+                raise KeyFault(text, key)
+        top_k = CaptureSpec.model_fields["top_k"].default
+        if self.capture.drawn is not None and self.capture.top_k != top_k:
+            text = "expected capture.top_k or capture.drawn, got both: leave out one of them"
+            raise KeyFault(text, "capture.drawn", "capture.top_k")
 
     def _check_data_format(self, data: DataSpec) -> None:
         if self.task not in _KEYS_OF_DATA or "format" not in _KEYS_OF_DATA[self.task]:
@@ -475,22 +500,30 @@ class RunSpec(_Section):
         for key in sorted(others):
             if getattr(data, key) == DataSpec.model_fields[key].default:
                 continue
+            text = f"data.format {data.format} has no use for data.{key}"
             if data.format == "text":
-                raise ValueError(
+                text = (
                     f"data.{key} is for conversations; say how they are written: "
                     "data.format=messages, prompt-completion or alpaca"
                 )
-            raise ValueError(f"data.format {data.format} has no use for data.{key}")
+            raise KeyFault(text, f"data.{key}")
         columns = COLUMNS_OF_FORMAT[data.format]
         for key in data.columns:
             if key not in columns:
-                raise ValueError(
+                text = (
                     f"data.format {data.format} has no column {key!r}; it has {', '.join(columns)}"
                 )
+                raise KeyFault(text, "data.columns")
         given: Mapping[str, str] = dict(data.columns.items())
         names = [given.get(key, key) for key in columns]
         if len(set(names)) < len(names):
-            raise ValueError(f"expected columns of different names, got {', '.join(names)}")
+            text = f"expected columns of different names, got {', '.join(names)}"
+            raise KeyFault(text, "data.columns")
+
+    @property
+    def known_steps(self) -> int | None:
+        """Of a capture that does not say, None: as many as there are samples for."""
+        return known_steps(self.steps)
 
     @property
     def captures(self) -> bool:
@@ -504,6 +537,11 @@ class RunSpec(_Section):
     def digest(self) -> str:
         """BLAKE3 of the canonical document."""
         return blake3(self.to_bytes()).hexdigest()
+
+
+def known_steps(steps: int | None) -> int | None:
+    """What a document says, unless it stands for all there is."""
+    return None if steps == limits.COUNTED_SAMPLES else steps
 
 
 def run_spec_schema() -> dict[str, Any]:

@@ -44,6 +44,18 @@ _WHOLE: Final = 2**53
 """Up to here a float with no fraction is one whole number and no other."""
 
 
+class KeyFault(ValueError):
+    """What is wrong between keys that are far from one another.
+
+    Attributes:
+        keys: Those that can be to blame.
+    """
+
+    def __init__(self, text: str, *keys: str) -> None:
+        super().__init__(text)
+        self.keys = keys
+
+
 class _Loader(yaml.SafeLoader):
     """YAML as people mean it: no key twice, 1e-3 a number, and no number of base 8 or 60."""
 
@@ -149,8 +161,12 @@ def _explained(model: type[BaseModel], one: Any, overrides: Sequence[str]) -> st
             text = f"{place}: {text}"
         elif place:
             text = f"{place}: {got}, {text}" if text.endswith("?") else f"{place}: {text}, {got}"
+    fault = (one.get("ctx") or {}).get("error")
+    to_blame = fault.keys if isinstance(fault, KeyFault) else (place,) if place else ()
     said = [
-        each for each in overrides if place and f"{each}=".startswith((f"{place}=", f"{place}."))
+        each
+        for each in overrides
+        if f"{each}=".startswith(tuple(f"{key}{end}" for key in to_blame for end in "=."))
     ]
     return f"{text} (from --set {said[-1]})" if said else text
 

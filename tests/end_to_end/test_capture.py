@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from coordinator.audit.audit import audit
+from coordinator.storage.checkpoint import checkpoint_steps
+from coordinator.storage.run_directory import RunDirectory
+from coordinator.storage.way_back import go_back
+from protocol.base.errors import UsageError
 from protocol.data.capture_index import read_index
 from protocol.spec.capture_layout import CaptureLayout
 from tests.cluster import ROOT, Cluster
@@ -85,6 +91,26 @@ def test_the_result_is_sound_and_can_be_looked_at(undisturbed):
     index = read_index(undisturbed / "logits")
     assert index.facts.layout.top_k == 16
     assert index.samples > 1000
+
+
+def test_a_finished_capture_that_cannot_go_back_is_left_as_it_is(undisturbed, tmp_path):
+    directory = tmp_path / "out"
+    shutil.copytree(undisturbed, directory)
+    there = sorted(path.relative_to(directory) for path in directory.rglob("*"))
+    step = checkpoint_steps(directory / "checkpoints")[-1]
+    with pytest.raises(UsageError, match=r"nothing was changed.* capture anew") as raised:
+        go_back(RunDirectory(directory), step, 2)
+    assert "\n" not in str(raised.value)
+    assert sorted(path.relative_to(directory) for path in directory.rglob("*")) == there
+    assert audit(directory).ok
+    # As a release did that had no such check.
+    (directory / "result.json").unlink()
+    shutil.rmtree(directory / "logits")
+    journal = directory / "journal.jsonl"
+    journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:-1]))
+    found = audit(directory)
+    assert not found.ok
+    assert "the logits of step 0 are in no file" in "\n".join(found.lines())
 
 
 STUDENT = """

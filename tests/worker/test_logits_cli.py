@@ -6,6 +6,7 @@ import json
 
 from typer.testing import CliRunner
 
+from protocol.base.errors import DataError
 from protocol.spec.capture_layout import CaptureLayout
 from tests.made_up_capture import capture_of
 from worker.cli import app
@@ -30,6 +31,43 @@ def test_a_sample_is_shown_with_its_tokens(tmp_path):
     assert "word" in row
     assert "the teacher: " in row
     assert "; all others 0.1" in row
+
+
+def test_a_file_that_has_changed_is_not_shown(tmp_path):
+    layout = CaptureLayout(tokens=6, vocabulary=50, top_k=4)
+    logits = capture_of(tmp_path, layout, 1, steps_of_a_file=1)
+    file = logits / "00000.parquet"
+    # As a whole file of another capture, put in its place.
+    others = capture_of(tmp_path / "other", layout, 2, steps_of_a_file=2)
+    file.write_bytes((others / "00000.parquet").read_bytes())
+    shown = CliRunner().invoke(app, ["logits", "show", str(file)])
+    assert isinstance(shown.exception, DataError)
+    assert "'00000.parquet'" in str(shown.exception)
+    assert "is not what the capture has written" in str(shown.exception)
+    assert not shown.output
+    (logits / "capture.json").unlink()
+    assert CliRunner().invoke(app, ["logits", "show", str(file)]).exit_code == 0
+
+
+def test_files_that_are_not_there_are_told_in_words(tmp_path):
+    missing = str(tmp_path / "none")
+    document = {
+        "version": "1.0",
+        "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    (tmp_path / "c.yaml").write_text("{d: 50, k: 4, exact_k: 4}")
+    imported = ["logits", "import", missing, "--tokenizer", str(tmp_path), "--out", missing + "2"]
+    for words in (
+        ["logits", "show", missing],
+        [*imported, "--config", missing],
+        [*imported, "--config", str(tmp_path / "c.yaml")],
+    ):
+        told = CliRunner().invoke(app, words).exception
+        assert isinstance(told, DataError), words
+        assert repr(missing) in str(told)
+        assert "Errno" not in str(told)
+        assert "\n" not in str(told)
 
 
 def test_without_a_tokenizer_tokens_are_numbers(tmp_path):

@@ -35,6 +35,11 @@ def refuse_what_does_not_fit(place: str, proc: Path = PROC, groups: Path = GROUP
         needed = converted_bytes(Path(place))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
         return  # who reads it says what is wrong with it
+    refuse_more_than_there_is(needed, proc, groups)
+
+
+def refuse_more_than_there_is(needed: int, proc: Path = PROC, groups: Path = GROUPS) -> None:
+    """Say so of this many bytes; places and errors as of `refuse_what_does_not_fit`."""
     give_back_freed_memory()  # of an earlier run's model
     try:
         most = read_memory(proc, groups).most

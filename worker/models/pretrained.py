@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import os
 import socket
 import urllib.parse
@@ -130,17 +131,23 @@ def start_causal_lm(spec: ModelSpec, vocabulary: int, end: int, seed: int) -> Pr
 
 
 def check_length(config: Any, max_tokens: int) -> None:
-    """Refuse samples longer than the model has positions.
+    """Refuse samples longer than the model has positions; their length is `data.max_tokens`.
 
     Raises:
         DataError: They are.
     """
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and max_tokens > longest:
+    longest = positions(config)
+    if max_tokens > longest:
         raise DataError(
             f"expected data.max_tokens of at most {longest}, the model's positions, "
             f"got {max_tokens}"
         )
+
+
+def positions(config: Any) -> float:
+    """How many tokens a sample may have; without end where the configuration names none."""
+    longest = getattr(config, "max_position_embeddings", None)
+    return math.inf if longest is None else int(longest)
 
 
 def initial_values(module: torch.nn.Module, blocks: Sequence[Block]) -> list[Array]:

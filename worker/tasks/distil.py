@@ -63,7 +63,7 @@ class Distil:
         self._loss = DistillationLoss.of(spec.distil, layout)
         tokenizer = _tokenizer(spec, directory, facts.tokenizer)
         loaded = _student(spec, tokenizer, layout.vocabulary)
-        pretrained.check_length(loaded.config, layout.tokens)
+        _check_length(spec, loaded, layout.tokens)
         lora: Lora | None = None
         module = loaded.model
         if spec.lora is not None:
@@ -199,6 +199,23 @@ def _student(spec: RunSpec, tokenizer: Any, vocabulary: int) -> pretrained.Pretr
             f"{loaded.vocabulary}"
         )
     return loaded
+
+
+def _check_length(spec: RunSpec, student: pretrained.Pretrained, tokens: int) -> None:
+    """See that the student has a position for each token of a sample.
+
+    Raises:
+        DataError: It has fewer.
+    """
+    assert spec.model is not None
+    longest = pretrained.positions(student.config)
+    if tokens > longest:
+        anew = f"--set model.config.max_position_embeddings={tokens}"
+        remedy = "take one with more" if spec.model.config is None else anew
+        raise DataError(
+            f"expected a student of at least {tokens} positions, as samples of this capture have "
+            f"tokens, got {longest}: {remedy}, or capture with data.max_tokens={longest}"
+        )
 
 
 def _row_groups(samples: CapturedSamples, train: int) -> tuple[tuple[int, ...], ...]:

@@ -116,7 +116,9 @@ def read_compression(path: Path) -> Compression:
     try:
         document = yaml.safe_load(path.read_text("utf-8"))
         return Compression.model_validate(document)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
+    except OSError as error:
+        raise DataError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
+    except (UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
         words = str(error).splitlines()
         told = " ".join(words[:3]) if isinstance(error, ValidationError) else words[0]
         raise DataError(
@@ -193,6 +195,8 @@ def _batches(path: Path, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
             )
         for batch in file.iter_batches(_SAMPLES, columns=list(columns)):
             yield {name: batch.column(name) for name in columns}
+    except FileNotFoundError:
+        raise DataError(f"expected Parquet at {str(path)!r}, found no such file") from None
     except (pa.ArrowException, OSError) as error:
         words = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(f"expected Parquet in {str(path)!r}, got: {words}") from None

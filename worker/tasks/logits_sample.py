@@ -9,10 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from protocol.base.errors import DataError
+from protocol.data.capture_check import changed
+from protocol.data.capture_index import INDEX, read_index
 from protocol.data.captured_rows import Records
 from protocol.data.logits_file import LogitsFile
 from protocol.data.vocabulary import TOKENIZER
 from protocol.spec.capture_layout import CaptureLayout
+from protocol.spec.file_digest import file_digest
 
 Speak = Callable[[int], str]
 
@@ -27,8 +31,11 @@ def sample_lines(path: Path, samples: int, rows: int, tokens: int) -> Iterator[s
         tokens: The likeliest so many of each row.
 
     Raises:
-        DataError: It is no file of captured logits, or it is damaged.
+        DataError: It is no file of captured logits, it is damaged, or it is not what the index
+            beside it says.
     """
+    if path.is_file():
+        _check_digest(path)
     file = LogitsFile(path)
     facts, layout = file.facts, file.facts.layout
     which = "drawn" if layout.drawn else "largest"
@@ -49,6 +56,23 @@ def sample_lines(path: Path, samples: int, rows: int, tokens: int) -> Iterator[s
             if shown == samples:
                 file.close()
                 return
+
+
+def _check_digest(path: Path) -> None:
+    """See that it is what the capture has written, where the capture's index lies beside it.
+
+    Raises:
+        DataError: It is not, or cannot be read.
+    """
+    if not (path.parent / INDEX).exists():
+        return
+    told = {file.name: file.digest for file in read_index(path.parent).files}
+    try:
+        found = file_digest(path)[1]
+    except OSError as error:
+        raise DataError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
+    if told.get(path.name, found) != found:
+        raise changed(path.name, str(path.parent))
 
 
 def _row(record: Any, row: int, tokens: int, layout: CaptureLayout, speak: Speak) -> str:

@@ -290,7 +290,7 @@ const LEGAL = { halt: ["training", "evaluating"], continue: ["halted"], skip: ["
 function showRun(run, status, other) {
   const live = status.run_id === run.run_id && status.run_id !== undefined;
   const phase = live ? status.phase : run.outcome || (run.run_id ? "not ended" : status.phase);
-  const going = live && !ENDED.includes(phase), steps = run.steps ?? status.steps;
+  const going = live && !ENDED.includes(phase), steps = run.steps ?? (live || !run.run_id ? status.steps : null);
   const step = live ? status.step : run.loss.step.at(-1) ?? 0;
   $("h-run").textContent = run.run_id;
   say(phase, live || !run.run_id ? status.reason ?? "" : "");
@@ -396,7 +396,7 @@ function showRuns(status) {
     ...runs.map(run => {
       const present = run.run_id === status.run_id, going = present && !ENDED.includes(status.phase), here = run.run_id === $("run").value;
       return { cells: [run.run_id, run.task, present ? status.phase : run.outcome || "not ended",
-        `${figure(present ? status.step : run.step)} of ${figure(run.steps)}`, figure(present ? status.loss : run.loss),
+        `${figure(present ? status.step : run.step)} of ${figure(run.steps ?? (present ? status.steps : run.step))}`, figure(present ? status.loss : run.loss),
         Object.entries(going ? status.eval ?? {} : run.eval).filter(([name]) => !name.startsWith("confusion[")).slice(0, 3)
           .map(([name, value]) => `${name} ${figure(value)}`).join(", "), going ? "now" : moment(run.changed),
         [...(here ? ["shown"] : [button("Show", `Show ${run.run_id}`, () => look("run", run.run_id)), " ",
@@ -459,11 +459,11 @@ $("spec").addEventListener("input", async () => {
   await sleep(300);
   if (mine !== checking) return;
   try {
-    const { run } = await (await ask("check", { method: "POST", body: $("spec").value })).json();
+    const { run, steps } = await (await ask("check", { method: "POST", body: $("spec").value })).json();
     if (mine !== checking) return;
-    $("verdict").textContent = `${run.task}, ${run.steps} steps: can be submitted.`;
+    $("verdict").textContent = `${run.task}, ${steps ?? "all"} steps: can be submitted.`;
     $("submit").disabled = false;
-    $("submit").onclick = () => act(`Submit ${run.name}: ${run.task}, ${run.steps} steps?`, "Submit", () => tell("submit", { run }));
+    $("submit").onclick = () => act(`Submit ${run.name}: ${run.task}, ${steps ?? "all"} steps?`, "Submit", () => tell("submit", { run }));
   } catch (error) { if (mine === checking) $("verdict").textContent = error.message; }
 });
 

@@ -7,9 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.capture.captured_files import CapturedFiles, steps_of_a_file
+from coordinator.capture.captured_files import (
+    CapturedFiles,
+    files_from,
+    first_lost_step,
+    steps_of_a_file,
+)
 from protocol.base import limits
-from protocol.base.errors import StorageDamaged
+from protocol.base.errors import StorageDamaged, UsageError
 from protocol.data.capture_index import read_index
 from protocol.data.captured_rows import record_dtype
 from protocol.data.logits_file import LogitsFile
@@ -148,6 +153,57 @@ def test_a_skipped_step_leaves_its_rows_out(tmp_path, spec):
         captured.keep(step, rows(step) if step != 4 else [])
     captured.finish(whole=True)
     assert read_index(tmp_path / "logits").samples == 38
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (8, 7, []),
+        (8, 6, []),
+        (8, 3, ["00001.parquet"]),
+        (8, 0, ["00000.parquet", "00001.parquet"]),
+        (8, 5, None),
+        (STEPS, 0, ["00000.parquet", "00001.parquet", "00002.parquet", "00003.parquet"]),
+        (STEPS, STEPS, None),
+        (STEPS, 9, ["00003.parquet"]),
+    ],
+)
+def test_it_goes_back_where_no_finished_file_has_to_grow(tmp_path, spec, undisturbed, case):
+    committed, step, aside = case
+    captured = files(tmp_path, spec)
+    for each in range(committed):
+        captured.keep(each, rows(each))
+    whole = committed == STEPS
+    captured.finish(whole=whole)
+    captured.close()
+    assert first_lost_step(tmp_path, MANIFEST, spec, committed) == committed
+    if aside is None:
+        with pytest.raises(UsageError, match="nothing was changed"):
+            files_from(tmp_path, MANIFEST, spec, step)
+        return
+    others = ["capture.json", "tokenizer.json"] if whole else []
+    found = files_from(tmp_path, MANIFEST, spec, step)
+    assert [path.name for path in found] == [*aside, *others]
+    for path in found:
+        path.unlink()
+    again = files(tmp_path, spec, committed=step)
+    for each in range(step, STEPS):
+        again.keep(each, rows(each))
+    assert again.finish(whole=True) == undisturbed
+
+
+def test_rows_that_are_in_no_file_show(tmp_path, spec):
+    captured = files(tmp_path, spec)
+    for step in range(8):
+        captured.keep(step, rows(step))
+    captured.close()
+    spool = tmp_path / "capture" / "00002.rows"
+    spool.write_bytes(spool.read_bytes()[:-1])
+    assert first_lost_step(tmp_path, MANIFEST, spec, 8) == 7
+    (tmp_path / "logits" / "00001.parquet").unlink()
+    assert first_lost_step(tmp_path, MANIFEST, spec, 8) == 3
+    with pytest.raises(UsageError, match="nothing was changed"):
+        files_from(tmp_path, MANIFEST, spec, 6)
 
 
 def test_committed_rows_that_are_lost_are_named(tmp_path, spec):

@@ -94,3 +94,7 @@ def test_a_capture_that_does_not_fit_is_refused_before_it_begins(tmp_path, monke
         check_room(tmp_path, spec, manifest)
     part = spec.model_copy(update={"steps": 10})
     check_room(tmp_path, part, manifest)
+    # Steps that are not there take no room, whatever is kept of each.
+    few = manifest.model_copy(update={"train_samples": 100})
+    for saving in (CheckpointSpec(every=0), CheckpointSpec(keep_log=True)):
+        check_room(tmp_path, spec.model_copy(update={"checkpoint": saving}), few)

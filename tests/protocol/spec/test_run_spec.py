@@ -1,8 +1,10 @@
 """The run spec: what is read, what is refused and in which words."""
 
 import json
+from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from protocol.base import limits
@@ -12,6 +14,7 @@ from protocol.spec.run_spec import (
     RunSpec,
     load_run_spec,
     parse_run_spec,
+    parse_run_spec_bytes,
     parse_run_spec_text,
     run_spec_schema,
 )
@@ -391,3 +394,45 @@ def test_only_a_frozen_base_is_stored_in_fewer_bits():
     assert spec.model.base_dtype == "int8"
     with pytest.raises(RunSpecError, match="base_dtype"):
         parse_run_spec({**document, "lora": {}}, ["model.base_dtype=int2"])
+
+
+CAPTURE = "task: teacher-logits\nmodel: {source: DIR}\ndata: {train: FILE}\n"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "optimizer.lr=0.5",
+        "evaluate_every=7",
+        "exchange.precision=bfloat16",
+        "exchange.averages=bfloat16",
+        "checkpoint.metric=loss",
+        "checkpoint.copies=[/mnt/copies]",
+        "model.gradient_checkpointing=true",
+        "data.holdout=0.5",
+        "lora.r=4",
+    ],
+)
+def test_what_has_no_effect_in_a_capture_is_refused_where_it_was_said(override):
+    with pytest.raises(RunSpecError, match=r"logits|capture") as caught:
+        parse_run_spec_text(CAPTURE, [override], origin="teacher.yaml")
+    assert str(caught.value).endswith(f"(from --set {override})")
+    assert "teacher.yaml" not in str(caught.value)
+    key, _, value = override.partition("=")
+    section, _, name = key.rpartition(".")
+    document: dict[str, Any] = yaml.safe_load(CAPTURE)
+    (document.setdefault(section, {}) if section else document)[name] = yaml.safe_load(value)
+    with pytest.raises(RunSpecError, match=r"in 'teacher.yaml'$"):
+        parse_run_spec(document, origin="teacher.yaml")
+
+
+def test_a_capture_keeps_the_largest_logits_or_draws():
+    with pytest.raises(RunSpecError, match=r"expected capture\.top_k or capture\.drawn, got both"):
+        parse_run_spec_text(CAPTURE + "capture: {top_k: 32, drawn: 8}")
+    spec = parse_run_spec_text(CAPTURE + "capture: {drawn: 8}")
+    assert parse_run_spec_bytes(spec.to_bytes()) == spec
+
+
+def test_a_capture_that_does_not_say_has_no_number_of_steps():
+    assert parse_run_spec_text(CAPTURE).known_steps is None
+    assert parse_run_spec_text(CAPTURE + "steps: 7").known_steps == 7

@@ -54,6 +54,16 @@ def task(logits) -> Distil:
     return task
 
 
+def test_a_student_of_too_few_positions_is_told_what_can_be_set(logits):
+    spec = spec_of(logits, model={"config": LLAMA | {"max_position_embeddings": 8}})
+    told = (
+        r"at least 12 positions.* got 8: --set model.config.max_position_embeddings=12, or capture "
+        "with data.max_tokens=8"
+    )
+    with pytest.raises(DataError, match=told):
+        build(spec)
+
+
 def test_samples_are_read_wherever_they_lie(logits):
     samples = CapturedSamples(logits)
     assert samples.index.samples == 72
