@@ -234,10 +234,10 @@ class ProgressConsole:
 
 def _in_sentences(fields: Mapping[str, object]) -> dict[str, object]:
     """Lists as people write them, and a number of steps that nobody knows yet."""
-    return {
+    return {"steps": "all"} | {
         name: ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
         for name, value in fields.items()
-    } | ({"steps": "all"} if fields.get("steps", 0) is None else {})
+    }
 
 
 def _progress(execution: Execution, now_s: float, *, shares: bool = True) -> str:

@@ -1,6 +1,7 @@
-"""Whether a model can be read at all: what is not stored in float32 is converted in main memory.
+"""Whether a model can be read or made at all: main memory has to hold it.
 
-What is stored in float32 stays in the mapped file, whose pages the system can drop.
+What is not stored in float32 is converted in main memory; what is stays in the mapped file, whose
+pages the system can drop.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import urllib.request
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,11 +29,12 @@ from transformers.utils import logging as transformers_logging
 
 from backends.base import draws
 from backends.base.interface import Array
-from protocol.base.errors import NO_MEMORY, DataError, in_words
+from protocol.base.errors import NO_MEMORY, DataError, MainMemoryTooSmall, in_words
 from protocol.exact.digest import digest_arrays
+from protocol.exact.update import moment_count
 from protocol.spec import sources
 from protocol.spec.manifest import Block
-from protocol.spec.run_spec import ModelSpec
+from protocol.spec.run_spec import ModelSpec, RunSpec
 from worker.models import main_memory
 
 _DEVIATION: Final = 0.02
@@ -87,18 +89,20 @@ def load_causal_lm(spec: ModelSpec, seed: int) -> Pretrained:
     return _load(transformers.AutoModelForCausalLM, spec, seed, {})
 
 
-def start_causal_lm(spec: ModelSpec, vocabulary: int, end: int, seed: int) -> Pretrained:
-    """A new decoder of `spec.config`, every weight drawn from the seed.
+def start_causal_lm(run: RunSpec, vocabulary: int, end: int) -> Pretrained:
+    """A new decoder of `model.config`, every weight drawn from the seed.
 
     Args:
-        spec: Its config names model_type and sizes; vocab_size may be left out.
+        run: Its model's config names model_type and sizes; vocab_size may be left out.
         vocabulary: How many tokens there are.
         end: The token that ends a text.
-        seed: The run's.
 
     Raises:
         DataError: transformers has no such model, or cannot make it with these sizes.
+        MainMemoryTooSmall: This machine has no room for it.
     """
+    spec = run.model
+    assert spec is not None
     assert spec.config is not None
     quiet()
     given: dict[str, Any]
@@ -112,13 +116,18 @@ def start_causal_lm(spec: ModelSpec, vocabulary: int, end: int, seed: int) -> Pr
     try:
         _check_keys(spec.config, transformers.AutoConfig.for_model(model_type), model_type)
         config = transformers.AutoConfig.for_model(model_type, **given)
-        model = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        make = partial(
+            transformers.AutoModelForCausalLM.from_config,  # type: ignore[no-untyped-call]
             config,
             attn_implementation=spec.attention,
             dtype=getattr(torch, spec.dtype),
             trust_remote_code=False,
         )
-    except DataError:
+        with torch.device("meta"):
+            elements = sum(each.numel() for each in make().parameters())
+        main_memory.refuse_more_than_there_is(4 * elements * _copies(run))
+        model = make()
+    except (DataError, MainMemoryTooSmall):
         raise
     except Exception as error:  # (sizes that do not fit raise errors of all kinds)
         if in_words(error) == NO_MEMORY:
@@ -126,8 +135,17 @@ def start_causal_lm(spec: ModelSpec, vocabulary: int, end: int, seed: int) -> Pr
         raise DataError(
             f"cannot make a {model_type} from model.config: {in_words(error)}; see to its sizes"
         ) from None
-    _draw(model, {name for name, _ in model.named_parameters()}, seed)
+    _draw(model, {name for name, _ in model.named_parameters()}, run.seed)
     return _ready(model, spec)
+
+
+def _copies(run: RunSpec) -> int:
+    """How many times main memory holds the parameters of a new model, at the least.
+
+    What is trained is there as it began, twice, and in the replica with its moments; how much more
+    the device takes of it is the device's to say.
+    """
+    return 1 if run.captures else 3 + moment_count(run.optimizer)
 
 
 def check_length(config: Any, max_tokens: int) -> None:

@@ -109,7 +109,7 @@ def load_model(spec: RunSpec, tokenizer: Any) -> pretrained.Pretrained:
         loaded = pretrained.load_causal_lm(spec.model, spec.seed)
     else:
         end = tokenizer.eos_token_id
-        loaded = pretrained.start_causal_lm(spec.model, len(tokenizer), end, spec.seed)
+        loaded = pretrained.start_causal_lm(spec, len(tokenizer), end)
     pretrained.check_length(loaded.config, spec.data.max_tokens)
     return loaded
 

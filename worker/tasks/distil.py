@@ -192,7 +192,7 @@ def _student(spec: RunSpec, tokenizer: Any, vocabulary: int) -> pretrained.Pretr
         loaded = pretrained.load_causal_lm(spec.model, spec.seed)
     else:
         end = tokenizer.eos_token_id if tokenizer is not None else None
-        loaded = pretrained.start_causal_lm(spec.model, vocabulary, end or 0, spec.seed)
+        loaded = pretrained.start_causal_lm(spec, vocabulary, end or 0)
     if loaded.vocabulary < vocabulary:
         raise DataError(
             f"expected a student with at least {vocabulary} tokens, the teacher's, got "

@@ -83,11 +83,13 @@ def test_a_service_tells_of_each_run_that_it_takes_and_ends(once):
     told, screen = progress(once=once)
     told.reported(RunAccepted("digits", 5), "r-1")
     told.reported(RunEnded("failed", "no data"), "r-1")
+    told.reported(RunAccepted("teacher-logits", None), "r-2")
     elsewhere = "coordinator --resume --out runs/r-1"
     lines = [
         "run r-1 accepted: digits, 5 steps",
         "run r-1 failed: no data",
         f"  go on with it: coordinator resume r-1, or {elsewhere}",
+        "run r-2 accepted: teacher-logits, all steps",
     ]
     assert screen.getvalue().splitlines() == ([] if once else lines)
 

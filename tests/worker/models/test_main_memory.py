@@ -9,8 +9,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from protocol.base.errors import MainMemoryTooSmall
+from protocol.spec.run_spec import parse_run_spec
 from tests.cluster import ROOT
 from worker.models.main_memory import converted_bytes, refuse_what_does_not_fit
+from worker.models.pretrained import start_causal_lm
 
 GIB = 2**30
 
@@ -69,6 +71,21 @@ def test_it_is_refused_only_where_it_cannot_fit(tmp_path, free, fits):
         return
     with pytest.raises(MainMemoryTooSmall):
         refuse_what_does_not_fit(place, proc, proc)
+
+
+def test_a_new_model_that_is_too_large_is_refused_before_it_is_made():
+    config = {
+        "model_type": "llama", "hidden_size": 65_536, "intermediate_size": 262_144,
+        "num_hidden_layers": 100, "num_attention_heads": 64, "num_key_value_heads": 64,
+    }  # fmt: skip
+    run = parse_run_spec({
+        "task": "causal-lm", "steps": 1, "data": {"train": "text"}, "model": {"config": config},
+    })  # fmt: skip
+    with pytest.raises(MainMemoryTooSmall) as raised:
+        start_causal_lm(run, 1000, 0)
+    layer = 4 * 65_536**2 + 3 * 65_536 * 262_144 + 2 * 65_536
+    elements = 100 * layer + 2 * 1000 * 65_536 + 65_536
+    assert raised.value.needed_bytes == 5 * 4 * elements
 
 
 def test_a_machine_that_tells_nothing_is_tried(tmp_path):
