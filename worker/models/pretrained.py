@@ -117,7 +117,7 @@ def start_causal_lm(run: RunSpec, vocabulary: int, end: int) -> Pretrained:
         _check_keys(spec.config, transformers.AutoConfig.for_model(model_type), model_type)
         config = transformers.AutoConfig.for_model(model_type, **given)
         make = partial(
-            transformers.AutoModelForCausalLM.from_config,  # type: ignore[no-untyped-call]
+            transformers.AutoModelForCausalLM.from_config,
             config,
             attn_implementation=spec.attention,
             dtype=getattr(torch, spec.dtype),
