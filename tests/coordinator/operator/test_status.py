@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,9 @@ from coordinator.service.replica_keeper import ReplicaState
 from coordinator.service.service import Service, Settings
 from coordinator.storage.run_directory import RunDirectory
 from coordinator.storage.run_storage import RunStorage
+from protocol.spec.run_spec import parse_run_spec
 from protocol.wire.messages import Hello
+from tests.live_service import live_service
 from tests.transcripts.transcript import Stage
 
 NOW_S = 100.0
@@ -216,3 +219,15 @@ async def test_what_waits_and_a_loss_that_is_not_there_are_told_in_words():
     lines = list(status_lines(document | {"loss": None, "queued_runs": ["a-1", "b-2"]}))
     assert "step     1 of 2, no loss" in lines
     assert "queued   a-1, b-2" in lines
+
+
+async def test_steps_that_nobody_can_count_yet_are_not_told(tmp_path):
+    spec = parse_run_spec(
+        {"task": "teacher-logits", "model": {"source": "teacher"}, "data": {"train": "text"}}
+    )
+    async with live_service(tmp_path, 1) as live:
+        live.service.submit(spec)
+        document = status_document(live.service, time.monotonic())
+        assert document["steps"] is None
+        assert "step     0, no loss" in list(status_lines(document))
+        assert summary(document).startswith(f"waiting, run {document['run_id']} step 0, 0 of 1")
