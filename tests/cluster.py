@@ -21,7 +21,7 @@ from coordinator.operator.control_client import control_token
 from tests.processes import ROOT, Process, start
 
 RUNS = ROOT / "deploy" / "runs"
-PATIENCE_S = 200.0
+PATIENCE_S = 400.0
 """For whatever has to come: only a test that fails waits so long."""
 
 

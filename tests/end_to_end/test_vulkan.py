@@ -76,6 +76,7 @@ def test_an_adapter_that_is_not_there_is_one_line_and_69(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1_800)
 @pytest.mark.parametrize("run", ["digits.yaml", "sms-spam.yaml", "small-llama.yaml"])
 def test_the_main_jobs_on_one_two_and_three(tmp_path, run):
     short = ("--set", "steps=3", "--set", "evaluate_every=0")
