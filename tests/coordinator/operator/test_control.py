@@ -259,10 +259,10 @@ async def test_a_halted_run_is_given_up_the_next_begins_and_it_goes_on_by_its_na
         mark = len(live.events)
         assert await operator.post("/resume", first) == (200, first)
         assert (await operator.post("/resume", first))[0] == 400, "it is in progress"
-        assert given_up_runs(runs) == []
         while not any(each["event"] == "run_ended" for each in live.events[mark:]):
             live.changed.clear()
             await live.changed.wait()
+        assert given_up_runs(runs) == []
     result = json.loads((runs / first["run_id"] / "result.json").read_text())
     assert result["weights_digest"] == reference["weights_digest"]
     assert audit(runs / first["run_id"]).ok
