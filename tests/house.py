@@ -56,7 +56,12 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
     "worker.logic": (*_LOGIC, "backends.base"),
     "worker.joining": _SHELL,
     "worker.models": (*_LOGIC, "protocol.host", "backends.base"),
-    "worker.tasks": (*_LOGIC, "protocol.data", "backends.base", "worker.models"),
+    "worker.data": (*_LOGIC, "protocol.data", "backends.base", "worker.models"),
+    "worker.distillation": (*_LOGIC, "protocol.data"),
+    "worker.tasks": (
+        *_LOGIC, "protocol.data", "backends.base", "worker.models", "worker.data",
+        "worker.distillation",
+    ),
     "worker.shell": (
         *_SHELL, "backends.base", "worker.logic", "worker.joining", "worker.tasks",
     ),

@@ -23,7 +23,7 @@ def show(
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens of each row.")] = 4,
 ) -> None:
     """Print a readable sample of a file of captured logits."""
-    from worker.tasks.logits_sample import sample_lines
+    from worker.distillation.logits_sample import sample_lines
 
     for line in sample_lines(file, samples, rows, tokens):
         typer.echo(line)
@@ -43,6 +43,6 @@ def import_(
     ],
 ) -> None:
     """Make a capture of logits that DistillKit has written, for task distil."""
-    from worker.tasks.distillkit import import_distillkit
+    from worker.distillation.distillkit import import_distillkit
 
     typer.echo(f"data.train: {import_distillkit(files, config, tokenizer, out)}")

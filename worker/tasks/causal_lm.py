@@ -1,7 +1,7 @@
 """Language modelling: a decoder learns to say the next token of running text.
 
 A new small model is trained whole from its configuration, an existing one whole or with LoRA, on
-running text or on conversations: `worker.tasks.language_data` makes samples of them.
+running text or on conversations: `worker.data.language_data` makes samples of them.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from backends.base.interface import Array, Batch, Sums, Trainable
+from backends.base.interface import Array, Batch, Sums
 from protocol.spec.manifest import Manifest, Metric
 from protocol.spec.run_spec import RunSpec
+from worker.data import holdout
+from worker.data.language_data import NOTHING, read_language_data
 from worker.models import pretrained
-from worker.models.blocks import cut_into_blocks
-from worker.models.full_export import export_in_full
-from worker.models.lora import Lora
 from worker.models.tokens import check_tokens, tokenizer_files
-from worker.tasks import holdout
-from worker.tasks.language_data import NOTHING, read_language_data
+from worker.models.tuned import Tuned
 
 PART_TOKENS: Final = 1_024
 """Held-out tokens in a part, if a sample is not longer: their logits must fit in memory."""
@@ -43,33 +41,22 @@ class CausalLM:
         self._train, self._held_out = data.train, data.held_out
         self._measured = holdout.measured(len(self._held_out), spec.data.holdout_samples, spec.seed)
         self._part_samples = max(1, PART_TOKENS // length)
-        lora: Lora | None = None
-        module = loaded.model
-        if spec.lora is not None:
-            lora = Lora(module, spec.lora, "CAUSAL_LM", (), spec.seed)
-            module = lora.module
-        blocks = cut_into_blocks(module)
-        self._initial = pretrained.initial_values(module, blocks)
-        files = tokenizer_files(tokenizer)
-        base = spec.model.name or spec.model.source or ""
+        tuned = Tuned.of(loaded, spec.model, spec.lora, "CAUSAL_LM", spec.seed)
+        self._initial = tuned.initial_values()
         self.manifest = Manifest(
-            blocks=blocks,
+            blocks=tuned.blocks,
             train_samples=len(self._train),
             evaluation_parts=-(-len(self._measured) // self._part_samples),
             metrics=_METRICS,
             digests={"base_weights": loaded.weights_digest, **data.digests},
             notes=dict(data.notes),
-            export=lora.export(base, blocks, files) if lora else export_in_full(loaded, files),
+            export=tuned.export(tokenizer_files(tokenizer)),
         )
-        self.trainable = Trainable(
-            blocks=blocks,
-            module=module,
+        self.trainable = tuned.trainable(
+            spec.seed,
+            spec.threads,
             loss=partial(token_loss, options=loaded.forward_options),
             evaluate=partial(_evaluate, options=loaded.forward_options),
-            seed=spec.seed,
-            threads=spec.threads,
-            precision=spec.model.precision,
-            base_dtype=spec.model.base_dtype,
         )
 
     def initial_parameters(self) -> list[Array]:

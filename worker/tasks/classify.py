@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -13,17 +12,15 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from backends.base.interface import Array, Batch, Sums, Trainable
+from backends.base.interface import Array, Batch, Sums
 from protocol.base.errors import DataError
 from protocol.data.labelled_text import LabelledText, read_labelled_text
 from protocol.exact.digest import digest_arrays
 from protocol.exact.samples import permutation
-from protocol.spec.manifest import Block, Export, Manifest
-from protocol.spec.run_spec import ClassWeights, LoraSpec, ModelSpec, RunSpec
+from protocol.spec.manifest import Manifest
+from protocol.spec.run_spec import ClassWeights, RunSpec
+from worker.data import holdout
 from worker.models import pretrained
-from worker.models.blocks import cut_into_blocks
-from worker.models.full_export import export_in_full
-from worker.models.lora import Lora, head_modules
 from worker.models.tokens import (
     Tokens,
     check_tokens,
@@ -33,54 +30,12 @@ from worker.models.tokens import (
     tokenizer_files,
     unknown_per_thousand,
 )
-from worker.tasks import holdout
+from worker.models.tuned import Tuned
 from worker.tasks.class_counts import PART_SAMPLES, class_metrics, confusion_sums
 from worker.tasks.trained import FILE, Trained
 
 PADDING_TOKENS: Final = 16
 """Texts are padded to a multiple of this: few shapes, little waste."""
-
-
-@dataclass(frozen=True, slots=True)
-class Classifier:
-    """A model with a head for some labels, and with LoRA if that was asked for."""
-
-    loaded: pretrained.Pretrained
-    lora: Lora | None
-    blocks: tuple[Block, ...]
-    spec: ModelSpec
-
-    @staticmethod
-    def load(
-        model: ModelSpec, lora: LoraSpec | None, labels: Sequence[str], padding: int, seed: int
-    ) -> Classifier:
-        """See `pretrained.load_classifier` for arguments and errors."""
-        loaded = pretrained.load_classifier(model, labels, padding, seed)
-        module = loaded.model
-        added: Lora | None = None
-        if lora is not None:
-            added = Lora(module, lora, "SEQ_CLS", head_modules(module), seed)
-            module = added.module
-        return Classifier(loaded, added, cut_into_blocks(module), model)
-
-    @property
-    def module(self) -> nn.Module:
-        return self.lora.module if self.lora is not None else self.loaded.model
-
-    def trainable(
-        self, seed: int, threads: int, evaluate: Callable[[Any, Mapping[str, Any]], Sums]
-    ) -> Trainable:
-        """What a backend compiles."""
-        return Trainable(
-            blocks=self.blocks,
-            module=self.module,
-            loss=partial(_loss, options=self.loaded.forward_options),
-            evaluate=evaluate,
-            seed=seed,
-            threads=threads,
-            precision=self.spec.precision,
-            base_dtype=self.spec.base_dtype,
-        )
 
 
 class Classify:
@@ -99,8 +54,8 @@ class Classify:
         train, held_out = holdout.split(data.texts, spec.seed, spec.data.holdout)
         tokenizer = load_tokenizer(spec.model.source)
         self._padding = int(tokenizer.pad_token_id)
-        classifier = Classifier.load(spec.model, spec.lora, data.names, self._padding, spec.seed)
-        loaded, blocks = classifier.loaded, classifier.blocks
+        loaded = pretrained.load_classifier(spec.model, data.names, self._padding, spec.seed)
+        tuned = Tuned.of(loaded, spec.model, spec.lora, "SEQ_CLS", spec.seed)
         pretrained.check_length(loaded.config, spec.data.max_tokens)
         self._tokens, cut = encode_cut(tokenizer, data.texts, spec.data.max_tokens)
         highest = max(self._padding, *(int(text.max()) for text in self._tokens))
@@ -116,7 +71,7 @@ class Classify:
         self._weights = class_weights(spec.data.class_weights, self._labels[train], data.names)
         measured = holdout.measured(len(held_out), spec.data.holdout_samples, spec.seed)
         self._parts = self._held_out_parts([held_out[n] for n in measured], spec.seed)
-        self._initial = pretrained.initial_values(classifier.module, blocks)
+        self._initial = tuned.initial_values()
         # A worker's own directory for what it was sent is no part of the result.
         source = spec.model.name or spec.model.source
         trained = Trained(
@@ -129,7 +84,7 @@ class Classify:
             base_weights=loaded.weights_digest,
         )
         self.manifest = Manifest(
-            blocks=blocks,
+            blocks=tuned.blocks,
             train_samples=len(train),
             evaluation_parts=len(self._parts),
             metrics=class_metrics(data.names, _commonest(self._labels[train])),
@@ -143,11 +98,12 @@ class Classify:
                 "texts_truncated": cut,
                 "unknown_tokens_per_thousand": unknown_per_thousand(tokenizer, data.texts),
             },
-            export=_export(spec.model, classifier, trained, tokenizer_files(tokenizer)),
+            export=tuned.export({FILE: trained.document(), **tokenizer_files(tokenizer)}),
         )
-        self.trainable = classifier.trainable(
+        self.trainable = tuned.trainable(
             spec.seed,
             spec.threads,
+            loss=partial(class_loss, options=loaded.forward_options),
             evaluate=partial(_evaluate, options=loaded.forward_options, classes=len(data.names)),
         )
 
@@ -225,16 +181,6 @@ def _commonest(labels: NDArray[np.int64]) -> int:
     return int(np.bincount(labels).argmax())
 
 
-def _export(
-    model: ModelSpec, classifier: Classifier, trained: Trained, files: dict[str, str]
-) -> Export:
-    """PEFT's layout for LoRA, Hugging Face's for a whole model; and what it expects as input."""
-    files = {FILE: trained.document(), **files}
-    if classifier.lora is not None:
-        return classifier.lora.export(model.name or model.source or "", classifier.blocks, files)
-    return export_in_full(classifier.loaded, files)
-
-
 def _data_digest(data: LabelledText) -> str:
     """Of texts, labels and label names, in order."""
     document = json.dumps([data.texts, data.labels, data.names]).encode()
@@ -252,7 +198,9 @@ def logits_of(
     return logits
 
 
-def _loss(module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> torch.Tensor:
+def class_loss(
+    module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
+) -> torch.Tensor:
     """Cross-entropy, weighted if the batch says so, summed over samples."""
     logits, labels = logits_of(module, arrays, options), arrays["labels"]
     if "weights" not in arrays:

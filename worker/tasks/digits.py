@@ -23,8 +23,8 @@ from protocol.exact.digest import digest_arrays
 from protocol.spec import sources
 from protocol.spec.manifest import Manifest, Metric
 from protocol.spec.run_spec import DigitsSpec, RunSpec
+from worker.data import holdout
 from worker.models.blocks import cut_into_blocks
-from worker.tasks import holdout
 
 PART_SAMPLES: Final = 64
 PIXELS: Final = 64

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from backends.base.interface import Array, Batch, Sums, Trainable
+from backends.base.interface import Array, Batch, Sums
 from protocol.base.errors import DataError
 from protocol.data.capture_check import tokenizers_differ
 from protocol.data.captured_rows import Records, record_dtype
@@ -24,14 +24,12 @@ from protocol.data.vocabulary import TOKENIZER, vocabulary_digest
 from protocol.exact.digest import digest_arrays
 from protocol.spec.manifest import Manifest, Metric
 from protocol.spec.run_spec import RunSpec
+from worker.data import holdout
+from worker.distillation.captured_samples import CapturedSamples
+from worker.distillation.distillation_loss import NOTHING, DistillationLoss, teacher_arrays
 from worker.models import pretrained
-from worker.models.blocks import cut_into_blocks
-from worker.models.full_export import export_in_full
-from worker.models.lora import Lora
 from worker.models.tokens import load_tokenizer, tokenizer_files, tokenizer_in
-from worker.tasks import holdout
-from worker.tasks.captured_samples import CapturedSamples
-from worker.tasks.distillation_loss import NOTHING, DistillationLoss, teacher_arrays
+from worker.models.tuned import Tuned
 
 _PART_TOKENS: Final = 1_024
 """Held-out tokens in a part, if a sample is not longer: their logits must fit in memory."""
@@ -64,13 +62,8 @@ class Distil:
         tokenizer = _tokenizer(spec, directory, facts.tokenizer)
         loaded = _student(spec, tokenizer, layout.vocabulary)
         _check_length(spec, loaded, layout.tokens)
-        lora: Lora | None = None
-        module = loaded.model
-        if spec.lora is not None:
-            lora = Lora(module, spec.lora, "CAUSAL_LM", (), spec.seed)
-            module = lora.module
-        blocks = cut_into_blocks(module)
-        self._initial = pretrained.initial_values(module, blocks)
+        tuned = Tuned.of(loaded, spec.model, spec.lora, "CAUSAL_LM", spec.seed)
+        self._initial = tuned.initial_values()
         files = {} if tokenizer is None else tokenizer_files(tokenizer)
         samples = self._samples.index.samples
         self._train = samples - held_out(samples, spec.data.holdout)
@@ -79,7 +72,7 @@ class Distil:
         )
         self._part_samples = max(1, _PART_TOKENS // layout.tokens)
         self.manifest = Manifest(
-            blocks=blocks,
+            blocks=tuned.blocks,
             train_samples=self._train,
             evaluation_parts=-(-len(self._measured) // self._part_samples),
             metrics=_METRICS,
@@ -94,23 +87,15 @@ class Distil:
                 "logits_of_each_token": layout.top_k,
                 "student_padding_not_compared": max(0, loaded.vocabulary - layout.vocabulary),
             },
-            export=(
-                lora.export(spec.model.name or spec.model.source or "", blocks, files)
-                if lora
-                else export_in_full(loaded, files)
-            ),
+            export=tuned.export(files),
             row_groups=_row_groups(self._samples, self._train),
         )
         options = loaded.forward_options
-        self.trainable = Trainable(
-            blocks=blocks,
-            module=module,
+        self.trainable = tuned.trainable(
+            spec.seed,
+            spec.threads,
             loss=partial(_total, loss=self._loss, options=options),
             evaluate=partial(_evaluate, loss=self._loss, options=options),
-            seed=spec.seed,
-            threads=spec.threads,
-            precision=spec.model.precision,
-            base_dtype=spec.model.base_dtype,
         )
 
     def initial_parameters(self) -> list[Array]:

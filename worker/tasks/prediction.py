@@ -21,7 +21,7 @@ from protocol.spec.sources import model_source
 from worker.tasks.trained import Trained
 
 if TYPE_CHECKING:
-    from worker.tasks.classify import Classifier
+    from worker.models.tuned import Tuned
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,27 +52,35 @@ def classify(
     with _open(weights):
         pass
     # Seconds of imports; the errors above come at once.
+    from worker.models.pretrained import load_classifier  # noqa: PLC0415
     from worker.models.tokens import check_tokens, encode_cut, load_tokenizer  # noqa: PLC0415
-    from worker.tasks.classify import Classifier, padded  # noqa: PLC0415
+    from worker.models.tuned import Tuned  # noqa: PLC0415
+    from worker.tasks.classify import class_loss, padded  # noqa: PLC0415
 
     bare = trained.lora is None and not (directory / "tokenizer.json").is_file()
     tokenizer = load_tokenizer(str(trained.model.source) if bare else source)
     padding = int(tokenizer.pad_token_id)
     model = trained.model.model_copy(update={"source": source})
-    classifier = Classifier.load(model, trained.lora, trained.labels, padding, trained.seed)
-    if trained.lora is not None and classifier.loaded.weights_digest != trained.base_weights:
+    loaded = load_classifier(model, trained.labels, padding, trained.seed)
+    classifier = Tuned.of(loaded, model, trained.lora, "SEQ_CLS", trained.seed)
+    if trained.lora is not None and loaded.weights_digest != trained.base_weights:
         raise DataError(
             f"the model {source!r} is not the one that {str(directory)!r} was trained on: its "
             "weights have another digest; get that model's files again"
         )
     # As a run reads its data: the spaces around a text are no part of it.
     encoded, _ = encode_cut(tokenizer, [text.strip() for text in texts], trained.max_tokens)
-    check_tokens(max(int(tokens.max()) for tokens in encoded), classifier.loaded.vocabulary)
+    check_tokens(max(int(tokens.max()) for tokens in encoded), loaded.vocabulary)
     batches = []
     for tokens in encoded:
         arrays = padded([tokens], padding, trained.max_tokens)
         batches.append(Batch({**arrays, "labels": np.zeros(1, np.int64)}, weight=1.0))
-    trainable = classifier.trainable(trained.seed, 1, partial(_probabilities, classifier))
+    trainable = classifier.trainable(
+        trained.seed,
+        1,
+        loss=partial(class_loss, options=loaded.forward_options),
+        evaluate=partial(_probabilities, classifier),
+    )
     program = backend().compile(trainable, batches[0])
     program.load(_values(weights, classifier))
     for text, batch in zip(texts, batches, strict=True):
@@ -82,7 +90,7 @@ def classify(
     program.close()
 
 
-def _probabilities(classifier: Classifier, module: Any, arrays: Mapping[str, Any]) -> Sums:
+def _probabilities(classifier: Tuned, module: Any, arrays: Mapping[str, Any]) -> Sums:
     """Of each label by its number, for a lone text."""
     from worker.tasks.classify import logits_of  # noqa: PLC0415
 
@@ -104,7 +112,7 @@ def _open(path: Path) -> Iterator[Any]:
         raise DataError(f"cannot read the weights {str(path)!r}: {error}") from None
 
 
-def _values(path: Path, classifier: Classifier) -> list[Array]:
+def _values(path: Path, classifier: Tuned) -> list[Array]:
     """The trained tensors, one flat array per block.
 
     Raises:

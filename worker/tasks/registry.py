@@ -46,7 +46,7 @@ def view(spec: RunSpec, samples: int) -> Iterator[str]:
             "language models read is shown"
         )
     try:
-        from worker.tasks.data_view import data_lines  # noqa: PLC0415
+        from worker.data.data_view import data_lines  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise _without(error, spec) from None
     return data_lines(spec, samples)

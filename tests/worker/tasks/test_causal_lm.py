@@ -20,8 +20,8 @@ from backends.registry import choose
 from protocol.base import limits
 from protocol.base.errors import DataError
 from protocol.spec.run_spec import RunSpec, parse_run_spec
+from worker.data.language_data import NOTHING, Windows
 from worker.tasks.base import Task
-from worker.tasks.language_data import NOTHING, Windows
 from worker.tasks.registry import build
 
 LLAMA = {

@@ -18,7 +18,7 @@ from protocol.spec.capture_layout import CaptureLayout
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from tests.cluster import ROOT
 from tests.made_up_capture import STEP, capture_of
-from worker.tasks.captured_samples import CapturedSamples
+from worker.distillation.captured_samples import CapturedSamples
 from worker.tasks.distil import Distil
 from worker.tasks.registry import build
 
@@ -140,7 +140,7 @@ def test_a_student_without_the_teacher_s_vocabulary_is_refused(logits):
 _READ_ALL = """
 import resource, sys
 from pathlib import Path
-from worker.tasks.captured_samples import CapturedSamples
+from worker.distillation.captured_samples import CapturedSamples
 samples = CapturedSamples(Path(sys.argv[1]))
 samples.read([0])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-from worker.tasks import holdout
+from worker.data import holdout
 
 
 def test_the_split_is_by_text_and_seed_and_not_by_place():

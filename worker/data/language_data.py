@@ -21,6 +21,8 @@ from protocol.data.conversations import Conversation, read_conversations
 from protocol.data.text_corpus import read_text_corpus
 from protocol.exact.digest import digest_arrays
 from protocol.spec.run_spec import DataSpec, RunSpec, TokenizerSpec
+from worker.data import holdout
+from worker.data.chat_template import ChatTemplate, Counted
 from worker.models.tokens import (
     Tokens,
     digest_tokens,
@@ -29,8 +31,6 @@ from worker.models.tokens import (
     train_tokenizer,
     unknown_per_thousand,
 )
-from worker.tasks import holdout
-from worker.tasks.chat_template import ChatTemplate, Counted
 
 NOTHING: Final = -100
 """The label of what is not predicted."""

@@ -10,10 +10,10 @@ import numpy as np
 
 from protocol.data.data_check import check_samples
 from protocol.spec.run_spec import RunSpec
+from worker.data import holdout
+from worker.data.chat_template import Counted
+from worker.data.language_data import Samples, read_language_data
 from worker.models.tokens import Tokens
-from worker.tasks import holdout
-from worker.tasks.chat_template import Counted
-from worker.tasks.language_data import Samples, read_language_data
 
 _OPEN, _CLOSE = (
     "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}",

@@ -12,8 +12,13 @@ import pytest
 from protocol.base.errors import DataError
 from protocol.data.capture_index import read_index
 from protocol.data.logits_file import pyarrow_modules
-from worker.tasks.captured_samples import CapturedSamples
-from worker.tasks.distillkit import Compression, import_distillkit, log_probabilities, unpacked
+from worker.distillation.captured_samples import CapturedSamples
+from worker.distillation.distillkit import (
+    Compression,
+    import_distillkit,
+    log_probabilities,
+    unpacked,
+)
 
 VOCABULARY, K = 300, 6
 EXACT = {"d": VOCABULARY, "k": K, "exact_k": K, "exact_dtype": "float16", "delta_encoding": False}

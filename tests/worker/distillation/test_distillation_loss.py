@@ -12,7 +12,7 @@ from protocol.base.errors import DataError
 from protocol.data.captured_rows import Records, record_dtype
 from protocol.spec.capture_layout import CaptureLayout
 from protocol.spec.run_spec import DistilSpec
-from worker.tasks.distillation_loss import NOTHING, DistillationLoss, teacher_arrays
+from worker.distillation.distillation_loss import NOTHING, DistillationLoss, teacher_arrays
 
 SAMPLES, LENGTH, VOCABULARY = 2, 12, 600
 

@@ -9,7 +9,7 @@ import pytest
 from protocol.base.errors import DataError
 from protocol.data.conversations import ChatMessage, Conversation
 from tests.small_chat import CHATML, MARKED, conversation, save_chat_tokenizer
-from worker.tasks.chat_template import ChatTemplate
+from worker.data.chat_template import ChatTemplate
 
 WEATHER = (
     ChatMessage("system", "Be brief."),
