@@ -1,0 +1,122 @@
+"""What a teacher's logits are worth to a student: with them and without, at equal steps.
+
+SmolLM2-135M says what it thinks of some of Python's own modules, once (deploy/runs,
+smollm2-teacher.yaml); a small Llama (llama-student.yaml) then trains with `distil.alpha` as it
+stands there and with 0, which is the tokens alone: the same samples in the same order. What is done
+is kept in the directory, so the command goes on where it was ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.machine import print_heading, print_table
+
+_RUNS = Path(__file__).parents[1] / "deploy" / "runs"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way of training the student; `settings` are those of the command line."""
+
+    name: str
+    settings: tuple[str, ...] = ()
+
+
+WAYS = (Way("with"), Way("without", ("distil.alpha=0",)))
+
+
+def command(spec: Path, out: Path, settings: tuple[str, ...]) -> list[str]:
+    """The coordinator's, with one worker; it goes on with what `out` holds."""
+    begun = ["--resume"] if (out / "run.json").exists() else []
+    sets = [part for setting in settings for part in ("--set", setting)]
+    return [
+        sys.executable, "-m", "coordinator", "--run", str(spec), *sets, *begun,
+        "--local-workers", "1", "--out", str(out),
+        "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
+    ]  # fmt: skip
+
+
+def finish(spec: Path, out: Path, settings: tuple[str, ...]) -> dict[str, Any]:
+    """What `result.json` says; the run is made, or gone on with, where it is not over.
+
+    Raises:
+        RuntimeError: It failed; its own words stand above.
+    """
+    result = out / "result.json"
+    if not result.exists():
+        ended = subprocess.run(  # noqa: S603 -- our own command
+            command(spec, out, settings), stdout=subprocess.DEVNULL, check=False
+        )
+        if ended.returncode or not result.exists():
+            raise RuntimeError(f"{spec.name} in {str(out)!r} failed")
+    found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    return found
+
+
+def students(directory: Path, student: Path, seed: int) -> dict[str, dict[str, Any]]:
+    """Both ways of one seed: figures of the held-out samples after the last step, by way."""
+    settings = (f"seed={seed}", f"data.train={directory / 'teacher' / 'logits'}")
+    return {
+        way.name: finish(
+            student, directory / f"seed-{seed}-{way.name}", (*settings, *way.settings)
+        )
+        for way in WAYS
+    }
+
+
+def row(seed: str, figures: dict[str, dict[str, float]], minutes: float) -> list[str]:
+    """A line of the table."""
+    taught, alone = (figures[way.name] for way in WAYS)
+    return [
+        seed,
+        f"{taught['perplexity']:.1f}",
+        f"{alone['perplexity']:.1f}",
+        f"{taught['perplexity'] / alone['perplexity']:.3f}",
+        f"{taught['divergence_per_token']:.3f}",
+        f"{alone['divergence_per_token']:.3f}",
+        f"{minutes:.1f}",
+    ]
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("directory", type=Path, help="where all runs are kept")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[7, 8, 9])
+    parser.add_argument("--teacher", type=Path, default=_RUNS / "smollm2-teacher.yaml")
+    parser.add_argument("--student", type=Path, default=_RUNS / "llama-student.yaml")
+    asked = parser.parse_args()
+    print_heading("A student with and without its teacher's logits, at equal steps")
+    directory = asked.directory.resolve()
+    captured = finish(asked.teacher, directory / "teacher", ())
+    print(f"captured in {captured['wall_s'] / 60:.1f} minutes", flush=True)
+    lines, all_figures = [], []
+    for seed in asked.seeds:
+        results = students(directory, asked.student, seed)
+        figures = {name: result["eval"] for name, result in results.items()}
+        all_figures.append(figures)
+        minutes = sum(result["wall_s"] for result in results.values()) / 60
+        lines.append(row(str(seed), figures, minutes))
+        print(f"seed {seed}: {lines[-1]}", flush=True)
+    means = {
+        way.name: {
+            name: mean(figures[way.name][name] for figures in all_figures)
+            for name in all_figures[0][way.name]
+        }
+        for way in WAYS
+    }
+    lines.append(row("mean", means, sum(float(line[-1]) for line in lines)))
+    head = ["seed", "perplexity with", "without", "ratio", "divergence with", "without", "minutes"]
+    print_table(head, lines)
+
+
+if __name__ == "__main__":
+    main()
