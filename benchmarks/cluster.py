@@ -111,7 +111,7 @@ class Cluster:
         places: Sequence[Host | None] = self._hosts or [None] * len(self._workers)
         at = "127.0.0.1" if self._hosts is None else self._hosts[0].address
         self._spawn(
-            places[0], *self._coordinator, "--expect-workers", str(len(self._workers)),
+            places[0], *self._coordinator, "--expect-workers", str(self._trainers),
             "--bind", f"{at}:0", "--control", "127.0.0.1:0",
             "--out", str(self._directory), "--address-file", str(addresses),
         )  # fmt: skip
@@ -123,6 +123,10 @@ class Cluster:
                 place, *command, "--coordinator", address["data"],
                 "--name", f"worker-{index}", "--trace", str(self._trace_of(index)),
             )  # fmt: skip
+
+    @property
+    def _trainers(self) -> int:
+        return sum("--duty" not in command for command in self._workers)
 
     def _trace_of(self, index: int) -> Path:
         return self._directory / f"worker-{index}.trace.json"

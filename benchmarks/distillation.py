@@ -65,9 +65,7 @@ def students(directory: Path, student: Path, seed: int) -> dict[str, dict[str, A
     """Both ways of one seed: figures of the held-out samples after the last step, by way."""
     settings = (f"seed={seed}", f"data.train={directory / 'teacher' / 'logits'}")
     return {
-        way.name: finish(
-            student, directory / f"seed-{seed}-{way.name}", (*settings, *way.settings)
-        )
+        way.name: finish(student, directory / f"seed-{seed}-{way.name}", (*settings, *way.settings))
         for way in WAYS
     }
 

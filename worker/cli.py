@@ -14,6 +14,7 @@ from protocol import __version__
 from protocol.base.address import parse_address
 from protocol.base.byte_size import byte_size
 from protocol.base.device_name import parse_devices
+from protocol.base.duty import parse_duty
 from protocol.base.errors import SamestepError
 from protocol.host.command_line import check_options_follow, end_with_standard_input
 from protocol.host.system_journal import write_error
@@ -69,6 +70,14 @@ RetryFor = Annotated[
         help="Give up after so long without coordinator.",
     ),
 ]
+DutyName = Annotated[
+    str,
+    typer.Option(
+        envvar="SAMESTEP_DUTY",
+        metavar="train|evaluate",
+        help="evaluate: measure held-out data while the others train, and train nothing.",
+    ),
+]
 TokenFile = Annotated[
     Path | None,
     typer.Option(
@@ -93,6 +102,7 @@ def serve(
     trace: Annotated[
         Path | None, typer.Option(help="Write a Chrome trace of this worker to this file.")
     ] = None,
+    duty: DutyName = "train",
     quiet: Annotated[bool, typer.Option("--quiet", help="Say only what went wrong.")] = False,
     end_with_stdin: Annotated[bool, typer.Option("--end-with-stdin", hidden=True)] = False,
     version: Annotated[
@@ -107,6 +117,7 @@ def serve(
     if end_with_stdin:
         end_with_standard_input("worker")
     backend, wanted = parse_devices(backend, gpus)
+    to_do = parse_duty(duty)
     if len(wanted) > 1:
         from worker.shell.group import run_group
 
@@ -120,7 +131,7 @@ def serve(
         main(
             WorkerOptions(
                 address, named, name or _host_name(), backend, retry_for,
-                wanted[0] if wanted else None, trace, quiet, credentials,
+                wanted[0] if wanted else None, trace, quiet, credentials, to_do,
             )
         )
     )  # fmt: skip

@@ -12,6 +12,7 @@ from pathlib import Path
 import uvloop
 
 from backends.base.interface import Backend
+from protocol.base.duty import Duty
 from protocol.base.errors import DeviceError, ExitCode
 from protocol.host.allocator import keep_freed_memory
 from protocol.host.command_line import end_on_signals
@@ -35,6 +36,7 @@ class WorkerOptions:
         coordinator: Its name, if it is one by name that is looked for.
         name: This worker's.
         device: The one that was asked for, by number or part of its name; None for the first.
+        duty: What it is there for.
     """
 
     address: tuple[str, int] | None
@@ -46,6 +48,7 @@ class WorkerOptions:
     trace: Path | None
     quiet: bool
     credentials: WorkerCredentials
+    duty: Duty = "train"
 
 
 class LocalDevice:
@@ -114,7 +117,7 @@ async def _serve(options: WorkerOptions) -> ExitCode:
     supervisor = Supervisor()
     supervisor.ready(lambda: client.status() if client else "looking for the coordinator")
     address = options.address or await _find(options, tell)
-    target = Target(*address, options.name, options.backend, options.retry_for_s)
+    target = Target(*address, options.name, options.backend, options.retry_for_s, options.duty)
     tracer = Tracer.to_file(options.trace, options.name) if options.trace else None
     toolbox = LocalDevice(options.backend, options.device, tell)
     client = Client(target, toolbox, options.credentials, tell, tracer)

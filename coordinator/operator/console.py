@@ -174,7 +174,7 @@ class ProgressConsole:
         execution, now_s = self._service.current, time.monotonic()
         waiting = ""
         if execution is not None and self._live is None:
-            waiting = waiting_for(execution.run, sorted(self._service.sessions)).words
+            waiting = waiting_for(execution.run, self._service.trainers).words
             if execution.run.step != self._waiting_step:
                 self._waiting_step, waiting = execution.run.step, ""
         if not waiting:

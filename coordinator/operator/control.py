@@ -125,7 +125,7 @@ class ControlPort:
 
     async def _readyz(self, request: web.Request) -> web.Response:
         del request
-        enough = len(self._service.sessions) >= self._service.settings.expect_workers
+        enough = len(self._service.trainers) >= self._service.settings.expect_workers
         return web.json_response({"ready": enough}, status=200 if enough else 503)
 
     async def _status(self, request: web.Request) -> web.Response:

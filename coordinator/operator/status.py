@@ -55,7 +55,7 @@ def status_document(service: Service, now_s: float) -> dict[str, Any]:
         document |= dataclasses.asdict(pace) if pace is not None else {}
         document["pace"] = str(pace) if pace is not None else ""
         if execution is service.current:
-            waiting = waiting_for(execution.run, sorted(service.sessions))
+            waiting = waiting_for(execution.run, service.trainers)
             document["waiting_for"] = waiting.words
             waited_for = waiting.workers
     document["workers"] = [
@@ -104,6 +104,7 @@ def _worker_part(service: Service, name: str, now_s: float) -> dict[str, Any]:
     hello = session.hello
     part: dict[str, Any] = {
         "name": name,
+        "duty": hello.duty,
         "backend": hello.backend,
         "device": "",
         "address": session.channel.peer,
@@ -149,7 +150,7 @@ def _workers(names: Iterable[str], what: str) -> Waiting:
 
 
 def waiting_for(run: Run, connected: list[str]) -> Waiting:
-    """Why the run does not go on right now, and for whom."""
+    """Why the run does not go on right now, and for whom; never for one that only evaluates."""
     preparing = run.members.names(MemberState.PREPARING)
     cannot = "".join(f"; {n} cannot take part: {why}" for n, why in sorted(run.unfit.items()))
     if run.phase is RunPhase.WAITING:
@@ -169,7 +170,7 @@ def waiting_for(run: Run, connected: list[str]) -> Waiting:
     if run.phase is RunPhase.OVER:
         return Waiting("the disk to take the result")
     if not run.members.names(*COMPUTING):
-        loading = run.members.names(MemberState.LOADING)
+        loading = [n for n in run.members.names(MemberState.LOADING) if n in connected]
         left = Waiting(f"a worker: all have left{cannot}")
         return _workers(loading, "{} to load the state") if loading else left
     evaluating = run.evaluation.waiting_for() if run.evaluation is not None else []

@@ -11,7 +11,8 @@ def summary(document: dict[str, Any]) -> str:
     parts = [document["phase"]]
     if document.get("run_id"):
         parts.append(f"run {document['run_id']} step {_step(document)}")
-    parts.append(f"{len(document['workers'])} of {document['expect_workers']} workers")
+    there = sum(worker["duty"] == "train" for worker in document["workers"])
+    parts.append(f"{there} of {document['expect_workers']} workers")
     waiting = f"; waiting for {document['waiting_for']}" if document.get("waiting_for") else ""
     open_ = "; NOT ENCRYPTED" if document["encryption"] != "TLS 1.3" else ""
     return ", ".join(parts) + waiting + open_
@@ -45,12 +46,17 @@ def status_lines(document: dict[str, Any]) -> Iterator[str]:
     if document["encryption"] != "TLS 1.3":
         yield f"NOT ENCRYPTED: {document['encryption']}"
     workers, expected = document["workers"], document["expect_workers"]
-    yield f"workers  {len(workers)} of {expected} expected, view {document['view']}"
+    beside = sum(worker["duty"] == "evaluate" for worker in workers)
+    more = f" and {beside} to evaluate" if beside else ""
+    there = len(workers) - beside
+    yield f"workers  {there} of {expected} expected{more}, view {document['view']}"
     for worker in workers:
         speed = worker.get("ms_per_microbatch")
         pace = f", {speed:g} ms/microbatch" if speed is not None else ""
         share = worker.get("microbatches_of_step")
         part = f", {share} microbatches of this step" if share is not None else ""
+        if worker["duty"] == "evaluate":
+            part = ", duty: evaluate"
         place = f" on {worker['device']}" if worker["device"] else ""
         state = f"{worker['state']}, LATE" if worker.get("late") else worker["state"]
         if worker.get("aside_until"):

@@ -66,6 +66,13 @@ class Follow:
 
 
 @dataclass(frozen=True, slots=True)
+class Withhold:
+    """The worker hears no broadcasts until it follows again."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
 class Seed:
     """Send the worker the run's state and all that came since; then it follows, and
     `Run.replayed` says so.
@@ -163,6 +170,6 @@ class Finish:
 
 
 Action = (
-    Send | Broadcast | Adopt | FillReplica | DigestReplica | Follow | Seed | Replay | Summarise
-    | Persist | Remember | MakeCheckpoint | ApplyStep | Dismiss | Report | Finish
+    Send | Broadcast | Adopt | FillReplica | DigestReplica | Follow | Withhold | Seed | Replay
+    | Summarise | Persist | Remember | MakeCheckpoint | ApplyStep | Dismiss | Report | Finish
 )  # fmt: skip

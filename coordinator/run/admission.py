@@ -93,13 +93,15 @@ class Admission:
             mixed=mixed,
         )
 
-    def refusal(self, manifest: Manifest, ready: Ready) -> str:
-        """Why a worker can't take part; empty if it can."""
+    def refusal(self, manifest: Manifest, ready: Ready, *, evaluates: bool) -> str:
+        """Why a worker can't take part; empty if it can. No bit of an evaluator's is committed."""
         if manifest.digest() != self._manifest_digest:
             ours, theirs = self._manifest.digests, manifest.digests
             keys = sorted(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k))
             what = ", ".join(keys) or "model shape, sample counts or metrics"
             return f"expected the same {what} as the run's first worker, got another digest"
+        if evaluates:
+            return ""
         if self._exactness == "require" and ready.signature != self._signature:
             return (
                 "the run requires exactness and this worker's numeric signature is another: "
@@ -213,7 +215,10 @@ class Admission:
             agreement: Knows the digests of the newest states.
         """
         known = agreement.digest(member.step)  # None: too long ago, or the replica lags
-        trusted = agreement.catching_up and known is None
+        trusted = agreement.catching_up and known is None and not member.evaluates
+        if member.step == step and member.state_digest == known and member.evaluates:
+            member.state = MemberState.FOLLOWING
+            return [Follow(member.name, step)]
         if member.step == step and (member.state_digest == known or trusted):
             # After a restart a worker that kept its state goes on before the replica is back.
             # What is taken on trust is compared once the replica is there.
@@ -246,4 +251,5 @@ def is_stale(member: Member, message: Message, run_id: str) -> bool:
     """Whether the worker sent it before it heard of this run, as all that comes before `Ready`."""
     if isinstance(message, Ready | Unready | StateChunk):
         return message.run_id != run_id
-    return member.state is MemberState.PREPARING and not isinstance(message, Drain)
+    unasked = member.state in (MemberState.IDLE, MemberState.PREPARING)
+    return unasked and not isinstance(message, Drain)

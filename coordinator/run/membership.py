@@ -29,14 +29,19 @@ _MEASUREMENTS_KEPT: Final = 9
 
 
 class MemberState(Enum):
-    """PREPARING builds the task; READY has, and waits for the start; LOADING receives the
-    trainable state and every broadcast; ACTIVE computes; DRAINING finishes and leaves."""
+    """IDLE is not asked, or not yet: an evaluator before training; PREPARING builds the task; READY
+    has, and waits for the start; LOADING receives the trainable state and every broadcast; ACTIVE
+    computes; DRAINING finishes and leaves. An evaluator is FOLLOWING where it has the state and
+    hears broadcasts, and EVALUATING where it has held-out parts to do."""
 
+    IDLE = "idle"
     PREPARING = "preparing"
     READY = "ready"
     LOADING = "loading"
     ACTIVE = "active"
     DRAINING = "draining"
+    FOLLOWING = "following"
+    EVALUATING = "evaluating"
 
 
 COMPUTING: Final = (MemberState.ACTIVE, MemberState.DRAINING)
@@ -51,11 +56,13 @@ class Member:
     state: MemberState = MemberState.PREPARING
     admitted_by: str = ""
     """What it proved itself with."""
+    evaluates: bool = False
+    """Whether it evaluates while others train, and computes no node."""
     backend: str = ""
     device: str = ""
     initial_digest: str = ""
     step: int = 0
-    """Of the state that it had when it became ready."""
+    """Of the state that it had when it became ready; of an evaluator, of its newest."""
     state_digest: str = ""
     signature: str = ""
     signature_text: str = ""
@@ -180,9 +187,10 @@ class Membership:
     def get(self, name: str) -> Member | None:
         return self._members.get(name)
 
-    def add(self, name: str, admitted_by: str = "") -> Member:
-        """A worker is asked to build the task."""
-        member = self._members[name] = Member(name, admitted_by=admitted_by)
+    def add(self, name: str, admitted_by: str = "", *, evaluates: bool = False) -> Member:
+        """A worker is there, and idle."""
+        member = Member(name, MemberState.IDLE, admitted_by, evaluates)
+        self._members[name] = member
         self._members = dict(sorted(self._members.items()))
         return member
 

@@ -31,6 +31,7 @@ from coordinator.run.actions import (
 from coordinator.run.admission import Admission, is_stale, refuse, seed
 from coordinator.run.double_check import Differing
 from coordinator.run.evaluation import Evaluation
+from coordinator.run.evaluators import Evaluators
 from coordinator.run.facts import (
     CapturePlanned,
     HeldOutMeasured,
@@ -190,7 +191,8 @@ class Run:
         reason: Why, in words; empty while all goes well.
         members: Who takes part.
         settled: Manifest, steps and terms, once there are any.
-        evaluation: The one in progress, also while it is halted.
+        evaluation: The one in progress that training waits for, also while it is halted.
+        evaluators: Workers that evaluate while the others train on.
         metrics: Figures of the newest evaluation.
         saves: The checkpoints.
         blobs: Digest of the list of files that workers may ask for, if there are any.
@@ -221,6 +223,7 @@ class Run:
         self.members = Membership()
         self.settled: Settled | None = None
         self.evaluation: Evaluation | None = None
+        self.evaluators = Evaluators(self.members)
         self.metrics: dict[str, float] = {}
         self.saves = Saves(spec.checkpoint)
         self.blobs: str | None = None
@@ -229,6 +232,7 @@ class Run:
         self._skip_asked = False
         self._drain_asked = False
         self._evaluated_step = -1
+        self._measured_step = -1
         self._next_owed = False
         self._failures = Failures()
         self._remembered: set[str] = set()
@@ -287,14 +291,17 @@ class Run:
 
     # Events about workers.
 
-    def invite(self, worker: str, admitted_by: str = "") -> list[Action]:
+    def invite(
+        self, worker: str, admitted_by: str = "", *, evaluates: bool = False
+    ) -> list[Action]:
         """A worker is connected and free: ask it to build the task.
 
         Args:
             worker: Its name.
             admitted_by: What it proved itself with.
+            evaluates: Whether it is to evaluate, and to compute nothing.
         """
-        return self._on(Event.INVITE, worker, admitted_by)
+        return self._on(Event.INVITE, worker, admitted_by, evaluates=evaluates)
 
     def receive(
         self, worker: str, message: Message, body: Array | Bytes | bytes | None
@@ -450,11 +457,26 @@ class Run:
 
     # Workers come and go.
 
-    def _invite(self, worker: str, admitted_by: str) -> list[Action]:
-        self.members.add(worker, admitted_by)
-        self.unfit.pop(worker, None)
+    def _early_invite(self, worker: str, admitted_by: str, *, evaluates: bool) -> list[Action]:
+        """Evaluators wait: what all have to agree on is for those to settle that train."""
+        member = self.members.add(worker, admitted_by, evaluates=evaluates)
+        return [] if evaluates else self._ask(member)
+
+    def _invite(self, worker: str, admitted_by: str, *, evaluates: bool) -> list[Action]:
+        return self._ask(self.members.add(worker, admitted_by, evaluates=evaluates))
+
+    def _ask(self, member: Member) -> list[Action]:
+        if member.evaluates and not self._evaluates_beside:
+            return []
+        member.state = MemberState.PREPARING
+        self.unfit.pop(member.name, None)
         message = StartRun(run_id=self.run_id, epoch=self.epoch, step=self.step, blobs=self.blobs)
-        return [Send(worker, message, self.spec.to_bytes())]
+        return [Send(member.name, message, self.spec.to_bytes())]
+
+    @property
+    def _evaluates_beside(self) -> bool:
+        """Whether there is anything to evaluate while the run trains."""
+        return bool(self._agreed.manifest.evaluation_parts and self.spec.evaluate_every)
 
     def _first_ready(self, member: Member, message: Ready, document: bytes) -> list[Action]:
         """Before the start: whoever is the first settles what all have to agree on."""
@@ -484,12 +506,15 @@ class Run:
         if member.name not in self.members:
             return actions
         actions += settled.admission.admit(member, self.step, settled.progress.agreement)
+        if member.state is MemberState.FOLLOWING:
+            return actions + self._evaluate_owed()
         return actions + (self._joined(member) if member.state is MemberState.ACTIVE else [])
 
     def _check_ready(self, member: Member, manifest: Manifest, message: Ready) -> list[Action]:
         admission = self._agreed.admission
-        admission.first_ready(message)
-        if refusal := admission.refusal(manifest, message):
+        if not member.evaluates:
+            admission.first_ready(message)
+        if refusal := admission.refusal(manifest, message, evaluates=member.evaluates):
             self.members.remove(member.name)
             return refuse(member.name, refusal)
         member.now_ready(message)
@@ -500,7 +525,7 @@ class Run:
     def _unready(self, member: Member, message: Unready, body: None = None) -> list[Action]:
         del body
         self.members.remove(member.name)
-        if message.own:
+        if message.own and not member.evaluates:
             self.unfit[member.name] = message.reason
         return [Report(WorkerUnready(member.name, message.reason))]
 
@@ -541,7 +566,9 @@ class Run:
         admitted = admission.admit_ready()
         self._enter(RunPhase.TRAINING)
         view = self.members.view_begins(self.step, "started")
-        return [started, *admitted, *view, *progress.begin()]
+        evaluators = [member for member in self.members if member.evaluates]
+        invited = [action for member in evaluators for action in self._ask(member)]
+        return [started, *admitted, *view, *progress.begin(), *invited]
 
     def _early_lost(self, member: Member, reason: str, *, failed: bool) -> list[Action]:
         actions: list[Action] = [self._gone(member, reason)]
@@ -561,6 +588,7 @@ class Run:
         proven = progress.lose(worker)
         if self.evaluation is not None:
             self.evaluation.lose(worker, proven=proven)
+        actions += self.evaluators.lose(worker) + self._evaluate_owed()
         if pattern:
             self._failures.clear()
             actions += self.halt(f"step {self.step}: {pattern}; the last said: {reason}")
@@ -582,7 +610,7 @@ class Run:
         return Report(WorkerLost(member.name, reason, self.members.view))
 
     def _note_unfit(self, member: Member, reason: str, *, failed: bool) -> None:
-        if failed and member.state is MemberState.PREPARING:
+        if failed and member.state is MemberState.PREPARING and not member.evaluates:
             self.unfit[member.name] = reason  # it may come again, mended, or another in its place
 
     def _release(self, member: Member, message: Drain, body: None) -> list[Action]:
@@ -610,7 +638,7 @@ class Run:
     def _payload(self, member: Member, message: GradientPayload, values: Array) -> list[Action]:
         progress = self._agreed.progress
         round_ = progress.present(message)
-        if round_ is None or member.state is MemberState.LOADING:
+        if round_ is None or member.state not in COMPUTING:
             return []
         progress.delivered(member.name)
         outcome = round_.payload(member.name, message, values)
@@ -634,7 +662,7 @@ class Run:
     def _captured(self, member: Member, message: CapturedRows, content: Bytes) -> list[Action]:
         progress = self._agreed.progress
         round_ = progress.present(message)
-        if round_ is None or member.state is MemberState.LOADING:
+        if round_ is None or member.state not in COMPUTING:
             return []
         progress.delivered(member.name)
         differing = round_.captured(member.name, message, content)
@@ -644,7 +672,7 @@ class Run:
         del body
         progress = self._agreed.progress
         round_ = progress.present(message)
-        if round_ is None or member.state is MemberState.LOADING:
+        if round_ is None or member.state not in COMPUTING:
             return []
         fault = progress.node_loss(round_, member, message)
         actions = progress.release() + progress.cancel_surplus(round_)
@@ -711,11 +739,15 @@ class Run:
             return []
         every = self.spec.evaluate_every
         due = progress.all_committed or (progress.step and every and progress.step % every == 0)
+        beside: list[Action] = []
         if self._agreed.manifest.evaluation_parts and due:
-            return self._begin_evaluation()
+            # At the end nobody has anything else to do, and a figure must not be missing.
+            if progress.all_committed or not self.evaluators.present:
+                return self._begin_evaluation()
+            beside = self._evaluate_beside()
         if progress.all_committed or self._drain_asked:
-            return []
-        return self._begin_step()
+            return beside
+        return beside + self._begin_step()
 
     # Agreement.
 
@@ -724,6 +756,9 @@ class Run:
         progress = self._agreed.progress
         progress.applied(member.name, message)
         agreement = progress.agreement
+        if member.evaluates:
+            self.evaluators.applied(member, message)
+            return self._judge(message.step) + self._advance_beside()
         if agreement.catching_up and agreement.digest(message.step) is None:
             # On trust: compared with the others now, with the replica once that is there.
             return self._is_right(member, message.step) + self._on(Event.ADVANCE)
@@ -731,18 +766,26 @@ class Run:
 
     def _replica(self, step: int, digest: str, not_finite: str) -> list[Action]:
         self._agreed.progress.agreement.replica_answer(step, digest)
+        self.evaluators.replica_answer(step, digest)
         halted: list[Action] = []
         if not_finite:
             halted = self.halt(
                 f"the update of step {step - 1} left a value that is not finite: {not_finite}; "
                 "go on from an earlier checkpoint, with a lower learning rate"
             )
-        return halted + self._judge(step)
+        return halted + self._judge(step) + self._advance_beside()
 
     def _judge(self, step: int) -> list[Action]:
         """Compare the answers to a step once the replica's own is known."""
-        agreed, odd = self._agreed.progress.agreement.judge(step)
+        agreed, found = self._agreed.progress.agreement.judge(step)
         actions: list[Action] = []
+        odd = []
+        for name in found:
+            member = self.members.get(name)
+            if member is not None and member.evaluates:
+                actions += self._refuse_evaluator(name, step)
+            else:
+                odd.append(name)
         if odd:
             self._odd.update(odd)
             names = ", ".join(repr(name) for name in odd)
@@ -756,7 +799,7 @@ class Run:
     def _is_right(self, member: Member | None, step: int) -> list[Action]:
         """A worker's state after so many steps is the run's, or is taken for it: it takes part, if
         it had to load it and hears broadcasts."""
-        if member is None or member.state is not MemberState.LOADING:
+        if member is None or member.state is not MemberState.LOADING or member.evaluates:
             return []
         if member.replaying:
             member.right_at = step
@@ -779,8 +822,9 @@ class Run:
 
     def _fell_behind(self, worker: str, step: int) -> list[Action]:
         member = self.members.get(worker)
-        if member is None or member.state is not MemberState.LOADING:
+        if member is None or member.state not in (MemberState.LOADING, MemberState.FOLLOWING):
             return []
+        member.state = MemberState.LOADING
         member.gets_state()
         return [Replay(worker, step, None)]
 
@@ -789,6 +833,9 @@ class Run:
         if member is None or not member.replaying:
             return []
         member.replaying = False
+        if member.evaluates:
+            member.state = MemberState.FOLLOWING
+            return self._evaluate_owed()
         if member.right_at is None:
             return []
         return self._is_right(member, member.right_at) + self._on(Event.ADVANCE)
@@ -811,7 +858,8 @@ class Run:
         return self._evaluating.plan(self.epoch, idle or active)
 
     def _eval_result(self, member: Member, message: EvalResult, body: None) -> list[Action]:
-        del body
+        if member.evaluates:
+            return self._beside(member, message, body)
         self._evaluating.result(member.name, message)
         return self._on(Event.ADVANCE)
 
@@ -836,13 +884,53 @@ class Run:
             return []
         if progress.agreement.catching_up:
             return []
-        self.metrics = self._evaluating.metrics(self._agreed.manifest.metrics)
-        self.evaluation, self._evaluated_step = None, self.step
         digest = progress.agreement.digest(self.step)
-        told: list[Action] = [Report(HeldOutMeasured(self.step, self.metrics, digest))]
+        told = self._measured(self._evaluating, digest)
+        self.evaluation, self._evaluated_step = None, self.step
         self._enter(RunPhase.TRAINING)
         ends = progress.all_committed or self._drain_asked
         return told + (self._end_if_done() if ends else self._begin_step())
+
+    def _measured(self, evaluation: Evaluation, state_digest: str | None) -> list[Action]:
+        """Figures carry the step that they are of; those of an older one replace no newer ones."""
+        figures = evaluation.metrics(self._agreed.manifest.metrics)
+        if evaluation.step > self._measured_step:
+            self.metrics, self._measured_step = figures, evaluation.step
+        return [Report(HeldOutMeasured(evaluation.step, figures, state_digest))]
+
+    # Evaluation beside training.
+
+    def _evaluate_beside(self) -> list[Action]:
+        parts = self._agreed.manifest.evaluation_parts
+        known = self._agreed.progress.agreement.digest(self.step)
+        return self.evaluators.begin(self.epoch, self.step, parts, known)
+
+    def _evaluate_owed(self) -> list[Action]:
+        """What was due before, now, if it can be; at the end all evaluate."""
+        free = self.evaluators.owed and self.evaluators.evaluation is None
+        return self._evaluate_beside() if free and not self._agreed.progress.all_committed else []
+
+    def _beside(self, member: Member, message: EvalResult, body: None) -> list[Action]:
+        del body
+        return self.evaluators.result(member, message) + self._advance_beside()
+
+    def _advance_beside(self) -> list[Action]:
+        """All parts are there, and whoever has computed them is known to have the run's state."""
+        evaluation = self.evaluators.evaluation
+        if evaluation is None or not self.evaluators.complete:
+            return []
+        if odd := self.evaluators.odd:
+            return [a for name in odd for a in self._refuse_evaluator(name, evaluation.step)]
+        self.evaluators.evaluation = None
+        told = self._measured(evaluation, self.evaluators.state_digest)
+        return told + self._evaluate_owed()
+
+    def _refuse_evaluator(self, worker: str, step: int) -> list[Action]:
+        """Its figures would be of another state: it is sent away, and nothing else stops."""
+        self.members.remove(worker)
+        self._agreed.progress.agreement.lose(worker)
+        reason = f"its state after {step} steps differs from the coordinator's"
+        return [*self.evaluators.lose(worker), *refuse(worker, reason)]
 
     # Halts.
 
@@ -960,7 +1048,7 @@ class Run:
 
     _TABLE: Final = _rows(
         # event, then what handles it when WAITING, TRAINING, EVALUATING, HALTED, OVER
-        (Event.INVITE, _invite, _invite, _invite, _invite, _ignore),
+        (Event.INVITE, _early_invite, _invite, _invite, _invite, _ignore),
         (Event.LOST, _early_lost, _lost, _lost, _lost, _ignore),
         (Event.READY, _first_ready, _later_ready, _later_ready, _later_ready, _ignore),
         (Event.UNREADY, _early_unready, _unready, _unready, _unready, _ignore),
@@ -970,7 +1058,7 @@ class Run:
         (Event.CAPTURED, _refuse_early, _captured, _check_late, _check_late, _ignore),
         (Event.NODE_LOSS, _refuse_early, _node_loss, _check_late, _check_late, _ignore),
         (Event.STEP_APPLIED, _refuse_early, _applied, _applied, _applied, _ignore),
-        (Event.EVAL_RESULT, _refuse_early, _ignore, _eval_result, _ignore, _ignore),
+        (Event.EVAL_RESULT, _refuse_early, _beside, _eval_result, _beside, _ignore),
         (Event.TICK, _tick_waiting, _tick, _tick_evaluation, _ignore, _ignore),
         (Event.RESUME, _resume, _ignore, _ignore, _ignore, _ignore),
         (Event.REPLICA_LOADED, _loaded, _ignore, _ignore, _ignore, _ignore),

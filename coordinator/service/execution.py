@@ -28,6 +28,7 @@ from coordinator.run.actions import (
     Seed,
     Send,
     Summarise,
+    Withhold,
 )
 from coordinator.run.facts import Fact, HeldOutMeasured, NodesPlanned, RunContinued
 from coordinator.run.kept import Bytes
@@ -179,7 +180,9 @@ class Execution:
         if self._closed:
             return  # the next run will have it
         session.run = self
-        self._handle(lambda: self.run.invite(session.name, session.check.admitted_by))
+        evaluates = session.hello.duty == "evaluate"
+        check = session.check
+        self._handle(lambda: self.run.invite(session.name, check.admitted_by, evaluates=evaluates))
 
     def receive(self, session: MemberSession, received: Received) -> None:
         """A member's message; see `members.session.MembersRun`."""
@@ -266,6 +269,8 @@ class Execution:
                 case Follow():
                     if (session := self._sessions.get(action.worker)) is not None:
                         self._followers.join(session, action.step)
+                case Withhold():
+                    self._followers.discard(action.worker)
                 case Seed():
                     # Until it has the state no commit may reach it: its answer would be odd again.
                     self._followers.discard(action.worker)
@@ -419,7 +424,7 @@ class Execution:
     def _leave_behind(self, worker: str, step: int) -> None:
         """It reads too slowly to be sent what is in memory: from the log, at its own pace."""
         member = self.run.members.get(worker)
-        if member is not None and member.state is MemberState.LOADING:
+        if member is not None and member.state in (MemberState.LOADING, MemberState.FOLLOWING):
             self._do(self.run.fell_behind(worker, self._followers.detach(worker, step)))
 
     async def _bring(self, session: MemberSession, missed: Replay | None) -> None:

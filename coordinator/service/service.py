@@ -125,6 +125,12 @@ class Service:
         self._draining = False
         self._tracer = Tracer.to_file(settings.trace, "coordinator") if settings.trace else None
 
+    @property
+    def trainers(self) -> list[str]:
+        """Names of the members that are there to train: those that a run waits for."""
+        sessions = self.sessions.items()
+        return sorted(name for name, session in sessions if session.hello.duty == "train")
+
     async def start(self) -> None:
         """Listen for workers.
 

@@ -14,6 +14,7 @@ import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from protocol.base import limits
+from protocol.base.duty import Duty
 from protocol.base.errors import MessageError
 from protocol.base.fields import Bytes32, Digest, Number, Small, Text
 from protocol.exact.tree import Node
@@ -61,6 +62,7 @@ class Hello(Message):
     name: Small
     instance: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     backend: Small
+    duty: Duty = "train"
     enrolled: bool
     nonce: Bytes32
 

@@ -85,6 +85,7 @@ class Cluster:
         runs: How many one after the other.
         steps: Of each.
         files: Whether workers fetch a file for each.
+        evaluators: Workers that evaluate while the others train.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Cluster:
         runs: int | None = None,
         steps: int | None = None,
         files: bool = False,
+        evaluators: int = 0,
     ) -> None:
         self.rng = rng = Random(seed)
         self.clock = Clock(rng)
@@ -130,6 +132,7 @@ class Cluster:
             "SUMMARISED_AT_ONCE_BYTES": sums_bytes,
         }  # fmt: skip
         self.expect_workers = rng.randint(1, 4)
+        self._evaluators = evaluators
         self._restarting = False
         self._continuing: set[Execution] = set()
         self._quiet_since_ms = 0.0
@@ -146,6 +149,8 @@ class Cluster:
             self.start_coordinator()
             for _ in range(self.expect_workers):
                 self.start_worker()
+            for _ in range(self._evaluators):
+                self.start_worker(evaluates=True)
             self.clock.after(_LOOKS_EVERY_MS, self._look)
             try:
                 events = self._to_the_end()
@@ -295,8 +300,11 @@ class Cluster:
         if not running and not self._restarting:
             self.restart_soon()
         able = [w for w in self.workers if w.alive and not w.flaws.cannot_build and not w.draining]
-        if len(able) < self._needed():
+        beside = [worker for worker in able if worker.flaws.evaluates]
+        if len(able) - len(beside) < self._needed():
             self.start_worker()
+        if len(beside) < self._evaluators:
+            self.start_worker(evaluates=True)
         seen = (self.events, len(self.workers), len(self.coordinators), self.disturbed.total())
         now_ms = self.clock.now_ms
         stalled = any(

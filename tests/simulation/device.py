@@ -41,6 +41,8 @@ class Flaws:
     pace_ms: float
     """What that is if nothing slows it down."""
     cannot_build: bool = False
+    evaluates: bool = False
+    """No flaw: its duty is to evaluate."""
     flavour: int = 0
     nonfinite_once: set[tuple[int, int]] = field(default_factory=set)
     """(step, block) of which the next gradient is not finite."""

@@ -75,3 +75,17 @@ def test_a_calm_cluster_finishes(play):
 @pytest.mark.parametrize("seed", range(3))
 def test_a_long_run_in_which_leases_and_measured_speeds_act(seed, play):
     assert play(seed, steps=40).outcomes
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (20, 40))])
+def test_evaluators_change_no_bit_and_nobody_waits_for_them(first, play):
+    reports: Counter[str] = Counter()
+    for seed in range(first, first + 20):
+        told = play(seed, evaluators=1 + seed % 2, steps=12)
+        reports += told.reports
+    assert reports["evaluated_late"], "no figure has come beside training"
+
+
+def test_a_calm_cluster_with_an_evaluator_finishes(play):
+    for seed in range(5):
+        assert play(seed, calm=True, evaluators=1).outcomes == ["finished"]

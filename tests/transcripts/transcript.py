@@ -7,7 +7,7 @@ action a line, in order; the phase in brackets when it changes. `#` begins a rem
     run [workers=1] [steps=2] [evaluate_every=0] [parts=0] [exactness=prefer] [every=0] [disk=slow]
     restart STEP [saved=0] [skipped=N] [signature=S] [state=S] [steps=2] [disk=slow] ...
                               a new coordinator, instead of `run`; `state` if it is known at once
-    invite NAME               a worker is connected and free
+    invite NAME [duty=evaluate]   a worker is connected and free
     ready NAME [initial=S] [signature=S] [run=ID] [data=D] [step=N] [state=S]
     unready NAME [run=ID] [own=yes]
     chunk NAME [block=layer] [last=yes]   of state 0
@@ -19,7 +19,7 @@ action a line, in order; the phase in brackets when it changes. `#` begins a rem
     replica STEP [state=S]        so has the coordinator's own replica
     replayed NAME                 it was sent the state, or the steps that it had missed
     behind NAME STEP              it reads too slowly: it is sent nothing from this step on
-    result NAME PART              a held-out part is evaluated
+    result NAME PART [step=N]     a held-out part is evaluated
     lost NAME, fails NAME, drains NAME, drain, halt, continue [skip=yes], give-up, save
     tick MS                       the time goes on until then
     durable STEP, saved STEP  what the disk answers; at once unless it is slow
@@ -130,7 +130,7 @@ class Stage:
         self.run = Run(RUN_ID, spec, EPOCH, int(workers), resumption)
         run = self.run
         self._commands: dict[str, Callable[..., Actions]] = {
-            "invite": run.invite,
+            "invite": lambda name, duty="train": run.invite(name, evaluates=duty == "evaluate"),
             "ready": self._ready,
             "unready": self._unready,
             "loaded": self._loaded,
@@ -283,9 +283,10 @@ class Stage:
         message = msg.StepApplied(epoch=EPOCH, step=int(step), state_digest=digest(state or step))
         return self.run.receive(name, message, None)
 
-    def _result(self, name: str, part: str) -> Actions:
+    def _result(self, name: str, part: str, step: str = "") -> Actions:
         sums = {"sum": float(part), "count": 1.0}
-        message = msg.EvalResult(epoch=EPOCH, step=self.run.step, part=int(part), sums=sums)
+        at = int(step or self.run.step)
+        message = msg.EvalResult(epoch=EPOCH, step=at, part=int(part), sums=sums)
         return self.run.receive(name, message, None)
 
     def _where(self, step: str = "", attempt: str = "") -> dict[str, int]:
@@ -322,6 +323,8 @@ def _text(action: act.Action) -> str:
             return "remember the terms"
         case act.Follow(worker, step):
             return f"follow {worker} from step {step}"
+        case act.Withhold(worker):
+            return f"withhold broadcasts from {worker}"
         case act.Seed(worker):
             return f"seed {worker}"
         case act.ApplyStep(step, averages, scalars):

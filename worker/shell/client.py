@@ -12,6 +12,7 @@ from typing import Final
 
 from protocol import __version__
 from protocol.base import limits
+from protocol.base.duty import Duty
 from protocol.base.errors import (
     ExitCode,
     Mismatch,
@@ -62,6 +63,7 @@ class Target:
     name: str
     backend: str
     retry_for_s: float
+    duty: Duty = "train"
 
 
 class Client:
@@ -235,6 +237,7 @@ class Client:
             name=name,
             instance=self._instance,
             backend=cut_text(self._target.backend, 32),
+            duty=self._target.duty,
             nonce=new_nonce(),
             enrolled=enrolled,
         )

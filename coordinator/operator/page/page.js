@@ -352,14 +352,14 @@ function showWorkers(run, status) {
     const last = run.errors[name];
     return last ? [last.text, make("small", {}, `${last.what.replaceAll("_", " ")}, step ${figure(last.step)}`)] : "";
   };
-  const most = [...Map.groupBy(here.filter(each => each.signature), each => each.signature).values()].sort((a, b) => b.length - a.length)[0]?.[0].signature;
+  const most = [...Map.groupBy(here.filter(each => each.signature && each.duty === "train"), each => each.signature).values()].sort((a, b) => b.length - a.length)[0]?.[0].signature;
   const present = here.map(worker => {
     const share = worker.microbatches_of_step, waited = worker.waited_for ? make("small", { className: "warn" }, "waited for")
       : worker.state === "active" && all && status.waiting_for ? make("small", {}, "has done its part") : "";
     const part = make("progress", { max: all || 1, value: share ?? 0, ariaLabel: `share of ${worker.name}` });
-    const unlike = worker.signature && worker.signature !== most;
+    const unlike = worker.signature && worker.duty === "train" && worker.signature !== most;
     return { cells: [
-      [worker.name, make("small", {}, worker.address)],
+      [worker.name, make("small", {}, worker.duty === "train" ? worker.address : `${worker.address}, duty: ${worker.duty}`)],
       [worker.cannot ? make("span", { className: "bad" }, "cannot take part") : worker.aside_until ? `aside until step ${figure(worker.aside_until)}` : worker.late ? `${worker.state}, late` : worker.state, waited],
       [worker.device || "-", make("small", {}, worker.backend)],
       !all || share === undefined ? "" : [`${share} of ${all}`, part],
