@@ -124,7 +124,7 @@ class HostileWorker:
     def greet(self, **changes: Any) -> None:
         hello = {
             "release": __version__, "name": self.name, "instance": "f" * 32, "backend": "x",
-            "nonce": new_nonce(), "enrolled": False,
+            "duty": "train", "nonce": new_nonce(), "enrolled": False,
         }  # fmt: skip
         self.hello = Hello(**{**hello, **changes})
         self.send(self.hello)

@@ -40,8 +40,8 @@ EXAMPLES: dict[type[Message], Message] = {
     type(example): example
     for example in (
         messages.Hello(
-            release="1", name="w", instance="0" * 32, backend="cpu", nonce=bytes(32),
-            enrolled=False,
+            release="1", name="w", instance="0" * 32, backend="cpu", duty="train",
+            nonce=bytes(32), enrolled=False,
         ),
         messages.Challenge(method="hmac-sha256", nonce=bytes(32), proof=bytes(32)),
         messages.Proof(proof=b""),

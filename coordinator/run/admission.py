@@ -93,7 +93,7 @@ class Admission:
             mixed=mixed,
         )
 
-    def refusal(self, manifest: Manifest, ready: Ready, *, evaluates: bool) -> str:
+    def refusal(self, manifest: Manifest, ready: Ready, *, evaluates: bool = False) -> str:
         """Why a worker can't take part; empty if it can. No bit of an evaluator's is committed."""
         if manifest.digest() != self._manifest_digest:
             ours, theirs = self._manifest.digests, manifest.digests

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.run.actions import Send
+from coordinator.run.actions import Action, Send
 from coordinator.run.leases import Leases
 from protocol.spec.manifest import Metric
 from protocol.wire.messages import EvalPlan, EvalResult
@@ -42,7 +42,7 @@ class Evaluation:
                 self._leases.sign(worker)
         return ranges
 
-    def plan(self, epoch: int, workers: Sequence[str]) -> list[Send]:
+    def plan(self, epoch: int, workers: Sequence[str]) -> list[Action]:
         """The unassigned parts, as messages to these workers."""
         return [
             Send(worker, EvalPlan(epoch=epoch, step=self.step, lo=lo, hi=hi))

@@ -8,10 +8,10 @@ end. What comes due meanwhile is done when it is back, of the state that is the 
 
 from __future__ import annotations
 
-from coordinator.run.actions import Action, Replay, Withhold
+from coordinator.run.actions import Action, Replay, Send, Withhold
 from coordinator.run.evaluation import Evaluation
 from coordinator.run.membership import Member, Membership, MemberState
-from protocol.wire.messages import EvalResult, StepApplied
+from protocol.wire.messages import EvalPlan, EvalResult, StepApplied
 
 
 class Evaluators:
@@ -52,12 +52,13 @@ class Evaluators:
         self.evaluation, self.state_digest = Evaluation(step, parts), state_digest
         self._states = {}
         actions: list[Action] = []
-        for plan in self.evaluation.plan(epoch, there):
-            member = self._members.get(plan.worker)
+        for worker, (lo, hi) in self.evaluation.assign(there).items():
+            member = self._members.get(worker)
             assert member is not None
             member.state = MemberState.EVALUATING
-            self._states[plan.worker] = member.state_digest if member.step == step else None
-            actions += [plan, Withhold(plan.worker)]
+            self._states[worker] = member.state_digest if member.step == step else None
+            plan = EvalPlan(epoch=epoch, step=step, lo=lo, hi=hi)
+            actions += [Send(worker, plan), Withhold(worker)]
         return actions
 
     def result(self, member: Member, message: EvalResult) -> list[Action]:

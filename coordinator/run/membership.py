@@ -188,8 +188,9 @@ class Membership:
         return self._members.get(name)
 
     def add(self, name: str, admitted_by: str = "", *, evaluates: bool = False) -> Member:
-        """A worker is there, and idle."""
-        member = Member(name, MemberState.IDLE, admitted_by, evaluates)
+        """A worker is asked to build the task; an evaluator will be."""
+        state = MemberState.IDLE if evaluates else MemberState.PREPARING
+        member = Member(name, state, admitted_by, evaluates)
         self._members[name] = member
         self._members = dict(sorted(self._members.items()))
         return member

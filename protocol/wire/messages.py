@@ -62,7 +62,7 @@ class Hello(Message):
     name: Small
     instance: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     backend: Small
-    duty: Duty = "train"
+    duty: Duty
     enrolled: bool
     nonce: Bytes32
 

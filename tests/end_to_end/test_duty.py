@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.cluster import Cluster
+from tests.commands import called
 from tests.end_to_end.test_restart import ANYWHERE, LOCAL, one_line, result_of, run
 
 SPEC = """
@@ -41,9 +42,7 @@ def test_an_evaluator_measures_beside_training_and_holds_up_nobody(tmp_path):
     assert audited.returncode == 0, audited.stdout
 
 
-def test_another_duty_is_one_line(tmp_path):
-    from tests.commands import called
-
+def test_another_duty_is_one_line():
     ended = called("worker", "--duty", "rest", "--coordinator", "127.0.0.1:1")
     assert ended.returncode == 2
     assert one_line(ended) == "worker: --duty: expected train or evaluate, got 'rest'"

@@ -153,7 +153,7 @@ def _greet(
         return failure("token", str(error))
     hello = Hello(
         release=__version__, name=name, instance=uuid.uuid4().hex, backend="doctor",
-        nonce=new_nonce(), enrolled=enrolled,
+        duty="train", nonce=new_nonce(), enrolled=enrolled,
     )  # fmt: skip
     try:
         connection = Connection("worker")

@@ -39,6 +39,7 @@ def service(*, once=False):
             directory="runs/r-1", run=SimpleNamespace(saves=SimpleNamespace(saved=2))
         ),
         sessions={},
+        trainers=[],
         known=set(),
     )
 

@@ -128,6 +128,7 @@ async def service_with(run, *names):
             name=name,
             instance="0" * 32,
             backend="cpu",
+            duty="train",
             nonce=bytes(32),
             enrolled=False,
         )

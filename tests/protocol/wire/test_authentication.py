@@ -20,7 +20,13 @@ from protocol.wire.messages import Challenge, Hello, Proof
 KEY = bytes(range(32))
 CERTIFICATE = b"c" * 32
 HELLO = Hello(
-    release="1", name="w", instance="0" * 32, backend="cpu", nonce=b"n" * 32, enrolled=False
+    release="1",
+    name="w",
+    instance="0" * 32,
+    backend="cpu",
+    duty="train",
+    nonce=b"n" * 32,
+    enrolled=False,
 )
 EXCHANGE = Exchange(HELLO, b"m" * 32, CERTIFICATE)
 
@@ -32,8 +38,8 @@ def test_each_side_accepts_the_other():
 
 def test_a_proof_has_these_bits():
     """Another implementation must come to the same; a change is one of the protocol's version."""
-    assert PROTOCOL_VERSION == 3
-    assert EXCHANGE.prove("worker", KEY).hex().startswith("34128b05a62b702b")
+    assert PROTOCOL_VERSION == 4
+    assert EXCHANGE.prove("worker", KEY).hex().startswith("d3b0997e00bec669")
 
 
 OTHERS = {

@@ -286,7 +286,13 @@ def test_another_epoch_is_out_of_place(message, values):
     [
         msg.StateRequest(run_id="other"),
         msg.Hello(
-            release="0", name="x", instance="0" * 32, backend="cpu", nonce=bytes(32), enrolled=False
+            release="0",
+            name="x",
+            instance="0" * 32,
+            backend="cpu",
+            duty="train",
+            nonce=bytes(32),
+            enrolled=False,
         ),
         msg.NodeLoss(**WHERE, lo=0, hi=1, loss_sum=1, weight=1, elapsed_ms=1),
         plan((0, 1), step=1),
