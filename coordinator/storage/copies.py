@@ -10,6 +10,9 @@ elsewhere, so they are found and hashed anew.
 Its journal is the run's as it was then, whole: so a copy knows its history. Of two the one with the
 newer epoch is newer, then the one of more steps. Whose journal goes on in the run's to a line that
 takes its checkpoint's steps back (--from-step) is no part of the run any more, and is removed.
+
+A run that was brought back has a journal that leaves the old one at its line of that. Whoever finds
+a copy that has gone on elsewhere, in an epoch as new as its own or newer, copies nothing there.
 """
 
 from __future__ import annotations
@@ -50,6 +53,8 @@ from protocol.base.errors import SamestepError, StorageDamaged, UsageError
 
 _PREFIX: Final = "after-"
 _NAME: Final = re.compile(_PREFIX + r"(\d{10,})")
+_BROUGHT_BACK: Final = "brought back from a copy: "
+"""Begins the note of a journal's line where a run was brought back."""
 _ATTEMPTS: Final = 5
 """At reading small files and the journal while they are written."""
 
@@ -88,6 +93,7 @@ def copy_checkpoint(directory: RunDirectory, step: int, to: Path, keep: int) -> 
     Raises:
         StorageFailed: A disk refuses.
         StorageDamaged: What was written there is not what was read.
+        UsageError: The run was brought back elsewhere, and is copied to the same place from there.
     """
     run = directory.read_run()
     assert run is not None
@@ -95,10 +101,11 @@ def copy_checkpoint(directory: RunDirectory, step: int, to: Path, keep: int) -> 
     with storing("copy a checkpoint to", place):
         make_directory(place.parent)
     remove_temporaries(place.parent)
-    told: Sequence[Entry] = ()
-    if place.exists():
-        told = verify_journal(directory.journal).entries
-    made = not (_follow(place, told) and not _taken_back(place, told))
+    found = _copies(place.parent)
+    told: Sequence[Entry] = verify_journal(directory.journal).entries if found else ()
+    for copy in found:
+        _check_rival(copy, told)
+    made = not (_follow(place, told) and not _left_behind(place, told))
     if made:
         told = _make(directory, step, place)
     older = [copy for copy in _copies(place.parent) if copy != place]
@@ -143,6 +150,40 @@ def _taken_back(copy: Path, told: Sequence[Entry]) -> bool:
     number, _ = newest_line(RunDirectory(copy).journal)
     resumed = (entry.record for entry in told[number:] if isinstance(entry.record, Resumed))
     return any(record.step < _step(copy) for record in resumed)
+
+
+def _left_behind(copy: Path, told: Sequence[Entry]) -> bool:
+    """Whether it is to be made anew: its steps were taken back, or it does not tell yet that the
+    run was brought back from it, and an older copy of more steps could be taken for the newer."""
+    number, _ = newest_line(RunDirectory(copy).journal)
+    since = (entry.record for entry in told[number:] if isinstance(entry.record, Resumed))
+    brought = any(note.startswith(_BROUGHT_BACK) for record in since for note in record.notes)
+    return brought or _taken_back(copy, told)
+
+
+def _check_rival(copy: Path, told: Sequence[Entry]) -> None:
+    """A run that was brought back while its first coordinator lives is two: the newer one copies.
+
+    Raises:
+        UsageError: This is the older one, or as old.
+    """
+    if _follow(copy, told):
+        return
+    theirs = verify_journal(RunDirectory(copy).journal).entries
+    common = sum(1 for ours, other in zip(told, theirs, strict=False) if ours.hash == other.hash)
+    ours = max((_epoch(entry) for entry in told[: common + 1]), default=0)
+    newest = newest_epoch(RunDirectory(copy).journal)
+    if newest >= ours:
+        raise UsageError(
+            f"{str(copy)!r} is of the same run brought back elsewhere (epoch {newest}, here it was "
+            f"{ours}): end one of the two coordinators, or name another directory in "
+            "checkpoint.copies"
+        )
+
+
+def _epoch(entry: Entry) -> int:
+    """Of the coordinator that wrote a line; 0 where it does not say."""
+    return int(getattr(entry.record, "epoch", 0))
 
 
 def bring_back(source: Path, to: Path) -> BroughtBack:
@@ -202,7 +243,7 @@ def _tell_journal(path: Path, info: CheckpointInfo, told: str) -> None:
     epoch = newest_epoch(path) + 1
     journal = Journal(path)
     try:
-        note = f"brought back from a copy: {told}"[:2000]
+        note = f"{_BROUGHT_BACK}{told}"[:2000]
         journal.append(
             Resumed(
                 epoch=epoch, step=info.step, optimizer_step=info.optimizer_step, notes=(note,)

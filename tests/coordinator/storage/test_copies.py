@@ -179,3 +179,26 @@ def test_of_several_runs_one_is_to_be_named(directory, tmp_path):
     with pytest.raises(UsageError, match="of several runs: name one"):
         bring_back(tmp_path / "copies", tmp_path / "again")
     assert bring_back(run, tmp_path / "again").step == newest(directory)
+
+
+def test_a_run_that_was_brought_back_while_the_first_lives_has_the_copies(tmp_path):
+    copies, elsewhere = tmp_path / "copies", RunDirectory(tmp_path / "elsewhere")
+    run = WrittenRun(tmp_path / "run")
+    steps_of(run, 3, copies)
+    bring_back(copies, elsewhere.path)
+    steps_of(run, 3, copies)  # nobody knows better yet
+    assert copy_checkpoint(elsewhere, 3, copies, keep=3)
+    told = (
+        r"'.*after-0000000003' is of the same run brought back elsewhere \(epoch 2, here it was 1\)"
+    )
+    for again in (False, True):  # its restart is as new: no reason to take them back
+        if again:
+            run.crash_and_resume()
+            run.journal.sync()
+        run.step()
+        run.checkpoint()
+        with pytest.raises(UsageError, match=told):
+            copy_checkpoint(run.directory, run.replica.step, copies, keep=3)
+    assert not copy_checkpoint(elsewhere, 3, copies, keep=3)
+    assert names(copies) == ["after-0000000003", "after-0000000006"]
+    assert bring_back(copies, tmp_path / "again").step == 3

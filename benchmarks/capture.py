@@ -1,0 +1,173 @@
+"""What a capture costs beside its forward passes, and a student's reading beside its steps.
+
+A bare loop runs the same teacher forward over the same batches and keeps nothing; ours takes the
+likeliest logits and log-sum-exps, sends them, and has them on disk before the next step. Then a
+student trains on what was captured, in this process: what part of its steps is reading.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import yaml
+
+from backends.eager.eager import EagerBackend
+from benchmarks.cluster import Cluster
+from benchmarks.machine import print_heading, print_table
+from benchmarks.timeline import intervals_us, step_times
+from protocol.data.capture_index import read_index
+from protocol.exact.samples import SampleOrder, microbatch_seed
+from protocol.spec.run_spec import RunSpec, parse_run_spec
+from worker.tasks.registry import build
+
+_RUNS = Path(__file__).parents[1] / "deploy" / "runs"
+_STUDENT_STEPS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """One capture.
+
+    Attributes:
+        step_ms: Of all steps but the first.
+        tokens: In all files.
+        file_bytes: Of all of them, compressed.
+        token_bytes: Of a token as it is computed from the layout, before zstd.
+    """
+
+    step_ms: list[float]
+    tokens: int
+    file_bytes: int
+    token_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Milliseconds of a student's steps: reading and making batches, and computing."""
+
+    read_ms: list[float]
+    compute_ms: list[float]
+
+    @property
+    def share(self) -> float:
+        """The part of the steps that the device waits for a batch, where nothing is ahead."""
+        return sum(self.read_ms) / (sum(self.read_ms) + sum(self.compute_ms))
+
+
+class Bare:
+    """The teacher's forward passes and nothing else."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        torch.set_num_threads(spec.threads)
+        self._task = build(spec)
+        self._order = SampleOrder(spec.seed, self._task.manifest.train_samples, spec.batch)
+        module = self._task.trainable.module
+        assert module is not None
+        self._module: torch.nn.Module = module.eval()
+
+    @torch.no_grad()
+    def step_ms(self, step: int) -> float:
+        """All microbatches of a step."""
+        begin_s = time.perf_counter()
+        for samples in self._order.microbatches(step):
+            batch = self._task.batch(samples)
+            self._module(input_ids=torch.from_numpy(batch.arrays["input_ids"]), use_cache=False)
+        return (time.perf_counter() - begin_s) * 1e3
+
+
+def capture(document: dict[str, Any], directory: Path) -> Captured:
+    """By a coordinator and a worker; `directory` gets the run."""
+    cluster = Cluster([["worker", "--quiet", "--backend", "cpu"]], directory)
+    with cluster:
+        run = cluster.run(document)
+    taken = step_times(cluster.timelines(), run.start_us, run.end_us)
+    index = read_index(logits_in(directory))
+    layout = index.facts.layout
+    tokens = index.samples * layout.tokens
+    return Captured(
+        [us / 1e3 for us in intervals_us(taken)],
+        tokens,
+        sum(path.stat().st_size for path in logits_in(directory).glob("*.parquet")),
+        layout.sample_bytes / layout.tokens,
+    )
+
+
+def logits_in(directory: Path) -> Path:
+    """Where the one run in it has its logits."""
+    (found,) = directory.glob("*/logits")
+    return found
+
+
+def read(document: dict[str, Any], logits: Path) -> Reading:
+    """A student's first steps, in this process."""
+    document = {**document, "data": {**document["data"], "train": str(logits)}}
+    spec = parse_run_spec(document)
+    task = build(spec)
+    manifest = task.manifest
+    order = SampleOrder(spec.seed, manifest.train_samples, spec.batch, manifest.row_groups)
+    program = EagerBackend("cpu").compile(task.trainable, task.batch(order.microbatches(0)[0]))
+    program.load(task.initial_parameters())
+    measured = Reading([], [])
+    for step in range(_STUDENT_STEPS):
+        for number, samples in enumerate(order.microbatches(step)):
+            begin_s = time.perf_counter()
+            batch = task.batch(samples)
+            read_s = time.perf_counter()
+            _all(program.gradients([(batch, microbatch_seed(spec.seed, step, number))]))
+            measured.read_ms.append((read_s - begin_s) * 1e3)
+            measured.compute_ms.append((time.perf_counter() - read_s) * 1e3)
+    program.close()
+    return measured
+
+
+def _all(gradients: Iterator[object]) -> None:
+    for _ in gradients:
+        pass
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--teacher", type=Path, default=_RUNS / "smollm2-teacher.yaml")
+    parser.add_argument("--student", type=Path, default=_RUNS / "llama-student.yaml")
+    parser.add_argument("--set", dest="changes", default="{}", help="keys of the teacher, as JSON")
+    parser.add_argument("--rounds", type=int, default=3, help="steps of each way")
+    asked = parser.parse_args()
+    print_heading("Capture, against a bare forward loop; and a student's reading")
+    document = yaml.safe_load(asked.teacher.read_text(encoding="utf-8"))
+    document |= {"steps": asked.rounds + 1, **json.loads(asked.changes)}
+    loop = Bare(parse_run_spec(document))
+    loop.step_ms(0)
+    before = [loop.step_ms(step) for step in range(1, asked.rounds + 1)]
+    with tempfile.TemporaryDirectory() as name:
+        captured = capture(document, Path(name))
+        after = [loop.step_ms(step) for step in range(1, asked.rounds + 1)]
+        student = yaml.safe_load(asked.student.read_text(encoding="utf-8"))
+        reading = read(student, logits_in(Path(name)))
+    bare_ms, ours_ms = median(before + after), median(captured.step_ms)
+    lines = [
+        ["bare forward loop", f"{bare_ms:.0f}", "1.000"],
+        ["capture, one worker", f"{ours_ms:.0f}", f"{ours_ms / bare_ms:.3f}"],
+    ]
+    print_table(["way", "ms a step", "ratio"], lines)
+    print(
+        f"a token: {captured.token_bytes:.1f} bytes as computed, "
+        f"{captured.file_bytes / captured.tokens:.1f} in the files"
+    )
+    print(
+        f"a student's microbatch: {median(reading.read_ms):.2f} ms to read, "
+        f"{median(reading.compute_ms):.1f} ms to compute: {100 * reading.share:.2f} % of its time"
+    )
+
+
+if __name__ == "__main__":
+    main()
