@@ -11,15 +11,16 @@ Its journal is the run's as it was then, whole: so a copy knows its history. Of 
 newer epoch is newer, then the one of more steps. Whose journal goes on in the run's to a line that
 takes its checkpoint's steps back (--from-step) is no part of the run any more, and is removed.
 
-A run that was brought back has a journal that leaves the old one at its line of that. Whoever finds
-a copy that has gone on elsewhere, in an epoch as new as its own or newer, copies nothing there.
+A run that was brought back has a line that says so in its journal, and in no other: whoever finds a
+copy with such a line that its own journal does not have copies nothing there, and removes nothing.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -75,6 +76,41 @@ class _Whole(NamedTuple):
     later: Sequence[Committed]
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What is known of a copy without reading it.
+
+    Attributes:
+        name: Of its directory.
+        epoch: That its journal ends with.
+        lines: Of its journal.
+        head: Hash of the last of them.
+        branch: See `branch`.
+    """
+
+    name: str
+    epoch: int
+    lines: int
+    head: str
+    branch: str
+
+    @property
+    def step(self) -> int:
+        """Of its checkpoint."""
+        return int(self.name.removeprefix(_PREFIX))
+
+    def begins(self, told: Sequence[Entry]) -> bool:
+        """Whether the lines of a run's journal begin with the copy's."""
+        return 0 < self.lines <= len(told) and told[self.lines - 1].hash == self.head
+
+    def taken_back(self, told: Sequence[Entry]) -> bool:
+        """Whether the run has gone back, after it was copied, to a step before the copy's."""
+        if not self.begins(told):
+            return False
+        since = (entry.record for entry in told[self.lines :])
+        return any(record.step < self.step for record in since if isinstance(record, Resumed))
+
+
 def copy_checkpoint(directory: RunDirectory, step: int, to: Path, keep: int) -> bool:
     """Copy what a restart needs to go on after `step` steps, verify it, and remove older ones.
 
@@ -101,18 +137,15 @@ def copy_checkpoint(directory: RunDirectory, step: int, to: Path, keep: int) -> 
     with storing("copy a checkpoint to", place):
         make_directory(place.parent)
     remove_temporaries(place.parent)
-    found = _copies(place.parent)
-    told: Sequence[Entry] = verify_journal(directory.journal).entries if found else ()
-    for copy in found:
-        _check_rival(copy, told)
-    made = not (_follow(place, told) and not _left_behind(place, told))
+    held = [_held(copy) for copy in _copies(place.parent)]
+    told: Sequence[Entry] = verify_journal(directory.journal).entries if held else ()
+    known = next((copy for copy in held if copy.name == place.name), None)
+    check_rivals(held, told, str(place.parent))
+    made = known is None or not is_current(known, told)
     if made:
         told = _make(directory, step, place)
-    older = [copy for copy in _copies(place.parent) if copy != place]
-    void = [copy for copy in older if _taken_back(copy, told)]
-    older = [copy for copy in older if copy not in void]
-    for copy in (*void, *older[: max(0, len(older) + 1 - keep)]):
-        remove_checkpoint(copy)
+    for name in superfluous([copy for copy in held if copy is not known], told, keep):
+        remove_checkpoint(place.parent / name)
     remove_temporaries(place.parent)
     return made
 
@@ -137,53 +170,56 @@ def _make(directory: RunDirectory, step: int, place: Path) -> tuple[Entry, ...]:
     return entries
 
 
-def _follow(copy: Path, told: Sequence[Entry]) -> bool:
-    """Whether the lines of a run's journal begin with those of a copy's."""
-    number, head = newest_line(RunDirectory(copy).journal)
-    return 0 < number <= len(told) and told[number - 1].hash == head
+def _held(copy: Path) -> Held:
+    journal = RunDirectory(copy).journal
+    number, head = newest_line(journal)
+    return Held(
+        copy.name, newest_epoch(journal), number, head, branch(verify_journal(journal).entries)
+    )
 
 
-def _taken_back(copy: Path, told: Sequence[Entry]) -> bool:
-    """Whether the run has gone back, after it was copied, to a step before the copy's."""
-    if not _follow(copy, told):
-        return False
-    number, _ = newest_line(RunDirectory(copy).journal)
-    resumed = (entry.record for entry in told[number:] if isinstance(entry.record, Resumed))
-    return any(record.step < _step(copy) for record in resumed)
+def branch(told: Sequence[Entry]) -> str:
+    """Hash of the line where a journal says that the run was brought back, the newest such line;
+    empty if it never was. Two coordinators that go on with one run have it different."""
+    brought = [
+        entry.hash
+        for entry in told
+        if isinstance(entry.record, Resumed)
+        and any(note.startswith(_BROUGHT_BACK) for note in entry.record.notes)
+    ]
+    return brought[-1] if brought else ""
 
 
-def _left_behind(copy: Path, told: Sequence[Entry]) -> bool:
-    """Whether it is to be made anew: its steps were taken back, or it does not tell yet that the
-    run was brought back from it, and an older copy of more steps could be taken for the newer."""
-    number, _ = newest_line(RunDirectory(copy).journal)
-    since = (entry.record for entry in told[number:] if isinstance(entry.record, Resumed))
-    brought = any(note.startswith(_BROUGHT_BACK) for record in since for note in record.notes)
-    return brought or _taken_back(copy, told)
-
-
-def _check_rival(copy: Path, told: Sequence[Entry]) -> None:
+def check_rivals(held: Iterable[Held], told: Sequence[Entry], where: str) -> None:
     """A run that was brought back while its first coordinator lives is two: the newer one copies.
 
+    Args:
+        held: Copies that are there.
+        told: The lines of the run's journal.
+        where: They are, for people.
+
     Raises:
-        UsageError: This is the older one, or as old.
+        UsageError: One is of a way that this coordinator knows nothing of.
     """
-    if _follow(copy, told):
-        return
-    theirs = verify_journal(RunDirectory(copy).journal).entries
-    common = sum(1 for ours, other in zip(told, theirs, strict=False) if ours.hash == other.hash)
-    ours = max((_epoch(entry) for entry in told[: common + 1]), default=0)
-    newest = newest_epoch(RunDirectory(copy).journal)
-    if newest >= ours:
-        raise UsageError(
-            f"{str(copy)!r} is of the same run brought back elsewhere (epoch {newest}, here it was "
-            f"{ours}): end one of the two coordinators, or name another directory in "
-            "checkpoint.copies"
-        )
+    known = {"", *(entry.hash for entry in told)}
+    for copy in held:
+        if copy.branch not in known:
+            raise UsageError(
+                f"{where!r} has {copy.name}, of the same run brought back elsewhere: end one of "
+                "the two coordinators, or name another place in checkpoint.copies"
+            )
 
 
-def _epoch(entry: Entry) -> int:
-    """Of the coordinator that wrote a line; 0 where it does not say."""
-    return int(getattr(entry.record, "epoch", 0))
+def is_current(copy: Held, told: Sequence[Entry]) -> bool:
+    """Whether it need not be made anew: it is of the run as it went on, on the same branch."""
+    return copy.begins(told) and copy.branch == branch(told) and not copy.taken_back(told)
+
+
+def superfluous(others: Sequence[Held], told: Sequence[Entry], keep: int) -> list[str]:
+    """Names of those to remove beside one that is as new as can be, so that `keep` are left."""
+    void = [copy for copy in others if copy.taken_back(told)]
+    older = sorted((copy for copy in others if copy not in void), key=lambda c: (c.epoch, c.step))
+    return [copy.name for copy in (*void, *older[: max(0, len(older) + 1 - keep)])]
 
 
 def bring_back(source: Path, to: Path) -> BroughtBack:
