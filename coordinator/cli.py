@@ -93,12 +93,12 @@ FromStep = Annotated[
     ),
 ]
 From = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "--from",
-        metavar="DIR",
-        help="With --resume and a new --out: first bring the run back from its newest copy in DIR "
-        "(checkpoint.copies).",
+        metavar="DIR|NAME",
+        help="With --resume and a new --out: first bring the run back from its newest copy "
+        "(checkpoint.copies) in a directory, with a / in it, or from a worker.",
     ),
 ]
 RunPath = Annotated[Path, typer.Argument(metavar="DIR", help="A run's directory.")]

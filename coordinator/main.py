@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -30,11 +31,13 @@ from coordinator.operator.structured_log import set_up_logging
 from coordinator.resume_line import resume_line
 from coordinator.run.facts import Fact
 from coordinator.service.accepted_run import given_up_runs, unfinished_runs
-from coordinator.service.listener import Draining
+from coordinator.service.listener import Draining, WorkerConnected
 from coordinator.service.service import Service, Settings
-from coordinator.storage.copies import bring_back
+from coordinator.service.worker_copies import fetch_copy
+from coordinator.storage.copies import bring_back, check_no_run
 from coordinator.storage.run_directory import RunDirectory
 from protocol.base.errors import ExitCode, SamestepError, StorageFailed, UsageError
+from protocol.base.place import is_directory
 from protocol.exact.subnormals import check_subnormals
 from protocol.host.allocator import keep_freed_memory
 from protocol.host.command_line import check_writable, end_on_signals
@@ -67,7 +70,7 @@ class CoordinatorOptions:
     spec: RunSpec | None
     resume: bool
     from_step: int | None
-    from_copies: Path | None
+    from_copies: str | None
     local_workers: int
     local_backend: str
     local_devices: tuple[int | str, ...]
@@ -94,7 +97,7 @@ def main(options: CoordinatorOptions) -> int:
 
 async def _serve(options: CoordinatorOptions, journal: SystemJournal | None) -> int:
     if options.from_copies is not None:
-        _bring_back(options, options.from_copies)
+        await _bring_back(options, options.from_copies)
     directory = _directory(options)
     alone = options.resume and RunDirectory(directory).read_run_file() is not None
     # Before anything is made: a mistake in the data leaves nothing behind.
@@ -189,11 +192,54 @@ def _directory(options: CoordinatorOptions) -> Path:
     return directory
 
 
-def _bring_back(options: CoordinatorOptions, copies: Path) -> None:
+async def _bring_back(options: CoordinatorOptions, copies: str) -> None:
     if not options.resume or options.out is None:
         raise UsageError("--from needs --resume and --out: the directory that the run gets")
-    told = bring_back(copies, options.out).told
-    print(f"coordinator: brought back from {str(copies)!r}: {told}")
+    check_no_run(options.out)
+    if is_directory(copies):
+        told = bring_back(Path(copies), options.out).told
+    else:
+        told = await _bring_back_from_worker(options, copies, options.out)
+    print(f"coordinator: brought back from {copies!r}: {told}")
+
+
+async def _bring_back_from_worker(options: CoordinatorOptions, copies: str, out: Path) -> str:
+    """Wait for the worker, have its copy, and let it come again once the run goes on."""
+    name, _, run_id = copies.partition(":")
+    scratch = out.with_name(f"{out.name}.from-worker{TEMPORARY_SUFFIX}")
+    service = Service(Settings(options.bind, 1, scratch, once=False, plaintext=options.plaintext))
+    arrival = _Arrival(name)
+    service.listeners.append(arrival)
+    try:
+        await service.start()
+        for line in invitation(
+            service.credentials, service.address, name=options.name, plaintext=options.plaintext,
+            to_terminal=sys.stdout.isatty(),
+        ):  # fmt: skip
+            print(line)
+        print(f"coordinator: waiting for worker {name!r}, which has the copies", flush=True)
+        await arrival.seen.wait()
+        questions = service.sessions[name].questions
+        return bring_back(await fetch_copy(questions, scratch / "copies", run_id or None), out).told
+    finally:
+        for session in list(service.sessions.values()):
+            session.channel.goodbye("the run goes on from its copy", retry=True)
+        await service.stop()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+class _Arrival:
+    """Of a worker by name."""
+
+    def __init__(self, name: str) -> None:
+        self.seen = asyncio.Event()
+        self._name = name
+
+    def reported(self, fact: Fact, run_id: str = "") -> None:
+        """See `listener.Listener`."""
+        del run_id
+        if isinstance(fact, WorkerConnected) and fact.worker == self._name:
+            self.seen.set()
 
 
 def _check_free(directory: Path) -> None:

@@ -79,6 +79,15 @@ EXAMPLES: dict[type[Message], Message] = {
         messages.Goodbye(reason="bye", retry=False, exit_code=0),
         messages.BlobRequest(run_id="r", digest=DIGEST, offset=4),
         messages.BlobChunk(run_id="r", digest=DIGEST, offset=4),
+        messages.CopyList(run_id="r"),
+        messages.CopiesHeld(),
+        messages.CopyPiece(
+            run_id="r", name="after-1", offset=4, total=9, digest=DIGEST, epoch=1, lines=3,
+            head=DIGEST, branch=None,
+        ),
+        messages.CopyRead(run_id="r", name="after-1", offset=4),
+        messages.CopyRemove(run_id="r", name="after-1"),
+        messages.CopyDone(error=""),
     )
 }  # fmt: skip
 

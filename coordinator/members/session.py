@@ -7,12 +7,22 @@ import hmac
 from typing import Protocol
 
 from coordinator.members.credentials import CoordinatorCredentials
+from coordinator.members.questions import Questions
 from coordinator.members.worker_keys import key_mark
 from protocol.base import limits
 from protocol.base.errors import ExitCode, NotAuthorised, OutOfPlace, ProtocolError, UsageError
 from protocol.wire.authentication import NO_CERTIFICATE, Exchange, new_nonce
 from protocol.wire.connection import Received
-from protocol.wire.messages import Challenge, Drain, Goodbye, Heartbeat, Hello, Proof, Welcome
+from protocol.wire.messages import (
+    Challenge,
+    CopyAnswer,
+    Drain,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Proof,
+    Welcome,
+)
 from protocol.wire.transport import Channel
 
 
@@ -45,11 +55,13 @@ class MemberSession:
         host: Where it comes from.
         check: What it had to prove.
         run: The run that it was taken into, if one is in progress.
+        questions: To it, about copies.
         saying_goodbye: Why it leaves, if it said so.
         failed: Whether it leaves because its device failed, or cannot be used.
     """
 
     channel: Channel
+    questions: Questions
     hello: Hello
     _timer: asyncio.TimerHandle
 
@@ -65,6 +77,7 @@ class MemberSession:
     def start(self, channel: Channel) -> None:
         """The connection is made; it has a few seconds to become a member."""
         self.channel = channel
+        self.questions = Questions(channel)
         loop = asyncio.get_running_loop()
         seconds = limits.HANDSHAKE_TIMEOUT_MS / 1000
         self._timer = loop.call_later(
@@ -87,7 +100,9 @@ class MemberSession:
             case _:
                 if not self.name:
                     raise OutOfPlace(f"{type(message).__name__} before the handshake")
-                if self.run is not None:
+                if isinstance(message, CopyAnswer):
+                    self.questions.answered(received)
+                elif self.run is not None:
                     self.run.receive(self, received)
                 elif isinstance(message, Drain):
                     channel.goodbye("drained", retry=False, exit_code=ExitCode.OK)
@@ -95,6 +110,7 @@ class MemberSession:
     def on_lost(self, channel: Channel, reason: str, error: ProtocolError | None) -> None:
         del channel, error
         self._timer.cancel()
+        self.questions.lost()
         self._owner.left(self, self.saying_goodbye or reason)
 
     def _challenge(self, channel: Channel, hello: Hello) -> None:

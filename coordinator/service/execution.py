@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from coordinator.files.blob_server import BlobServer
+from coordinator.members.questions import Questions
 from coordinator.members.session import MemberSession
 from coordinator.run.actions import (
     Action,
@@ -49,6 +50,7 @@ from coordinator.service.listener import (
 from coordinator.service.memory_room import check_memory
 from coordinator.service.replica_keeper import ReplicaKeeper, ReplicaState
 from coordinator.service.result import write_result
+from coordinator.service.worker_copies import give_copy
 from coordinator.storage.checkpoint import Checkpoint
 from coordinator.storage.copies import copy_checkpoint
 from coordinator.storage.journal_records import Checkpointed, Commanded
@@ -61,9 +63,11 @@ from protocol.base.errors import (
     SamestepError,
     StorageFailed,
     Superseded,
+    Unreachable,
     text_of,
 )
 from protocol.base.fields import cut_text
+from protocol.base.place import is_directory
 from protocol.exact.bfloat16 import unpacked
 from protocol.exact.update import Array
 from protocol.host.machine import Machine
@@ -146,7 +150,7 @@ class Execution:
             recovery.manifest, recovery.step, recovery.redo, recovery.index, recovery.checkpoint
         )
         self._spawn(self._catch_up(self._keeper, recovery))
-        self._copy_newest(recovery.checkpoint.info.step)
+        self._copy_newest(recovery.checkpoint.info.step, workers=False)
         self._handle(self.run.resume)
 
     @property
@@ -180,6 +184,9 @@ class Execution:
         if self._closed:
             return  # the next run will have it
         session.run = self
+        newest = self._storage.newest
+        if session.name in self.run.spec.checkpoint.copies and newest is not None:
+            self._copying = self._spawn(self._copy(newest.info.step, session.name, self._copying))
         evaluates = session.hello.duty == "evaluate"
         check = session.check
         self._handle(lambda: self.run.invite(session.name, check.admitted_by, evaluates=evaluates))
@@ -385,9 +392,12 @@ class Execution:
         self._copy_newest(step)
         self._do(self.run.checkpointed(step))
 
-    def _copy_newest(self, step: int) -> None:
-        """Wherever the run's spec says; also at a restart, which may have taken steps back."""
+    def _copy_newest(self, step: int, *, workers: bool = True) -> None:
+        """Wherever the run's spec says; also at a restart, which may have taken steps back: then
+        workers get theirs as they come."""
         for place in self.run.spec.checkpoint.copies:
+            if not workers and not is_directory(place):
+                continue
             self._copying = self._spawn(self._copy(step, place, self._copying))
 
     async def _copy(self, step: int, place: str, before: asyncio.Task[None] | None) -> None:
@@ -398,16 +408,30 @@ class Execution:
         if before is not None:
             await before
         keep = self.run.spec.checkpoint.keep_last
-        directory, to = self._storage.directory, Path(place)
+        directory = self._storage.directory
         try:
             async with self._storage.holding_newest() as newest:
                 step = newest
-                made = await asyncio.to_thread(copy_checkpoint, directory, step, to, keep)
+                if is_directory(place):
+                    to = Path(place)
+                    made = await asyncio.to_thread(copy_checkpoint, directory, step, to, keep)
+                else:
+                    made = await give_copy(self._keeper_of_copies(place), directory, step, keep)
         except (SamestepError, OSError) as error:
             self._tell(CopyFailed(step, place, text_of(error)))
         else:
             if made:
                 self._tell(CheckpointCopied(step, place))
+
+    def _keeper_of_copies(self, worker: str) -> Questions:
+        """A worker that is to keep copies.
+
+        Raises:
+            Unreachable: It is not here.
+        """
+        if (session := self._sessions.get(worker)) is None:
+            raise Unreachable(f"no worker {worker!r} is here; it gets the newest when it comes")
+        return session.questions
 
     # Workers on their way to the run's state.
 

@@ -76,6 +76,11 @@ class _Whole(NamedTuple):
     later: Sequence[Committed]
 
 
+def copy_name(step: int) -> str:
+    """Of a copy of the checkpoint after so many steps."""
+    return f"{_PREFIX}{step:010}"
+
+
 @dataclass(frozen=True, slots=True)
 class Held:
     """What is known of a copy without reading it.
@@ -133,11 +138,11 @@ def copy_checkpoint(directory: RunDirectory, step: int, to: Path, keep: int) -> 
     """
     run = directory.read_run()
     assert run is not None
-    place = to.expanduser() / run.run_id / f"{_PREFIX}{step:010}"
+    place = to.expanduser() / run.run_id / copy_name(step)
     with storing("copy a checkpoint to", place):
         make_directory(place.parent)
     remove_temporaries(place.parent)
-    held = [_held(copy) for copy in _copies(place.parent)]
+    held = [held_in(copy) for copy in _copies(place.parent)]
     told: Sequence[Entry] = verify_journal(directory.journal).entries if held else ()
     known = next((copy for copy in held if copy.name == place.name), None)
     check_rivals(held, told, str(place.parent))
@@ -170,12 +175,16 @@ def _make(directory: RunDirectory, step: int, place: Path) -> tuple[Entry, ...]:
     return entries
 
 
-def _held(copy: Path) -> Held:
+def held_in(copy: Path) -> Held:
+    """What its journal says of a copy.
+
+    Raises:
+        StorageFailed: It cannot be read.
+    """
     journal = RunDirectory(copy).journal
     number, head = newest_line(journal)
-    return Held(
-        copy.name, newest_epoch(journal), number, head, branch(verify_journal(journal).entries)
-    )
+    told = verify_journal(journal).entries if journal.exists() else ()
+    return Held(copy.name, newest_epoch(journal), number, head, branch(told))
 
 
 def branch(told: Sequence[Entry]) -> str:
@@ -210,6 +219,16 @@ def check_rivals(held: Iterable[Held], told: Sequence[Entry], where: str) -> Non
             )
 
 
+def _age(copy: Held) -> tuple[int, int]:
+    """The newer epoch is newer, then more steps are."""
+    return copy.epoch, copy.step
+
+
+def newest_of(held: Sequence[Held]) -> Held:
+    """The one to go on from."""
+    return max(held, key=_age)
+
+
 def is_current(copy: Held, told: Sequence[Entry]) -> bool:
     """Whether it need not be made anew: it is of the run as it went on, on the same branch."""
     return copy.begins(told) and copy.branch == branch(told) and not copy.taken_back(told)
@@ -218,7 +237,7 @@ def is_current(copy: Held, told: Sequence[Entry]) -> bool:
 def superfluous(others: Sequence[Held], told: Sequence[Entry], keep: int) -> list[str]:
     """Names of those to remove beside one that is as new as can be, so that `keep` are left."""
     void = [copy for copy in others if copy.taken_back(told)]
-    older = sorted((copy for copy in others if copy not in void), key=lambda c: (c.epoch, c.step))
+    older = sorted((copy for copy in others if copy not in void), key=_age)
     return [copy.name for copy in (*void, *older[: max(0, len(older) + 1 - keep)])]
 
 
@@ -236,10 +255,7 @@ def bring_back(source: Path, to: Path) -> BroughtBack:
         StorageDamaged: The copy is not what was written.
         StorageFailed: A disk refuses.
     """
-    if RunDirectory(to).run_file.exists():
-        raise UsageError(
-            f"{str(to)!r} holds a run already: go on with it without --from, or name another --out"
-        )
+    check_no_run(to)
     copy = RunDirectory(_newest(source))
     whole = _verify(copy)
     told = _told(copy.path, whole)
@@ -254,6 +270,18 @@ def bring_back(source: Path, to: Path) -> BroughtBack:
     # run.json comes last: without it there is no run yet.
     replace_file(to / copy.run_file.name, _pieces(copy.run_file))
     return BroughtBack(whole.info.step, told)
+
+
+def check_no_run(to: Path) -> None:
+    """See that a run can be brought back to a directory.
+
+    Raises:
+        UsageError: It holds one.
+    """
+    if RunDirectory(to).run_file.exists():
+        raise UsageError(
+            f"{str(to)!r} holds a run already: go on with it without --from, or name another --out"
+        )
 
 
 def _told(copy: Path, whole: _Whole) -> str:
@@ -312,11 +340,7 @@ def _newest(source: Path) -> Path:
 def _copies(run: Path) -> list[Path]:
     """Whole ones, oldest first: by the epoch that their journal ends with, then by their steps."""
     found = [path for path in run.glob(_PREFIX + "*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda copy: (newest_epoch(RunDirectory(copy).journal), _step(copy)))
-
-
-def _step(copy: Path) -> int:
-    return int(copy.name.removeprefix(_PREFIX))
+    return sorted(found, key=lambda copy: (newest_epoch(RunDirectory(copy).journal), copy.name))
 
 
 def _verify(copy: RunDirectory) -> _Whole:

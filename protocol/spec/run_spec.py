@@ -377,8 +377,8 @@ class CheckpointSpec(_Section):
     copies: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (),
         max_length=8,
-        description="directories on other disks or machines that get a copy of each checkpoint; "
-        "--resume --from goes on from one",
+        description="directories (with a / in them) on other disks or machines, and names of "
+        "workers, that get a copy of each checkpoint; --resume --from goes on from one",
     )
 
 

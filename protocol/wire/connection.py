@@ -33,6 +33,12 @@ from protocol.wire.messages import (
     Challenge,
     Commit,
     Continue,
+    CopiesHeld,
+    CopyDone,
+    CopyList,
+    CopyPiece,
+    CopyRead,
+    CopyRemove,
     Credit,
     Drain,
     EndRun,
@@ -85,6 +91,7 @@ FROM_WORKER: Final[dict[Phase, frozenset[type[Message]]]] = {
     Phase.OPEN: frozenset({
         Ready, Unready, StateChunk, BlockGradientPayload, NonBlockGradientPayload, NodeLoss,
         CapturedRows, StepApplied, EvalResult, Heartbeat, Drain, Goodbye, BlobRequest,
+        CopiesHeld, CopyPiece, CopyDone,
     }),
     Phase.CLOSED: frozenset(),
 }  # fmt: skip
@@ -97,7 +104,7 @@ FROM_COORDINATOR: Final[dict[Phase, frozenset[type[Message]]]] = {
     Phase.OPEN: frozenset({
         StartRun, StateRequest, StateChunk, StepPlan, AveragedBlockGradient,
         AveragedNonBlockGradient, Commit, Assign, Cancel, Credit, EvalPlan, Heartbeat, Halt,
-        Continue, EndRun, Goodbye, BlobChunk,
+        Continue, EndRun, Goodbye, BlobChunk, CopyList, CopyPiece, CopyRead, CopyRemove,
     }),
     Phase.CLOSED: frozenset(),
 }  # fmt: skip

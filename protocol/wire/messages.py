@@ -338,6 +338,70 @@ class EvalResult(Message):
     sums: Annotated[dict[Small, float], Field(max_length=24)]
 
 
+# Copies of checkpoints that a worker keeps; the coordinator asks, one thing at a time.
+
+CopyName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+
+
+class CopyList(Message):
+    """Coordinator: which copies do you keep, of this run or of any? `CopiesHeld` answers."""
+
+    tag = 32
+    run_id: CopyName | None
+
+
+class CopiesHeld(Message):
+    """Worker: what it keeps. Body: a JSON list of objects with the fields of `CopyPiece`."""
+
+    tag = 33
+    body = "document"
+
+
+class CopyPiece(Message):
+    """Either side: bytes of a copy, an archive of so many with this digest.
+
+    `epoch`, `lines`, `head` and `branch` say which history of the run it knows
+    (`coordinator.storage.copies`). A worker answers with `CopyDone`.
+    """
+
+    tag = 34
+    body = "bytes"
+    run_id: CopyName
+    name: CopyName
+    offset: Number
+    total: Number
+    digest: Digest
+    epoch: Number
+    lines: Number
+    head: Digest
+    branch: Digest | None
+
+
+class CopyRead(Message):
+    """Coordinator: give the piece of a copy that starts at `offset`; `CopyPiece` answers, or
+    `CopyDone` with what is wrong."""
+
+    tag = 35
+    run_id: CopyName
+    name: CopyName
+    offset: Number
+
+
+class CopyRemove(Message):
+    """Coordinator: this copy is not needed any more. `CopyDone` answers."""
+
+    tag = 36
+    run_id: CopyName
+    name: CopyName
+
+
+class CopyDone(Message):
+    """Worker: what was asked for is done, or why not."""
+
+    tag = 37
+    error: Text
+
+
 # Life.
 
 
@@ -390,11 +454,13 @@ MESSAGES: dict[int, type[Message]] = {
         StepPlan, BlockGradientPayload, NonBlockGradientPayload, AveragedBlockGradient,
         AveragedNonBlockGradient, NodeLoss, Commit, StepApplied, Assign, Cancel, Credit, EvalPlan,
         EvalResult, Heartbeat, Halt, Continue, Drain, EndRun, Goodbye, BlobRequest, BlobChunk,
-        CapturedRows,
+        CapturedRows, CopyList, CopiesHeld, CopyPiece, CopyRead, CopyRemove, CopyDone,
     )
 }  # fmt: skip
 
 GradientPayload = BlockGradientPayload | NonBlockGradientPayload
+CopyQuestion = CopyList | CopyPiece | CopyRead | CopyRemove
+CopyAnswer = CopiesHeld | CopyPiece | CopyDone
 AveragedGradient = AveragedBlockGradient | AveragedNonBlockGradient
 
 

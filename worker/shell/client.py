@@ -6,6 +6,7 @@ import asyncio
 import ssl
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -25,12 +26,14 @@ from protocol.base.errors import (
 )
 from protocol.base.fields import cut_text
 from protocol.host.machine import Machine
+from protocol.host.secret_file import state_home
 from protocol.host.trace import Tracer
 from protocol.wire import tls
 from protocol.wire.authentication import NO_CERTIFICATE, answer, new_nonce
-from protocol.wire.connection import Connection, Received, encode
+from protocol.wire.connection import Body, Connection, Received, encode
 from protocol.wire.messages import (
     Challenge,
+    CopyQuestion,
     Goodbye,
     Heartbeat,
     Hello,
@@ -45,6 +48,7 @@ from worker.logic import events
 from worker.logic.fetching import FileEvent
 from worker.logic.session import WorkerSession
 from worker.shell import engine
+from worker.shell.kept_copies import KeptCopies
 from worker.shell.obtaining import Obtainer
 
 _SHORT_PAUSE_S: Final = 0.25
@@ -93,6 +97,8 @@ class Client:
         self._loop = asyncio.get_running_loop()
         self._engine = engine.Engine(toolbox, self._emit, tracer, machine)
         self._files = Obtainer(self._obtained, cache, machine)
+        self._copies = KeptCopies(state_home)
+        self._copying: Executor | None = None
         self._session: WorkerSession | None = None
         self._trouble = f"connecting to {target.host}:{target.port}"
         self._channel: Channel | None = None
@@ -115,6 +121,8 @@ class Client:
         finally:
             self._engine.close()
             self._files.close()
+            if self._copying is not None:
+                self._copying.shutdown(wait=False)
 
     def drain(self) -> None:
         """Finish what there is and leave; at once if there is no connection."""
@@ -286,8 +294,17 @@ class Client:
             case _:
                 if not session.name:
                     raise OutOfPlace(f"{type(message).__name__} before the handshake")
+                if isinstance(message, CopyQuestion):
+                    self._copying = self._copying or self._machine.thread("copies")
+                    self._copying.submit(self._answer, channel, message, body)
+                    return
                 self._trace("receive", message)
                 self._do(session.receive(message, body))
+
+    def _answer(self, channel: Channel, question: CopyQuestion, body: Body | None) -> None:
+        """In the thread of copies: nothing of it is the session's."""
+        answered = encode(*self._copies.answer(question, body))
+        self._loop.call_soon_threadsafe(channel.send, answered)
 
     def _prove(self, channel: Channel, challenge: Challenge) -> None:
         certificate = self._certificate or NO_CERTIFICATE
