@@ -71,7 +71,7 @@ def test_a_run_goes_on_from_a_worker_s_copy(tmp_path):
     with Cluster(tmp_path / "lost", *at, *job) as first:
         worker = first.held_worker("tower", 41, "--backend", "scripted")
         worker.reached()
-        first.wait_for("checkpoint_copied", step=40, directory="tower")
+        first.wait_for("checkpoint_copied", step=40, to="tower")
         first.coordinator.send_signal(signal.SIGKILL)
         first.wait_for_exit(first.coordinator)
         shutil.rmtree(tmp_path / "lost" / "out")
