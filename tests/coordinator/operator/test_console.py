@@ -149,6 +149,7 @@ def test_who_cannot_take_part_is_named_once_while_the_run_waits():
     run = staged("invite ann", "invite bob", "fails ann", workers="3")
     told._service.current.run = run
     told._service.sessions["bob"] = None
+    told._service.trainers.append("bob")
     told._service.known.update(("ann", "bob", "cem"))
     told.tick()
     told._tell_after_s = 0.0
