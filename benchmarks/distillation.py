@@ -1,9 +1,9 @@
 """What a teacher's logits are worth to a student: with them and without, at equal steps.
 
 SmolLM2-135M says what it thinks of some of Python's own modules, once (deploy/runs,
-smollm2-teacher.yaml); a small Llama (llama-student.yaml) then trains with `distil.alpha` as it
-stands there and with 0, which is the tokens alone: the same samples in the same order. What is done
-is kept in the directory, so the command goes on where it was ended.
+smollm2-teacher.yaml); a small Llama (llama-student.yaml, with fewer and smaller steps) then trains
+with `distil.alpha` as it stands there and with 0, which is the tokens alone: the same samples in
+the same order. What is done is kept in the directory: the command goes on where it was ended.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -20,6 +21,8 @@ from typing import Any
 from benchmarks.machine import print_heading, print_table
 
 _RUNS = Path(__file__).parents[1] / "deploy" / "runs"
+_QUICK = ("steps=40", "batch.samples=8", "evaluate_every=0", "threads=2")
+"""Some minutes a seed: nearly all of a step is the vocabulary of 49,152 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +64,11 @@ def finish(spec: Path, out: Path, settings: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-def students(directory: Path, student: Path, seed: int) -> dict[str, dict[str, Any]]:
+def students(
+    directory: Path, student: Path, seed: int, changes: Sequence[str]
+) -> dict[str, dict[str, Any]]:
     """Both ways of one seed: figures of the held-out samples after the last step, by way."""
-    settings = (f"seed={seed}", f"data.train={directory / 'teacher' / 'logits'}")
+    settings = (*changes, f"seed={seed}", f"data.train={directory / 'teacher' / 'logits'}")
     return {
         way.name: finish(student, directory / f"seed-{seed}-{way.name}", (*settings, *way.settings))
         for way in WAYS
@@ -91,6 +96,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[7, 8, 9])
     parser.add_argument("--teacher", type=Path, default=_RUNS / "smollm2-teacher.yaml")
     parser.add_argument("--student", type=Path, default=_RUNS / "llama-student.yaml")
+    parser.add_argument("--set", nargs="*", default=_QUICK, help="keys of the student")
     asked = parser.parse_args()
     print_heading("A student with and without its teacher's logits, at equal steps")
     directory = asked.directory.resolve()
@@ -98,7 +104,7 @@ def main() -> None:
     print(f"captured in {captured['wall_s'] / 60:.1f} minutes", flush=True)
     lines, all_figures = [], []
     for seed in asked.seeds:
-        results = students(directory, asked.student, seed)
+        results = students(directory, asked.student, seed, asked.set)
         figures = {name: result["eval"] for name, result in results.items()}
         all_figures.append(figures)
         minutes = sum(result["wall_s"] for result in results.values()) / 60

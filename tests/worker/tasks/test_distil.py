@@ -12,6 +12,8 @@ import pytest
 
 from backends.base.interface import BlockGradient, Loss
 from backends.eager.eager import EagerBackend
+from backends.wgpu.backend import VulkanBackend
+from backends.wgpu.device.adapters import adapters
 from protocol.base.errors import DataError
 from protocol.exact.samples import SampleOrder
 from protocol.spec.capture_layout import CaptureLayout
@@ -112,6 +114,31 @@ def test_a_student_trains_whole(task):
     figures = program.evaluate(task.evaluation_batch(0))
     assert figures["divergence"] > 0
     program.close()
+
+
+@pytest.mark.parametrize("temperature", [2.0, pytest.param(1.0, marks=pytest.mark.slow)])
+def test_a_student_on_vulkan_is_torch_s(tmp_path, temperature):
+    if isinstance(why := adapters(), str):
+        pytest.skip(why)
+    layout = LAYOUT.model_copy(update={"temperature": temperature})
+    logits = capture_of(tmp_path, layout, 3, steps_of_a_file=4, samples_of_a_group=16)
+    task = build(spec_of(logits, distil={"alpha": 0.5, "temperature": temperature}))
+    found = []
+    for backend in (EagerBackend("cpu"), VulkanBackend()):
+        program = backend.compile(
+            task.trainable, task.batch([0, 1, 2, 3]), (), [task.evaluation_batch(0)]
+        )
+        program.load(task.initial_parameters())
+        *blocks, loss = program.gradients([(task.batch([4, 5, 6, 7]), 1)])
+        assert isinstance(loss, Loss)
+        gradients = {b.block: b.values.copy() for b in blocks if isinstance(b, BlockGradient)}
+        found.append((loss.loss_sum, gradients, program.evaluate(task.evaluation_batch(0))))
+        program.close()
+    (expected, theirs, figures), (loss_sum, ours, measured) = found
+    assert loss_sum == pytest.approx(expected, rel=1e-5)
+    assert measured == pytest.approx(figures, rel=1e-5)
+    for block, values in theirs.items():
+        assert np.abs(ours[block] - values).max() < 1e-5 * np.abs(values).max()
 
 
 def test_a_file_that_is_not_the_capture_s_is_named(logits, tmp_path):

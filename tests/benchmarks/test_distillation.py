@@ -1,0 +1,68 @@
+"""Capture, duty and distillation are measured; never how much it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import capture, distillation, duty
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64,
+}  # fmt: skip
+TEACHER = {
+    "name": "tiny-teacher", "task": "teacher-logits", "seed": 7, "model": {"config": LLAMA},
+    "tokenizer": {"vocab_size": 280}, "batch": {"samples": 16, "microbatch": 4},
+    "capture": {"top_k": 8}, "steps": 4,
+}  # fmt: skip
+STUDENT = {
+    "name": "tiny-student", "task": "distil", "seed": 3, "model": {"config": LLAMA},
+    "data": {"holdout": 0.2}, "batch": {"samples": 8, "microbatch": 4}, "steps": 4,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", duty.WAYS)
+def test_steps_of_every_way_are_timed(way):
+    assert all(ms > 0 for ms in duty.measure(way, steps=4))
+
+
+@pytest.mark.slow
+def test_a_capture_and_reading_are_timed(tmp_path):
+    text = Path(__file__).parents[2] / "docs"
+    data = {"train": str(text), "pattern": "*.md", "max_tokens": 32}
+    measured = capture.capture({**TEACHER, "data": data}, tmp_path)
+    assert len(measured.step_ms) >= 2
+    assert measured.tokens == 4 * 16 * 32
+    assert 8 * 4 + 8 < measured.token_bytes < 8 * 4 + 8 + 8
+    reading = capture.read(STUDENT, capture.logits_in(tmp_path))
+    assert 0 < reading.share < 1
+
+
+def test_what_is_done_is_not_done_again(tmp_path, monkeypatch):
+    """The second call finds the results, and makes the run that is missing."""
+    begun: list[list[str]] = []
+
+    def ran(command: list[str], **_: Any) -> Any:
+        begun.append(command)
+        out = Path(command[command.index("--out") + 1])
+        out.mkdir(parents=True)
+        (out / "result.json").write_text(json.dumps({"eval": {}, "out": out.name}))
+        return type("Ended", (), {"returncode": 0})
+
+    monkeypatch.setattr(distillation.subprocess, "run", ran)
+    spec = tmp_path / "student.yaml"
+    (tmp_path / "seed-7-with").mkdir()
+    (tmp_path / "seed-7-with" / "run.json").touch()
+    with pytest.raises(FileExistsError):
+        distillation.students(tmp_path, spec, 7, ())
+    assert "--resume" in begun[-1]
+    (tmp_path / "seed-7-with" / "result.json").write_text('{"eval": {}}')
+    distillation.students(tmp_path, spec, 7, ("steps=3",))
+    assert len(begun) == 2
+    assert "--resume" not in begun[-1]
+    assert {"distil.alpha=0", "seed=7", "steps=3"} < set(begun[-1])
