@@ -26,7 +26,7 @@ from protocol.spec.run_spec import RunSpec
 from tests.simulation.device import Flaws
 from tests.simulation.disk import Disk
 from tests.simulation.disturbances import Disturbances
-from tests.simulation.job import MANY_STEPS, STEPS, VARIANTS, Job, job_of
+from tests.simulation.job import LAYOUT, MANY_STEPS, STEPS, VARIANTS, Job, job_of
 from tests.simulation.ledger import Ledger
 from tests.simulation.network import Network
 from tests.simulation.probes import Probes
@@ -53,6 +53,8 @@ _LIMITS: Final = {
     "REPLAY_BYTES": 1_000,
     "HEARTBEAT_INTERVAL_MS": 2_000,
     "TICK_MS": 250,
+    "LOGITS_FILE_BYTES": 20 * LAYOUT.sample_bytes,
+    "ROW_GROUP_BYTES": 4 * LAYOUT.sample_bytes,
 }
 """For blocks of a few elements that still travel in several chunks, through queues that fill; and
 as late and as seldom as a busy process is."""
@@ -86,6 +88,7 @@ class Cluster:
         steps: Of each.
         files: Whether workers fetch a file for each.
         evaluators: Workers that evaluate while the others train.
+        captures: Whether the runs keep rows, and train nothing.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class Cluster:
         steps: int | None = None,
         files: bool = False,
         evaluators: int = 0,
+        captures: bool = False,
     ) -> None:
         self.rng = rng = Random(seed)
         self.clock = Clock(rng)
@@ -116,7 +120,7 @@ class Cluster:
         self._unlike = not calm and rng.random() < 0.15
         steps = steps or (MANY_STEPS if not calm and rng.random() < 0.005 else STEPS)
         count = runs or (1 if calm else rng.choice((1, 1, 1, 1, 1, 1, 1, 1, 2)))
-        jobs = [job_of(rng.randrange(VARIANTS), steps) for _ in range(count)]
+        jobs = [job_of(rng.randrange(VARIANTS), steps, captures=captures) for _ in range(count)]
         self.ledgers = [Ledger(job, self.disk.root / f"run-{n}") for n, job in enumerate(jobs)]
         for number, ledger in enumerate(self.ledgers):
             if files or (not calm and rng.random() < _WITH_FILES):

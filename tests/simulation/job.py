@@ -7,22 +7,28 @@ with wrong weights shows; weights and losses are no whole numbers, so that the o
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from backends.base.interface import Array, Batch, Trainable
+from coordinator.capture.captured_files import CapturedFiles
+from protocol.data.captured_rows import record_dtype
 from protocol.exact.digest import weights_digest
 from protocol.exact.replica import Replica
 from protocol.exact.samples import SampleOrder, microbatch_seed
 from protocol.exact.tree import Node
 from protocol.exact.update import StepScalars, global_norm, square_sum, step_scalars
 from protocol.exact.update import average as scale_to_average
-from protocol.spec.manifest import Block, Manifest, Metric, TensorSpec
+from protocol.spec.capture_layout import CaptureLayout
+from protocol.spec.manifest import Block, Export, Manifest, Metric, TensorSpec
 from protocol.spec.run_spec import (
     BatchSpec,
     CheckpointSpec,
@@ -38,6 +44,9 @@ STEPS = 4
 MANY_STEPS = 40
 PARTS = 3
 MOST_MICROBATCHES = 13
+LAYOUT = CaptureLayout(tokens=3, vocabulary=9, top_k=2)
+"""Of what is kept where a job captures."""
+Rows = NDArray[np.uint8]
 COVERAGE = 2
 """Number of the block whose gradient is 1 at the place of its microbatch: it counts them."""
 
@@ -81,10 +90,11 @@ class Taken:
 class Job:
     """One of a few run specs with its scripted numbers; `variant` below `VARIANTS`.
 
-    It is a task too, as far as a worker's engine looks at one.
+    It is a task too, as far as a worker's engine looks at one. One that captures trains nothing:
+    its steps keep rows that follow from the samples alone.
     """
 
-    def __init__(self, variant: int, steps: int = STEPS) -> None:
+    def __init__(self, variant: int, steps: int = STEPS, *, captures: bool = False) -> None:
         mode, every = _KEPT[variant // (len(_BATCHES) * len(_OPTIMIZERS))]
         variant %= len(_BATCHES) * len(_OPTIMIZERS)
         microbatch, samples, train_samples = _BATCHES[variant % len(_BATCHES)]
@@ -95,7 +105,7 @@ class Job:
             batch=BatchSpec(samples=samples, microbatch=microbatch),
             optimizer=optimizer,
             exchange=_EXCHANGES[variant % len(_EXCHANGES)],
-            evaluate_every=2 if steps == STEPS else 7,
+            evaluate_every=0 if captures else 2 if steps == STEPS else 7,
             log=mode,
             checkpoint=CheckpointSpec(every=every if steps == STEPS else 5 * every),
             double_check_every=_DOUBLE_CHECKS[variant % len(_DOUBLE_CHECKS)],
@@ -110,13 +120,19 @@ class Job:
         self.manifest = Manifest(
             blocks=self.blocks,
             train_samples=train_samples,
-            evaluation_parts=PARTS,
-            metrics=(ratio,),
+            evaluation_parts=0 if captures else PARTS,
+            metrics=() if captures else (ratio,),
+            digests=dict.fromkeys(("base_weights", "vocabulary"), "a" * 64) if captures else {},
+            export=Export(directory="logits" if captures else "model"),
+            capture=LAYOUT if captures else None,
         )
         self.manifest_document = self.manifest.to_bytes()
         self.order = SampleOrder(self.spec.seed, train_samples, self.spec.batch)
+        self.captures = captures
+        self.steps = min(steps, self.order.steps_per_epoch) if captures else steps
         self.trainable = Trainable(blocks=self.blocks)
-        self._taken = _taken_of(variant, steps)
+        self._taken = _taken_of(variant, steps, captures=captures)
+        self._files: dict[tuple[bool, ...], dict[str, str]] = {}
         self._fresh: dict[int, Replica] = {}
         self._coverage: dict[int, Array] = {}
         self._weights: dict[tuple[int, Node], float] = {}
@@ -136,7 +152,30 @@ class Job:
 
     def batch(self, samples: Sequence[int]) -> Batch:
         """See `worker.tasks.base.Task`: nothing but a weight."""
-        return Batch({}, _weight(samples))
+        arrays = {"sample_ids": np.asarray(samples, np.int64)} if self.captures else {}
+        return Batch(arrays, _weight(samples))
+
+    def rows(self, samples: Sequence[int]) -> Rows:
+        """What a capture keeps of these samples, (samples, bytes of one)."""
+        records = np.zeros(len(samples), record_dtype(LAYOUT))
+        records["sample_id"], records["rows"], records["loss_mask"] = samples, LAYOUT.tokens, 1
+        for name in ("input_ids", "topk_ids", "topk_logits", "lse_1", "lse_T"):
+            places = np.arange(records[name][0].size).reshape(records[name].shape[1:])
+            for record, sample in zip(records[name], samples, strict=True):
+                record[...] = (places * 3 + sample) % LAYOUT.vocabulary
+        return records.view(np.uint8).reshape(len(samples), LAYOUT.sample_bytes)
+
+    def files(self, skips: tuple[bool, ...]) -> dict[str, str]:
+        """Digests of the files that the undisturbed capture leaves."""
+        if skips not in self._files:
+            with tempfile.TemporaryDirectory() as name:
+                kept = CapturedFiles(Path(name), self.manifest, self.spec, 0, lambda: None)
+                for step, skipped in enumerate(skips):
+                    samples = [] if skipped else self.order.microbatches(step)
+                    kept.keep(step, [self.rows(part).reshape(-1) for part in samples])
+                self._files[skips] = kept.finish(whole=True)
+                kept.close()
+        return self._files[skips]
 
     def evaluation_batch(self, part: int) -> Batch:
         """See `worker.tasks.base.Task`."""
@@ -158,6 +197,8 @@ class Job:
 
     def gradient(self, parameters: list[Array], step: int, microbatch: int, block: int) -> Array:
         """The gradient sum of one block over one microbatch."""
+        if self.captures:
+            return np.zeros(self.blocks[block].elements, np.float32)
         if block == COVERAGE:
             values = np.zeros(MOST_MICROBATCHES, np.float32)
             values[microbatch] = 1
@@ -184,7 +225,13 @@ class Job:
 
     def loss(self, parameters: list[Array], step: int, microbatch: int) -> float:
         """The loss sum of one microbatch."""
+        if self.captures:
+            return self.captured_loss(self.order.microbatches(step)[microbatch])
         return float(parameters[0][0]) + (step * 3 + microbatch) / 7
+
+    def captured_loss(self, samples: Sequence[int]) -> float:
+        """The loss sum over these samples of a capture."""
+        return float(sum(samples)) / 7
 
     def sums(self, parameters: list[Array], part: int) -> dict[str, float]:
         """Evaluation sums of one held-out part."""
@@ -207,7 +254,7 @@ class Job:
         """The average of the block that counts microbatches."""
         if step not in self._coverage:
             expected = np.zeros(MOST_MICROBATCHES, np.float32)
-            if total := self.total_weight(step):
+            if not self.captures and (total := self.total_weight(step)):
                 expected[: self.order.microbatch_count(step)] = np.float32(1 / total)
                 expected = _rounded(expected, self.spec.exchange.averages)
             self._coverage[step] = expected
@@ -243,7 +290,7 @@ class Job:
         loss = _along_tree(count, lambda m: self.loss(parameters, step, m))
         norm = global_norm([square_sum(array) for array in averages])
         scalars = step_scalars(
-            self.spec.optimizer, replica.optimizer_step + 1, step, self.spec.steps, norm
+            self.spec.optimizer, replica.optimizer_step + 1, step, self.steps, norm
         )
         digests = [
             weights_digest({
@@ -263,16 +310,16 @@ def _weight(samples: Sequence[int]) -> float:
 
 
 @cache
-def _taken_of(variant: int, steps: int) -> dict[tuple[bool, ...], Taken]:
+def _taken_of(variant: int, steps: int, *, captures: bool) -> dict[tuple[bool, ...], Taken]:
     """The undisturbed run does not depend on what is logged."""
-    del variant, steps
+    del variant, steps, captures
     return {}
 
 
 @cache
-def job_of(variant: int, steps: int = STEPS) -> Job:
+def job_of(variant: int, steps: int = STEPS, *, captures: bool = False) -> Job:
     """The same object each time: the undisturbed run is computed once for many seeds."""
-    return Job(variant, steps)
+    return Job(variant, steps, captures=captures)
 
 
 @cache

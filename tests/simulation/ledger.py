@@ -14,7 +14,9 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+from blake3 import blake3
 
 from coordinator.disk.claim import stored_epoch
 from coordinator.run.actions import Finish
@@ -246,14 +248,25 @@ class Ledger:
         # Steps whose gradients are not kept may have been left to be done again.
         assert replica.step == len(self.skips) or self.job.spec.log == "checkpoint"
         if outcome.outcome == "finished":
-            assert replica.step == self.job.spec.steps
-            assert self.evaluated_step == replica.step, "the trained state is evaluated"
+            assert replica.step == self.job.steps
+            evaluated = self.evaluated_step == replica.step or self.job.captures
+            assert evaluated, "the trained state is evaluated"
         if replica.step:
             assert max(saved) == replica.step, "the last state is saved"
         result = self.directory.read_result()
         assert result is not None
         assert result["outcome"] == outcome.outcome
         assert result["weights_digest"] == replica.weights_digest()
+        self._check_files(result)
+
+    def _check_files(self, result: dict[str, Any]) -> None:
+        """A capture leaves the files of the undisturbed one."""
+        if not self.job.captures or result["outcome"] != "finished":
+            return
+        assert result["exported"] == self.job.files(self.skips), "the capture has other files"
+        for name, digest in result["exported"].items():
+            content = (self.directory.path / name).read_bytes()
+            assert blake3(content).hexdigest() == digest, f"{name} is not what the result says"
 
     def found_over(self) -> None:
         """A coordinator was killed when all was written, and nobody had heard."""
@@ -261,6 +274,7 @@ class Ledger:
         assert result is not None
         replica = self.expected(result["steps"]).replica
         assert result["weights_digest"] == replica.weights_digest()
+        self._check_files(result)
         self.outcome = Finish(result["outcome"], _FOUND, 0)
 
     def check_halt(self, reason: str) -> None:

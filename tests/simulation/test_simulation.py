@@ -89,3 +89,11 @@ def test_evaluators_change_no_bit_and_nobody_waits_for_them(first, play):
 def test_a_calm_cluster_with_an_evaluator_finishes(play):
     for seed in range(5):
         assert play(seed, calm=True, evaluators=1).outcomes == ["finished"]
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (20, 40))])
+def test_a_capture_leaves_the_files_of_the_undisturbed_one(first, play):
+    finished = 0
+    for seed in range(first, first + 20):
+        finished += play(seed, captures=True).outcomes.count("finished")
+    assert finished >= 10
