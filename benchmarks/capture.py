@@ -11,7 +11,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -129,7 +129,7 @@ def read(document: dict[str, Any], logits: Path) -> Reading:
     return measured
 
 
-def _all(gradients: Iterator[object]) -> None:
+def _all(gradients: Iterable[object]) -> None:
     for _ in gradients:
         pass
 

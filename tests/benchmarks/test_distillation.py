@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def test_what_is_done_is_not_done_again(tmp_path, monkeypatch):
         (out / "result.json").write_text(json.dumps({"eval": {}, "out": out.name}))
         return type("Ended", (), {"returncode": 0})
 
-    monkeypatch.setattr(distillation.subprocess, "run", ran)
+    monkeypatch.setattr(subprocess, "run", ran)
     spec = tmp_path / "student.yaml"
     (tmp_path / "seed-7-with").mkdir()
     (tmp_path / "seed-7-with" / "run.json").touch()
