@@ -7,7 +7,6 @@ first, beside the run, and given away from there; so the same rules say which co
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import tarfile
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from coordinator.storage.copies import (
     copy_checkpoint,
     copy_name,
     held_in,
+    is_copy_name,
     is_current,
     newest_of,
     superfluous,
@@ -154,8 +154,11 @@ async def _receive(worker: Questions, found: CopyPiece, archive: Path) -> None:
 
 
 def _unpack(archive: Path, to: Path) -> None:
-    with tarfile.open(archive) as packed:
-        packed.extractall(to, filter="data")
+    try:
+        with tarfile.open(archive) as packed:
+            packed.extractall(to, filter="data")
+    except tarfile.TarError as error:
+        raise StorageDamaged(archive.name, "", f"no copy of a run: {error}") from None
     archive.unlink()
 
 
@@ -163,8 +166,9 @@ async def _listed(worker: Questions, run_id: str | None) -> Sequence[CopyPiece]:
     message, body = await worker.ask(CopyList(run_id=run_id))
     try:
         if isinstance(message, CopiesHeld) and body is not None:
-            return _LISTED.validate_python(json.loads(body.tobytes()))
-    except (ValueError, ValidationError):
+            listed = _LISTED.validate_json(body.tobytes())
+            return [piece for piece in listed if is_copy_name(piece.name)]
+    except ValidationError:
         pass
     raise Unreachable("the worker did not say which copies it keeps")
 

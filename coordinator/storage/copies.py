@@ -81,6 +81,11 @@ def copy_name(step: int) -> str:
     return f"{_PREFIX}{step:010}"
 
 
+def is_copy_name(name: str) -> bool:
+    """Whether a copy may be called so."""
+    return _NAME.fullmatch(name) is not None
+
+
 @dataclass(frozen=True, slots=True)
 class Held:
     """What is known of a copy without reading it.
@@ -339,7 +344,7 @@ def _newest(source: Path) -> Path:
 
 def _copies(run: Path) -> list[Path]:
     """Whole ones, oldest first: by the epoch that their journal ends with, then by their steps."""
-    found = [path for path in run.glob(_PREFIX + "*") if _NAME.fullmatch(path.name)]
+    found = [path for path in run.glob(_PREFIX + "*") if is_copy_name(path.name)]
     return sorted(found, key=lambda copy: (newest_epoch(RunDirectory(copy).journal), copy.name))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from blake3 import blake3
 
 from coordinator.service.worker_copies import SCRATCH, fetch_copy, give_copy
 from coordinator.storage.copies import bring_back
@@ -14,6 +15,7 @@ from coordinator.storage.recovery import recover
 from coordinator.storage.run_directory import RunDirectory
 from protocol.base.errors import StorageDamaged, UsageError
 from protocol.wire.connection import Received
+from protocol.wire.messages import CopyPiece
 from tests.coordinator.storage.test_copies import from_step, steps_of
 from tests.durable_run import WrittenRun
 from worker.shell.kept_copies import KeptCopies
@@ -91,6 +93,19 @@ async def test_a_copy_that_was_changed_is_refused(worker, tmp_path):
     content[len(content) // 2] ^= 1
     archive.write_bytes(content)
     with pytest.raises(StorageDamaged, match="not what was given to it"):
+        await fetch_copy(worker, tmp_path / "scratch")
+
+
+async def test_an_archive_of_something_else_is_one_line(worker, tmp_path):
+    """A worker may have anything under a copy's name, with the digest that fits."""
+    content = b"no archive" * 100
+    facts = CopyPiece(
+        run_id="r", name="after-0000000003", offset=0, total=len(content), epoch=1, lines=1,
+        digest=blake3(content).hexdigest(), head="0" * 64, branch=None,
+    )  # fmt: skip
+    await worker.ask(facts, content)
+    await worker.ask(facts.model_copy(update={"name": "after-x"}), content)
+    with pytest.raises(StorageDamaged, match="no copy of a run"):
         await fetch_copy(worker, tmp_path / "scratch")
 
 
