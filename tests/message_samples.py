@@ -137,11 +137,14 @@ _scalars = st.builds(
     epsilon=st.floats(2.0**-20, 1, width=32),
 )
 _bytes32 = st.binary(min_size=32, max_size=32)
+_name = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", fullmatch=True)
+_copy = {"run_id": _name, "name": _name, "offset": _number}
 _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
     messages.Hello: {
         "release": _small, "name": _small, "backend": _small,
         "instance": st.text("0123456789abcdef", min_size=32, max_size=32),
         "nonce": _bytes32, "enrolled": st.booleans(),
+        "duty": st.sampled_from(["train", "evaluate"]),
     },
     messages.Challenge: {"method": _small, "nonce": _bytes32, "proof": _bytes32},
     messages.Proof: {"proof": st.binary(max_size=64)},
@@ -193,6 +196,15 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
         "epoch": _number, "step": _number, "part": _number,
         "sums": st.dictionaries(_small, _any_float, max_size=24),
     },
+    messages.CopyList: {"run_id": st.none() | _name},
+    messages.CopiesHeld: {},
+    messages.CopyPiece: {
+        **_copy, "total": _number, "digest": _digest, "epoch": _number, "lines": _number,
+        "head": _digest, "branch": st.none() | _digest,
+    },
+    messages.CopyRead: _copy,
+    messages.CopyRemove: {"run_id": _name, "name": _name},
+    messages.CopyDone: {"error": _text},
     messages.Heartbeat: {},
     messages.Halt: {**_in_step, "reason": _text},
     messages.Continue: _in_step,

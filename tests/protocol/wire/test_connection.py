@@ -19,9 +19,9 @@ TABLE = {"worker": FROM_WORKER, "coordinator": FROM_COORDINATOR}
 
 ONLY_WORKER = {
     "Hello", "Proof", "Ready", "Unready", "BlockGradientPayload", "NonBlockGradientPayload",
-    "CapturedRows", "NodeLoss", "StepApplied", "EvalResult", "Drain", "BlobRequest",
+    "CapturedRows", "NodeLoss", "StepApplied", "EvalResult", "Drain", "BlobRequest", "CopiesHeld", "CopyDone",
 }  # fmt: skip
-BOTH = {"StateChunk", "Heartbeat", "Goodbye"}
+BOTH = {"StateChunk", "CopyPiece", "Heartbeat", "Goodbye"}
 IN_HANDSHAKE = {
     ("worker", Phase.GREETING): {"Hello", "Goodbye"},
     ("worker", Phase.CHALLENGING): {"Goodbye"},

@@ -70,6 +70,12 @@ def test_tags_are_what_they_were():
                 "BlobChunk",
                 "CapturedRows",
                 "Credit",
+                "CopyList",
+                "CopiesHeld",
+                "CopyPiece",
+                "CopyRead",
+                "CopyRemove",
+                "CopyDone",
             ],
             start=1,
         )
@@ -96,7 +102,7 @@ def test_the_bits_of_a_nan_are_kept(bits):
     assert decode_message(messages.NodeLoss.tag, broken).to_header() == broken
 
 
-@pytest.mark.parametrize("tag", [0, 32, 100, 255])
+@pytest.mark.parametrize("tag", [0, 38, 100, 255])
 def test_an_unknown_tag(tag):
     with pytest.raises(MessageError, match=f"expected a known message, got tag {tag}"):
         decode_message(tag, b"\x80")
