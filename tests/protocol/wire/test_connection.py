@@ -19,7 +19,8 @@ TABLE = {"worker": FROM_WORKER, "coordinator": FROM_COORDINATOR}
 
 ONLY_WORKER = {
     "Hello", "Proof", "Ready", "Unready", "BlockGradientPayload", "NonBlockGradientPayload",
-    "CapturedRows", "NodeLoss", "StepApplied", "EvalResult", "Drain", "BlobRequest", "CopiesHeld", "CopyDone",
+    "CapturedRows", "NodeLoss", "StepApplied", "EvalResult", "Drain", "BlobRequest",
+    "CopiesHeld", "CopyDone",
 }  # fmt: skip
 BOTH = {"StateChunk", "CopyPiece", "Heartbeat", "Goodbye"}
 IN_HANDSHAKE = {
