@@ -339,7 +339,7 @@ async def _until_over(service: Service, local: LocalWorkers | None) -> None:
     async def end_with_workers() -> None:
         assert local is not None
         await local.all_ended()
-        if not service.sessions and service.settings.once:
+        if not service.trainers and service.settings.once:
             unfit = service.current.run.unfit if service.current is not None else {}
             cannot = "".join(f"; {name}: {why}" for name, why in sorted(unfit.items()))
             service.give_up(f"all local workers have ended, and no other is connected{cannot}")
