@@ -1,4 +1,4 @@
-"""The end of a run: the trained tensors, the journal's last line, and `result.json`."""
+"""The end of a run: trained tensors, the journal's last line, a card, and `result.json`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from coordinator.disk.artifacts import write_json, write_model
 from coordinator.disk.canonical_json import json_digest
 from coordinator.run.actions import Finish
 from coordinator.run.run import Run
+from coordinator.service.model_card import write_card
 from coordinator.storage.journal_records import Ended
 from coordinator.storage.run_storage import RunStorage
 from protocol.exact.replica import Replica
@@ -61,5 +62,8 @@ async def write_result(
         result_digest=json_digest(document),
     )  # fmt: skip
     document["journal_head"] = await storage.end_journal(record)
+    if not storage.captures:
+        told = storage.directory, run.spec, run.manifest, document
+        await asyncio.to_thread(write_card, *told)
     await asyncio.to_thread(write_json, storage.directory.result_file, document)
     return model, document

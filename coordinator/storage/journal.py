@@ -329,6 +329,19 @@ def first_record(path: Path) -> Record | None:
             return _sound_record(file.readline())
 
 
+def entries_of(path: Path, kind: type[T]) -> Iterator[T]:
+    """Every sound record of a kind, in order; none of a journal that is not there."""
+    mark = f'"kind":"{kind_of(kind)}"'.encode()
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                record = _sound_record(line) if mark in line else None
+                if isinstance(record, kind):
+                    yield record
+    except OSError:
+        return
+
+
 def newest_record(path: Path, kind: type[T]) -> T | None:
     """The newest line of a kind that is what was written; the file need not be there.
 

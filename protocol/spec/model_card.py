@@ -1,0 +1,192 @@
+"""The card beside a trained model: a README of what its run recorded, for people and for programs.
+
+Front matter as model hubs read it (https://huggingface.co/docs/hub/model-cards), the run's facts
+in it under `samestep`; then the same as tables. What the run does not know (a licence, what the
+model is good for) is left to whoever passes it on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from protocol.spec.manifest import Manifest
+from protocol.spec.run_spec import BaseDtype, RunSpec
+
+CARD: Final = "README.md"
+_FENCE: Final = "---\n"
+_KEY: Final = "samestep"
+
+
+class Measured(BaseModel):
+    """Held-out figures after so many steps; None for one that is not finite."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int
+    figures: dict[str, float | None]
+
+
+class CardFacts(BaseModel):
+    """What a run recorded of itself.
+
+    Attributes:
+        run_id: Of the run.
+        name: The run spec's.
+        task: What was trained.
+        release: Of the software that wrote this.
+        outcome: How the run ended.
+        steps: How many were taken.
+        train_samples: What was trained on.
+        base: Where the run spec found the model that was trained; None for one that began anew.
+        base_dtype: What the frozen weights were rounded to.
+        adapter: Whether the trained tensors are LoRA's, beside the base.
+        digests: Of what was read; see `Manifest.digests`.
+        weights_digest: Of the trained tensors.
+        exact: Whether all workers computed with the same signature.
+        evaluations: Held-out figures, rising by step.
+        made: What was done to the result afterwards, in sentences.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run_id: str
+    name: str
+    task: str
+    release: str
+    outcome: str
+    steps: int
+    train_samples: int
+    base: str | None
+    base_dtype: BaseDtype
+    adapter: bool
+    digests: dict[str, str]
+    weights_digest: str
+    exact: bool
+    evaluations: tuple[Measured, ...]
+    made: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(
+        spec: RunSpec,
+        manifest: Manifest,
+        result: Mapping[str, Any],
+        release: str,
+        evaluations: Sequence[Measured],
+    ) -> CardFacts:
+        """The facts of a run that has ended.
+
+        Args:
+            spec: What was asked for.
+            manifest: What the workers found.
+            result: What `result.json` says.
+            release: Of this software.
+            evaluations: From the journal.
+        """
+        shown = {metric.name for metric in manifest.metrics if not metric.detail}
+        model = spec.model
+        return CardFacts(
+            run_id=str(result["run_id"]),
+            name=spec.name,
+            task=spec.task,
+            release=release,
+            outcome=str(result["outcome"]),
+            steps=int(result["steps"]),
+            train_samples=manifest.train_samples,
+            base=(model.name or model.source) if model is not None else None,
+            base_dtype=model.base_dtype if model is not None else "float32",
+            adapter=spec.lora is not None,
+            digests=manifest.digests,
+            weights_digest=str(result["weights_digest"]),
+            exact=bool(result["exact"]),
+            evaluations=tuple(
+                Measured(step=each.step, figures={k: v for k, v in each.figures.items() if k in shown})
+                for each in evaluations
+            ),
+        )
+
+
+def card_text(facts: CardFacts) -> str:
+    """The whole file."""
+    library = "peft" if facts.adapter else "transformers"
+    head: dict[str, Any] = {"library_name": library, "tags": [_KEY, *(["lora"] * facts.adapter)]}
+    if facts.base is not None:
+        head["base_model"] = facts.base
+    head[_KEY] = facts.model_dump(mode="json")
+    front = yaml.safe_dump(head, sort_keys=False, allow_unicode=True, width=100)
+    return f"{_FENCE}{front}{_FENCE}\n" + "\n".join(_body(facts)) + "\n"
+
+
+def read_card(directory: Path) -> CardFacts | None:
+    """The facts in a directory's card; None where there is none of ours."""
+    try:
+        text = (directory / CARD).read_text(encoding="utf-8")
+        _, front, _ = text.split(_FENCE, 2)
+        return CardFacts.model_validate(yaml.safe_load(front)[_KEY])
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, ValidationError):
+        return None
+
+
+def _body(facts: CardFacts) -> Iterator[str]:
+    what = "A LoRA adapter" if facts.adapter else "A model"
+    yield f"# {facts.name}"
+    yield ""
+    yield (
+        f"{what}, trained with samestep. Everything below is what the run recorded; what the model "
+        "is good for, and its limits, are for whoever passes it on to say."
+    )
+    yield ""
+    yield (
+        "Licence: not stated. Give one that the licences of the base model and of the data allow, "
+        "as `license:` at the top of this file."
+    )
+    for sentence in facts.made:
+        yield ""
+        yield sentence
+    yield ""
+    yield "| | |"
+    yield "|---|---|"
+    for name, value in _rows(facts):
+        yield f"| {name} | {value} |"
+    if facts.evaluations:
+        yield ""
+        yield "## Held-out figures"
+        yield ""
+        yield from _table(facts.evaluations)
+
+
+def _rows(facts: CardFacts) -> Iterator[tuple[str, object]]:
+    yield "run", f"`{facts.run_id}`"
+    yield "task", facts.task
+    yield "base model", "none: from scratch" if facts.base is None else f"`{facts.base}`"
+    if facts.base_dtype != "float32":
+        yield "base weights rounded to", facts.base_dtype
+    yield "steps", f"{facts.steps} ({facts.outcome})"
+    yield "training samples", facts.train_samples
+    for name, digest in facts.digests.items():
+        yield f"BLAKE3 of {name.replace('_', ' ')}", f"`{digest}`"
+    yield "BLAKE3 of the trained weights", f"`{facts.weights_digest}`"
+    yield "exact", (
+        "yes: every worker computed with the same bits"
+        if facts.exact
+        else "no: unlike machines took part"
+    )
+    yield "software", f"samestep {facts.release}"
+
+
+def _table(evaluations: Sequence[Measured]) -> Iterator[str]:
+    names = list(dict.fromkeys(name for each in evaluations for name in each.figures))
+    yield "| step | " + " | ".join(name.replace("_", " ") for name in names) + " |"
+    yield "|---" * (len(names) + 1) + "|"
+    for each in evaluations:
+        figures = (_figure(each.figures.get(name)) for name in names)
+        yield f"| {each.step} | " + " | ".join(figures) + " |"
+
+
+def _figure(value: float | None) -> str:
+    return "not finite" if value is None or not math.isfinite(value) else f"{value:.6g}"

@@ -1,0 +1,149 @@
+"""What a user names after a run: its directory, its adapter or model, or any model's directory."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from protocol import __version__
+from protocol.base.errors import DataError, MessageError
+from protocol.spec.manifest import ADAPTER_CONFIG, Manifest
+from protocol.spec.model_card import CardFacts, read_card
+from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
+from protocol.spec.sources import GGUF
+
+ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A model that can be used, or an adapter for one.
+
+    Attributes:
+        directory: Where its files are; a GGUF file by itself is its own.
+        adapter: What `adapter_config.json` says; None for a whole model.
+        facts: What its run recorded; None where that is not known.
+    """
+
+    directory: Path
+    adapter: dict[str, Any] | None
+    facts: CardFacts | None
+
+    @property
+    def whole(self) -> bool:
+        return self.adapter is None
+
+    def base(self, asked: str | None) -> str:
+        """Source of the model that the trained tensors are added to.
+
+        Args:
+            asked: What the user says it is, if anything. Else it is looked for where the adapter
+                says, which may name a place on another machine, then where the run spec says.
+
+        Raises:
+            DataError: It is a whole model and has none, or its adapter names none.
+        """
+        if self.adapter is None:
+            if asked is not None:
+                raise DataError(
+                    f"--base: {str(self.directory)!r} is a whole model, which needs no base; "
+                    "leave --base out"
+                )
+            return str(self.directory)
+        if asked is not None:
+            return asked
+        named = self.adapter.get("base_model_name_or_path")
+        if isinstance(named, str) and Path(named).is_dir():
+            return named
+        spec = self.facts.base if self.facts is not None else None
+        if not (spec or named):
+            raise DataError(
+                f"{str(self.directory / ADAPTER_CONFIG)!r} names no base model; give it: --base DIR"
+            )
+        return str(spec or named)
+
+
+def find(place: Path) -> Finished:
+    """Look at a run's directory, an adapter's, or a model's.
+
+    Raises:
+        DataError: It is none of these, or the run has not ended.
+    """
+    if place.is_file() and place.suffix == GGUF:
+        return Finished(place, None, None)
+    if not place.is_dir():
+        raise DataError(f"expected a run's or a model's directory at {str(place)!r}, found none")
+    if (place / "run.json").is_file():
+        return _of_run(place)
+    if (place / ADAPTER_CONFIG).is_file():
+        return Finished(place, _adapter(place), read_card(place) or _facts_above(place))
+    if (place / "config.json").is_file():
+        return Finished(place, None, read_card(place) or _facts_above(place))
+    inside = next((n for n in ("adapter", "model") if (place / n).is_dir()), None)
+    hint = f"; is it {str(place / inside)!r}?" if inside else ""
+    raise DataError(
+        f"expected a run (run.json), an adapter ({ADAPTER_CONFIG}) or a model (config.json) in "
+        f"{str(place)!r}, found none{hint}"
+    )
+
+
+def _of_run(run: Path) -> Finished:
+    if not (run / "result.json").is_file():
+        raise DataError(
+            f"the run in {str(run)!r} has not ended: it has no result.json; go on with it first: "
+            f"coordinator --out {run} --resume"
+        )
+    _, manifest, _ = _documents(run)
+    directory = run / manifest.export.directory
+    if (directory / ADAPTER_CONFIG).is_file():
+        adapter = _adapter(directory)
+    elif (directory / "config.json").is_file():
+        adapter = None
+    else:
+        raise DataError(
+            f"expected a run of a language model or classifier in {str(run)!r}, but its result in "
+            f"{str(directory)!r} has no config.json, as that of no other task has"
+        )
+    return Finished(directory, adapter, read_card(directory) or _facts_of_run(run))
+
+
+def _documents(run: Path) -> tuple[RunSpec, Manifest, dict[str, Any]]:
+    try:
+        document = json.loads((run / "run.json").read_bytes())["spec"]
+        spec = parse_run_spec_bytes(json.dumps(document).encode())
+        manifest = Manifest.from_bytes((run / "manifest.json").read_bytes())
+        result = json.loads((run / "result.json").read_bytes())
+    except (OSError, ValueError, KeyError, TypeError, MessageError) as error:
+        raise DataError(f"cannot read what the run in {str(run)!r} has written: {error}") from None
+    return spec, manifest, result
+
+
+def _facts_of_run(run: Path) -> CardFacts:
+    """Of a run whose result has no card: an older release wrote none."""
+    spec, manifest, result = _documents(run)
+    return CardFacts.of(spec, manifest, result, __version__, ())
+
+
+def _facts_above(directory: Path) -> CardFacts | None:
+    """Where the directory lies in its run as it was written."""
+    run = directory.absolute().parent
+    if not all((run / name).is_file() for name in ("run.json", "manifest.json", "result.json")):
+        return None
+    _, manifest, _ = _documents(run)
+    return _facts_of_run(run) if manifest.export.directory == directory.name else None
+
+
+def _adapter(directory: Path) -> dict[str, Any]:
+    path = directory / ADAPTER_CONFIG
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {str(path)!r}: {error}") from None
+    kind = config.get("peft_type") if isinstance(config, dict) else None
+    if kind != "LORA":
+        raise DataError(f"expected a LoRA adapter in {str(directory)!r}, got {kind or 'no type'}")
+    if not (directory / ADAPTER_WEIGHTS).is_file():
+        raise DataError(f"expected {ADAPTER_WEIGHTS} in {str(directory)!r}, found none")
+    return dict(config)

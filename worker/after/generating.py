@@ -1,0 +1,169 @@
+"""Text from a language model: `worker generate DIR "prompt"`, token after token.
+
+Greedy, or drawn with a temperature from the most probable tokens (nucleus sampling, Holtzman et
+al. 2019, arXiv:1904.09751). Draws are `backends.base.draws`, so a seed gives the same text again
+wherever the logits are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jinja2
+import torch
+
+from backends.base import draws
+from protocol.base.errors import DataError, in_words
+from worker.models.pretrained import positions
+
+_HALF_A_CHARACTER: Final = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+        temperature: Logits are divided by it; 0 takes the likeliest token.
+        top_p: Only the likeliest tokens that have this share of the probability together.
+        seed: Of the draws.
+        max_tokens: No more than these.
+    """
+
+    temperature: float
+    top_p: float
+    seed: int
+    max_tokens: int
+
+
+def prompt_tokens(tokenizer: Any, prompt: str, system: str | None) -> list[int]:
+    """A prompt as the model expects it: a user's message, where the tokenizer has a chat template.
+
+    Raises:
+        DataError: The template refuses it, or nothing is left of the prompt.
+    """
+    if tokenizer.chat_template:
+        told = [{"role": "system", "content": system}] if system is not None else []
+        messages = [*told, {"role": "user", "content": prompt}]
+        try:
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise DataError(f"the tokenizer's chat template refuses it: {in_words(error)}") from None
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    elif system is not None:
+        raise DataError(
+            "--system: expected a tokenizer with a chat template, found none; leave --system out"
+        )
+    else:
+        ids = tokenizer(prompt, verbose=False)["input_ids"]
+    if not ids:
+        raise DataError("expected a prompt with text in it, got none that the tokenizer knows")
+    return [int(each) for each in ids]
+
+
+def generate(
+    model: Any, tokenizer: Any, prompt: list[int], sampling: Sampling
+) -> Iterator[str]:
+    """Pieces of text as they are sure, up to an end token or `max_tokens`.
+
+    Args:
+        model: A decoder with its head, in evaluation mode.
+        tokenizer: Its own.
+        prompt: What comes before; see `prompt_tokens`.
+        sampling: How tokens are chosen.
+
+    Raises:
+        DataError: The prompt and what is asked for are longer than the model has positions.
+    """
+    most = positions(model.config)
+    if len(prompt) + sampling.max_tokens > most:
+        raise DataError(
+            f"expected a prompt and --max-tokens of {most} tokens together, the model's positions, "
+            f"got {len(prompt)} and {sampling.max_tokens}; lower --max-tokens"
+        )
+    return _pieces(tokenizer, _tokens(model, prompt, sampling, end_tokens(model, tokenizer)))
+
+
+def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """What ends an answer: as model and tokenizer say, and the mark behind an answer in the
+    tokenizer's chat template."""
+    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ends = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])}
+    if tokenizer.chat_template:
+        ends.add(_mark_after_an_answer(tokenizer))
+    return frozenset(each for each in ends if each is not None)
+
+
+def _mark_after_an_answer(tokenizer: Any) -> int | None:
+    """The first token behind what the assistant says, if it is one of the tokenizer's marks."""
+    said = "unlikely words"
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except (jinja2.TemplateError, TypeError, ValueError):
+        return None
+    behind = tokenizer(text.rpartition(said)[2], add_special_tokens=False)["input_ids"]
+    marks = tokenizer.added_tokens_decoder
+    return int(behind[0]) if behind and behind[0] in marks else None
+
+
+def _tokens(
+    model: Any, prompt: list[int], sampling: Sampling, ends: frozenset[int]
+) -> Iterator[int]:
+    given = torch.tensor([prompt], device=model.device)
+    known = None
+    uniforms = draws.uniforms(draws.key_of(sampling.seed, "generate"), sampling.max_tokens)
+    with torch.no_grad():
+        for number in range(sampling.max_tokens):
+            out = model(input_ids=given, past_key_values=known, use_cache=True)
+            known = out.past_key_values
+            token = choose(out.logits[0, -1].float().cpu(), sampling, float(uniforms[number]))
+            if token in ends:
+                return
+            yield token
+            given = torch.tensor([[token]], device=model.device)
+
+
+def choose(logits: torch.Tensor, sampling: Sampling, uniform: float) -> int:
+    """The next token.
+
+    Args:
+        logits: Of all tokens, float32 (vocabulary,).
+        sampling: How.
+        uniform: A draw in [0, 1).
+    """
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    likely, tokens = (logits.double() / sampling.temperature).softmax(0).sort(
+        descending=True, stable=True
+    )
+    sums = likely.cumsum(0)
+    # The token that reaches the share is the last one in.
+    kept = min(int((sums < sampling.top_p).sum()) + 1, len(sums))
+    at = int((sums[:kept] <= uniform * float(sums[kept - 1])).sum())
+    return int(tokens[min(at, kept - 1)])
+
+
+def _pieces(tokenizer: Any, tokens: Iterator[int]) -> Iterator[str]:
+    """A token may be half a character: its text waits for the rest."""
+    ids: list[int] = []
+    told = ""
+    for token in tokens:
+        ids.append(token)
+        text = _text(tokenizer, ids)
+        if text.startswith(told) and not text.endswith(_HALF_A_CHARACTER):
+            yield text[len(told) :]
+            told = text
+    text = _text(tokenizer, ids)
+    if text != told:
+        yield text[len(told) :]
+
+
+def _text(tokenizer: Any, ids: list[int]) -> str:
+    return str(
+        tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    )
