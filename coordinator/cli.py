@@ -123,6 +123,12 @@ AddressFile = Annotated[
     Path | None, typer.Option(help="Write the addresses in use to this file, as JSON.")
 ]
 Trace = Annotated[Path | None, typer.Option(help="Write a Chrome trace of all steps to this file.")]
+Track = Annotated[
+    list[str],
+    typer.Option(
+        "--track", metavar="TRACKER", help="Also tell tensorboard, wandb, mlflow or trackio."
+    ),
+]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log as JSON lines on standard error.")]
 Version = Annotated[
     bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
@@ -154,6 +160,7 @@ def serve(
     gpus: Gpus = "",
     address_file: AddressFile = None,
     trace: Trace = None,
+    track: Track = [],  # noqa: B006
     log_json: LogJson = False,
     version: Version = False,
 ) -> None:
@@ -169,6 +176,9 @@ def serve(
     from coordinator.short_forms import ShortForms, run_spec_from
 
     spec = run_spec_from(run, ShortForms(task, model, data, num_classes, steps), overrides)
+    from coordinator.tracking.trackers import check_trackers
+
+    trackers = check_trackers(tuple(track))
     from coordinator.main import CoordinatorOptions, main
 
     options = CoordinatorOptions(
@@ -187,6 +197,7 @@ def serve(
         local_devices=local_devices,
         address_file=address_file,
         trace=trace,
+        trackers=trackers,
         log_json=log_json,
     )
     raise typer.Exit(main(options))
@@ -273,6 +284,22 @@ def drain(control: Control = DEFAULT_CONTROL) -> None:
 def checkpoint(control: Control = DEFAULT_CONTROL) -> None:
     """Save the present state of the run."""
     typer.echo(f"saving the state after step {_ask(control, 'POST', '/checkpoint', {})['step']}")
+
+
+@app.command()
+def track(
+    run: RunPath,
+    to: Annotated[str, typer.Option(metavar="TRACKER", help="As of --track.")],
+    follow: Annotated[bool, typer.Option("--follow", hidden=True)] = False,
+) -> None:
+    """Tell a tracker every step of a run that it does not hold yet."""
+    from coordinator.tracking.feeding import feed, from_standard_input
+    from coordinator.tracking.trackers import check_trackers
+
+    [name] = check_trackers((to,))
+
+    told, last = feed(name, run, from_standard_input if follow else None)
+    typer.echo(f"{name}: told {told} steps, and holds the run up to step {last}")
 
 
 @app.command("give-up")

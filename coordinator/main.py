@@ -36,6 +36,7 @@ from coordinator.service.service import Service, Settings
 from coordinator.service.worker_copies import fetch_copy
 from coordinator.storage.copies import bring_back, check_no_run
 from coordinator.storage.run_directory import RunDirectory
+from coordinator.tracking.tracking import Tracking
 from protocol.base.errors import ExitCode, SamestepError, StorageFailed, UsageError
 from protocol.base.place import is_directory
 from protocol.exact.subnormals import check_subnormals
@@ -76,6 +77,7 @@ class CoordinatorOptions:
     local_devices: tuple[int | str, ...]
     address_file: Path | None
     trace: Path | None
+    trackers: tuple[str, ...]
     log_json: bool
 
 
@@ -116,7 +118,8 @@ async def _serve(options: CoordinatorOptions, journal: SystemJournal | None) -> 
     console = _Console(highlight=False)
     progress = ProgressConsole(service, console, journal)
     supervisor = Supervisor()
-    service.listeners += [control, progress, _TellsOfTheEnd(supervisor)]
+    tracking = Tracking(options.trackers, partial(_run_in_progress, service), _say)
+    service.listeners += [control, progress, _TellsOfTheEnd(supervisor), tracking]
     if not await _begun(options, service, control, console, blobs):
         return ExitCode.OK
     _say_where(options, service, control, console)
@@ -126,7 +129,7 @@ async def _serve(options: CoordinatorOptions, journal: SystemJournal | None) -> 
         options.local_backend,
         options.local_devices,
         service.credentials.token_file,
-        lambda text: print(f"coordinator: {text}", file=sys.stderr, flush=True),
+        _say,
         plaintext=options.plaintext,
     )
     end_on_signals(service.drain, service.over.set)
@@ -144,9 +147,18 @@ async def _serve(options: CoordinatorOptions, journal: SystemJournal | None) -> 
         await service.stop()
         await local.stop()
         await control.stop()
+        await asyncio.to_thread(tracking.stop)
         supervisor.close()
     code = _conclude(service, console, partial(resume_line, options, control=control.address))
     return local.could_not_begin or code if code else code
+
+
+def _say(text: str) -> None:
+    print(f"coordinator: {text}", file=sys.stderr, flush=True)
+
+
+def _run_in_progress(service: Service) -> Path | None:
+    return service.current.directory if service.current is not None else None
 
 
 async def _begun(

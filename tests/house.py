@@ -52,6 +52,10 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
         *_SHELL, "coordinator.disk", "coordinator.storage", "coordinator.members",
         "coordinator.service",
     ),
+    "coordinator.tracking": (
+        *_SHELL, "coordinator.run", "coordinator.disk", "coordinator.storage",
+        "coordinator.service",
+    ),
     "coordinator": ("*",),
     "worker.logic": (*_LOGIC, "backends.base"),
     "worker.joining": _SHELL,
@@ -64,6 +68,9 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
     ),
     "worker.shell": (
         *_SHELL, "backends.base", "worker.logic", "worker.joining", "worker.tasks",
+    ),
+    "worker.after": (
+        *_LOGIC, "protocol", "protocol.data", "backends.base", "worker.models", "worker.tasks",
     ),
     "worker": ("*",),
     "backends.base": _LOGIC,

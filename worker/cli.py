@@ -19,6 +19,7 @@ from protocol.base.errors import SamestepError
 from protocol.host.command_line import check_options_follow, end_with_standard_input
 from protocol.host.system_journal import write_error
 from protocol.wire.discovery import check_name
+from worker import after_cli
 from worker.logits_cli import app as logits
 
 DEFAULT_PORT = 9000
@@ -178,19 +179,6 @@ def doctor(
 
 
 @app.command()
-def classify(
-    directory: Annotated[Path, typer.Argument(help="Where a classify run left its result.")],
-    texts: Annotated[list[str], typer.Argument(metavar="TEXT...", help="Each by itself.")],
-) -> None:
-    """Classify texts with what a run has trained."""
-    from backends.registry import choose
-    from worker.tasks.prediction import classify as classify_texts
-
-    for prediction in classify_texts(directory, texts, lambda: choose("cpu").backend):
-        typer.echo(f"{prediction.label} {prediction.probability:.3f}  {prediction.text}")
-
-
-@app.command()
 def data(
     run: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="A run spec.")],
     overrides: Annotated[
@@ -204,6 +192,10 @@ def data(
 
     for line in view(load_run_spec(run, overrides or ()), samples):
         typer.echo(line)
+
+
+for command in (after_cli.classify, after_cli.generate, after_cli.merge, after_cli.export):
+    app.command()(command)
 
 
 def _coordinator(coordinator: str) -> tuple[tuple[str, int] | None, str]:

@@ -105,7 +105,9 @@ class CardFacts(BaseModel):
             weights_digest=str(result["weights_digest"]),
             exact=bool(result["exact"]),
             evaluations=tuple(
-                Measured(step=each.step, figures={k: v for k, v in each.figures.items() if k in shown})
+                Measured(
+                    step=each.step, figures={k: v for k, v in each.figures.items() if k in shown}
+                )
                 for each in evaluations
             ),
         )
@@ -171,10 +173,13 @@ def _rows(facts: CardFacts) -> Iterator[tuple[str, object]]:
     for name, digest in facts.digests.items():
         yield f"BLAKE3 of {name.replace('_', ' ')}", f"`{digest}`"
     yield "BLAKE3 of the trained weights", f"`{facts.weights_digest}`"
-    yield "exact", (
-        "yes: every worker computed with the same bits"
-        if facts.exact
-        else "no: unlike machines took part"
+    yield (
+        "exact",
+        (
+            "yes: every worker computed with the same bits"
+            if facts.exact
+            else "no: unlike machines took part"
+        ),
     )
     yield "software", f"samestep {facts.release}"
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from protocol.spec.model_card import read_card
 from tests.cluster import Cluster
+from tests.commands import called
 from tests.small_chat import chat_run
 
 
@@ -25,3 +27,12 @@ def test_one_worker_and_two_learn_the_same_from_conversations(tmp_path):
     assert sum(together["workers"].values()) == sum(alone["workers"].values())
     assert all(together["workers"].values())
     assert alone["losses"][-1] != alone["losses"][0]
+    card = read_card(tmp_path / "1" / "out" / "adapter")
+    assert card is not None
+    assert card.weights_digest == alone["weights_digest"]
+    assert card.evaluations[-1].step == 4
+    assert card.evaluations[-1].figures == alone["eval"]
+    said = called(
+        "worker", "generate", str(tmp_path / "1" / "out"), "What is 3?", "--max-tokens", "4"
+    )
+    assert said.returncode == 0, said.stderr

@@ -56,7 +56,9 @@ def export_gguf(finished: Finished, base: str | None, storage: Storage, out: Pat
 
 
 def _facts(facts: CardFacts, storage: Storage) -> CardFacts:
-    added = "The run's adapter was added to its base, and the whole was" if facts.adapter else "It was"
+    added = (
+        "The run's adapter was added to its base, and the whole was" if facts.adapter else "It was"
+    )
     sentence = (
         f"{added} written as GGUF afterwards (samestep {__version__}), matrices as {storage}; the "
         "file was read back, and every tensor in it is what was written."

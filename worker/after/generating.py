@@ -52,7 +52,9 @@ def prompt_tokens(tokenizer: Any, prompt: str, system: str | None) -> list[int]:
                 messages, tokenize=False, add_generation_prompt=True
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise DataError(f"the tokenizer's chat template refuses it: {in_words(error)}") from None
+            raise DataError(
+                f"the tokenizer's chat template refuses it: {in_words(error)}"
+            ) from None
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     elif system is not None:
         raise DataError(
@@ -65,9 +67,7 @@ def prompt_tokens(tokenizer: Any, prompt: str, system: str | None) -> list[int]:
     return [int(each) for each in ids]
 
 
-def generate(
-    model: Any, tokenizer: Any, prompt: list[int], sampling: Sampling
-) -> Iterator[str]:
+def generate(model: Any, tokenizer: Any, prompt: list[int], sampling: Sampling) -> Iterator[str]:
     """Pieces of text as they are sure, up to an end token or `max_tokens`.
 
     Args:
@@ -138,8 +138,8 @@ def choose(logits: torch.Tensor, sampling: Sampling, uniform: float) -> int:
     """
     if sampling.temperature == 0:
         return int(logits.argmax())
-    likely, tokens = (logits.double() / sampling.temperature).softmax(0).sort(
-        descending=True, stable=True
+    likely, tokens = (
+        (logits.double() / sampling.temperature).softmax(0).sort(descending=True, stable=True)
     )
     sums = likely.cumsum(0)
     # The token that reaches the share is the last one in.
@@ -164,6 +164,4 @@ def _pieces(tokenizer: Any, tokens: Iterator[int]) -> Iterator[str]:
 
 
 def _text(tokenizer: Any, ids: list[int]) -> str:
-    return str(
-        tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    )
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

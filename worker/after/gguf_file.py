@@ -26,7 +26,12 @@ STORAGES: Final[tuple[Storage, ...]] = ("f32", "f16", "bf16", "q8_0")
 
 _ARCHITECTURES: Final = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
 """By `model_type`: what llama.cpp calls it."""
-_FILE_TYPES: Final = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+_FILE_TYPES: Final = {
+    "f32": "ALL_F32",
+    "f16": "MOSTLY_F16",
+    "bf16": "MOSTLY_BF16",
+    "q8_0": "MOSTLY_Q8_0",
+}
 _Q8_GROUP: Final = 32
 
 _LETTERS: Final = (
@@ -45,9 +50,7 @@ class Written:
     otherwise: int
 
 
-def write_gguf(
-    model: Any, tokenizer: Any, path: Path, storage: Storage, name: str
-) -> Written:
+def write_gguf(model: Any, tokenizer: Any, path: Path, storage: Storage, name: str) -> Written:
     """Write a model and its tokenizer, then read the file and compare every tensor and token.
 
     Args:
@@ -124,7 +127,9 @@ def _vocabulary(model: Any) -> int:
 
 
 def _head_width(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return int(
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
 
 
 def _describe(writer: Any, gguf: Any, model: Any, name: str, storage: Storage) -> None:
@@ -136,7 +141,9 @@ def _describe(writer: Any, gguf: Any, model: Any, name: str, storage: Storage) -
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    writer.add_head_count_kv(
+        getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    )
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(_rope(config)["rope_theta"])
     writer.add_rope_dimension_count(_head_width(config))
@@ -174,7 +181,7 @@ def _tensors(gguf: Any, architecture: Any, model: Any, storage: Storage) -> Iter
         there = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if there is None:
             raise DataError(
-                f"llama.cpp has no place for the model's tensor {name!r}; use the model's directory "
+                f"llama.cpp has no place for the tensor {name!r}; use the model's directory "
                 "as it is"
             )
         values = _rows_in_order(architecture.name, name, tensor.float().numpy(), model.config)
@@ -304,13 +311,15 @@ def _parting(document: Any) -> str:
     match steps:
         case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
             return "gpt-2"
-        case [{"type": "Digits", "individual_digits": True},
-              {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
+        case [
+            {"type": "Digits", "individual_digits": True},
+            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+        ]:
             return "smollm"
-        case [{"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"},
-              {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}] if (
-            pattern in _BY_PATTERN
-        ):
+        case [
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"},
+            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+        ] if pattern in _BY_PATTERN:
             return _BY_PATTERN[pattern]
     raise DataError(
         "expected a tokenizer that parts text as those of GPT-2, SmolLM, Llama 3 or Qwen 2 for "

@@ -19,7 +19,7 @@ from protocol.spec.run_spec import ModelSpec
 from protocol.spec.sources import model_source
 from worker.after.finished import ADAPTER_WEIGHTS, Finished
 from worker.models import pretrained
-from worker.models.tokens import load_tokenizer
+from worker.models.tokens import load_tokenizer, tokenizer_in
 from worker.tasks.trained import FILE, Trained
 
 _PROBE_TOKENS = 24
@@ -72,7 +72,7 @@ def load(finished: Finished, base: str | None) -> Loaded:
         model = _with_adapter(model, finished)
     model.eval()
     own = (finished.directory / "tokenizer.json").is_file()
-    tokenizer = load_tokenizer(str(finished.directory) if own else source)
+    tokenizer = tokenizer_in(finished.directory) if own else load_tokenizer(source)
     return Loaded(model, tokenizer, loaded.weights_digest, trained)
 
 
@@ -112,7 +112,9 @@ def _with_adapter(model: Any, finished: Finished) -> Any:
         with safe_open(finished.directory / ADAPTER_WEIGHTS, "np") as tensors:
             there = set(tensors.keys())
     except (ValueError, RuntimeError, KeyError, OSError, SafetensorError) as error:
-        raise DataError(f"cannot add the adapter {place!r} to its base: {in_words(error)}") from None
+        raise DataError(
+            f"cannot add the adapter {place!r} to its base: {in_words(error)}"
+        ) from None
     if expected != there:
         odd = min(expected ^ there)
         raise DataError(
@@ -134,4 +136,3 @@ def probe(model: Any, vocabulary: int) -> torch.Tensor:
 def vocabulary_of(model: Any) -> int:
     """How many tokens a model knows."""
     return int(model.get_input_embeddings().weight.shape[0])
-

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from protocol.base.errors import DataError
 from protocol.data.delimited import column_names, read_table
-from protocol.data.text_file import check_columns, json_records, read_lines, shown
+from protocol.data.text_file import json_records, read_lines, shown
+
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".txt")
+
+
+def is_file(texts: Sequence[str]) -> bool:
+    """Whether what was given is not a text but the name of a file.
+
+    Raises:
+        DataError: It looks like one, and there is none.
+    """
+    if len(texts) != 1:
+        return False
+    if "\n" not in texts[0] and len(texts[0]) < 4_096 and Path(texts[0]).is_file():
+        return True
+    if texts[0].endswith(SUFFIXES) and not any(map(str.isspace, texts[0])):
+        raise DataError(f"expected a file of texts at {texts[0]!r}, found none")
+    return False
 
 
 def read_texts(path: Path, column: str) -> list[str]:
@@ -34,13 +51,22 @@ def read_texts(path: Path, column: str) -> list[str]:
 def _rows(path: Path, column: str) -> Iterator[tuple[int, Any]]:
     if path.suffix == ".jsonl":
         for number, record in json_records(path):
-            check_columns(path, number, list(record), {"text": column})
+            _check(path, number, list(record), column)
             yield number, record[column]
     elif path.suffix in (".csv", ".tsv"):
         rows = read_table(path, {column})
         if rows:
             header = column_names(rows[0][1])
-            check_columns(path, rows[0][0], header, {"text": column})
+            _check(path, rows[0][0], header, column)
             yield from ((number, cells[header.index(column)]) for number, cells in rows[1:])
     else:
         yield from ((n, text) for n, text in enumerate(read_lines(path), 1) if text.strip())
+
+
+def _check(path: Path, line: int, there: Sequence[str], column: str) -> None:
+    if there.count(column) != 1:
+        found = ", ".join(repr(str(name)[:40]) for name in there[:10]) or "nothing"
+        raise DataError(
+            f"{str(path)!r} line {line}: expected one column {column!r}, found {found}; name the "
+            "text's: --column NAME"
+        )

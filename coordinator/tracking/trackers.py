@@ -1,0 +1,242 @@
+"""The trackers: each says up to which step it holds a run, and takes rows after that.
+
+Their libraries are extras, imported when asked for. What they hold lies below `trackers/` in the
+run's directory, unless their own environment variables name a server. Keys come from the
+environment alone, as each library reads them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from coordinator.disk.durable_file import replace_file
+from coordinator.tracking.rows import Row
+from protocol.base.errors import UsageError
+
+TRACKERS: Final[Mapping[str, str]] = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+}
+"""By name: the module, which an extra of that name brings along."""
+DIRECTORY: Final = "trackers"
+_PROJECT: Final = "samestep"
+
+
+@dataclass(frozen=True, slots=True)
+class Tracked:
+    """Which run is told of.
+
+    Attributes:
+        directory: For what the tracker keeps.
+        run_id: Of the run.
+        spec: What was asked for, as a document.
+    """
+
+    directory: Path
+    run_id: str
+    spec: dict[str, Any]
+
+
+class Tracker(Protocol):
+    """Keeps figures by step."""
+
+    def last(self) -> int:
+        """The highest step that it holds; -1 for none."""
+
+    def take(self, row: Row) -> None:
+        """Keep one row."""
+
+    def flush(self) -> None:
+        """What was taken is to be seen."""
+
+    def close(self, outcome: str) -> None:
+        """The run is over (finished, drained, failed), or goes on later (empty)."""
+
+
+def check_trackers(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of trackers that are here, each once.
+
+    Raises:
+        UsageError: There is no such tracker, or its library is not installed.
+    """
+    for name in names:
+        if name not in TRACKERS:
+            raise UsageError(f"--track: expected one of {', '.join(TRACKERS)}, got {name!r}")
+        if importlib.util.find_spec(TRACKERS[name]) is None:
+            raise UsageError(
+                f"--track {name}: its library is not installed here; pip install 'samestep[{name}]'"
+            )
+    return tuple(dict.fromkeys(names))
+
+
+def open_tracker(name: str, tracked: Tracked) -> Tracker:
+    """Begin with a run, or go on with it."""
+    tracked.directory.mkdir(parents=True, exist_ok=True)
+    kinds: dict[str, type[_TensorBoard | _Wandb | _MLflow | _Trackio]] = {
+        "tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _MLflow, "trackio": _Trackio,
+    }  # fmt: skip
+    return kinds[name](tracked)
+
+
+def _library(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+class _TensorBoard:
+    """Event files, as TensorBoard's own writer makes them; each row is one event."""
+
+    def __init__(self, tracked: Tracked) -> None:
+        self._directory = tracked.directory
+        self._last = max(self._steps(), default=-1)
+        files = _library("tensorboard.summary.writer.event_file_writer")
+        self._events = _library("tensorboard.compat.proto.event_pb2")
+        self._summaries = _library("tensorboard.compat.proto.summary_pb2")
+        self._writer = files.EventFileWriter(str(tracked.directory))
+
+    def _steps(self) -> list[int]:
+        loading = _library("tensorboard.backend.event_processing.event_file_loader")
+        files = sorted(self._directory.glob("events.out.tfevents.*"))
+        events = (each for file in files for each in loading.EventFileLoader(str(file)).Load())
+        return [int(event.step) for event in events if event.summary.value]
+
+    def last(self) -> int:
+        return self._last
+
+    def take(self, row: Row) -> None:
+        values = [
+            self._summaries.Summary.Value(tag=name, simple_value=value)
+            for name, value in row.figures.items()
+        ]
+        summary = self._summaries.Summary(value=values)
+        event = self._events.Event(wall_time=row.at_s, step=row.step, summary=summary)
+        self._writer.add_event(event)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self, outcome: str) -> None:
+        del outcome
+        self._writer.close()
+
+
+class _MLflow:
+    """A run of MLflow, found again by our run's id as a tag."""
+
+    def __init__(self, tracked: Tracked) -> None:
+        # A directory of files is all that one run needs; newer releases want to be told.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        mlflow = _library("mlflow")
+        self._entities = _library("mlflow.entities")
+        place = os.environ.get("MLFLOW_TRACKING_URI") or tracked.directory.absolute().as_uri()
+        self._client = mlflow.MlflowClient(tracking_uri=place)
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or _PROJECT
+        experiment = self._client.get_experiment_by_name(name)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        found = self._client.search_runs(
+            [number], f"tags.`{_PROJECT}.run_id` = '{tracked.run_id}'", max_results=1
+        )
+        if found:
+            self._run = found[0].info.run_id
+            self._client.update_run(self._run, "RUNNING")
+            return
+        tags = {f"{_PROJECT}.run_id": tracked.run_id, "mlflow.runName": tracked.run_id}
+        self._run = self._client.create_run(number, tags=tags).info.run_id
+        self._client.log_dict(self._run, tracked.spec, "run_spec.json")
+
+    def last(self) -> int:
+        names = self._client.get_run(self._run).data.metrics
+        steps = (
+            each.step for name in names for each in self._client.get_metric_history(self._run, name)
+        )
+        return max(steps, default=-1)
+
+    def take(self, row: Row) -> None:
+        at_ms = int(row.at_s * 1000)
+        metrics = [
+            self._entities.Metric(name, value, at_ms, row.step)
+            for name, value in row.figures.items()
+        ]
+        self._client.log_batch(self._run, metrics=metrics)
+
+    def flush(self) -> None:
+        pass
+
+    def close(self, outcome: str) -> None:
+        ended = {"finished": "FINISHED", "failed": "FAILED"}.get(outcome, "KILLED")
+        self._client.set_terminated(self._run, ended)
+
+
+class _Wandb:
+    """A run of Weights & Biases, online or (WANDB_MODE=offline) in files for `wandb sync`.
+
+    It cannot be asked offline what it holds, so the last step lies in a file beside it.
+    """
+
+    def __init__(self, tracked: Tracked) -> None:
+        wandb = _library("wandb")
+        self._place = tracked.directory / "last_step.json"
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or _PROJECT,
+            id=tracked.run_id,
+            name=tracked.run_id,
+            resume="allow",
+            dir=str(tracked.directory),
+            config=tracked.spec,
+            settings=wandb.Settings(console="off", silent=True, disable_git=True),
+        )
+        try:
+            kept = int(json.loads(self._place.read_bytes())["step"])
+        except (OSError, ValueError, KeyError, TypeError):
+            kept = -1
+        self._last = max(kept, int(self._run.step) - 1)
+
+    def last(self) -> int:
+        return self._last
+
+    def take(self, row: Row) -> None:
+        self._run.log(row.figures, step=row.step, commit=True)
+        self._last = row.step
+
+    def flush(self) -> None:
+        replace_file(self._place, json.dumps({"step": self._last}).encode())
+
+    def close(self, outcome: str) -> None:
+        self._run.finish(exit_code=int(outcome == "failed"))
+
+
+class _Trackio:
+    """A run of Trackio, in its own directory of databases."""
+
+    def __init__(self, tracked: Tracked) -> None:
+        os.environ.setdefault("TRACKIO_DIR", str(tracked.directory.absolute()))
+        self._trackio = _library("trackio")
+        storage = _library("trackio.sqlite_storage").SQLiteStorage
+        project = os.environ.get("TRACKIO_PROJECT") or _PROJECT
+        logged = storage.get_logs(project, tracked.run_id)
+        self._last = max((int(each["step"]) for each in logged), default=-1)
+        self._run = self._trackio.init(
+            project=project, name=tracked.run_id, resume="allow", config=tracked.spec,
+            embed=False, auto_log_gpu=False,
+        )  # fmt: skip
+
+    def last(self) -> int:
+        return self._last
+
+    def take(self, row: Row) -> None:
+        self._run.log(row.figures, step=row.step)
+
+    def flush(self) -> None:
+        pass
+
+    def close(self, outcome: str) -> None:
+        del outcome
+        self._run.finish()
