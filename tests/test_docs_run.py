@@ -32,9 +32,9 @@ checkpoint: {every: 20, keep_last: 100}
 NEED_CARDS = re.compile(r"--gpus|vulkan")
 RUN_ELSEWHERE = re.compile(
     r"reviews|classify|curve|spam-1/adapter|teacher|student|--from COPIES|logits"
-    r"|worker (data|merge|export|generate)"
+    r"|--track|coordinator track|worker (data|merge|export|generate)"
 )
-"""The tutorial's below; captures, students, copies in `end_to_end`; data, results in their own."""
+"""The tutorial's below; captures, students, copies in `end_to_end`; data, results, trackers in their own."""
 ADDRESS = re.compile(r"(0\.0\.0\.0|127\.0\.0\.1|192\.168\.1\.20|HOST):(9000|PORT)")
 
 

@@ -53,6 +53,7 @@ class Tracking:
         if isinstance(fact, RunAccepted | RunResumed):
             directory = self._directory()
             if directory is not None:
+                self._feeds = [feed for feed in self._feeds if not feed.over()]
                 self._feeds += [_Feed(name, directory, self._tell) for name in self._names]
         elif isinstance(fact, RunEnded):
             for feed in self._feeds:
@@ -118,8 +119,19 @@ class _Feed:
         if self._watch.is_alive():
             self._too_late()
             self._watch.join()
+        self.over()
+
+    def over(self) -> bool:
+        """Whether the process has ended; then nothing of it is left open."""
+        if self._process is None:
+            return True
+        if self._watch.is_alive():
+            return False
         if self._timer is not None:
             self._timer.cancel()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        return True
 
     def _write(self, word: bytes) -> None:
         if self._process is not None and self._process.stdin is not None:
@@ -136,10 +148,11 @@ class _Feed:
         assert self._process is not None
         assert self._process.stderr is not None
         words = b""
-        for line in self._process.stderr:
-            words = line or words
-            with contextlib.suppress(OSError), self._log.open("ab") as log:
-                log.write(line)
+        with self._process.stderr as lines:
+            for line in lines:
+                words = line.strip() or words
+                with contextlib.suppress(OSError), self._log.open("ab") as log:
+                    log.write(line)
         if self._process.wait() == 0:
             return
         said = words.decode(errors="replace").strip().removeprefix("coordinator: ")

@@ -1,0 +1,69 @@
+"""A row for each step, whatever the journal went through."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from coordinator.storage.journal import Journal
+from coordinator.storage.journal_records import Committed, Ended, Evaluated, Record, Resumed
+from coordinator.tracking.rows import Row, Rows
+
+NOTHING = "0" * 64
+
+
+def commit(step: int, loss: float | None) -> Record:
+    return Committed(
+        epoch=1, step=step, attempt=0, optimizer_step=step, loss=loss, skipped=loss is None,
+        averages_digest=NOTHING,
+    )  # fmt: skip
+
+
+def measured(step: int, value: float) -> Record:
+    return Evaluated(epoch=1, step=step, metrics={"accuracy": value, "f1": float("nan")})
+
+
+def ended(step: int, outcome: str) -> Record:
+    return Ended(epoch=1, step=step, outcome=outcome, reason="")  # type: ignore[arg-type]
+
+
+class Written:
+    """A journal that is written line by line, and followed."""
+
+    def __init__(self, directory: Path) -> None:
+        self._journal = Journal(directory / "journal.jsonl")
+        self.rows = Rows(directory / "journal.jsonl")
+
+    def read(self, *records: Record) -> list[tuple[int, dict[str, float]]]:
+        for record in records:
+            self._journal.append(record)
+        self._journal.sync()
+        return [told(row) for row in self.rows.read()]
+
+
+def told(row: Row) -> tuple[int, dict[str, float]]:
+    assert row.at_s > 1_700_000_000
+    return row.step, row.figures
+
+
+def test_a_row_is_told_once_it_is_complete(tmp_path):
+    assert [*Rows(tmp_path / "none").read()] == []
+    written = Written(tmp_path)
+    assert written.read(measured(0, 0.5)) == []
+    assert written.read(commit(0, 2.0)) == [(0, {"held_out/accuracy": 0.5})]
+    assert written.read(measured(1, 0.6)) == []
+    both = (1, {"loss": 2.0, "held_out/accuracy": 0.6})
+    assert written.read(commit(1, None), commit(2, 1.0)) == [both]
+    assert written.rows.outcome == ""
+    assert written.read(ended(3, "drained")) == [(3, {"loss": 1.0})]
+    assert written.rows.outcome == "drained"
+
+
+def test_steps_that_are_done_again_are_told_once(tmp_path):
+    written = Written(tmp_path)
+    before = written.read(commit(0, 3.0), commit(1, 2.0), commit(2, 1.0))
+    assert [step for step, _ in before] == [1, 2]
+    resumed = Resumed(epoch=2, step=1, optimizer_step=1)
+    after = written.read(resumed, commit(1, 2.0), commit(2, 1.0), ended(3, "finished"))
+    assert after == [(3, {"loss": 1.0})]
+    again = Rows(tmp_path / "journal.jsonl")
+    assert [told(row) for row in again.read()] == [*before, *after]

@@ -1,0 +1,179 @@
+"""Trackers as processes: real ones where they are installed, broken ones that hold nothing up."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from coordinator.run.facts import TrainingStarted
+from coordinator.service.listener import RunAccepted, RunEnded
+from coordinator.storage.journal import Journal
+from coordinator.storage.journal_records import Committed, Ended
+from coordinator.storage.run_directory import RunDirectory
+from coordinator.tracking.trackers import TRACKERS
+from coordinator.tracking.tracking import Tracking
+from protocol.host.own_command import own_command, own_environment
+from protocol.spec.run_spec import parse_run_spec
+from tests.cluster import Cluster
+from tests.commands import called
+
+RUN = """
+task: scripted
+steps: 40
+batch: {samples: 8, microbatch: 1}
+scripted: {blocks: 2, block_bytes: 64, samples: 64}
+"""
+STEPS = [*range(1, 41)]
+
+
+def run_in(directory: Path, steps: int, *, ends: bool = False) -> Path:
+    """A run's directory with so many steps in its journal."""
+    kept = RunDirectory(directory)
+    if not directory.exists():
+        kept.begin("scripted-1", parse_run_spec({"task": "scripted", "steps": steps}))
+    journal = Journal(kept.journal)
+    for step in range(journal.lines, steps):
+        journal.append(
+            Committed(
+                epoch=1,
+                step=step,
+                attempt=0,
+                optimizer_step=step,
+                loss=1.0 / (step + 1),
+                skipped=False,
+                averages_digest="0" * 64,
+            )
+        )
+    if ends:
+        journal.append(Ended(epoch=1, step=steps, outcome="finished", reason=""))
+    journal.sync()
+    journal.close()
+    return directory
+
+
+def fed(name: str, run: Path) -> str:
+    """By a process of its own: these libraries leave much open."""
+    words = [*own_command("coordinator"), "track", str(run), "--to", name]
+    done = subprocess.run(words, env=own_environment(), capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def logged_by_tensorboard(directory: Path) -> list[tuple[int, float]]:
+    loading = importlib.import_module(
+        "tensorboard.backend.event_processing.event_file_loader"
+    ).EventFileLoader
+    files = sorted((directory / "trackers" / "tensorboard").glob("events.*"))
+    return [
+        (event.step, value.tensor.float_val[0])
+        for file in files
+        for event in loading(str(file)).Load()
+        for value in event.summary.value
+        if value.tag == "loss"
+    ]
+
+
+def logged_by_mlflow(directory: Path) -> list[tuple[int, float]]:
+    place = (directory / "trackers" / "mlflow").as_uri()
+    client = importlib.import_module("mlflow").MlflowClient(tracking_uri=place)
+    [run] = client.search_runs([client.get_experiment_by_name("samestep").experiment_id])
+    return [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, "loss")]
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_every_step_is_told_once_over_two_processes(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "run" / "trackers" / "trackio"))
+    if importlib.util.find_spec(TRACKERS[name]) is None:
+        pytest.skip(f"needs the extra {name}")
+    run = run_in(tmp_path / "run", 3)
+    assert "told 2 steps, and holds the run up to step 2" in fed(name, run)
+    run_in(run, 6, ends=True)
+    assert "told 4 steps, and holds the run up to step 6" in fed(name, run)
+    assert "told 0 steps, and holds the run up to step 6" in fed(name, run)
+    read = {"tensorboard": logged_by_tensorboard, "mlflow": logged_by_mlflow}.get(name)
+    if read is not None:
+        assert read(run) == [(n, pytest.approx(1 / n)) for n in range(1, 7)]
+
+
+def test_a_coordinator_that_is_killed_goes_on_telling(tmp_path):
+    pytest.importorskip("tensorboard")
+    run = tmp_path / "run.yaml"
+    run.write_text(RUN)
+    given = ("--expect-workers", "1", "--track", "tensorboard")
+    with Cluster(tmp_path, *given, "--run", str(run)) as cluster:
+        cluster.worker("w0", "--backend", "scripted:5")
+        cluster.wait_for("committed", step=9)
+        cluster.coordinator.kill()
+        cluster.coordinator.wait()
+    with Cluster(tmp_path, *given, "--resume") as cluster:
+        cluster.worker("w0", "--backend", "scripted:1")
+        result = cluster.result()
+        assert cluster.wait_for_exit(cluster.coordinator) == 0
+    found = logged_by_tensorboard(tmp_path / "out")
+    assert [step for step, _ in found] == STEPS
+    assert [value for _, value in found] == pytest.approx(result["losses"])
+
+
+BROKEN = {
+    "fails": "def init(**kw): raise RuntimeError('no such server\\nat all')",
+    "hangs": "import time\ndef Settings(**kw): pass\ndef init(**kw): time.sleep(600)",
+    "dies": "import os\ndef Settings(**kw): pass\ndef init(**kw): os.kill(os.getpid(), 9)",
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("fails", "AttributeError"), ("hangs", "in time"), ("dies", "it was ended")],
+)
+def test_a_tracker_that_breaks_is_told_of_in_one_line(tmp_path, monkeypatch, how, said):
+    (tmp_path / "wandb.py").write_text(BROKEN[how])
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    run = run_in(tmp_path / "run", 3, ends=True)
+    lines: list[str] = []
+    tracking = Tracking(("wandb",), lambda: run, lines.append, grace_s=5)
+    before = time.monotonic()
+    tracking.reported(RunAccepted("scripted", 3), "scripted-1")
+    for _ in range(100_000):  # more than a pipe holds
+        tracking.reported(TrainingStarted([]))
+    tracking.reported(RunEnded("finished", ""), "scripted-1")
+    assert time.monotonic() - before < 5
+    tracking.stop()
+    assert len(lines) == 1
+    assert "\n" not in lines[0]
+    assert said in lines[0]
+    assert f"coordinator track {run} --to wandb" in lines[0]
+
+
+def test_what_cannot_be_tracked_is_refused_at_once(tmp_path):
+    for words, told in (
+        (("--track", "tensorbord"), "expected one of tensorboard"),
+        (("track", str(tmp_path), "--to", "comet"), "expected one of tensorboard"),
+    ):
+        done = called(
+            "coordinator", *words, *(["--expect-workers", "1"] if "-" in words[0] else [])
+        )
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert told in done.stderr
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "trackio" else find(name)
+    )
+    done = called("coordinator", "--expect-workers", "1", "--track", "trackio")
+    assert "pip install 'samestep[trackio]'" in done.stderr
+
+
+def test_a_journal_that_is_no_run_s_is_refused(tmp_path):
+    pytest.importorskip("tensorboard")
+    done = called("coordinator", "track", str(tmp_path), "--to", "tensorboard")
+    assert done.returncode == 2
+    assert "run.json" in done.stderr
