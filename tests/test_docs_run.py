@@ -34,7 +34,7 @@ RUN_ELSEWHERE = re.compile(
     r"reviews|classify|curve|spam-1/adapter|teacher|student|--from COPIES|logits"
     r"|--track|coordinator track|worker (data|merge|export|generate)"
 )
-"""The tutorial's below; captures, students, copies in `end_to_end`; data, results, trackers in their own."""
+"""The tutorial's below; the others have tests of their own."""
 ADDRESS = re.compile(r"(0\.0\.0\.0|127\.0\.0\.1|192\.168\.1\.20|HOST):(9000|PORT)")
 
 
