@@ -23,7 +23,7 @@ def measured(step: int, value: float) -> Record:
 
 
 def ended(step: int, outcome: str) -> Record:
-    return Ended(epoch=1, step=step, outcome=outcome, reason="")  # type: ignore[arg-type]
+    return Ended(epoch=1, step=step, outcome=outcome, reason="")
 
 
 class Written:
