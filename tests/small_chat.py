@@ -106,3 +106,31 @@ def chat_run(directory: Path, **changes: Any) -> Path:
     path = directory / "run.yaml"
     path.write_text(json.dumps(spec))
     return path
+
+
+def preferences(number: int) -> dict[str, object]:
+    """The right sum against a wrong one, after one question or two."""
+    told = conversation(number)
+    wrong = {"role": "assistant", "content": f"It may be {number * 7 + 3}, I do not know."}
+    return {"prompt": told[:-1], "chosen": told[-1:], "rejected": [wrong]}
+
+
+def dpo_run(directory: Path, **changes: Any) -> Path:
+    """The run spec of DPO with LoRA on 40 such pairs."""
+    save_chat_model(directory / "model")
+    data = jsonl(directory / "pairs.jsonl", [preferences(number) for number in range(40)])
+    spec = {
+        "name": "dpo",
+        "task": "dpo",
+        "seed": 7,
+        "model": {"source": str(directory / "model")},
+        "lora": {"r": 4, "dropout": 0.1},
+        "data": {"train": str(data), "holdout": 0.2, "max_tokens": 96},
+        "batch": {"samples": 7, "microbatch": 2},
+        "optimizer": {"name": "adamw", "lr": 5e-3},
+        "steps": 4,
+        **changes,
+    }
+    path = directory / "run.yaml"
+    path.write_text(json.dumps(spec))
+    return path

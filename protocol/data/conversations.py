@@ -66,7 +66,7 @@ def read_conversations(spec: DataSpec) -> Conversations:
     path = sources.text_source(spec.train)
     rows = 0
     seen: dict[str, Conversation] = {}
-    for place, record in _records(path, spec):
+    for place, record in records(path, spec, COLUMNS_OF_FORMAT[spec.format], _NEED_NOT_BE):
         conversation = Conversation(_MESSAGES_OF[spec.format](place, record), place)
         seen.setdefault(conversation.document, conversation)
         rows += 1
@@ -78,11 +78,13 @@ def read_conversations(spec: DataSpec) -> Conversations:
 Record = Mapping[str, Any]
 
 
-def _records(path: Path, spec: DataSpec) -> Iterator[tuple[str, Record]]:
+def records(
+    path: Path, spec: DataSpec, columns: Sequence[str], need_not_be: Sequence[str]
+) -> Iterator[tuple[str, Record]]:
     """Every row with its place; the columns by the keys of `data.columns`."""
     asked: Mapping[str, str] = dict(spec.columns.items())
-    names = {key: asked.get(key, key) for key in COLUMNS_OF_FORMAT[spec.format]}
-    wanted = {f"columns.{key}": name for key, name in names.items() if key not in _NEED_NOT_BE}
+    names = {key: asked.get(key, key) for key in columns}
+    wanted = {f"columns.{key}": name for key, name in names.items() if key not in need_not_be}
     for number, record in _rows(path, wanted, [*names.values()]):
         place = f"{str(path)!r} {'row' if path.suffix == _PARQUET else 'line'} {number}"
         yield place, {key: record.get(name) for key, name in names.items()}
@@ -135,7 +137,17 @@ def _parquet_rows(
 
 
 def _of_messages(place: str, record: Record) -> tuple[ChatMessage, ...]:
-    told = record["messages"]
+    messages = read_messages(place, record["messages"])
+    check_turns(place, messages)
+    return messages
+
+
+def read_messages(place: str, told: object) -> tuple[ChatMessage, ...]:
+    """A list of messages, or one as JSON in a cell of a table; whose turn it is is not looked at.
+
+    Raises:
+        DataError: It is no such list.
+    """
     if isinstance(told, str):  # a cell of a table
         try:
             told = json.loads(told)
@@ -143,9 +155,7 @@ def _of_messages(place: str, record: Record) -> tuple[ChatMessage, ...]:
             raise DataError(f"{place}: expected messages as JSON, got {shown(told)}") from None
     if not isinstance(told, list) or not told:
         raise DataError(f"{place}: expected a list of messages, got {shown(told)}")
-    messages = tuple(_message(f"{place} message {n}", one) for n, one in enumerate(told, start=1))
-    _check_turns(place, messages)
-    return messages
+    return tuple(_message(f"{place} message {n}", one) for n, one in enumerate(told, start=1))
 
 
 def _message(place: str, told: object) -> ChatMessage:
@@ -168,10 +178,10 @@ def _message(place: str, told: object) -> ChatMessage:
         raise DataError(
             f"{place}: expected one of the roles {', '.join(_ROLES)}, got {shown(told['role'])}"
         )
-    return ChatMessage(told["role"], _text(place, told["content"], "content"))
+    return ChatMessage(told["role"], read_words(place, told["content"], "content"))
 
 
-def _check_turns(place: str, messages: tuple[ChatMessage, ...]) -> None:
+def check_turns(place: str, messages: tuple[ChatMessage, ...]) -> None:
     """See that the assistant answers each user.
 
     Raises:
@@ -199,16 +209,16 @@ def _of_prompt(place: str, record: Record) -> tuple[ChatMessage, ...]:
                 f"{place}: expected text as {key}, got a list; whole conversations are given as "
                 "messages: --set data.format=messages"
             )
-    prompt, completion = (_text(place, record[key], key) for key in ("prompt", "completion"))
+    prompt, completion = (read_words(place, record[key], key) for key in ("prompt", "completion"))
     return ChatMessage("user", prompt), ChatMessage("assistant", completion)
 
 
 def _of_alpaca(place: str, record: Record) -> tuple[ChatMessage, ...]:
-    asked = _text(place, record["instruction"], "instruction")
+    asked = read_words(place, record["instruction"], "instruction")
     if record["input"] is not None and record["input"] != "":
-        asked = f"{asked}\n\n{_text(place, record['input'], 'input')}"
+        asked = f"{asked}\n\n{read_words(place, record['input'], 'input')}"
     return ChatMessage("user", asked), ChatMessage(
-        "assistant", _text(place, record["output"], "output")
+        "assistant", read_words(place, record["output"], "output")
     )
 
 
@@ -217,7 +227,7 @@ _MESSAGES_OF: Final = {
 }  # fmt: skip
 
 
-def _text(place: str, value: object, key: str) -> str:
+def read_words(place: str, value: object, key: str) -> str:
     """It, with its spaces.
 
     Raises:

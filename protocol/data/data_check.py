@@ -10,6 +10,7 @@ from protocol.data import logits_file
 from protocol.data.capture_check import check_capture
 from protocol.data.conversations import read_conversations
 from protocol.data.labelled_text import read_labelled_text
+from protocol.data.preferences import read_preferences
 from protocol.data.text_corpus import documents
 from protocol.spec.run_spec import RunSpec
 
@@ -24,6 +25,9 @@ def check_data(spec: RunSpec) -> None:
         return
     if spec.task == "classify":
         samples = len(read_labelled_text(spec.data).texts)
+        check_samples(samples - held_out(samples, spec.data.holdout), spec)
+    elif spec.task == "dpo":
+        samples = len(read_preferences(spec.data).found)
         check_samples(samples - held_out(samples, spec.data.holdout), spec)
     elif spec.task == "distil":
         samples = check_capture(spec).samples

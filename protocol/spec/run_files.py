@@ -107,7 +107,8 @@ def _data(spec: RunSpec, data: DataSpec) -> SourceFiles | None:
     path = Path(os.path.expanduser(data.train))  # noqa: PTH111  (leaves an unknown ~name as it is)
     if spec.task not in TASK_SECTIONS:
         return _lone("data", data.train, path) if path.is_file() else None
-    if spec.task == "classify" or (spec.task != "distil" and data.format != "text"):
+    lone = spec.task in ("classify", "dpo")
+    if lone or (spec.task != "distil" and data.format != "text"):
         return _lone("data", data.train, sources.text_source(data.train))
     if spec.task == "distil":
         return _capture(data, path)

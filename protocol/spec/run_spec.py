@@ -45,6 +45,7 @@ TASK_SECTIONS: Final = {
     "causal-lm": {"model", "lora", "data", "tokenizer"},
     "teacher-logits": {"model", "data", "tokenizer", "capture"},
     "distil": {"model", "lora", "data", "distil"},
+    "dpo": {"model", "lora", "data", "dpo"},
     "scripted": {"scripted"},
 }
 """The tasks that come along, and which of the sections below each of them reads."""
@@ -73,6 +74,7 @@ _KEYS_OF_DATA: Final = {
     },
     "teacher-logits": {"train", "text", "pattern", "max_tokens", "format", *_CONVERSATION_KEYS},
     "distil": {"train", "holdout", "holdout_samples"},
+    "dpo": {"train", "holdout", "holdout_samples", "max_tokens", "columns", "chat_template"},
 }  # fmt: skip
 """What of the section data these tasks read; the others read all of it."""
 
@@ -84,6 +86,8 @@ COLUMNS_OF_FORMAT: Final[dict[str, tuple[str, ...]]] = {
     "alpaca": ("instruction", "input", "output"),
 }
 """What a row of each `data.format` has, by the keys of `data.columns`."""
+PREFERENCE_COLUMNS: Final = ("prompt", "chosen", "rejected")
+"""Likewise of task dpo."""
 
 
 def _known_task(task: str) -> str:
@@ -134,7 +138,9 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Weight = Annotated[float, Field(gt=0.0, le=1e6)]
 DataFormat = Literal["text", "messages", "prompt-completion", "alpaca"]
 CountedTokens = Literal["assistant", "all"]
-ColumnOf = Literal["messages", "prompt", "completion", "instruction", "input", "output"]
+ColumnOf = Literal[
+    "messages", "prompt", "completion", "instruction", "input", "output", "chosen", "rejected"
+]
 ClassWeights = Literal["balanced"] | Annotated[dict[str, Weight], AfterValidator(_sorted)]
 
 
@@ -191,7 +197,7 @@ class TokenizerSpec(_Section):
 class LoraSpec(_Section):
     """Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685).
 
-    A document of task classify that does not say has this section with its defaults, on the
+    A document of task classify or dpo that does not say has this section with its defaults, on the
     command line and in a file alike; `lora: null` trains the whole model. For causal-lm it is
     used where the section is given.
     """
@@ -273,6 +279,16 @@ class DistilSpec(_Section):
 
     alpha: float = Field(0.5, ge=0.0, le=1.0, description="share of the divergence")
     temperature: float = Field(1.0, ge=0.01, le=100.0, description="T: 1, or that of the capture")
+
+
+class DpoSpec(_Section):
+    """Loss of task dpo: of each pair -log sigmoid(beta (m(chosen) - m(rejected))).
+
+    m is how much likelier an answer is, in its logarithm, than to the base without the adapter
+    (Rafailov et al. 2023, arXiv:2305.18290).
+    """
+
+    beta: float = Field(0.1, gt=0.0, le=100.0, description="the higher, the nearer to the base")
 
 
 class RegressSpec(_Section):
@@ -403,6 +419,7 @@ class RunSpec(_Section):
     data: DataSpec | None = None
     capture: CaptureSpec = CaptureSpec()
     distil: DistilSpec = DistilSpec()
+    dpo: DpoSpec = DpoSpec()
     regress: RegressSpec = RegressSpec()
     digits: DigitsSpec = DigitsSpec()
     scripted: ScriptedSpec = ScriptedSpec()
@@ -473,6 +490,8 @@ class RunSpec(_Section):
                     text = f"data.{key} is for task classify; {self.task} has no classes"
                 raise KeyFault(text, f"data.{key}")
         self._check_data_format(self.data)
+        if self.task == "dpo":
+            self._check_preferences(self.model, self.data)
 
     def _check_capture(self) -> None:
         if self.checkpoint.copies:
@@ -493,6 +512,18 @@ class RunSpec(_Section):
             text = "expected capture.top_k or capture.drawn, got both: leave out one of them"
             raise KeyFault(text, "capture.drawn", "capture.top_k")
 
+    def _check_preferences(self, model: ModelSpec, data: DataSpec) -> None:
+        if model.config is not None:
+            text = "task dpo needs model.source: preferences refine a model that answers already"
+            raise KeyFault(text, "model.config")
+        if self.lora is None:
+            text = (
+                "task dpo needs lora: what is learned is measured against the base without its "
+                "adapter"
+            )
+            raise KeyFault(text, "lora")
+        self._check_columns(data, PREFERENCE_COLUMNS, "task dpo")
+
     def _check_data_format(self, data: DataSpec) -> None:
         if self.task not in _KEYS_OF_DATA or "format" not in _KEYS_OF_DATA[self.task]:
             return
@@ -507,12 +538,13 @@ class RunSpec(_Section):
                     "data.format=messages, prompt-completion or alpaca"
                 )
             raise KeyFault(text, f"data.{key}")
-        columns = COLUMNS_OF_FORMAT[data.format]
+        self._check_columns(data, COLUMNS_OF_FORMAT[data.format], f"data.format {data.format}")
+
+    @staticmethod
+    def _check_columns(data: DataSpec, columns: Sequence[str], whose: str) -> None:
         for key in data.columns:
             if key not in columns:
-                text = (
-                    f"data.format {data.format} has no column {key!r}; it has {', '.join(columns)}"
-                )
+                text = f"{whose} has no column {key!r}; it has {', '.join(columns)}"
                 raise KeyFault(text, "data.columns")
         given: Mapping[str, str] = dict(data.columns.items())
         names = [given.get(key, key) for key in columns]
@@ -598,7 +630,7 @@ def parse_run_spec(document: object, overrides: Sequence[str] = (), origin: str 
         raise RunSpecError(f"expected plain keys and values{where}") from None
     for override in overrides:
         apply_override(merged, override)
-    if merged.get("task") == "classify":
+    if merged.get("task") in ("classify", "dpo"):
         merged.setdefault("lora", {})
     if merged.get("task") == "teacher-logits":
         merged.setdefault("steps", limits.COUNTED_SAMPLES)

@@ -8,7 +8,7 @@ from typing import Any
 from protocol.spec.model_card import read_card
 from tests.cluster import Cluster
 from tests.commands import called
-from tests.small_chat import chat_run
+from tests.small_chat import chat_run, dpo_run
 
 
 def train(run: Path, out: Path, workers: int) -> dict[str, Any]:
@@ -36,3 +36,12 @@ def test_one_worker_and_two_learn_the_same_from_conversations(tmp_path):
         "worker", "generate", str(tmp_path / "1" / "out"), "What is 3?", "--max-tokens", "4"
     )
     assert said.returncode == 0, said.stderr
+
+
+def test_one_worker_and_two_learn_the_same_preferences(tmp_path):
+    run = dpo_run(tmp_path, steps=3)
+    alone, together = (train(run, tmp_path / str(count), count) for count in (1, 2))
+    assert together["weights_digest"] == alone["weights_digest"]
+    assert together["losses"] == alone["losses"]
+    assert together["eval"] == alone["eval"]
+    assert {*alone["eval"]} == {"loss_per_pair", "reward_accuracy", "reward_margin"}

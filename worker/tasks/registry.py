@@ -12,7 +12,8 @@ from protocol.spec.run_spec import TASK_SECTIONS, RunSpec
 from worker.tasks.base import Task
 
 _EXTRAS: Final = {
-    "classify": "hf", "causal-lm": "hf", "teacher-logits": "hf", "distil": "hf", "digits": "digits",
+    "classify": "hf", "causal-lm": "hf", "teacher-logits": "hf", "distil": "hf", "dpo": "hf",
+    "digits": "digits",
 }  # fmt: skip
 
 
@@ -97,6 +98,10 @@ def _build(spec: RunSpec) -> Task:
         from worker.tasks.distil import Distil  # noqa: PLC0415
 
         return Distil(spec)
+    if spec.task == "dpo":
+        from worker.tasks.dpo import Dpo  # noqa: PLC0415
+
+        return Dpo(spec)
     from worker.tasks.classify import Classify  # noqa: PLC0415
 
     return Classify(spec)

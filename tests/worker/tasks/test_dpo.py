@@ -1,0 +1,155 @@
+"""DPO on a small Llama: the loss of TRL's formula, counted over the last answers alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from backends.base.interface import BlockGradient, Loss
+from backends.eager.eager import EagerBackend
+from protocol.base.errors import DataError, RunSpecError
+from protocol.spec.run_spec import load_run_spec
+from tests.small_chat import dpo_run, jsonl, preferences
+from worker.data.language_data import NOTHING
+from worker.tasks.dpo import Dpo
+from worker.tasks.registry import build
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory) -> Any:
+    return load_run_spec(dpo_run(tmp_path_factory.mktemp("dpo"), lora={"r": 4}))
+
+
+@pytest.fixture(scope="module")
+def task(spec) -> Dpo:
+    task = build(spec)
+    assert isinstance(task, Dpo)
+    return task
+
+
+def moved(task: Dpo) -> list[Any]:
+    rng = np.random.default_rng(0)
+    return [
+        values + 0.1 * rng.standard_normal(len(values)).astype(np.float32)
+        for values in task.initial_parameters()
+    ]
+
+
+def test_the_last_answers_count_and_nothing_else(task):
+    tokenizer = build_tokenizer(task)
+    batch = task.batch([0, 1, 2])
+    assert batch.weight == 3
+    assert batch.arrays["input_ids"].shape[:2] == (3, 2)
+    for pair in batch.arrays["labels"]:
+        chosen, rejected = (tokenizer.decode(side[side != NOTHING]) for side in pair)
+        assert chosen.startswith("It is ")
+        assert rejected.startswith("It may be ")
+        assert chosen.count("<|im_end|>") == rejected.count("<|im_end|>") == 1
+
+
+def build_tokenizer(task: Dpo) -> Any:
+    from tokenizers import Tokenizer
+
+    return Decoder(Tokenizer.from_str(task.manifest.export.files["tokenizer.json"]))
+
+
+class Decoder:
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def decode(self, ids: Any) -> str:
+        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+
+
+def test_before_the_first_step_nothing_is_preferred(task):
+    program = EagerBackend("cpu").compile(task.trainable, task.batch([0, 1]))
+    program.load(task.initial_parameters())
+    *_, loss = program.gradients([(task.batch([0, 1]), 3)])
+    assert isinstance(loss, Loss)
+    assert loss.loss_sum == pytest.approx(2 * np.log(2), rel=1e-6)
+    program.close()
+
+
+def test_the_loss_is_trl_s(task, spec):
+    """As trl/trainer/dpo_trainer.py computes it: log-probabilities of each token gathered from a
+    log-softmax, masked and summed, by policy and reference; -logsigmoid(beta * (log-ratios))."""
+    import peft
+    import transformers
+
+    values, batch = moved(task), task.batch([0, 1, 2, 3])
+    program = EagerBackend("cpu").compile(task.trainable, batch)
+    program.load(values)
+    *blocks, loss = program.gradients([(batch, 3)])
+    figures = program.evaluate(batch)
+    program.close()
+    base = transformers.AutoModelForCausalLM.from_pretrained(spec.model.source)
+    names = {
+        tensor.name: torch.tensor(array[place].reshape(tensor.shape))
+        for block, array in zip(task.manifest.blocks, values, strict=True)
+        for tensor, place in block.slices()
+    }
+    config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"])
+    policy = peft.get_peft_model(copy.deepcopy(base), config)
+    policy.load_state_dict(names, strict=False)
+    ids, labels = (torch.tensor(batch.arrays[name]) for name in ("input_ids", "labels"))
+
+    def log_probabilities(model: Any, side: int) -> torch.Tensor:
+        every = model(input_ids=ids[:, side]).logits.log_softmax(-1)
+        mask = labels[:, side] != NOTHING
+        taken = every.gather(-1, labels[:, side].clamp(min=0)[..., None])[..., 0]
+        return (taken * mask).sum(-1)
+
+    chosen, rejected = (log_probabilities(policy, side) for side in (0, 1))
+    with torch.no_grad():
+        of_chosen, of_rejected = (log_probabilities(base, side) for side in (0, 1))
+    logits = (chosen - of_chosen) - (rejected - of_rejected)
+    expected = -functional.logsigmoid(0.1 * logits)
+    assert isinstance(loss, Loss)
+    assert loss.loss_sum == pytest.approx(float(expected.detach().sum()), rel=1e-5)
+    assert figures["preferred"] == int((logits > 0).sum())
+    assert figures["margin_sum"] == pytest.approx(float(0.1 * logits.detach().sum()), rel=1e-4)
+    expected.sum().backward()
+    parameters = dict(policy.named_parameters())
+    for item in blocks:
+        assert isinstance(item, BlockGradient)
+        for tensor, place in task.manifest.blocks[item.block].slices():
+            theirs = parameters[tensor.name].grad.reshape(-1).numpy()
+            np.testing.assert_allclose(item.values[place], theirs, atol=2e-5)
+
+
+def test_the_loss_adds_up_over_pairs(task):
+    values = moved(task)
+    program = EagerBackend("cpu").compile(task.trainable, task.batch([0, 1]))
+    program.load(values)
+    together = program.evaluate(task.batch([0, 1, 2]))
+    alone = [program.evaluate(task.batch([n])) for n in (0, 1, 2)]
+    program.close()
+    for name, value in together.items():
+        assert value == pytest.approx(sum(each[name] for each in alone), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"lora": None}, "needs lora"),
+        ({"data": {"train": "x", "loss": "all"}}, "no use for data.loss"),
+        ({"data": {"train": "x", "columns": {"messages": "m"}}}, "no column 'messages'"),
+        ({"dpo": {"beta": 0}}, "dpo.beta"),
+        ({"model": {"config": {"model_type": "llama"}}}, "needs model.source"),
+    ],
+)
+def test_a_run_spec_that_makes_no_sense_is_refused(tmp_path, changes, told):
+    with pytest.raises(RunSpecError, match=told):
+        load_run_spec(dpo_run(tmp_path, **changes))
+
+
+def test_pairs_that_do_not_fit_are_said(tmp_path):
+    path = jsonl(tmp_path / "x.jsonl", [preferences(n) for n in range(4)])
+    data = {"train": str(path), "max_tokens": 8, "holdout": 0}
+    with pytest.raises(DataError, match="raise it"):
+        build(load_run_spec(dpo_run(tmp_path, data=data)))
