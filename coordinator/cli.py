@@ -55,6 +55,12 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
+def _trackers(names: list[str]) -> list[str]:
+    from coordinator.tracking.trackers import check_trackers
+
+    return [*check_trackers(tuple(names))]
+
+
 ExpectWorkers = Annotated[
     int | None,
     typer.Option(
@@ -126,7 +132,10 @@ Trace = Annotated[Path | None, typer.Option(help="Write a Chrome trace of all st
 Track = Annotated[
     list[str],
     typer.Option(
-        "--track", metavar="TRACKER", help="Also tell tensorboard, wandb, mlflow or trackio."
+        "--track",
+        callback=_trackers,
+        metavar="TRACKER",
+        help="Also tell tensorboard, wandb, mlflow or trackio.",
     ),
 ]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log as JSON lines on standard error.")]
@@ -176,9 +185,6 @@ def serve(
     from coordinator.short_forms import ShortForms, run_spec_from
 
     spec = run_spec_from(run, ShortForms(task, model, data, num_classes, steps), overrides)
-    from coordinator.tracking.trackers import check_trackers
-
-    trackers = check_trackers(tuple(track))
     from coordinator.main import CoordinatorOptions, main
 
     options = CoordinatorOptions(
@@ -187,19 +193,16 @@ def serve(
         plaintext=plaintext,
         name=(check_name(name, "--name") if name else usual_name()) if announce else "",
         expect_workers=expected,
-        out=out,
-        resume=resume,
-        from_copies=from_copies,
-        from_step=from_step,
+        out=out, resume=resume, from_copies=from_copies, from_step=from_step,
         spec=spec,
         local_workers=local_workers,
         local_backend=local_backend,
         local_devices=local_devices,
         address_file=address_file,
         trace=trace,
-        trackers=trackers,
+        trackers=tuple(track),
         log_json=log_json,
-    )
+    )  # fmt: skip
     raise typer.Exit(main(options))
 
 
