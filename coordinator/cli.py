@@ -55,12 +55,6 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
-def _trackers(names: list[str]) -> list[str]:
-    from coordinator.tracking.trackers import check_trackers
-
-    return [*check_trackers(tuple(names))]
-
-
 ExpectWorkers = Annotated[
     int | None,
     typer.Option(
@@ -133,7 +127,6 @@ Track = Annotated[
     list[str],
     typer.Option(
         "--track",
-        callback=_trackers,
         metavar="TRACKER",
         help="Also tell tensorboard, wandb, mlflow or trackio.",
     ),

@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from coordinator.service.service import Service, Settings
 from coordinator.service.worker_copies import fetch_copy
 from coordinator.storage.copies import bring_back, check_no_run
 from coordinator.storage.run_directory import RunDirectory
+from coordinator.tracking.trackers import check_trackers
 from coordinator.tracking.tracking import Tracking
 from protocol.base.errors import ExitCode, SamestepError, StorageFailed, UsageError
 from protocol.base.place import is_directory
@@ -88,13 +89,14 @@ def main(options: CoordinatorOptions) -> int:
         SamestepError: The process cannot start.
     """
     check_subnormals("the coordinator")
+    trackers = check_trackers(options.trackers)
     if options.address_file is not None:
         check_writable(options.address_file, "--address-file")
     keep_freed_memory()
     journal = None if options.log_json else SystemJournal.behind("coordinator")
     set_up_logging(journal, as_json=options.log_json)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(options, journal))
+        return runner.run(_serve(replace(options, trackers=trackers), journal))
 
 
 async def _serve(options: CoordinatorOptions, journal: SystemJournal | None) -> int:
