@@ -108,7 +108,7 @@ class Dpo:
             },
             export=tuned.export(tokenizer_files(tokenizer)),
         )
-        how = {"beta": spec.dpo.beta, "options": loaded.forward_options}
+        how: dict[str, Any] = {"beta": spec.dpo.beta, "options": loaded.forward_options}
         self.trainable = tuned.trainable(
             spec.seed,
             spec.threads,

@@ -118,7 +118,9 @@ def test_the_loss_is_trl_s(task, spec):
     for item in blocks:
         assert isinstance(item, BlockGradient)
         for tensor, place in task.manifest.blocks[item.block].slices():
-            theirs = parameters[tensor.name].grad.reshape(-1).numpy()
+            gradient = parameters[tensor.name].grad
+            assert gradient is not None
+            theirs = gradient.reshape(-1).numpy()
             np.testing.assert_allclose(item.values[place], theirs, atol=2e-5)
 
 
