@@ -16,7 +16,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from backends.base.frozen_base import round_frozen_base
 from backends.base.interface import (
     Array,
     Batch,
@@ -36,6 +35,7 @@ from backends.base.trainable_checks import (
 )
 from backends.eager import numerics
 from backends.eager.block_order import BlockOrder, unused_parameters
+from backends.eager.narrow_linear import narrow_frozen_base
 from protocol.base.errors import SamestepError
 
 T = TypeVar("T")
@@ -110,7 +110,7 @@ class EagerProgram(HostSummedProgram):
         self._copies: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        round_frozen_base(self._module, trainable.base_dtype)
+        narrow_frozen_base(self._module, trainable.base_dtype, device)
         numerics.own_storage(self._module, device)
         self._hooks = self._hook()
         numerics.use_threads(trainable.threads)

@@ -1,0 +1,147 @@
+"""Frozen weights in few bits give the very bits of the same weights kept wide."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from backends.base.frozen_base import round_frozen_base
+from backends.base.interface import Batch, BlockGradient, Trainable
+from backends.base.quantise import dequantise, quantise
+from backends.eager import eager
+from backends.eager.narrow_linear import NarrowLinear, NarrowWeight, narrow_frozen_base
+from protocol.spec.manifest import Block, TensorSpec
+from protocol.spec.run_spec import load_run_spec
+from tests.resident_memory import MIB, measured_growth
+from tests.small_chat import chat_run
+from worker.tasks.registry import build
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("storage", ["bf16", "f16", "int8", "int4"])
+@pytest.mark.parametrize("shape", [(3, 8), (5, 64), (64, 192)])
+def test_widened_on_a_device_is_what_numpy_says(storage, shape):
+    values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    stored = quantise(values, storage)
+    wide = NarrowWeight(stored, CPU).wide()
+    assert wide.is_contiguous()
+    assert np.array_equal(wide.numpy().view(np.uint32), dequantise(stored).view(np.uint32))
+
+
+def gradients(spec: Any) -> list[bytes]:
+    task = build(spec)
+    program = eager.EagerBackend("cpu").compile(task.trainable, task.batch([0, 1]))
+    program.load([values + np.float32(0.01) for values in task.initial_parameters()])
+    found = [
+        item.values.tobytes() if isinstance(item, BlockGradient) else repr(item).encode()
+        for item in program.gradients([(task.batch([n, n + 1]), n) for n in (0, 2, 4)])
+    ]
+    found.append(repr(program.evaluate(task.evaluation_batch(0))).encode())
+    program.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("base_dtype", "how"),
+    [
+        ("bfloat16", {}),
+        ("float16", {}),
+        ("int8", {}),
+        ("int4", {"precision": "bfloat16"}),
+        ("int4", {"gradient_checkpointing": True}),
+    ],
+)
+def test_a_run_has_the_bits_of_the_widened_base(tmp_path, monkeypatch, base_dtype, how):
+    run = chat_run(tmp_path)
+    model = {"source": str(tmp_path / "model"), "base_dtype": base_dtype, **how}
+    spec = load_run_spec(run, [f"model={json.dumps(model)}"])
+    narrow = gradients(spec)
+    monkeypatch.setattr(
+        eager, "narrow_frozen_base", lambda module, kind, _: round_frozen_base(module, kind)
+    )
+    assert gradients(spec) == narrow
+
+
+class Shared(nn.Module):
+    """Two layers of one weight, one that computes in its own way, and a trained one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.second.weight = self.first.weight
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.trained = nn.Linear(16, 16)
+        for layer in (self.first, self.second, self.attention):
+            layer.requires_grad_(requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.second(self.first(self.trained(x)))[None]
+        out: torch.Tensor = self.attention(y, y, y)[0]
+        return out
+
+
+def test_layers_that_share_a_weight_share_its_bits():
+    torch.manual_seed(0)
+    wide, narrow = Shared(), Shared()
+    narrow.load_state_dict(wide.state_dict())
+    round_frozen_base(wide, "int4")
+    narrow_frozen_base(narrow, "int4", CPU)
+    assert isinstance(narrow.first, NarrowLinear)
+    assert isinstance(narrow.second, NarrowLinear)
+    assert narrow.first.narrow is narrow.second.narrow
+    assert not isinstance(narrow.attention.out_proj, NarrowLinear)
+    assert torch.equal(narrow.first.weight, wide.first.weight)
+    x = torch.randn(4, 16)
+    results = []
+    for module in (wide, narrow):
+        out = module(x)
+        out.sum().backward()
+        assert module.trained.weight.grad is not None
+        results.append((out.detach(), module.trained.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+class Deep(nn.Module):
+    """Mostly frozen weights."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.trained = nn.Linear(8, width)
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+        self.layers.requires_grad_(requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(self.trained(x))
+        return out
+
+
+def test_what_is_kept_and_the_peak_of_a_step_are_narrow():
+    """Of 64 MiB of frozen weights in 16 layers: int4 keeps a seventh, and widens one at a time."""
+    module = Deep(16, 1024)
+    tensors = tuple(
+        TensorSpec(name=name, shape=tuple(each.shape))
+        for name, each in module.named_parameters()
+        if each.requires_grad
+    )
+    trainable = Trainable(
+        (Block(name="head", kind="block", tensors=tensors),), module,
+        lambda m, arrays: (m(arrays["x"]) ** 2).sum(), base_dtype="int4",
+    )  # fmt: skip
+    batch = Batch({"x": np.ones((2, 8), np.float32)}, 2.0)
+    program = eager.EagerBackend("cpu").compile(trainable, batch)
+    with measured_growth() as growth:
+        [*program.gradients([(batch, 0)])]
+    program.close()
+    assert growth.peak_bytes < 64 * MIB / 3
+    held = sum(
+        layer.narrow._bits.nbytes + layer.narrow._scales.nbytes
+        for layer in module.layers
+        if isinstance(layer, NarrowLinear)
+    )
+    assert held < 64 * MIB / 7
