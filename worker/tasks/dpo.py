@@ -7,7 +7,7 @@ over pairs. The reference is the same model with its adapter left out, computed 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -19,9 +19,9 @@ from torch import nn
 from backends.base.interface import Array, Batch, Sums
 from protocol.base.errors import DataError
 from protocol.data.conversations import Conversation
-from protocol.data.preferences import read_preferences
+from protocol.data.preferences import Pair, read_preferences
 from protocol.spec.manifest import Manifest, Metric
-from protocol.spec.run_spec import RunSpec
+from protocol.spec.run_spec import DataSpec, RunSpec
 from worker.data import holdout
 from worker.data.chat_template import ChatTemplate, Counted
 from worker.data.language_data import NOTHING, documents_digest
@@ -57,32 +57,14 @@ class Dpo:
         read = read_preferences(spec.data)
         tokenizer = load_tokenizer(spec.model.source)
         template = ChatTemplate(tokenizer, spec.data.chat_template, everything=False)
-        self._length = spec.data.max_tokens
-        documents = [pair.document for pair in read.found]
-        encoded = [
-            _encode(template, [getattr(pair, side) for pair in read.found])
-            for side in ("chosen", "rejected")
-        ]
-        pairs = list(zip(*encoded, strict=True))
-        fits = [all(marks[1 : self._length].any() for _, marks in pair) for pair in pairs]
-        self._pairs = [pair for pair, fit in zip(pairs, fits, strict=True) if fit]
-        if not self._pairs:
-            longest = max(len(ids) for pair in pairs for ids, _ in pair)
-            raise DataError(
-                f"expected pairs in {spec.data.train!r} whose first data.max_tokens = "
-                f"{self._length} tokens reach both answers, found none; raise it: "
-                f"--set data.max_tokens={longest}"
-            )
-        kept = [document for document, fit in zip(documents, fits, strict=True) if fit]
-        train, held_out = holdout.split(kept, spec.seed, spec.data.holdout)
+        self._pairs = EncodedPairs.of(template, read.found, spec.data)
+        train, held_out = holdout.split(self._pairs.documents, spec.seed, spec.data.holdout)
         self._train = np.array(train, np.int64)
         measured = holdout.measured(len(held_out), spec.data.holdout_samples, spec.seed)
         self._measured = np.array(held_out, np.int64)[measured]
         loaded = pretrained.load_causal_lm(spec.model, spec.seed)
-        pretrained.check_length(loaded.config, self._length)
-        tokens = [ids for pair in self._pairs for ids, _ in pair]
-        counted = [marks.astype(np.int64) for pair in self._pairs for _, marks in pair]
-        check_tokens(max(int(ids.max()) for ids in tokens), loaded.vocabulary)
+        pretrained.check_length(loaded.config, spec.data.max_tokens)
+        check_tokens(self._pairs.highest, loaded.vocabulary)
         tuned = Tuned.of(loaded, spec.model, spec.lora, "CAUSAL_LM", spec.seed)
         self._initial = tuned.initial_values()
         said = [pair.chosen.messages[-1].content for pair in read.found]
@@ -93,17 +75,14 @@ class Dpo:
             metrics=_METRICS,
             digests={
                 "base_weights": loaded.weights_digest,
-                "tokenizer": digest_tokens(tokens, len(tokenizer)),
-                "counted_tokens": digest_tokens(counted, 0),
-                "data": documents_digest(documents),
+                **self._pairs.digests(len(tokenizer)),
+                "data": documents_digest([pair.document for pair in read.found]),
             },
             notes={
-                "pairs": len(documents),
+                "pairs": len(read.found),
                 "duplicates_removed": read.duplicates,
-                "pairs_truncated": sum(
-                    any(len(ids) > self._length for ids, _ in pair) for pair in self._pairs
-                ),
-                "left_out_as_no_answer_fits": fits.count(False),
+                "pairs_truncated": self._pairs.truncated,
+                "left_out_as_no_answer_fits": len(read.found) - len(self._pairs.pairs),
                 "unknown_tokens_per_thousand": unknown_per_thousand(tokenizer, said),
             },
             export=tuned.export(tokenizer_files(tokenizer)),
@@ -122,21 +101,82 @@ class Dpo:
 
     def batch(self, samples: Sequence[int]) -> Batch:
         """Training pairs by number; the weight is how many."""
-        return self._rows(self._train[np.asarray(samples, np.int64)])
+        return self._pairs.batch(self._train[np.asarray(samples, np.int64)])
 
     def evaluation_batch(self, part: int) -> Batch:
         """At most `PART_PAIRS` held-out pairs."""
-        return self._rows(self._measured[part * PART_PAIRS :][:PART_PAIRS])
+        return self._pairs.batch(self._measured[part * PART_PAIRS :][:PART_PAIRS])
 
-    def _rows(self, rows: NDArray[np.int64]) -> Batch:
-        pairs = [self._pairs[row] for row in rows]
-        longest = max((min(len(ids), self._length) for pair in pairs for ids, _ in pair), default=2)
-        width = min(-(-(longest - 1) // _PADDING_TOKENS) * _PADDING_TOKENS, self._length)
+
+@dataclass(frozen=True, slots=True)
+class EncodedPairs:
+    """Those pairs both of whose answers begin within `length` tokens.
+
+    Attributes:
+        documents: What identifies each.
+        pairs: Of each the chosen conversation and the rejected one, of any length.
+        length: `data.max_tokens`: longer ones are cut.
+    """
+
+    documents: Sequence[str]
+    pairs: Sequence[tuple[Answer, Answer]]
+    length: int
+
+    @staticmethod
+    def of(template: ChatTemplate, found: Sequence[Pair], data: DataSpec) -> EncodedPairs:
+        """Render and encode.
+
+        Raises:
+            DataError: The template refuses a conversation, or no pair is left.
+        """
+        length = data.max_tokens
+        chosen = _encode(template, [pair.chosen for pair in found])
+        rejected = _encode(template, [pair.rejected for pair in found])
+        every = list(zip(chosen, rejected, strict=True))
+        kept = [
+            (pair.document, answers)
+            for pair, answers in zip(found, every, strict=True)
+            if all(marks[1:length].any() for _, marks in answers)
+        ]
+        if not kept:
+            longest = max(len(ids) for answers in every for ids, _ in answers)
+            raise DataError(
+                f"expected pairs in {data.train!r} whose first data.max_tokens = {length} tokens "
+                f"reach both answers, found none; raise it: --set data.max_tokens={longest}"
+            )
+        documents, pairs = zip(*kept, strict=True)
+        return EncodedPairs(documents, pairs, length)
+
+    @property
+    def truncated(self) -> int:
+        """How many were cut."""
+        return sum(any(len(ids) > self.length for ids, _ in pair) for pair in self.pairs)
+
+    @property
+    def highest(self) -> int:
+        """Of all tokens."""
+        return max(int(ids.max()) for pair in self.pairs for ids, _ in pair)
+
+    def digests(self, padding: int) -> dict[str, str]:
+        """Of the tokens, and of which of them count."""
+        tokens = [ids for pair in self.pairs for ids, _ in pair]
+        counted = [marks.astype(np.int64) for pair in self.pairs for _, marks in pair]
+        return {
+            "tokenizer": digest_tokens(tokens, padding),
+            "counted_tokens": digest_tokens(counted, 0),
+        }
+
+    def batch(self, rows: NDArray[np.int64]) -> Batch:
+        """These pairs, padded together; the weight is how many."""
+        pairs = [self.pairs[row] for row in rows]
+        lengths = (min(len(ids), self.length) for pair in pairs for ids, _ in pair)
+        longest = max(lengths, default=2) - 1
+        width = min(-(-longest // _PADDING_TOKENS) * _PADDING_TOKENS, self.length)
         inputs = np.zeros((len(pairs), 2, width), np.int64)
         labels = np.full((len(pairs), 2, width), NOTHING, np.int64)
         for row, pair in enumerate(pairs):
             for side, (every, marks) in enumerate(pair):
-                ids, counts = every[: self._length], marks[: self._length]
+                ids, counts = every[: self.length], marks[: self.length]
                 inputs[row, side, : len(ids) - 1] = ids[:-1]
                 labels[row, side, : len(ids) - 1] = np.where(counts[1:], ids[1:], NOTHING)
         return Batch({"input_ids": inputs, "labels": labels}, float(len(pairs)))
