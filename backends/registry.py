@@ -1,13 +1,14 @@
 """Which devices are here, which one is taken, and why the others are not.
 
-`auto` goes down cuda -> vulkan -> cpu and says what it passed over, software Vulkan among it. A
-backend asked for by name never falls back, and a device that is asked for is never the CPU. torch
-is imported only when a device that needs it is looked at.
+`auto` goes down cuda -> mps (on a Mac) -> vulkan -> cpu and says what it passed over, software
+Vulkan among it. A backend asked for by name never falls back, and a device that is asked for is
+never the CPU. torch is imported only when a device that needs it is looked at.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,9 +24,9 @@ def choose(name: str, wanted: int | str | None = None) -> BackendChoice:
     """The backend of this name.
 
     Args:
-        name: auto, cuda, vulkan, cpu, scripted or scripted:MS (milliseconds per microbatch).
+        name: auto, cuda, mps, vulkan, cpu, scripted or scripted:MS (milliseconds per microbatch).
         wanted: Which device of its kind, by number or by part of its name in any case; None for
-            the first. cpu and scripted, asked for by name, have one, whatever is wanted.
+            the first. cpu, mps and scripted, asked for by name, have one, whatever is wanted.
 
     Raises:
         UsageError: There is no such name.
@@ -50,7 +51,10 @@ def choose(name: str, wanted: int | str | None = None) -> BackendChoice:
 
 def devices() -> list[DeviceInfo]:
     """Every device here, usable or not, best kind first."""
-    return [*_cuda_devices(), *_vulkan_devices(), _cpu_device()]
+    mps = _mps_device()
+    # Told where there may be one: a row of it on every other machine would be noise.
+    macs = [mps] if sys.platform == "darwin" else []
+    return [*_cuda_devices(), *macs, *_vulkan_devices(), _cpu_device()]
 
 
 def _auto(wanted: int | str | None) -> BackendChoice:
@@ -81,12 +85,14 @@ def _make(kind: str, index: int) -> Backend:
         return VulkanBackend(index)
     from backends.eager.eager import EagerBackend  # noqa: PLC0415  (imports torch)
 
-    return EagerBackend("cuda" if kind == "cuda" else "cpu", index)
+    return EagerBackend("cuda" if kind == "cuda" else "mps" if kind == "mps" else "cpu", index)
 
 
 def _device(kind: str, wanted: int | str | None) -> DeviceInfo:
     if kind == "cpu":
         return _cpu_device()
+    if kind == "mps":
+        return _mps_device()
     found = _vulkan_devices() if kind == "vulkan" else _cuda_devices()
     if not found[0].usable or wanted is None:
         return found[0]
@@ -105,7 +111,7 @@ def _device(kind: str, wanted: int | str | None) -> DeviceInfo:
 
 def _among_others(kind: str, wanted: int | str | None) -> str:
     """Says so where a part of a name is in several devices' names."""
-    if kind == "cpu" or not isinstance(wanted, str):
+    if kind in {"cpu", "mps"} or not isinstance(wanted, str):
         return ""
     found = _vulkan_devices() if kind == "vulkan" else _cuda_devices()
     fitting = [info.name for info in found if wanted.lower() in info.name.lower()]
@@ -120,7 +126,8 @@ def _cuda_devices() -> list[DeviceInfo]:
     torch = _torch()
     if isinstance(torch, str):
         return [DeviceInfo("cuda", "CUDA", False, torch)]
-    if torch.version.cuda is None:
+    # Built with ROCm it calls AMD's cards by the same names.
+    if torch.version.cuda is None and torch.version.hip is None:
         return [DeviceInfo("cuda", "CUDA", False, "this torch was built without CUDA")]
     if not torch.cuda.is_available():
         return [DeviceInfo("cuda", "CUDA", False, "torch finds no CUDA device or driver")]
@@ -144,6 +151,18 @@ def _vulkan_devices() -> list[DeviceInfo]:
     if isinstance(found, str):
         return [DeviceInfo("vulkan", "Vulkan", False, found)]
     return [adapter.info(index) for index, adapter in enumerate(found)]
+
+
+def _mps_device() -> DeviceInfo:
+    """A Mac's GPU, which is one."""
+    torch = _torch()
+    if isinstance(torch, str):
+        return DeviceInfo("mps", "MPS", False, torch)
+    if not torch.backends.mps.is_available():
+        return DeviceInfo("mps", "MPS", False, "torch finds no GPU of a Mac")
+    from backends.eager.eager import EagerBackend  # noqa: PLC0415  (imports torch)
+
+    return EagerBackend("mps").info
 
 
 def _cpu_device() -> DeviceInfo:

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import uvloop
 from rich.console import Console
 from rich.text import Text
 
@@ -43,6 +42,7 @@ from protocol.base.place import is_directory
 from protocol.exact.subnormals import check_subnormals
 from protocol.host.allocator import keep_freed_memory
 from protocol.host.command_line import check_writable, end_on_signals
+from protocol.host.event_loop import new_event_loop
 from protocol.host.supervisor import Supervisor
 from protocol.host.system_journal import SystemJournal
 from protocol.spec.run_spec import RunSpec
@@ -95,7 +95,7 @@ def main(options: CoordinatorOptions) -> int:
     keep_freed_memory()
     journal = None if options.log_json else SystemJournal.behind("coordinator")
     set_up_logging(journal, as_json=options.log_json)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(_serve(replace(options, trackers=trackers), journal))
 
 

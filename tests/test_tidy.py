@@ -62,7 +62,7 @@ def import_directions(path: str, source: str) -> Iterator[str]:
     if package in {"protocol", "coordinator"}:
         refused |= HEAVY
     if package == "protocol":
-        refused |= SHELL_ONLY
+        refused |= SHELL_ONLY - ({"uvloop"} if path.startswith("protocol/host/") else set())
     for line, name in modules_imported(source):
         if name.split(".")[0] in refused:
             yield f"{path}:{line} imports {name}"

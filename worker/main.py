@@ -9,13 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import uvloop
-
 from backends.base.interface import Backend
 from protocol.base.duty import Duty
 from protocol.base.errors import DeviceError, ExitCode
 from protocol.host.allocator import keep_freed_memory
 from protocol.host.command_line import end_on_signals
+from protocol.host.event_loop import new_event_loop
 from protocol.host.loop_watch import LoopWatch
 from protocol.host.supervisor import Supervisor
 from protocol.host.system_journal import SystemJournal, write_error
@@ -98,7 +97,7 @@ def main(options: WorkerOptions) -> ExitCode:
         SamestepError: No coordinator answers, or it refused.
     """
     keep_freed_memory()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(_serve(options))
 
 

@@ -1,4 +1,4 @@
-"""The eager backend: torch's own autograd on a `cpu` or `cuda` device.
+"""The eager backend: torch's own autograd on a `cpu`, `cuda` or `mps` device.
 
 One persistent device thread runs forward and backward; a hook on every trainable tensor hands
 finished blocks out while earlier blocks are still in backward. What makes the bits repeatable is
@@ -44,7 +44,7 @@ T = TypeVar("T")
 class EagerBackend:
     """One torch device."""
 
-    def __init__(self, kind: Literal["cpu", "cuda"], index: int = 0) -> None:
+    def __init__(self, kind: Literal["cpu", "cuda", "mps"], index: int = 0) -> None:
         numerics.make_deterministic()
         self.device = torch.device(kind, index) if kind == "cuda" else torch.device(kind)
         self._index = index

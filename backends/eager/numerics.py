@@ -82,7 +82,8 @@ def own_storage(module: torch.nn.Module, device: torch.device) -> None:
     module.to(device)
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
-        assert tensor.data_ptr() % ALIGNMENT_BYTES == 0
+        # On a Mac's GPU it is no address.
+        assert device.type == "mps" or tensor.data_ptr() % ALIGNMENT_BYTES == 0
 
 
 def signature(device: torch.device, threads: int) -> Mapping[str, str]:
@@ -99,11 +100,18 @@ def signature(device: torch.device, threads: int) -> Mapping[str, str]:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         facts["cublas_workspace"] = os.environ["CUBLAS_WORKSPACE_CONFIG"]
-        facts["cuda"] = str(torch.version.cuda)
         facts["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
         facts["compute_capability"] = f"{major}.{minor}"
-        facts["driver"] = _cuda_driver()
-        facts["cuda_libraries"] = _cuda_libraries()
+        if torch.version.hip is None:
+            facts["cuda"] = str(torch.version.cuda)
+            facts["driver"] = _cuda_driver()
+            facts["cuda_libraries"] = _cuda_libraries()
+        else:  # ROCm's libraries come inside torch, whose build is told above
+            facts["rocm"] = str(torch.version.hip)
+            facts["architecture"] = str(torch.cuda.get_device_properties(device).gcnArchName)
+            facts["driver"] = f"{platform.system()} {platform.release()}"
+    if device.type == "mps":
+        facts["driver"] = f"macOS {platform.mac_ver()[0]}"
     for variable in _BIT_DECIDING_VARIABLES:
         if variable in os.environ:
             facts[variable] = os.environ[variable]

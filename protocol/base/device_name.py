@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from typing import Final
 
 from protocol.base.errors import UsageError
 
-AUTO_ORDER: Final = ("cuda", "vulkan", "cpu")
-BACKENDS: Final = ("auto", *AUTO_ORDER, "scripted")
+KINDS: Final = ("cuda", "mps", "vulkan", "cpu")
+AUTO_ORDER: Final = tuple(kind for kind in KINDS if kind != "mps" or sys.platform == "darwin")
+BACKENDS: Final = ("auto", *KINDS, "scripted")
 _NUMBERED: Final = re.compile(r"(cpu|cuda|vulkan)([0-9]{1,4})")
 
 

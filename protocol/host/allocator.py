@@ -23,7 +23,7 @@ def keep_freed_memory() -> None:
     """Tell glibc's allocator; another C library is left as it is."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):
+    except (AttributeError, OSError, TypeError):
         return
     mallopt(_M_MMAP_THRESHOLD, 32 * limits.MIB)
     mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT)
@@ -34,5 +34,5 @@ def give_back_freed_memory() -> None:
     """Once, after much was freed that no step will ask for again; glibc alone can."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError):
+    except (AttributeError, OSError, TypeError):
         return

@@ -55,8 +55,12 @@ def end_on_signals(drain: Callable[[], None], stop: Callable[[], None]) -> None:
     def handle() -> None:
         (stop if next(asked) else drain)()
 
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, handle)
+        try:
+            loop.add_signal_handler(number, handle)
+        except NotImplementedError:  # Windows
+            signal.signal(number, lambda *_: loop.call_soon_threadsafe(handle))
 
 
 def end_with_standard_input(command: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
+import shutil
 import sys
 import tempfile
 import time
@@ -98,7 +98,7 @@ def clock(now_s: float | None = None, *, synchronized: bool | None = None) -> Fi
     now_s = time.time() if now_s is None else now_s
     shown = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now_s))
     if synchronized is None:
-        synchronized = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512)) != _TIME_ERROR
+        synchronized = _synchronized()
     advice = "timedatectl set-ntp true (Debian: apt install systemd-timesyncd)"
     if now_s < _MADE_S:
         return warning("clock", f"{shown} is before this release was made", advice)
@@ -115,6 +115,10 @@ def open_files(needed: int, enough: int) -> Finding:
         needed: With fewer it cannot work.
         enough: For everything within our own limits.
     """
+    try:
+        import resource  # noqa: PLC0415 -- not for every system
+    except ImportError:
+        return ok("open files", "this system sets no limit that can be asked for")
     held, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if held == resource.RLIM_INFINITY or held >= enough:
         return ok("open files", f"up to {'any number' if held < 0 else held}")
@@ -131,7 +135,11 @@ def memory(least_bytes: int, proc: Path = PROC, groups: Path = GROUPS) -> Findin
         proc: Where procfs is.
         groups: Where the tree of control groups (version 2) is.
     """
-    found = read_memory(proc, groups)
+    try:
+        found = read_memory(proc, groups)
+    except (OSError, ValueError):
+        advice = "nothing: a model that does not fit ends in the allocator's own error"
+        return warning("memory", "this system does not tell it as Linux does", advice)
     free, of = found.free, "this machine"
     if found.left_in_group is not None and found.left_in_group < free:
         free, of = found.left_in_group, "its control group"
@@ -178,6 +186,15 @@ def directory(check: str, path: Path, least_bytes: int, elsewhere: str) -> Itera
         yield ok(check, found)
 
 
+def _synchronized() -> bool:
+    """What the kernel says of the clock; taken for granted where it cannot be asked."""
+    try:
+        answer: int = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))
+    except (AttributeError, OSError, TypeError):
+        return True
+    return answer != _TIME_ERROR
+
+
 def nearest(path: Path) -> Path:
     """The path, or the closest directory above it that is there."""
     path = path.absolute()
@@ -187,14 +204,17 @@ def nearest(path: Path) -> Path:
 
 
 def _free_bytes(path: Path) -> int:
-    status = os.statvfs(path)
-    return status.f_bavail * status.f_frsize
+    return shutil.disk_usage(path).free
 
 
 def _file_system(path: Path) -> str:
     """The kind of file system that a path is on, as the kernel names it."""
     device = path.stat().st_dev
-    for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(errors="replace")
+    except OSError:
+        return ""
+    for line in mounts.splitlines():
         fields, _, rest = line.partition(" - ")
         major, _, minor = fields.split()[2].partition(":")
         if os.makedev(int(major), int(minor)) == device:

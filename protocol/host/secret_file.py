@@ -43,7 +43,7 @@ def read_secret(path: Path) -> str | None:
         UsageError: Others may read it too, or it cannot be read.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -52,7 +52,8 @@ def read_secret(path: Path) -> str | None:
         mode = os.fstat(fd).st_mode
         if not stat.S_ISREG(mode):
             raise UsageError(f"expected a file, got something else at {str(path)!r}")
-        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        # On Windows a mode tells nothing of who may read.
+        if os.name == "posix" and mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise UsageError(
                 f"{str(path)!r} can be read by others (mode {stat.S_IMODE(mode):04o}), so its "
                 f"secret is none; run: chmod 600 {path}"
@@ -72,7 +73,7 @@ def write_secret(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         make_private(path.parent)
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(fd, "w", encoding="utf-8") as file:
             give_to_owner(fd, path.parent)
             file.write(text)
@@ -90,7 +91,7 @@ def give_to_owner(fd: int, directory: Path) -> None:
     Raises:
         OSError: It cannot be given away.
     """
-    if os.geteuid() == 0:
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
         owner = directory.stat()
         os.fchown(fd, owner.st_uid, owner.st_gid)
 

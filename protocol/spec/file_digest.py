@@ -15,6 +15,13 @@ from blake3 import blake3
 from protocol.base import limits
 
 _PIECE_BYTES: Final = limits.MIB
+_PLAIN_FLAGS: Final = (
+    os.O_RDONLY
+    | getattr(os, "O_NOFOLLOW", 0)
+    | getattr(os, "O_NONBLOCK", 0)
+    | getattr(os, "O_BINARY", 0)
+)
+"""Of these, Windows has the last alone."""
 _TICK_NS: Final = 100_000_000
 """More than the clocks of file systems take for a tick."""
 
@@ -45,8 +52,7 @@ def open_plain(path: Path) -> io.FileIO:
     Raises:
         OSError: It cannot be opened, or is another kind of thing.
     """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    file = io.FileIO(os.open(path, flags), "rb")
+    file = io.FileIO(os.open(path, _PLAIN_FLAGS), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "it is no file (any more)", str(path))

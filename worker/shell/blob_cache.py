@@ -2,6 +2,7 @@
 
     blobs/<2 hex digits>/<digest>          whole and verified
     blobs/<2 hex digits>/<digest>.part     being fetched; its writer holds a lock on it
+    blobs/<2 hex digits>/<digest>.PID.part  likewise, by a process that shares it with nobody
 
 A file gets its name only once its bytes have that digest. What a crash damages later is found
 when the file is used: its digest is computed again by each process. Nothing is ever removed but
@@ -10,14 +11,19 @@ what turned out wrong; the directory may be emptied whenever no run is being pre
 
 from __future__ import annotations
 
-import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 from blake3 import blake3
+
+try:
+    import fcntl
+except ImportError:  # Windows: each process fetches for itself
+    fcntl = None  # type: ignore[assignment]
 
 from protocol.base import limits
 from protocol.base.errors import StorageFailed
@@ -60,7 +66,7 @@ class Part:
         left = values.data
         with storing("write", self._path):
             while left:
-                written = os.pwrite(self._fd, left, self.have)
+                written = os.write(self._fd, left)
                 self._hasher.update(left[:written])
                 self.have += written
                 left = left[written:]
@@ -69,8 +75,10 @@ class Part:
         """Give the whole file its name, if it has its digest; else throw it away. Closes it."""
         right = self._hasher.hexdigest() == self._target.name
         with storing("keep", self._target):
+            if fcntl is None:
+                self.close()  # Windows renames nothing that is open
             if right:
-                os.fchmod(self._fd, _WHOLE_MODE)
+                self._path.chmod(_WHOLE_MODE)
                 self._path.replace(self._target)
                 self._digests.remember(self._target, self._target.name)
             else:
@@ -80,12 +88,14 @@ class Part:
 
     def close(self) -> None:
         """Let others go on with it."""
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def _read_what_is_there(self) -> None:
         if os.fstat(self._fd).st_size > self._size:
             os.ftruncate(self._fd, 0)
-        while piece := os.pread(self._fd, limits.MIB, self.have):
+        while piece := os.read(self._fd, limits.MIB):
             self._hasher.update(piece)
             self.have += len(piece)
 
@@ -117,8 +127,7 @@ class BlobCache:
         """
         with storing("use the cache", self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
-            status = os.statvfs(self.directory)
-        free = status.f_bavail * status.f_frsize
+            free = shutil.disk_usage(self.directory).free
         if free < missing_bytes:
             raise StorageFailed(
                 "use the cache",
@@ -157,12 +166,13 @@ class BlobCache:
             StorageFailed: The disk refuses.
         """
         path = self._part_path(digest)
-        return self._open(digest, path.with_suffix(f".{os.getpid()}.part") if own else path, size)
+        alone = own or fcntl is None
+        return self._open(digest, path.with_suffix(f".{os.getpid()}.part") if alone else path, size)
 
     def _open(self, digest: str, path: Path, size: int) -> Part | None:
         with storing("write", path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
             try:
                 if _lock(fd) and _is_named(fd, path):
                     return Part(fd, path, self._path(digest), size, self._digests)
@@ -189,6 +199,8 @@ def storing(doing: str, path: Path) -> Iterator[None]:
 
 
 def _lock(fd: int) -> bool:
+    if fcntl is None:
+        return True
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,17 +1,19 @@
-"""Which Vulkan adapters this machine has.
+"""Which adapters this machine has: of Vulkan, of Metal on a Mac, of DX12 too on Windows.
 
-wgpu is imported only here and in `device`; without it, or without a Vulkan loader and driver, the
-answer is a reason in words. Software adapters (Mesa's lavapipe) come last and are taken only when
-asked for: `backends.registry`.
+The shaders are one text for all three. wgpu is imported only here and in `device`; without it, or
+without a driver, the answer is a reason in words. Software adapters (Mesa's lavapipe) come last and
+are taken only when asked for: `backends.registry`.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import platform
+import sys
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from backends.base.interface import DeviceInfo
 from backends.wgpu.device.memory_heaps import Heaps, memory_heaps
@@ -23,17 +25,20 @@ _KINDS: dict[str, Kind] = {
     "IntegratedGPU": "integrated",
     "CPU": "software",
 }
+_INTERFACES: Final = {"darwin": ("Metal",), "win32": ("Vulkan", "DX12")}
+"""Of the system, by `sys.platform`, in wgpu's words; everywhere else Vulkan alone."""
 _ORDER: tuple[Kind, ...] = ("discrete", "integrated", "other", "software")
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One Vulkan device.
+    """One device, through one interface of the system.
 
     Attributes:
         name: As the driver calls it.
         kind: Its type.
-        driver: Name and version of the driver.
+        interface: What the system offers it through: Vulkan, Metal or D3D12.
+        driver: Name and version of the driver; on a Mac, which has no other, of the system.
         vendor_id: PCI vendor.
         device_id: PCI device.
         memory_bytes: Its own memory; 0 where it is not known or is the host's.
@@ -42,6 +47,7 @@ class Adapter:
 
     name: str
     kind: Kind
+    interface: str
     driver: str
     vendor_id: int
     device_id: int
@@ -55,8 +61,15 @@ class Adapter:
 
     def info(self, index: int) -> DeviceInfo:
         """Its row in `worker devices`."""
+        through = "" if self.interface == "Vulkan" else f" ({self.interface})"
         return DeviceInfo(
-            "vulkan", self.name, True, "", index, self.memory_bytes, software=self.software
+            "vulkan",
+            f"{self.name}{through}",
+            True,
+            "",
+            index,
+            self.memory_bytes,
+            software=self.software,
         )
 
 
@@ -72,7 +85,7 @@ def adapters() -> tuple[Adapter, ...] | str:
         from wgpu.backends.wgpu_native import extras  # noqa: PLC0415
     except (ImportError, OSError, RuntimeError) as error:
         return f"wgpu cannot be imported: {' '.join(str(error).split())}"
-    extras.set_instance_extras(backends=["Vulkan"])
+    extras.set_instance_extras(backends=_INTERFACES.get(sys.platform, ("Vulkan",)))
     heaps = list(memory_heaps())
     found = [_adapter(handle, heaps) for handle in wgpu.gpu.enumerate_adapters_sync()]
     if not found:
@@ -87,10 +100,13 @@ def _adapter(handle: Any, heaps: list[Heaps]) -> Adapter:
     info = handle.info
     kind = _KINDS.get(str(info["adapter_type"]), "other")
     name, driver = str(info["device"]), str(info["description"])
+    if sys.platform == "darwin":
+        driver = f"macOS {platform.mac_ver()[0]} {driver}".strip()
     vendor_id, device_id = int(info["vendor_id"]), int(info["device_id"])
     memory_bytes = 0
     for row in heaps:
         if (row.name, row.vendor_id, row.device_id) == (name, vendor_id, device_id):
             memory_bytes = 0 if kind == "software" else row.device_local_bytes
             break
-    return Adapter(name, kind, driver, vendor_id, device_id, memory_bytes, handle)
+    interface = str(info["backend_type"])
+    return Adapter(name, kind, interface, driver, vendor_id, device_id, memory_bytes, handle)

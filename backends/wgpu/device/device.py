@@ -140,11 +140,14 @@ class Device:
         """What decides the bits of a shader's results, by name; see `Backend.signature`."""
         # The name of a software adapter says for which instruction set it compiles.
         number = f"{self.adapter.vendor_id:x}:{self.adapter.device_id:x}"
-        return {
+        traits = {
             "adapter": self.adapter.name if self.adapter.software else number,
             "driver": self.adapter.driver,
             "wgpu": wgpu.__version__,
         }
+        if self.adapter.interface != "Vulkan":
+            traits["interface"] = self.adapter.interface
+        return traits
 
     @property
     def largest_buffer_bytes(self) -> int:

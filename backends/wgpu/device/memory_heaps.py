@@ -8,6 +8,7 @@ for showing and for estimates.
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -16,6 +17,8 @@ _APPLICATION_INFO: Final = 0
 _INSTANCE_CREATE_INFO: Final = 1
 _API_1_1: Final = (1 << 22) | (1 << 12)
 _DEVICE_LOCAL: Final = 1
+_LOADERS: Final = {"win32": "vulkan-1.dll", "darwin": "libvulkan.1.dylib"}
+"""By `sys.platform`; on Linux it is libvulkan.so.1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,7 @@ class _Memory(ctypes.Structure):
 def memory_heaps() -> tuple[Heaps, ...]:
     """Every physical device; none where there is no loader or no instance."""
     try:
-        vulkan = ctypes.CDLL("libvulkan.so.1")
+        vulkan = ctypes.CDLL(_LOADERS.get(sys.platform, "libvulkan.so.1"))
     except OSError:
         return ()
     application = _Application(s_type=_APPLICATION_INFO, api_version=_API_1_1)

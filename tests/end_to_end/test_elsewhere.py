@@ -1,0 +1,68 @@
+"""Workers on systems that have less than Linux has."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests import reading_task
+from tests.cluster import Cluster
+from tests.elsewhere_worker import LACKING
+from tests.processes import Process, start
+
+READ = f"task: {reading_task.NAME}\nsteps: 3\nbatch: {{samples: 18, microbatch: 1}}\n"
+REGRESS = "task: regress\nsteps: 3\nbatch: {samples: 8, microbatch: 2}\n"
+
+
+def worker_without(
+    cluster: Cluster, home: Path, name: str, lacking: str, backend: str = "scripted"
+) -> Process:
+    """One whose home and cache are empty, started anew."""
+    home.mkdir()
+    process = start(
+        "tests.elsewhere_worker", lacking, "--coordinator", cluster.address["data"],
+        "--name", name, "--backend", backend, cwd=home,
+        environment={
+            "HOME": str(home),
+            "SAMESTEP_CACHE": str(home / "cache"),
+            # Bare words: no tool of the system's is needed.
+            "PATH": "",
+            "SAMESTEP_HOME": os.environ.get("SAMESTEP_HOME", str(Path.home() / ".samestep")),
+        },
+    )  # fmt: skip
+    cluster.workers[name] = process
+    return process
+
+
+ALL = ",".join(LACKING)
+
+
+@pytest.mark.parametrize(
+    "systems", [[ALL], pytest.param(list(LACKING), marks=pytest.mark.slow, id="each")]
+)
+def test_files_are_fetched_and_a_run_is_done_without(tmp_path, systems):
+    (tmp_path / "data.txt").write_text("something good")
+    (tmp_path / "run.yaml").write_text(READ + "data: {train: data.txt}\n")
+    arguments = ("--expect-workers", str(len(systems)), "--run", "run.yaml")
+    with Cluster(tmp_path / "run", *arguments, cwd=tmp_path) as cluster:
+        for number, lacking in enumerate(systems):
+            worker_without(cluster, tmp_path / f"w{number}", f"w{number}", lacking)
+        cluster.result()
+        for name, process in cluster.workers.items():
+            assert cluster.wait_for_exit(process) == 0, name
+    for name in cluster.workers:
+        kept = [path for path in (tmp_path / name).rglob("*") if path.is_file()]
+        assert [path.read_text() for path in kept if "blobs" in path.parts] == ["something good"]
+
+
+def test_the_same_bits_without_any_of_them(tmp_path):
+    (tmp_path / "run.yaml").write_text(REGRESS)
+    arguments = ("--expect-workers", "1", "--run", str(tmp_path / "run.yaml"))
+    with Cluster(tmp_path / "a", *arguments) as cluster:
+        cluster.worker("here", "--backend", "cpu")
+        expected = cluster.result()["weights_digest"]
+    with Cluster(tmp_path / "b", *arguments) as cluster:
+        worker_without(cluster, tmp_path / "home", "there", ALL, backend="cpu")
+        assert cluster.result()["weights_digest"] == expected
