@@ -134,6 +134,19 @@ def _all(gradients: Iterable[object]) -> None:
         pass
 
 
+def _print_captured(bare_ms: float, captured: Captured) -> None:
+    ours_ms = median(captured.step_ms)
+    lines = [
+        ["bare forward loop", f"{bare_ms:.0f}", "1.000"],
+        ["capture, one worker", f"{ours_ms:.0f}", f"{ours_ms / bare_ms:.3f}"],
+    ]
+    print_table(["way", "ms a step", "ratio"], lines)
+    print(
+        f"a token: {captured.token_bytes:.1f} bytes as computed, "
+        f"{captured.file_bytes / captured.tokens:.1f} in the files"
+    )
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
@@ -151,18 +164,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         captured = capture(document, Path(name))
         after = [loop.step_ms(step) for step in range(1, asked.rounds + 1)]
+        _print_captured(median(before + after), captured)
         student = yaml.safe_load(asked.student.read_text(encoding="utf-8"))
         reading = read(student, logits_in(Path(name)))
-    bare_ms, ours_ms = median(before + after), median(captured.step_ms)
-    lines = [
-        ["bare forward loop", f"{bare_ms:.0f}", "1.000"],
-        ["capture, one worker", f"{ours_ms:.0f}", f"{ours_ms / bare_ms:.3f}"],
-    ]
-    print_table(["way", "ms a step", "ratio"], lines)
-    print(
-        f"a token: {captured.token_bytes:.1f} bytes as computed, "
-        f"{captured.file_bytes / captured.tokens:.1f} in the files"
-    )
     print(
         f"a student's microbatch: {median(reading.read_ms):.2f} ms to read, "
         f"{median(reading.compute_ms):.1f} ms to compute: {100 * reading.share:.2f} % of its time"
