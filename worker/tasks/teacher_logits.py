@@ -34,6 +34,10 @@ _NOTES: Final = {"train_tokens": "tokens", "train_tokens_with_loss": "tokens_wit
 """Nothing is trained here."""
 
 
+_CACHED_BYTES: Final = 4 * limits.MIB
+"""Of logits that are reduced at a time on a CPU."""
+
+
 class TeacherLogits:
     """Batches hold sample_ids (samples), input_ids and labels, both (samples, data.max_tokens),
     int64."""
@@ -134,19 +138,51 @@ def _captured(
     """One forward: records of the samples, and cross-entropy summed over the tokens predicted."""
     labels = arrays["labels"]  # (samples, length)
     full = module(input_ids=arrays["input_ids"], **options).logits.float()
-    loss = nn.functional.cross_entropy(
-        full.flatten(0, 1), labels.flatten(), ignore_index=NOTHING, reduction="sum"
+    logits = full[..., : layout.vocabulary].flatten(0, 1)  # (rows, vocabulary)
+    reduced = [
+        _reduced(rows, of.clamp(min=0), layout)
+        for rows, of in zip(
+            logits.split(_rows_at_once(logits)),
+            labels.flatten().split(_rows_at_once(logits)),
+            strict=True,
+        )
+    ]
+    losses, kept, ids, lse_1, lse_t = (
+        torch.cat(parts).view(*labels.shape, *parts[0].shape[1:])
+        for parts in zip(*reduced, strict=True)
     )
-    logits = full[..., : layout.vocabulary]  # (samples, length, vocabulary)
-    peak = logits.amax(-1, keepdim=True)
-    shifted = logits - peak
-    lse = [torch.logsumexp(shifted / t, -1) for t in (1.0, layout.temperature)]
     if layout.drawn:
-        ids = _draw(shifted, lse[1], layout, seed, arrays["sample_ids"])
+        shifted = logits.view(*labels.shape, -1)
+        shifted = shifted - shifted.amax(-1, keepdim=True)
+        ids = _draw(shifted, lse_t, layout, seed, arrays["sample_ids"])
         kept = shifted.gather(-1, ids)
-    else:
-        kept, ids = shifted.topk(layout.top_k, dim=-1)
-    return Captured(_records(arrays, layout, ids, kept, lse), float(loss))
+    counted = torch.where(labels != NOTHING, losses, 0)
+    return Captured(_records(arrays, layout, ids, kept, (lse_1, lse_t)), float(counted.sum()))
+
+
+def _rows_at_once(logits: torch.Tensor) -> int:
+    """On a CPU as many as its cache holds: passes over all logits take longer than their sums."""
+    rows, vocabulary = logits.shape
+    return max(1, _CACHED_BYTES // (4 * vocabulary)) if logits.device.type == "cpu" else rows
+
+
+def _reduced(
+    logits: torch.Tensor, labels: torch.Tensor, layout: CaptureLayout
+) -> tuple[torch.Tensor, ...]:
+    """Of rows of logits, (rows, vocabulary), and the labels, (rows,).
+
+    Returns:
+        Cross-entropy of the label; the likeliest logits and their ids, (rows, k), less the row's
+        largest (none where they are drawn); log-sum-exp of all, less it, at temperature 1 and at
+        the capture's.
+    """
+    shifted = logits - logits.amax(-1, keepdim=True)
+    kept, ids = shifted.topk(0 if layout.drawn else layout.top_k, dim=-1)
+    lse_1 = shifted.exp().sum(-1).log()
+    losses = lse_1 - shifted.gather(-1, labels[:, None])[:, 0]
+    if layout.temperature == 1.0:
+        return losses, kept, ids, lse_1, lse_1
+    return losses, kept, ids, lse_1, shifted.div_(layout.temperature).exp_().sum(-1).log()
 
 
 def _records(
