@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from backends.base import draws
+from backends.base.inner_steps import InnerPlace, InnerState
 from backends.base.interface import (
     Array,
     Batch,
     BlockGradient,
     Captured,
     DeviceInfo,
+    Leaf,
     Loss,
     Program,
     Sums,
@@ -27,6 +29,9 @@ from backends.base.interface import (
 from backends.base.node_stream import HostSummedProgram, Microbatch
 from protocol.base.errors import SamestepError
 from protocol.exact.subnormals import subnormals_are_kept
+from protocol.exact.update import moment_count
+from protocol.spec.manifest import Block
+from protocol.spec.run_spec import OptimizerSpec
 
 FORWARD_SHARE = 1.0 / 3.0
 """Part of a microbatch's time before the first block comes out: backward costs twice forward."""
@@ -102,6 +107,10 @@ class ScriptedProgram(HostSummedProgram):
         if not closed.is_set():
             yield Loss(mean * batch.weight, batch.weight)
 
+    def inner_steps(self, optimizer: OptimizerSpec) -> ScriptedInnerSteps:
+        """Steps that only take their time."""
+        return ScriptedInnerSteps(self._blocks, moment_count(optimizer), self._microbatch_s)
+
     def evaluate(self, batch: Batch) -> Sums:
         """Only counts, samples and parts, for as long as a forward pass takes."""
         time.sleep(FORWARD_SHARE * self._microbatch_s)
@@ -122,6 +131,54 @@ class ScriptedProgram(HostSummedProgram):
 
     def close(self) -> None:
         """Nothing to free."""
+
+
+class ScriptedInnerSteps:
+    """Steps of which each moves one element of each block, as its seeds say.
+
+    Whatever the size of a model, a step takes the given time and no more.
+
+    Args:
+        blocks: Those of the manifest.
+        moments: How many the optimizer has; they stay as they are.
+        microbatch_s: How long a microbatch takes.
+    """
+
+    def __init__(self, blocks: tuple[Block, ...], moments: int, microbatch_s: float) -> None:
+        self._blocks = blocks
+        self._count = moments
+        self._microbatch_s = microbatch_s
+        self._parameters: list[Array] = []
+        self._moments: list[list[Array]] = []
+
+    def begin(self, state: InnerState) -> None:
+        """See `backends.base.inner_steps.InnerSteps`."""
+        assert len(state.moments) == self._count
+        self._parameters = [values.copy() for values in state.parameters]
+        self._moments = [[values.copy() for values in moment] for moment in state.moments]
+
+    def step(self, leaves: Sequence[Leaf], place: InnerPlace) -> Generator[None, None, Loss]:
+        """See `backends.base.inner_steps.InnerSteps`."""
+        total, moves = 0.0, []
+        for batch, seed in leaves:
+            time.sleep(self._microbatch_s)
+            yield
+            total += float(draws.uniforms(draws.key_of(seed, "loss"), 1)[0]) * batch.weight
+            moves += [draws.uniforms(draws.key_of(seed, n), 1)[0] for n in range(len(self._blocks))]
+        for number, move in enumerate(moves):
+            values = self._parameters[number % len(self._blocks)]
+            if values.size:
+                values[place.step % values.size] -= np.float32(move / 100)
+        return Loss(total, sum(batch.weight for batch, _ in leaves))
+
+    def state(self) -> InnerState:
+        """See `backends.base.inner_steps.InnerSteps`."""
+        moments = [[values.copy() for values in moment] for moment in self._moments]
+        return InnerState(self.parameters(), moments)
+
+    def parameters(self) -> list[Array]:
+        """See `backends.base.inner_steps.InnerSteps`."""
+        return [values.copy() for values in self._parameters]
 
 
 def _wait_until(deadline_s: float, closed: threading.Event) -> bool:

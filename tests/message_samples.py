@@ -88,6 +88,10 @@ EXAMPLES: dict[type[Message], Message] = {
         messages.CopyRead(run_id="r", name="after-1", offset=4),
         messages.CopyRemove(run_id="r", name="after-1"),
         messages.CopyDone(error=""),
+        messages.StretchProgress(**PLACE, replica=1, inner=3),
+        messages.Boundary(**PLACE, replica=1, inner=3, chunk=0, last=True),
+        messages.StretchRequest(**PLACE, replica=1, own=True),
+        messages.StretchState(**PLACE, replica=1, inner=3, own=True, last=True),
     )
 }  # fmt: skip
 
@@ -215,6 +219,15 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
     },
     messages.BlobRequest: {"run_id": _small, "digest": _digest, "offset": _number},
     messages.BlobChunk: {"run_id": _small, "digest": _digest, "offset": _number},
+    messages.StretchProgress: {**_in_step, "replica": _number, "inner": _number},
+    messages.Boundary: {
+        **_in_step, "replica": _number, "inner": _number, "chunk": _number, "last": st.booleans(),
+    },
+    messages.StretchRequest: {**_in_step, "replica": _number, "own": st.booleans()},
+    messages.StretchState: {
+        **_in_step, "replica": _number, "inner": _number, "own": st.booleans(),
+        "last": st.booleans(),
+    },
 }  # fmt: skip
 
 STRATEGIES = {kind: st.builds(kind, **fields) for kind, fields in _FIELDS.items()}

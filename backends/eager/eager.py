@@ -27,7 +27,7 @@ from backends.base.interface import (
     Sums,
     Trainable,
 )
-from backends.base.node_stream import HostSummedProgram, Microbatch
+from backends.base.node_stream import HostSummedProgram, Microbatch, check_sizes
 from backends.base.trainable_checks import (
     refuse_running_statistics,
     refuse_unlike,
@@ -35,8 +35,10 @@ from backends.base.trainable_checks import (
 )
 from backends.eager import numerics
 from backends.eager.block_order import BlockOrder, unused_parameters
+from backends.eager.inner_steps import EagerInnerSteps
 from backends.eager.narrow_linear import narrow_frozen_base
 from protocol.base.errors import SamestepError
+from protocol.spec.run_spec import OptimizerSpec
 
 T = TypeVar("T")
 
@@ -107,6 +109,7 @@ class EagerProgram(HostSummedProgram):
         self._abandoned = threading.Event()
         self._find_unused = False
         self._all_keep_subnormals: bool | None = None
+        self._keeps_gradients = False
         self._copies: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -159,6 +162,10 @@ class EagerProgram(HostSummedProgram):
         """In the device thread; in those that share its loops, as it was at the start."""
         return self._thread.submit(self._keeps_subnormals).result()
 
+    def inner_steps(self, optimizer: OptimizerSpec) -> EagerInnerSteps:
+        """Steps that leave parameters and moments on the device."""
+        return EagerInnerSteps(self, self._parameters, self._blocks, optimizer, self._thread)
+
     def close(self) -> None:
         """End the device thread and let go of the module."""
         self._abandoned.set()
@@ -186,6 +193,25 @@ class EagerProgram(HostSummedProgram):
 
     # What follows runs in the device thread, hooks on CUDA in autograd's.
 
+    def load_blocks(self, parameters: list[Array]) -> None:
+        """See `backends.eager.inner_steps.Accumulates`."""
+        check_sizes(parameters, self._blocks)
+        self._copy_in(parameters)
+
+    def accumulate(self, batch: Batch, seed: int) -> torch.Tensor:
+        """See `backends.eager.inner_steps.Accumulates`."""
+        self._abandoned = threading.Event()
+        self._module.train()
+        numerics.seed_everything(seed)
+        self._keeps_gradients = True
+        try:
+            loss = self._loss_of(self._on_device(batch))
+            if loss.requires_grad:  # not so for a microbatch without tokens
+                loss.backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
+        finally:
+            self._keeps_gradients = False
+
     def _keeps_subnormals(self) -> bool:
         if self._all_keep_subnormals is None:
             all_keep = numerics.keeps_subnormals(self._device, in_every_thread=True)
@@ -198,6 +224,8 @@ class EagerProgram(HostSummedProgram):
     def _gradient_ready(self, number: int, name: str, parameter: torch.Tensor) -> None:
         self._stop_if_abandoned()
         assert parameter.grad is not None
+        if self._keeps_gradients:
+            return
         if self._order is not None:
             self._order.add(number, name, parameter.grad)
         parameter.grad = None

@@ -1,9 +1,11 @@
 """Whether every sample of each epoch was covered exactly once, from plans and commits alone.
 
-Which samples a step has follows from the seed. A commit says whose nodes make up its sums: each
-way must hold every microbatch once, of workers that were given them. Where it does not say so, it
-counts if its plans gave every microbatch to someone, along nodes of the tree (a sum over the tree
-counts each leaf once, however often one was computed). A skipped step covers its samples too.
+Which samples a step has follows from the seed; where a run has replicas, which samples each inner
+step of each of them has, and all of their batches together are one order. A commit says whose nodes
+make up its sums: each way must hold every microbatch once, of workers that were given them. Where
+it does not say so, it counts if its plans gave every microbatch to someone, along nodes of the tree
+(a sum over the tree counts each leaf once, however often one was computed). A skipped step covers
+its samples too.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import numpy as np
 from coordinator.audit.history import Attempt, History
 from coordinator.storage.journal_records import Committed, Nodes, Planned
 from protocol.exact.samples import RowGroups, SampleOrder
+from protocol.exact.stretches import StretchOrder, order_of_steps
 from protocol.exact.tree import Node, is_node
 from protocol.spec.run_spec import RunSpec
 
@@ -40,7 +43,7 @@ def cover_samples(
     history: History, spec: RunSpec, train_samples: int, row_groups: RowGroups = ()
 ) -> Coverage:
     """Count how often each sample was covered, and see that plans account for every commit."""
-    order = SampleOrder(spec.seed, train_samples, spec.batch, row_groups)
+    order = order_of_steps(spec, train_samples, row_groups)
     faults: list[str] = []
     unplanned = 0
     for number, commit in history.commits:
@@ -50,10 +53,13 @@ def cover_samples(
         elif problem:
             faults.append(f"line {number}, step {commit.step}: {problem}")
     epochs: list[tuple[int, int, int]] = []
-    for first in range(0, len(history.commits), order.steps_per_epoch):
-        steps = range(first, min(first + order.steps_per_epoch, len(history.commits)))
-        times, skipped = _count(history, order, steps, train_samples)
-        whole = len(steps) == order.steps_per_epoch
+    a_step = order.replicas * order.inner_steps if isinstance(order, StretchOrder) else 1
+    batches = order.order if isinstance(order, StretchOrder) else order
+    taken = len(history.commits) * a_step
+    for first in range(0, taken, batches.steps_per_epoch):
+        part = range(first, min(first + batches.steps_per_epoch, taken))
+        times, skipped = _count(history, batches, part, train_samples, a_step)
+        whole = len(part) == batches.steps_per_epoch
         if times.max() > 1 or (whole and times.min() < 1):
             faults.append(
                 f"epoch {len(epochs)}: {int((times > 1).sum())} samples more than once, "
@@ -64,14 +70,16 @@ def cover_samples(
 
 
 def _count(
-    history: History, order: SampleOrder, steps: range, train_samples: int
+    history: History, order: SampleOrder, batches: range, train_samples: int, a_step: int
 ) -> tuple[np.ndarray, int]:
+    """How often each sample is in these batches, of which a step has so many; and how many
+    samples are in steps that were skipped."""
     times = np.zeros(train_samples, np.int64)
     skipped = 0
-    for step in steps:
-        samples = [sample for part in order.microbatches(step) for sample in part]
+    for batch in batches:
+        samples = [sample for part in order.microbatches(batch) for sample in part]
         np.add.at(times, samples, 1)
-        commit = history.commit_of(step)
+        commit = history.commit_of(batch // a_step)
         skipped += len(samples) if commit is not None and commit.skipped else 0
     return times, skipped
 

@@ -85,7 +85,7 @@ class StateProof:
         """Go on from the replica if it is as far as the checkpoint, else from the checkpoint."""
         info = checkpoint.info
         if self.replica is None or self.replica.step < info.step:
-            self.replica = load_replica(checkpoint, self._manifest, self._run.spec.optimizer)
+            self.replica = load_replica(checkpoint, self._manifest, self._run.spec.update)
             self.since = 0
         elif self.replica.state_digest() != info.state_digest:
             self.faults.append(f"the replay does not lead to the checkpoint of step {info.step}")
@@ -146,7 +146,7 @@ class StateProof:
         updates = logged.record.optimizer_step
         if logged.record.norm not in {None, norm}:
             yield f"the commit has norm {logged.record.norm}, the averaged gradients {norm}"
-        if commit.scalars != step_scalars(spec.optimizer, updates, commit.step, spec.steps, norm):
+        if commit.scalars != step_scalars(spec.update, updates, commit.step, spec.steps, norm):
             yield "the scalars of the update do not follow from run spec and gradients"
 
     def _compare_lengths(self, index: LogIndex, saved: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -214,7 +214,8 @@ class ProgressConsole:
         table = Table(box=None)
         line = _progress(execution, time.monotonic(), shares=False)
         waiting = document.get("waiting_for") or ""
-        for column in ("worker", "device", "state", "share", "ms/microbatch"):
+        leaf = "replica" if document.get("replicas") else "microbatch"
+        for column in ("worker", "device", "state", "share", f"ms/{leaf}"):
             table.add_column(column)
         for worker in document["workers"]:
             speed = worker.get("ms_per_microbatch")
@@ -223,7 +224,7 @@ class ProgressConsole:
                 Text(worker["name"]),
                 Text(worker["device"]),
                 worker["state"],
-                str(worker.get("microbatches_of_step", "")),
+                _share(worker),
                 "" if speed is None else f"{speed:.0f}",
             )
         told = f"waiting for {waiting}" if waiting else ""
@@ -252,7 +253,15 @@ def _progress(execution: Execution, now_s: float, *, shares: bool = True) -> str
     if not shares or not division:
         return line
     parts = ", ".join(f"{name} {count}" for name, count in sorted(division.items()))
-    return f"{line}  microbatches: {parts}"
+    return f"{line}  {'microbatches' if run.spec.replicas is None else 'replicas'}: {parts}"
+
+
+def _share(worker: Mapping[str, Any]) -> str:
+    """What it computes of the step: how far it is with a replica, or how many microbatches."""
+    at = worker.get("stretch")
+    if at is not None:
+        return f"replica {at['replica']}: step {at['inner_step']} of {at['inner_steps']}"
+    return str(worker.get("microbatches_of_step", ""))
 
 
 def print_outcome(execution: Execution, console: Console, again: str) -> None:

@@ -29,7 +29,7 @@ def pace_of(execution: Execution, now_s: float) -> Pace | None:
     elapsed_s = max(now_s - execution.started_s, 1e-9)
     steps = run.step - execution.started_step
     left_s = elapsed_s * (run.steps - run.step) / steps if steps > 0 else None
-    return Pace(elapsed_s, max(steps, 0) * run.spec.batch.samples / elapsed_s, left_s)
+    return Pace(elapsed_s, max(steps, 0) * run.spec.step_samples / elapsed_s, left_s)
 
 
 def in_words(seconds: float) -> str:

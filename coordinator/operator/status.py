@@ -72,6 +72,7 @@ def _run_part(execution: Execution) -> dict[str, Any]:
     return {
         "run_id": run.run_id,
         "task": run.spec.task,
+        "replicas": run.spec.replicas.count if run.spec.replicas is not None else None,
         "phase": ended.outcome if ended is not None else run.phase.value,
         "reason": ended.reason if ended is not None else run.reason,
         "step": run.step,
@@ -130,9 +131,19 @@ def _worker_part(service: Service, name: str, now_s: float) -> dict[str, Any]:
             "cannot": run.unfit.get(name),
             "microbatches_of_step": share.microbatches if share is not None else 0,
             "microbatches": member.microbatches,
+            "stretch": _stretch(run, name),
             "ms_per_microbatch": round(speed, 2) if speed is not None else None,
         }
     return part
+
+
+def _stretch(run: Run, worker: str) -> dict[str, int] | None:
+    """Where it is with a replica, as far as it has said so; None where there are none."""
+    round_ = run.progress.round if run.progress is not None else None
+    at = round_.inner.get(worker) if round_ is not None else None
+    if run.spec.replicas is None or at is None or round_ is None or not round_.pending(worker):
+        return None
+    return {"replica": at[0], "inner_step": at[1], "inner_steps": run.spec.replicas.inner_steps}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +196,8 @@ def _waiting_in_step(run: Run, progress: Progress) -> Waiting:
         return Waiting(f"the disk to take the commit of step {progress.step}")
     owing = [name for name in sorted(round_.shares) if round_.unfinished(name)] if round_ else []
     if owing:
-        return _workers(owing, "gradients of {}")
+        what = "gradients" if run.spec.replicas is None else "differences"
+        return _workers(owing, f"{what} of {{}}")
     if round_ is not None and round_.summarises:
         return Waiting("the coordinator to take the norm of the gradients")
     if not progress.agreement.reached or (round_ is None and progress.agreement.catching_up):

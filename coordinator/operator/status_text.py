@@ -52,9 +52,12 @@ def status_lines(document: dict[str, Any]) -> Iterator[str]:
     yield f"workers  {there} of {expected} expected{more}, view {document['view']}"
     for worker in workers:
         speed = worker.get("ms_per_microbatch")
-        pace = f", {speed:g} ms/microbatch" if speed is not None else ""
+        unit = "round of a replica" if document.get("replicas") else "microbatch"
+        pace = f", {speed:g} ms/{unit}" if speed is not None else ""
         share = worker.get("microbatches_of_step")
         part = f", {share} microbatches of this step" if share is not None else ""
+        if document.get("replicas") and share is not None:
+            part = _stretch(worker, share)
         if worker["duty"] == "evaluate":
             part = ", duty: evaluate"
         place = f" on {worker['device']}" if worker["device"] else ""
@@ -64,3 +67,13 @@ def status_lines(document: dict[str, Any]) -> Iterator[str]:
         yield (
             f"  {worker['name']}: {state}{place}{part}{pace}, seen {worker['last_seen_s']:g} s ago"
         )
+
+
+def _stretch(worker: dict[str, Any], share: int) -> str:
+    """What a worker does for a run with replicas."""
+    if not share:
+        return ", stands by: every replica is with another"
+    at = worker.get("stretch")
+    if at is None:
+        return f", has computed its {share} of the replicas"
+    return f", replica {at['replica']}: step {at['inner_step']} of {at['inner_steps']}"

@@ -12,7 +12,7 @@ from coordinator.run.restart import CommitRecord, Terms
 from protocol.base.errors import ExitCode
 from protocol.exact.update import Array, StepScalars
 from protocol.spec.manifest import Block, Manifest
-from protocol.wire.messages import Message, StateChunk
+from protocol.wire.messages import Boundary, Message, StateChunk, StretchRequest
 
 Outcome = Literal["finished", "drained", "failed"]
 
@@ -121,6 +121,22 @@ class Persist:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepBoundary:
+    """Write a piece of a boundary to disk, to be sent to whoever goes on with the stretch."""
+
+    message: Boundary
+    content: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerStretch:
+    """Send the worker what is known of the stretch that it is about to compute."""
+
+    worker: str
+    message: StretchRequest
+
+
+@dataclass(frozen=True, slots=True)
 class Remember:
     """Keep for a restart what workers were admitted by."""
 
@@ -171,5 +187,6 @@ class Finish:
 
 Action = (
     Send | Broadcast | Adopt | FillReplica | DigestReplica | Follow | Withhold | Seed | Replay
-    | Summarise | Persist | Remember | MakeCheckpoint | ApplyStep | Dismiss | Report | Finish
+    | Summarise | Persist | KeepBoundary | AnswerStretch | Remember | MakeCheckpoint | ApplyStep
+    | Dismiss | Report | Finish
 )  # fmt: skip

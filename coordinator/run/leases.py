@@ -154,6 +154,8 @@ class Stragglers:
             if member is None or not pending:
                 continue
             expected_ms = member.expected_work_ms(max(node.leaves for node in pending))
+            if round_.stretches:  # it says how far it is, all the while
+                expected_ms = member.expected_gap_ms
             over = self._work.is_over(worker, expected_ms)
             if done_ms is not None and expected_ms is not None:
                 over = over or self._shares.is_over(worker, done_ms)

@@ -138,6 +138,11 @@ class Member:
         return max(speed * microbatches, gap_ms)
 
     @property
+    def expected_gap_ms(self) -> float | None:
+        """How long it was silent at most in a step; None before the first one's end."""
+        return median(self._gaps_ms) if self._gaps_ms else None
+
+    @property
     def expected_answer_ms(self) -> float | None:
         """How long it takes to apply a step."""
         return median(self._answers_ms) if self._answers_ms else None

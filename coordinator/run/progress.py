@@ -24,18 +24,21 @@ from coordinator.run.facts import (
 from coordinator.run.kept import Kept
 from coordinator.run.leases import Stragglers
 from coordinator.run.membership import COMPUTING, Member, Membership, MemberState
+from coordinator.run.own_state import own_state_bytes
 from coordinator.run.planner import Shares, divide, nodes_for, spread
 from coordinator.run.restart import CommitRecord, Resumption
 from coordinator.run.round import NonFinite, Round
 from protocol.base import limits
 from protocol.base.errors import ExitCode, OutOfPlace
 from protocol.exact.samples import SampleOrder
-from protocol.exact.tree import Node
+from protocol.exact.stretches import order_of_steps
+from protocol.exact.tree import Node, leaves_of
 from protocol.exact.update import step_scalars
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec
 from protocol.wire.messages import (
     Assign,
+    Boundary,
     Cancel,
     CapturedRows,
     Commit,
@@ -44,11 +47,17 @@ from protocol.wire.messages import (
     NodeLoss,
     StepApplied,
     StepPlan,
+    StretchProgress,
+    StretchRequest,
 )
 
 _NO_AVERAGES: Final = "0" * 64
 _MAX_NODES: Final = 64
 """In one message."""
+
+
+OfRound = GradientPayload | NodeLoss | CapturedRows | StretchProgress | Boundary | StretchRequest
+"""What workers send of one attempt at a step."""
 
 
 class _Committing(NamedTuple):
@@ -104,9 +113,7 @@ class Progress:
         self._epoch = epoch
         self._manifest = manifest
         self._members = members
-        self._order = SampleOrder(
-            spec.seed, manifest.train_samples, spec.batch, manifest.row_groups
-        )
+        self._order = order_of_steps(spec, manifest.train_samples, manifest.row_groups)
         if resumption is not None:
             self._resume(resumption)
 
@@ -132,7 +139,7 @@ class Progress:
     @property
     def steps(self) -> int:
         """How many there are to be: a capture takes each sample once at most."""
-        if self._manifest.capture is None:
+        if self._manifest.capture is None or not isinstance(self._order, SampleOrder):
             return self._spec.steps
         return min(self._spec.steps, self._order.steps_per_epoch)
 
@@ -160,7 +167,8 @@ class Progress:
             self.step,
             self.attempt,
             kept=self._keeps(),
-            exchange=self._spec.exchange,
+            exchange=self._spec.codecs,
+            stretches=self._spec.replicas is not None,
         )
         self.round = round_
         speeds = self._members.speeds()
@@ -172,8 +180,11 @@ class Progress:
         return leaving + given + self._give_twice(round_, list(speeds))
 
     def _keeps(self) -> Kept | None:
+        if self._spec.replicas is not None:
+            own_bytes = own_state_bytes(self._spec, self._manifest)
+            return Kept([own_bytes] * self._spec.replicas.count) if own_bytes else None
         layout = self._manifest.capture
-        if layout is None:
+        if layout is None or not isinstance(self._order, SampleOrder):
             return None
         return Kept([n * layout.sample_bytes for n in self._order.microbatch_sizes(self.step)])
 
@@ -234,6 +245,9 @@ class Progress:
             given = self._spread(round_, orphans, speeds, "step")
             return given + self._give_twice(round_, list(speeds))
         told = NodesReassigned(self.step, [str(node) for node in orphans])
+        if round_.stretches:  # as large as a whole share: to whoever has none left, if anyone
+            idle = {name: ms for name, ms in speeds.items() if not round_.pending(name)}
+            speeds = idle or speeds
         return [*self._spread(round_, orphans, speeds, "reassigned"), Report(told)]
 
     def _spread(
@@ -250,6 +264,9 @@ class Progress:
     ) -> list[Action]:
         """Give nodes to workers: their plans of this step, or more of it."""
         self._note_signatures()
+        if self._spec.replicas is not None:
+            # A difference is encoded by itself: sums of two would need another codec.
+            nodes = {name: tuple(leaves_of(mine)) for name, mine in nodes.items()}
         round_.plan(sum(map(len, nodes.values())))
         actions: list[Action] = []
         for name, mine in nodes.items():
@@ -347,7 +364,7 @@ class Progress:
             for at in range(0, len(nodes), _MAX_NODES)
         ]
 
-    def present(self, message: GradientPayload | NodeLoss | CapturedRows) -> Round | None:
+    def present(self, message: OfRound) -> Round | None:
         """The round that it belongs to, if that is still open.
 
         Late ones belong to none: of an earlier attempt, or of a step that is skipped already.
@@ -399,7 +416,7 @@ class Progress:
         if not skip:
             updates += 1
             norm = round_.gradient_norm
-            scalars = step_scalars(self._spec.optimizer, updates, self.step, self.steps, norm)
+            scalars = step_scalars(self._spec.update, updates, self.step, self.steps, norm)
             loss, digest = round_.loss, round_.averages_digest()
         commit = Commit(**self.place(), scalars=scalars, loss=loss, averages_digest=digest)
         before = self.agreement.digest(self.step)

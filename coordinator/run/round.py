@@ -23,14 +23,14 @@ from coordinator.run.kept import Bytes, Kept
 from coordinator.run.summary import Summary, summary_of
 from protocol.base import limits
 from protocol.base.errors import OutOfPlace
-from protocol.exact.bfloat16 import rounded
+from protocol.exact.codecs import projected
 from protocol.exact.digest import averages_digest
 from protocol.exact.tree import Node, cover, is_node, root
 from protocol.exact.tree_sum import ADDITIONS, TreeSum
 from protocol.exact.update import Array, average, global_norm, is_finite
 from protocol.exact.upload_order import UploadOrder
 from protocol.spec.manifest import Block
-from protocol.spec.run_spec import ExchangeSpec
+from protocol.spec.replicas_spec import Codecs
 from protocol.wire.messages import (
     AveragedBlockGradient,
     AveragedNonBlockGradient,
@@ -39,7 +39,7 @@ from protocol.wire.messages import (
     NodeLoss,
 )
 
-_FLOAT32: Final = ExchangeSpec()
+_FLOAT32: Final = Codecs()
 _MOST_COUNTED_NODES: Final = 16_384
 """In a commit's record; there are more only where very many were given out twice."""
 
@@ -51,8 +51,14 @@ class NonFinite:
     worker: str | None
     block: str | None
     node: Node
+    stretches: bool = False
 
     def __str__(self) -> str:
+        if self.stretches:
+            what = "loss" if self.block is None else f"difference in block {self.block!r}"
+            whose = "" if self.worker is None else f", from worker {self.worker!r}"
+            which = f"of replica {self.node.lo}" if self.node.leaves == 1 else "of all replicas"
+            return f"non-finite {what} {which}{whose}"
         what = "loss" if self.block is None else f"gradient in block {self.block!r}"
         whose = (
             "when summed over workers, each of which sent finite ones"
@@ -115,6 +121,9 @@ class Round:
         doubled: A node that is to be computed by two workers to the end, and these.
         uploads: How many chunks of a node may be sent, in the order in which they are.
         tainted: Whether something in it may stem from weights that nobody has compared.
+        inner: Where each worker is in a stretch: replica, and inner steps taken of it.
+        stretches: Whether a leaf is a whole stretch of a replica: too much work to wait for others
+            at a worker that may be lost.
         kept: What the microbatches give beside gradients; None where the run keeps nothing.
     """
 
@@ -127,10 +136,12 @@ class Round:
         attempt: int,
         *,
         kept: Kept | None = None,
-        exchange: ExchangeSpec = _FLOAT32,
+        exchange: Codecs = _FLOAT32,
+        stretches: bool = False,
     ) -> None:
         self.microbatches = microbatches
         self._exchange = exchange
+        self.stretches = stretches
         self.place = {"epoch": epoch, "step": step, "attempt": attempt}
         self.shares: dict[str, Share] = {}
         self.tainted = False
@@ -138,6 +149,7 @@ class Round:
         self.double_check = DoubleCheck()
         self.doubled: tuple[str, str, Node] | None = None
         self.averages = [np.empty(block.elements, np.float32) for block in blocks]
+        self.inner: dict[str, tuple[int, int]] = {}
         self.begun = False
         self.uploads = 0
         self._order = UploadOrder(blocks)
@@ -160,7 +172,7 @@ class Round:
         self._ways: set[Origin] = set()
 
     def _empty_sums(self) -> tuple[TreeSum[Array], TreeSum[Origin]]:
-        add_sums = ADDITIONS[self._exchange.precision]
+        add_sums = ADDITIONS[self._exchange.sums]
         return TreeSum(self.microbatches, add_sums), TreeSum(self.microbatches, add)
 
     def plan(self, nodes: int) -> None:
@@ -170,6 +182,8 @@ class Round:
 
     def _uploads_now(self) -> int:
         """So many that the sums of all nodes, none merged, are within the limit from there on."""
+        if self.stretches:
+            return self._order.chunks
         limit_bytes = max(limits.PARTIAL_SUMS_BYTES, self._order.total_bytes // 2)
         return self._order.end(self._summed, limit_bytes // max(self._given_nodes, 1))
 
@@ -233,12 +247,12 @@ class Round:
         # Before anything is added to the values, and also for what is dropped below as known.
         differing = self.double_check.answer(worker, message.node, part, values, what)
         if differing is not None:  # a value that is not finite says which of the two is wrong
-            return differing if is_finite(values) else NonFinite(worker, name, message.node)
+            return differing if is_finite(values) else self._fault(worker, name, message.node)
         chunk = self._chunks[message.block][message.chunk]
         if chunk.done or chunk.sums.covers(message.node):
             return None
         if not is_finite(values):  # once it is in a sum nobody can tell whose it was
-            return NonFinite(worker, name, message.node)
+            return self._fault(worker, name, message.node)
         # With each payload: the first chunk may be complete before any node's loss has come.
         self._weights.put(message.node, message.weight)
         chunk.sums.put(message.node, values)
@@ -261,7 +275,27 @@ class Round:
         self.kept.put(message, content)
         self._delivered.add(worker)
         part = (0, message.microbatch, message.chunk)
-        return self.double_check.answer(worker, message.node, part, content, "logits")
+        what = "states of its own" if self.stretches else "logits"
+        return self.double_check.answer(worker, message.node, part, content, what)
+
+    def stretch(self, worker: str, replica: int, inner: int) -> None:
+        """The worker has taken so many inner steps of a replica.
+
+        Raises:
+            OutOfPlace: There is no such replica, or it is not this worker's.
+        """
+        self._check_place(worker, Node(replica, replica + 1))
+        self.inner[worker] = (replica, inner)
+
+    def boundary(self, worker: str, replica: int) -> None:
+        """Others may go on from what the worker has sent: should its weights turn out to be
+        others than the run's, nothing that has come counts.
+
+        Raises:
+            OutOfPlace: There is no such replica, or it is not this worker's.
+        """
+        self._check_place(worker, Node(replica, replica + 1))
+        self._delivered.add(worker)
 
     def node_loss(self, worker: str, message: NodeLoss) -> NonFinite | bool:
         """Take a node's loss sum.
@@ -279,13 +313,13 @@ class Round:
         if self._losses.covers(message.node):
             return False
         if not math.isfinite(message.loss_sum):
-            return NonFinite(worker, None, message.node)
+            return self._fault(worker, None, message.node)
         self._weights.put(message.node, message.weight)
         self._losses.put(message.node, message.loss_sum)
         self._loss_origins.put(message.node, ((worker, message.node),))
         total = self._losses.total
         if total is not None and not math.isfinite(total):
-            return NonFinite(None, None, root(self.microbatches))
+            return self._fault(None, None, root(self.microbatches))
         return True
 
     @property
@@ -450,17 +484,21 @@ class Round:
             raise OutOfPlace(f"node {node} was not given to worker {worker!r} in this step")
         return share
 
+    def _fault(self, worker: str | None, block: str | None, node: Node) -> NonFinite:
+        return NonFinite(worker, block, node, self.stretches)
+
     def _complete(self, block: int, number: int, total: Array) -> Broadcast | NonFinite:
         weight = self._weights.total
         assert weight is not None, "a chunk is complete, so every node's weight has come"
         values = self.averages[block][self._blocks[block].chunk_slice(number)]
         if math.isfinite(weight):
             average(total, weight, out=values)
-        if self._exchange.averages == "bfloat16":
-            rounded(values)
+        projected(values, self._exchange.averages)
         # A small weight can make an average overflow where the sum did not.
         if not (math.isfinite(weight) and is_finite(values)):
-            return NonFinite(None, self._blocks[block].name, root(self.microbatches))
+            return NonFinite(
+                None, self._blocks[block].name, root(self.microbatches), self.stretches
+            )
         self._ways.add(self._chunks[block][number].origins.total or ())
         # The sum's memory goes now, not at the end of the step: it is as large as the model.
         self._chunks[block][number] = _Chunk(*self._empty_sums(), done=True)

@@ -19,9 +19,11 @@ from typing import Any, Final
 from coordinator.run.actions import (
     Action,
     Adopt,
+    AnswerStretch,
     Broadcast,
     Dismiss,
     Finish,
+    KeepBoundary,
     Outcome,
     Remember,
     Replay,
@@ -47,7 +49,7 @@ from coordinator.run.facts import (
 from coordinator.run.failures import Failures
 from coordinator.run.kept import Bytes
 from coordinator.run.membership import COMPUTING, Member, Membership, MemberState
-from coordinator.run.progress import Progress
+from coordinator.run.progress import OfRound, Progress
 from coordinator.run.restart import Resumption
 from coordinator.run.round import NonFinite
 from coordinator.run.saves import Saves
@@ -60,6 +62,7 @@ from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec
 from protocol.wire.messages import (
     BlockGradientPayload,
+    Boundary,
     CapturedRows,
     Continue,
     Drain,
@@ -73,6 +76,8 @@ from protocol.wire.messages import (
     StartRun,
     StateChunk,
     StepApplied,
+    StretchProgress,
+    StretchRequest,
     Unready,
 )
 
@@ -106,6 +111,7 @@ class Event(Enum):
     STATE_CHUNK = auto()
     PAYLOAD = auto()
     CAPTURED = auto()
+    STRETCH = auto()
     NODE_LOSS = auto()
     STEP_APPLIED = auto()
     EVAL_RESULT = auto()
@@ -151,6 +157,9 @@ _EVENT_OF: Final[dict[type[Message], Event]] = {
     BlockGradientPayload: Event.PAYLOAD,
     NonBlockGradientPayload: Event.PAYLOAD,
     CapturedRows: Event.CAPTURED,
+    StretchProgress: Event.STRETCH,
+    Boundary: Event.STRETCH,
+    StretchRequest: Event.STRETCH,
     NodeLoss: Event.NODE_LOSS,
     StepApplied: Event.STEP_APPLIED,
     EvalResult: Event.EVAL_RESULT,
@@ -449,7 +458,7 @@ class Run:
         del body
         raise OutOfPlace(f"{type(message).__name__} of {member.name!r} before the first step")
 
-    def _check_late(self, member: Member, message: GradientPayload, body: object) -> list[Action]:
+    def _check_late(self, member: Member, message: OfRound, body: object) -> list[Action]:
         """The step does not go on: what belongs to it is dropped, what never did is an error."""
         del member, body
         self._agreed.progress.present(message)
@@ -667,6 +676,32 @@ class Run:
         progress.delivered(member.name)
         differing = round_.captured(member.name, message, content)
         return self.halt(f"step {self.step}: {differing}") if differing is not None else []
+
+    def _stretch(
+        self,
+        member: Member,
+        message: StretchProgress | Boundary | StretchRequest,
+        content: Bytes | None,
+    ) -> list[Action]:
+        """A worker on its way through a stretch."""
+        if self.spec.replicas is None:
+            raise OutOfPlace(f"{type(message).__name__} in a run without replicas")
+        progress = self._agreed.progress
+        round_ = progress.present(message)
+        if round_ is None or member.state is MemberState.LOADING:
+            return []
+        progress.delivered(member.name)
+        match message:
+            case StretchProgress():
+                round_.stretch(member.name, message.replica, message.inner)
+                return []
+            case Boundary():
+                assert content is not None
+                round_.boundary(member.name, message.replica)
+                return [KeepBoundary(message, content)]
+            case StretchRequest():
+                round_.stretch(member.name, message.replica, 0)
+                return [AnswerStretch(member.name, message)]
 
     def _node_loss(self, member: Member, message: NodeLoss, body: None) -> list[Action]:
         del body
@@ -1056,6 +1091,7 @@ class Run:
         (Event.STATE_CHUNK, _state_chunk, _state_chunk, _state_chunk, _state_chunk, _ignore),
         (Event.PAYLOAD, _refuse_early, _payload, _check_late, _check_late, _ignore),
         (Event.CAPTURED, _refuse_early, _captured, _check_late, _check_late, _ignore),
+        (Event.STRETCH, _refuse_early, _stretch, _check_late, _check_late, _ignore),
         (Event.NODE_LOSS, _refuse_early, _node_loss, _check_late, _check_late, _ignore),
         (Event.STEP_APPLIED, _refuse_early, _applied, _applied, _applied, _ignore),
         (Event.EVAL_RESULT, _refuse_early, _beside, _eval_result, _beside, _ignore),

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from coordinator.files.blob_server import BlobServer
 from coordinator.members.questions import Questions
@@ -14,6 +14,7 @@ from coordinator.members.session import MemberSession
 from coordinator.run.actions import (
     Action,
     Adopt,
+    AnswerStretch,
     ApplyStep,
     Broadcast,
     DigestReplica,
@@ -21,6 +22,7 @@ from coordinator.run.actions import (
     FillReplica,
     Finish,
     Follow,
+    KeepBoundary,
     MakeCheckpoint,
     Persist,
     Remember,
@@ -68,7 +70,7 @@ from protocol.base.errors import (
 )
 from protocol.base.fields import cut_text
 from protocol.base.place import is_directory
-from protocol.exact.bfloat16 import unpacked
+from protocol.exact.codecs import unpacked
 from protocol.exact.update import Array
 from protocol.host.machine import Machine
 from protocol.host.trace import Tracer, now_us
@@ -82,6 +84,7 @@ from protocol.wire.messages import (
     GradientPayload,
     Message,
     Ready,
+    StretchState,
 )
 
 Command = Literal["submit", "halt", "continue", "skip_step", "checkpoint", "drain", "give_up"]
@@ -132,7 +135,7 @@ class Execution:
         self._machine = machine or Machine()
         self._keeper: ReplicaKeeper | None = None
         self._storage = storage
-        self._exchange = run.spec.exchange
+        self._exchange = run.spec.codecs
         self._followers = Followers(sessions, self._exchange.averages, run.step)
         self._copying: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -205,13 +208,18 @@ class Execution:
                 case "bytes":
                     body = raw
                 case _:
-                    sums = isinstance(message, GradientPayload)
-                    body = unpacked(raw, self._exchange.precision if sums else "float32")
+                    body = self._values(message, raw)
         self._trace_payload(session.name, message)
         self._handle(lambda: self.run.receive(session.name, message, body))
         if isinstance(message, Ready) and self.run.manifest is not None:
             session.channel.connection.blocks = self.run.manifest.blocks
             session.channel.connection.exchange = self._exchange
+
+    def _values(self, message: Message, raw: Bytes) -> Array:
+        if not isinstance(message, GradientPayload):
+            return unpacked(raw, "float32", len(raw) // 4)
+        piece = self._replica.manifest.blocks[message.block].chunk_slice(message.chunk)
+        return unpacked(raw, self._exchange.precision, piece.stop - piece.start)
 
     def lost(self, session: MemberSession, reason: str) -> None:
         """A member's connection is over."""
@@ -288,6 +296,10 @@ class Execution:
                     self._spawn(self._summarise(action))
                 case Persist():
                     self._spawn(self._persist(action))
+                case KeepBoundary():
+                    self._storage.keep_boundary(action.message, action.content)
+                case AnswerStretch():
+                    self._spawn(self._answer_stretch(action))
                 case Remember():
                     self._storage.remember(action.terms)
                 case MakeCheckpoint():
@@ -332,6 +344,34 @@ class Execution:
         if self._tracer is not None:
             self._tracer.span("sync the log", "log", start, step=step)
         self._do(self.run.durable(step))
+
+    async def _answer_stretch(self, action: AnswerStretch) -> None:
+        """Send a worker where it is to go on; what the disk refuses halts the run."""
+        request = action.message
+        pieces: list[bytes] = []
+        try:
+            inner, reading = await self._storage.answer_stretch(request)
+            place = request.model_dump()
+            async for piece in reading:
+                for waiting in pieces:
+                    await self._tell_stretch(action.worker, place, inner, waiting, last=False)
+                pieces = [piece]
+        except SamestepError as error:
+            self._do(self.run.storage_failed(str(error)))
+            return
+        rest = pieces[0] if pieces else b""
+        await self._tell_stretch(action.worker, place, inner, rest, last=True)
+
+    async def _tell_stretch(
+        self, worker: str, place: Mapping[str, Any], inner: int, piece: bytes, *, last: bool
+    ) -> None:
+        session = self._sessions.get(worker)
+        if session is None or session.channel.closed:
+            return
+        await session.channel.room()
+        if not session.channel.closed:
+            message = StretchState(**place, inner=inner, last=last)
+            session.channel.send(encode(message, piece))
 
     def _report(self, fact: Fact) -> None:
         if isinstance(fact, NodesPlanned) and self.started_s is None:

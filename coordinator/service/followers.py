@@ -18,10 +18,10 @@ from coordinator.storage.log_index import LoggedStep
 from coordinator.storage.run_storage import RunStorage
 from coordinator.storage.saved_state import SavedState
 from protocol.base import limits
-from protocol.exact.bfloat16 import packed
+from protocol.exact.codecs import packed
 from protocol.exact.update import Array
 from protocol.spec.manifest import Manifest
-from protocol.spec.run_spec import Precision
+from protocol.spec.replicas_spec import Codec
 from protocol.wire.connection import Encoded, encode
 from protocol.wire.messages import (
     Assign,
@@ -53,17 +53,15 @@ class Followers:
 
     Args:
         sessions: Members by name; others' names are passed over.
-        precision: What averages are rounded to, and travel as.
+        codec: What averages are rounded to, and travel as.
         since: Steps committed before the first broadcast.
     """
 
-    def __init__(
-        self, sessions: Mapping[str, MemberSession], precision: Precision, since: int = 0
-    ) -> None:
+    def __init__(self, sessions: Mapping[str, MemberSession], codec: Codec, since: int = 0) -> None:
         self.since = since
         self.over = False
         self._sessions = sessions
-        self._precision = precision
+        self._codec = codec
         self._names: set[str] = set()
         self._tail: deque[tuple[int, Encoded]] = deque()
 
@@ -73,7 +71,7 @@ class Followers:
 
     def broadcast(self, message: Message, body: Array | None) -> None:
         """Send to all, and keep it for joiners."""
-        encoded = encode(message, None if body is None else packed(body, self._precision))
+        encoded = encode(message, None if body is None else packed(body, self._codec))
         for name in sorted(self._names):
             session = self._sessions.get(name)
             if session is not None:
@@ -200,7 +198,7 @@ class Followers:
                 is_block = manifest.blocks[block].kind == "block"
                 kind = AveragedBlockGradient if is_block else AveragedNonBlockGradient
                 message = kind(**place, block=block, chunk=chunk)
-                channel.send(encode(message, packed(values, self._precision)))
+                channel.send(encode(message, packed(values, self._codec)))
         if not self.over:
             channel.send(encode(commit.model_copy(update={"epoch": epoch})))
 

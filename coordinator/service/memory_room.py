@@ -5,6 +5,12 @@
     max(P/2, 64 MiB)  gradients that wait for others to be added to
     24 MiB            for each worker: what is on its way to it and from it
 
+A run with K replicas holds more, for a stretch that has been computed is not to be computed again:
+
+    K/2 P + P         differences that wait for others to be added to, in float32
+    K S               what replicas have of their own, until it is on disk: S is as many times P as
+                      the inner optimizer has moments, if they are carried, and P more with topk
+
 P is four bytes for each trained parameter. So with AdamW it is 5.5 P, whatever the number of
 workers, of those that join, and of those that read slowly. Nothing else is as large as P: a
 checkpoint is written out of the replica, and a joiner is sent what is on disk.
@@ -15,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from coordinator.run.own_state import own_state_bytes
 from protocol.base import limits
 from protocol.base.byte_size import byte_size
 from protocol.base.errors import RunFailed
@@ -52,10 +59,14 @@ class NeededMemory:
         parameters = manifest.elements * 4
         # Read into one body, another is summed; a chunk follows what the transport has taken.
         connection = 2 * limits.BODY_BYTES + limits.WRITE_HIGH_WATER_BYTES + limits.BODY_BYTES
+        waiting = max(parameters // 2, limits.PARTIAL_SUMS_BYTES)
+        if spec.replicas is not None:
+            own = spec.replicas.count * own_state_bytes(spec, manifest)
+            waiting = -(-spec.replicas.count // 2) * parameters + parameters + own
         return cls(
             parameters=parameters,
-            replica=parameters * (1 + moment_count(spec.optimizer)),
-            gradients=_AVERAGES * parameters + max(parameters // 2, limits.PARTIAL_SUMS_BYTES),
+            replica=parameters * (1 + moment_count(spec.update)),
+            gradients=_AVERAGES * parameters + waiting,
             workers=workers * (connection + limits.SEND_AHEAD_BYTES),
         )
 
@@ -74,7 +85,9 @@ def check_memory(spec: RunSpec, manifest: Manifest, workers: int) -> None:
     free = memory.free if memory.bound is None else min(memory.free, memory.bound)
     if needed.total <= free:
         return
-    optimizer = "" if spec.optimizer.name == "sgd" else "set optimizer.name=sgd (--set), "
+    optimizer = "" if spec.update.name == "sgd" else "set optimizer.name=sgd (--set), "
+    if spec.replicas is not None:
+        optimizer = "set replicas.inner_state=reset and a lower replicas.count (--set), "
     raise RunFailed(
         f"the coordinator has no memory for this run: {byte_size(needed.parameters)} of trained "
         f"parameters take {byte_size(needed.total)} ({byte_size(needed.replica)} with moments, "

@@ -58,7 +58,7 @@ class ReplicaKeeper:
 
     def __init__(self, manifest: Manifest, spec: RunSpec, thread: Executor | None = None) -> None:
         self.manifest = manifest
-        self._replica = Replica(manifest.blocks, spec.optimizer)
+        self._replica = Replica(manifest.blocks, spec.update)
         self._thread = thread or Machine().thread("replica")
         self._turn = asyncio.Lock()
 

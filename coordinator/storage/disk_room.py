@@ -12,6 +12,8 @@ from pathlib import Path
 
 from coordinator.capture.captured_files import result_bytes
 from coordinator.disk.durable_file import storing
+from coordinator.run.own_state import own_state_bytes
+from coordinator.storage.replica_states import LATEST
 from protocol.base import limits
 from protocol.base.byte_size import byte_size
 from protocol.base.errors import StorageFailed
@@ -61,10 +63,22 @@ class Needed:
         return cls(
             step_bytes=parameter_bytes if spec.log == "full" else 0,
             steps=steps if saving.keep_log else every,
-            state_bytes=parameter_bytes * (1 + moment_count(spec.optimizer)),
+            state_bytes=parameter_bytes * (1 + moment_count(spec.update)),
             states=min(states, 2 + (steps - 1) // every),
-            result_bytes=_captured(spec, manifest) if manifest.capture else parameter_bytes,
+            result_bytes=_captured(spec, manifest)
+            if manifest.capture
+            else parameter_bytes + _alone(spec, manifest, states),
         )
+
+
+def _alone(spec: RunSpec, manifest: Manifest, states: int) -> int:
+    """What replicas have of their own, with checkpoints and the last rounds; and a boundary of
+    each, parameters and moments."""
+    if spec.replicas is None:
+        return 0
+    own = own_state_bytes(spec, manifest) * (states + LATEST)
+    boundary = manifest.elements * 4 * (1 + moment_count(spec.optimizer))
+    return spec.replicas.count * (own + (2 * boundary if spec.replicas.boundary_every else 0))
 
 
 def _captured(spec: RunSpec, manifest: Manifest) -> int:

@@ -21,6 +21,7 @@ from coordinator.storage.checkpoint import (
 from coordinator.storage.log_index import LoggedStep, LogIndex, read_averages
 from coordinator.storage.log_reader import scan_log
 from coordinator.storage.replay import take
+from coordinator.storage.replica_states import own_steps
 from coordinator.storage.run_directory import RunDirectory, StoredRun
 from coordinator.storage.saved_state import load_replica
 from protocol.base.errors import StorageDamaged
@@ -66,7 +67,7 @@ class Recovery:
                 the digest that was known.
             StorageFailed: They cannot be read.
         """
-        replica = load_replica(self.checkpoint, self.manifest, self.run.spec.optimizer)
+        replica = load_replica(self.checkpoint, self.manifest, self.run.spec.update)
         for logged in self.logged:
             averages = read_averages(logged, self.manifest.blocks)
             known = logged.record.state_before if logged is self.logged[-1] else None
@@ -108,6 +109,7 @@ def recover(directory: RunDirectory) -> Recovery | None:
     scan = scan_log(directory.log, run.run_id, manifest, repair=True)
     base = checkpoint.info.step if checkpoint is not None else 0
     logged, redo = _split(list(scan.index.following(base)))
+    _check_own_states(directory, run, base + len(logged))
     if checkpoint is None:
         if passed or scan.index.last is not None:
             raise _no_state(directory, scan.index.last, passed)
@@ -131,6 +133,21 @@ def recover(directory: RunDirectory) -> Recovery | None:
         notes=tuple(notes),
         index=scan.index,
     )
+
+
+def _check_own_states(directory: RunDirectory, run: StoredRun, step: int) -> None:
+    """Where replicas have a state of their own, that of the round to go on with is there."""
+    replicas = run.spec.replicas
+    if replicas is None or not replicas.carries or not step:
+        return
+    there = own_steps(directory.replicas)
+    if step not in there:
+        kept = sorted({0, *there}.intersection(checkpoint_steps(directory.checkpoints)))
+        raise StorageDamaged(
+            str(directory.replicas / f"own-{step}"), "",
+            f"it is missing; bring it back from a copy, or go back to a checkpoint (--from-step N, "
+            f"N one of {', '.join(map(str, kept))})",
+        )  # fmt: skip
 
 
 def _no_state(directory: RunDirectory, last: int | None, passed: Sequence[str]) -> StorageDamaged:

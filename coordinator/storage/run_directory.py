@@ -87,6 +87,10 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def replicas(self) -> Path:
+        return self.path / "replicas"
+
+    @property
     def set_aside(self) -> Path:
         return self.path / "set-aside"
 
@@ -267,7 +271,7 @@ class RunDirectory:
         Raises:
             StorageFailed: The disk refuses.
         """
-        for directory in (self.path, self.log, self.checkpoints):
+        for directory in (self.path, self.log, self.checkpoints, self.replicas):
             remove_temporaries(directory)
 
 

@@ -20,6 +20,7 @@ from blake3 import blake3
 
 from coordinator.capture.captured_files import CapturedFiles
 from coordinator.run.kept import Bytes
+from coordinator.run.own_state import own_state_bytes
 from coordinator.run.restart import CommitRecord, Terms
 from coordinator.storage.checkpoint import (
     Checkpoint,
@@ -34,6 +35,7 @@ from coordinator.storage.journal_records import FilesKept, Record
 from coordinator.storage.kept_files import Digests, file_digest, kept_digests
 from coordinator.storage.log_index import LoggedStep, LogIndex, read_chunks
 from coordinator.storage.log_records import Array, ChunkPlace
+from coordinator.storage.replica_states import ReplicaStates
 from coordinator.storage.retention import prune
 from coordinator.storage.run_directory import RunDirectory, terms_bytes
 from coordinator.storage.saved_state import Piece, SavedState
@@ -42,6 +44,7 @@ from protocol.base.errors import SamestepError
 from protocol.exact.replica import Replica
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec
+from protocol.wire.messages import Boundary, StretchRequest
 
 T = TypeVar("T")
 _STEPS_AT_ONCE: Final = 16
@@ -70,6 +73,7 @@ class RunStorage:
 
     Attributes:
         newest: The newest checkpoint that is whole.
+        replica_states: Of a run with replicas, once its manifest is known.
 
     Args:
         directory: The run's, begun, and held by this process.
@@ -105,6 +109,7 @@ class RunStorage:
         self._start: _LogStart | None = None
         self._log: GradientLog | None = None
         self._captured: CapturedFiles | None = None
+        self.replica_states: ReplicaStates | None = None
         self._lost: dict[tuple[int, int], SamestepError] = {}
         self._terms: Terms | None = None
         self._journal: Journal | None = None
@@ -140,6 +145,11 @@ class RunStorage:
         """
         self.newest = newest
         self._start = _LogStart(manifest, next_step, redo, index)
+        if self._spec.replicas is not None:
+            own_bytes = own_state_bytes(self._spec, manifest)
+            self.replica_states = ReplicaStates(
+                self.directory, own_bytes, self._spec.checkpoint.every, self._guard
+            )
         if manifest.capture is not None:
             self._captured = CapturedFiles(
                 self.directory.path, manifest, self._spec, next_step, self._guard
@@ -158,6 +168,24 @@ class RunStorage:
 
         self._spawn("log", work)
 
+    def keep_boundary(self, message: Boundary, content: Bytes) -> None:
+        """Write a piece of a boundary."""
+        states = self.replica_states
+        assert states is not None, "a run without replicas refuses it"
+        self._spawn("capture", lambda: states.write_boundary(message, content))
+
+    async def answer_stretch(self, message: StretchRequest) -> tuple[int, AsyncIterator[bytes]]:
+        """See `ReplicaStates.answer`; raises as that does, also while it is read."""
+        states = self.replica_states
+        assert states is not None, "a run without replicas refuses it"
+        inner, reading = await self._do("capture", lambda: states.answer(message))
+
+        async def pieces() -> AsyncIterator[bytes]:
+            while piece := await self._do("capture", lambda: next(reading, b"")):
+                yield piece
+
+        return inner, pieces()
+
     async def commit(self, record: CommitRecord, kept: Sequence[Bytes] = ()) -> None:
         """Return when the step is durable, and before it what is kept of its microbatches.
 
@@ -165,10 +193,12 @@ class RunStorage:
             StorageFailed: It is not.
             RunFailed: The directory has another coordinator now.
         """
-        terms, captured = self._terms, self._captured
+        terms, captured, states = self._terms, self._captured, self.replica_states
         if captured is not None:
             step = record.commit.step
             await self._do("capture", lambda: captured.keep(step, kept))
+        if states is not None:
+            await self._do("capture", lambda: states.keep_own(record.commit.step + 1, kept))
         if terms is not None:
             await self._do("journal", lambda: self._announce(terms))
 
@@ -362,7 +392,7 @@ class RunStorage:
             StorageDamaged: It is not what was written.
             StorageFailed: It cannot be read.
         """
-        wanted = partial(SavedState, checkpoint, self._begun.manifest, self._spec.optimizer)
+        wanted = partial(SavedState, checkpoint, self._begun.manifest, self._spec.update)
         return await self._loop.run_in_executor(None, wanted)
 
     async def pieces(self, saved: SavedState) -> AsyncIterator[tuple[Piece, Array]]:

@@ -9,7 +9,7 @@ Float addition is not associative: only this tree is ever used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -31,6 +31,13 @@ class Node(NamedTuple):
 
     def __str__(self) -> str:
         return f"[{self.lo},{self.hi})"
+
+
+def leaves_of(nodes: Iterable[Node]) -> Iterator[Node]:
+    """What nodes are made of, in their order."""
+    for node in nodes:
+        for leaf in range(node.lo, node.hi):
+            yield Node(leaf, leaf + 1)
 
 
 def root(microbatches: int) -> Node:

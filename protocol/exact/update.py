@@ -33,7 +33,7 @@ SQUARE_SUM_CHUNK_ELEMENTS: Final = 65_536
 """Part of the definition of `square_sum`: another value may give other bits."""
 
 _FLOAT32: Final = struct.Struct("<f")
-_MOMENTS: Final = {"sgd": 0, "momentum": 1, "adamw": 2}
+_MOMENTS: Final = {"sgd": 0, "momentum": 1, "nesterov": 1, "adamw": 2}
 
 
 def _float32_value(value: float) -> float:
@@ -131,10 +131,11 @@ def apply_update(
 
         sgd        g += d p;  p -= lr g
         momentum   g += d p;  v = mu v + g;  p -= lr v
+        nesterov   g += d p;  v = mu v + g;  p -= lr (g + mu v)
         adamw      p *= 1 - lr d;  m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
                    p -= (lr / (1 - beta1^t)) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-    sgd and momentum are torch.optim.SGD (coupled decay, dampening 0, no Nesterov); adamw is
+    sgd, momentum and nesterov are torch.optim.SGD (coupled decay, dampening 0); adamw is
     torch.optim.AdamW (decoupled decay, Loshchilov and Hutter, arXiv:1711.05101).
 
     Args:
@@ -227,6 +228,18 @@ def _momentum(c: _Constants, chunk: _Chunk) -> None:
     np.subtract(p, t, out=p)
 
 
+def _nesterov(c: _Constants, chunk: _Chunk) -> None:
+    p, t = chunk.parameters, chunk.t
+    (velocity,) = chunk.moments
+    direction = _with_decay(c, chunk)
+    np.multiply(velocity, c.momentum, out=velocity)
+    np.add(velocity, direction, out=velocity)
+    np.multiply(velocity, c.momentum, out=t)
+    np.add(direction, t, out=t)
+    np.multiply(t, c.learning_rate, out=t)
+    np.subtract(p, t, out=p)
+
+
 def _adamw(c: _Constants, chunk: _Chunk) -> None:
     p, t = chunk.parameters, chunk.t
     m, v = chunk.moments
@@ -254,7 +267,9 @@ def _adamw(c: _Constants, chunk: _Chunk) -> None:
     np.subtract(p, t, out=p)
 
 
-_RULES: Final[dict[str, _Rule]] = {"sgd": _sgd, "momentum": _momentum, "adamw": _adamw}
+_RULES: Final[dict[str, _Rule]] = {
+    "sgd": _sgd, "momentum": _momentum, "nesterov": _nesterov, "adamw": _adamw,
+}  # fmt: skip
 
 
 def is_finite(array: Array) -> bool:

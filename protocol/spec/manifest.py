@@ -36,7 +36,8 @@ RESERVED: Final = frozenset(
         "log",
         "manifest.json",
     }
-    | {"report.html", "result.json", "run.json", "set-aside", "terms.json", "trackers"}
+    | {"replicas", "report.html", "result.json", "run.json", "set-aside", "terms.json"}
+    | {"trackers"}
 )
 """What else lies in a run's directory."""
 

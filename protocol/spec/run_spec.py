@@ -29,6 +29,7 @@ from pydantic import (
 from protocol.base import limits
 from protocol.base.errors import MessageError, RunSpecError
 from protocol.spec.blob_list import Role
+from protocol.spec.replicas_spec import Codecs, ReplicasSpec
 from protocol.spec.run_spec_text import (
     NAME_PATTERN,
     KeyFault,
@@ -127,7 +128,7 @@ Document = Annotated[dict[str, Any], AfterValidator(_sorted)]
 Precision = Literal["float32", "bfloat16"]
 BaseDtype = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 Exactness = Literal["require", "prefer"]
-OptimizerName = Literal["sgd", "momentum", "adamw"]
+OptimizerName = Literal["sgd", "momentum", "nesterov", "adamw"]
 ScheduleName = Literal["constant", "linear", "cosine"]
 LogMode = Literal["full", "checkpoint"]
 
@@ -345,7 +346,7 @@ class OptimizerSpec(_Section):
 
     name: OptimizerName = Field("adamw", description="the update")
     lr: float = Field(1e-3, ge=1e-30, le=1e3, description="learning rate")
-    momentum: Fraction = Field(0.9, description="of the update momentum")
+    momentum: Fraction = Field(0.9, description="of the updates momentum and nesterov")
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="of adamw")
     eps: float = Field(1e-8, ge=1e-30, le=1e3, description="of adamw")
     weight_decay: float = Field(0.0, ge=0, le=1e3, description="of adamw, beside the gradient")
@@ -373,6 +374,11 @@ class ExchangeSpec(_Section):
     averages: Precision = Field(
         "float32", description="of averages, to workers, before norm, clipping and update"
     )
+
+    @property
+    def codecs(self) -> Codecs:
+        """Sums are rounded as they travel."""
+        return Codecs(self.precision, self.averages, sums=self.precision)
 
 
 class CheckpointSpec(_Section):
@@ -427,8 +433,10 @@ class RunSpec(_Section):
     batch: BatchSpec = BatchSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
     exchange: ExchangeSpec = ExchangeSpec()
+    replicas: ReplicasSpec | None = None
     steps: Count = Field(
-        description="optimizer updates; teacher-logits: at most so many batches, by default all"
+        description="optimizer updates; with replicas: rounds; teacher-logits: at most so many "
+        "batches, by default all"
     )
     evaluate_every: Every = Field(0, description="steps; 0: at the end only")
     log: LogMode = Field(
@@ -457,6 +465,26 @@ class RunSpec(_Section):
                 raise KeyFault(text, section)
         if "data" in TASK_SECTIONS[self.task]:
             self._check_text_task()
+        return self
+
+    @model_validator(mode="after")
+    def _replicas_fit(self) -> RunSpec:
+        if self.replicas is None:
+            return self
+        if self.captures:
+            raise KeyFault("task teacher-logits trains nothing: leave out replicas", "replicas")
+        if self.exchange != ExchangeSpec():
+            text = (
+                "replicas exchange differences: set replicas.codec and replicas.averages, and "
+                "leave out exchange"
+            )
+            raise KeyFault(text, "exchange.precision", "exchange.averages")
+        if self.replicas.carries and self.checkpoint.copies:
+            text = (
+                "a copy of a checkpoint has no state of single replicas in it: leave out "
+                "checkpoint.copies, or set replicas.inner_state=reset and a codec other than topk"
+            )
+            raise KeyFault(text, "checkpoint.copies", "replicas.inner_state", "replicas.codec")
         return self
 
     def _check_text_task(self) -> None:
@@ -556,6 +584,28 @@ class RunSpec(_Section):
     def known_steps(self) -> int | None:
         """Of a capture that does not say, None: as many as there are samples for."""
         return known_steps(self.steps)
+
+    @property
+    def update(self) -> OptimizerSpec:
+        """The exact update that commits a step: the optimizer, or with replicas the outer one."""
+        if self.replicas is None:
+            return self.optimizer
+        outer = self.replicas.outer
+        name: OptimizerName = "nesterov" if outer.nesterov else "momentum"
+        return OptimizerSpec(
+            name=name if outer.momentum else "sgd", lr=outer.lr, momentum=outer.momentum
+        )
+
+    @property
+    def step_samples(self) -> int:
+        """Samples of a step; with replicas, of a round."""
+        alone = self.replicas
+        return self.batch.samples * (1 if alone is None else alone.count * alone.inner_steps)
+
+    @property
+    def codecs(self) -> Codecs:
+        """How what is exchanged in a step travels, and how it is added."""
+        return self.exchange.codecs if self.replicas is None else self.replicas.codecs
 
     @property
     def captures(self) -> bool:

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from protocol.base import limits
 from protocol.base.errors import FrameError, LocalProtocolError, OutOfPlace, VersionMismatch
-from protocol.exact.bfloat16 import ELEMENT_BYTES
+from protocol.exact.codecs import body_bytes
 from protocol.spec.manifest import Block
-from protocol.spec.run_spec import ExchangeSpec, Precision
+from protocol.spec.replicas_spec import Codec, Codecs
 from protocol.wire import frames
 from protocol.wire.messages import (
     Assign,
@@ -28,6 +28,7 @@ from protocol.wire.messages import (
     BlobChunk,
     BlobRequest,
     BlockGradientPayload,
+    Boundary,
     Cancel,
     CapturedRows,
     Challenge,
@@ -59,6 +60,9 @@ from protocol.wire.messages import (
     StateRequest,
     StepApplied,
     StepPlan,
+    StretchProgress,
+    StretchRequest,
+    StretchState,
     Unready,
     Welcome,
     decode_message,
@@ -92,6 +96,7 @@ FROM_WORKER: Final[dict[Phase, frozenset[type[Message]]]] = {
         Ready, Unready, StateChunk, BlockGradientPayload, NonBlockGradientPayload, NodeLoss,
         CapturedRows, StepApplied, EvalResult, Heartbeat, Drain, Goodbye, BlobRequest,
         CopiesHeld, CopyPiece, CopyDone,
+        StretchProgress, Boundary, StretchRequest,
     }),
     Phase.CLOSED: frozenset(),
 }  # fmt: skip
@@ -105,6 +110,7 @@ FROM_COORDINATOR: Final[dict[Phase, frozenset[type[Message]]]] = {
         StartRun, StateRequest, StateChunk, StepPlan, AveragedBlockGradient,
         AveragedNonBlockGradient, Commit, Assign, Cancel, Credit, EvalPlan, Heartbeat, Halt,
         Continue, EndRun, Goodbye, BlobChunk, CopyList, CopyPiece, CopyRead, CopyRemove,
+        Continue, EndRun, Goodbye, BlobChunk, StretchState,
     }),
     Phase.CLOSED: frozenset(),
 }  # fmt: skip
@@ -171,14 +177,14 @@ class Connection:
         phase: Moved on by the handshake messages themselves, on both sides alike.
         blocks: Set once the manifest is known; from then on a gradient's size is checked against
             it before a byte of it is read. Unknown again when a worker is ready for a run.
-        exchange: In what precision gradients travel; set with the blocks.
+        exchange: How gradients travel; set with the blocks.
     """
 
     def __init__(self, role: Role) -> None:
         self.role: Role = role
         self.phase = Phase.GREETING
         self.blocks: tuple[Block, ...] | None = None
-        self.exchange = ExchangeSpec()
+        self.exchange = Codecs()
         coordinator = role == "coordinator"
         self._receivable = FROM_WORKER if coordinator else FROM_COORDINATOR
         self._sendable = FROM_COORDINATOR if coordinator else FROM_WORKER
@@ -366,10 +372,10 @@ class Connection:
         if _KIND.get(type(message), kind) != kind:
             raise OutOfPlace(f"{type(message).__name__}: block {block} is of kind {kind!r}")
         piece = self.blocks[block].chunk_slice(chunk)
-        return int(piece.stop - piece.start) * ELEMENT_BYTES[self._precision(message)]
+        return body_bytes(self._codec(message), piece.stop - piece.start)
 
-    def _precision(self, message: Message) -> Precision:
-        """In which the values of a message travel; a state's are float32 always."""
+    def _codec(self, message: Message) -> Codec:
+        """As which the values of a message travel; a state's are float32 always."""
         if isinstance(message, GradientPayload):
             return self.exchange.precision
         return self.exchange.averages if isinstance(message, AveragedGradient) else "float32"

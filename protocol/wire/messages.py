@@ -318,6 +318,51 @@ class Credit(_InStep):
     uploads: Number
 
 
+# Stretches, where a run has replicas: node [k, k + 1) of a step is replica k's part of a round.
+
+
+class _OfReplica(_InStep):
+    replica: Number
+
+
+class StretchProgress(_OfReplica):
+    """Worker: so many inner steps of the replica's stretch are taken."""
+
+    tag = 38
+    inner: Number
+
+
+class Boundary(_OfReplica):
+    """Worker: a piece of all that going on after `inner` inner steps takes; the last says so."""
+
+    tag = 39
+    body = "bytes"
+    inner: Number
+    chunk: Number
+    last: bool
+
+
+class StretchRequest(_OfReplica):
+    """Worker: what is known of this stretch? `own`: also the replica's state of its own."""
+
+    tag = 40
+    own: bool
+
+
+class StretchState(_OfReplica):
+    """Coordinator: a piece of the answer; the last says so.
+
+    All of it is the state of its own, if that was asked for, and then the newest boundary, after
+    `inner` inner steps; without one `inner` is 0.
+    """
+
+    tag = 41
+    body = "bytes"
+    inner: Number
+    own: bool
+    last: bool
+
+
 class EvalPlan(Message):
     """Coordinator: evaluate these held-out parts, [lo, hi), with the weights after `step`."""
 
@@ -455,6 +500,7 @@ MESSAGES: dict[int, type[Message]] = {
         AveragedNonBlockGradient, NodeLoss, Commit, StepApplied, Assign, Cancel, Credit, EvalPlan,
         EvalResult, Heartbeat, Halt, Continue, Drain, EndRun, Goodbye, BlobRequest, BlobChunk,
         CapturedRows, CopyList, CopiesHeld, CopyPiece, CopyRead, CopyRemove, CopyDone,
+        StretchProgress, Boundary, StretchRequest, StretchState,
     )
 }  # fmt: skip
 

@@ -16,6 +16,7 @@ from benchmarks import (
     page,
     reconnect,
     recovery,
+    replicas,
     shaped,
     sync,
     uneven,
@@ -180,3 +181,31 @@ def test_page_measures_steps_with_and_without_tabs():
     without, beside = page.measure(1, steps=2, tabs=2)
     assert all(ms > 0 for measured in (without, beside) for ms in measured.steps_ms)
     assert beside.row("beside")[0] == "beside"
+
+
+def test_replicas_compare_runs_on_as_many_tokens():
+    for total in (60, 600, 2000):
+        for case in replicas.cases(total):
+            settings = dict(each.split("=", 1) for each in case.settings(total))
+            steps, samples = int(settings["steps"]), int(settings["batch.samples"])
+            alone = case.inner_steps or 1
+            taken = steps * alone * samples * (case.replicas if case.inner_steps else 1)
+            whole = total - total % alone
+            assert taken == whole * case.replicas * 12
+    assert len(replicas.cases(2000)) == 32
+    assert replicas.cases(60)[1].name == "K=2 H=30 carry float32"
+
+
+def test_replicas_are_shown_as_a_table_and_a_plot(tmp_path, capsys, monkeypatch):
+    def train(case, total, directory):
+        del directory
+        return {"curve": [[0, 5.0], [total, 4.0 + case.inner_steps / 100]], "tokens": total}
+
+    monkeypatch.setattr(replicas, "trained", train)
+    replicas.measure_loss(60, tmp_path)
+    monkeypatch.setattr(replicas, "trained", None)  # what is there is not trained again
+    replicas.measure_loss(60, tmp_path)
+    told = capsys.readouterr().out
+    assert "K=2 H=30 carry int8" in told
+    assert "+7.50 %" in told
+    assert (tmp_path / "loss.svg").read_text().count("<polyline") == len(replicas.cases(60))

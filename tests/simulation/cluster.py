@@ -31,6 +31,7 @@ from tests.simulation.ledger import Ledger
 from tests.simulation.network import Network
 from tests.simulation.probes import Probes
 from tests.simulation.processes import CoordinatorProcess, WorkerProcess
+from tests.simulation.replica_job import REPLICA_VARIANTS, replica_job_of
 from tests.simulation.virtual_time import Clock
 from worker.shell import obtaining
 
@@ -89,6 +90,7 @@ class Cluster:
         files: Whether workers fetch a file for each.
         evaluators: Workers that evaluate while the others train.
         captures: Whether the runs keep rows, and train nothing.
+        replicas: Whether each has replicas that take many steps alone.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Cluster:
         files: bool = False,
         evaluators: int = 0,
         captures: bool = False,
+        replicas: bool = False,
     ) -> None:
         self.rng = rng = Random(seed)
         self.clock = Clock(rng)
@@ -120,7 +123,10 @@ class Cluster:
         self._unlike = not calm and rng.random() < 0.15
         steps = steps or (MANY_STEPS if not calm and rng.random() < 0.005 else STEPS)
         count = runs or (1 if calm else rng.choice((1, 1, 1, 1, 1, 1, 1, 1, 2)))
-        jobs = [job_of(rng.randrange(VARIANTS), steps, captures=captures) for _ in range(count)]
+        of, variants = (replica_job_of, REPLICA_VARIANTS) if replicas else (job_of, VARIANTS)
+        also = {"captures": True} if captures else {}
+        jobs: list[Job] = [of(rng.randrange(variants), steps, **also) for _ in range(count)]
+        self.jobs = jobs
         self.ledgers = [Ledger(job, self.disk.root / f"run-{n}") for n, job in enumerate(jobs)]
         for number, ledger in enumerate(self.ledgers):
             if files or (not calm and rng.random() < _WITH_FILES):

@@ -128,7 +128,8 @@ class SimulatedDevice:
 
     def load(self, parameters: list[Array]) -> None:
         replica, flaws = self._around.replica(), self._flaws
-        if replica is not None and replica.step in flaws.flips:
+        own = replica is not None and parameters[0] is replica.parameters[0]
+        if own and replica is not None and replica.step in flaws.flips:
             flaws.flips.discard(replica.step)
             parameters[1].view(np.uint32)[0] ^= self._around.flip()
         self._around.charge(_HOST_MS)

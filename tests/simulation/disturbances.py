@@ -53,6 +53,9 @@ class Disturbances:
         coordinator, execution = cluster.coordinator, cluster.execution
         if coordinator is not None and execution is not None:
             choices += self._on_coordinator(coordinator, execution, alive)
+        if any(job.spec.replicas and job.spec.replicas.carries for job in cluster.jobs):
+            # What a spoilt replica keeps for itself the undisturbed run does not follow.
+            choices = [choice for choice in choices if not choice[1].startswith("flip")]
         weights = [10 * w if name in self._often else w for w, name, _ in choices]
         _, name, act = rng.choices(choices, weights)[0]
         cluster.disturbed[name] += 1

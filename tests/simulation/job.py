@@ -184,7 +184,7 @@ class Job:
     def replica(self, flavour: int = 0) -> Replica:
         """A new one, in the state that the task starts from."""
         if flavour not in self._fresh:
-            self._fresh[flavour] = Replica(self.blocks, self.spec.optimizer)
+            self._fresh[flavour] = Replica(self.blocks, self.spec.update)
             self._fresh[flavour].load_parameters(self.initial(flavour))
         return self._fresh[flavour].copy()
 
@@ -218,7 +218,7 @@ class Job:
     def node_weight(self, step: int, node: Node) -> float:
         """The weight of a node, along the tree."""
         if (step, node) not in self._weights:
-            self._weights[step, node] = _along_tree(
+            self._weights[step, node] = along_tree(
                 node.leaves, lambda leaf: self.weight(step, node.lo + leaf)
             )
         return self._weights[step, node]
@@ -250,7 +250,7 @@ class Job:
         """The weight of a whole step, along the tree."""
         return self.node_weight(step, Node(0, self.order.microbatch_count(step)))
 
-    def coverage(self, step: int) -> Array:
+    def coverage(self, step: int) -> Array | None:
         """The average of the block that counts microbatches."""
         if step not in self._coverage:
             expected = np.zeros(MOST_MICROBATCHES, np.float32)
@@ -284,10 +284,10 @@ class Job:
         averages = []
         for block in range(len(self.blocks)):
             leaf = partial(self._gradient_of, parameters, step, block)
-            average = _along_tree(count, leaf, self.spec.exchange.precision)
+            average = along_tree(count, leaf, self.spec.exchange.precision)
             scale_to_average(average, total, out=average)
             averages.append(_rounded(average, self.spec.exchange.averages))
-        loss = _along_tree(count, lambda m: self.loss(parameters, step, m))
+        loss = along_tree(count, lambda m: self.loss(parameters, step, m))
         norm = global_norm([square_sum(array) for array in averages])
         scalars = step_scalars(
             self.spec.optimizer, replica.optimizer_step + 1, step, self.steps, norm
@@ -332,7 +332,7 @@ def _rounded(values: Any, precision: Precision) -> Any:
     return values if precision == "float32" else nearest(values)
 
 
-def _along_tree(count: int, leaf: Callable[[int], Any], precision: Precision = "float32") -> Any:
+def along_tree(count: int, leaf: Callable[[int], Any], precision: Precision = "float32") -> Any:
     """The recursive definition, and nothing else."""
 
     def total(lo: int, hi: int) -> Any:

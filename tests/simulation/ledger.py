@@ -280,7 +280,8 @@ class Ledger:
     def check_halt(self, reason: str) -> None:
         """The schedule made a cause for it, and the reason names it."""
         causes = (
-            "operator", "non-finite gradient in block", "non-finite loss", "on device",
+            "operator", "non-finite gradient in block", "non-finite difference in block",
+            "non-finite loss", "on device",
             "input/output", "no space left",
         )  # fmt: skip
         named = [name for name in self.excused if repr(name) in reason]

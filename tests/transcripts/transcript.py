@@ -343,6 +343,10 @@ def _text(action: act.Action) -> str:
             return f"finish {outcome}, {int(exit_code)}: {reason}"
         case act.Adopt():
             return "adopt the manifest"
+        case act.KeepBoundary(message):
+            return f"keep {_message(message)}"
+        case act.AnswerStretch(worker, message):
+            return f"answer {worker} {_message(message)}"
 
 
 def _message(message: msg.Message) -> str:

@@ -13,7 +13,8 @@ from protocol.exact.tree import Node
 from protocol.exact.update import StepScalars
 from protocol.spec.blob_list import BlobFile, BlobList
 from protocol.spec.manifest import Block
-from protocol.spec.run_spec import ExchangeSpec, RunSpec
+from protocol.spec.replicas_spec import Codecs
+from protocol.spec.run_spec import RunSpec
 from protocol.wire.connection import Body
 from protocol.wire.messages import Message
 from worker.logic.events import StepAttempt
@@ -50,7 +51,7 @@ class Expect:
     """From now on gradients have the shape of these blocks, and travel like this."""
 
     blocks: tuple[Block, ...]
-    exchange: ExchangeSpec
+    exchange: Codecs
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,17 @@ class Compute:
     place: StepAttempt
     microbatches: int
     node: Node
+
+
+@dataclass(frozen=True, slots=True)
+class GiveStretch:
+    """What the coordinator knows of a stretch that is about to be computed."""
+
+    place: StepAttempt
+    replica: int
+    inner: int
+    content: Body
+    own: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +191,6 @@ class DropFiles:
 
 FileAction = Locate | OpenPart | StoreChunk | Assemble | DropFiles
 Action = (
-    Transmit | OpenDevice | Build | Expect | Compute | CancelWork | CancelNode | Apply | LoadChunk
-    | Restore | Evaluate | CopyState | Tell | Leave | FileAction
+    Transmit | OpenDevice | Build | Expect | Compute | GiveStretch | CancelWork | CancelNode | Apply
+    | LoadChunk | Restore | Evaluate | CopyState | Tell | Leave | FileAction
 )  # fmt: skip

@@ -70,6 +70,35 @@ class MicrobatchRows:
 
 
 @dataclass(frozen=True, slots=True)
+class StretchStep:
+    """So many inner steps of a stretch are taken."""
+
+    place: StepAttempt
+    node: Node
+    inner: int
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryReached:
+    """Where a replica is after so many inner steps: all that going on from there takes."""
+
+    place: StepAttempt
+    node: Node
+    inner: int
+    content: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class StretchStateWanted:
+    """A stretch waits for what the coordinator knows of it; `own`: also for the replica's own."""
+
+    place: StepAttempt
+    microbatches: int
+    node: Node
+    own: bool
+
+
+@dataclass(frozen=True, slots=True)
 class NodeDone:
     """A node is computed."""
 
@@ -132,6 +161,9 @@ Event = (
     | Applied
     | PartEvaluated
     | FilesWanted
+    | StretchStep
+    | BoundaryReached
+    | StretchStateWanted
     | StateCopied
     | DeviceFailed
 )

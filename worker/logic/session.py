@@ -18,11 +18,12 @@ from backends.base.interface import Array
 from protocol.base import limits
 from protocol.base.errors import BackendUnavailable, DeviceError, ExitCode, OutOfPlace
 from protocol.base.fields import cut_text
-from protocol.exact.bfloat16 import packed, unpacked
+from protocol.exact.codecs import packed, unpacked
 from protocol.exact.tree import Node, is_node
 from protocol.exact.upload_order import UploadOrder
 from protocol.spec.manifest import Block
-from protocol.spec.run_spec import ExchangeSpec, parse_run_spec_bytes
+from protocol.spec.replicas_spec import Codecs
+from protocol.spec.run_spec import parse_run_spec_bytes
 from protocol.wire.connection import Body
 from protocol.wire.messages import (
     Assign,
@@ -31,6 +32,7 @@ from protocol.wire.messages import (
     AveragedNonBlockGradient,
     BlobChunk,
     BlockGradientPayload,
+    Boundary,
     Cancel,
     CapturedRows,
     Commit,
@@ -52,6 +54,9 @@ from protocol.wire.messages import (
     StateRequest,
     StepApplied,
     StepPlan,
+    StretchProgress,
+    StretchRequest,
+    StretchState,
     Unready,
     Welcome,
 )
@@ -65,6 +70,7 @@ from worker.logic.actions import (
     CopyState,
     Evaluate,
     Expect,
+    GiveStretch,
     Leave,
     LoadChunk,
     OpenDevice,
@@ -78,7 +84,7 @@ from worker.logic.uploads import Uploads
 
 _OF_THE_EPOCH: Final = (
     StepPlan, Assign, Cancel, Credit, AveragedBlockGradient, AveragedNonBlockGradient, Commit,
-    EvalPlan,
+    EvalPlan, StretchState,
 )  # fmt: skip
 """A coordinator's of another epoch must not go on with the run."""
 
@@ -128,6 +134,7 @@ class _Task:
         place: The attempt in progress; None between a commit and the next plan.
         microbatches: Of its step.
         nodes: What this worker is to compute of it.
+        asked: By replica, what has come of the state of a stretch that waits for it.
         order: In which its gradients are sent.
         uploads: What of them is to be sent, and may.
     """
@@ -139,6 +146,7 @@ class _Task:
     place: StepAttempt | None = None
     microbatches: int = 0
     nodes: set[Node] = field(default_factory=set)
+    asked: dict[int, list[Body]] = field(default_factory=dict)
     order: UploadOrder = field(init=False)
     uploads: Uploads = field(init=False)
 
@@ -149,6 +157,7 @@ class _Task:
     def drop_nodes(self) -> None:
         """Nothing that was to be computed is wanted any more."""
         self.nodes.clear()
+        self.asked.clear()
         self.uploads = Uploads(self.order, 0)
 
     def has(self, place: StepAttempt, node: Node) -> bool:
@@ -163,7 +172,7 @@ class _Run:
     run_id: str
     steps: int
     samples: int
-    exchange: ExchangeSpec
+    exchange: Codecs
     task: _Task | None = None
 
 
@@ -220,7 +229,7 @@ class WorkerSession:
         return self._run.task
 
     @property
-    def _exchange(self) -> ExchangeSpec:
+    def _exchange(self) -> Codecs:
         assert self._run is not None
         return self._run.exchange
 
@@ -303,7 +312,7 @@ class WorkerSession:
             )
         self.epoch = self._epochs[message.run_id] = message.epoch
         spec = parse_run_spec_bytes(body.tobytes())
-        self._run = _Run(message.run_id, spec.steps, spec.batch.samples, spec.exchange)
+        self._run = _Run(message.run_id, spec.steps, spec.batch.samples, spec.codecs)
         return [CancelWork(), *self.files.begin(message, spec)]
 
     def _blob_chunk(self, message: BlobChunk, body: Body) -> list[Action]:
@@ -410,6 +419,7 @@ class WorkerSession:
         task.microbatches = message.microbatches
         task.uploads = Uploads(task.order, message.uploads)
         task.nodes.clear()
+        task.asked.clear()
         return [CancelWork(), *self._take(task, task.place, message.nodes)]
 
     def _assign(self, message: Assign, body: None) -> list[Action]:
@@ -489,13 +499,67 @@ class WorkerSession:
         )  # fmt: skip
         return [Transmit(message)]
 
+    # Stretches.
+
+    def _stretch_step(self, event: events.StretchStep) -> list[Action]:
+        if not self._task.has(event.place, event.node):
+            return []
+        place = self._of_replica(event.place, event.node)
+        return [Transmit(StretchProgress(**place, inner=event.inner))]
+
+    def _boundary(self, event: events.BoundaryReached) -> list[Action]:
+        if not self._task.has(event.place, event.node):
+            return []
+        place, count = (
+            self._of_replica(event.place, event.node),
+            -(-len(event.content) // limits.BODY_BYTES),
+        )
+        return [
+            Transmit(
+                Boundary(**place, inner=event.inner, chunk=chunk, last=chunk == count - 1),
+                event.content[chunk * limits.BODY_BYTES :][: limits.BODY_BYTES],
+            )
+            for chunk in range(count)
+        ]
+
+    def _stretch_wanted(self, event: events.StretchStateWanted) -> list[Action]:
+        if not self._task.has(event.place, event.node):
+            return []
+        if event.node.lo in self._task.asked:  # the answer to it is on its way
+            return []
+        self._task.asked[event.node.lo] = []
+        place = self._of_replica(event.place, event.node)
+        return [Transmit(StretchRequest(**place, own=event.own))]
+
+    def _stretch_state(self, message: StretchState, body: Body) -> list[Action]:
+        task, place = self._task, StepAttempt(message.step, message.attempt)
+        node = Node(message.replica, message.replica + 1)
+        pieces = task.asked.get(message.replica)
+        if pieces is None or place != task.place:  # of an attempt that was given up
+            return []
+        pieces.append(body)
+        if not message.last:
+            return []
+        del task.asked[message.replica]
+        if node not in task.nodes:  # it is not wanted any more
+            return []
+        content = np.concatenate(pieces)
+        give = GiveStretch(place, message.replica, message.inner, content, message.own)
+        return [give, Compute(place, task.microbatches, node)]
+
+    def _of_replica(self, place: StepAttempt, node: Node) -> dict[str, int]:
+        return {
+            "epoch": self.epoch, "step": place.step, "attempt": place.attempt, "replica": node.lo,
+        }  # fmt: skip
+
     def _averaged(self, message: AveragedGradient, body: Body) -> list[Action]:
         task, key = self._task, (message.step, message.attempt)
         # By attempt: a block of one that was given up must not be taken for the next one's.
         if message.step >= task.step:
             if key not in task.averages:
                 task.averages[key] = Averages(task.blocks)
-            values = unpacked(body, self._exchange.averages)
+            piece = task.blocks[message.block].chunk_slice(message.chunk)
+            values = unpacked(body, self._exchange.averages, piece.stop - piece.start)
             task.averages[key].put(message.block, message.chunk, values)
         return []
 
@@ -579,6 +643,7 @@ class WorkerSession:
         (Assign,                   _ignore,     _ignore,     _assign),
         (Cancel,                   _ignore,     _ignore,     _cancel),
         (Credit,                   _ignore,     _ignore,     _credit),
+        (StretchState,             _ignore,     _ignore,     _stretch_state),
         (AveragedBlockGradient,    _ignore,     _ignore,     _averaged),
         (AveragedNonBlockGradient, _ignore,     _ignore,     _averaged),
         (Commit,                   _refuse,     _refuse,     _commit),
@@ -597,6 +662,9 @@ class WorkerSession:
         (events.BlockSum,          _ignore,        _ignore,        _block_sum),
         (events.MicrobatchRows,    _ignore,        _ignore,        _captured),
         (events.NodeDone,          _ignore,        _ignore,        _node_done),
+        (events.StretchStep,       _ignore,        _ignore,        _stretch_step),
+        (events.BoundaryReached,   _ignore,        _ignore,        _boundary),
+        (events.StretchStateWanted, _ignore,       _ignore,        _stretch_wanted),
         (events.Applied,           _ignore,        _ignore,        _applied),
         (events.FilesWanted,       _ignore,        _ignore,        _files_wanted),
         (events.PartEvaluated,         _ignore,        _ignore,        _evaluated),

@@ -145,7 +145,11 @@ def _copies(run: RunSpec) -> int:
     What is trained is there as it began, twice, and in the replica with its moments; how much more
     the device takes of it is the device's to say.
     """
-    return 1 if run.captures else 3 + moment_count(run.optimizer)
+    if run.captures:
+        return 1
+    # A stretch has parameters and moments of its own, and gives their difference away.
+    alone = 0 if run.replicas is None else 2 + moment_count(run.optimizer)
+    return 3 + moment_count(run.update) + alone
 
 
 def check_length(config: Any, max_tokens: int) -> None:

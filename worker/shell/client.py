@@ -363,6 +363,10 @@ class Client:
                 self._channel.connection.exchange = action.exchange
             case act.Compute():
                 device.compute(action.place, action.microbatches, action.node)
+            case act.GiveStretch():
+                device.give_stretch(
+                    action.place, action.replica, action.inner, action.content, own=action.own
+                )
             case act.CancelWork():
                 device.cancel()
             case act.CancelNode():

@@ -35,6 +35,7 @@ from protocol.base.errors import (
 from protocol.base.fields import cut_text
 from protocol.exact.replica import PartKind, Replica, StatePart
 from protocol.exact.samples import SampleOrder, microbatch_seed
+from protocol.exact.stretches import Steps, StretchOrder, order_of_steps
 from protocol.exact.subnormals import check_subnormals
 from protocol.exact.tree import Node
 from protocol.exact.tree_sum import tree_sum
@@ -55,9 +56,11 @@ from worker.logic.events import (
     PartEvaluated,
     StateCopied,
     StepAttempt,
+    StretchStateWanted,
 )
 from worker.shell.batch_shapes import evaluation_of_each_shape, microbatch_of_each_shape
 from worker.shell.signature import library_versions, probe_digest, rows_probe, signature_digest
+from worker.shell.stretches import Bytes, Stretches
 from worker.tasks.base import ReadsFiles, Task
 
 _STEPS_AHEAD: Final = 8
@@ -107,7 +110,7 @@ class _Job:
     task: Task
     program: Program
     replica: Replica
-    order: SampleOrder
+    order: Steps
     initial: list[Array]
     initial_digest: str
     probe_digest: str
@@ -117,6 +120,10 @@ class _Job:
     """Files that will be needed soon and were asked for."""
     whole: bool = True
     """Whether the replica is in one state: not while another's is being loaded."""
+    stretches: Stretches | None = None
+    """Of a run with replicas."""
+    loaded: bool = True
+    """Whether the device has the replica's parameters: a stretch leaves its own there."""
 
 
 class Engine:
@@ -157,6 +164,12 @@ class Engine:
         """Compute a node unless cancelled before; gives its BlockSums, then NodeDone."""
         generation = self._generation
         self._submit(lambda: self._compute(generation, place, microbatches, node))
+
+    def give_stretch(
+        self, place: StepAttempt, replica: int, inner: int, content: Bytes, *, own: bool
+    ) -> None:
+        """What the coordinator knows of a stretch; see `Stretches.given`."""
+        self._submit(lambda: self._give_stretch(place, replica, inner, content, own=own))
 
     def cancel(self) -> None:
         """Abandon the node in work and those that wait."""
@@ -232,10 +245,12 @@ class Engine:
             return
         self._await_digest()
         if not (keep and job.run_id == run_id and job.whole):
-            job.replica = Replica(job.task.manifest.blocks, spec.optimizer)
+            job.replica = Replica(job.task.manifest.blocks, spec.update)
             job.replica.load_parameters(job.initial)
             job.program.load(job.replica.parameters)
             job.run_id, job.whole = run_id, True
+            if job.stretches is not None:
+                job.stretches.forget()
         job.asked.clear()
         backend = self._toolbox.backend()
         traits = {
@@ -270,23 +285,25 @@ class Engine:
             self._job = None
         task = self._toolbox.task(spec)
         check_subnormals(_APPLIES)
-        order = SampleOrder(
-            spec.seed, task.manifest.train_samples, spec.batch, task.manifest.row_groups
-        )
-        example, *others = microbatch_of_each_shape(task, order)
+        manifest = task.manifest
+        order = order_of_steps(spec, manifest.train_samples, manifest.row_groups)
+        batches = order.order if isinstance(order, StretchOrder) else order
+        example, *others = microbatch_of_each_shape(task, batches)
         evaluations = evaluation_of_each_shape(task)
         try:
             program = self._toolbox.backend().compile(task.trainable, example, others, evaluations)
         except SamestepError as error:
             raise _Unfit(error) from error
-        replica, initial = Replica(task.manifest.blocks, spec.optimizer), task.initial_parameters()
+        replica, initial = Replica(manifest.blocks, spec.update), task.initial_parameters()
         program.load(initial)
-        captures = task.manifest.capture is not None
+        captures = manifest.capture is not None
         probe = (rows_probe if captures else probe_digest)(program, [example, *others])
         kept = program.keeps_subnormals()
         replica.load_parameters(initial)
         start = replica.state_digest()
         self._job = _Job(spec, inputs, task, program, replica, order, initial, start, probe, kept)
+        if isinstance(order, StretchOrder):
+            self._job.stretches = Stretches(spec, manifest.blocks, program, order, task.batch)
         return self._job
 
     def _compute(
@@ -295,6 +312,9 @@ class Engine:
         if self._is_cancelled(generation, place, node):
             return
         job = self._built()
+        if isinstance(job.order, StretchOrder):
+            yield from self._stretch(job, generation, place, microbatches, node)
+            return
         start_s, start_us = self._machine.now_s(), now_us()
         samples = job.order.microbatches(place.step)
         if len(samples) != microbatches:
@@ -339,6 +359,62 @@ class Engine:
             self._tracer.span(f"node {node}", "nodes", start_us, step=place.step)
         self._emit(NodeDone(place, node, loss, (self._machine.now_s() - start_s) * 1e3))
 
+    def _stretch(
+        self,
+        job: _Job,
+        generation: int,
+        place: StepAttempt,
+        microbatches: int,
+        node: Node,
+    ) -> Iterator[None]:
+        """A node of a run with replicas: one of them, all of its inner steps."""
+        stretches, order, replica = job.stretches, job.order, node.lo
+        assert stretches is not None
+        assert isinstance(order, StretchOrder)
+        if (microbatches, node.leaves) != (order.replicas, 1):
+            raise DataError(f"expected one of {order.replicas} replicas, got {node}")
+        if self._want_files_of_stretch(job, order, place, node):
+            return
+        if stretches.lacks(place, replica):
+            own = not stretches.has_own(place.step, replica)
+            self._emit(StretchStateWanted(place, microbatches, node, own))
+            return
+        start_us = now_us()
+        work = stretches.compute(place, node, job.replica, self._machine.now_s)
+        job.loaded = False
+        for told in work:
+            if told is not None:
+                self._emit(told)
+                continue
+            yield  # the device has computed
+            if self._is_cancelled(generation, place, node):
+                work.close()
+                return
+        if self._tracer is not None:
+            self._tracer.span(f"replica {replica}", "nodes", start_us, step=place.step)
+
+    def _want_files_of_stretch(
+        self, job: _Job, order: StretchOrder, place: StepAttempt, node: Node
+    ) -> bool:
+        if not isinstance(job.task, ReadsFiles):
+            return False
+        parts = (
+            part
+            for inner in range(order.inner_steps)
+            for part in order.microbatches(place.step, node.lo, inner)
+        )
+        missing = job.task.missing([sample for part in parts for sample in part])
+        if missing:
+            self._emit(FilesWanted(missing, for_node=(place, order.replicas, node)))
+        return bool(missing)
+
+    def _give_stretch(
+        self, place: StepAttempt, replica: int, inner: int, content: Bytes, *, own: bool
+    ) -> None:
+        stretches = self._built().stretches
+        assert stretches is not None, "asked for in a run with replicas alone"
+        stretches.given(place, replica, inner, content, own=own)
+
     def _want_files(
         self,
         job: _Job,
@@ -355,6 +431,7 @@ class Engine:
         missing = job.task.missing(mine)
         if missing:
             self._emit(FilesWanted(missing, for_node=(place, microbatches, node)))
+        assert isinstance(job.order, SampleOrder)
         for step in range(place.step + 1, min(place.step + _STEPS_AHEAD, job.spec.steps)):
             coming = [sample for part in job.order.microbatches(step) for sample in part]
             soon = set(job.task.missing(coming)) - job.asked
@@ -398,9 +475,13 @@ class Engine:
             raise SubnormalsFlushed("since the run began, a thread that computes gradients")
         if scalars is None:
             job.replica.skip()
+            if job.stretches is not None:
+                job.stretches.forget()
         else:
             job.replica.apply(averages, scalars)
-            job.program.load(job.replica.parameters)
+            self._load(job)
+        if job.stretches is not None:
+            job.stretches.round_over()
         if self._tracer is not None:
             self._tracer.span("apply step", "device", start_us, step=job.replica.step)
         self._report_digest(job.replica)
@@ -409,8 +490,12 @@ class Engine:
         job = self._built()
         job.replica.restore(step, optimizer_step)
         job.whole = True
-        job.program.load(job.replica.parameters)
+        self._load(job)
         self._report_digest(job.replica)
+
+    def _load(self, job: _Job) -> None:
+        job.program.load(job.replica.parameters)
+        job.loaded = True
 
     def _report_digest(self, replica: Replica) -> None:
         """Hash while the next step computes; the next change of the replica waits for it."""
@@ -432,6 +517,8 @@ class Engine:
         job = self._built()
         self._await_digest()
         job.whole = False
+        if job.stretches is not None:
+            job.stretches.forget()
         piece = job.task.manifest.blocks[block].chunk_slice(chunk)
         for part in job.replica.parts():
             if part.kind == kind and part.block == block:
@@ -444,6 +531,8 @@ class Engine:
         if isinstance(job.task, ReadsFiles) and (missing := job.task.missing_of_part(part)):
             self._emit(FilesWanted(missing, for_part=(step, part)))
             return
+        if not job.loaded:
+            self._load(job)
         sums = job.program.evaluate(job.task.evaluation_batch(part))
         self._emit(PartEvaluated(step, part, dict(sums)))
 

@@ -356,13 +356,15 @@ function showWorkers(run, status) {
   const present = here.map(worker => {
     const share = worker.microbatches_of_step, waited = worker.waited_for ? make("small", { className: "warn" }, "waited for")
       : worker.state === "active" && all && status.waiting_for ? make("small", {}, "has done its part") : "";
-    const part = make("progress", { max: all || 1, value: share ?? 0, ariaLabel: `share of ${worker.name}` });
+    const at = worker.stretch, part = make("progress", at ? { max: at.inner_steps, value: at.inner_step, ariaLabel: `replica ${at.replica}` }
+      : { max: all || 1, value: share ?? 0, ariaLabel: `share of ${worker.name}` });
     const unlike = worker.signature && worker.duty === "train" && worker.signature !== most;
     return { cells: [
       [worker.name, make("small", {}, worker.duty === "train" ? worker.address : `${worker.address}, duty: ${worker.duty}`)],
       [worker.cannot ? make("span", { className: "bad" }, "cannot take part") : worker.aside_until ? `aside until step ${figure(worker.aside_until)}` : worker.late ? `${worker.state}, late` : worker.state, waited],
       [worker.device || "-", make("small", {}, worker.backend)],
-      !all || share === undefined ? "" : [`${share} of ${all}`, part],
+      !all || share === undefined ? "" : at ? [`replica ${at.replica}: step ${at.inner_step} of ${at.inner_steps}`, part]
+        : status.replicas && !share ? "stands by" : [`${share} of ${all}`, part],
       worker.ms_per_microbatch == null ? "" : `${figure(worker.ms_per_microbatch)} ms`,
       worker.last_seen_s < 5 ? "just now" : `${duration(worker.last_seen_s)} ago`,
       worker.signature ? [make("span", { className: unlike ? "mono warn" : "mono", title: worker.signature_text ?? "" }, worker.signature), unlike ? make("small", { className: "warn" }, "unlike the others") : ""] : "",
@@ -376,7 +378,7 @@ function showWorkers(run, status) {
       make("span", { className: "mono" }, worker.signature), error(worker.name), ""],
     kind: "gone",
   }));
-  table("workers", ["worker", "state", "device", "share of this step", "a microbatch", "heard of", "signature", "last error", ""], [...present, ...gone]);
+  table("workers", ["worker", "state", "device", "share of this step", status?.replicas ? "a replica" : "a microbatch", "heard of", "signature", "last error", ""], [...present, ...gone]);
 }
 function revoking(name) {
   return button("Revoke", `Revoke ${name}`, () => act(`Revoke ${name}? It is sent away, its key and the join token count no more.`,

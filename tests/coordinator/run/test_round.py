@@ -211,7 +211,7 @@ def test_any_assignment_and_interleaving_gives_the_same_bits(data):
     microbatches = data.draw(st.integers(1, 9))
     nodes = cut(data.draw, root(microbatches))
     exchange = data.draw(EXCHANGES)
-    round_ = Round(BLOCKS, microbatches, 1, 0, 0, exchange=exchange)
+    round_ = Round(BLOCKS, microbatches, 1, 0, 0, exchange=exchange.codecs)
     queues: dict[str, list[tuple[Node, int, int]]] = {}
     for node in nodes:
         worker = data.draw(st.sampled_from("abc"))
@@ -241,7 +241,7 @@ def test_losses_in_the_step_and_new_nodes_leave_the_bits(data):
     """Workers deliver parts of nodes and are lost; others get what is missing, as other nodes."""
     microbatches = data.draw(st.integers(1, 9))
     exchange = data.draw(EXCHANGES)
-    round_ = Round(BLOCKS, microbatches, 1, 0, 0, exchange=exchange)
+    round_ = Round(BLOCKS, microbatches, 1, 0, 0, exchange=exchange.codecs)
     for life in range(20):
         orphans = round_.unassigned()
         if not orphans:

@@ -17,7 +17,7 @@ from protocol.spec.run_spec import parse_run_spec
 from tests.chaos.processes import Coordinator, Worker
 from tests.event_loop import on_uvloop
 from tests.live_service import live_service, scripted_spec
-from tests.resident_memory import MIB
+from tests.resident_memory import MIB, Growth
 from tests.small_buffers import CHANGED
 from worker.tasks.scripted import Scripted
 
@@ -64,8 +64,19 @@ def test_with_adamw_it_is_at_most_six_times_the_parameters_whatever_the_number_o
 @pytest.mark.parametrize("blocks", [BLOCKS, pytest.param(MANY_BLOCKS, marks=pytest.mark.slow)])
 def test_a_real_coordinator_takes_no_more_than_is_told(tmp_path, monkeypatch, blocks):
     """Unequal workers, so that many sums wait; checkpoints; joiners; and no step's end in sight."""
-    spec = tmp_path / "run.yaml"
     large = document(scripted={"blocks": blocks, "block_bytes": BLOCK_BYTES, "samples": 64})
+    growth = grown(tmp_path, large)
+    for name, value in CHANGED.items():
+        monkeypatch.setattr(limits, name, value)
+    told = needed(large, WORKERS + JOINERS)
+    assert growth.peak_bytes <= told.total + BASE_BYTES
+    if blocks == MANY_BLOCKS:
+        assert growth.peak_bytes <= 6 * told.parameters
+
+
+def grown(tmp_path: Path, large: dict[str, Any]) -> Growth:
+    """How much memory a coordinator takes for some steps of such a run."""
+    spec = tmp_path / "run.yaml"
     spec.write_text(json.dumps(large))
     arguments = ["--run", str(spec), "--expect-workers", str(WORKERS)]
     hired: list[Worker] = []
@@ -88,12 +99,24 @@ def test_a_real_coordinator_takes_no_more_than_is_told(tmp_path, monkeypatch, bl
         finally:
             for worker in hired:
                 worker.kill()
+    return growth
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("inner_state", ["reset", "carry"])
+def test_replicas_take_no_more_than_is_told(tmp_path, monkeypatch, inner_state):
+    replicas = {"count": 3, "inner_steps": 2, "inner_state": inner_state, "boundary_every": 1}
+    large = document(
+        scripted={"blocks": 100, "block_bytes": BLOCK_BYTES, "samples": 64}, replicas=replicas
+    )
+    growth = grown(tmp_path, large)
     for name, value in CHANGED.items():
         monkeypatch.setattr(limits, name, value)
     told = needed(large, WORKERS + JOINERS)
+    own = 3 * 2 * 100 * MIB if inner_state == "carry" else 0
+    assert told.replica + told.gradients == (2 + 2 + 3) * 100 * MIB + own
     assert growth.peak_bytes <= told.total + BASE_BYTES
-    if blocks == MANY_BLOCKS:
-        assert growth.peak_bytes <= 6 * told.parameters
 
 
 def committed(coordinator: Coordinator, step: int) -> None:

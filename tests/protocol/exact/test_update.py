@@ -47,6 +47,10 @@ SPECS = {
     "momentum-decay-clip": OptimizerSpec(
         name="momentum", lr=0.05, momentum=0.9, weight_decay=0.01, clip_norm=0.5
     ),
+    "nesterov": OptimizerSpec(name="nesterov", lr=0.05, momentum=0.9),
+    "nesterov-decay-clip": OptimizerSpec(
+        name="nesterov", lr=0.05, momentum=0.9, weight_decay=0.01, clip_norm=0.5
+    ),
     "adamw": OptimizerSpec(name="adamw", lr=1e-2),
     "adamw-decay-clip": OptimizerSpec(name="adamw", lr=1e-2, weight_decay=0.1, clip_norm=0.5),
     "adamw-low-beta1": OptimizerSpec(name="adamw", lr=1e-2, betas=(0.3, 0.99), weight_decay=0.1),
@@ -195,6 +199,8 @@ def naive_update(spec, scalars, p, gradient, moments, *, decay):
     if spec.name == "sgd":
         return p - g * c.learning_rate, ()
     velocity = moments[0] * c.momentum + g
+    if spec.name == "nesterov":
+        return p - (g + velocity * c.momentum) * c.learning_rate, (velocity,)
     return p - velocity * c.learning_rate, (velocity,)
 
 
@@ -364,10 +370,11 @@ def test_within_a_millionth_of_torch_over_100_steps(spec, schedule):
             [parameter], betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay
         )
     else:
-        momentum = spec.momentum if spec.name == "momentum" else 0.0
+        momentum = 0.0 if spec.name == "sgd" else spec.momentum
         optimizer = torch.optim.SGD(
-            [parameter], lr=1.0, momentum=momentum, weight_decay=spec.weight_decay
-        )
+            [parameter], lr=1.0, momentum=momentum, weight_decay=spec.weight_decay,
+            nesterov=spec.name == "nesterov",
+        )  # fmt: skip
     for step, gradient in enumerate(gradients):
         optimizer.param_groups[0]["lr"] = learning_rate(spec, step, 100)
         parameter.grad = torch.from_numpy(gradient.copy())
@@ -419,7 +426,7 @@ def test_scalars_refuse_unknown_fields():
 
 
 @given(
-    name=st.sampled_from(["sgd", "momentum", "adamw"]),
+    name=st.sampled_from(["sgd", "momentum", "nesterov", "adamw"]),
     lr=st.floats(1e-30, 1e3),
     betas=st.tuples(*[st.floats(0, 1, exclude_max=True)] * 2),
     eps=st.floats(1e-30, 1e3),
@@ -434,8 +441,8 @@ def test_every_valid_optimizer_has_scalars_within_float32(optimizer_step, norm, 
 
 
 def test_moment_count():
-    counts = [moment_count(OptimizerSpec(name=n)) for n in ("sgd", "momentum", "adamw")]
-    assert counts == [0, 1, 2]
+    counts = [moment_count(OptimizerSpec(name=n)) for n in ("sgd", "momentum", "nesterov", "adamw")]
+    assert counts == [0, 1, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ ONLY_WORKER = {
     "Hello", "Proof", "Ready", "Unready", "BlockGradientPayload", "NonBlockGradientPayload",
     "CapturedRows", "NodeLoss", "StepApplied", "EvalResult", "Drain", "BlobRequest",
     "CopiesHeld", "CopyDone",
+    "StretchProgress", "Boundary", "StretchRequest",
 }  # fmt: skip
 BOTH = {"StateChunk", "CopyPiece", "Heartbeat", "Goodbye"}
 IN_HANDSHAKE = {
@@ -331,11 +332,11 @@ def test_a_body_that_does_not_fit_is_refused_before_it_is_read(message, body_byt
 )
 def test_gradients_are_as_long_as_the_run_s_exchange_says(role, exchange, kind, body_bytes):
     reader = connection(role)
-    reader.exchange = ExchangeSpec(**exchange)
+    reader.exchange = ExchangeSpec(**exchange).codecs
     with pytest.raises(OutOfPlace, match=f"a body of {body_bytes} bytes, got {48 - body_bytes}"):
         reader.receive_data(head_of(EXAMPLES[kind], 48 - body_bytes))
     reader = connection(role)
-    reader.exchange = ExchangeSpec(**exchange)
+    reader.exchange = ExchangeSpec(**exchange).codecs
     body = np.zeros(body_bytes, np.uint8)
     assert len(reader.receive_data(flat(encode(EXAMPLES[kind], body)))) == 1
 

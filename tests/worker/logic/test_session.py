@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from backends.base.interface import Loss
+from protocol.base import limits
 from protocol.base.errors import (
     BackendUnavailable,
     DataError,
@@ -358,7 +359,7 @@ def test_gradients_travel_as_the_run_says(precision, averages):
     session = welcomed()
     session.receive(*start_run(spec=SPEC.model_copy(update={"exchange": exchange})))
     expect, *_ = session.result(built())
-    assert expect == act.Expect(MANIFEST.blocks, exchange)
+    assert expect == act.Expect(MANIFEST.blocks, exchange.codecs)
     session.receive(plan((0, 2)), None)
     values = np.array([1, -2.5, 3], "f4")
     (payload,) = session.result(events.BlockSum(StepAttempt(0, 0), Node(0, 2), 1, values, 2.0))
@@ -544,3 +545,70 @@ def test_what_is_held_of_a_step_that_is_over_is_never_sent():
     session.result(events.BlockSum(place, Node(0, 2), 1, np.ones(3, "f4"), 2.0))
     session.receive(plan((0, 2), attempt=1, uploads=2), None)
     assert session.receive(msg.Credit(**{**WHERE, "attempt": 1}, uploads=2), None) == []
+
+
+# Stretches of replicas.
+
+PLACE, LEAF = StepAttempt(0, 0), Node(1, 2)
+
+
+def stretch(*, inner=4, last=True, **change):
+    given = {**WHERE, "replica": 1, "own": True, **change}
+    return msg.StretchState(**given, inner=inner, last=last)
+
+
+def waiting():
+    session = ready()
+    session.receive(plan((1, 2)), None)
+    (asked,) = session.result(events.StretchStateWanted(PLACE, 4, LEAF, own=True))
+    assert asked.message == msg.StretchRequest(**WHERE, replica=1, own=True)
+    return session
+
+
+def raw(*values):
+    return np.array(values, np.uint8)
+
+
+def test_a_stretch_goes_on_once_all_of_its_state_is_there():
+    session = waiting()
+    assert session.receive(stretch(last=False), raw(1, 2)) == []
+    give, compute = session.receive(stretch(), raw(3))
+    assert (give.place, give.replica, give.inner, give.own) == (PLACE, 1, 4, True)
+    assert give.content.tolist() == [1, 2, 3]
+    assert compute == act.Compute(PLACE, 4, LEAF)
+    assert session.receive(stretch(), raw(3)) == []
+
+
+def test_a_state_is_not_asked_for_twice():
+    """Given away and given back while the answer is on its way: its pieces stay together."""
+    session = waiting()
+    session.receive(stretch(last=False), raw(1))
+    session.receive(msg.Cancel(**WHERE, nodes=((1, 2),)), None)
+    session.receive(msg.Assign(**WHERE, view=2, nodes=((1, 2),)), None)
+    assert session.result(events.StretchStateWanted(PLACE, 4, LEAF, own=True)) == []
+    give, _ = session.receive(stretch(), raw(2))
+    assert give.content.tolist() == [1, 2]
+
+
+def test_a_state_that_nobody_waits_for_any_more_is_dropped():
+    session = waiting()
+    session.receive(msg.Cancel(**WHERE, nodes=((1, 2),)), None)
+    assert session.receive(stretch(), raw(1)) == []
+    session = waiting()
+    session.receive(plan((1, 2), attempt=1), None)
+    assert session.receive(stretch(), raw(1)) == []
+
+
+def test_how_far_a_stretch_is_and_where_it_can_go_on_are_told(monkeypatch):
+    monkeypatch.setattr(limits, "BODY_BYTES", 4)
+    session = ready()
+    session.receive(plan((1, 2)), None)
+    (told,) = session.result(events.StretchStep(PLACE, LEAF, 7))
+    assert told.message == msg.StretchProgress(**WHERE, replica=1, inner=7)
+    pieces = session.result(events.BoundaryReached(PLACE, LEAF, 7, np.arange(9, dtype=np.uint8)))
+    places = [(p.message.chunk, p.message.last) for p in pieces]
+    assert places == [(0, False), (1, False), (2, True)]
+    assert np.concatenate([p.body for p in pieces]).tolist() == list(range(9))
+    session.receive(msg.Cancel(**WHERE, nodes=((1, 2),)), None)
+    assert session.result(events.StretchStep(PLACE, LEAF, 8)) == []
+    assert session.result(events.BoundaryReached(PLACE, LEAF, 8, raw(1))) == []

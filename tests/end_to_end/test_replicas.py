@@ -1,0 +1,192 @@
+"""Runs with replicas: one digest, whoever computes which stretch, and whatever becomes of them."""
+
+import asyncio
+import re
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from backends.eager.eager import EagerBackend
+from coordinator.audit.audit import audit
+from coordinator.operator.status import status_document
+from coordinator.operator.status_text import status_lines
+from coordinator.run.round import Round
+from protocol.spec.run_spec import parse_run_spec
+from tests.cluster import PATIENCE_S
+from tests.event_loop import on_uvloop
+from tests.live_service import Scripted, live_service, scripted_spec, undisturbed
+from worker.tasks.registry import build
+
+CODECS = ("float32", "bfloat16", "int8", "int4", "topk")
+QUICK = {("float32", "reset"), ("int8", "carry"), ("topk", "carry")}
+REGRESS = {
+    "name": "regress",
+    "task": "regress",
+    "seed": 7,
+    "regress": {"samples": 256, "features": 8},
+    "batch": {"samples": 16, "microbatch": 8},
+    "optimizer": {"name": "adamw", "lr": 0.05, "clip_norm": 1.0},
+    "steps": 3,
+    "checkpoint": {"keep_log": True},
+}
+
+
+class OnCpu:
+    """The toolbox of a worker on this processor."""
+
+    def __init__(self):
+        self._backend = EagerBackend("cpu")
+
+    def backend(self):
+        return self._backend
+
+    def task(self, spec):
+        return build(spec)
+
+
+def regress(**changes):
+    return parse_run_spec({**REGRESS, **changes})
+
+
+async def trained(directory, spec, workers):
+    async with live_service(directory, workers) as live:
+        for number in range(workers):
+            live.worker(f"w{number}", toolbox=OnCpu())
+        return await live.result(live.service.submit(spec))
+
+
+def found(result):
+    return result["weights_digest"], result["losses"]
+
+
+@pytest.mark.parametrize(
+    ("codec", "inner_state"),
+    [
+        pytest.param(codec, state, marks=() if (codec, state) in QUICK else pytest.mark.slow)
+        for codec in CODECS
+        for state in ("reset", "carry")
+    ],
+)
+@on_uvloop
+async def test_any_number_of_workers(tmp_path, codec, inner_state):
+    spec = regress(
+        replicas={
+            "count": 3, "inner_steps": 3, "codec": codec, "inner_state": inner_state,
+            "averages": "int8" if codec == "int4" else "float32", "boundary_every": 2,
+        }
+    )  # fmt: skip
+    alone = await trained(tmp_path / "one", spec, 1)
+    together = await trained(tmp_path / "two", spec, 2)
+    assert found(together) == found(alone)
+    assert sum(together["workers"].values()) == 9
+    (run,) = (path for path in (tmp_path / "two").iterdir() if path.is_dir())
+    told = audit(run)
+    assert told.ok, told.lines()
+    assert "3 of 3 steps taken again" in "\n".join(told.lines())
+
+
+@on_uvloop
+async def test_one_replica_and_one_step_is_a_run_without(tmp_path):
+    """But for rounding: p - (p - p') in place of p', and the average's product with 1."""
+    replicas = {
+        "count": 1, "inner_steps": 1, "inner_state": "carry", "outer": {"lr": 1, "momentum": 0},
+    }  # fmt: skip
+    weights = []
+    for name, changes in (("plain", {}), ("replicas", {"replicas": replicas})):
+        await trained(tmp_path / name, regress(steps=8, **changes), 1)
+        (model,) = (tmp_path / name).glob("*/model/model.safetensors")
+        weights.append(np.concatenate([v.ravel() for v in load_file(model).values()]))
+    plain, ours = (values.astype(np.float64) for values in weights)
+    assert np.linalg.norm(ours - plain) <= 1e-6 * np.linalg.norm(plain)
+
+
+def slow(**changes):
+    """Replicas whose steps take time, so that something can happen in the middle."""
+    return scripted_spec(
+        steps=3,
+        batch={"samples": 2, "microbatch": 1},
+        double_check_every=0,
+        replicas={"count": 2, "inner_steps": 12, "boundary_every": 3, **changes},
+    )
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Who says that it is in the middle of a stretch, as the coordinator hears it."""
+    heard: asyncio.Queue[str] = asyncio.Queue()
+    stretch = Round.stretch
+
+    def hears(self, worker, replica, inner):
+        stretch(self, worker, replica, inner)
+        heard.put_nowait(worker)
+
+    monkeypatch.setattr(Round, "stretch", hears)
+    return heard
+
+
+async def at_work(told, *workers):
+    """The first of these that says so."""
+    async with asyncio.timeout(PATIENCE_S):
+        while (worker := await told.get()) not in workers:
+            pass
+        return worker
+
+
+def kill(live, name):
+    """Its connection ends in the middle of whatever it does, and it does not come back."""
+    client = live.clients[[*live.workers].index(name)]
+    client._channel.abort("killed")
+    live.workers[name].cancel()
+
+
+@pytest.mark.parametrize("inner_state", ["reset", "carry"])
+@on_uvloop
+async def test_a_worker_is_lost_in_the_middle_of_a_stretch(tmp_path, told, inner_state):
+    async with live_service(tmp_path / "lost", 2) as live:
+        live.worker("w0", toolbox=Scripted(4))
+        live.worker("w1", toolbox=Scripted(4))
+        run_id = live.service.submit(slow(inner_state=inner_state))
+        await at_work(told, "w1")
+        kill(live, "w1")
+        live.worker("w2", toolbox=Scripted(1))
+        result = await live.result(run_id)
+        assert live.every("reassigned")
+    expected = await undisturbed(tmp_path / "calm", slow(inner_state=inner_state))
+    assert found(result) == found(expected)
+
+
+@on_uvloop
+async def test_more_workers_than_replicas_stand_by_and_take_over(tmp_path, told):
+    async with live_service(tmp_path / "many", 3) as live:
+        for number in range(3):
+            live.worker(f"w{number}", toolbox=Scripted(4))
+        run_id = live.service.submit(slow())
+        busy = await at_work(told, "w0", "w1", "w2")
+        lines = list(status_lines(status_document(live.service, 0.0)))
+        assert sum("stands by" in line for line in lines) == 1
+        assert any(re.search(r"w\d: active.*, replica [01]: step \d+ of 12", x) for x in lines)
+        kill(live, busy)
+        result = await live.result(run_id)
+    expected = await undisturbed(tmp_path / "calm", slow())
+    assert found(result) == found(expected)
+
+
+@on_uvloop
+async def test_a_coordinator_that_restarts_goes_on_with_carried_states(tmp_path):
+    """The service is stopped between two rounds; a new one resumes in its directory."""
+    spec = slow(inner_state="carry", codec="topk")
+    expected = await undisturbed(tmp_path / "calm", spec)
+    async with live_service(tmp_path / "run", 1) as live:
+        live.worker("w0", toolbox=Scripted(2))
+        run_id = live.service.submit(spec)
+        await live.wait_for("committed", step=1)
+        assert live.service.current is not None
+        directory = live.service.current.directory
+    async with live_service(tmp_path / "run", 1) as live:
+        live.service.resume(directory)
+        live.worker("w1", toolbox=Scripted(0))
+        result = await live.result(run_id)
+    assert found(result) == found(expected)
+    kept = sorted(path.name for path in (directory / "replicas").glob("own-*"))
+    assert kept == ["own-1", "own-2", "own-3"]

@@ -1,0 +1,92 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from protocol.exact.codecs import body_bytes, packed, projected, unpacked
+from tests.nearest_bfloat16 import nearest
+
+CODECS = ("float32", "bfloat16", "int8", "int4", "topk")
+FLOATS = st.floats(
+    width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**100), max_value=2.0**100
+)
+VALUES = st.integers(0, 150).flatmap(lambda n: arrays(np.float32, n, elements=FLOATS))
+
+
+def scaled(values, group, largest):
+    """Group by group, element by element."""
+    found = []
+    for lo in range(0, len(values), group):
+        part = [float(value) for value in values[lo : lo + group]]
+        most, exponent = max(map(abs, part)), -126
+        while most > largest * 2.0**exponent:
+            exponent += 1
+        found += [round(value / 2.0**exponent) * 2.0**exponent for value in part]
+    return np.array(found, np.float32)
+
+
+def largest_only(values):
+    """One after the other is chosen, the first of equals."""
+    found = np.zeros_like(values)
+    for lo in range(0, len(values), 4096):
+        part = values[lo : lo + 4096]
+        left = list(range(len(part)))
+        for _ in range(math.ceil(len(part) / 64)):
+            chosen = max(left, key=lambda place: (abs(part[place]), -place))
+            left.remove(chosen)
+            found[lo + chosen] = nearest(part[chosen : chosen + 1])[0]
+    return found
+
+
+NAIVE = {
+    "float32": lambda values: values,
+    "bfloat16": nearest,
+    "int8": lambda values: scaled(values, 64, 127),
+    "int4": lambda values: scaled(values, 32, 7),
+    "topk": largest_only,
+}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@given(values=VALUES)
+def test_what_travels_is_what_the_definition_says(codec, values):
+    sent = projected(values.copy(), codec)
+    assert sent.tolist() == NAIVE[codec](values).tolist()
+    raw = packed(sent, codec)
+    assert raw.nbytes == body_bytes(codec, len(values))
+    there = unpacked(np.ascontiguousarray(raw).view(np.uint8), codec, len(values))
+    assert there.tobytes() == (sent + np.float32(0)).tobytes() or there.tolist() == sent.tolist()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_is_projected_stays_as_it_is(codec):
+    values = np.random.default_rng(1).standard_normal(9001).astype(np.float32)
+    once = projected(values.copy(), codec)
+    assert projected(once.copy(), codec).tobytes() == once.tobytes()
+    assert body_bytes(codec, len(values)) <= 4 * len(values)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_seen(codec, odd):
+    values = np.ones(200, np.float32)
+    values[77] = odd
+    sent = projected(values, codec)
+    assert not np.isfinite(sent).all()
+    assert np.isfinite(sent[:32]).all()
+
+
+def test_ties_of_topk_go_to_the_first():
+    values = np.full(4096, 2, np.float32)
+    values[1::2] = -2
+    assert np.flatnonzero(projected(values, "topk")).tolist() == list(range(64))
+
+
+@given(st.binary(min_size=66, max_size=66))
+def test_forged_bytes_give_some_values(raw):
+    body = np.frombuffer(raw, np.uint8)
+    assert len(unpacked(body[: body_bytes("int8", 64)], "int8", 64)) == 64
+    assert len(unpacked(body[: body_bytes("topk", 900)], "topk", 900)) == 900

@@ -1,0 +1,131 @@
+"""Clusters of runs with replicas, disturbed at random: the bits are those of the naive rounds."""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from coordinator.storage.replica_states import ReplicaStates
+from protocol.exact.stretches import StretchOrder
+from protocol.exact.tree_sum import TreeSum
+from worker.shell.stretches import OwnState, Stretches
+
+pytestmark = pytest.mark.simulation
+
+_SEEDS = int(os.environ.get("SAMESTEP_REPLICA_SEEDS", "12"))
+_ENOUGH_SEEDS = 300
+_CHECKS = ("other averages", "another loss", "one numeric signature and gave unlike")
+"""Two that computed the same replica compare what it keeps, too."""
+
+
+def test_the_bits_of_the_undisturbed_rounds_and_an_end(play):
+    for seed in range(_SEEDS):
+        often = ("kill", "kill_coordinator+power_loss", "cut+stall", "")[seed % 4]
+        try:
+            play(seed, replicas=True, often=often)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, often {often!r}: {error!r}") from error
+
+
+DIFFERENCES = Stretches._differences
+GIVEN = Stretches.given
+BEGIN = Stretches._begin
+
+
+def wrong_sign(self, step, replica, *ends_and_rest):
+    start, end, rest = ends_and_rest
+    return DIFFERENCES(self, step, replica, end, start, rest)
+
+
+def no_moments(self, step, replica):
+    del self, step, replica
+    return OwnState([], [])
+
+
+def one_off_after_recovery(self, place, replica, inner, content, *, own):
+    GIVEN(self, place, replica, inner, content, own=own)
+    for key, at in self._reached.items():
+        self._reached[key] = replace(at, inner=at.inner + 1) if inner == at.inner else at
+
+
+def counts_twice(self, node, value):
+    """A stretch that comes again is added once more."""
+    if node in self.__dict__.setdefault("come", set()):
+        for held in [held for held in self._held if held.covers(node)]:
+            self._held[held] = self._add(self._held[held], value)
+        return True
+    self.come.add(node)
+    return PUT(self, node, value)
+
+
+def never_covered(self, node):
+    del self, node
+    return False
+
+
+def goes_on_from_an_earlier_round(self, place, replica, start):
+    """What was begun of a replica counts, in whichever round that was."""
+    begun = [at for (_, known), at in self._reached.items() if known == replica]
+    return begun[0] if begun else BEGIN(self, place, replica, start)
+
+
+def forgets_nothing(self):
+    """What was begun of a round is there in the next."""
+    del self
+
+
+def own_of_the_round_before(self, step, replica):
+    """The newest own state that is there is taken for this round's."""
+    earlier = self._path / f"own-{step - 1}"
+    return OWN_OF(self, step - 1 if step > 1 and earlier.exists() else step, replica)
+
+
+def global_step_of_the_replica(self, round_, inner):
+    """The schedule begins anew with every round."""
+    del self, round_
+    return inner
+
+
+PUT = TreeSum.put
+OWN_OF = ReplicaStates._own_of
+
+PLANTED: dict[str, tuple[list[tuple[Any, str, Any]], str, int]] = {
+    "a wrong sign": ([(Stretches, "_differences", wrong_sign)], "", 0),
+    "moments dropped": ([(Stretches, "_own_at", no_moments)], "", 0),
+    "a step count one off after a recovery": (
+        [(Stretches, "given", one_off_after_recovery)], "kill", 0,
+    ),
+    "a stretch counted twice": (
+        [(TreeSum, "put", counts_twice), (TreeSum, "covers", never_covered)], "stall+slower", 0,
+    ),
+    "a stale difference": (
+        [
+            (Stretches, "_begin", goes_on_from_an_earlier_round),
+            (Stretches, "round_over", forgets_nothing),
+        ],
+        "stall+slower", 0,
+    ),
+    "an own state of the round before": (
+        [(ReplicaStates, "_own_of", own_of_the_round_before)], "kill", 0,
+    ),
+    "inner steps counted from each round's start": (
+        [(StretchOrder, "global_step", global_step_of_the_replica)], "", 0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_caught(fault, play, monkeypatch, record_property):
+    instead, often, first = PLANTED[fault]
+    for owner, name, planted in instead:
+        monkeypatch.setattr(owner, name, planted)
+    for seed in [first, *range(_ENOUGH_SEEDS)]:
+        try:
+            play(seed, replicas=True, often=often)
+        except AssertionError as error:
+            if not any(check in str(error) for check in _CHECKS):
+                raise
+            record_property("planted", (fault, seed, str(error)))
+            return
+    pytest.fail(f"not caught within {_ENOUGH_SEEDS} seeds")
