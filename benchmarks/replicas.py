@@ -1,6 +1,6 @@
 """Runs with replicas: what they cost in quality, and how busy they keep machines on slow links.
 
-    python -m benchmarks.replicas loss [--inner-steps-in-all N] [--out DIR]
+    python -m benchmarks.replicas loss [--inner-steps-in-all N] [--first N] [--out DIR]
     python -m benchmarks.replicas utilisation [--share N] [--rounds N]
 
 `loss` trains `small-llama` synchronously and with K replicas, H inner steps and a codec, all on the
@@ -105,10 +105,10 @@ def trained(case: Case, total: int, directory: Path) -> dict[str, Any]:
     return {"curve": curve, "tokens": total * case.replicas * _BATCH * _TOKENS}
 
 
-def measure_loss(total: int, out: Path) -> None:
-    """All cases, each once."""
+def measure_loss(total: int, out: Path, first: int | None = None) -> None:
+    """All cases, or the first so many, each once."""
     out.mkdir(parents=True, exist_ok=True)
-    for case in cases(total):
+    for case in cases(total)[:first]:
         kept = out / f"{case.name.replace(' ', '_').replace(',', '')}-{total}.json"
         if kept.exists():
             continue
@@ -227,13 +227,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replicas")
     parser.add_argument("what", choices=["loss", "show", "utilisation"])
     parser.add_argument("--inner-steps-in-all", type=int, default=2000)
+    parser.add_argument("--first", type=int, help="no more cases than these")
     parser.add_argument("--out", type=Path, default=Path("replicas"))
     parser.add_argument("--share", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args(arguments)
     match given.what:
         case "loss":
-            measure_loss(given.inner_steps_in_all, given.out)
+            measure_loss(given.inner_steps_in_all, given.out, given.first)
         case "show":
             show(given.inner_steps_in_all, given.out)
         case _:
