@@ -75,6 +75,11 @@ def forgets_nothing(self):
     del self
 
 
+def forgets_what_was_begun(self):
+    """States of the replicas' own stay."""
+    self.round_over()
+
+
 def own_of_the_round_before(self, step, replica):
     """The newest own state that is there is taken for this round's."""
     earlier = self._path / f"own-{step - 1}"
@@ -104,7 +109,10 @@ PLANTED: dict[str, tuple[list[tuple[Any, str, Any]], str, int]] = {
             (Stretches, "_begin", goes_on_from_an_earlier_round),
             (Stretches, "round_over", forgets_nothing),
         ],
-        "stall+slower", 0,
+        "stall+slower", 6,
+    ),
+    "what a skipped round would have left": (
+        [(Stretches, "forget", forgets_what_was_begun)], "operator_halts+nonfinite", 3,
     ),
     "an own state of the round before": (
         [(ReplicaStates, "_own_of", own_of_the_round_before)], "kill", 0,
