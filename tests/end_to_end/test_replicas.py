@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from coordinator.operator.status import status_document
 from coordinator.operator.status_text import status_lines
 from coordinator.run.round import Round
 from protocol.spec.run_spec import parse_run_spec
-from tests.cluster import PATIENCE_S
+from protocol.spec.run_spec_text import read_yaml
+from tests.cluster import PATIENCE_S, RUNS
 from tests.event_loop import on_uvloop
 from tests.live_service import Scripted, live_service, scripted_spec, undisturbed
 from worker.tasks.registry import build
@@ -84,6 +86,37 @@ async def test_any_number_of_workers(tmp_path, codec, inner_state):
     told = audit(run)
     assert told.ok, told.lines()
     assert "3 of 3 steps taken again" in "\n".join(told.lines())
+
+
+ALONE = {
+    "count": 3, "inner_steps": 4, "codec": "int8", "inner_state": "carry", "boundary_every": 3,
+}  # fmt: skip
+ONE_PACKAGE = Path(asyncio.__file__).parent
+LARGER = {
+    "digits": {
+        "task": "digits", "steps": 4, "digits": {"dropout": 0.1},
+        "batch": {"samples": 32, "microbatch": 8}, "evaluate_every": 2,
+    },
+    "small-llama": {
+        **read_yaml((RUNS / "small-llama-replicas.yaml").read_text()), "steps": 2,
+        "evaluate_every": 0,
+        "data": {
+            "train": str(ONE_PACKAGE), "pattern": "*.py", "holdout": 0.1, "holdout_samples": 24,
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 3, 8])
+@pytest.mark.parametrize("task", LARGER)
+@on_uvloop
+async def test_larger_tasks_on_any_number_of_workers(tmp_path, task, workers):
+    spec = parse_run_spec({**LARGER[task], "replicas": ALONE})
+    alone = await trained(tmp_path / "one", spec, 1)
+    together = await trained(tmp_path / "more", spec, workers)
+    assert found(together) == found(alone)
+    assert together["eval"] == alone["eval"]
 
 
 @on_uvloop

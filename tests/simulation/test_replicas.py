@@ -109,7 +109,7 @@ PLANTED: dict[str, tuple[list[tuple[Any, str, Any]], str, int]] = {
             (Stretches, "_begin", goes_on_from_an_earlier_round),
             (Stretches, "round_over", forgets_nothing),
         ],
-        "stall+slower", 6,
+        "stall+slower", 9,
     ),
     "what a skipped round would have left": (
         [(Stretches, "forget", forgets_what_was_begun)], "operator_halts+nonfinite", 3,
