@@ -92,9 +92,10 @@ ALONE = {
     "count": 3, "inner_steps": 4, "codec": "int8", "inner_state": "carry", "boundary_every": 3,
 }  # fmt: skip
 ONE_PACKAGE = Path(asyncio.__file__).parent
+# Without dropout: workers in one process would share what it is drawn from.
 LARGER = {
     "digits": {
-        "task": "digits", "steps": 4, "digits": {"dropout": 0.1},
+        "task": "digits", "steps": 4, "digits": {"hidden": [32, 32]},
         "batch": {"samples": 32, "microbatch": 8}, "evaluate_every": 2,
     },
     "small-llama": {
