@@ -18,11 +18,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from coordinator.operator.control_client import control_token
-from tests.processes import ROOT, Process, start
+from tests.processes import PATIENCE_S, ROOT, Process, start
 
 RUNS = ROOT / "deploy" / "runs"
-PATIENCE_S = 400.0
-"""For whatever has to come: only a test that fails waits so long."""
 
 
 class Hold:
@@ -57,7 +55,8 @@ class Hold:
 class Cluster:
     """One coordinator process; workers are started as the test needs them.
 
-    Use it as a context manager: at the end whatever still runs is killed.
+    Use it as a context manager: at the end whatever still runs is killed. The arguments are those
+    of `tests.processes.start`.
     """
 
     def __init__(
@@ -66,6 +65,7 @@ class Cluster:
         *arguments: str,
         environment: Mapping[str, str] | None = None,
         cwd: Path = ROOT,
+        anew: bool = False,
     ) -> None:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ class Cluster:
         self.coordinator = start(
             "coordinator", "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
             "--address-file", str(self._address_file), "--out", str(directory / "out"), *arguments,
-            environment=environment, cwd=cwd,
+            environment=environment, cwd=cwd, anew=anew,
         )  # fmt: skip
         self.address = self._read_address()
         self._reader = threading.Thread(target=self._read_events, daemon=True)

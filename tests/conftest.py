@@ -8,8 +8,16 @@ import os
 import pytest
 from hypothesis import settings
 
+from tests.processes import begin_fork_server
+
 settings.register_profile("loaded machine", deadline=None)
 settings.load_profile("loaded machine")
+
+
+def pytest_configure(config):
+    """One server for all that run tests at a time."""
+    if not hasattr(config, "workerinput"):
+        begin_fork_server()
 
 
 @pytest.fixture(scope="session", autouse=True)

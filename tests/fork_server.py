@@ -1,13 +1,18 @@
 """`python -m tests.fork_server FD`: forks off processes of the two commands, imports done.
 
-A worker spends two seconds of processor on importing torch, a coordinator one on the rest, and
-the tests start hundreds of them. Here that is done once: each request on the socket FD (see
-`tests.processes`) becomes a child that goes on as `python -m MODULE ARGUMENTS...` would.
+A worker spends up to eight seconds of processor on importing torch, transformers and scikit-learn,
+a coordinator one on the rest, and the tests start hundreds of them. Here that is done once: FD is
+a socket that listens, and each request on a connection to it (see `tests.processes`) becomes a
+child that goes on as `python -m MODULE ARGUMENTS...` would. It ends when its standard input does.
 """
 
 from __future__ import annotations
 
 import array
+import atexit
+import contextlib
+import ctypes
+import gc
 import importlib
 import json
 import os
@@ -15,6 +20,7 @@ import runpy
 import selectors
 import socket
 import sys
+import threading
 from typing import Any
 
 PRELOADED = (
@@ -22,73 +28,151 @@ PRELOADED = (
     "backends.scripted", "coordinator.main", "worker.main", "worker.shell.engine",
 )  # fmt: skip
 """Nothing of them may start a thread, or read what the environment says of one process."""
+PRELOADED_IF_THERE = (
+    "sklearn.datasets", "transformers.models.auto", "peft", "worker.tasks.classify",
+    "worker.tasks.causal_lm",
+)  # fmt: skip
+"""Likewise, of extras that may not be installed."""
 
 REQUEST_BYTES = 1 << 20
+_NEW_NETWORK = 0x40000000
+"""CLONE_NEWNET of sched.h."""
 
 
-def serve(requests: socket.socket) -> dict[str, Any] | None:
-    """Fork at every request, and tell how each child ended, until nobody asks any more.
+class Server:
+    """Forks at every request, and tells how each child ended. It imports once somebody connects."""
 
-    Returns:
-        In a child: what it is to run. In the server, at the end: None.
-    """
-    ends: dict[int, tuple[int, int]] = {}
-    selector = selectors.DefaultSelector()
-    selector.register(requests, selectors.EVENT_READ)
-    while True:
-        for key, _ in selector.select():
-            if key.fd in ends:
-                pid, told = ends.pop(key.fd)
-                selector.unregister(key.fd)
-                os.close(key.fd)
-                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                os.write(told, b"%d" % code)
-                os.close(told)
-                continue
-            text, files = _request(requests)
-            if not text:
-                return None
-            out, err, told = files
-            pid = os.fork()
-            if pid == 0:
-                for each in (*ends, *(end for _, end in ends.values()), told):
-                    os.close(each)
-                selector.close()
-                requests.close()
-                for source, target in ((out, 1), (err, 2)):
-                    os.dup2(source, target)
-                    os.close(source)
-                request: dict[str, Any] = json.loads(text)
-                return request
-            os.close(out)
-            os.close(err)
-            follower = os.pidfd_open(pid)
-            ends[follower] = (pid, told)
-            selector.register(follower, selectors.EVENT_READ)
-            requests.sendall(b"%d" % pid)
+    def __init__(self, door: socket.socket) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._open: dict[int, socket.socket] = {}
+        self._ends: dict[int, tuple[int, int]] = {}
+        self._door = door
+        self._selector.register(door, selectors.EVENT_READ)
+        self._selector.register(sys.stdin, selectors.EVENT_READ)
+
+    def serve(self) -> dict[str, Any] | None:
+        """In a child: what it is to run. In the server, at the end: None."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is sys.stdin:
+                    return None
+                if key.fd in self._ends:
+                    self._has_ended(key.fd)
+                elif key.fileobj is self._door:
+                    connection, _ = self._door.accept()
+                    self._open[connection.fileno()] = connection
+                    self._selector.register(connection, selectors.EVENT_READ)
+                    _import_all()
+                elif (request := self._answer(self._open[key.fd])) is not None:
+                    return request
+
+    def _answer(self, connection: socket.socket) -> dict[str, Any] | None:
+        """In a child: what it is to run."""
+        text, files = _request(connection)
+        if not text:
+            self._selector.unregister(connection)
+            del self._open[connection.fileno()]
+            connection.close()
+            return None
+        out, err, told = files
+        request: dict[str, Any] = json.loads(text)
+        # Before the answer: a thread's network may end with it.
+        networks = [os.open(path, os.O_RDONLY) for path in request["networks"]]
+        pid = os.fork()
+        if pid == 0:
+            self._close_all()
+            os.close(told)
+            for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (out, 1), (err, 2)):
+                os.dup2(source, target)
+                os.close(source)
+            _enter(networks)
+            return request
+        for each in (out, err, *networks):
+            os.close(each)
+        follower = os.pidfd_open(pid)
+        self._ends[follower] = (pid, told)
+        self._selector.register(follower, selectors.EVENT_READ)
+        connection.sendall(b"%d" % pid)
+        return None
+
+    def _has_ended(self, follower: int) -> None:
+        pid, told = self._ends.pop(follower)
+        self._selector.unregister(follower)
+        os.close(follower)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        os.write(told, b"%d" % code)
+        os.close(told)
+
+    def _close_all(self) -> None:
+        for each in (*self._ends, *(end for _, end in self._ends.values())):
+            os.close(each)
+        self._selector.close()
+        for connection in (self._door, *self._open.values()):
+            connection.close()
 
 
-def _request(requests: socket.socket) -> tuple[bytes, array.array[int]]:
-    text, ancillary, _, _ = requests.recvmsg(REQUEST_BYTES, socket.CMSG_LEN(3 * 4))
+def _request(connection: socket.socket) -> tuple[bytes, array.array[int]]:
+    text, ancillary, _, _ = connection.recvmsg(REQUEST_BYTES, socket.CMSG_LEN(3 * 4))
     files = array.array("i")
     for _, _, data in ancillary:
         files.frombytes(data)
     return text, files
 
 
-def main() -> None:
-    """Import, serve; in a child become the command."""
-    requests = socket.socket(fileno=int(sys.argv[1]))
+def _enter(networks: list[int]) -> None:
+    """Be in that network namespace, if there is one."""
+    for each in networks:
+        if ctypes.CDLL(None, use_errno=True).setns(each, _NEW_NETWORK):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(each)
+
+
+def _import_all() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
-    request = serve(requests)
+    for name in PRELOADED_IF_THERE:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue
+    gc.freeze()  # children do not look through all of it, and share its memory
+
+
+def main() -> None:
+    """Serve; in a child become the command."""
+    request = Server(socket.socket(fileno=int(sys.argv[1]))).serve()
     if request is None:
         return
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["cwd"])
     sys.argv = [request["module"], *request["arguments"]]
-    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+    _end(_run(request["module"]))
+
+
+def _run(module: str) -> int:
+    """The exit code, as the interpreter would give it."""
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            sys.stderr.write(f"{ended.code}\n")
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:  # noqa: BLE001 -- whatever it is, the interpreter's last words
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+def _end(code: int) -> None:
+    """As the interpreter does, but that it does not take apart all that it has imported: that
+    would copy the memory which a child shares, half a second of processor."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import TypeVar
 
 import pytest
 
-from tests.cluster import ROOT
+from tests.processes import Process, start
 
 T = TypeVar("T")
 _NEW_NETWORK = 0x40000000
@@ -53,17 +52,9 @@ class Network:
 
     def start(
         self, host: str, module: str, *arguments: str, environment: Mapping[str, str] | None = None
-    ) -> subprocess.Popen[str]:
+    ) -> Process:
         """One of the two commands as a process on that host."""
-        return subprocess.Popen(
-            ["ip", "netns", "exec", self._name(host), sys.executable, "-m", module, *arguments],
-            cwd=ROOT,
-            env={**os.environ, **(environment or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        return start(module, *arguments, environment=environment, network=self.namespace(host))
 
     def run_on(self, host: str, work: Callable[[], T]) -> T:
         """Do it in a thread of that host; so are the threads and processes that it starts."""

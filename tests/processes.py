@@ -12,16 +12,21 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 from tests.fork_server import REQUEST_BYTES
 
 ROOT = Path(__file__).parent.parent
+_ADDRESS = "TESTS_FORK_SERVER"
+"""The variable of the environment that says where the fork server listens."""
+PATIENCE_S = 400.0
+"""For whatever has to come: only a test that fails waits so long."""
 
 
 class Process(Protocol):
@@ -48,39 +53,87 @@ def start(
     *arguments: str,
     environment: Mapping[str, str] | None = None,
     cwd: Path = ROOT,
+    network: Path | None = None,
+    stdout: Path | None = None,
+    stderr: Path | None = None,
+    anew: bool = False,
 ) -> Process:
     """One of the two commands as a process.
 
-    One with an environment of its own is started anew, since libraries read theirs when they are
-    imported; so is one in a thread of another network (`network_hosts`).
+    Args:
+        module: That `python -m` would be told.
+        arguments: That it is given.
+        environment: Beside this process's own.
+        cwd: Its working directory.
+        network: The file of the network namespace that it is in; that of the calling thread.
+        stdout: The file that its standard output is added to; None for a pipe.
+        stderr: Likewise its standard error.
+        anew: It shares nothing with others: what it has imported is of its own memory. So it is
+            too if its environment says something that libraries read when they are imported.
     """
     everyone = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    if environment or not _in_the_network_of_all():
-        return subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            cwd=cwd,
-            env={**everyone, **(environment or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    return _server().start(module, arguments, everyone, cwd)
+    everyone |= environment or {}
+    network = network or _network_of_this_thread()
+    with contextlib.ExitStack() as files:
+        out, err = (path and files.enter_context(path.open("a")) for path in (stdout, stderr))
+        if anew or not all(map(_read_late, environment or {})):
+            enter = [] if network is None else ["nsenter", f"--net={network}"]
+            return subprocess.Popen(
+                [*enter, sys.executable, "-m", module, *arguments],
+                cwd=cwd,
+                env=everyone,
+                stdin=subprocess.DEVNULL,
+                stdout=out or subprocess.PIPE,
+                stderr=err or subprocess.PIPE,
+                text=True,
+            )
+        request = {
+            "module": module,
+            "arguments": arguments,
+            "environment": everyone,
+            "cwd": str(cwd),
+            "networks": [] if network is None else [str(network)],
+        }
+        return _server().start(request, out, err)
 
 
-def _in_the_network_of_all() -> bool:
-    mine, main = (Path(f"/proc/{each}/ns/net").stat() for each in ("thread-self", "self"))
-    return mine.st_ino == main.st_ino
+def ended(
+    module: str,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
+) -> subprocess.CompletedProcess[str]:
+    """One of the two commands as a process, once it has ended."""
+    process = start(module, *arguments, environment=environment, cwd=cwd)
+    try:
+        out, err = process.communicate(timeout=PATIENCE_S)
+    except BaseException:
+        process.kill()
+        raise
+    return subprocess.CompletedProcess([module, *arguments], process.wait(), out, err)
+
+
+def _read_late(name: str) -> bool:
+    """Whether what the fork server imports reads this variable when it is used, not imported."""
+    return name.startswith(("SAMESTEP_", "XDG_", "VK_", "FAULTY_VULKAN_")) or name in {
+        "CACHE_DIRECTORY", "CUDA_VISIBLE_DEVICES", "HF_HOME", "HOME", "RUST_BACKTRACE",
+    }  # fmt: skip
+
+
+def _network_of_this_thread() -> Path | None:
+    """None if it is that of all others."""
+    mine, main = (Path("/proc", each).resolve() / "ns/net" for each in ("thread-self", "self"))
+    return mine if mine.stat().st_ino != main.stat().st_ino else None
 
 
 class _Forked:
     """A child of the server: how it ended comes through a pipe."""
 
-    def __init__(self, pid: int, out: int, err: int, told: int) -> None:
+    def __init__(self, pid: int, out: int | None, err: int | None, told: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self.stdout: IO[str] = os.fdopen(out)
-        self.stderr: IO[str] = os.fdopen(err)
+        self.stdout: IO[str] | None = None if out is None else os.fdopen(out)
+        self.stderr: IO[str] | None = None if err is None else os.fdopen(err)
         self._told = told
         # Not sooner: several threads may wait for it.
         weakref.finalize(self, os.close, told)
@@ -111,8 +164,9 @@ class _Forked:
                 said[place] = stream.read()
 
         readers = [
-            threading.Thread(target=read, args=each, daemon=True)
-            for each in enumerate((self.stdout, self.stderr))
+            threading.Thread(target=read, args=(place, stream), daemon=True)
+            for place, stream in enumerate((self.stdout, self.stderr))
+            if stream is not None
         ]
         for reader in readers:
             reader.start()
@@ -133,33 +187,23 @@ class _Forked:
 
 
 class _Server:
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._requests.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, REQUEST_BYTES)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.fork_server", str(theirs.fileno())],
-            cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
-        theirs.close()
-        atexit.register(self._close)
+    """A connection to the fork server."""
 
-    def _close(self) -> None:
-        self._requests.close()
-        self._process.wait()
+    def __init__(self, path: str) -> None:
+        self._lock = threading.Lock()
+        self._requests = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, REQUEST_BYTES)
+        self._requests.connect(path)
+        atexit.register(self._requests.close)
 
     def start(
-        self, module: str, arguments: tuple[str, ...], environment: Mapping[str, str], cwd: Path
+        self, request: Mapping[str, Any], stdout: IO[str] | None, stderr: IO[str] | None
     ) -> _Forked:
-        (out, their_out), (err, their_err), (told, their_told) = (os.pipe() for _ in range(3))
+        """A child that does this; its output and errors go to the files, or to pipes."""
+        told, their_told = os.pipe()
+        out, their_out = (None, os.dup(stdout.fileno())) if stdout else os.pipe()
+        err, their_err = (None, os.dup(stderr.fileno())) if stderr else os.pipe()
         theirs = (their_out, their_err, their_told)
-        request = {
-            "module": module,
-            "arguments": arguments,
-            "environment": dict(environment),
-            "cwd": str(cwd),
-        }
         files = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", theirs))
         with self._lock:
             self._requests.sendmsg([json.dumps(request).encode()], [files])
@@ -171,4 +215,27 @@ class _Server:
 
 @cache
 def _server() -> _Server:
-    return _Server()
+    if _ADDRESS not in os.environ:
+        begin_fork_server()
+    return _Server(os.environ[_ADDRESS])
+
+
+def begin_fork_server() -> None:
+    """Have one for this process and its children; it imports nothing before somebody asks it."""
+    directory = tempfile.TemporaryDirectory(prefix="samestep-")
+    path = f"{directory.name}/fork-server"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        door.bind(path)
+        door.listen()
+        server = subprocess.Popen(
+            [sys.executable, "-m", "tests.fork_server", str(door.fileno())],
+            cwd=ROOT, pass_fds=[door.fileno()], stdin=subprocess.PIPE,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+    os.environ[_ADDRESS] = path
+
+    def end() -> None:
+        server.communicate()  # nothing: it ends with its standard input
+        directory.cleanup()
+
+    atexit.register(end)

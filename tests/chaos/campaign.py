@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -20,7 +18,8 @@ from typing import Any, Final
 from coordinator.service.listener import LoopHeld
 from protocol.spec.run_spec import LogMode
 from tests.chaos.plan import Fault, Kind, Size, draw, run_document
-from tests.chaos.processes import ROOT, Coordinator, Stuck, Worker
+from tests.chaos.processes import Coordinator, Stuck, Worker
+from tests.processes import ended
 
 WORKERS: Final = 3
 MICROBATCH_MS: Final = 20.0
@@ -61,9 +60,17 @@ class Outcome:
 
 
 def run_campaign(
-    directory: Path, seed: int, size: Size, log: LogMode = "full", *, keep_log: bool = False
+    directory: Path,
+    seed: int,
+    size: Size,
+    log: LogMode = "full",
+    *,
+    keep_log: bool = False,
+    anew: bool = True,
 ) -> Outcome:
     """Run it undisturbed with one worker, then with all the faults; compare, and audit.
+
+    Unless `anew`, processes are forked off one that has imported all, which is quicker.
 
     Raises:
         AssertionError: The faults have shown, or the run does not go on.
@@ -71,11 +78,11 @@ def run_campaign(
     directory.mkdir(parents=True, exist_ok=True)
     spec = directory / "run.yaml"
     spec.write_text(json.dumps(run_document(seed, size, log, keep_log=keep_log)))  # JSON is YAML
-    calm = _undisturbed(directory / "calm", spec)
+    calm = _undisturbed(directory / "calm", spec, anew=anew)
     with Coordinator(
-        directory / "chaos", ["--run", str(spec), "--expect-workers", str(WORKERS)]
+        directory / "chaos", ["--run", str(spec), "--expect-workers", str(WORKERS)], anew=anew
     ) as coordinator:
-        campaign = _Campaign(coordinator)
+        campaign = _Campaign(coordinator, anew=anew)
         with campaign.staffed():
             for fault in draw(seed, size):
                 campaign.meet(fault)
@@ -91,10 +98,11 @@ def run_campaign(
     return outcome
 
 
-def _undisturbed(directory: Path, spec: Path) -> dict[str, Any]:
+def _undisturbed(directory: Path, spec: Path, *, anew: bool) -> dict[str, Any]:
     """One worker that does not even take its time: its speed is in no bit."""
-    with Coordinator(directory, ["--run", str(spec), "--expect-workers", "1"]) as coordinator:
-        worker = Worker(coordinator.address, "alone", "scripted:0", directory)
+    arguments = ["--run", str(spec), "--expect-workers", "1"]
+    with Coordinator(directory, arguments, anew=anew) as coordinator:
+        worker = Worker(coordinator.address, "alone", "scripted:0", directory, anew=anew)
         try:
             end = coordinator.wait_for("the end", _is_end, patience_s=1800.0)
             assert end.fields["outcome"] == "finished", coordinator.told("not finished")
@@ -108,8 +116,9 @@ def _undisturbed(directory: Path, spec: Path) -> dict[str, Any]:
 class _Campaign:
     """Processes, and what is done to them."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    def __init__(self, coordinator: Coordinator, *, anew: bool) -> None:
         self.coordinator = coordinator
+        self._anew = anew
         self.outcome = Outcome()
         self._workers: dict[str, Worker] = {}
         self._leaving: list[Worker] = []
@@ -222,7 +231,9 @@ class _Campaign:
     def _hire(self, name: str) -> None:
         backend = f"scripted:{MICROBATCH_MS:g}"
         coordinator = self.coordinator
-        self._workers[name] = Worker(coordinator.address, name, backend, coordinator.directory)
+        self._workers[name] = Worker(
+            coordinator.address, name, backend, coordinator.directory, anew=self._anew
+        )
 
     def _check_workers(self) -> None:
         """Nobody leaves unless told to; who was told to leaves well."""
@@ -295,10 +306,7 @@ def _audit(run: Path) -> str:
     Raises:
         AssertionError: The run is not sound.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", "coordinator", "audit", str(run)],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = ended("coordinator", "audit", str(run))
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout.strip().splitlines()[-1]
 

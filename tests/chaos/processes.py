@@ -14,7 +14,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -27,6 +26,7 @@ from typing import Any, Final, Self
 
 from coordinator.operator.control_client import control_token
 from tests.free_ports import free_ports
+from tests.processes import Process, start
 from tests.resident_memory import Growth, measured_growth
 
 ROOT: Final = Path(__file__).parents[2]
@@ -68,10 +68,16 @@ class Coordinator:
         directory: For the run (in `run`) and logs.
         arguments: Of the command, less addresses, --out and --resume.
         module: What is started.
+        anew: Each start imports everything, as a user's does; see `tests.processes`.
     """
 
     def __init__(
-        self, directory: Path, arguments: Sequence[str], module: str = "coordinator"
+        self,
+        directory: Path,
+        arguments: Sequence[str],
+        module: str = "coordinator",
+        *,
+        anew: bool = True,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
@@ -81,12 +87,13 @@ class Coordinator:
         self.step = 0
         ports = free_ports(2)
         self.address, self.control = (f"127.0.0.1:{port}" for port in ports)
+        self._anew = anew
         self._command = [
-            sys.executable, "-m", module, "--bind", self.address, "--control", self.control,
+            module, "--bind", self.address, "--control", self.control,
             "--out", str(self.run), "--resume", "--log-json", *arguments,
         ]  # fmt: skip
         self._changed = threading.Condition()
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Process | None = None
         self._reader: threading.Thread | None = None
         self._words: deque[str] = deque(maxlen=30)
 
@@ -105,10 +112,7 @@ class Coordinator:
     def start(self) -> None:
         """Start it, for the first time or again."""
         self.life += 1
-        self._process = subprocess.Popen(
-            self._command, cwd=ROOT, text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        )  # fmt: skip
+        self._process = start(*self._command, stdout=Path(os.devnull), anew=self._anew)
         reading = (self._process, self.life)
         self._reader = threading.Thread(target=self._read, args=reading, daemon=True)
         self._reader.start()
@@ -214,7 +218,7 @@ class Coordinator:
         assert self._reader is not None
         return self._process.poll() is not None and not self._reader.is_alive()
 
-    def _read(self, process: subprocess.Popen[str], life: int) -> None:
+    def _read(self, process: Process, life: int) -> None:
         assert process.stderr is not None
         log = self.directory / "coordinator.log"
         with process.stderr, log.open("a") as kept:
@@ -237,20 +241,19 @@ _NUMBERS = itertools.count(1)
 
 
 class Worker:
-    """One worker process; what it says goes to a file in `logs`."""
+    """One worker process; what it says goes to a file in `logs`. `anew` as of `Coordinator`."""
 
-    def __init__(self, address: str, name: str, backend: str, logs: Path) -> None:
+    def __init__(
+        self, address: str, name: str, backend: str, logs: Path, *, anew: bool = True
+    ) -> None:
         self.name = name
         self.stopped = False
         # A file of its own: one of the same name may still be writing to the last.
         self.log = logs / f"{name}-{next(_NUMBERS)}.log"
-        with self.log.open("x") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "worker", "--coordinator", address, "--name", name,
-                 "--backend", backend, "--retry-for", "120"],
-                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                env={**os.environ, "HF_HUB_OFFLINE": "1"},
-            )  # fmt: skip
+        self._process = start(
+            "worker", "--coordinator", address, "--name", name, "--backend", backend,
+            "--retry-for", "120", stdout=self.log, stderr=self.log, anew=anew,
+        )  # fmt: skip
 
     def kill(self) -> float:
         """End it with SIGKILL; when, in seconds of `time.time`."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,8 @@ import yaml
 
 from protocol.spec.sources import model_source, text_source
 from tests import reading_task
-from tests.cluster import PATIENCE_S, ROOT, RUNS, Cluster
+from tests.cluster import RUNS, Cluster
+from tests.processes import ended
 
 SPAM = "sms-spam.yaml"
 
@@ -112,11 +111,9 @@ def test_a_worker_with_the_files_and_one_without_agree(tmp_path, machine, elsewh
 
 
 def started_alone(machine: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "coordinator", "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
-         "--expect-workers", "1", "--run", "run.yaml", *arguments],
-        cwd=machine, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=PATIENCE_S,
-        capture_output=True, text=True, check=False,
+    return ended(
+        "coordinator", "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
+        "--expect-workers", "1", "--run", "run.yaml", *arguments, cwd=machine,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import processes
 from tests.cluster import PATIENCE_S, ROOT, RUNS, Cluster
 from tests.commands import called
 from tests.free_ports import free_address
@@ -25,11 +26,7 @@ NO_CARD = {"CUDA_VISIBLE_DEVICES": ""}
 def run(
     module: str, *arguments: str, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-        env={**os.environ, **(environment or {})},
-    )  # fmt: skip
+    return processes.ended(module, *arguments, environment=environment)
 
 
 def one_line(ended: subprocess.CompletedProcess[str]) -> str:
@@ -303,8 +300,7 @@ def test_a_worker_that_is_told_to_end_finishes_its_part(tmp_path, scripted):
 
 def test_coordinator_stays_small_and_without_torch(tmp_path):
     """Listening, with its control port: less than 100 MB, and never torch."""
-    anew = {"PYTHONUNBUFFERED": "1"}  # not forked off one that has imported torch
-    with Cluster(tmp_path, "--expect-workers", "1", environment=anew) as cluster:
+    with Cluster(tmp_path, "--expect-workers", "1", anew=True) as cluster:
         process = Path(f"/proc/{cluster.coordinator.pid}")
         status = (process / "status").read_text().splitlines()
         resident_kib = next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))

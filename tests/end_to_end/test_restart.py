@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.cluster import PATIENCE_S, Cluster
+from tests import processes
+from tests.cluster import Cluster
 from tests.free_ports import free_address
-from tests.processes import start
 
 STEPS = 120
 LOCAL = ("--local-workers", "1", "--backend", "scripted")
@@ -32,9 +32,7 @@ def job(tmp_path_factory) -> tuple[str, ...]:
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The coordinator command, to its end."""
-    process = start("coordinator", *arguments)
-    out, err = process.communicate(timeout=PATIENCE_S)
-    return subprocess.CompletedProcess(arguments, process.wait(), out, err)
+    return processes.ended("coordinator", *arguments)
 
 
 def one_line(ended: subprocess.CompletedProcess[str]) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from backends.wgpu.device.adapters import adapters
-from tests.cluster import ROOT, RUNS, Cluster
+from tests.cluster import RUNS, Cluster
+from tests.commands import called
 from tests.faulty_vulkan import FaultyVulkan, compiled_layer
 from tests.small_decoder import decoder_run
 
@@ -50,10 +49,7 @@ def alone(job, tmp_path_factory) -> dict[str, Any]:
 def is_undisturbed(cluster: Cluster, alone: dict[str, Any]) -> bool:
     """Whether a run ended as if nothing had happened, and says so itself."""
     result = cluster.result()
-    audited = subprocess.run(
-        [sys.executable, "-m", "coordinator", "audit", str(cluster.directory / "out")],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    audited = called("coordinator", "audit", str(cluster.directory / "out"))
     assert audited.returncode == 0, audited.stdout
     assert "samples covered exactly once" in audited.stdout
     assert audited.stdout.rstrip().endswith("sound")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -20,10 +18,11 @@ from coordinator.members.credentials import CoordinatorCredentials
 from coordinator.storage.run_directory import RunDirectory
 from protocol.host.doctor import Finding
 from protocol.host.secret_file import write_secret
-from tests.cluster import PATIENCE_S, Cluster
+from tests.cluster import Cluster
 from tests.durable_run import small_disk
 from tests.live_service import scripted_spec
 from tests.network_hosts import network
+from tests.processes import ended
 
 ROOT = Path(__file__).parents[3]
 
@@ -226,12 +225,8 @@ def test_beside_a_coordinator_that_works(tmp_path, monkeypatch):
     monkeypatch.setenv("SAMESTEP_HOME", str(tmp_path / "home"))
     with Cluster(tmp_path, "--expect-workers", "1") as cluster:
         arguments = ["--bind", cluster.address["data"], "--control", cluster.address["control"]]
-        done = subprocess.run(
-            [sys.executable, "-m", "coordinator", "doctor", *arguments, "--out",
-             str(tmp_path / "out"), "--json"],
-            cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-            env=os.environ,
-        )  # fmt: skip
+        out = ("--out", str(tmp_path / "out"))
+        done = ended("coordinator", "doctor", *arguments, *out, "--json")
         checks = {each["check"]: each for each in json.loads(done.stdout)["checks"]}
         assert done.returncode == 0, done.stdout
         assert "this user's coordinator listens" in checks["workers' port"]["found"]
@@ -241,11 +236,9 @@ def test_beside_a_coordinator_that_works(tmp_path, monkeypatch):
 
 def test_a_failure_is_exit_code_1_and_a_line_on_standard_output(tmp_path):
     with taken_port() as port:
-        done = subprocess.run(
-            [sys.executable, "-m", "coordinator", "doctor", "--bind", f"127.0.0.1:{port}",
-             "--control", "127.0.0.1:0", "--out", str(tmp_path)],
-            cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-            env=os.environ,
+        done = ended(
+            "coordinator", "doctor", "--bind", f"127.0.0.1:{port}", "--control", "127.0.0.1:0",
+            "--out", str(tmp_path),
         )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr == ""

@@ -7,8 +7,6 @@ import contextlib
 import json
 import math
 import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +27,7 @@ from protocol.base.errors import ExitCode, Unreachable, UsageError
 from tests.event_loop import on_uvloop
 from tests.free_ports import free_address
 from tests.live_service import LiveService, live_service, scripted_spec, undisturbed
+from tests.processes import ended
 
 ROOT = Path(__file__).parents[3]
 SPEC = {
@@ -481,15 +480,12 @@ def test_the_command_says_so_too(tmp_path, option):
     other = {"--bind": "--control", "--control": "--bind"}[option]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        ended = subprocess.run(
-            [
-                sys.executable, "-m", "coordinator", "--expect-workers", "1", "--out",
-                str(tmp_path), option, f"127.0.0.1:{port}", other, "127.0.0.1:0",
-            ],
-            cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
+        told = ended(
+            "coordinator", "--expect-workers", "1", "--out", str(tmp_path),
+            option, f"127.0.0.1:{port}", other, "127.0.0.1:0",
         )  # fmt: skip
-    assert ended.returncode == ExitCode.USAGE
-    (line,) = ended.stderr.strip().splitlines()
+    assert told.returncode == ExitCode.USAGE
+    (line,) = told.stderr.strip().splitlines()
     assert line.startswith(f"coordinator: {option} 127.0.0.1:{port} is in use")
 
 

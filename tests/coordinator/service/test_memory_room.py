@@ -83,7 +83,7 @@ def grown(tmp_path: Path, large: dict[str, Any]) -> Growth:
 
     def hire(number: int) -> None:
         name = f"scripted:{3 * number}"
-        hired.append(Worker(coordinator.address, f"w{number}", name, tmp_path))
+        hired.append(Worker(coordinator.address, f"w{number}", name, tmp_path, anew=False))
 
     with Coordinator(tmp_path / "c", arguments, "tests.small_buffers") as coordinator:
         coordinator.wait_for("the run", lambda event: event.name == "run_accepted")
