@@ -8,7 +8,7 @@ import os
 import pytest
 from hypothesis import settings
 
-from tests.processes import begin_fork_server
+from tests.processes import begin_fork_server, started
 
 settings.register_profile("loaded machine", deadline=None)
 settings.load_profile("loaded machine")
@@ -18,6 +18,25 @@ def pytest_configure(config):
     """One server for all that run tests at a time."""
     if not hasattr(config, "workerinput"):
         begin_fork_server()
+
+
+MOST_STARTED = {"forked": 30, "anew": 2}
+"""By one test that is not slow: what keeps a plain run within minutes, however the tests grow."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Bound the processes that a test starts."""
+    before = dict(started)
+    result = yield
+    for how, most in MOST_STARTED.items():
+        begun = started[how] - before[how]
+        if begun > most and item.get_closest_marker("slow") is None:
+            pytest.fail(
+                f"expected at most {most} processes {how}, it has started {begun}; "
+                "start fewer, or mark it slow and keep a smaller one"
+            )
+    return result
 
 
 @pytest.fixture(scope="session", autouse=True)

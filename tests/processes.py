@@ -29,6 +29,14 @@ PATIENCE_S = 400.0
 """For whatever has to come: only a test that fails waits so long."""
 
 
+_READ_LATE = {
+    "ATEN_CPU_CAPABILITY", "CACHE_DIRECTORY", "CUDA_VISIBLE_DEVICES", "HF_HOME", "HOME",
+    "MASTER_ADDR", "MASTER_PORT", "RUST_BACKTRACE",
+}  # fmt: skip
+started = {"forked": 0, "anew": 0}
+"""How many processes `start` has begun here, by how: conftest bounds them for each test."""
+
+
 class Process(Protocol):
     """As much of `subprocess.Popen` as the tests use."""
 
@@ -77,6 +85,7 @@ def start(
     with contextlib.ExitStack() as files:
         out, err = (path and files.enter_context(path.open("a")) for path in (stdout, stderr))
         if anew or not all(map(_read_late, environment or {})):
+            started["anew"] += 1
             enter = [] if network is None else ["nsenter", f"--net={network}"]
             return subprocess.Popen(
                 [*enter, sys.executable, "-m", module, *arguments],
@@ -94,6 +103,7 @@ def start(
             "cwd": str(cwd),
             "networks": [] if network is None else [str(network)],
         }
+        started["forked"] += 1
         return _server().start(request, out, err)
 
 
@@ -115,9 +125,7 @@ def ended(
 
 def _read_late(name: str) -> bool:
     """Whether what the fork server imports reads this variable when it is used, not imported."""
-    return name.startswith(("SAMESTEP_", "XDG_", "VK_", "FAULTY_VULKAN_")) or name in {
-        "CACHE_DIRECTORY", "CUDA_VISIBLE_DEVICES", "HF_HOME", "HOME", "RUST_BACKTRACE",
-    }  # fmt: skip
+    return name in _READ_LATE or name.startswith(("SAMESTEP_", "XDG_", "VK_", "FAULTY_VULKAN_"))
 
 
 def _network_of_this_thread() -> Path | None:

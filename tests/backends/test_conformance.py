@@ -73,7 +73,7 @@ def make_batch(samples: int = 4, seed: int = 0) -> Batch:
     return Batch({"x": x, "y": y}, float(samples))
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(scope="module", params=BACKENDS)
 def backend(request) -> str:
     name = str(request.param)
     if name == "vulkan" and isinstance(why := adapters(), str):
@@ -81,8 +81,9 @@ def backend(request) -> str:
     return name
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def program(backend) -> Iterator[Program]:
+    """One for all: what a test has done with it must not show in the next."""
     made = choose(backend).backend.compile(make_trainable(), make_batch())
     yield made
     made.close()

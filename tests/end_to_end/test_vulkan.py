@@ -13,7 +13,10 @@ from tests.cluster import RUNS, Cluster
 from tests.small_decoder import decoder_run
 from worker.tasks.registry import build
 
-SHORT = ("--set", "steps=12", "--set", "evaluate_every=0")
+SHORT = (
+    "--set", "steps=4", "--set", "evaluate_every=0", "--set", "digits.hidden=[16]",
+    "--set", "batch.samples=24",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from tests.small_decoder import decoder_run
 
 DIGITS = (
     "--run", str(RUNS / "digits.yaml"), "--set", "steps=60", "--set", "evaluate_every=0",
-    "--set", "digits.hidden=[16]", "--set", "batch.samples=48",
+    "--set", "digits.hidden=[16]", "--set", "batch.samples=24",
 )  # fmt: skip
 DECODERS = ("causal-lm", "classify")
 VULKAN = ("--backend", "vulkan")

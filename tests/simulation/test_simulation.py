@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.simulation
 
-_SEEDS = "200"
+_SEEDS = "100"
 _MOST_TESTS = 100
 _ENOUGH_SEEDS = 300
 _ALL = {

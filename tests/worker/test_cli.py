@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from protocol import __version__
+from tests import processes
 from tests.cluster import PATIENCE_S, ROOT
 from tests.commands import called
 
@@ -19,11 +20,8 @@ main()
 """
 
 
-def worker(*arguments, program=("-m", "worker"), **environment):
-    done = subprocess.run(
-        [sys.executable, *program, *arguments], cwd=ROOT, capture_output=True, text=True,
-        timeout=PATIENCE_S, check=False, env={**os.environ, **environment},
-    )  # fmt: skip
+def worker(*arguments, **environment):
+    done = processes.ended("worker", *arguments, environment=environment)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -32,9 +30,12 @@ def worker(*arguments, program=("-m", "worker"), **environment):
     [("--help", 0), ("--version", 0), ("devices --help", 0), ("classify nowhere text", 2)],
 )
 def test_a_question_imports_neither_torch_nor_transformers(argument, code):
-    ended, out, _ = worker(*argument.split(), program=("-c", TELL_IMPORTS))
-    assert ended == code
-    assert out.splitlines()[-1] == "IMPORTED"
+    ended = subprocess.run(
+        [sys.executable, "-c", TELL_IMPORTS, *argument.split()], cwd=ROOT, capture_output=True,
+        text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert ended.returncode == code
+    assert ended.stdout.splitlines()[-1] == "IMPORTED"
 
 
 def test_the_version_is_the_package_s():

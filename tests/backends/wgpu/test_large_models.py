@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -17,11 +20,12 @@ from backends.wgpu.shaders.matmul import matmul_shader
 
 TOKENS = 512
 EIGHT_GB = 8 * 10**9
-QWEN3_4B = Qwen3Config(
+LAYERS = 36
+QWEN3_4B = partial(
+    Qwen3Config,
     vocab_size=151_936,
     hidden_size=2560,
     intermediate_size=9728,
-    num_hidden_layers=36,
     num_attention_heads=32,
     num_key_value_heads=8,
     head_dim=128,
@@ -37,15 +41,16 @@ def loss(module, arrays):
     )
 
 
-def account(base_dtype, *, checkpointing):
-    """The estimate of a microbatch of 1 x 512 tokens of Qwen3-4B with LoRA."""
+def account(base_dtype, layers, *, checkpointing):
+    """The estimate of a microbatch of 1 x 512 tokens of so many layers of Qwen3-4B with LoRA."""
+    config = QWEN3_4B(num_hidden_layers=layers)
     with torch.device("meta"):
-        model = Qwen3ForCausalLM(QWEN3_4B)
+        model = Qwen3ForCausalLM(config)
         if checkpointing:
             model.gradient_checkpointing_enable()
         lora = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
         module = get_peft_model(model, lora)
-    model.model.rotary_emb = Qwen3RotaryEmbedding(QWEN3_4B)
+    model.model.rotary_emb = Qwen3RotaryEmbedding(config)
     trained = [name for name, p in module.named_parameters() if p.requires_grad]
     ids = torch.zeros((1, TOKENS), dtype=torch.int64)
     templates = Templates(cooperative=True, matmul=matmul_shader)
@@ -59,8 +64,23 @@ def account(base_dtype, *, checkpointing):
     return estimate(plan, sizes)
 
 
+def foretold(value, few, more):
+    """What all layers take, if each further one takes what the second two have."""
+    return value(more) + (LAYERS - 4) * (value(more) - value(few)) / 2
+
+
 def test_qwen3_4b_in_int8_with_checkpointing_fits_in_8_gb():
-    needed = account("int8", checkpointing=True)
+    """By two and by four of its layers: all of them are accounted for below."""
+    few, more = (account("int8", layers, checkpointing=True) for layers in (2, 4))
+    assert foretold(lambda needed: needed.total, few, more) <= EIGHT_GB * (1 - ROOM)
+    assert 5e9 < foretold(lambda needed: needed.weights, few, more) < 6e9
+    assert more.largest[0] <= 2**31, "what one binding may have"
+
+
+@pytest.mark.slow
+def test_every_layer_of_qwen3_4b_takes_the_same():
+    few, more = (account("int8", layers, checkpointing=True) for layers in (2, 4))
+    needed = account("int8", LAYERS, checkpointing=True)
     assert needed.total <= EIGHT_GB * (1 - ROOM)
-    assert 5e9 < needed.weights < 6e9
-    assert needed.largest[0] <= 2**31, "what one binding may have"
+    assert needed.largest[0] <= 2**31
+    assert needed.total == pytest.approx(foretold(lambda each: each.total, few, more), rel=0.01)

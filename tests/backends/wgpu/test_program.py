@@ -52,6 +52,26 @@ def compiled(device) -> Iterator[Any]:
         program.close()
 
 
+@pytest.fixture(scope="module")
+def of_a_llama(device) -> Iterator[VulkanProgram]:
+    """For tests that leave it as it is: a capture takes longer than a step."""
+    yield from _compiled(device, trainable(llama(), next_token_loss), text())
+
+
+@pytest.fixture(scope="module")
+def of_a_bert(device) -> Iterator[VulkanProgram]:
+    """Likewise, with dropout."""
+    yield from _compiled(device, trainable(bert(dropout=0.1), class_loss), labelled())
+
+
+def _compiled(device: Any, job: Trainable, example: Batch) -> Iterator[VulkanProgram]:
+    template = Templates(not device.adapter.software, MatmulTuner(device).shader)
+    program = VulkanProgram(device, job, template, adds=True)
+    program.check(example)
+    yield program
+    program.close()
+
+
 MODELS: dict[str, Any] = {
     "a Qwen3 with LoRA": (qwen3_with_lora, next_token_loss, text),
     "a Llama whose embeddings are its head": (
@@ -60,9 +80,14 @@ MODELS: dict[str, Any] = {
     "a BERT, embeddings too": (bert, class_loss, labelled),
     "fused attention": (lambda: llama(attn_implementation="sdpa"), next_token_loss, text),
 }  # fmt: skip
+LIKE_OTHERS = ("fused attention",)
+"""In test_attention, too, and with checkpointing."""
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n in LIKE_OTHERS else []) for n in MODELS],
+)
 def test_gradients_are_those_of_the_cpu_and_the_same_again(compiled, name):
     make, loss, batch = MODELS[name]
     module = make()
@@ -72,9 +97,9 @@ def test_gradients_are_those_of_the_cpu_and_the_same_again(compiled, name):
     again = gradients(program, batch(), seed=5)
     assert_like_the_cpu(module, job.blocks, loss, batch(), first)
     assert all(first[n].tobytes() == again[n].tobytes() for n in first)
-    # A shorter last microbatch, and another length.
-    for other in (batch(samples=1), batch(length=8)):
-        assert_like_the_cpu(module, job.blocks, loss, other, gradients(program, other))
+    # A shorter last microbatch of another length.
+    other = batch(samples=1, length=8)
+    assert_like_the_cpu(module, job.blocks, loss, other, gradients(program, other))
 
 
 def test_checkpointing_gives_the_same_bits_in_less_memory(compiled):
@@ -243,10 +268,8 @@ def test_layers_that_give_constants(compiled):
     assert_like_the_cpu(module, job.blocks, total, batch, gradients(compiled(job, batch), batch))
 
 
-def test_one_upload_for_a_microbatch_and_one_readback_per_block_for_a_node(compiled, device):
-    module = bert(dropout=0.1)
-    job = trainable(module, class_loss)
-    program = compiled(job, labelled())
+def test_one_upload_for_a_microbatch_and_one_readback_per_block_for_a_node(of_a_bert, device):
+    program, blocks = of_a_bert, trainable(bert(), class_loss).blocks
 
     def node(leaves: int) -> tuple[int, int]:
         before = (device.counts.uploads, device.counts.readbacks)
@@ -257,7 +280,7 @@ def test_one_upload_for_a_microbatch_and_one_readback_per_block_for_a_node(compi
         return device.counts.uploads - before[0], device.counts.readbacks - before[1]
 
     for leaves in (2, 5, 8):
-        assert node(leaves) == (leaves, len(job.blocks))
+        assert node(leaves) == (leaves, len(blocks))
 
 
 def test_sums_are_added_on_the_host_where_the_device_has_no_room_or_is_not_exact(device):
@@ -304,15 +327,12 @@ def test_sums_that_are_held_give_way_to_a_plan_that_needs_their_memory(device, m
         each.close()
 
 
-def test_one_upload_and_one_readback_per_block_for_a_microbatch(compiled, device):
-    module = bert(dropout=0.1)
-    job = trainable(module, class_loss)
-    program = compiled(job, labelled())
-    gradients(program, labelled())
+def test_one_upload_and_one_readback_per_block_for_a_microbatch(of_a_bert, device):
+    gradients(of_a_bert, labelled())
     before = (device.counts.uploads, device.counts.readbacks)
-    gradients(program, labelled(seed=1))
+    gradients(of_a_bert, labelled(seed=1))
     assert device.counts.uploads - before[0] == 1
-    assert device.counts.readbacks - before[1] == len(job.blocks)
+    assert device.counts.readbacks - before[1] == len(trainable(bert(), class_loss).blocks)
 
 
 def test_a_block_comes_while_the_backward_of_earlier_ones_is_yet_to_run(compiled, device):
@@ -332,11 +352,12 @@ def test_a_block_comes_while_the_backward_of_earlier_ones_is_yet_to_run(compiled
         assert isinstance(next(stream), Loss)
 
 
-def test_blocks_come_in_reverse_order_and_the_loss_last(compiled):
-    job = trainable(llama(layers=3), next_token_loss)
-    items = list(compiled(job, text()).gradients([(text(), 0)]))
+def test_blocks_come_in_reverse_order_and_the_loss_last(of_a_llama):
+    blocks = trainable(llama(), next_token_loss).blocks
+    items = list(of_a_llama.gradients([(text(), 0)]))
     numbers = [item.block for item in items if isinstance(item, BlockGradient)]
-    assert numbers == list(reversed(range(len(job.blocks))))
+    assert numbers == list(reversed(range(len(blocks))))
+    assert len(blocks) > 2
     assert isinstance(items[-1], Loss)
 
 
@@ -408,12 +429,11 @@ def test_a_microbatch_without_samples_counts_as_zeros(compiled):
     assert loss == Loss(0.0, 0.0)
 
 
-def test_numbers_that_do_not_fit_in_32_bits_are_refused(compiled):
-    program = compiled(trainable(llama(), next_token_loss), text())
+def test_numbers_that_do_not_fit_in_32_bits_are_refused(of_a_llama):
     batch = text()
     batch.arrays["input_ids"][0, 0] = 2**40
     with pytest.raises(DataError, match="32 bits in input_ids"):
-        program.gradients([(batch, 0)])
+        of_a_llama.gradients([(batch, 0)])
 
 
 def _tensors(batch: Batch) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
 """Random modules agree with torch or are refused in one line: no wrong number, no driver's words.
 
-`SAMESTEP_PROGRAMS` says how many (40 in a plain run, always the same ones), `SAMESTEP_FIRST` which
+`SAMESTEP_PROGRAMS` says how many (20 in a plain run, always the same ones), `SAMESTEP_FIRST` which
 part of them comes first. In parts, so that several processes share them:
 
     SAMESTEP_PROGRAMS=50000 python -m pytest -n auto tests/backends/wgpu/test_random_programs.py
@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from tests.backends.wgpu.differential import Untakable, Wrong, compare
 from tests.backends.wgpu.random_programs import Text, programs, shrunk
 
-PROGRAMS: Final = int(os.environ.get("SAMESTEP_PROGRAMS", "40"))
+PROGRAMS: Final = int(os.environ.get("SAMESTEP_PROGRAMS", "20"))
 FIRST: Final = int(os.environ.get("SAMESTEP_FIRST", "0"))
 PER_PART: Final = 20
 LEAST_AGREEING: Final = 0.25

@@ -173,7 +173,7 @@ def test_a_flipped_byte_anywhere_in_the_journal_is_found_and_its_line_named(run)
     content = path.read_bytes()
     line = 1
     for at, byte in enumerate(content):
-        if at % 61 == 0:
+        if at % 199 == 0:
             path.write_bytes(content[:at] + bytes([byte ^ 2]) + content[at + 1 :])
             [finding] = [f for f in bad(run) if f.check == "journal"]
             assert f"line {line} is bad" in finding.text

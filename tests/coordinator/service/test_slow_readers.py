@@ -141,11 +141,11 @@ async def joined_late(directory: Path, **changes: Any) -> tuple[dict[str, Any], 
         return await live.result(run_id), live
 
 
-@pytest.mark.parametrize("log", ["full", "checkpoint"])
+@pytest.mark.parametrize("log", ["full", pytest.param("checkpoint", marks=pytest.mark.slow)])
 @on_uvloop
 async def test_a_late_joiner_whose_every_step_is_longer_than_all_limits(tmp_path, log):
     """By the state of a checkpoint, then the log, then what is broadcast."""
-    job = {"steps": 100, "log": log, "optimizer": {"name": "adamw"}, "checkpoint": {"every": 0}}
+    job = {"steps": 60, "log": log, "optimizer": {"name": "adamw"}, "checkpoint": {"every": 0}}
     result, live = await joined_late(tmp_path / "joined", **job)
     calm = await undisturbed(tmp_path / "calm", scripted_spec(**JOB, **job))
     assert result["weights_digest"] == calm["weights_digest"]

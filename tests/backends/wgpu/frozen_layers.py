@@ -1,0 +1,79 @@
+"""A model of frozen layers, and how much memory one takes: for a process that imports no more."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+
+from backends.base.interface import Batch, Trainable
+from backends.wgpu.device.adapters import adapters
+from backends.wgpu.device.device import Device
+from backends.wgpu.device.matmul_tuning import MatmulTuner
+from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.program import VulkanProgram
+from protocol.host.allocator import keep_freed_memory
+from tests.resident_memory import measured_growth
+from worker.models.blocks import cut_into_blocks
+
+WIDTH, LAYERS = 128, 3
+LARGE, DEEP = 2048, 10
+
+
+class Model(nn.Module):
+    """Frozen layers, and little that is trained."""
+
+    def __init__(self, width=WIDTH, layers=LAYERS):
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.layers.requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        x = x * self.scale
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def loss(module, arrays):
+    return (module(arrays["x"]) ** 2).sum()
+
+
+def evaluate(module, arrays):
+    return {"loss": float(loss(module, arrays))}
+
+
+def job(module, base_dtype):
+    blocks = cut_into_blocks(module)
+    return Trainable(blocks, module, loss, evaluate, base_dtype=base_dtype)
+
+
+def batch(width=WIDTH):
+    x = np.random.default_rng(0).standard_normal((2, width)).astype(np.float32)
+    return Batch({"x": x}, 2.0)
+
+
+def program_of(device, module, base_dtype, example):
+    template = Templates(not device.adapter.software, MatmulTuner(device).shader)
+    program = VulkanProgram(device, job(module, base_dtype), template, adds=True)
+    program.check(example)
+    return program
+
+
+def measure(base_dtype: str) -> int:
+    """Bytes by which this process grows from a large model on the host to one on the device."""
+    keep_freed_memory()  # as the worker does
+    found = adapters()
+    assert not isinstance(found, str), found
+    device = Device(found[0])
+    # What is imported and kept by whatever computes first is none of the large model's.
+    for module, example in ((Model(), batch()), (Model(LARGE, DEEP), batch(LARGE))):
+        with measured_growth() as growth:
+            program = program_of(device, module, base_dtype, example)
+            list(program.gradients([(example, 0)]))
+            program.evaluate(example)
+        program.close()
+    device.close()
+    return growth.kept_bytes
