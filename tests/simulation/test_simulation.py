@@ -2,7 +2,7 @@
 prints the seed that repeats it.
 
 `SAMESTEP_SEEDS=1000000 python -m pytest -n auto tests/simulation/test_simulation.py` tries a
-million schedules, CI eight thousand; `SAMESTEP_SEEDS=688-689` repeats one.
+million schedules, CI ten thousand; `SAMESTEP_SEEDS=688-689` repeats one.
 """
 
 import os
