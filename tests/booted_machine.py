@@ -119,12 +119,17 @@ class Machine:
             rest = {name: text for name, text in fields.items() if name != "MESSAGE"}
             return beginning and rest.items() <= entry.items()
 
-        def found() -> dict[str, Any] | None:
-            return next(filter(fits, self._entries[since:]), None)
+        looked_at, entry = since, None
+
+        def found() -> bool:
+            nonlocal looked_at, entry
+            new = self._entries[looked_at:]
+            looked_at += len(new)
+            entry = next(filter(fits, new), None)
+            return entry is not None
 
         with self._changed:
             self._changed.wait_for(found, PATIENCE_S)
-            entry = found()
         assert entry is not None, f"no {fields} in the journal:\n{self.journal(since)}"
         return entry
 
@@ -133,6 +138,7 @@ class Machine:
         deadline_s = time.monotonic() + PATIENCE_S
         while not re.match(pattern, status := self.show(unit, "StatusText")):
             assert time.monotonic() < deadline_s, f"{unit} says {status!r}"
+            time.sleep(0.1)
 
     def journal(self, since: int = 0) -> str:
         """Its lines, for a failing test's text."""

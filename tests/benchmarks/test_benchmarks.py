@@ -24,7 +24,8 @@ from benchmarks import (
 from benchmarks.timeline import StepTimes, Timeline, intervals_us, step_times
 
 
-@pytest.mark.parametrize("turns", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("turns", [1, 2])
 def test_sync_measures_every_round_of_both_ways(turns):
     case = sync.Case(workers=2, blocks=2, block_bytes=4096, quiet_ms=200)
     measured = sync.measure(case, rounds=2, turns=turns)

@@ -40,6 +40,7 @@ def test_a_product_is_measured_and_right(backend):
     assert vulkan.matmul_row(backend, torch_side("cpu"), (16, 32, 8), 1)[2] == ""
 
 
+@pytest.mark.slow
 def test_a_decoder_computes_the_same_on_both_sides(backend):
     decoder = vulkan_steps.Decoder(64, 2, 8, "LoRA")
     row = vulkan_steps.decoder_row(backend, torch_side("cpu"), decoder, 1, 2)

@@ -14,8 +14,8 @@ from tests.processes import start
 COORDINATOR = "samestep-coordinator.service"
 WORKERS = ("samestep-worker@scripted:20.service", "samestep-worker@scripted:21.service")
 NAMES = ("lab-scripted:20", "lab-scripted:21")
-STEPS = 120
-# At their speed two workers take five seconds, however busy this machine is with other tests.
+STEPS = 100
+# At their speed two workers take four seconds, however busy this machine is with other tests.
 RUN = f"""
 name: paced
 task: scripted
@@ -26,9 +26,9 @@ optimizer: {{name: adamw, lr: 5.0e-3}}
 RUN_ON_DEVICES = """
 name: digits
 task: digits
-steps: 20
-digits: {hidden: [32, 32], holdout: 0.2}
-batch: {samples: 64, microbatch: 16}
+steps: 3
+digits: {hidden: [16], holdout: 0.02}
+batch: {samples: 16, microbatch: 8}
 optimizer: {name: adamw, lr: 5.0e-3}
 """
 TOKEN = f"{COORDINATOR_HOME}/coordinator/join.token"
