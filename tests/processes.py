@@ -83,7 +83,10 @@ def start(
     everyone |= environment or {}
     network = network or _network_of_this_thread()
     with contextlib.ExitStack() as files:
-        out, err = (path and files.enter_context(path.open("a")) for path in (stdout, stderr))
+        out, err = (
+            files.enter_context(path.open("a")) if path is not None else None
+            for path in (stdout, stderr)
+        )
         if anew or not all(map(_read_late, environment or {})):
             started["anew"] += 1
             enter = [] if network is None else ["nsenter", f"--net={network}"]
