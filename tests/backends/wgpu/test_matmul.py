@@ -54,7 +54,7 @@ def test_the_quickest_and_the_default_kernel_give_the_same_bits(device):
     assert all(same_bits(first, other) for other in others)
 
 
-@examples(8)
+@examples(4)
 @given(
     shape=st.tuples(st.integers(1, 3), *[st.integers(1, 20)] * 3),
     turned=st.tuples(st.booleans(), st.booleans()),

@@ -297,7 +297,7 @@ def test_sums_are_added_on_the_host_where_the_device_has_no_room_or_is_not_exact
 
 def test_sums_that_are_held_give_way_to_a_plan_that_needs_their_memory(device, monkeypatch):
     small, large = text(length=8), text(length=30)
-    job = trainable(llama(), next_token_loss)
+    job = trainable(llama(layers=1), next_token_loss)
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
 
     def program() -> VulkanProgram:

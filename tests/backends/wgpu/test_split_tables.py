@@ -256,7 +256,7 @@ def test_what_cannot_be_had_in_parts_is_refused_before_the_start(device, message
         program_of(device, trainable(module(), loss), batch, largest)
 
 
-@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("frozen", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_table_of_140_mib_on_a_device_that_binds_128(device, frozen):
     if device.largest_buffer_bytes >= 140 * 2**20:
         pytest.skip("this device binds it whole")

@@ -94,7 +94,7 @@ def test_a_recurrent_layer(device):
         result: torch.Tensor = torch.func.functional_call(layer, named, (x,))[0]
         return result
 
-    assert_alike(device, function, drawn(2, 3, 4), *weights)
+    assert_alike(device, function, drawn(2, 2, 4), *weights)
 
 
 def test_what_is_taken_from_other_places(device):
