@@ -14,7 +14,7 @@ from tests import processes
 from tests.cluster import Cluster
 from tests.free_ports import free_address
 
-STEPS = 80
+STEPS = 120
 LOCAL = ("--local-workers", "1", "--backend", "scripted")
 ANYWHERE = ("--bind", "127.0.0.1:0", "--control", "127.0.0.1:0")
 
