@@ -101,6 +101,13 @@ class Cluster:
         own, *workers = (time.clock_gettime((~each.pid << 3) | 2) for each in self._processes)
         return own, sum(workers)
 
+    def through_coordinator(self) -> tuple[int, int]:
+        """Bytes that its process has received from the workers, and sent to them, so far."""
+        workers = self._ask("/status")["workers"]
+        ways = ("bytes_received", "bytes_sent")
+        received, sent = (sum(worker[way] for worker in workers) for way in ways)
+        return received, sent
+
     def timelines(self) -> list[Timeline]:
         """What each worker traced; after the cluster has ended."""
         assert all(process.poll() is not None for process in self._processes)

@@ -1,10 +1,10 @@
 """The exchange of a step between hosts whose links have a given speed, against gloo's all-reduce.
 
-`python -m benchmarks.shaped [ROW ...] [--rounds N] [--turns N] [--bfloat16]`. Hosts are network
-namespaces of this machine (`benchmarks.hosts`, needs root): coordinator and first worker share a
-host, whose only way to the others is its link. Ours is the whole path of the real commands with
-TLS, as in `benchmarks.sync`; gloo runs on the same hosts, by turns. All hosts share this machine's
-processor, so a fast link shows what the processor can do.
+`python -m benchmarks.shaped [ROW ...] [--rounds N] [--turns N] [--ways WAY ...] [--bfloat16]`.
+Hosts are network namespaces of this machine (`benchmarks.hosts`, needs root): coordinator and first
+worker share a host, whose only way to the others is its link. Ours is the whole path of the real
+commands with TLS, as in `benchmarks.sync`, as a star and sharded; gloo runs on the same hosts, by
+turns. All hosts share this machine's processor, so a fast link shows what the processor can do.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ from benchmarks.cluster import Cluster, Interval
 from benchmarks.hosts import Host, Network, why_not
 from benchmarks.machine import print_heading, print_table
 from benchmarks.ranks import Ranks, spans_us
-from benchmarks.sync import WARMING_ROUNDS, Case
+from benchmarks.sync import Case
 from benchmarks.timeline import Timeline, step_times
 from protocol.exact.bfloat16 import ELEMENT_BYTES
-from protocol.spec.run_spec import Precision
+from protocol.spec.run_spec import Precision, Way
+
+_WAYS: Final[tuple[Way, ...]] = ("star", "sharded")
+_WARMING_ROUNDS: Final = 4
+"""Members find each other meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,10 @@ class Row:
     on: tuple[int, ...]
     case: Case
 
+    def limit_ms(self, way: str) -> float:
+        """What the wires allow."""
+        return self.star_limit_ms() if way == "star" else self.ring_limit_ms()
+
     def star_limit_ms(self) -> float:
         """What the wires allow: all payloads to the first host, and all averages from it.
 
@@ -59,7 +67,8 @@ class Row:
     def ring_limit_ms(self) -> float:
         """What the wires allow where each host sends and receives 2 (N-1)/N payloads."""
         hosts = len(self.mbits)
-        return 2 * (hosts - 1) / hosts * self.case.payload_bytes * 8 / (min(self.mbits) * 1e3)
+        payload_bits = self.case.payload_bytes * 2 * ELEMENT_BYTES[self.case.precision]
+        return 2 * (hosts - 1) / hosts * payload_bits / (min(self.mbits) * 1e3)
 
 
 def _apart(hosts: int, mbit: int, blocks: int, block_bytes: int, quiet_ms: float) -> Row:
@@ -76,6 +85,7 @@ _LARGE: Final = (12, 8_333_332)
 ROWS: Final[dict[str, Row]] = {
     "seed": Row((1000, 1000), (0, 0, 1), Case(3, *_SMALL, 250)),
     "3x1g": _apart(3, 1000, *_SMALL, 250),
+    "2x1g": _apart(2, 1000, *_SMALL, 250),
     "4x1g": _apart(4, 1000, *_SMALL, 300),
     "8x1g": _apart(8, 1000, *_SMALL, 700),
     "4x100m": _apart(4, 100, *_SMALL, 2000),
@@ -93,19 +103,22 @@ class Turns:
         ms: Of each round: over all ranks, from the first start to the last end.
         out_mb: What went out of the first host, MB per round, start and end of a run included.
         in_mb: What came in.
+        coordinator_mb: What the coordinator's process received and sent.
     """
 
     ms: list[float]
     out_mb: float
     in_mb: float
+    coordinator_mb: float = 0.0
 
 
-def measure(row: Row, rounds: int, turns: int) -> tuple[Turns, Turns]:
-    """gloo, and ours to the last average, by turns; warming rounds not counted."""
-    intervals: list[Interval] = []
+def measure(row: Row, ways: Sequence[Way], rounds: int, turns: int) -> dict[str, Turns]:
+    """gloo, and ours in each way to the last average, by turns; warming rounds not counted."""
+    intervals: dict[Way, list[Interval]] = {way: [] for way in ways}
     gloo_us: list[float] = []
-    counted = {"gloo": [0, 0], "ours": [0, 0]}
-    taken = rounds + WARMING_ROUNDS
+    counted: dict[str, list[int]] = {"gloo": [0, 0], **{way: [0, 0] for way in ways}}
+    passed: dict[str, int] = dict.fromkeys(ways, 0)
+    taken = rounds + _WARMING_ROUNDS
     worker = ["benchmarks.ready_worker", "--quiet-ms", str(row.case.quiet_ms)]
     command = {"do": "all_reduce", "payload_bytes": row.case.payload_bytes, "rounds": taken}
     with tempfile.TemporaryDirectory() as name, Network(row.mbits) as network:
@@ -114,17 +127,23 @@ def measure(row: Row, rounds: int, turns: int) -> tuple[Turns, Turns]:
         ours = Cluster([worker] * row.case.workers, directory / "ours", hosts=places)
         with ours, Ranks(row.case.workers, directory / "gloo", places) as ranks:
             for _ in range(turns):
-                with _counting(network.hosts[0], counted["ours"]):
-                    intervals.append(ours.run(row.case.run_spec(taken)))
+                for way in ways:
+                    before = sum(ours.through_coordinator())
+                    with _counting(network.hosts[0], counted[way]):
+                        spec = replace(row.case, way=way).run_spec(taken)
+                        intervals[way].append(ours.run(spec))
+                    passed[way] += sum(ours.through_coordinator()) - before
                 with _counting(network.hosts[0], counted["gloo"]):
-                    gloo_us += spans_us(ranks.ask(command))[WARMING_ROUNDS:]
+                    gloo_us += spans_us(ranks.ask(command))[_WARMING_ROUNDS:]
         timelines = ours.timelines()
-    ours_ms = _averaged_ms(timelines, intervals, row.case.workers)
-    per_round = {way: [n / (turns * taken) / 1e6 for n in each] for way, each in counted.items()}
-    return (
-        Turns([us / 1e3 for us in gloo_us], *per_round["gloo"]),
-        Turns(ours_ms, *per_round["ours"]),
-    )
+    in_all = turns * taken * 1e6
+    out_mb, in_mb = (n / in_all for n in counted["gloo"])
+    found = {"gloo": Turns([us / 1e3 for us in gloo_us], out_mb, in_mb)}
+    for way in ways:
+        ms = _averaged_ms(timelines, intervals[way], row.case.workers)
+        out_mb, in_mb = (n / in_all for n in counted[way])
+        found[way] = Turns(ms, out_mb, in_mb, passed[way] / in_all)
+    return found
 
 
 @contextmanager
@@ -143,20 +162,20 @@ def _averaged_ms(
     return [
         (step.last_receive_us - step.first_send_us) / 1e3
         for run in intervals
-        for step in step_times(timelines, run.start_us, run.end_us)[WARMING_ROUNDS:]
+        for step in step_times(timelines, run.start_us, run.end_us)[_WARMING_ROUNDS:]
         if step.senders == workers
     ]
 
 
-def lines(name: str, row: Row, gloo: Turns, ours: Turns) -> list[list[str]]:
+def lines(name: str, row: Row, turns: dict[str, Turns]) -> list[list[str]]:
     """The lines of the table for one row."""
-    reference = median(gloo.ms)
-    ways = (("gloo", gloo, row.ring_limit_ms()), ("ours", ours, row.star_limit_ms()))
+    reference = median(turns["gloo"].ms)
     return [
         [f"{name}, {row.case.payload_bytes / 1e6:.1f} MB: {way}", str(len(each.ms)),
          f"{min(each.ms):.1f}", f"{median(each.ms):.1f}", f"{median(each.ms) / reference:.2f}",
-         f"{limit:.1f}", f"{each.out_mb:.1f}", f"{each.in_mb:.1f}"]
-        for way, each, limit in ways
+         f"{row.limit_ms(way):.1f}", f"{each.out_mb:.1f}", f"{each.in_mb:.1f}",
+         f"{each.coordinator_mb:.1f}" if way != "gloo" else ""]
+        for way, each in turns.items()
     ]  # fmt: skip
 
 
@@ -166,6 +185,7 @@ def main() -> None:
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}; none: all")
     parser.add_argument("--rounds", type=int, default=10, help="in each turn")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", choices=_WAYS, default=_WAYS)
     parser.add_argument("--bfloat16", action="store_true", help="ours in both directions")
     given = parser.parse_args()
     unknown = [name for name in given.rows if name not in ROWS]
@@ -179,8 +199,9 @@ def main() -> None:
     table: list[list[str]] = []
     for name in given.rows or ROWS:
         row = replace(ROWS[name], case=replace(ROWS[name].case, precision=precision))
-        table += lines(name, row, *measure(row, given.rounds, given.turns))
+        table += lines(name, row, measure(row, given.ways, given.rounds, given.turns))
     head = ["what", "rounds", "min ms", "median ms", "ratio", "wires ms", "out MB", "in MB"]
+    head.append("coordinator MB")
     print_table(head, table)
     print(f"load {os.getloadavg()[0]:.1f}")
 

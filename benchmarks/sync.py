@@ -19,7 +19,7 @@ from benchmarks.cluster import Cluster
 from benchmarks.machine import print_heading, print_table
 from benchmarks.ranks import Ranks, spans_us
 from benchmarks.timeline import step_times
-from protocol.spec.run_spec import Precision
+from protocol.spec.run_spec import Precision, Way
 
 TURNS = 5
 WARMING_ROUNDS = 2
@@ -33,6 +33,7 @@ class Case:
         quiet_ms: How long workers wait in each step before all gradients are there: enough for
             what is left of the step before (update, digest) to be over.
         precision: Of ours, in both directions; gloo's is float32.
+        way: Whether all goes by way of the coordinator, or workers average among themselves.
     """
 
     workers: int
@@ -40,6 +41,7 @@ class Case:
     block_bytes: int
     quiet_ms: float
     precision: Precision = "float32"
+    way: Way = "star"
 
     @property
     def payload_bytes(self) -> int:
@@ -53,7 +55,7 @@ class Case:
             "scripted": {"blocks": self.blocks, "block_bytes": self.block_bytes},
             "batch": {"samples": self.workers, "microbatch": 1},
             "optimizer": {"name": "sgd", "lr": 1e-3},
-            "exchange": {"precision": self.precision, "averages": self.precision},
+            "exchange": {"precision": self.precision, "averages": self.precision, "way": self.way},
             "steps": steps,
         }
 

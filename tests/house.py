@@ -66,8 +66,9 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
         *_LOGIC, "protocol.data", "backends.base", "worker.models", "worker.data",
         "worker.distillation",
     ),
+    "worker.peers": _SHELL,
     "worker.shell": (
-        *_SHELL, "backends.base", "worker.logic", "worker.joining", "worker.tasks",
+        *_SHELL, "backends.base", "worker.logic", "worker.joining", "worker.tasks", "worker.peers",
     ),
     "worker.after": (
         *_LOGIC, "protocol", "protocol.data", "backends.base", "worker.models", "worker.tasks",
@@ -109,7 +110,9 @@ PURE: Final = ("protocol.exact", "coordinator.run", "worker.logic")
 """Rooms whose modules read no clock, socket, file, thread or random source, nor does what they
 import."""
 
-PURE_MODULES: Final = ("protocol.wire.connection", "protocol.wire.frames")
+PURE_MODULES: Final = (
+    "protocol.wire.connection", "protocol.wire.frames", "worker.peers.share",
+)  # fmt: skip
 """Likewise, in a room that also does I/O."""
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from protocol.base import limits
+from protocol.exact.slices import SliceGrid
 from protocol.exact.update import StepScalars
 from protocol.spec.manifest import Block, TensorSpec
 from protocol.wire import messages
@@ -25,6 +26,8 @@ BLOCKS = (
     ),
     Block(name="nothing", kind="non_block", tensors=(TensorSpec(name="n", shape=(0, 7)),)),
 )
+
+_GRID = SliceGrid(BLOCKS)
 
 DIGEST = "0123456789abcdef" * 4
 PLACE = {"epoch": 1, "step": 2, "attempt": 0}
@@ -57,20 +60,40 @@ EXAMPLES: dict[type[Message], Message] = {
         messages.Unready(run_id="r", reason="no data", own=False, exit_code=2),
         messages.StateRequest(run_id="r"),
         messages.StateChunk(**_STATE, block=1, chunk=0),
-        messages.StepPlan(**PLACE, view=1, microbatches=8, nodes=((0, 4), (4, 6)), uploads=7),
+        messages.StepPlan(
+            **PLACE, view=1, microbatches=8, nodes=((0, 4), (4, 6)), uploads=7, owners=0
+        ),
         messages.Credit(**PLACE, uploads=9),
         messages.BlockGradientPayload(**PAYLOAD, block=1),
         messages.NonBlockGradientPayload(**PAYLOAD, block=0),
         messages.AveragedBlockGradient(**PLACE, block=1, chunk=0),
         messages.AveragedNonBlockGradient(**PLACE, block=0, chunk=0),
         messages.CapturedRows(**PLACE, lo=0, hi=4, microbatch=2, chunk=0),
-        messages.NodeLoss(**PLACE, lo=0, hi=4, loss_sum=2.5, weight=4.0, elapsed_ms=1.5),
+        messages.NodeLoss(**PLACE, lo=0, hi=4, loss_sum=2.5, weight=4.0, sums=b"", elapsed_ms=1.5),
         messages.Commit(**PLACE, scalars=SCALARS, loss=0.25, averages_digest=DIGEST),
         messages.StepApplied(epoch=1, step=3, state_digest=DIGEST),
         messages.Assign(**PLACE, view=1, nodes=((4, 6),)),
         messages.Cancel(**PLACE, nodes=((4, 6),)),
         messages.EvalPlan(epoch=1, step=2, lo=0, hi=3),
         messages.EvalResult(epoch=1, step=2, part=0, sums={"correct": 3.0}),
+        messages.OpenDoor(run_id="r"),
+        messages.DoorOpen(run_id="r", port=7000, fingerprint=bytes(32)),
+        messages.Peers(run_id="r"),
+        messages.Linked(run_id="r", peer="w", mbit=940.0),
+        messages.Unlinked(run_id="r", peer="w", reason="reset"),
+        messages.Owners(run_id="r", epoch=1, number=1),
+        messages.SliceSum(**PLACE, owners=1, slice=1, worker="w", lo=0, hi=4, weight=4.0),
+        messages.SliceAverage(**PLACE, owners=1, slice=1),
+        messages.SliceDone(**PLACE, owners=1, slice=1, digest=bytes(16)),
+        messages.SumsArrived(**PLACE, owners=1, worker="w", lo=0, hi=4),
+        messages.SumNotFinite(**PLACE, slice=1, worker=None, lo=0, hi=4),
+        messages.SliceDigests(**PLACE),
+        messages.SlicesWanted(**PLACE),
+        messages.WrongSlice(**PLACE, slice=1, owner="w"),
+        messages.PeerHello(name="w", to="v", sends=True, nonce=bytes(32)),
+        messages.PeerWelcome(),
+        messages.PeerProbe(),
+        messages.LinkTraffic(run_id="r"),
         messages.Heartbeat(),
         messages.Halt(**PLACE, reason="non-finite"),
         messages.Continue(**PLACE),
@@ -104,6 +127,8 @@ def body_for(message: Message) -> Any:
         return b'{"a": 1}'
     if message.body == "bytes":
         return b"\x00\xffof a file"
+    if isinstance(message, messages.SliceSum | messages.SliceAverage):
+        return np.arange(_GRID.elements(message.slice), dtype="<f4")
     block, chunk = message.block, message.chunk  # type: ignore[attr-defined]
     piece = BLOCKS[block].chunk_slice(chunk)
     return np.arange(piece.stop - piece.start, dtype="<f4")
@@ -135,6 +160,7 @@ _nodes = st.lists(st.tuples(_number, _number), max_size=64).map(tuple)
 _in_step = {"epoch": _number, "step": _number, "attempt": _number}
 _averaged = {**_in_step, "block": _number, "chunk": _number}
 _payload = {**_averaged, "lo": _number, "hi": _number, "weight": _weight}
+_of_slice = {**_in_step, "owners": _number, "slice": _number}
 _scalars = st.builds(
     StepScalars,
     **{name: _float32 for name in StepScalars.model_fields if name != "epsilon"},
@@ -175,6 +201,7 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
     messages.StepPlan: {
         **_in_step, "view": _number, "nodes": _nodes,
         "microbatches": st.integers(1, limits.MICROBATCHES_PER_STEP), "uploads": _number,
+        "owners": _number,
     },
     messages.Credit: {**_in_step, "uploads": _number},
     messages.BlockGradientPayload: _payload,
@@ -186,7 +213,7 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
     },
     messages.NodeLoss: {
         **_in_step, "lo": _number, "hi": _number, "loss_sum": _any_float, "weight": _weight,
-        "elapsed_ms": _weight,
+        "elapsed_ms": _weight, "sums": st.binary(max_size=16),
     },
     messages.Commit: {
         **_in_step, "scalars": st.none() | _scalars, "loss": _any_float,
@@ -228,6 +255,36 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
         **_in_step, "replica": _number, "inner": _number, "own": st.booleans(),
         "last": st.booleans(),
     },
+    messages.OpenDoor: {"run_id": _small},
+    messages.DoorOpen: {
+        "run_id": _small, "port": st.integers(0, 65_535), "fingerprint": _bytes32,
+    },
+    messages.Peers: {"run_id": _small},
+    messages.Linked: {
+        "run_id": _small, "peer": _small, "mbit": st.floats(1e-3, 1e9, allow_nan=False),
+    },
+    messages.Unlinked: {"run_id": _small, "peer": _small, "reason": _text},
+    messages.Owners: {"run_id": _small, "epoch": _number, "number": st.integers(1, 2**63 - 1)},
+    messages.SliceSum: {
+        **_of_slice, "worker": _small, "lo": _number, "hi": _number, "weight": _weight,
+    },
+    messages.SliceAverage: _of_slice,
+    messages.SliceDone: {**_of_slice, "digest": st.binary(min_size=16, max_size=16)},
+    messages.SumsArrived: {
+        **_in_step, "owners": _number, "worker": _small, "lo": _number, "hi": _number,
+    },
+    messages.SumNotFinite: {
+        **_in_step, "slice": _number, "worker": st.none() | _small, "lo": _number, "hi": _number,
+    },
+    messages.SliceDigests: _in_step,
+    messages.SlicesWanted: _in_step,
+    messages.WrongSlice: {**_in_step, "slice": _number, "owner": _small},
+    messages.PeerHello: {
+        "name": _small, "to": _small, "sends": st.booleans(), "nonce": _bytes32,
+    },
+    messages.PeerWelcome: {},
+    messages.PeerProbe: {},
+    messages.LinkTraffic: {"run_id": _small},
 }  # fmt: skip
 
 STRATEGIES = {kind: st.builds(kind, **fields) for kind, fields in _FIELDS.items()}
@@ -239,6 +296,12 @@ def in_place(kinds: frozenset[type[Message]]) -> st.SearchStrategy[Message]:
     def placed(kind: type[Message]) -> st.SearchStrategy[Message]:
         if kind.body != "values":
             return STRATEGIES[kind].filter(lambda m: len(m.to_header()) <= limits.HEADER_BYTES)
+        if kind in (messages.SliceSum, messages.SliceAverage):
+            return st.builds(
+                lambda message, number: message.model_copy(update={"slice": number}),
+                STRATEGIES[kind],
+                st.sampled_from([0, 1, _GRID.count - 1]),
+            )
         non_block = (messages.NonBlockGradientPayload, messages.AveragedNonBlockGradient)
         blocks = [(0, 0), (3, 0)] if kind in non_block else [(1, 0), (2, BLOCKS[2].chunks - 1)]
         return st.builds(

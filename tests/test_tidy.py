@@ -40,6 +40,7 @@ UNITS = {
     "PARTS",
     "S",
     "SAMPLES",
+    "SLICES",
     "TENSORS",
     "WORKERS",
 }

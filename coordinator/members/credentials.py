@@ -63,7 +63,7 @@ class CoordinatorCredentials:
         with _locked(directory):
             certificate, key = directory / "certificate.pem", directory / "key.pem"
             if read_secret(certificate) is None or read_secret(key) is None:
-                from coordinator.members.certificate import self_signed  # noqa: PLC0415 -- 40 ms, once
+                from protocol.wire.certificate import self_signed  # noqa: PLC0415 -- 40 ms, once
 
                 for path, text in zip((key, certificate), reversed(self_signed()), strict=True):
                     write_secret(path, text)

@@ -155,6 +155,7 @@ class JoinCheck:
         self._credentials = credentials
         self._encrypted = encrypted
         self._secret = b""
+        self._enrolled = False
         self._key: bytes | None = None
 
     def challenge(self, hello: Hello) -> Challenge:
@@ -165,6 +166,7 @@ class JoinCheck:
             UsageError: The coordinator cannot read its secrets just now.
         """
         self.name = hello.name or "worker"
+        self._enrolled = hello.enrolled
         fingerprint = self._credentials.fingerprint if self._encrypted else NO_CERTIFICATE
         self._exchange = Exchange(hello, new_nonce(), fingerprint)
         if hello.enrolled:
@@ -197,7 +199,7 @@ class JoinCheck:
     @property
     def admitted_by(self) -> str:
         """What the worker has proved itself with, in words that a key's owner can look up."""
-        if not self._exchange.hello.enrolled:
+        if not self._enrolled:
             return "the join token"
         return f"the key {key_mark(self._secret)} of {self.name!r}"
 

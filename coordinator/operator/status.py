@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from coordinator.operator.pace import pace_of
 from coordinator.run.membership import COMPUTING, MemberState
@@ -19,6 +19,10 @@ from coordinator.run.run import Run, RunPhase
 from coordinator.service.execution import Execution
 from coordinator.service.service import Service
 from protocol import __version__
+
+Stage = Literal["compute", "up", "reduce", "down", "disk"]
+"""Of a step: gradients are computed; their sums go to who adds them; those are added; averages and
+commit come back, and are applied; the commit gets to the disk."""
 
 
 def status_document(service: Service, now_s: float) -> dict[str, Any]:
@@ -56,7 +60,7 @@ def status_document(service: Service, now_s: float) -> dict[str, Any]:
         document["pace"] = str(pace) if pace is not None else ""
         if execution is service.current:
             waiting = waiting_for(execution.run, service.trainers)
-            document["waiting_for"] = waiting.words
+            document["waiting_for"], document["stage"] = waiting.words, waiting.stage
             waited_for = waiting.workers
     document["workers"] = [
         _worker_part(service, name, now_s) | {"waited_for": name in waited_for}
@@ -89,6 +93,28 @@ def _run_part(execution: Execution) -> dict[str, Any]:
         "eval": {name: value for name, value in run.metrics.items() if math.isfinite(value)},
         "balance": _balance(run),
         "result": execution.result or None,
+        "exchange": _exchange(run),
+    }
+
+
+def _exchange(run: Run) -> dict[str, Any] | None:
+    """Which way gradients travel, and why; who averages which part."""
+    if run.progress is None:
+        return None
+    mesh = run.progress.mesh
+    way = "star" if mesh.table is None else "sharded"
+    return {"way": way, "reason": mesh.reason, "owners": mesh.owned()}
+
+
+def _links(run: Run, name: str) -> dict[str, dict[str, float]]:
+    """A worker's links to others: how quick they are, and what went over them."""
+    assert run.progress is not None
+    mesh = run.progress.mesh
+    traffic = mesh.traffic.get(name, {})
+    return {
+        peer: {"mbit": round(mbit, 1), "bytes_sent": sent, "bytes_received": received}
+        for peer, mbit in sorted(mesh.links.get(name, {}).items())
+        for sent, received in [traffic.get(peer, (0, 0))]
     }
 
 
@@ -133,6 +159,7 @@ def _worker_part(service: Service, name: str, now_s: float) -> dict[str, Any]:
             "microbatches": member.microbatches,
             "stretch": _stretch(run, name),
             "ms_per_microbatch": round(speed, 2) if speed is not None else None,
+            "links": _links(run, name) if run.progress is not None else {},
         }
     return part
 
@@ -148,16 +175,21 @@ def _stretch(run: Run, worker: str) -> dict[str, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What a run waits for, in words, and for which workers; empty: for nothing."""
+    """What a run waits for, in words, and for which workers; empty: for nothing.
+
+    Attributes:
+        stage: Of a step.
+    """
 
     words: str = ""
     workers: tuple[str, ...] = ()
+    stage: Stage | None = None
 
 
-def _workers(names: Iterable[str], what: str) -> Waiting:
+def _workers(names: Iterable[str], what: str, stage: Stage | None = None) -> Waiting:
     """`what` has {} where the names go."""
     named = tuple(names)
-    return Waiting(what.format(", ".join(named)), named)
+    return Waiting(what.format(", ".join(named)), named, stage)
 
 
 def waiting_for(run: Run, connected: list[str]) -> Waiting:
@@ -193,15 +225,21 @@ def waiting_for(run: Run, connected: list[str]) -> Waiting:
 def _waiting_in_step(run: Run, progress: Progress) -> Waiting:
     round_ = progress.round
     if progress.persisting:
-        return Waiting(f"the disk to take the commit of step {progress.step}")
+        return Waiting(f"the disk to take the commit of step {progress.step}", (), "disk")
     owing = [name for name in sorted(round_.shares) if round_.unfinished(name)] if round_ else []
-    if owing:
+    if owing and round_ is not None:
         what = "gradients" if run.spec.replicas is None else "differences"
-        return _workers(owing, f"{what} of {{}}")
+        computing = set(owing) & set(round_.computing())
+        if computing or round_.sliced is None:
+            return _workers(owing, f"{what} of {{}}", "compute" if computing else "up")
+        lacking = ", ".join(sorted(round_.sliced.lacking()))
+        return _workers(owing, f"gradients of {{}} to reach {lacking}", "up")
+    if round_ is not None and round_.sliced is not None and round_.sliced.owners:
+        return _workers(sorted(round_.sliced.owners), "averages of {}", "reduce")
     if round_ is not None and round_.summarises:
-        return Waiting("the coordinator to take the norm of the gradients")
+        return Waiting("the coordinator to take the norm of the gradients", (), "reduce")
     if not progress.agreement.reached or (round_ is None and progress.agreement.catching_up):
         late = progress.agreement.waiting_for or ["the coordinator's replica"]
-        return _workers(late, "{} to apply the step")
-    first = run.saves.saved is None
-    return Waiting(f"the disk to take the checkpoint of step {0 if first else progress.step}")
+        return _workers(late, "{} to apply the step", "down")
+    step = 0 if run.saves.saved is None else progress.step
+    return Waiting(f"the disk to take the checkpoint of step {step}", (), "disk")

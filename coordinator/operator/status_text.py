@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from protocol.base.byte_size import byte_size
+
 
 def summary(document: dict[str, Any]) -> str:
     """All that fits into one line: what `systemctl status` shows."""
@@ -42,7 +44,11 @@ def status_lines(document: dict[str, Any]) -> Iterator[str]:
     if document.get("queued_runs"):
         yield f"queued   {', '.join(document['queued_runs'])}"
     if document.get("waiting_for"):
-        yield f"waiting  for {document['waiting_for']}"
+        stage = f" ({document['stage']})" if document.get("stage") else ""
+        yield f"waiting  for {document['waiting_for']}{stage}"
+    exchange = document.get("exchange")
+    if exchange and exchange["reason"]:
+        yield f"exchange {exchange['reason']}"
     if document["encryption"] != "TLS 1.3":
         yield f"NOT ENCRYPTED: {document['encryption']}"
     workers, expected = document["workers"], document["expect_workers"]
@@ -64,9 +70,12 @@ def status_lines(document: dict[str, Any]) -> Iterator[str]:
         state = f"{worker['state']}, LATE" if worker.get("late") else worker["state"]
         if worker.get("aside_until"):
             state = f"put aside until step {worker['aside_until']}, too often LATE"
+        over = _traffic(worker)
         yield (
             f"  {worker['name']}: {state}{place}{part}{pace}, seen {worker['last_seen_s']:g} s ago"
         )
+        if over:
+            yield f"    {over}"
 
 
 def _stretch(worker: dict[str, Any], share: int) -> str:
@@ -77,3 +86,14 @@ def _stretch(worker: dict[str, Any], share: int) -> str:
     if at is None:
         return f", has computed its {share} of the replicas"
     return f", replica {at['replica']}: step {at['inner_step']} of {at['inner_steps']}"
+
+
+def _traffic(worker: dict[str, Any]) -> str:
+    """What went over its links, and how quick those are; empty if it has none."""
+    links = worker.get("links") or {}
+    parts = [
+        f"{peer} {link['mbit']:g} Mbit/s, {byte_size(link['bytes_sent'])} out, "
+        f"{byte_size(link['bytes_received'])} in"
+        for peer, link in links.items()
+    ]
+    return f"links: {'; '.join(parts)}" if parts else ""

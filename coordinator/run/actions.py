@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from numpy.typing import NDArray
 
 from coordinator.run.facts import Fact
 from coordinator.run.kept import Bytes
@@ -23,15 +25,20 @@ class Send:
 
     worker: str
     message: Message
-    body: Array | bytes | None = None
+    body: NDArray[Any] | bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """Send a message to all followers, and keep it for joiners until the replica has the step."""
+    """Send a message to all followers, and keep it for joiners until the replica has the step.
+
+    Attributes:
+        had_by: Those that have it from others.
+    """
 
     message: Message
     body: Array | None = None
+    had_by: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +102,14 @@ class Replay:
     worker: str
     step: int
     state_digest: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class SendAverages:
+    """Send the worker again what a step averaged, which others were to send it."""
+
+    worker: str
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +202,6 @@ class Finish:
 
 Action = (
     Send | Broadcast | Adopt | FillReplica | DigestReplica | Follow | Withhold | Seed | Replay
-    | Summarise | Persist | KeepBoundary | AnswerStretch | Remember | MakeCheckpoint | ApplyStep
-    | Dismiss | Report | Finish
+    | SendAverages | Summarise | Persist | KeepBoundary | AnswerStretch | Remember | MakeCheckpoint
+    | ApplyStep | Dismiss | Report | Finish
 )  # fmt: skip

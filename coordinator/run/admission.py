@@ -30,7 +30,18 @@ from protocol.base.errors import ExitCode, OutOfPlace
 from protocol.exact.update import Array
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import Exactness
-from protocol.wire.messages import Drain, Message, Ready, StateChunk, StateRequest, Unready
+from protocol.wire.messages import (
+    DoorOpen,
+    Drain,
+    Linked,
+    LinkTraffic,
+    Message,
+    Ready,
+    StateChunk,
+    StateRequest,
+    Unlinked,
+    Unready,
+)
 
 _EXPECTED_CHUNK_MS: Final = limits.LIVENESS_TIMEOUT_MS
 """How long a chunk of the state may take, whatever the network: the state may be large."""
@@ -251,5 +262,7 @@ def is_stale(member: Member, message: Message, run_id: str) -> bool:
     """Whether the worker sent it before it heard of this run, as all that comes before `Ready`."""
     if isinstance(message, Ready | Unready | StateChunk):
         return message.run_id != run_id
+    if isinstance(message, DoorOpen | Linked | Unlinked | LinkTraffic) and message.run_id != run_id:
+        return True
     unasked = member.state in (MemberState.IDLE, MemberState.PREPARING)
     return unasked and not isinstance(message, Drain)

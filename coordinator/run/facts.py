@@ -161,6 +161,17 @@ class TrainingStarted(Fact):
 
 
 @dataclass(frozen=True, slots=True)
+class SlicesOwned(Fact):
+    """Which part of every block each member averages from now on; none: the coordinator does."""
+
+    event = "owners"
+    step: int
+    number: int
+    reason: str
+    owners: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class NodesPlanned(Fact):
     """Nodes of a step were given to workers."""
 

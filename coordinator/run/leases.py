@@ -73,6 +73,36 @@ class Leases:
         return silent_ms is not None and silent_ms > max(lease_ms, _LEASE_FLOOR_MS)
 
 
+class OwnerLease:
+    """Whether a step waits for one owner of slices alone, and for how long."""
+
+    def __init__(self) -> None:
+        self._now_ms = 0.0
+        self._since_ms = 0.0
+        self._seen: tuple[str, int] | None = None
+
+    def tick(self, now_ms: float) -> None:
+        """Time goes on. A gap in the ticks counts for no lease."""
+        gap_ms = now_ms - self._now_ms
+        if gap_ms > 3 * limits.TICK_MS:
+            self._since_ms += gap_ms
+        self._now_ms = now_ms
+
+    def late(self, round_: Round) -> str | None:
+        """The owner that everything waits for and that has given no sign for a lease."""
+        sliced = round_.sliced
+        collecting = {} if sliced is None else sliced.collecting()
+        owing = [name for name, count in collecting.items() if count]
+        if sliced is None or len(owing) != 1 or len(collecting) == 1:
+            self._seen = None
+            return None
+        seen = (owing[0], collecting[owing[0]])
+        if seen != self._seen:
+            self._seen, self._since_ms = seen, self._now_ms
+        silent_ms = self._now_ms - self._since_ms
+        return owing[0] if silent_ms > limits.OWNER_LEASE_MS else None
+
+
 class Stragglers:
     """Leases on work and on answers, for all members of a run."""
 
@@ -197,6 +227,10 @@ class Stragglers:
             if member.name in silent and self._answers.is_over(member.name, expected_ms):
                 late.append(member)
         return late
+
+    def reports_owner(self, worker: str, step: int) -> list[Report]:
+        """An owner of slices is late."""
+        return [Report(WorkerLate(worker, step, "averages of its slices"))]
 
     def reports(self, late: list[Member], step: int, owing: str) -> list[Report]:
         """Each of them once in a step."""

@@ -58,6 +58,8 @@ class Member:
     """What it proved itself with."""
     evaluates: bool = False
     """Whether it evaluates while others train, and computes no node."""
+    host: str = ""
+    """Where it connects from; empty from the coordinator's machine."""
     backend: str = ""
     device: str = ""
     initial_digest: str = ""
@@ -192,10 +194,12 @@ class Membership:
     def get(self, name: str) -> Member | None:
         return self._members.get(name)
 
-    def add(self, name: str, admitted_by: str = "", *, evaluates: bool = False) -> Member:
+    def add(
+        self, name: str, admitted_by: str = "", host: str = "", *, evaluates: bool = False
+    ) -> Member:
         """A worker is asked to build the task; an evaluator will be."""
         state = MemberState.IDLE if evaluates else MemberState.PREPARING
-        member = Member(name, state, admitted_by, evaluates)
+        member = Member(name, state, admitted_by, evaluates, host)
         self._members[name] = member
         self._members = dict(sorted(self._members.items()))
         return member

@@ -8,22 +8,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from coordinator.run.actions import Action, ApplyStep, Broadcast, Dismiss, Persist, Report, Send
+from coordinator.run.actions import (
+    Action,
+    ApplyStep,
+    Broadcast,
+    Dismiss,
+    Persist,
+    Report,
+    Send,
+    SendAverages,
+)
 from coordinator.run.agreement import MOST_STEPS_AHEAD, Agreement
-from coordinator.run.double_check import chosen_double
+from coordinator.run.double_check import Differing, chosen_double
 from coordinator.run.facts import (
     Cause,
     NodesPlanned,
     NodesReassigned,
     NodesSpeculated,
     RedoneOtherwise,
+    SlicesOwned,
     StepCommitted,
     StepRestarted,
     WorkerPutAside,
 )
 from coordinator.run.kept import Kept
-from coordinator.run.leases import Stragglers
+from coordinator.run.leases import OwnerLease, Stragglers
 from coordinator.run.membership import COMPUTING, Member, Membership, MemberState
+from coordinator.run.mesh import Mesh
 from coordinator.run.own_state import own_state_bytes
 from coordinator.run.planner import Shares, divide, nodes_for, spread
 from coordinator.run.restart import CommitRecord, Resumption
@@ -45,13 +56,23 @@ from protocol.wire.messages import (
     Credit,
     GradientPayload,
     NodeLoss,
+    SliceAverage,
+    SliceDigests,
+    SliceDone,
+    SliceSum,
+    SlicesWanted,
     StepApplied,
     StepPlan,
     StretchProgress,
     StretchRequest,
+    SumNotFinite,
+    SumsArrived,
 )
 
 _NO_AVERAGES: Final = "0" * 64
+_DEMOTED_STEPS: Final = 16
+"""For so many steps an owner that was too slow owns nothing."""
+SliceMessage = SliceSum | SliceDone | SliceAverage | SumsArrived | SumNotFinite
 _MAX_NODES: Final = 64
 """In one message."""
 
@@ -80,6 +101,7 @@ class Progress:
         agreement: Whether all replicas have the same state after the newest commit.
         signatures: Of all workers that have computed.
         mixed: Whether those are several.
+        mesh: The members that reach each other, and who of them owns what.
 
     Args:
         spec: The run's.
@@ -87,6 +109,7 @@ class Progress:
         manifest: What was settled.
         members: Who takes part.
         resumption: Where a restart goes on from; None for a new run.
+        mesh: The members that reach each other; None: all send to the coordinator.
     """
 
     def __init__(
@@ -96,6 +119,8 @@ class Progress:
         manifest: Manifest,
         members: Membership,
         resumption: Resumption | None = None,
+        *,
+        mesh: Mesh | None = None,
     ) -> None:
         self.step = 0
         self.attempt = 0
@@ -114,6 +139,9 @@ class Progress:
         self._manifest = manifest
         self._members = members
         self._order = order_of_steps(spec, manifest.train_samples, manifest.row_groups)
+        self.mesh = mesh or Mesh("", epoch, spec.exchange, manifest.blocks, b"")
+        self._owner_lease = OwnerLease()
+        self._sent_again: dict[str, int] = {}
         if resumption is not None:
             self._resume(resumption)
 
@@ -160,6 +188,11 @@ class Progress:
     def begin(self) -> list[Action]:
         """Start an attempt: give every active worker its nodes."""
         microbatches = self._order.microbatch_count(self.step)
+        speeds = self._members.speeds()
+        number = self.mesh.number
+        before, table = self.mesh.table, None
+        if self._may_be_sliced:
+            table = self.mesh.choose(speeds, self.step)
         round_ = Round(
             self._manifest.blocks,
             microbatches,
@@ -169,15 +202,23 @@ class Progress:
             kept=self._keeps(),
             exchange=self._spec.codecs,
             stretches=self._spec.replicas is not None,
+            owners=None if table is None else (self.mesh.number, table),
         )
         self.round = round_
-        speeds = self._members.speeds()
         leaving = self.release()
         if not speeds or self.was_skipped:
             return leaving
+        if number != self.mesh.number or before != table:
+            leaving.append(Report(self._owned()))
         self.division = self._divide(microbatches, speeds)
         given = self._give(round_, nodes_for(self.division), "step")
         return leaving + given + self._give_twice(round_, list(speeds))
+
+    @property
+    def _may_be_sliced(self) -> bool:
+        """Whether members may average among themselves: not what a capture or replicas send."""
+        plain = self._manifest.capture is None and self._spec.replicas is None
+        return plain and not self.was_skipped
 
     def _keeps(self) -> Kept | None:
         if self._spec.replicas is not None:
@@ -225,6 +266,7 @@ class Progress:
         proven = worker not in self.agreement.waiting_for
         self.agreement.lose(worker)
         self._stragglers.lose(worker)
+        self._sent_again.pop(worker, None)
         if self.round is not None:
             self.round.lose(worker, proven=proven)
         return proven
@@ -234,13 +276,14 @@ class Progress:
         round_ = self.round
         if round_ is None or self.was_skipped or self.persisting:
             return []
-        if round_.tainted:  # a sum cannot be taken apart again
+        owned = None if round_.tainted else self._reown(round_)
+        if owned is None:  # a sum cannot be taken apart again, or no owner is left
             self.attempt += 1
             return [Report(StepRestarted(**self.place())), *self.begin()]
         speeds = self._members.speeds()
         orphans = round_.unassigned()
         if not speeds or not orphans:
-            return []
+            return owned
         if not round_.begun:  # nobody was there when the step began
             given = self._spread(round_, orphans, speeds, "step")
             return given + self._give_twice(round_, list(speeds))
@@ -248,7 +291,39 @@ class Progress:
         if round_.stretches:  # as large as a whole share: to whoever has none left, if anyone
             idle = {name: ms for name, ms in speeds.items() if not round_.pending(name)}
             speeds = idle or speeds
-        return [*self._spread(round_, orphans, speeds, "reassigned"), Report(told)]
+        return [*owned, *self._spread(round_, orphans, speeds, "reassigned"), Report(told)]
+
+    def _reown(self, round_: Round) -> list[Action] | None:
+        """What lost owners had goes to those that are left; None if none is."""
+        if round_.sliced is None:
+            return []
+        computing = self._members.names(*COMPUTING)
+        table, known = round_.sliced.table, self.mesh.number
+        gone = [name for name in table.members if name not in computing]
+        if self.mesh.without(gone) is None:
+            return None
+        return self._told_owners(round_) if self.mesh.number != known else []
+
+    def _told_owners(self, round_: Round) -> list[Action]:
+        """All go on with the newest table."""
+        assert self.mesh.table is not None
+        round_.reown(self.mesh.number, self.mesh.table)
+        workers = [name for name in round_.shares if name in self._members]
+        return [*self.mesh.tell(workers), Report(self._owned())]
+
+    def _owned(self) -> SlicesOwned:
+        mesh = self.mesh
+        return SlicesOwned(self.step, mesh.number, mesh.reason, mesh.owned())
+
+    def _pass_over_owner(self, round_: Round) -> list[Action]:
+        """An owner that alone is waited for, and is silent, owns nothing for a while."""
+        late = self._owner_lease.late(round_)
+        if late is None:
+            return []
+        self.mesh.demote(late, self.step + _DEMOTED_STEPS)
+        self.mesh.reown(late)
+        told = self._stragglers.reports_owner(late, self.step)
+        return [*told, *self._told_owners(round_)]
 
     def _spread(
         self,
@@ -271,12 +346,13 @@ class Progress:
         actions: list[Action] = []
         for name, mine in nodes.items():
             parts = [mine[at : at + _MAX_NODES] for at in range(0, len(mine), _MAX_NODES)]
-            actions += [self._plan(round_, name, part) for part in parts or [()]]
+            for part in parts or [()]:
+                actions += self._plan(round_, name, part)
         view, given = self._members.view, {name: mine for name, mine in nodes.items() if mine}
         planned = NodesPlanned(self.step, self.attempt, view, round_.microbatches, cause, given)
         return [*actions, Report(planned)]
 
-    def _plan(self, round_: Round, worker: str, nodes: tuple[Node, ...]) -> Send:
+    def _plan(self, round_: Round, worker: str, nodes: tuple[Node, ...]) -> list[Action]:
         known = worker in round_.shares
         round_.assign(worker, nodes)
         member = self._members.get(worker)
@@ -285,12 +361,14 @@ class Progress:
         self._stragglers.given(worker)
         place, view = self.place(), self._members.view
         if known:
-            return Send(worker, Assign(**place, view=view, nodes=nodes))
+            return [Send(worker, Assign(**place, view=view, nodes=nodes))]
+        sliced = round_.sliced
         plan = StepPlan(
             **place, view=view, nodes=nodes, microbatches=round_.microbatches,
-            uploads=round_.uploads,
+            uploads=round_.uploads, owners=0 if sliced is None else sliced.number,
         )  # fmt: skip
-        return Send(worker, plan)
+        told = self.mesh.tell([worker]) if sliced is not None else []
+        return [*told, Send(worker, plan)]
 
     def credit(self, round_: Round) -> list[Action]:
         """Let workers send more, once there is room for its sums."""
@@ -310,8 +388,14 @@ class Progress:
         self._stragglers.tick(now_ms)
         if self.persisting:
             return []
-        speculated = self._speculate(self.round) if self.round is not None else []
-        return [*self._pass_over(), *speculated]
+        self._owner_lease.tick(now_ms)
+        round_ = self.round
+        speculated = self._speculate(round_) if round_ is not None else []
+        passed = self._pass_over()
+        owners = (
+            self._pass_over_owner(round_) if round_ is not None and round_ is self.round else []
+        )
+        return [*passed, *speculated, *owners]
 
     def _pass_over(self) -> list[Action]:
         """Go on without those that do not answer; they are back when they have."""
@@ -364,7 +448,7 @@ class Progress:
             for at in range(0, len(nodes), _MAX_NODES)
         ]
 
-    def present(self, message: OfRound) -> Round | None:
+    def present(self, message: OfRound | SliceMessage) -> Round | None:
         """The round that it belongs to, if that is still open.
 
         Late ones belong to none: of an earlier attempt, or of a step that is skipped already.
@@ -384,14 +468,24 @@ class Progress:
         """It has sent a part of what it owes."""
         self._stragglers.delivered(worker)
 
-    def node_loss(self, round_: Round, member: Member, message: NodeLoss) -> NonFinite | None:
+    def node_loss(
+        self, round_: Round, member: Member, message: NodeLoss
+    ) -> NonFinite | Differing | None:
         """Take a node's loss, and how long the node took."""
         self.delivered(member.name)
         outcome = round_.node_loss(member.name, message)
         member.measured(message.elapsed_ms / message.node.leaves)
         if outcome is True:
             member.microbatches += message.node.leaves
-        return outcome if isinstance(outcome, NonFinite) else None
+        return None if isinstance(outcome, bool) else outcome
+
+    def slices_wanted(self, worker: str, message: SlicesWanted) -> list[Action]:
+        """Owners were to send it what is committed, and are gone: it gets that here."""
+        committed = message.epoch == self._epoch and message.step < self.step
+        if not committed or self._sent_again.get(worker, -1) >= message.step:
+            return []
+        self._sent_again[worker] = message.step
+        return [SendAverages(worker, message.step)]
 
     def applied(self, worker: str, message: StepApplied) -> None:
         """Take a worker's answer to a commit.
@@ -455,6 +549,7 @@ class Progress:
         record, round_ = self._committing
         self._committing = self.round = None
         commit = record.commit
+        digests = self._slice_digests(round_, commit)
         apply = ApplyStep(self.step, round_.averages, commit.scalars)
         self.optimizer_step = record.optimizer_step
         self.losses.append(commit.loss)
@@ -463,7 +558,16 @@ class Progress:
         computing = self._members.names(*COMPUTING)
         self.agreement.expect(self.step, computing)
         self._stragglers.committed(round_, computing)
-        return [Broadcast(commit), apply, Report(StepCommitted(record)), *self.release()]
+        told: list[Action] = [*digests, Broadcast(commit), apply, Report(StepCommitted(record))]
+        return [*told, *self.release()]
+
+    def _slice_digests(self, round_: Round, commit: Commit) -> list[Send]:
+        """To all that have averages from others: what those must be."""
+        if round_.sliced is None or commit.scalars is None:
+            return []
+        body = round_.sliced.digests()
+        message = SliceDigests(epoch=commit.epoch, step=commit.step, attempt=commit.attempt)
+        return [Send(name, message, body) for name in round_.shares if name in self._members]
 
     def release(self) -> list[Action]:
         """Say goodbye to draining workers that have no unfinished nodes of this attempt."""

@@ -17,17 +17,19 @@ from typing import Final
 
 import numpy as np
 
-from coordinator.run.actions import Broadcast, Summarise
+from coordinator.run.actions import Broadcast, Send, Summarise
 from coordinator.run.double_check import Differing, DoubleCheck
 from coordinator.run.kept import Bytes, Kept
+from coordinator.run.sliced import SlicedSums, WrongAverage
 from coordinator.run.summary import Summary, summary_of
 from protocol.base import limits
 from protocol.base.errors import OutOfPlace
-from protocol.exact.codecs import projected
+from protocol.exact.codecs import packed
 from protocol.exact.digest import averages_digest
+from protocol.exact.slice_merge import Infinite, Origin, SliceMerge
 from protocol.exact.tree import Node, cover, is_node, root
-from protocol.exact.tree_sum import ADDITIONS, TreeSum
-from protocol.exact.update import Array, average, global_norm, is_finite
+from protocol.exact.tree_sum import TreeSum
+from protocol.exact.update import Array, global_norm, is_finite
 from protocol.exact.upload_order import UploadOrder
 from protocol.spec.manifest import Block
 from protocol.spec.replicas_spec import Codecs
@@ -36,8 +38,15 @@ from protocol.wire.messages import (
     AveragedNonBlockGradient,
     CapturedRows,
     GradientPayload,
+    Message,
     NodeLoss,
+    SliceAverage,
+    SliceDone,
+    SliceSum,
+    SumNotFinite,
+    SumsArrived,
 )
+from protocol.wire.peers import OwnerTable
 
 _FLOAT32: Final = Codecs()
 _MOST_COUNTED_NODES: Final = 16_384
@@ -68,17 +77,6 @@ class NonFinite:
         return f"non-finite {what}, microbatches {self.node}, {whose}"
 
 
-Origin = tuple[tuple[str, Node], ...]
-"""Whose nodes make up a sum, from left to right."""
-
-
-@dataclass(slots=True)
-class _Chunk:
-    sums: TreeSum[Array]
-    origins: TreeSum[Origin]
-    done: bool = False
-
-
 @dataclass(slots=True)
 class Share:
     """What one worker was given in this round, and what of it is still to come from it.
@@ -86,11 +84,14 @@ class Share:
     Attributes:
         nodes: All that it was given.
         owed: By node, a bit for each chunk of each block and one for the loss. A worker that
-            sends a node's loss and withholds a chunk still owes the node: its lease goes on.
+            sends a node's loss and withholds a chunk still owes the node: its lease goes on. With
+            owners of slices there is a bit for each of them instead.
+        dropped: Those that it need not compute or send any more.
     """
 
     nodes: list[Node] = field(default_factory=list)
     owed: dict[Node, int] = field(default_factory=dict)
+    dropped: set[Node] = field(default_factory=set)
 
     def pending(self, due: int) -> tuple[Node, ...]:
         """Nodes of which anything is still to come that is due by now, as bits of `owed`."""
@@ -125,6 +126,7 @@ class Round:
         stretches: Whether a leaf is a whole stretch of a replica: too much work to wait for others
             at a worker that may be lost.
         kept: What the microbatches give beside gradients; None where the run keeps nothing.
+        sliced: What members average among themselves; None where they send all to the coordinator.
     """
 
     def __init__(
@@ -138,6 +140,7 @@ class Round:
         kept: Kept | None = None,
         exchange: Codecs = _FLOAT32,
         stretches: bool = False,
+        owners: tuple[int, OwnerTable] | None = None,
     ) -> None:
         self.microbatches = microbatches
         self._exchange = exchange
@@ -158,7 +161,7 @@ class Round:
         self._delivered: set[str] = set()
         self._blocks = blocks
         self._chunks = [
-            [_Chunk(*self._empty_sums()) for _ in range(block.chunks)] for block in blocks
+            [SliceMerge(microbatches, exchange) for _ in range(block.chunks)] for block in blocks
         ]
         self._open_chunks = [block.chunks for block in blocks]
         self._first_bit = [0, *itertools.accumulate(self._open_chunks)]
@@ -170,10 +173,11 @@ class Round:
         self._losses: TreeSum[float] = TreeSum(microbatches, add)
         self._loss_origins: TreeSum[Origin] = TreeSum(microbatches, add)
         self._ways: set[Origin] = set()
-
-    def _empty_sums(self) -> tuple[TreeSum[Array], TreeSum[Origin]]:
-        add_sums = ADDITIONS[self._exchange.sums]
-        return TreeSum(self.microbatches, add_sums), TreeSum(self.microbatches, add)
+        self.sliced: SlicedSums | None = None
+        if owners is not None:
+            self.sliced = SlicedSums(blocks, microbatches, *owners, self.averages)
+            self._ways = self.sliced.ways
+        self._loss_bit = self._first_bit[-1] if owners is None else len(owners[1].members)
 
     def plan(self, nodes: int) -> None:
         """So many more nodes are about to be given to workers."""
@@ -193,6 +197,8 @@ class Round:
         Returns:
             Who is to know.
         """
+        if self.sliced is not None:
+            return []  # sums wait at their owners, a part of all at each
         while self._summed < self._order.chunks and self._is_summed(self._summed):
             self._summed += 1
         now = self._uploads_now() if self._summed < self._order.chunks else self.uploads
@@ -208,7 +214,7 @@ class Round:
     @property
     def due(self) -> int:
         """What a worker may have sent of a node, as bits of what it owes."""
-        if self.uploads >= self._order.chunks:
+        if self.sliced is not None or self.uploads >= self._order.chunks:
             return -1
         allowed = (self._order.chunk(position) for position in range(self.uploads))
         chunks = sum(1 << (self._first_bit[block] + chunk) for block, chunk in allowed)
@@ -224,7 +230,7 @@ class Round:
         self.begun = True
         share = self.shares.setdefault(worker, Share())
         share.nodes.extend(nodes)
-        everything = (1 << (self._first_bit[-1] + 1)) - 1
+        everything = (1 << (self._loss_bit + 1)) - 1
         share.owed.update(dict.fromkeys(nodes, everything))
 
     def payload(
@@ -239,6 +245,8 @@ class Round:
             OutOfPlace: No such node, or not this worker's.
         """
         share = self._check_place(worker, message.node)
+        if self.sliced is not None:
+            raise OutOfPlace("a payload for the coordinator, in a step whose slices have owners")
         # Sent is sent, even if it is not needed: the worker's lease is about what it still owes.
         share.came(message.node, self._first_bit[message.block] + message.chunk)
         self._summarise()  # of what earlier payloads completed: it has been sent by now
@@ -249,19 +257,14 @@ class Round:
         if differing is not None:  # a value that is not finite says which of the two is wrong
             return differing if is_finite(values) else self._fault(worker, name, message.node)
         chunk = self._chunks[message.block][message.chunk]
-        if chunk.done or chunk.sums.covers(message.node):
+        if chunk.covers(message.node):
             return None
-        if not is_finite(values):  # once it is in a sum nobody can tell whose it was
-            return self._fault(worker, name, message.node)
-        # With each payload: the first chunk may be complete before any node's loss has come.
-        self._weights.put(message.node, message.weight)
-        chunk.sums.put(message.node, values)
-        chunk.origins.put(message.node, ((worker, message.node),))
+        out = self.averages[message.block][self._blocks[message.block].chunk_slice(message.chunk)]
+        found = chunk.put(worker, message.node, message.weight, values, out)
+        if isinstance(found, Infinite):
+            return self._fault(found.worker, name, found.node)
         self._delivered.add(worker)
-        total = chunk.sums.total
-        if total is None:
-            return None
-        return self._complete(message.block, message.chunk, total)
+        return self._averaged(message.block, message.chunk) if found else None
 
     def captured(self, worker: str, message: CapturedRows, content: Bytes) -> Differing | None:
         """Take a piece of what a microbatch gives to be kept.
@@ -297,11 +300,86 @@ class Round:
         self._check_place(worker, Node(replica, replica + 1))
         self._delivered.add(worker)
 
-    def node_loss(self, worker: str, message: NodeLoss) -> NonFinite | bool:
+    # Slices that have owners among the workers.
+
+    def slice_sum(self, worker: str, message: SliceSum, values: Array) -> list[Send]:
+        """A worker without links to the owners sends a slice of a node's sum: pass it on.
+
+        Raises:
+            OutOfPlace: No such node, or not this worker's; or it is another's sum.
+        """
+        self._check_place(worker, message.node)
+        sliced = self._sliced(message)
+        if message.worker != worker:
+            raise OutOfPlace(f"SliceSum: expected one of {worker!r}, got one of {message.worker!r}")
+        if message.owners > sliced.number:
+            raise OutOfPlace(f"SliceSum: expected table {sliced.number}, got {message.owners}")
+        self._delivered.add(worker)
+        passed = message.model_copy(update={"owners": sliced.number})
+        body = packed(values, self._exchange.precision)
+        return [Send(sliced.owner(message.slice), passed, body)]
+
+    def sums_arrived(self, owner: str, message: SumsArrived) -> None:
+        """All of a worker's node that goes to this owner is there.
+
+        Raises:
+            OutOfPlace: There are no owners, or no such node.
+        """
+        sliced = self._sliced(message)
+        if not is_node(message.node, self.microbatches):
+            raise OutOfPlace(f"SumsArrived: {message.node} is no node of this step")
+        if sliced.arrived(owner, message):
+            self._delivered.add(message.worker)
+            share = self.shares.get(message.worker)
+            if share is not None:
+                share.came(message.node, sliced.bits[owner])
+
+    def slice_done(
+        self, owner: str, message: SliceDone, origin: Origin
+    ) -> list[Broadcast] | WrongAverage:
+        """An owner has averaged a slice, and this is its digest."""
+        found = self._sliced(message).told(owner, message, origin)
+        return found if isinstance(found, WrongAverage) else self._whole(found)
+
+    def slice_average(
+        self, sender: str, message: SliceAverage, values: Array
+    ) -> list[Broadcast] | WrongAverage:
+        """The values of a slice's average."""
+        self._summarise()
+        found = self._sliced(message).came(sender, message, values)
+        return found if isinstance(found, WrongAverage) else self._whole(found)
+
+    def _whole(self, blocks: list[int]) -> list[Broadcast]:
+        """All slices of these blocks are there: they go to the log, and to who has no links."""
+        return [self._averaged(b, c) for b in blocks for c in range(self._blocks[b].chunks)]
+
+    def not_finite(self, owner: str, message: SumNotFinite) -> NonFinite:
+        """An owner has found NaN or infinity."""
+        sliced = self._sliced(message)
+        if owner not in sliced.bits:
+            raise OutOfPlace(f"SumNotFinite of {owner!r}, which owns nothing")
+        return NonFinite(message.worker, sliced.block_of(message.slice), message.node)
+
+    def reown(self, number: int, table: OwnerTable) -> None:
+        """Slices have other owners from now on: workers owe those what they have sent to others."""
+        assert self.sliced is not None
+        gaining = self.sliced.reown(number, table)
+        bits = sum(1 << self.sliced.bits[name] for name in gaining)
+        for share in self.shares.values():
+            for node in share.nodes:
+                if bits and node not in share.dropped:
+                    share.owed[node] = share.owed.get(node, 0) | bits
+
+    def _sliced(self, message: Message) -> SlicedSums:
+        if self.sliced is None:
+            raise OutOfPlace(f"{type(message).__name__} in a step whose slices have no owners")
+        return self.sliced
+
+    def node_loss(self, worker: str, message: NodeLoss) -> NonFinite | Differing | bool:
         """Take a node's loss sum.
 
         Returns:
-            Whether it was not there yet.
+            Whether it was not there yet; or what is wrong.
 
         Raises:
             OutOfPlace: No such node, or not this worker's; or what is kept of it has not come.
@@ -309,7 +387,13 @@ class Round:
         share = self._check_place(worker, message.node)
         if self.kept is not None and not self.kept.has(message.node):
             raise OutOfPlace(f"the loss of node {message.node} came before all of its logits")
-        share.came(message.node, self._first_bit[-1])
+        share.came(message.node, self._loss_bit)
+        if message.sums:
+            sums = np.frombuffer(message.sums, np.uint8)
+            check = self.double_check
+            differing = check.answer(worker, message.node, (-1,), sums, "gradients")
+            if differing is not None:
+                return differing
         if self._losses.covers(message.node):
             return False
         if not math.isfinite(message.loss_sum):
@@ -369,6 +453,11 @@ class Round:
         missing = {leaf for node in share.owed for leaf in self._missing(node)}
         return cover(sorted(missing), self.microbatches)
 
+    def computing(self) -> list[str]:
+        """Workers that have not told the loss of a node that they owe: they compute it."""
+        loss = 1 << self._loss_bit
+        return [n for n, share in self.shares.items() if any(b & loss for b in share.owed.values())]
+
     def unassigned(self, ignoring: Collection[str] = ()) -> tuple[Node, ...]:
         """Missing microbatches that no worker owes, or only workers that are to be ignored."""
         taken = {
@@ -390,15 +479,17 @@ class Round:
             proven: Whether its weights are known to be the run's.
         """
         # Were its weights others than the run's, so may be what it delivered, and a sum cannot be
-        # taken apart again: then the step starts anew.
+        # taken apart again: then the step starts anew. What went to others, it may have sent.
+        sent = worker in self._delivered or (self.sliced is not None and worker in self.shares)
         self.shares.pop(worker, None)
-        self.tainted = self.tainted or (not proven and worker in self._delivered)
+        self.tainted = self.tainted or (not proven and sent)
 
     def disown(self, worker: str, *, proven: bool) -> None:
         """The worker is late: what it owes is unassigned again, but may still come."""
         share = self.shares.get(worker)
         if share is not None:
             share.owed.clear()
+            share.dropped.update(share.nodes)
         self.tainted = self.tainted or (not proven and worker in self._delivered)
 
     def surplus(self) -> dict[str, tuple[Node, ...]]:
@@ -415,6 +506,7 @@ class Round:
                 surplus[worker] = there
                 for node in there:
                     del share.owed[node]
+                share.dropped.update(there)
         return surplus
 
     def forgo_double(self, late: Collection[str]) -> bool:
@@ -435,12 +527,14 @@ class Round:
     def _missing(self, node: Node) -> set[int]:
         """Microbatches of which anything is in no sum yet: a node is given out whole."""
         missing = set(self._losses.missing(node))
+        if self.sliced is not None:
+            return missing | self.sliced.missing(node)
         # Block 0 first: its sums come last, and mostly say enough for a thousand others.
         for chunk in itertools.chain.from_iterable(self._chunks):
             if len(missing) == node.leaves:
                 break
-            if not (chunk.done or chunk.sums.covers(node)):
-                missing.update(chunk.sums.missing(node))
+            if not chunk.covers(node):
+                missing.update(chunk.missing(node))
         return missing
 
     def _summarise(self) -> None:
@@ -487,24 +581,14 @@ class Round:
     def _fault(self, worker: str | None, block: str | None, node: Node) -> NonFinite:
         return NonFinite(worker, block, node, self.stretches)
 
-    def _complete(self, block: int, number: int, total: Array) -> Broadcast | NonFinite:
-        weight = self._weights.total
-        assert weight is not None, "a chunk is complete, so every node's weight has come"
-        values = self.averages[block][self._blocks[block].chunk_slice(number)]
-        if math.isfinite(weight):
-            average(total, weight, out=values)
-        projected(values, self._exchange.averages)
-        # A small weight can make an average overflow where the sum did not.
-        if not (math.isfinite(weight) and is_finite(values)):
-            return NonFinite(
-                None, self._blocks[block].name, root(self.microbatches), self.stretches
-            )
-        self._ways.add(self._chunks[block][number].origins.total or ())
-        # The sum's memory goes now, not at the end of the step: it is as large as the model.
-        self._chunks[block][number] = _Chunk(*self._empty_sums(), done=True)
+    def _averaged(self, block: int, number: int) -> Broadcast:
+        if self.sliced is None:
+            self._ways.add(self._chunks[block][number].origin)
         self._open_chunks[block] -= 1
         if not self._open_chunks[block]:
             self._unsummarised.append(block)
         is_block = self._blocks[block].kind == "block"
         kind = AveragedBlockGradient if is_block else AveragedNonBlockGradient
-        return Broadcast(kind(**self.place, block=block, chunk=number), values)
+        values = self.averages[block][self._blocks[block].chunk_slice(number)]
+        had_by = frozenset(self.sliced.table.members) if self.sliced is not None else frozenset()
+        return Broadcast(kind(**self.place, block=block, chunk=number), values, had_by)

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, Final
 
+import numpy as np
+
 from coordinator.run.actions import (
     Action,
     Adopt,
@@ -49,14 +51,18 @@ from coordinator.run.facts import (
 from coordinator.run.failures import Failures
 from coordinator.run.kept import Bytes
 from coordinator.run.membership import COMPUTING, Member, Membership, MemberState
-from coordinator.run.progress import OfRound, Progress
+from coordinator.run.mesh import Mesh
+from coordinator.run.progress import OfRound, Progress, SliceMessage
 from coordinator.run.restart import Resumption
 from coordinator.run.round import NonFinite
 from coordinator.run.saves import Saves
+from coordinator.run.sliced import WrongAverage
 from coordinator.run.summary import Summary
 from protocol.base.byte_size import byte_size
 from protocol.base.errors import ExitCode, OutOfPlace
 from protocol.base.fields import cut_text
+from protocol.exact.slice_merge import parse_origin
+from protocol.exact.slices import SliceGrid
 from protocol.exact.update import Array
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec
@@ -65,21 +71,33 @@ from protocol.wire.messages import (
     Boundary,
     CapturedRows,
     Continue,
+    DoorOpen,
     Drain,
     EvalResult,
     GradientPayload,
     Halt,
+    Linked,
+    LinkTraffic,
     Message,
     NodeLoss,
     NonBlockGradientPayload,
     Ready,
+    SliceAverage,
+    SliceDone,
+    SliceSum,
+    SlicesWanted,
     StartRun,
     StateChunk,
     StepApplied,
     StretchProgress,
     StretchRequest,
+    SumNotFinite,
+    SumsArrived,
+    Unlinked,
     Unready,
+    WrongSlice,
 )
+from protocol.wire.peers import Traffic, parse
 
 _BEHIND: Final = 2
 """A joiner whose state was right so many steps ago takes part: it gets every commit since."""
@@ -115,6 +133,13 @@ class Event(Enum):
     NODE_LOSS = auto()
     STEP_APPLIED = auto()
     EVAL_RESULT = auto()
+    DOOR_OPEN = auto()
+    LINKED = auto()
+    LINK_TRAFFIC = auto()
+    UNLINKED = auto()
+    SLICE = auto()
+    SLICES_WANTED = auto()
+    WRONG_SLICE = auto()
     # The shell has done something, or could not.
     TICK = auto()
     RESUME = auto()
@@ -163,6 +188,17 @@ _EVENT_OF: Final[dict[type[Message], Event]] = {
     NodeLoss: Event.NODE_LOSS,
     StepApplied: Event.STEP_APPLIED,
     EvalResult: Event.EVAL_RESULT,
+    DoorOpen: Event.DOOR_OPEN,
+    Linked: Event.LINKED,
+    LinkTraffic: Event.LINK_TRAFFIC,
+    Unlinked: Event.UNLINKED,
+    SliceSum: Event.SLICE,
+    SliceAverage: Event.SLICE,
+    SliceDone: Event.SLICE,
+    SumsArrived: Event.SLICE,
+    SumNotFinite: Event.SLICE,
+    SlicesWanted: Event.SLICES_WANTED,
+    WrongSlice: Event.WRONG_SLICE,
 }
 _ONCE_PREPARED: Final = {Event.READY, Event.UNREADY}
 """Only from a worker that was asked to build the task, and once."""
@@ -213,6 +249,7 @@ class Run:
         epoch: The coordinator's.
         expect_workers: How many must be ready before the start.
         resumption: Where a restart goes on from; None for a new run.
+        secret: For the keys of members that exchange slices; empty: they do not.
     """
 
     def __init__(
@@ -222,6 +259,8 @@ class Run:
         epoch: int,
         expect_workers: int,
         resumption: Resumption | None = None,
+        *,
+        secret: bytes = b"",
     ) -> None:
         self.run_id = run_id
         self.spec = spec
@@ -237,6 +276,7 @@ class Run:
         self.saves = Saves(spec.checkpoint)
         self.blobs: str | None = None
         self.unfit: dict[str, str] = {}
+        self._secret = secret
         self._odd: set[str] = set()
         self._skip_asked = False
         self._drain_asked = False
@@ -256,9 +296,11 @@ class Run:
         self._remembered = set(terms.signatures) if terms is not None else set()
 
     def _settle(self, manifest: Manifest, resumption: Resumption | None = None) -> Settled:
+        spec = self.spec
+        mesh = Mesh(self.run_id, self.epoch, spec.exchange, manifest.blocks, self._secret)
         self.settled = Settled(
             manifest,
-            Progress(self.spec, self.epoch, manifest, self.members, resumption),
+            Progress(spec, self.epoch, manifest, self.members, resumption, mesh=mesh),
             Admission(self.run_id, self.spec.exactness, self.members, manifest),
         )
         return self.settled
@@ -301,16 +343,17 @@ class Run:
     # Events about workers.
 
     def invite(
-        self, worker: str, admitted_by: str = "", *, evaluates: bool = False
+        self, worker: str, admitted_by: str = "", host: str = "", *, evaluates: bool = False
     ) -> list[Action]:
         """A worker is connected and free: ask it to build the task.
 
         Args:
             worker: Its name.
             admitted_by: What it proved itself with.
+            host: Where it connects from; empty from the coordinator's machine.
             evaluates: Whether it is to evaluate, and to compute nothing.
         """
-        return self._on(Event.INVITE, worker, admitted_by, evaluates=evaluates)
+        return self._on(Event.INVITE, worker, (admitted_by, host), evaluates=evaluates)
 
     def receive(
         self, worker: str, message: Message, body: Array | Bytes | bytes | None
@@ -349,7 +392,10 @@ class Run:
                 same microbatches the run halts: the others would follow.
         """
         member = self.members.remove(worker)
-        return [] if member is None else self._on(Event.LOST, member, reason, failed=failed)
+        if member is None:
+            return []
+        told = self.settled.progress.mesh.lost(worker) if self.settled is not None else []
+        return told + self._on(Event.LOST, member, reason, failed=failed)
 
     # Events from the shell.
 
@@ -458,7 +504,9 @@ class Run:
         del body
         raise OutOfPlace(f"{type(message).__name__} of {member.name!r} before the first step")
 
-    def _check_late(self, member: Member, message: OfRound, body: object) -> list[Action]:
+    def _check_late(
+        self, member: Member, message: OfRound | SliceMessage, body: object
+    ) -> list[Action]:
         """The step does not go on: what belongs to it is dropped, what never did is an error."""
         del member, body
         self._agreed.progress.present(message)
@@ -466,13 +514,15 @@ class Run:
 
     # Workers come and go.
 
-    def _early_invite(self, worker: str, admitted_by: str, *, evaluates: bool) -> list[Action]:
+    def _early_invite(
+        self, worker: str, where: tuple[str, str], *, evaluates: bool
+    ) -> list[Action]:
         """Evaluators wait: what all have to agree on is for those to settle that train."""
-        member = self.members.add(worker, admitted_by, evaluates=evaluates)
+        member = self.members.add(worker, *where, evaluates=evaluates)
         return [] if evaluates else self._ask(member)
 
-    def _invite(self, worker: str, admitted_by: str, *, evaluates: bool) -> list[Action]:
-        return self._ask(self.members.add(worker, admitted_by, evaluates=evaluates))
+    def _invite(self, worker: str, where: tuple[str, str], *, evaluates: bool) -> list[Action]:
+        return self._ask(self.members.add(worker, *where, evaluates=evaluates))
 
     def _ask(self, member: Member) -> list[Action]:
         if member.evaluates and not self._evaluates_beside:
@@ -527,9 +577,10 @@ class Run:
             self.members.remove(member.name)
             return refuse(member.name, refusal)
         member.now_ready(message)
-        return [
-            Report(WorkerReady(member.name, member.device, member.backend, member.signature_text))
-        ]
+        told = WorkerReady(member.name, member.device, member.backend, member.signature_text)
+        if member.evaluates:
+            return [Report(told)]
+        return [Report(told), *self._agreed.progress.mesh.joined(member.name, member.host)]
 
     def _unready(self, member: Member, message: Unready, body: None = None) -> list[Action]:
         del body
@@ -711,7 +762,77 @@ class Run:
             return []
         fault = progress.node_loss(round_, member, message)
         actions = progress.release() + progress.cancel_surplus(round_)
+        if isinstance(fault, Differing):
+            return actions + self.halt(f"step {self.step}: {fault}")
         return actions + (self._halt_for(fault) if fault else self._on(Event.ADVANCE))
+
+    # Slices, which members average among themselves.
+
+    def _door_open(self, member: Member, message: DoorOpen, body: None) -> list[Action]:
+        del body
+        return self._agreed.progress.mesh.opened(member.name, message)
+
+    def _linked(self, member: Member, message: Linked, body: None) -> list[Action]:
+        del body
+        self._agreed.progress.mesh.linked(member.name, message.peer, message.mbit)
+        return []
+
+    def _link_traffic(self, member: Member, message: LinkTraffic, document: bytes) -> list[Action]:
+        del message
+        traffic = parse(Traffic, document)
+        self._agreed.progress.mesh.traffic[member.name] = traffic.peers
+        return []
+
+    def _unlinked(self, member: Member, message: Unlinked, body: None) -> list[Action]:
+        del body
+        self._agreed.progress.mesh.unlinked(member.name, message.peer)
+        return self._on(Event.REASSIGN) + self._on(Event.ADVANCE)
+
+    def _slice(
+        self, member: Member, message: SliceMessage, body: Array | bytes | None
+    ) -> list[Action]:
+        progress = self._agreed.progress
+        round_ = progress.present(message)
+        if round_ is None:
+            return []
+        progress.delivered(member.name)
+        found: list[Broadcast] | WrongAverage = []
+        match message:
+            case SliceSum():
+                assert isinstance(body, np.ndarray)
+                return [*round_.slice_sum(member.name, message, body)]
+            case SumNotFinite():
+                return self._halt_for(round_.not_finite(member.name, message))
+            case SumsArrived():
+                round_.sums_arrived(member.name, message)
+                if message.worker in round_.shares:
+                    progress.delivered(message.worker)
+                return progress.release() + progress.cancel_surplus(round_)
+            case SliceDone():
+                assert isinstance(body, bytes)
+                found = round_.slice_done(member.name, message, parse_origin(body))
+            case SliceAverage():
+                assert isinstance(body, np.ndarray)
+                found = round_.slice_average(member.name, message, body)
+        if isinstance(found, WrongAverage):
+            return self.halt(f"step {self.step}: {found}")
+        return [*found, *round_.summarise(), *progress.release(), *self._on(Event.ADVANCE)]
+
+    def _slices_wanted(self, member: Member, message: SlicesWanted, body: None) -> list[Action]:
+        del body
+        return self._agreed.progress.slices_wanted(member.name, message)
+
+    def _wrong_slice(self, member: Member, message: WrongSlice, body: None) -> list[Action]:
+        """The step is committed, with other averages than this worker got: it gets those here."""
+        del body
+        grid = SliceGrid(self._agreed.manifest.blocks)
+        if message.slice >= grid.count or message.step >= self.step:
+            raise OutOfPlace(f"WrongSlice: no slice {message.slice} of a committed step")
+        if message.owner not in self.members:
+            return []  # it has left, with whatever it had
+        block = self._agreed.manifest.blocks[grid.place(message.slice)[0]].name
+        wrong = WrongAverage(message.owner, block, f"to worker {member.name!r}")
+        return self.halt(f"step {message.step}: {wrong}")
 
     def _halt_for(self, fault: NonFinite) -> list[Action]:
         return self.halt(f"step {self.step}: {fault}", fault)
@@ -1095,6 +1216,13 @@ class Run:
         (Event.NODE_LOSS, _refuse_early, _node_loss, _check_late, _check_late, _ignore),
         (Event.STEP_APPLIED, _refuse_early, _applied, _applied, _applied, _ignore),
         (Event.EVAL_RESULT, _refuse_early, _beside, _eval_result, _beside, _ignore),
+        (Event.DOOR_OPEN, _door_open, _door_open, _door_open, _door_open, _ignore),
+        (Event.LINKED, _linked, _linked, _linked, _linked, _ignore),
+        (Event.LINK_TRAFFIC, _link_traffic, _link_traffic, _link_traffic, _link_traffic, _ignore),
+        (Event.UNLINKED, _unlinked, _unlinked, _unlinked, _unlinked, _ignore),
+        (Event.SLICE, _refuse_early, _slice, _check_late, _check_late, _ignore),
+        (Event.SLICES_WANTED, _ignore, _slices_wanted, _slices_wanted, _slices_wanted, _ignore),
+        (Event.WRONG_SLICE, _refuse_early, _wrong_slice, _wrong_slice, _wrong_slice, _ignore),
         (Event.TICK, _tick_waiting, _tick, _tick_evaluation, _ignore, _ignore),
         (Event.RESUME, _resume, _ignore, _ignore, _ignore, _ignore),
         (Event.REPLICA_LOADED, _loaded, _ignore, _ignore, _ignore, _ignore),

@@ -14,6 +14,7 @@ from coordinator.run.facts import (
     NodesSpeculated,
     RedoneOtherwise,
     RunHalted,
+    SlicesOwned,
     StepCommitted,
     StepRestarted,
     ViewBegins,
@@ -33,6 +34,7 @@ from coordinator.storage.journal_records import (
     Halted,
     ManifestSettled,
     MemberNoted,
+    Owned,
     Planned,
     Record,
     ViewChanged,
@@ -75,6 +77,8 @@ def record_of(fact: Fact, run: Run) -> Record | None:
             return Halted.model_validate(fact.fields())
         case ViewBegins():
             return _view(fact, run.epoch)
+        case SlicesOwned():
+            return Owned(epoch=run.epoch, **fact.fields())
         case NodesPlanned():
             return _planned(fact, run.epoch)
         case _:

@@ -30,6 +30,7 @@ from coordinator.run.actions import (
     Report,
     Seed,
     Send,
+    SendAverages,
     Summarise,
     Withhold,
 )
@@ -75,7 +76,7 @@ from protocol.exact.update import Array
 from protocol.host.machine import Machine
 from protocol.host.trace import Tracer, now_us
 from protocol.spec.manifest import Manifest
-from protocol.wire.connection import Received, encode
+from protocol.wire.connection import Received, codec_of, encode
 from protocol.wire.messages import (
     AveragedGradient,
     BlobRequest,
@@ -84,6 +85,7 @@ from protocol.wire.messages import (
     GradientPayload,
     Message,
     Ready,
+    StateChunk,
     StretchState,
 )
 
@@ -191,8 +193,9 @@ class Execution:
         if session.name in self.run.spec.checkpoint.copies and newest is not None:
             self._copying = self._spawn(self._copy(newest.info.step, session.name, self._copying))
         evaluates = session.hello.duty == "evaluate"
-        check = session.check
-        self._handle(lambda: self.run.invite(session.name, check.admitted_by, evaluates=evaluates))
+        name, admitted_by = session.name, session.check.admitted_by
+        host = "" if session.channel.is_local else session.host
+        self._handle(lambda: self.run.invite(name, admitted_by, host, evaluates=evaluates))
 
     def receive(self, session: MemberSession, received: Received) -> None:
         """A member's message; see `members.session.MembersRun`."""
@@ -216,10 +219,11 @@ class Execution:
             session.channel.connection.exchange = self._exchange
 
     def _values(self, message: Message, raw: Bytes) -> Array:
+        codec = codec_of(message, self._exchange)
         if not isinstance(message, GradientPayload):
-            return unpacked(raw, "float32", len(raw) // 4)
+            return unpacked(raw, codec, len(raw) // (2 if codec == "bfloat16" else 4))
         piece = self._replica.manifest.blocks[message.block].chunk_slice(message.chunk)
-        return unpacked(raw, self._exchange.precision, piece.stop - piece.start)
+        return unpacked(raw, codec, piece.stop - piece.start)
 
     def lost(self, session: MemberSession, reason: str) -> None:
         """A member's connection is over."""
@@ -292,6 +296,8 @@ class Execution:
                     self._lead(action.worker, None)
                 case Replay():
                     self._lead(action.worker, action)
+                case SendAverages():
+                    self._send_averages(action)
                 case Summarise():
                     self._spawn(self._summarise(action))
                 case Persist():
@@ -319,7 +325,7 @@ class Execution:
 
     def _broadcast(self, action: Broadcast) -> None:
         message, values = action.message, action.body
-        self._followers.broadcast(message, values)
+        self._followers.broadcast(message, values, action.had_by)
         if isinstance(message, Commit):
             for worker in self._followers.behind(message.step):
                 self._leave_behind(worker, message.step)
@@ -328,6 +334,12 @@ class Execution:
             self._storage.append(place_of(message), values)
         if self._tracer is not None:
             self._tracer.instant(f"send {type(message).__name__}", "coordinator")
+
+    def _send_averages(self, action: SendAverages) -> None:
+        session = self._sessions.get(action.worker)
+        if session is not None and not self._followers.send_again(session, action.step):
+            reason = "the averages that others were to send are here no more: join again"
+            session.channel.goodbye(reason, retry=True)
 
     async def _summarise(self, action: Summarise) -> None:
         work = partial(summary_of, action.block, action.average)
@@ -641,6 +653,6 @@ class Execution:
             self._fail(error)
 
     def _trace_payload(self, worker: str, message: Message) -> None:
-        if self._tracer is not None and message.body == "values":
+        if self._tracer is not None and isinstance(message, GradientPayload | StateChunk):
             fields = message.model_dump()
             self._tracer.instant(f"receive block {fields['block']}", worker, **fields)

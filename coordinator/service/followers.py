@@ -69,15 +69,28 @@ class Followers:
         """It hears no more."""
         self._names.discard(worker)
 
-    def broadcast(self, message: Message, body: Array | None) -> None:
-        """Send to all, and keep it for joiners."""
+    def broadcast(
+        self, message: Message, body: Array | None, had_by: frozenset[str] = frozenset()
+    ) -> None:
+        """Send to all that do not have it from others, and keep it for joiners."""
         encoded = encode(message, None if body is None else packed(body, self._codec))
-        for name in sorted(self._names):
+        for name in sorted(self._names - had_by):
             session = self._sessions.get(name)
             if session is not None:
                 session.channel.send(encoded)
         if isinstance(message, _KEPT):
             self._tail.append((message.step, encoded))
+
+    def send_again(self, session: MemberSession, step: int) -> bool:
+        """Send what this step averaged; whether that is here still."""
+        kept = [
+            encoded
+            for broadcast_step, encoded in self._tail
+            if broadcast_step == step and not isinstance(encoded.message, Commit)
+        ]
+        for encoded in kept:
+            session.channel.send(encoded)
+        return bool(kept)
 
     def forget_before(self, step: int) -> None:
         """The replica has taken so many steps: joiners need only what came later."""

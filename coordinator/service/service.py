@@ -45,6 +45,7 @@ from protocol.host.loop_watch import LoopWatch
 from protocol.host.machine import Machine
 from protocol.host.trace import Tracer
 from protocol.spec.run_spec import RunSpec
+from protocol.wire.authentication import new_key
 from protocol.wire.connection import Connection
 from protocol.wire.messages import Heartbeat, Welcome
 from protocol.wire.transport import Channel
@@ -375,6 +376,7 @@ class Service:
             epoch,
             self.settings.expect_workers,
             restart.resumption if restart is not None else None,
+            secret=new_key(),
         )
         run.blobs = accepted.blobs.digest if accepted.blobs is not None else None
         storage = RunStorage(

@@ -150,6 +150,20 @@ class Planned(Record):
         return [Node(lo, hi) for nodes in self.nodes.values() for lo, hi in nodes]
 
 
+class Owned(Record):
+    """Which part of every block each worker averages from now on; none: the coordinator does."""
+
+    articles = (12, 15)
+    serves = "which machine added the gradients of others, in which step"
+
+    kind: Literal["owners"] = "owners"
+    epoch: Number
+    step: Number
+    number: Number
+    reason: Words = ""
+    owners: dict[Name, Annotated[float, Field(ge=0, le=1)]]
+
+
 class Committed(Record):
     """A step was taken, or skipped: then its samples are covered, and nothing was applied.
 
@@ -271,8 +285,8 @@ class Ended(Record):
 
 
 RECORDS: tuple[type[Record], ...] = (
-    RunBegins, ManifestSettled, FilesKept, Resumed, ViewChanged, Planned, Committed, Halted, Fault,
-    Commanded, Checkpointed, Evaluated, Ended,
+    RunBegins, ManifestSettled, FilesKept, Resumed, ViewChanged, Planned, Owned, Committed, Halted,
+    Fault, Commanded, Checkpointed, Evaluated, Ended,
 )  # fmt: skip
 
 AnyRecord = Annotated[Union[RECORDS], Field(discriminator="kind")]  # type: ignore[valid-type]  # noqa: UP007 - from the table

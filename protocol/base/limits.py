@@ -18,6 +18,23 @@ SMALL_CHUNK_ELEMENTS: Final = 512 * KIB // 4
 """In one chunk at least, unless it is a block's last: a frame, and its way back as an average, cost
 the coordinator about 0.3 ms of processor, as much as encrypting 300 KB."""
 
+# Slices, and those who average them.
+SLICE_ELEMENTS: Final = 32 * KIB
+"""Of a block at most, unless that makes too many: a message each, and what an owner works on."""
+LARGE_SLICE_ELEMENTS: Final = 256 * KIB
+SLICES: Final = 512
+"""About so many at most, unless they would be larger than that."""
+PEER_STRANGERS_CONNECTIONS: Final = 8
+"""In the handshake at once at a member's door: the others are those of one run."""
+PEER_PROBE_BYTES: Final = 1 * MIB
+PEER_TIMEOUT_MS: Final = 8_000
+"""For how long a peer may read nothing of what is sent to it, or say nothing in the middle of a
+message."""
+PEER_EARLY_BYTES: Final = 256 * MIB
+"""Of sums that come before their step, or before the table that they follow."""
+OWNER_LEASE_MS: Final = 2_000
+"""How long an owner may be silent while nothing is waited for but its averages."""
+
 # Connections.
 UNAUTHENTICATED_CONNECTIONS: Final = 64
 UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS: Final = 8

@@ -126,6 +126,7 @@ TaskName = Annotated[
 ]
 Document = Annotated[dict[str, Any], AfterValidator(_sorted)]
 Precision = Literal["float32", "bfloat16"]
+Way = Literal["auto", "star", "sharded"]
 BaseDtype = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 Exactness = Literal["require", "prefer"]
 OptimizerName = Literal["sgd", "momentum", "nesterov", "adamw"]
@@ -361,7 +362,11 @@ class OptimizerSpec(_Section):
 
 
 class ExchangeSpec(_Section):
-    """How gradients travel between coordinator and workers.
+    """How gradients travel, between coordinator and workers or among workers.
+
+    In a star all go to the coordinator, which averages and sends to all. Sharded, each worker
+    averages some slices of every block and sends them to all others: on many machines each link
+    carries as much as in a ring. The bits are the same.
 
     bfloat16 halves their bytes. Rounding (to nearest, ties to even) is a part of the sum then:
     every microbatch's gradient and every sum of two nodes is rounded, so the bits are the same for
@@ -373,6 +378,11 @@ class ExchangeSpec(_Section):
     )
     averages: Precision = Field(
         "float32", description="of averages, to workers, before norm, clipping and update"
+    )
+    way: Way = Field(
+        "star",
+        description="star: all by way of the coordinator; sharded: workers that reach each other "
+        "average among themselves; auto: sharded where that is expected to be faster",
     )
 
     @property

@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 from protocol import PROTOCOL_VERSION
 from protocol.base.errors import NotAuthorised
-from protocol.wire.messages import Challenge, Hello, Proof
+from protocol.wire.messages import Challenge, Hello, PeerHello, Proof
 
 METHOD: Final = "hmac-sha256"
 NONCE_BYTES: Final = 32
@@ -41,13 +41,14 @@ class Exchange:
     """What both proofs of one handshake are about.
 
     Attributes:
-        hello: The worker's, with its nonce.
+        hello: The worker's, with its nonce; between two workers that of the one who dials, which
+            has the worker's part, and who is dialled the coordinator's.
         coordinator_nonce: The challenge's.
         fingerprint: SHA-256 of the certificate that this connection has, as seen from this side;
             `NO_CERTIFICATE` without TLS.
     """
 
-    hello: Hello
+    hello: Hello | PeerHello
     coordinator_nonce: bytes
     fingerprint: bytes
 
@@ -55,7 +56,7 @@ class Exchange:
         """The proof of one side; 32 bytes."""
         hello = self.hello
         parts = (
-            b"samestep join",
+            b"samestep join" if isinstance(hello, Hello) else b"samestep peers",
             role.encode(),
             PROTOCOL_VERSION.to_bytes(2, "big"),
             hello.to_header(),

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from protocol.base import limits
 from protocol.base.errors import FrameError, LocalProtocolError, OutOfPlace, VersionMismatch
 from protocol.exact.codecs import body_bytes
+from protocol.exact.slices import SliceGrid
 from protocol.spec.manifest import Block
 from protocol.spec.replicas_spec import Codec, Codecs
 from protocol.wire import frames
@@ -41,6 +42,7 @@ from protocol.wire.messages import (
     CopyRead,
     CopyRemove,
     Credit,
+    DoorOpen,
     Drain,
     EndRun,
     EvalPlan,
@@ -50,11 +52,24 @@ from protocol.wire.messages import (
     Halt,
     Heartbeat,
     Hello,
+    Linked,
+    LinkTraffic,
     Message,
     NodeLoss,
     NonBlockGradientPayload,
+    OpenDoor,
+    Owners,
+    PeerHello,
+    PeerProbe,
+    Peers,
+    PeerWelcome,
     Proof,
     Ready,
+    SliceAverage,
+    SliceDigests,
+    SliceDone,
+    SliceSum,
+    SlicesWanted,
     StartRun,
     StateChunk,
     StateRequest,
@@ -63,12 +78,17 @@ from protocol.wire.messages import (
     StretchProgress,
     StretchRequest,
     StretchState,
+    SumNotFinite,
+    SumsArrived,
+    Unlinked,
     Unready,
     Welcome,
+    WrongSlice,
     decode_message,
 )
 
-Role = Literal["coordinator", "worker"]
+Role = Literal["coordinator", "worker", "listener", "dialler"]
+"""Two workers that talk to each other are listener and dialler."""
 Body = NDArray[np.uint8]
 
 
@@ -95,8 +115,9 @@ FROM_WORKER: Final[dict[Phase, frozenset[type[Message]]]] = {
     Phase.OPEN: frozenset({
         Ready, Unready, StateChunk, BlockGradientPayload, NonBlockGradientPayload, NodeLoss,
         CapturedRows, StepApplied, EvalResult, Heartbeat, Drain, Goodbye, BlobRequest,
-        CopiesHeld, CopyPiece, CopyDone,
-        StretchProgress, Boundary, StretchRequest,
+        CopiesHeld, CopyPiece, CopyDone, StretchProgress, Boundary, StretchRequest, DoorOpen,
+        Linked, LinkTraffic, Unlinked, SliceSum, SliceAverage, SliceDone, SumsArrived, SumNotFinite,
+        SlicesWanted, WrongSlice,
     }),
     Phase.CLOSED: frozenset(),
 }  # fmt: skip
@@ -110,16 +131,45 @@ FROM_COORDINATOR: Final[dict[Phase, frozenset[type[Message]]]] = {
         StartRun, StateRequest, StateChunk, StepPlan, AveragedBlockGradient,
         AveragedNonBlockGradient, Commit, Assign, Cancel, Credit, EvalPlan, Heartbeat, Halt,
         Continue, EndRun, Goodbye, BlobChunk, CopyList, CopyPiece, CopyRead, CopyRemove,
-        Continue, EndRun, Goodbye, BlobChunk, StretchState,
+        StretchState, OpenDoor, Peers, Owners, SliceSum, SliceDigests,
     }),
     Phase.CLOSED: frozenset(),
 }  # fmt: skip
+
+_BETWEEN_PEERS: Final[frozenset[type[Message]]] = frozenset(
+    {SliceSum, SliceAverage, PeerProbe, Heartbeat, Goodbye}
+)
+FROM_DIALLER: Final[dict[Phase, frozenset[type[Message]]]] = {
+    Phase.GREETING: frozenset({PeerHello}),
+    Phase.CHALLENGING: frozenset(),
+    Phase.PROVING: frozenset({Proof}),
+    Phase.ADMITTING: frozenset(),
+    Phase.OPEN: _BETWEEN_PEERS,
+    Phase.CLOSED: frozenset(),
+}
+FROM_LISTENER: Final[dict[Phase, frozenset[type[Message]]]] = {
+    Phase.GREETING: frozenset({Goodbye}),
+    Phase.CHALLENGING: frozenset((Challenge, Goodbye)),
+    Phase.PROVING: frozenset({Goodbye}),
+    Phase.ADMITTING: frozenset({PeerWelcome, Goodbye}),
+    Phase.OPEN: _BETWEEN_PEERS,
+    Phase.CLOSED: frozenset(),
+}
+_TALKS: Final = {
+    "coordinator": (FROM_WORKER, FROM_COORDINATOR),
+    "worker": (FROM_COORDINATOR, FROM_WORKER),
+    "listener": (FROM_DIALLER, FROM_LISTENER),
+    "dialler": (FROM_LISTENER, FROM_DIALLER),
+}
+"""What each role receives, and sends."""
 
 _LEADS_TO: Final[dict[type[Message], Phase]] = {
     Hello: Phase.CHALLENGING,
     Challenge: Phase.PROVING,
     Proof: Phase.ADMITTING,
     Welcome: Phase.OPEN,
+    PeerHello: Phase.CHALLENGING,
+    PeerWelcome: Phase.OPEN,
     Goodbye: Phase.CLOSED,
 }
 
@@ -184,10 +234,9 @@ class Connection:
         self.role: Role = role
         self.phase = Phase.GREETING
         self.blocks: tuple[Block, ...] | None = None
+        self._grid: SliceGrid | None = None
         self.exchange = Codecs()
-        coordinator = role == "coordinator"
-        self._receivable = FROM_WORKER if coordinator else FROM_COORDINATOR
-        self._sendable = FROM_COORDINATOR if coordinator else FROM_WORKER
+        self._receivable, self._sendable = _TALKS[role]
         self._scratch = bytearray(_STRANGERS_SCRATCH_BYTES)
         self._filled = 0
         self._body: Body | None = None
@@ -363,26 +412,38 @@ class Connection:
             return 0
         if message.body in ("document", "bytes"):
             return None
-        block, chunk = _place(message)
         if self.blocks is None:
             raise OutOfPlace(f"{type(message).__name__} before the manifest is known")
+        if isinstance(message, SliceSum | SliceAverage):
+            return self._slice_bytes(self.blocks, message)
+        block, chunk = _place(message)
         if block >= len(self.blocks) or chunk >= self.blocks[block].chunks:
             raise OutOfPlace(f"{type(message).__name__}: no chunk {chunk} of block {block}")
         kind = self.blocks[block].kind
         if _KIND.get(type(message), kind) != kind:
             raise OutOfPlace(f"{type(message).__name__}: block {block} is of kind {kind!r}")
         piece = self.blocks[block].chunk_slice(chunk)
-        return body_bytes(self._codec(message), piece.stop - piece.start)
+        return body_bytes(codec_of(message, self.exchange), piece.stop - piece.start)
 
-    def _codec(self, message: Message) -> Codec:
-        """As which the values of a message travel; a state's are float32 always."""
-        if isinstance(message, GradientPayload):
-            return self.exchange.precision
-        return self.exchange.averages if isinstance(message, AveragedGradient) else "float32"
+    def _slice_bytes(self, blocks: tuple[Block, ...], message: SliceSum | SliceAverage) -> int:
+        if self._grid is None or self._grid.blocks is not blocks:
+            self._grid = SliceGrid(blocks)
+        if message.slice >= self._grid.count:
+            raise OutOfPlace(f"{type(message).__name__}: there is no slice {message.slice}")
+        elements = self._grid.elements(message.slice)
+        return body_bytes(codec_of(message, self.exchange), elements)
 
     def _advance(self, kind: type[Message]) -> None:
         """Move the handshake on; the same messages move both sides."""
         self.phase = _LEADS_TO.get(kind, self.phase)
+
+
+def codec_of(message: Message, exchange: Codecs) -> Codec:
+    """In which the values of a message travel; a state's are float32 always."""
+    if isinstance(message, GradientPayload | SliceSum):
+        return exchange.precision
+    averaged = isinstance(message, AveragedGradient | SliceAverage)
+    return exchange.averages if averaged else "float32"
 
 
 def _place(message: Message) -> tuple[int, int]:

@@ -192,11 +192,12 @@ class StepPlan(_InStep):
     """Coordinator: your nodes of this step, of a tree over so many microbatches.
 
     `uploads` chunks of each may be sent, in the order of `protocol.exact.upload_order`, until a
-    `Credit` says more.
+    `Credit` says more. With a table of `owners` none are sent: slices go to those (`Owners`).
     """
 
     tag = 10
     view: Number
+    owners: Number
     microbatches: Annotated[int, Field(ge=1, le=limits.MICROBATCHES_PER_STEP)]
     nodes: NodeList
     uploads: Number
@@ -264,7 +265,10 @@ class CapturedRows(_InStep):
 
 
 class NodeLoss(_InStep):
-    """Worker: a node is done; its loss sum (which may be non-finite: that halts the run)."""
+    """Worker: a node is done; its loss sum (which may be non-finite: that halts the run).
+
+    `sums` is the checksum of its gradients where slices of them went to others (xxh3-128).
+    """
 
     tag = 15
     lo: Number
@@ -272,6 +276,7 @@ class NodeLoss(_InStep):
     loss_sum: float
     weight: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     elapsed_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    sums: Annotated[bytes, Field(max_length=16)]
 
     @property
     def node(self) -> Node:
@@ -447,6 +452,180 @@ class CopyDone(Message):
     error: Text
 
 
+# Slices: members average among themselves (see `protocol.exact.slices`).
+
+
+class OpenDoor(Message):
+    """Coordinator: listen for the other members of this run."""
+
+    tag = 42
+    run_id: Small
+
+
+class DoorOpen(Message):
+    """Worker: I listen, at this port, with the certificate of this SHA-256 (zeros: without TLS);
+    port 0: nobody can come in here."""
+
+    tag = 43
+    run_id: Small
+    port: Annotated[int, Field(ge=0, le=65_535)]
+    fingerprint: Bytes32
+
+
+class Peers(Message):
+    """Coordinator: who the others are, all of them, and you. Body: `protocol.wire.peers`."""
+
+    tag = 44
+    body = "document"
+    run_id: Small
+
+
+class Linked(Message):
+    """Worker: this peer and I reach one another, and that is how quickly."""
+
+    tag = 45
+    run_id: Small
+    peer: Small
+    mbit: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Unlinked(Message):
+    """Worker: this peer and I do not (any more), and why."""
+
+    tag = 46
+    run_id: Small
+    peer: Small
+    reason: Text
+
+
+class LinkTraffic(Message):
+    """Worker: bytes sent to each peer and received from it, since it has known them. Body: JSON."""
+
+    tag = 59
+    body = "document"
+    run_id: Small
+
+
+class Owners(Message):
+    """Coordinator: who averages which slice from now on. Body: `protocol.wire.peers`.
+
+    A step in progress goes on with it: sums of slices that have another owner are sent again.
+    """
+
+    tag = 47
+    body = "document"
+    run_id: Small
+    epoch: Number
+    number: Annotated[int, Field(ge=1, lt=2**63)]
+
+
+class _OfSlice(_InStep):
+    owners: Number
+    slice: Number
+
+
+class SliceSum(_OfSlice):
+    """Worker, to the slice's owner, maybe by way of the coordinator: a slice of a node's sum."""
+
+    tag = 48
+    body = "values"
+    worker: Small
+    lo: Number
+    hi: Number
+    weight: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+    @property
+    def node(self) -> Node:
+        return Node(self.lo, self.hi)
+
+
+class SliceAverage(_OfSlice):
+    """Owner, to all and to the coordinator: a slice, averaged over all samples of the step."""
+
+    tag = 49
+    body = "values"
+
+
+class SliceDone(_OfSlice):
+    """Owner: I have averaged this slice. Body: its origin, whose nodes were added (JSON)."""
+
+    tag = 50
+    body = "document"
+    digest: Annotated[bytes, Field(min_length=16, max_length=16)]
+
+
+class SumsArrived(_InStep):
+    """Owner: of this worker's node all that is mine is here."""
+
+    tag = 51
+    owners: Number
+    worker: Small
+    lo: Number
+    hi: Number
+
+    @property
+    def node(self) -> Node:
+        return Node(self.lo, self.hi)
+
+
+class SumNotFinite(_InStep):
+    """Owner: NaN or infinity, in a sum of this worker's, or (without one) once all were added."""
+
+    tag = 52
+    slice: Number
+    worker: Small | None
+    lo: Number
+    hi: Number
+
+    @property
+    def node(self) -> Node:
+        return Node(self.lo, self.hi)
+
+
+class SliceDigests(_InStep):
+    """Coordinator: what the slices' averages must be; the commit follows. Body: 16 bytes each."""
+
+    tag = 53
+    body = "bytes"
+
+
+class SlicesWanted(_InStep):
+    """Worker: slices of a step that is committed have not come here; send me its averages."""
+
+    tag = 54
+
+
+class WrongSlice(_InStep):
+    """Worker: this slice's average, as its owner sent it to me, has another digest."""
+
+    tag = 55
+    slice: Number
+    owner: Small
+
+
+class PeerHello(Message):
+    """Who dials: I am `name`, to see `to`, and I am going to send (or to receive)."""
+
+    tag = 56
+    name: Small
+    to: Small
+    sends: bool
+    nonce: Bytes32
+
+
+class PeerWelcome(Message):
+    """Who was dialled: you are who you say."""
+
+    tag = 57
+
+
+class PeerProbe(Message):
+    """Sender: so many bytes, to see how quick the link is. The answer is another, empty."""
+
+    tag = 58
+    body = "bytes"
+
+
 # Life.
 
 
@@ -501,6 +680,9 @@ MESSAGES: dict[int, type[Message]] = {
         EvalResult, Heartbeat, Halt, Continue, Drain, EndRun, Goodbye, BlobRequest, BlobChunk,
         CapturedRows, CopyList, CopiesHeld, CopyPiece, CopyRead, CopyRemove, CopyDone,
         StretchProgress, Boundary, StretchRequest, StretchState,
+        OpenDoor, DoorOpen, Peers, Linked, Unlinked, Owners, SliceSum, SliceAverage,
+        SliceDone, SumsArrived, SumNotFinite, SliceDigests, SlicesWanted, WrongSlice, PeerHello,
+        PeerWelcome, PeerProbe, LinkTraffic,
     )
 }  # fmt: skip
 

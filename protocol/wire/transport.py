@@ -76,6 +76,14 @@ class Channel(asyncio.BufferedProtocol):
         return secured.getpeercert(binary_form=True) if secured is not None else None
 
     @property
+    def is_local(self) -> bool:
+        """Whether both ends have one address: the peer is on this machine."""
+        if self._transport is None:
+            return False
+        own, other = (self._transport.get_extra_info(n) for n in ("sockname", "peername"))
+        return bool(own and other and own[0] == other[0])
+
+    @property
     def unanswered_s(self) -> float | None:
         """For how long the peer's kernel has acknowledged nothing; None where it is not told.
 

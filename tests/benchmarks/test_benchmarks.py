@@ -45,13 +45,13 @@ def test_sync_measures_every_round_of_both_ways(turns):
 def test_shaped_measures_both_ways_over_links_and_counts_their_bytes():
     row = shaped.Row((1000, 100), (0, 0, 1), sync.Case(3, 2, 4096, 200))
     assert row.star_limit_ms() == pytest.approx(8192 * 8 / 1e5)
-    gloo, ours = shaped.measure(row, rounds=2, turns=1)
-    for each in (gloo, ours):
+    turns = shaped.measure(row, ["star", "sharded"], rounds=2, turns=1)
+    for each in turns.values():
         assert len(each.ms) <= 2
         assert all(ms > 0 for ms in each.ms)
         assert min(each.out_mb, each.in_mb) >= 8192 / 1e6  # one payload each way, at least
-    assert [line[0] for line in shaped.lines("x", row, gloo, ours)] == [
-        "x, 0.0 MB: gloo", "x, 0.0 MB: ours",
+    assert [line[0] for line in shaped.lines("x", row, turns)] == [
+        "x, 0.0 MB: gloo", "x, 0.0 MB: star", "x, 0.0 MB: sharded",
     ]  # fmt: skip
 
 

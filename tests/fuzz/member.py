@@ -103,7 +103,7 @@ class Member:
             for number, block in reversed([*enumerate(blocks)]):
                 payload = BlockGradientPayload(**node, block=number, chunk=0)
                 yield flat(encode(payload, np.zeros(block.elements, np.float32)))
-            yield flat(encode(NodeLoss(**node, loss_sum=1.0, elapsed_ms=1.0)))
+            yield flat(encode(NodeLoss(**node, loss_sum=1.0, sums=b"", elapsed_ms=1.0)))
 
     def _applied(self, step: int) -> Iterator[bytes]:
         while (digest := self._digest_after(step)) is None:

@@ -22,13 +22,14 @@ from coordinator.run.actions import Outcome
 from coordinator.run.run import RunPhase
 from coordinator.service.execution import Execution
 from protocol.base import limits
-from protocol.spec.run_spec import RunSpec
+from protocol.spec.run_spec import RunSpec, Way
 from tests.simulation.device import Flaws
 from tests.simulation.disk import Disk
 from tests.simulation.disturbances import Disturbances
 from tests.simulation.job import LAYOUT, MANY_STEPS, STEPS, VARIANTS, Job, job_of
 from tests.simulation.ledger import Ledger
 from tests.simulation.network import Network
+from tests.simulation.peers import PeerNetwork
 from tests.simulation.probes import Probes
 from tests.simulation.processes import CoordinatorProcess, WorkerProcess
 from tests.simulation.replica_job import REPLICA_VARIANTS, replica_job_of
@@ -56,6 +57,7 @@ _LIMITS: Final = {
     "TICK_MS": 250,
     "LOGITS_FILE_BYTES": 20 * LAYOUT.sample_bytes,
     "ROW_GROUP_BYTES": 4 * LAYOUT.sample_bytes,
+    "SLICE_ELEMENTS": 4,
 }
 """For blocks of a few elements that still travel in several chunks, through queues that fill; and
 as late and as seldom as a busy process is."""
@@ -91,6 +93,7 @@ class Cluster:
         evaluators: Workers that evaluate while the others train.
         captures: Whether the runs keep rows, and train nothing.
         replicas: Whether each has replicas that take many steps alone.
+        way: How gradients travel.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class Cluster:
         evaluators: int = 0,
         captures: bool = False,
         replicas: bool = False,
+        way: Way = "star",
     ) -> None:
         self.rng = rng = Random(seed)
         self.clock = Clock(rng)
@@ -124,7 +128,11 @@ class Cluster:
         steps = steps or (MANY_STEPS if not calm and rng.random() < 0.005 else STEPS)
         count = runs or (1 if calm else rng.choice((1, 1, 1, 1, 1, 1, 1, 1, 2)))
         of, variants = (replica_job_of, REPLICA_VARIANTS) if replicas else (job_of, VARIANTS)
-        also = {"captures": True} if captures else {}
+        also: dict[str, Any] = {"captures": True} if captures else {}
+        if way != "star":
+            also["way"] = way
+        self.peers = PeerNetwork(self.clock)
+        self.wiring = Random(f"wiring {seed}")
         jobs: list[Job] = [of(rng.randrange(variants), steps, **also) for _ in range(count)]
         self.jobs = jobs
         self.ledgers = [Ledger(job, self.disk.root / f"run-{n}") for n, job in enumerate(jobs)]

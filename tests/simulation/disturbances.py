@@ -72,6 +72,35 @@ class Disturbances:
             (1, "nonfinite", lambda: flaws.nonfinite_once.add((step, rng.randint(-1, 2)))),
             (2, "flip", lambda: flaws.flips.add(step + 1)),
             (2, "flip_and_die", lambda: self._spoil(one, step + 1)),
+            *self._on_links(one),
+        ]
+
+    def _on_links(self, one: WorkerProcess) -> list[Choice]:
+        """Of workers that average among themselves."""
+        rng, peers = self._rng, self._cluster.peers
+        linked = peers.linked()
+        if not linked:
+            return []
+
+        def slow(ms: float) -> None:
+            one.sends_slowly_ms = ms
+
+        def sends_slowly() -> None:
+            slow(rng.choice((50.0, 1000.0)))
+            self._clock.after(rng.choice((300.0, 5000.0)), partial(slow, 0.0))
+
+        lasts_ms = rng.choice((100.0, 3000.0, 20_000.0))
+        owners = [worker for worker in self._cluster.workers if worker.alive]
+        two = rng.sample(owners, min(2, len(owners)))
+
+        def kill_both() -> None:
+            for worker in two:
+                worker.kill()
+
+        return [
+            (4, "cut_peers", lambda: peers.cut_off(rng.choice(linked), lasts_ms)),
+            (2, "slow_owner", sends_slowly),
+            (2, "kill_two", kill_both),
         ]
 
     def _spoil(self, worker: WorkerProcess, step: int) -> None:

@@ -37,6 +37,7 @@ from protocol.spec.run_spec import (
     OptimizerSpec,
     Precision,
     RunSpec,
+    Way,
 )
 from tests.nearest_bfloat16 import nearest
 
@@ -94,7 +95,9 @@ class Job:
     its steps keep rows that follow from the samples alone.
     """
 
-    def __init__(self, variant: int, steps: int = STEPS, *, captures: bool = False) -> None:
+    def __init__(
+        self, variant: int, steps: int = STEPS, way: Way = "star", *, captures: bool = False
+    ) -> None:
         mode, every = _KEPT[variant // (len(_BATCHES) * len(_OPTIMIZERS))]
         variant %= len(_BATCHES) * len(_OPTIMIZERS)
         microbatch, samples, train_samples = _BATCHES[variant % len(_BATCHES)]
@@ -104,7 +107,7 @@ class Job:
             steps=steps,
             batch=BatchSpec(samples=samples, microbatch=microbatch),
             optimizer=optimizer,
-            exchange=_EXCHANGES[variant % len(_EXCHANGES)],
+            exchange=_EXCHANGES[variant % len(_EXCHANGES)].model_copy(update={"way": way}),
             evaluate_every=0 if captures else 2 if steps == STEPS else 7,
             log=mode,
             checkpoint=CheckpointSpec(every=every if steps == STEPS else 5 * every),
@@ -317,9 +320,10 @@ def _taken_of(variant: int, steps: int, *, captures: bool) -> dict[tuple[bool, .
 
 
 @cache
-def job_of(variant: int, steps: int = STEPS, *, captures: bool = False) -> Job:
-    """The same object each time: the undisturbed run is computed once for many seeds."""
-    return Job(variant, steps, captures=captures)
+def job_of(variant: int, steps: int = STEPS, way: Way = "star", *, captures: bool = False) -> Job:
+    """The same object each time: the undisturbed run is computed once for many seeds, and has the
+    same bits whichever way gradients travel."""
+    return Job(variant, steps, way, captures=captures)
 
 
 @cache

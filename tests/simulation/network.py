@@ -142,6 +142,8 @@ class Transport(asyncio.Transport):
     # asyncio.Transport
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
+        if name == "sockname" and getattr(self.peer.process, "beside", False):
+            return (self.peer.process.host, 9000)
         return (self.peer.process.host, 9000) if name == "peername" else default
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:

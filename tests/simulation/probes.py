@@ -148,7 +148,7 @@ class Probes:
         assert progress is not None
         coordinator.ledger.check_terms(set(progress.signatures), mixed=progress.mixed)
 
-    def _broadcast(self, _followers: Any, message: Any, values: Any) -> None:
+    def _broadcast(self, _followers: Any, message: Any, values: Any, *_: Any) -> None:
         coordinator = self._coordinator
         if isinstance(message, Commit):
             self._commit_told(coordinator, message)

@@ -20,6 +20,7 @@ from tests.simulation.device import Flaws, SimulatedDevice, Surroundings
 from tests.simulation.ledger import Ledger
 from tests.simulation.machine import Device, SimulatedMachine
 from tests.simulation.network import Entrance
+from tests.simulation.peers import links_of
 from tests.simulation.virtual_time import Process
 from worker.joining.credentials import WorkerCredentials
 from worker.shell.client import Client, Target
@@ -195,6 +196,9 @@ class WorkerProcess(Process):
         flipped: Whether a bit of its replica has flipped.
         cache: Its directory for files, once it has begun.
         draining_since_ms: When it was asked to leave.
+        only_dials: Whether no other worker gets through to it.
+        beside: Whether it is on the coordinator's machine.
+        sends_slowly_ms: How much longer what it sends to other workers takes.
     """
 
     def __init__(self, cluster: Cluster, flaws: Flaws) -> None:
@@ -204,6 +208,9 @@ class WorkerProcess(Process):
         self.flaws = flaws
         self.flipped = False
         self.draining_since_ms = math.inf
+        self.only_dials = cluster.wiring.random() < 0.15
+        self.beside = cluster.wiring.random() < 0.3
+        self.sends_slowly_ms = 0.0
         self.client: Client | None = None
         self.cache: Path | None = None
         self.cancelled: set[Any] = set()
@@ -238,6 +245,7 @@ class WorkerProcess(Process):
             lambda _: None,
             cache=cluster.cache(self),
             machine=self.machine,
+            links=links_of(cluster.peers, self),
         )
         self.loop.create_task(self._main(self.client))
 
@@ -301,3 +309,4 @@ class WorkerProcess(Process):
             self.end()
             for link in self._cluster.network.links:
                 link.died(self)
+            self._cluster.peers.died(self)

@@ -26,8 +26,10 @@ from coordinator.storage.run_storage import RunStorage
 from protocol.base.errors import SamestepError
 from protocol.exact.tree import parent, root, sibling
 from protocol.exact.tree_sum import TreeSum
+from protocol.spec.run_spec import Way
 from protocol.wire.messages import Assign, Cancel, StartRun
 from worker.logic.session import WorkerSession
+from worker.peers.share import AllAveraged, SlicePart
 from worker.shell.blob_cache import Part
 
 pytestmark = pytest.mark.simulation
@@ -123,6 +125,14 @@ def any_share(self, worker, node):
     """Nodes are taken from whoever sends them."""
     del node
     return self.shares.setdefault(worker, Share())
+
+
+def takes_what_is_there(self, now):
+    """A commit is enough."""
+    if now.expected is None:
+        return []
+    self._now = None
+    return [AllAveraged(now.place["step"], now.place["attempt"], now.averages)]
 
 
 def assumes_proven(self, worker, *, proven):
@@ -260,6 +270,7 @@ class Planted:
         seed: Tried first: only to be quick, as long as the seed leads there.
         runs: How many one after the other.
         files: Whether workers fetch a file for each.
+        way: How gradients travel.
     """
 
     instead: list[tuple[Any, str, Any]]
@@ -268,6 +279,7 @@ class Planted:
     seed: int = 0
     runs: int | None = None
     files: bool = False
+    way: Way = "star"
 
 
 PLANTED = {
@@ -447,6 +459,19 @@ PLANTED = {
         often="operator_halts",
         seed=2,
     ),
+    "a sum counts twice at its owner": Planted(
+        [(TreeSum, "put", counts_what_is_covered), (TreeSum, "covers", never_covered)],
+        "a microbatch lost or doubled | other averages",
+        often="slow_owner+stall",
+        way="sharded",
+        seed=8,
+    ),
+    "a committed step is taken before all its averages": Planted(
+        [(SlicePart, "_settle", takes_what_is_there)],
+        "a worker is wrong | differs",
+        way="sharded",
+        seed=9,
+    ),
     "what was fetched is not compared": Planted(
         [(Part, "finish", keeps_anything)],
         "a worker reads other data",
@@ -470,7 +495,8 @@ def test_a_planted_fault_is_caught(fault, play, monkeypatch, record_property):
         monkeypatch.setattr(owner, name, instead)
     for seed in (planted.seed, *range(_ENOUGH_SEEDS)):
         try:
-            play(seed, often=planted.often, runs=planted.runs, files=planted.files)
+            options = {"runs": planted.runs, "files": planted.files, "way": planted.way}
+            play(seed, often=planted.often, **options)
         except Exception as error:  # noqa: BLE001 -- whether it counts is seen then
             told = caught_by(error)
             if any(check in told for check in planted.check.split(" | ")):

@@ -11,16 +11,19 @@ from collections import Counter
 
 import pytest
 
+from protocol.spec.run_spec import Way
+
 pytestmark = pytest.mark.simulation
 
 _SEEDS = "100"
 _MOST_TESTS = 100
 _ENOUGH_SEEDS = 300
+_WAYS: tuple[Way, ...] = ("star", "sharded", "star", "auto")
 _ALL = {
     "cannot_build", "cut", "cut_and_refuse", "disk", "drain", "flip", "flip_and_die", "join",
     "kill", "kill_coordinator", "nonfinite", "operator_halts", "partition", "power_loss", "save",
     "slow_disk", "slower", "split", "stall", "stall_coordinator", "while_fetching",
-    "worker_drains",
+    "worker_drains", "cut_peers", "slow_owner", "kill_two", "owners",
     "straggler", "speculated", "reassigned", "halted",
     "finished", "drained", "failed",
 }  # fmt: skip
@@ -43,7 +46,7 @@ def test_the_bits_of_the_undisturbed_run_and_an_end(first, play, simulated):
     since_s = time.process_time()
     for seed in range(first, min(first + _per_test(), _seeds().stop)):
         try:
-            told = play(seed)
+            told = play(seed, way=_WAYS[seed % len(_WAYS)])
         except Exception as error:
             again = f"SAMESTEP_SEEDS={seed}-{seed + 1} python -m pytest tests/simulation"
             raise AssertionError(f"seed {seed}: {error!r}; repeat it with {again}") from error
@@ -54,7 +57,8 @@ def test_the_bits_of_the_undisturbed_run_and_an_end(first, play, simulated):
 def test_every_disturbance_comes_with_what_it_leads_to(play):
     seen: set[str] = set()
     for seed in range(_ENOUGH_SEEDS):
-        told = play(seed, often="drain+cannot_build+nonfinite" if seed % 2 else "")
+        often = "drain+cannot_build+nonfinite" if seed % 2 else "kill_two+cut_peers+slow_owner"
+        told = play(seed, often=often, way=_WAYS[seed % len(_WAYS)])
         seen |= {*told.disturbances, *told.reports, *told.outcomes}
         if seen >= _ALL:
             return
@@ -66,10 +70,17 @@ def test_a_seed_repeats_itself(play):
 
 
 def test_a_calm_cluster_finishes(play):
-    for seed in range(10):
-        told = play(seed, calm=True)
+    for seed in range(12):
+        told = play(seed, calm=True, way=_WAYS[seed % len(_WAYS)])
         assert told.outcomes == ["finished"]
         assert told.disturbances == {}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_owners_that_die_are_slow_or_cut_off_leave_the_bits(seed, play):
+    often = "kill_two+cut_peers+slow_owner+kill"
+    for number in range(4 * seed, 4 * seed + 4):
+        assert play(number, often=often, way="sharded").outcomes
 
 
 @pytest.mark.parametrize("seed", range(3))

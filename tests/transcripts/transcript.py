@@ -263,7 +263,8 @@ class Stage:
     def _loss(self, name: str, node: str, nan: str = "", **where: str) -> Actions:
         lo, hi = _ends(node)
         message = msg.NodeLoss(
-            **self._where(**where), lo=lo, hi=hi, weight=hi - lo, elapsed_ms=(hi - lo) * 10,
+            **self._where(**where), lo=lo, hi=hi, weight=hi - lo, sums=b"",
+            elapsed_ms=(hi - lo) * 10,
             loss_sum=float("inf") if nan == "loss" else (hi - lo) * 0.5,
         )  # fmt: skip
         return self.run.receive(name, message, None)
@@ -347,6 +348,8 @@ def _text(action: act.Action) -> str:
             return f"keep {_message(message)}"
         case act.AnswerStretch(worker, message):
             return f"answer {worker} {_message(message)}"
+        case act.SendAverages(worker, step):
+            return f"send {worker} the averages of step {step}"
 
 
 def _message(message: msg.Message) -> str:
@@ -359,6 +362,8 @@ def _message(message: msg.Message) -> str:
         fields["skip"] = True
     if fields.get("uploads") == len(BLOCKS):
         del fields["uploads"]  # all may be sent
+    if fields.get("owners") == 0:
+        del fields["owners"]  # sums go to the coordinator
     if "nodes" in fields:
         fields["nodes"] = "+".join(f"{lo}-{hi}" for lo, hi in fields["nodes"]) or "none"
     rest = "".join(f" {name}={value}" for name, value in fields.items())

@@ -16,7 +16,7 @@ from protocol.spec.manifest import Block
 from protocol.spec.replicas_spec import Codecs
 from protocol.spec.run_spec import RunSpec
 from protocol.wire.connection import Body
-from protocol.wire.messages import Message
+from protocol.wire.messages import AveragedGradient, Message
 from worker.logic.events import StepAttempt
 
 
@@ -52,6 +52,45 @@ class Expect:
 
     blocks: tuple[Block, ...]
     exchange: Codecs
+
+
+@dataclass(frozen=True, slots=True)
+class TellPeers:
+    """What the coordinator says to those that average slices among themselves."""
+
+    message: Message
+    body: Body | None
+
+
+@dataclass(frozen=True, slots=True)
+class BeginSlices:
+    """An attempt at a step whose slices have owners: sums go to those."""
+
+    place: dict[str, int]
+    microbatches: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropSlices:
+    """Nothing of such an attempt is wanted any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contribute:
+    """A block's sum over a node: its slices go to their owners; `values` stay as they are."""
+
+    node: Node
+    block: int
+    weight: float
+    values: Array
+
+
+@dataclass(frozen=True, slots=True)
+class GiveAverages:
+    """A chunk of averages came from the coordinator, in such an attempt."""
+
+    message: AveragedGradient
+    values: Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +230,7 @@ class DropFiles:
 
 FileAction = Locate | OpenPart | StoreChunk | Assemble | DropFiles
 Action = (
-    Transmit | OpenDevice | Build | Expect | Compute | GiveStretch | CancelWork | CancelNode | Apply
-    | LoadChunk | Restore | Evaluate | CopyState | Tell | Leave | FileAction
+    Transmit | OpenDevice | Build | Expect | TellPeers | BeginSlices | DropSlices | Contribute
+    | GiveAverages | Compute | GiveStretch | CancelWork | CancelNode | Apply | LoadChunk
+    | Restore | Evaluate | CopyState | Tell | Leave | FileAction
 )  # fmt: skip

@@ -109,6 +109,14 @@ class NodeDone:
 
 
 @dataclass(frozen=True, slots=True)
+class SlicesAveraged:
+    """All averages of a committed step have come from the owners of its slices, and are right."""
+
+    place: StepAttempt
+    averages: list[Array]
+
+
+@dataclass(frozen=True, slots=True)
 class FilesWanted:
     """These files are needed: for a node or a held-out part that waits for them, or soon."""
 
@@ -158,6 +166,7 @@ Event = (
     | BlockSum
     | MicrobatchRows
     | NodeDone
+    | SlicesAveraged
     | Applied
     | PartEvaluated
     | FilesWanted

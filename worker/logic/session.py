@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any, Final
 
 import numpy as np
+from xxhash import xxh3_128
 
 from backends.base.interface import Array
 from protocol.base import limits
@@ -48,7 +49,12 @@ from protocol.wire.messages import (
     Message,
     NodeLoss,
     NonBlockGradientPayload,
+    OpenDoor,
+    Owners,
+    Peers,
     Ready,
+    SliceDigests,
+    SliceSum,
     StartRun,
     StateChunk,
     StateRequest,
@@ -64,18 +70,23 @@ from worker.logic import events
 from worker.logic.actions import (
     Action,
     Apply,
+    BeginSlices,
     CancelNode,
     CancelWork,
     Compute,
+    Contribute,
     CopyState,
+    DropSlices,
     Evaluate,
     Expect,
+    GiveAverages,
     GiveStretch,
     Leave,
     LoadChunk,
     OpenDevice,
     Restore,
     Tell,
+    TellPeers,
     Transmit,
 )
 from worker.logic.events import StepAttempt
@@ -84,7 +95,10 @@ from worker.logic.uploads import Uploads
 
 _OF_THE_EPOCH: Final = (
     StepPlan, Assign, Cancel, Credit, AveragedBlockGradient, AveragedNonBlockGradient, Commit,
-    EvalPlan, StretchState,
+    EvalPlan, StretchState, Owners, SliceDigests,
+)  # fmt: skip
+_AFTER_A_COMMIT: Final = (
+    StepPlan, Assign, Cancel, Commit, EvalPlan, StateChunk, StateRequest, SliceDigests, Owners,
 )  # fmt: skip
 """A coordinator's of another epoch must not go on with the run."""
 
@@ -131,6 +145,11 @@ class _Task:
         parts: Held-out parts.
         step: Steps this replica has taken, or is about to have taken.
         averages: By step and attempt, as far as they have come.
+        sliced: The attempt in progress, if its slices have owners.
+        checksums: Of what was sent of a node then.
+        averaged: What owners have sent, once all is here.
+        committed: Its commit, as long as averages are still to come from owners.
+        waiting: What the coordinator has said since.
         place: The attempt in progress; None between a commit and the next plan.
         microbatches: Of its step.
         nodes: What this worker is to compute of it.
@@ -143,6 +162,11 @@ class _Task:
     parts: int
     step: int
     averages: dict[tuple[int, int], Averages] = field(default_factory=dict)
+    sliced: StepAttempt | None = None
+    checksums: dict[Node, xxh3_128] = field(default_factory=dict)
+    averaged: events.SlicesAveraged | None = None
+    committed: Commit | None = None
+    waiting: list[tuple[Message, Body | None]] = field(default_factory=list)
     place: StepAttempt | None = None
     microbatches: int = 0
     nodes: set[Node] = field(default_factory=set)
@@ -174,6 +198,11 @@ class _Run:
     samples: int
     exchange: Codecs
     task: _Task | None = None
+
+
+def _place_of(message: StepPlan) -> dict[str, int]:
+    """Epoch, step and attempt, as messages carry them."""
+    return {"epoch": message.epoch, "step": message.step, "attempt": message.attempt}
 
 
 _Handler = Callable[..., list[Action]]
@@ -249,7 +278,18 @@ class WorkerSession:
             raise OutOfPlace(f"{type(message).__name__} is not for a worker")
         if isinstance(message, _OF_THE_EPOCH) and message.epoch != self.epoch:
             raise OutOfPlace(f"expected epoch {self.epoch}, got {message.epoch}")
+        if self._must_wait(message):
+            self._task.waiting.append((message, body))
+            return []
         return row[self.phase](self, message, body)
+
+    def _must_wait(self, message: Message) -> bool:
+        """What follows a commit waits until all averages of it have come."""
+        if self._run is None or self._run.task is None or self._run.task.committed is None:
+            return False
+        if isinstance(message, AveragedBlockGradient | AveragedNonBlockGradient):
+            return message.step > self._run.task.step
+        return isinstance(message, _AFTER_A_COMMIT)
 
     def result(self, event: events.Event) -> list[Action]:
         """A result of the engine.
@@ -401,6 +441,8 @@ class WorkerSession:
         self._check_run(message)
         if message.optimizer_step > message.step:
             raise OutOfPlace("StateChunk: more updates than steps")
+        task = self._task
+        task.sliced = None
         values = body.view("<f4")
         actions: list[Action] = [LoadChunk(message.kind, message.block, message.chunk, values)]
         if message.last:
@@ -420,7 +462,15 @@ class WorkerSession:
         task.uploads = Uploads(task.order, message.uploads)
         task.nodes.clear()
         task.asked.clear()
-        return [CancelWork(), *self._take(task, task.place, message.nodes)]
+        task.checksums.clear()
+        begun: list[Action] = [] if task.sliced is None else [DropSlices()]
+        task.sliced = task.place if message.owners else None
+        if task.sliced is not None:
+            begun = [BeginSlices(_place_of(message), message.microbatches)]
+        return [CancelWork(), *begun, *self._take(task, task.place, message.nodes)]
+
+    def _slices(self, message: Message, body: Body | None) -> list[Action]:
+        return [TellPeers(message, body)]
 
     def _assign(self, message: Assign, body: None) -> list[Action]:
         del body
@@ -453,6 +503,10 @@ class WorkerSession:
     def _block_sum(self, event: events.BlockSum) -> list[Action]:
         if not self._task.has(event.place, event.node):
             return []
+        if self._task.sliced == event.place:
+            checksum = self._task.checksums.setdefault(event.node, xxh3_128())
+            checksum.update(event.values.data)
+            return [Contribute(event.node, event.block, event.weight, event.values)]
         block = self._task.blocks[event.block]
         kind = BlockGradientPayload if block.kind == "block" else NonBlockGradientPayload
         chunks = [
@@ -495,7 +549,7 @@ class WorkerSession:
         message = NodeLoss(
             epoch=self.epoch, step=event.place.step, attempt=event.place.attempt,
             lo=event.node.lo, hi=event.node.hi, loss_sum=event.loss.loss_sum,
-            weight=event.loss.weight, elapsed_ms=event.elapsed_ms,
+            weight=event.loss.weight, elapsed_ms=event.elapsed_ms, sums=self._checksum(event),
         )  # fmt: skip
         return [Transmit(message)]
 
@@ -552,8 +606,17 @@ class WorkerSession:
             "epoch": self.epoch, "step": place.step, "attempt": place.attempt, "replica": node.lo,
         }  # fmt: skip
 
+    def _checksum(self, event: events.NodeDone) -> bytes:
+        """Of the sums that went to owners: the coordinator compares those of two workers."""
+        checksum = self._task.checksums.pop(event.node, None)
+        return b"" if checksum is None else checksum.digest()
+
     def _averaged(self, message: AveragedGradient, body: Body) -> list[Action]:
         task, key = self._task, (message.step, message.attempt)
+        if task.sliced == StepAttempt(*key):
+            piece = task.blocks[message.block].chunk_slice(message.chunk)
+            elements = piece.stop - piece.start
+            return [GiveAverages(message, unpacked(body, self._exchange.averages, elements))]
         # By attempt: a block of one that was given up must not be taken for the next one's.
         if message.step >= task.step:
             if key not in task.averages:
@@ -570,15 +633,47 @@ class WorkerSession:
             return []
         if message.step > task.step:
             raise OutOfPlace(f"Commit: expected step {task.step}, got {message.step}")
+        place = StepAttempt(message.step, message.attempt)
+        if task.sliced == place and message.scalars is not None:
+            task.committed = message
+            task.drop_nodes()
+            return [CancelWork(), *self._take_if_averaged(task)]
         averages = task.averages.get((message.step, message.attempt))
         if message.scalars is not None and (averages is None or not averages.complete):
             raise OutOfPlace(f"Commit of step {message.step} before all of its averaged blocks")
+        return self._take_step(averages.arrays if averages else [], message)
+
+    def _take_step(self, averages: list[Array], commit: Commit) -> list[Action]:
         # Counted at once: what comes next is about the step after, while the engine takes this.
+        task = self._task
         task.step += 1
-        task.place = None
+        task.place = task.sliced = task.averaged = task.committed = None
         task.drop_nodes()
         task.averages = {key: kept for key, kept in task.averages.items() if key[0] >= task.step}
-        return [CancelWork(), Apply(averages.arrays if averages else [], message.scalars)]
+        return [CancelWork(), Apply(averages, commit.scalars)]
+
+    def _slices_averaged(self, event: events.SlicesAveraged) -> list[Action]:
+        """All of a step is here, maybe before its commit."""
+        task = self._task
+        task.averaged = event
+        return self._take_if_averaged(task)
+
+    def _take_if_averaged(self, task: _Task) -> list[Action]:
+        """Take a committed step of which all is here, then what the coordinator has said since.
+
+        Raises:
+            RemoteProtocolError: That does not fit.
+        """
+        commit, found = task.committed, task.averaged
+        if commit is None or found is None:
+            return []
+        if found.place != StepAttempt(commit.step, commit.attempt):
+            return []
+        actions = self._take_step(found.averages, commit)
+        waiting, task.waiting = task.waiting, []
+        for message, body in waiting:
+            actions += self.receive(message, body)
+        return actions
 
     def _applied(self, event: events.Applied) -> list[Action]:
         step, digest = event.step, event.state_digest
@@ -644,6 +739,11 @@ class WorkerSession:
         (Cancel,                   _ignore,     _ignore,     _cancel),
         (Credit,                   _ignore,     _ignore,     _credit),
         (StretchState,             _ignore,     _ignore,     _stretch_state),
+        (OpenDoor,                 _refuse,     _refuse,     _slices),
+        (Peers,                    _refuse,     _refuse,     _slices),
+        (Owners,                   _refuse,     _refuse,     _slices),
+        (SliceSum,                 _refuse,     _refuse,     _slices),
+        (SliceDigests,             _refuse,     _refuse,     _slices),
         (AveragedBlockGradient,    _ignore,     _ignore,     _averaged),
         (AveragedNonBlockGradient, _ignore,     _ignore,     _averaged),
         (Commit,                   _refuse,     _refuse,     _commit),
@@ -665,6 +765,7 @@ class WorkerSession:
         (events.StretchStep,       _ignore,        _ignore,        _stretch_step),
         (events.BoundaryReached,   _ignore,        _ignore,        _boundary),
         (events.StretchStateWanted, _ignore,       _ignore,        _stretch_wanted),
+        (events.SlicesAveraged, _ignore,       _ignore,        _slices_averaged),
         (events.Applied,           _ignore,        _ignore,        _applied),
         (events.FilesWanted,       _ignore,        _ignore,        _files_wanted),
         (events.PartEvaluated,         _ignore,        _ignore,        _evaluated),

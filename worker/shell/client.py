@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from protocol import __version__
 from protocol.base import limits
@@ -32,13 +32,14 @@ from protocol.wire import tls
 from protocol.wire.authentication import NO_CERTIFICATE, answer, new_nonce
 from protocol.wire.connection import Body, Connection, Received, encode
 from protocol.wire.messages import (
+    AveragedGradient,
     Challenge,
     CopyQuestion,
     Goodbye,
+    GradientPayload,
     Heartbeat,
     Hello,
     Message,
-    StateChunk,
     Welcome,
 )
 from protocol.wire.transport import Channel, reason_of
@@ -47,6 +48,8 @@ from worker.logic import actions as act
 from worker.logic import events
 from worker.logic.fetching import FileEvent
 from worker.logic.session import WorkerSession
+from worker.peers.exchange import MakeLinks, PeerExchange, socket_links
+from worker.peers.share import AllAveraged, LastCame
 from worker.shell import engine
 from worker.shell.kept_copies import KeptCopies
 from worker.shell.obtaining import Obtainer
@@ -85,6 +88,7 @@ class Client:
         *,
         cache: Path | None = None,
         machine: Machine | None = None,
+        links: MakeLinks | None = None,
     ) -> None:
         self._machine = machine = machine or Machine()
         self._target = target
@@ -99,6 +103,8 @@ class Client:
         self._files = Obtainer(self._obtained, cache, machine)
         self._copies = KeptCopies(state_home)
         self._copying: Executor | None = None
+        self._make_links = links or socket_links(target.host, encrypted=not credentials.plaintext)
+        self._peers: PeerExchange | None = None
         self._session: WorkerSession | None = None
         self._trouble = f"connecting to {target.host}:{target.port}"
         self._channel: Channel | None = None
@@ -200,6 +206,7 @@ class Client:
             return "stopped"
         self._engine.cancel()
         self._files.forget()
+        self._leave_peers()
         self._channel = None
         return self._lost.result()
 
@@ -274,6 +281,8 @@ class Client:
                 channel.abort(f"the coordinator was silent for {silent_s:.0f} s")
             else:
                 channel.send(Heartbeat())
+                if self._peers is not None:
+                    self._peers.look()
 
     # protocol.transport.ChannelOwner
 
@@ -361,6 +370,12 @@ class Client:
                 assert self._channel is not None
                 self._channel.connection.blocks = action.blocks
                 self._channel.connection.exchange = action.exchange
+                self._meet_peers(action)
+            case (
+                act.TellPeers() | act.BeginSlices() | act.DropSlices() | act.Contribute()
+                | act.GiveAverages()
+            ):  # fmt: skip
+                self._do_with_peers(action)
             case act.Compute():
                 device.compute(action.place, action.microbatches, action.node)
             case act.GiveStretch():
@@ -393,6 +408,52 @@ class Client:
             case act.Leave():
                 self._leave(action)
 
+    # Other members of the run.
+
+    def _meet_peers(self, action: act.Expect) -> None:
+        """The task is built: others may average with this worker."""
+        self._leave_peers()
+        assert self._session is not None
+        self._peers = PeerExchange(
+            self._session.run_id, self._session.name, action.blocks, action.exchange,
+            make_links=self._make_links, transmit=self._transmit_for_peers,
+            averaged=self._slices_averaged, traced=self._trace_last,
+        )  # fmt: skip
+
+    def _leave_peers(self) -> None:
+        if self._peers is not None:
+            self._peers.close()
+            self._peers = None
+
+    def _do_with_peers(self, action: act.Action) -> None:
+        peers = self._peers
+        assert peers is not None, "what is about slices comes after Expect"
+        match action:
+            case act.TellPeers():
+                peers.receive(action.message, action.body)
+            case act.BeginSlices():
+                peers.begin(action.place, action.microbatches)
+            case act.DropSlices():
+                peers.drop()
+            case act.Contribute():
+                self._trace_sum(action)
+                peers.contribute(action.node, action.block, action.weight, action.values)
+            case act.GiveAverages():
+                peers.give(action.message, action.values)
+
+    def _transmit_for_peers(self, message: Message, body: Any) -> None:
+        if self._channel is not None:
+            self._channel.send(encode(message, body))
+
+    def _slices_averaged(self, found: AllAveraged) -> None:
+        place = events.StepAttempt(found.step, found.attempt)
+        if self._session is None or self._channel is None:
+            return
+        try:
+            self._do(self._session.result(events.SlicesAveraged(place, found.averages)))
+        except ProtocolError as error:
+            self._channel.abort(str(error), error)
+
     def _taken(self, length_bytes: int) -> engine.Taken:
         """The engine is given so much: as long as that is a lot no more is read, so that it waits
         where it is on disk, at the coordinator.
@@ -421,10 +482,22 @@ class Client:
         self._channel.send(encode(action.message, action.body))
 
     def _trace(self, direction: str, message: Message) -> None:
-        gradient = message.body == "values" and not isinstance(message, StateChunk)
+        gradient = isinstance(message, GradientPayload | AveragedGradient)
         if self._tracer is not None and gradient:
             fields = message.model_dump()
             self._tracer.instant(f"{direction} block {fields['block']}", "network", **fields)
+
+    def _trace_sum(self, action: act.Contribute) -> None:
+        session = self._session
+        if self._tracer is not None and session is not None:
+            lo, hi = action.node
+            fields = {"step": session.step, "block": action.block, "lo": lo, "hi": hi}
+            self._tracer.instant(f"send block {action.block}", "network", **fields)
+
+    def _trace_last(self, came: LastCame) -> None:
+        if self._tracer is not None:
+            place = {"step": came.step, "attempt": came.attempt}
+            self._tracer.instant("receive blocks", "network", **place)
 
     def _leave(self, action: act.Leave) -> None:
         # The first failure says why; what else the engine had to do may have failed after it.

@@ -320,7 +320,8 @@ function showRun(run, status, other) {
     ["workers", live ? `${status.workers.length} of ${status.expect_workers}` : figure(run.workers_at.at(-1)?.[1])],
   ]);
   lines([
-    ...(going ? [["waits for", phase === "halted" ? "an operator: continue, with this step or without it" : status.waiting_for || "nothing"]] : []),
+    ...(going ? [["waits for", phase === "halted" ? "an operator: continue, with this step or without it" : status.waiting_for ? status.waiting_for + (status.stage ? ` (${status.stage})` : "") : "nothing"]] : []),
+    ...(going && status.exchange?.reason ? [["exchange", status.exchange.reason]] : []),
     ...(unlike ? [["who differs", unlike, "warn"]] : []),
     ...(live && status.weights_digest ? [["weights digest", status.weights_digest, "mono"]] : []),
     ...(live && status.checkpoint != null ? [["checkpoint", `after step ${figure(status.checkpoint)}, in ${status.directory}`]] : []),
@@ -346,6 +347,10 @@ function differing(status, run) {
   const gone = run.workers.filter(each => each.signature && !alike.has(each.signature));
   return gone.length ? `${names(gone)}, gone meanwhile` : "a worker that began from another state";
 }
+function linksOf(worker) {
+  return Object.entries(worker.links ?? {}).map(([peer, link]) =>
+    `${peer}: ${link.mbit} Mbit/s, ${figure(link.bytes_sent / 1e6)} MB out, ${figure(link.bytes_received / 1e6)} MB in`).join("\n");
+}
 function showWorkers(run, status) {
   const here = status?.workers ?? [], all = here.reduce((sum, each) => sum + (each.microbatches_of_step ?? 0), 0);
   const error = name => {
@@ -360,7 +365,7 @@ function showWorkers(run, status) {
       : { max: all || 1, value: share ?? 0, ariaLabel: `share of ${worker.name}` });
     const unlike = worker.signature && worker.duty === "train" && worker.signature !== most;
     return { cells: [
-      [worker.name, make("small", {}, worker.duty === "train" ? worker.address : `${worker.address}, duty: ${worker.duty}`)],
+      [worker.name, make("small", { title: linksOf(worker) }, worker.duty === "train" ? worker.address : `${worker.address}, duty: ${worker.duty}`)],
       [worker.cannot ? make("span", { className: "bad" }, "cannot take part") : worker.aside_until ? `aside until step ${figure(worker.aside_until)}` : worker.late ? `${worker.state}, late` : worker.state, waited],
       [worker.device || "-", make("small", {}, worker.backend)],
       !all || share === undefined ? "" : at ? [`replica ${at.replica}: step ${at.inner_step} of ${at.inner_steps}`, part]

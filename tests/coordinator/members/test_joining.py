@@ -11,7 +11,6 @@ from typing import Self
 
 import pytest
 
-from coordinator.members.certificate import self_signed
 from coordinator.members.credentials import CoordinatorCredentials
 from coordinator.storage.journal_records import ViewChanged
 from protocol.base import limits
@@ -25,6 +24,7 @@ from protocol.wire.authentication import (
     new_key,
     new_nonce,
 )
+from protocol.wire.certificate import self_signed
 from protocol.wire.connection import Connection, encode
 from protocol.wire.join_token import JoinToken
 from protocol.wire.messages import Challenge, Hello, Proof, Welcome

@@ -166,7 +166,10 @@ async def test_a_run_in_training_on_one_screen():
     assert (idle["state"], idle["device"]) == ("idle", "")
     lines = list(status_lines(document))
     assert len(lines) <= 24
-    assert "waiting  for gradients of ann, bob" in lines
+    assert "waiting  for gradients of ann, bob (compute)" in lines
+    assert document["stage"] == "compute"
+    assert document["exchange"]["way"] == "star"
+    assert "exchange a star: the run spec says so" in lines
     expected_line = f"training, run {document['run_id']} step 1 of 2, 3 of 2 workers; "
     assert summary(document) == (expected_line + "waiting for gradients of ann, bob")
     assert (

@@ -50,7 +50,8 @@ def give(round_, worker, lo, values=(1, 2, 3)):
     message = BlockGradientPayload(**PLACE, block=0, chunk=0, lo=lo, hi=lo + 1, weight=1.0)
     outcome = round_.payload(worker, message, np.array(values, np.float32))
     round_.node_loss(
-        worker, NodeLoss(**PLACE, lo=lo, hi=lo + 1, loss_sum=1.0, weight=1.0, elapsed_ms=1.0)
+        worker,
+        NodeLoss(**PLACE, lo=lo, hi=lo + 1, loss_sum=1.0, weight=1.0, sums=b"", elapsed_ms=1.0),
     )
     return outcome
 

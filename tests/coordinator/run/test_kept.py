@@ -48,7 +48,9 @@ def end(round_: Round, worker: str, node: Node) -> None:
     )
     round_.payload(worker, zeros, np.zeros(1, np.float32))
     weight = float(node.leaves)
-    loss = NodeLoss(**PLACE, lo=node.lo, hi=node.hi, loss_sum=1.0, weight=weight, elapsed_ms=1.0)
+    loss = NodeLoss(
+        **PLACE, lo=node.lo, hi=node.hi, loss_sum=1.0, weight=weight, sums=b"", elapsed_ms=1.0
+    )
     round_.node_loss(worker, loss)
 
 

@@ -42,7 +42,7 @@ class Race:
     def finish(self, name: str, node: Node) -> None:
         self.stragglers.delivered(name)
         where: Any = {"epoch": 1, "step": 0, "attempt": 0, "lo": node.lo, "hi": node.hi}
-        loss = NodeLoss(**where, loss_sum=1.0, weight=1.0, elapsed_ms=1.0)
+        loss = NodeLoss(**where, loss_sum=1.0, weight=1.0, sums=b"", elapsed_ms=1.0)
         self.round.node_loss(name, loss)
 
     @property

@@ -47,7 +47,9 @@ def payload(lo, hi, **where):
 
 def loss(lo, hi, **where):
     place = {"epoch": 5, "step": 0, "attempt": 0, **where}
-    return NodeLoss(**place, lo=lo, hi=hi, loss_sum=1.0, weight=hi - lo, elapsed_ms=6.0 * (hi - lo))
+    return NodeLoss(
+        **place, lo=lo, hi=hi, loss_sum=1.0, weight=hi - lo, sums=b"", elapsed_ms=6.0 * (hi - lo)
+    )
 
 
 def pay(progress, worker, message):

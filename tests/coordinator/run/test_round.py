@@ -80,7 +80,7 @@ def node_loss(node, loss_sum=None):
     weight_ = along_tree(node.lo, node.hi, weight)
     return NodeLoss(
         epoch=1, step=0, attempt=0, lo=node.lo, hi=node.hi, loss_sum=total, weight=weight_,
-        elapsed_ms=1.0,
+        sums=b"", elapsed_ms=1.0,
     )  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def cut(draw, node):
 
 def held_bytes(round_):
     """Of sums that are not whole."""
-    held = (sums for row in round_._chunks for chunk in row for sums in chunk.sums._held.values())
+    held = (sums for row in round_._chunks for chunk in row for sums in chunk._sums._held.values())
     return sum(values.nbytes for values in held)
 
 
@@ -275,7 +275,8 @@ def test_what_was_not_given_is_refused(node):
         round_.payload("ann", payload(node, 0, 0, weight_=1), np.zeros(4, np.float32))
     with pytest.raises(OutOfPlace):
         round_.node_loss("ann", node_loss(node, 1.0) if node.lo < node.hi <= 4 else NodeLoss(
-            epoch=1, step=0, attempt=0, lo=node.lo, hi=node.hi, loss_sum=1, weight=1, elapsed_ms=1
+            epoch=1, step=0, attempt=0, lo=node.lo, hi=node.hi, loss_sum=1, weight=1, sums=b"",
+            elapsed_ms=1,
         ))  # fmt: skip
     with pytest.raises(OutOfPlace, match="was not given"):
         round_.payload("eve", payload(Node(0, 2), 0, 0), np.zeros(4, np.float32))

@@ -153,7 +153,7 @@ def loss(plan: StepPlan, **changes: Any) -> NodeLoss:
     lo, hi = plan.nodes[0]
     fields = {
         "epoch": plan.epoch, "step": plan.step, "attempt": plan.attempt, "lo": lo, "hi": hi,
-        "loss_sum": 1.0, "weight": 4.0, "elapsed_ms": 1.0,
+        "loss_sum": 1.0, "weight": 4.0, "elapsed_ms": 1.0, "sums": b"",
     }  # fmt: skip
     return NodeLoss(**{**fields, **changes})
 

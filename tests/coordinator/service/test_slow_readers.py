@@ -56,7 +56,7 @@ def deliver(hostile: HostileWorker, plan: StepPlan) -> None:
         for number, chunk in itertools.product(reversed(range(BLOCKS)), range(block.chunks)):
             payload = BlockGradientPayload(**node, block=number, chunk=chunk)
             hostile.send(payload, values[block.chunk_slice(chunk)])
-        hostile.send(NodeLoss(**node, loss_sum=1.0, elapsed_ms=1.0))
+        hostile.send(NodeLoss(**node, loss_sum=1.0, sums=b"", elapsed_ms=1.0))
 
 
 async def answer_rightly(live: LiveService, hostile: HostileWorker) -> None:

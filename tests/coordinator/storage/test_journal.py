@@ -26,6 +26,7 @@ from coordinator.storage.journal_records import (
     Halted,
     ManifestSettled,
     MemberNoted,
+    Owned,
     Planned,
     Resumed,
     RunBegins,
@@ -46,6 +47,7 @@ EXAMPLES = [
     ),
     FilesKept(epoch=1, digests={"run.json": (D,), "terms.json": (None, D)}),
     ViewChanged(epoch=1, step=0, view=1, change="joined", worker="w1", members=(MEMBER,)),
+    Owned(epoch=1, step=0, number=1, reason="sharded", owners={"w1": 0.5, "w2": 0.5}),
     Planned(epoch=1, step=0, attempt=0, view=1, microbatches=3, nodes={"w1": ((0, 2), (2, 3))}),
     Committed(
         epoch=1, step=0, attempt=0, optimizer_step=1, loss=float("inf"), norm=2.5, rate=1e-3,

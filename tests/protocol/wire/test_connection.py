@@ -9,21 +9,36 @@ from protocol.base import limits
 from protocol.base.errors import FrameError, LocalProtocolError, OutOfPlace, RemoteProtocolError
 from protocol.spec.run_spec import ExchangeSpec
 from protocol.wire import frames, messages
-from protocol.wire.connection import FROM_COORDINATOR, FROM_WORKER, Connection, Phase, encode
+from protocol.wire.connection import (
+    FROM_COORDINATOR,
+    FROM_DIALLER,
+    FROM_LISTENER,
+    FROM_WORKER,
+    Connection,
+    Phase,
+    encode,
+)
 from protocol.wire.messages import MESSAGES, Goodbye, Heartbeat
 from tests.message_samples import BLOCKS, EXAMPLES, PAYLOAD, body_for, flat, frame, in_place
 
 KINDS = sorted(MESSAGES.values(), key=lambda kind: kind.tag)
-OTHER = {"coordinator": "worker", "worker": "coordinator"}
-TABLE = {"worker": FROM_WORKER, "coordinator": FROM_COORDINATOR}
+OTHER = {
+    "coordinator": "worker", "worker": "coordinator", "dialler": "listener", "listener": "dialler",
+}  # fmt: skip
+TABLE = {
+    "worker": FROM_WORKER, "coordinator": FROM_COORDINATOR, "dialler": FROM_DIALLER,
+    "listener": FROM_LISTENER,
+}  # fmt: skip
 
 ONLY_WORKER = {
     "Hello", "Proof", "Ready", "Unready", "BlockGradientPayload", "NonBlockGradientPayload",
-    "CapturedRows", "NodeLoss", "StepApplied", "EvalResult", "Drain", "BlobRequest",
-    "CopiesHeld", "CopyDone",
-    "StretchProgress", "Boundary", "StretchRequest",
+    "CapturedRows", "NodeLoss", "StepApplied", "EvalResult", "Drain", "BlobRequest", "DoorOpen",
+    "Linked", "LinkTraffic", "Unlinked", "SliceAverage", "SliceDone", "SumsArrived", "SumNotFinite",
+    "SlicesWanted", "WrongSlice", "CopiesHeld", "CopyDone", "StretchProgress", "Boundary",
+    "StretchRequest",
 }  # fmt: skip
-BOTH = {"StateChunk", "CopyPiece", "Heartbeat", "Goodbye"}
+BOTH = {"StateChunk", "CopyPiece", "SliceSum", "Heartbeat", "Goodbye"}
+BETWEEN_WORKERS = {"SliceSum", "SliceAverage", "PeerProbe", "Heartbeat", "Goodbye"}
 IN_HANDSHAKE = {
     ("worker", Phase.GREETING): {"Hello", "Goodbye"},
     ("worker", Phase.CHALLENGING): {"Goodbye"},
@@ -33,12 +48,20 @@ IN_HANDSHAKE = {
     ("coordinator", Phase.CHALLENGING): {"Challenge", "Goodbye"},
     ("coordinator", Phase.PROVING): {"Goodbye"},
     ("coordinator", Phase.ADMITTING): {"Welcome", "Goodbye"},
+    ("dialler", Phase.GREETING): {"PeerHello"},
+    ("dialler", Phase.CHALLENGING): set(),
+    ("dialler", Phase.PROVING): {"Proof"},
+    ("dialler", Phase.ADMITTING): set(),
+    ("listener", Phase.GREETING): {"Goodbye"},
+    ("listener", Phase.CHALLENGING): {"Challenge", "Goodbye"},
+    ("listener", Phase.PROVING): {"Goodbye"},
+    ("listener", Phase.ADMITTING): {"PeerWelcome", "Goodbye"},
 }
 
 OPEN_AND_BEFORE = [phase for phase in Phase if phase is not Phase.CLOSED]
 
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-each_role = pytest.mark.parametrize("role", ["coordinator", "worker"])
+each_role = pytest.mark.parametrize("role", list(OTHER))
 
 
 def connection(role, phase=Phase.OPEN):
@@ -78,7 +101,9 @@ def legal(role, name, phase):
         return False
     if phase is not Phase.OPEN:
         return name in IN_HANDSHAKE[role, phase]
-    handshake = {"Hello", "Challenge", "Proof", "Welcome"}
+    if role in {"dialler", "listener"}:
+        return name in BETWEEN_WORKERS
+    handshake = {"Hello", "Challenge", "Proof", "Welcome", "PeerHello", "PeerWelcome", "PeerProbe"}
     mine = (name in ONLY_WORKER) == (role == "worker")
     return name not in handshake and (name in BOTH or mine)
 

@@ -78,7 +78,7 @@ def ready():
 
 
 def plan(*nodes, **change):
-    given = {**WHERE, "uploads": 100, **change}
+    given = {**WHERE, "uploads": 100, "owners": 0, **change}
     return msg.StepPlan(**given, view=1, microbatches=4, nodes=nodes)
 
 
@@ -295,7 +295,7 @@ def test_another_epoch_is_out_of_place(message, values):
             nonce=bytes(32),
             enrolled=False,
         ),
-        msg.NodeLoss(**WHERE, lo=0, hi=1, loss_sum=1, weight=1, elapsed_ms=1),
+        msg.NodeLoss(**WHERE, lo=0, hi=1, loss_sum=1, weight=1, sums=b"", elapsed_ms=1),
         plan((0, 1), step=1),
         plan((0, 3)),
         plan((3, 2)),

@@ -10,18 +10,18 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 
-def self_signed() -> tuple[str, str]:
+def self_signed(name: str = "samestep coordinator") -> tuple[str, str]:
     """A new certificate and its key, in PEM.
 
     P-256: fast on every machine. It is valid for ever (RFC 5280, 4.1.2.5), so that a wrong clock
     shuts nobody out; what ends it is a new one with another fingerprint.
     """
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "samestep coordinator")])
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     certificate = (
         x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
+        .subject_name(subject)
+        .issuer_name(subject)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(dt.datetime(2000, 1, 1, tzinfo=dt.UTC))

@@ -1,0 +1,85 @@
+"""Workers that average slices among themselves, on real sockets: the bits of the star."""
+
+import pytest
+
+from coordinator.service.chronicle import record_of
+from coordinator.storage.journal_records import Owned
+from tests.live_service import Scripted, live_service, scripted_spec
+
+_STEPS = 30
+
+
+def spec(way, **exchange):
+    return scripted_spec(steps=_STEPS, exchange={"way": way, **exchange})
+
+
+async def trained(directory, way, workers=3, during=None, **exchange):
+    """The result, and the service that it is of."""
+    async with live_service(directory, workers) as live:
+        for number in range(workers):
+            live.worker(f"w{number}", toolbox=Scripted(1.0))
+        run_id = live.service.submit(spec(way, **exchange))
+        if during is not None:
+            await during(live)
+        result = await live.result(run_id)
+        assert live.every("halted") == []
+        return result, live
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+async def test_sharded_has_the_bits_of_the_star(precision, tmp_path):
+    exchange = {"precision": precision, "averages": precision}
+    star, _ = await trained(tmp_path / "star", "star", **exchange)
+    sharded, live = await trained(tmp_path / "sharded", "sharded", **exchange)
+    assert sharded["weights_digest"] == star["weights_digest"]
+    assert live.every("owners")[-1]["owners"].keys() == {"w0", "w1", "w2"}
+
+
+async def test_an_owner_that_is_lost_is_replaced_and_the_bits_stay(tmp_path):
+    async def lose_one(live):
+        await live.wait_for("owners")
+        live.clients[1]._channel.abort("pulled out")  # its links end with it; it comes back
+        await live.wait_for("worker_lost", worker="w1")
+
+    star, _ = await trained(tmp_path / "star", "star")
+    sharded, live = await trained(tmp_path / "sharded", "sharded", during=lose_one)
+    assert sharded["weights_digest"] == star["weights_digest"]
+    assert len(live.every("owners")) > 1
+
+
+async def test_what_it_takes_of_the_coordinator_does_not_grow_with_the_workers(tmp_path):
+    """One set of averages and control a step: in a star it is two for each worker."""
+    block_bytes, steps = 400_000, 12
+    passed = {}
+    for workers in (2, 5):
+        async with live_service(tmp_path / str(workers), workers) as live:
+            for number in range(workers):
+                live.worker(f"w{number}", toolbox=Scripted(10.0))
+            run = scripted_spec(
+                steps=steps, exchange={"way": "sharded"},
+                scripted={"blocks": 2, "block_bytes": block_bytes, "samples": 64},
+            )  # fmt: skip
+            run_id = live.service.submit(run)
+            await live.wait_for("owners", reason=f"sharded over {workers} members")
+            assert live.service.current is not None
+            begun = live.service.current.run.step
+            before = _bytes(live)
+            await live.result(run_id)
+            passed[workers] = (_bytes(live) - before) / (steps - begun)
+    for workers, per_step in passed.items():
+        assert per_step < 1.1 * 2 * block_bytes + 20_000 * workers, passed
+
+
+def _bytes(live):
+    channels = [session.channel for session in live.service.sessions.values()]
+    return sum(channel.bytes_received + channel.bytes_sent for channel in channels)
+
+
+async def test_the_journal_says_who_averaged_what(tmp_path):
+    _, live = await trained(tmp_path, "sharded", workers=2)
+    run = live.service.finished.run
+    fact = run.progress._owned()
+    record = record_of(fact, run)
+    assert isinstance(record, Owned)
+    lines = (live.service.finished.directory / "journal.jsonl").read_text()
+    assert '"kind":"owners"' in lines

@@ -1,0 +1,191 @@
+"""A member's part in averaging slices: what goes where, and what is refused."""
+
+import numpy as np
+import pytest
+
+from protocol.base.errors import OutOfPlace
+from protocol.exact.slices import SliceGrid, slice_digest
+from protocol.exact.tree import Node
+from protocol.spec.manifest import Block, TensorSpec
+from protocol.spec.replicas_spec import Codecs
+from protocol.wire.messages import (
+    AveragedBlockGradient,
+    AveragedNonBlockGradient,
+    SliceAverage,
+    SliceSum,
+    SlicesWanted,
+    SumNotFinite,
+    WrongSlice,
+)
+from protocol.wire.peers import OwnerTable
+from worker.peers.share import AllAveraged, SlicePart, ToCoordinator, ToPeer
+
+BLOCKS = (
+    Block(name="layer", kind="block", tensors=(TensorSpec(name="w", shape=(200_000,)),)),
+    Block(name="head", kind="non_block", tensors=(TensorSpec(name="h", shape=(10,)),)),
+)
+GRID = SliceGrid(BLOCKS)
+PLACE = {"epoch": 1, "step": 0, "attempt": 0}
+ONE, OTHER = Node(0, 1), Node(1, 2)
+
+
+def table(*members, owners=None, scribe=None):
+    owners = owners or [number % len(members) for number in range(GRID.count)]
+    return OwnerTable(members=members, owners=tuple(owners), scribe=scribe)
+
+
+def share(me="a", given=None, microbatches=2):
+    made = SlicePart(me, BLOCKS, Codecs())
+    made.own(1, given or table("a", "b"))
+    made.begin(PLACE, microbatches)
+    return made
+
+
+def sums(seed):
+    random = np.random.default_rng(seed)
+    return [random.standard_normal(block.elements).astype(np.float32) for block in BLOCKS]
+
+
+def raw(values):
+    return np.ascontiguousarray(values).view(np.uint8)
+
+
+def play(shares, actions_of):
+    """Carry messages until none is left; gives what was for the coordinator, by member."""
+    told: dict[str, list[object]] = {name: [] for name in shares}
+    waiting = [(name, action) for name, actions in actions_of for action in actions]
+    while waiting:
+        name, action = waiting.pop(0)
+        match action:
+            case ToPeer(peer, message, body):
+                made = shares[peer].receive(name, message, raw(body))
+                waiting += [(peer, each) for each in made]
+            case _:
+                told[name].append(action)
+    return told
+
+
+def contributed(shares, node_of):
+    return [
+        (name, shares[name].contribute(node, block, 1.0, values))
+        for name, node in node_of.items()
+        for block, values in enumerate(sums(node.lo))
+    ]
+
+
+def expected():
+    both = zip(sums(0), sums(1), strict=True)
+    return [(one + other) * np.float32(0.5) for one, other in both]
+
+
+def digests():
+    means = expected()
+    found = [slice_digest(means[b][part]) for b, part in map(GRID.place, range(GRID.count))]
+    return np.frombuffer(b"".join(found), np.uint8)
+
+
+def taken(actions):
+    return [action.averages for action in actions if isinstance(action, AllAveraged)]
+
+
+def test_all_have_the_mean_and_the_coordinator_the_digests():
+    shares = {"a": share("a"), "b": share("b")}
+    told = play(shares, contributed(shares, {"a": ONE, "b": OTHER}))
+    for name, each in shares.items():
+        (averages,) = taken(each.commit(PLACE, digests()))
+        assert [x.tobytes() for x in averages] == [x.tobytes() for x in expected()]
+        to = [action.message for action in told[name] if isinstance(action, ToCoordinator)]
+        own = [m.slice for m in to if isinstance(m, SliceAverage)]
+        assert own == [n for n in own if table("a", "b").owner(n) == name]
+
+
+def test_a_lost_owner_s_slices_are_averaged_by_another_from_sums_sent_again():
+    alone = share("a")
+    sent = [action for _, actions in contributed({"a": alone}, {"a": ONE}) for action in actions]
+    assert {action.peer for action in sent if isinstance(action, ToPeer)} == {"b"}
+    again = alone.own(2, table("a", owners=[0] * GRID.count))
+    again += [  # the node of the lost one is computed once more, here
+        action
+        for block, values in enumerate(sums(1))
+        for action in alone.contribute(OTHER, block, 1.0, values)
+    ]
+    assert not [action for action in again if isinstance(action, ToPeer)]
+    (averages,) = taken(alone.commit(PLACE, digests()))
+    assert [x.tobytes() for x in averages] == [x.tobytes() for x in expected()]
+
+
+def test_a_slice_that_is_not_what_the_coordinator_has_names_its_owner_and_is_not_taken():
+    shares = {"a": share("a"), "b": share("b")}
+    play(shares, contributed(shares, {"a": ONE, "b": OTHER}))
+    wrong = digests().copy()
+    number = next(n for n in range(GRID.count) if table("a", "b").owner(n) == "b")
+    wrong[16 * number] ^= 1
+    said = shares["a"].commit(PLACE, wrong)
+    assert not taken(said)
+    messages = [action.message for action in said]
+    assert messages == [
+        WrongSlice(**PLACE, slice=number, owner="b"), SlicesWanted(**PLACE),
+    ]  # fmt: skip
+
+
+def test_averages_of_a_committed_step_that_do_not_come_are_asked_for_once():
+    made = share("a")
+    made.contribute(ONE, 0, 1.0, sums(0)[0])
+    assert made.commit(PLACE, digests()) == []  # their owners may be sending them
+    asked = made.waits()
+    assert [action.message for action in asked] == [SlicesWanted(**PLACE)]
+    assert made.waits() == []
+    means = expected()
+    said = []
+    for block, each in enumerate(BLOCKS):
+        kind = AveragedBlockGradient if each.kind == "block" else AveragedNonBlockGradient
+        for chunk in range(each.chunks):
+            values = means[block][each.chunk_slice(chunk)]
+            said += made.averaged(kind(**PLACE, block=block, chunk=chunk), values)
+    (averages,) = taken(said)
+    assert [x.tobytes() for x in averages] == [x.tobytes() for x in means]
+
+
+@pytest.mark.parametrize("sender", ["b", "c"])
+def test_who_does_not_own_a_slice_sends_no_average_of_it(sender):
+    number = next(n for n in range(GRID.count) if table("a", "b").owner(n) == "a")
+    message = SliceAverage(**PLACE, owners=1, slice=number)
+    body = raw(np.zeros(GRID.elements(number), np.float32))
+    with pytest.raises(OutOfPlace, match=f"'{sender}' sends the average of slice"):
+        share("a").receive(sender, message, body)
+
+
+def test_a_sum_in_another_s_name_is_refused():
+    message = SliceSum(**PLACE, owners=1, slice=0, worker="b", lo=0, hi=1, weight=1.0)
+    with pytest.raises(OutOfPlace, match="'c' sends a sum as 'b'"):
+        share("a").receive("c", message, raw(np.zeros(GRID.elements(0), np.float32)))
+
+
+def test_what_is_not_finite_is_told_with_its_worker():
+    message = SliceSum(**PLACE, owners=1, slice=0, worker="b", lo=0, hi=1, weight=1.0)
+    body = raw(np.full(GRID.elements(0), np.inf, np.float32))
+    (said,) = share("a").receive("b", message, body)
+    assert said.message == SumNotFinite(**PLACE, slice=0, worker="b", lo=0, hi=1)
+
+
+def test_early_sums_wait_late_ones_are_dropped():
+    made = share("a")
+    later = SliceSum(
+        epoch=1, step=1, attempt=0, owners=1, slice=0, worker="b", lo=0, hi=1, weight=1.0
+    )
+    body = raw(np.ones(GRID.elements(0), np.float32))
+    assert made.receive("b", later, body) == []
+    arrived = made.begin({**PLACE, "step": 1}, 1)
+    assert arrived, "the average of a step with one microbatch"
+    assert made.receive("b", later.model_copy(update={"step": 0}), body) == []
+
+
+def test_a_table_of_another_shape_is_refused():
+    with pytest.raises(OutOfPlace, match="slices, got 1"):
+        share("a").own(2, table("a", owners=[0]))
+
+
+def test_who_has_no_links_sends_by_way_of_the_coordinator():
+    made = share("c", table("a", "b"))
+    actions = made.contribute(ONE, 0, 1.0, sums(0)[0])
+    assert {type(action) for action in actions} == {ToCoordinator}
