@@ -75,7 +75,7 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
     ),
     "worker": ("*",),
     "backends.base": _LOGIC,
-    "backends.eager": (*_LOGIC, "backends.base"),
+    "backends.eager": (*_LOGIC, "protocol.host", "backends.base"),
     "backends.wgpu.graph": ("protocol.base",),
     "backends.wgpu.shaders": ("protocol.base", "backends.base", "backends.wgpu.graph"),
     "backends.wgpu.capture": (

@@ -42,11 +42,19 @@ def frozen_base(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     }
 
 
+def widen(module: torch.nn.Module) -> None:
+    """Give every weight that is still as its file has it, in half the bytes, its float32 value."""
+    for parameter in module.parameters():
+        if parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
+
+
 def round_frozen_base(module: torch.nn.Module, base_dtype: BaseDtype) -> None:
     """Give every weight of the frozen base the float32 value of its narrow form."""
     storage = STORAGE[base_dtype]
     if storage == "f32":
         return
+    widen(module)
     for parameter in frozen_base(module).values():
         narrow = quantise(parameter.detach().cpu().float().numpy(), storage)
         with torch.no_grad():

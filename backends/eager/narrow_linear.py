@@ -7,14 +7,25 @@ layout, so the bits are those of a layer that is kept wide.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 
-from backends.base.frozen_base import STORAGE, frozen_base
-from backends.base.quantise import Quantised, dequantise, quantise
+from backends.base.frozen_base import STORAGE, frozen_base, widen
+from backends.base.quantise import (
+    Quantised,
+    Storage,
+    dequantise,
+    group_of,
+    quantise,
+    stored_bytes,
+)
+from protocol.host.allocator import give_back_freed_memory
 from protocol.spec.run_spec import BaseDtype
+
+_ELEMENTS_AT_ONCE: Final = 1 << 18
 
 
 class NarrowWeight:
@@ -27,6 +38,7 @@ class NarrowWeight:
 
     def __init__(self, stored: Quantised, device: torch.device) -> None:
         self.shape = stored.rows, stored.columns
+        self.device = device
         self._storage = stored.storage
         self._group = stored.group
         kept = {"bf16": "int16", "f16": "float16", "int8": "int8", "int4": "uint8"}[stored.storage]
@@ -35,33 +47,68 @@ class NarrowWeight:
             self._bits = self._bits.view(torch.bfloat16)
         self._scales = torch.from_numpy(stored.scales).to(device)
 
-    def wide(self) -> torch.Tensor:
-        """The float32 values, as `quantise.dequantise` has them: (rows, columns)."""
-        if self._storage in ("bf16", "f16"):
-            return self._bits.float().reshape(self.shape)
-        if self._storage == "int8":
-            whole = self._bits.float()
+    @property
+    def nbytes(self) -> int:
+        """Of bits and scales."""
+        return self._bits.nbytes + self._scales.nbytes
+
+    def wide(self, whole: torch.Tensor) -> torch.Tensor:
+        """The float32 values, as `quantise.dequantise` has them, written into `whole`."""
+        if self._storage in ("bf16", "f16", "int8"):
+            whole.view(-1).copy_(self._bits)
+            if self._storage != "int8":
+                return whole
         else:  # the lower half of a byte comes first
-            halves = torch.stack((self._bits & 15, self._bits >> 4), dim=-1)
-            whole = halves.float().sub_(8)
-        whole = whole.reshape(-1, self._group).mul_(self._scales[:, None])
-        return whole.reshape(self.shape)
+            pairs = whole.view(-1, 2)
+            pairs[:, 0] = self._bits & 15
+            pairs[:, 1] = self._bits >> 4
+            whole.sub_(8)
+        whole.view(-1, self._group).mul_(self._scales[:, None])
+        return whole
+
+
+class Bench:
+    """Where one weight at a time is wide: what each layer took anew would leave holes in memory,
+    which what autograd keeps would fill.
+
+    Args:
+        elements: Of the largest weight.
+        device: Where.
+    """
+
+    def __init__(self, elements: int, device: torch.device) -> None:
+        self._elements = elements
+        self._device = device
+        self._flat: dict[torch.dtype, torch.Tensor] = {}
+
+    def wide(self, narrow: NarrowWeight, kind: torch.dtype) -> torch.Tensor:
+        """The values until the next are asked for: (rows, columns) of that type."""
+        whole = narrow.wide(self._room(narrow.shape, torch.float32))
+        if kind == torch.float32:
+            return whole
+        return self._room(narrow.shape, kind).copy_(whole)
+
+    def _room(self, shape: tuple[int, int], kind: torch.dtype) -> torch.Tensor:
+        if kind not in self._flat:
+            self._flat[kind] = torch.empty(self._elements, dtype=kind, device=self._device)
+        return self._flat[kind][: shape[0] * shape[1]].view(shape)
 
 
 class NarrowLinear(nn.Linear):
-    """A frozen `nn.Linear` whose weight has become narrow; see `narrow`."""
+    """A frozen `nn.Linear` whose weight has become narrow; see `narrow_frozen_base`."""
 
     narrow: NarrowWeight
+    bench: Bench
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
         """Widened anew each time: for those who look at it."""
-        return self.narrow.wide()
+        return self.narrow.wide(torch.empty(self.narrow.shape, device=self.narrow.device))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 -- torch's name
         """As `nn.Linear`'s; what autograd would keep of the weight is widened again instead."""
         kind = _computed_in(input)
-        weight = self.narrow.wide().to(kind)
+        weight = self.bench.wide(self.narrow, kind)
         place = weight.untyped_storage().data_ptr()
 
         def kept(tensor: torch.Tensor) -> Any:
@@ -72,7 +119,7 @@ class NarrowLinear(nn.Linear):
         def again(given: Any) -> torch.Tensor:
             if isinstance(given, torch.Tensor):
                 return given
-            return self.narrow.wide().to(kind).as_strided(*given)
+            return self.bench.wide(self.narrow, kind).as_strided(*given)
 
         with torch.autograd.graph.saved_tensors_hooks(kept, again):
             return nn.functional.linear(input, weight, self.bias)
@@ -86,9 +133,11 @@ def narrow_frozen_base(module: nn.Module, base_dtype: BaseDtype, device: torch.d
     storage = STORAGE[base_dtype]
     if storage == "f32":
         return
-    for parameter in frozen_base(module).values():
+    base = frozen_base(module).values()
+    bench = Bench(max((parameter.numel() for parameter in base), default=0), device)
+    for parameter in base:
         layers = [layer for layer in module.modules() if _reads(layer, parameter)]
-        stored = quantise(parameter.detach().cpu().float().numpy(), storage)
+        stored = _quantised(parameter.detach(), storage)
         if not all(_is_plain(layer) for layer in layers):
             with torch.no_grad():
                 parameter.copy_(torch.from_numpy(dequantise(stored)))
@@ -97,7 +146,24 @@ def narrow_frozen_base(module: nn.Module, base_dtype: BaseDtype, device: torch.d
         for layer in layers:
             del layer._parameters["weight"]  # noqa: SLF001 -- a property stands in its place
             layer.__class__ = NarrowLinear
-            layer.narrow = weight  # type: ignore[assignment]
+            layer.narrow, layer.bench = weight, bench  # type: ignore[assignment]
+    widen(module)
+    give_back_freed_memory()
+
+
+def _quantised(weight: torch.Tensor, storage: Storage) -> Quantised:
+    """In parts, so that little of it is wide at a time: no group reaches beyond a row."""
+    rows, columns = weight.shape
+    at_once = max(1, _ELEMENTS_AT_ONCE // columns)
+    group = 0 if storage in ("bf16", "f16") else group_of(columns)
+    scales = np.empty(rows * columns // group if group else 0, np.float32)
+    words = np.empty(stored_bytes(rows, columns, storage) // 4 - len(scales), np.uint32)
+    for first in range(0, rows, at_once):
+        some = weight[first : first + at_once]
+        part = quantise(some.cpu().float().numpy(), storage)
+        words[first * len(words) // rows :][: len(part.words)] = part.words
+        scales[first * len(scales) // rows :][: len(part.scales)] = part.scales
+    return Quantised(storage, rows, columns, words, scales, group)
 
 
 def _reads(layer: nn.Module, parameter: nn.Parameter) -> bool:

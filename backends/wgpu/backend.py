@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
+from backends.base.frozen_base import widen
 from backends.base.interface import Batch, DeviceInfo, Trainable
 from backends.wgpu.device.adapters import Adapter, adapters
 from backends.wgpu.device.additions import differing_additions
@@ -80,6 +81,8 @@ class VulkanBackend:
                 f"expected model.precision float32, got {trainable.precision}: the vulkan backend "
                 "computes in float32 only"
             )
+        if trainable.module is not None:
+            widen(trainable.module)
         template = Templates(not self.adapter.software, self.tuner.shader)
         program = VulkanProgram(self.device, trainable, template, adds=self.exact_additions)
         if trainable.rows is not None:

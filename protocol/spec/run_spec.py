@@ -168,8 +168,8 @@ class ModelSpec(_Section):
     base_dtype: BaseDtype = Field(
         "float32",
         description="with lora: what the frozen layers' weights are stored in; int8 and int4 have "
-        "a scale for each 64 of a row. Every worker computes with the same rounded weights; only "
-        "a Vulkan device saves memory by it",
+        "a scale for each 64 of a row. Every worker computes with the same rounded weights, and "
+        "keeps them in so few bits",
     )
     precision: Precision = Field("float32", description="what forward may compute in")
     attention: Literal["eager", "sdpa"] = Field("eager", description="how it is computed")

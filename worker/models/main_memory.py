@@ -13,19 +13,25 @@ from typing import Final
 
 from safetensors import SafetensorError, safe_open
 
+from backends.base.frozen_base import STORAGE
+from backends.base.quantise import group_of, stored_bytes
 from protocol.base.errors import MainMemoryTooSmall
 from protocol.host.allocator import give_back_freed_memory
 from protocol.host.memory import GROUPS, PROC, read_memory
+from protocol.spec.run_spec import BaseDtype
 
 _ONE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 
 
-def refuse_what_does_not_fit(place: str, proc: Path = PROC, groups: Path = GROUPS) -> None:
+def refuse_what_does_not_fit(
+    place: str, base_dtype: BaseDtype = "float32", proc: Path = PROC, groups: Path = GROUPS
+) -> None:
     """Say so before anything is read; what is not known to be too much is tried.
 
     Args:
         place: Where the model is: a directory of safetensors, or anything else.
+        base_dtype: What matrices are stored in; embeddings are float32.
         proc: Where procfs is.
         groups: Where the tree of control groups (version 2) is.
 
@@ -33,7 +39,7 @@ def refuse_what_does_not_fit(place: str, proc: Path = PROC, groups: Path = GROUP
         MainMemoryTooSmall: It needs more than this machine, or the control group, can give.
     """
     try:
-        needed = converted_bytes(Path(place))
+        needed = converted_bytes(Path(place), base_dtype)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
         return  # who reads it says what is wrong with it
     refuse_more_than_there_is(needed, proc, groups)
@@ -50,8 +56,8 @@ def refuse_more_than_there_is(needed: int, proc: Path = PROC, groups: Path = GRO
         raise MainMemoryTooSmall(needed, most)
 
 
-def converted_bytes(directory: Path) -> int:
-    """In float32, of all tensors in a model's directory that are stored as anything else.
+def converted_bytes(directory: Path, base_dtype: BaseDtype = "float32") -> int:
+    """Of all tensors in a model's directory that are stored as anything but float32, converted.
 
     0 where it has no safetensors of the usual names.
     """
@@ -59,10 +65,19 @@ def converted_bytes(directory: Path) -> int:
     if (directory / _INDEX).is_file():
         named = json.loads((directory / _INDEX).read_text(encoding="utf-8"))["weight_map"]
         files = [directory / name for name in sorted(set(named.values()))]
-    elements = 0
+    needed = 0
     for file in files:
         if file.is_file():
             with safe_open(file, "np") as tensors:
-                slices = map(tensors.get_slice, tensors.keys())
-                elements += sum(math.prod(s.get_shape()) for s in slices if s.get_dtype() != "F32")
-    return 4 * elements
+                for name in tensors.keys():  # noqa: SIM118 -- no mapping
+                    part = tensors.get_slice(name)
+                    if part.get_dtype() != "F32":
+                        needed += _bytes(name, part.get_shape(), base_dtype)
+    return needed
+
+
+def _bytes(name: str, shape: list[int], base_dtype: BaseDtype) -> int:
+    narrow = base_dtype != "float32" and len(shape) == 2 and "embed" not in name
+    if narrow and group_of(shape[1]):
+        return stored_bytes(shape[0], shape[1], STORAGE[base_dtype])
+    return 4 * math.prod(shape)

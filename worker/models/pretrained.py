@@ -35,7 +35,7 @@ from protocol.exact.update import moment_count
 from protocol.spec import sources
 from protocol.spec.manifest import Block
 from protocol.spec.run_spec import ModelSpec, RunSpec
-from worker.models import main_memory
+from worker.models import as_stored, main_memory
 
 _DEVIATION: Final = 0.02
 """Of new weights, where the model's configuration names none (BERT's own)."""
@@ -242,29 +242,40 @@ def _load(kind: Any, spec: ModelSpec, seed: int, extra: Mapping[str, Any]) -> Pr
     place, keywords = locate(spec.source)
     if "gguf_file" not in keywords:
         keywords["use_safetensors"] = True  # never pickles
-    main_memory.refuse_what_does_not_fit(place)
-    try:
-        model, report = kind.from_pretrained(
-            place,
-            dtype=getattr(torch, spec.dtype),
-            attn_implementation=spec.attention,
-            output_loading_info=True,
-            **extra,
-            **keywords,
-        )
-    except Exception as error:  # (half a file raises errors of all kinds)
-        if in_words(error) == NO_MEMORY:
-            raise
-        raise refusal("model", spec.source, error) from None
+    main_memory.refuse_what_does_not_fit(place, spec.base_dtype)
+    dtype = as_stored.dtype_of(place) if spec.base_dtype != "float32" else torch.float32
+    model, report = _read(kind, spec, place, dtype, {**extra, **keywords})
+    drawn = {*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])}
+    if dtype != torch.float32 and not as_stored.widen_but_the_base(model, drawn):
+        model, report = _read(kind, spec, place, torch.float32, {**extra, **keywords})
     if "gguf_file" in keywords:
         # Its weights are plain float32 now.
         model.hf_quantizer, model.is_quantized = None, False
         vars(model).pop("quantization_method", None)
         vars(model.config).pop("quantization_config", None)
-    drawn = {*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])}
     _refuse_what_is_not_there(model, drawn, spec.source)
     _draw(model, drawn, seed)
     return _ready(model, spec)
+
+
+def _read(
+    kind: Any, spec: ModelSpec, place: str, dtype: torch.dtype, keywords: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    assert spec.source is not None
+    try:
+        return tuple(
+            kind.from_pretrained(
+                place,
+                dtype=dtype,
+                attn_implementation=spec.attention,
+                output_loading_info=True,
+                **keywords,
+            )
+        )
+    except Exception as error:  # (half a file raises errors of all kinds)
+        if in_words(error) == NO_MEMORY:
+            raise
+        raise refusal("model", spec.source, error) from None
 
 
 def _refuse_what_is_not_there(model: Any, drawn: Collection[str], source: str) -> None:
@@ -300,7 +311,7 @@ def _ready(model: Any, spec: ModelSpec) -> Pretrained:
                 f"no gradient checkpointing for this model: {in_words(error)}"
             ) from None
     # Not buffers that are computed anew at each start: their last bits depend on the machine.
-    arrays = {name: value.numpy() for name, value in model.state_dict().items()}
+    arrays = as_stored.Wide(model.state_dict())
     cached = "use_cache" in inspect.signature(model.forward).parameters
     options = {"use_cache": False} if cached else {}
     return Pretrained(model, model.config, digest_arrays(arrays), options)

@@ -1,0 +1,137 @@
+"""Supervised fine-tuning on conversations, against TRL's SFTTrainer: same start, batches, settings.
+
+    python -m benchmarks.sft --trl PYTHON     # an interpreter that has trl
+
+The small Llama of `deploy/runs/small-chat.yaml`, its weights drawn, learns from the dialogues that
+lie beside it, each way in its own process; what is compared is the loss on the held-out ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import safetensors.numpy
+
+from protocol.data.conversations import Conversation, read_conversations
+from protocol.exact.samples import SampleOrder
+from protocol.host.own_command import own_command, own_environment
+from protocol.spec.run_spec import RunSpec, load_run_spec
+from worker.data import holdout
+from worker.tasks.registry import build
+
+ROOT: Final = Path(__file__).parents[1]
+RUN: Final = ROOT / "deploy" / "runs" / "small-chat.yaml"
+BOUND: Final = 1e-3
+TEMPLATE: Final = (
+    "{% for message in messages %}{{ message['role'] + ':\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+"""As the sample's own, with the marks by which TRL finds what the assistant says."""
+OVERRIDES: Final = (
+    "optimizer={name: adamw, lr: 2.0e-3, clip_norm: 1.0}",
+    f"data.chat_template={json.dumps(TEMPLATE)}",
+)
+"""A constant rate: warm-ups are counted in different ways."""
+
+
+def main() -> None:
+    """Print both losses and how far they are apart."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trl", required=True, metavar="PYTHON")
+    parser.add_argument("--steps", type=int, default=50)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        place = Path(directory)
+        overrides = [*OVERRIDES, f"steps={given.steps}", f"data.train={RUN.with_suffix('.jsonl')}"]
+        save_start(load_run_spec(RUN, overrides), place / "model")
+        overrides += [f"model={{source: {place / 'model'}}}", "tokenizer=null"]
+        spec = load_run_spec(RUN, overrides)
+        write_batches(spec, place)
+        ours = train(spec, place)
+        theirs = train_with_trl(Path(given.trl), place)
+    apart = abs(ours["loss"] - theirs["loss"]) / theirs["loss"]
+    print(f"trl {theirs['version']}, torch {theirs['torch']}, {given.steps} steps of 16 dialogues")
+    print(f"held-out loss before: TRL {theirs['before']:.7f}")
+    print(f"held-out loss after:  ours {ours['loss']:.7f}, TRL {theirs['loss']:.7f}")
+    print(f"apart: {apart:.2e} of it (bound {BOUND:g})")
+    sys.exit(apart > BOUND)
+
+
+def save_start(spec: RunSpec, directory: Path) -> None:
+    """The model that a run from scratch begins with, as a directory."""
+    task = build(spec)
+    directory.mkdir()
+    tensors = {
+        tensor.name: np.ascontiguousarray(values[place].reshape(tensor.shape))
+        for block, values in zip(task.manifest.blocks, task.initial_parameters(), strict=True)
+        for tensor, place in block.slices()
+    }
+    export = task.manifest.export
+    safetensors.numpy.save_file(tensors, directory / export.weights_file, {"format": "pt"})
+    for name, text in export.files.items():
+        (directory / name).write_text(text)
+
+
+def write_batches(spec: RunSpec, place: Path) -> None:
+    """What is trained on, in the order in which the run takes it, and what is held out."""
+    assert spec.data is not None
+    found = read_conversations(spec.data).found
+    train, held_out = holdout.split([e.document for e in found], spec.seed, spec.data.holdout)
+    order = SampleOrder(spec.seed, len(train), spec.batch)
+    taken = [
+        train[sample]
+        for step in range(spec.steps)
+        for samples in order.microbatches(step)
+        for sample in samples
+    ]
+    for name, rows in (("train", taken), ("held_out", held_out)):
+        lines = [json.dumps({"messages": messages(found[row])}) for row in rows]
+        (place / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    settings = {
+        "steps": spec.steps, "microbatch": spec.batch.microbatch,
+        "microbatches": spec.batch.samples // spec.batch.microbatch,
+        "rate": spec.optimizer.lr, "clip_norm": spec.optimizer.clip_norm,
+        "max_tokens": spec.data.max_tokens,
+    }  # fmt: skip
+    (place / "settings.json").write_text(json.dumps(settings))
+
+
+def messages(conversation: Conversation) -> list[dict[str, str]]:
+    """As TRL wants them."""
+    return [{"role": each.role, "content": each.content} for each in conversation.messages]
+
+
+def train(spec: RunSpec, place: Path) -> dict[str, Any]:
+    """Our way: a coordinator and a worker."""
+    (place / "run.json").write_text(spec.model_dump_json())
+    subprocess.run(  # noqa: S603 -- a command of ours
+        [
+            *own_command("coordinator"), "--run", str(place / "run.json"), "--out",
+            str(place / "out"), "--local-workers", "1", "--backend", "cpu", "--bind",
+            "127.0.0.1:0", "--control", "127.0.0.1:0", "--no-announce",
+        ],
+        env=own_environment(), check=True, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    result = json.loads((place / "out" / "result.json").read_text())
+    return {"loss": result["eval"]["loss_per_token"]}
+
+
+def train_with_trl(python: Path, place: Path) -> dict[str, Any]:
+    """Theirs, in the interpreter that has it."""
+    script = Path(__file__).with_name("trl_side.py")
+    subprocess.run([str(python), str(script), str(place)], check=True)  # noqa: S603
+    found: dict[str, Any] = json.loads((place / "trl.json").read_text())
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""What `benchmarks.sft` is measured against: TRL's SFTTrainer on what that has written.
+
+Run by an interpreter that has trl; imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import trl
+from torch.utils.data import SequentialSampler
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+class InOrder(trl.SFTTrainer):  # type: ignore[misc]
+    """Takes the rows as they stand."""
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        return SequentialSampler(dataset if dataset is not None else self.train_dataset)
+
+
+def main(place: Path) -> None:
+    """Train, and leave the held-out losses in trl.json."""
+    settings = json.loads((place / "settings.json").read_text())
+    train, held_out = (
+        datasets.Dataset.from_list(
+            [json.loads(line) for line in (place / f"{name}.jsonl").read_text().splitlines()]
+        )
+        for name in ("train", "held_out")
+    )
+    torch.set_num_threads(1)
+    trainer = InOrder(
+        model=AutoModelForCausalLM.from_pretrained(place / "model", attn_implementation="eager"),
+        processing_class=AutoTokenizer.from_pretrained(place / "model"),
+        train_dataset=train,
+        eval_dataset=held_out,
+        args=trl.SFTConfig(
+            output_dir=str(place / "trl"),
+            max_steps=settings["steps"],
+            per_device_train_batch_size=settings["microbatch"],
+            gradient_accumulation_steps=settings["microbatches"],
+            per_device_eval_batch_size=len(held_out),
+            learning_rate=settings["rate"],
+            lr_scheduler_type="constant",
+            optim="adamw_torch",
+            weight_decay=0.0,
+            max_grad_norm=settings["clip_norm"],
+            max_length=settings["max_tokens"],
+            assistant_only_loss=True,
+            packing=False,
+            gradient_checkpointing=False,
+            bf16=False,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            logging_steps=settings["steps"],
+        ),
+    )
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    found = {
+        "before": before,
+        "loss": trainer.evaluate()["eval_loss"],
+        "version": trl.__version__,
+        "torch": torch.__version__,
+    }
+    (place / "trl.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
