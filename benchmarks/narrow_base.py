@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 import transformers
@@ -53,7 +53,8 @@ def write_run(directory: Path) -> Path:
         num_attention_heads=16, num_key_value_heads=16, max_position_embeddings=160,
     )  # fmt: skip
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(model)
+    start: Any = transformers.LlamaForCausalLM(config)
+    start.to(torch.bfloat16).save_pretrained(model)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (model / name).write_text(task.manifest.export.files[name])
     document = json.loads(spec.model_dump_json())
