@@ -25,15 +25,15 @@ _INDEX: Final = "model.safetensors.index.json"
 
 
 def refuse_what_does_not_fit(
-    place: str, base_dtype: BaseDtype = "float32", proc: Path = PROC, groups: Path = GROUPS
+    place: str, proc: Path = PROC, groups: Path = GROUPS, base_dtype: BaseDtype = "float32"
 ) -> None:
     """Say so before anything is read; what is not known to be too much is tried.
 
     Args:
         place: Where the model is: a directory of safetensors, or anything else.
-        base_dtype: What matrices are stored in; embeddings are float32.
         proc: Where procfs is.
         groups: Where the tree of control groups (version 2) is.
+        base_dtype: What matrices are stored in; embeddings are float32.
 
     Raises:
         MainMemoryTooSmall: It needs more than this machine, or the control group, can give.

@@ -242,7 +242,7 @@ def _load(kind: Any, spec: ModelSpec, seed: int, extra: Mapping[str, Any]) -> Pr
     place, keywords = locate(spec.source)
     if "gguf_file" not in keywords:
         keywords["use_safetensors"] = True  # never pickles
-    main_memory.refuse_what_does_not_fit(place, spec.base_dtype)
+    main_memory.refuse_what_does_not_fit(place, base_dtype=spec.base_dtype)
     dtype = as_stored.dtype_of(place) if spec.base_dtype != "float32" else torch.float32
     model, report = _read(kind, spec, place, dtype, {**extra, **keywords})
     drawn = {*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])}
