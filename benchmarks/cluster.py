@@ -50,6 +50,7 @@ class Cluster:
         directory: For traces and results.
         coordinator: The command of the coordinator, less addresses.
         hosts: Where each worker is; the coordinator is on the first one's host. None: loopback.
+        expected: Devices of all workers; 0: one of each.
     """
 
     def __init__(
@@ -58,12 +59,14 @@ class Cluster:
         directory: Path,
         coordinator: Sequence[str] = ("coordinator",),
         hosts: Sequence[Host] | None = None,
+        expected: int = 0,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._workers = tuple(workers)
         self._directory = directory
         self._coordinator = tuple(coordinator)
         self._hosts = hosts
+        self._expected = expected
         self._processes: list[subprocess.Popen[bytes]] = []
         self._control = ""
 
@@ -109,16 +112,17 @@ class Cluster:
         return received, sent
 
     def timelines(self) -> list[Timeline]:
-        """What each worker traced; after the cluster has ended."""
+        """What each worker and each device of one traced; after the cluster has ended."""
         assert all(process.poll() is not None for process in self._processes)
-        return [read_trace(self._trace_of(index)) for index in range(len(self._workers))]
+        return [read_trace(path) for path in sorted(self._directory.glob("worker-*.trace*.json"))]
 
     def _start(self) -> None:
         addresses = self._directory / "addresses.json"
         places: Sequence[Host | None] = self._hosts or [None] * len(self._workers)
         at = "127.0.0.1" if self._hosts is None else self._hosts[0].address
+        expected = str(self._expected or self._trainers)
         self._spawn(
-            places[0], *self._coordinator, "--expect-workers", str(self._trainers),
+            places[0], *self._coordinator, "--expect-workers", expected,
             "--bind", f"{at}:0", "--control", "127.0.0.1:0",
             "--out", str(self._directory), "--address-file", str(addresses),
         )  # fmt: skip

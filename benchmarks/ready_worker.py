@@ -24,6 +24,8 @@ from protocol.host.trace import Tracer
 from protocol.spec.run_spec import RunSpec
 from worker.joining.credentials import WorkerCredentials
 from worker.shell.client import Client, Target
+from worker.shell.device_processes import DeviceProcesses
+from worker.shell.host_engine import Several
 from worker.tasks.base import Task
 from worker.tasks.scripted import Scripted
 
@@ -86,12 +88,20 @@ class ReadyDevice:
         return Scripted(spec)
 
 
-async def serve(address: str, name: str, quiet_ms: float, trace: Path) -> ExitCode:
+def several(devices: int, quiet_ms: float, trace: Path) -> Several:
+    """So many such devices as one host."""
+    names: dict[str, int | str | None] = {f"device{number}": number for number in range(devices)}
+    module = "benchmarks.ready_device"
+    return Several([*names], DeviceProcesses(names, str(quiet_ms), print, trace, module))
+
+
+async def serve(address: str, name: str, quiet_ms: float, trace: Path, devices: int) -> ExitCode:
     """Serve a coordinator until it says goodbye."""
     host, _, port = address.rpartition(":")
     target = Target(host, int(port), name, "scripted", 10.0)
     with Tracer(trace, name) as tracer:
-        client = Client(target, ReadyDevice(quiet_ms), WorkerCredentials(), lambda _: None, tracer)
+        toolbox = several(devices, quiet_ms, trace) if devices > 1 else ReadyDevice(quiet_ms)
+        client = Client(target, toolbox, WorkerCredentials(), lambda _: None, tracer)
         return await client.serve()
 
 
@@ -102,10 +112,11 @@ def main() -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--quiet-ms", type=float, required=True)
+    parser.add_argument("--devices", type=int, default=1, help="of this host")
     given = parser.parse_args()
     keep_freed_memory()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(given.coordinator, given.name, given.quiet_ms, given.trace))
+        runner.run(serve(given.coordinator, given.name, given.quiet_ms, given.trace, given.devices))
 
 
 if __name__ == "__main__":

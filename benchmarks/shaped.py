@@ -13,6 +13,7 @@ import argparse
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -124,7 +125,13 @@ def measure(row: Row, ways: Sequence[Way], rounds: int, turns: int) -> dict[str,
     with tempfile.TemporaryDirectory() as name, Network(row.mbits) as network:
         directory = Path(name)
         places = [network.hosts[host] for host in row.on]
-        ours = Cluster([worker] * row.case.workers, directory / "ours", hosts=places)
+        devices = Counter(row.on)  # those of one host are one worker
+        ours = Cluster(
+            [[*worker, "--devices", str(count)] for count in devices.values()],
+            directory / "ours",
+            hosts=[network.hosts[host] for host in devices],
+            expected=row.case.workers,
+        )
         with ours, Ranks(row.case.workers, directory / "gloo", places) as ranks:
             for _ in range(turns):
                 for way in ways:

@@ -86,13 +86,22 @@ class Measured:
         return median(self.averaged_ms) / median(self.gloo_ms)
 
 
-def measure(case: Case, rounds: int, turns: int = TURNS) -> Measured:
-    """Both ways by turns, `rounds` rounds in each turn, warming rounds not counted."""
+def measure(case: Case, rounds: int, turns: int = TURNS, *, apart: bool = False) -> Measured:
+    """Both ways by turns, `rounds` rounds in each turn, warming rounds not counted.
+
+    Args:
+        case: What is averaged.
+        rounds: In each turn.
+        turns: How many.
+        apart: Each of ours is a worker of its own; else all are devices of one host.
+    """
     intervals, gloo_us = [], []
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         worker = ["benchmarks.ready_worker", "--quiet-ms", str(case.quiet_ms)]
-        cluster = Cluster([worker] * case.workers, directory / "ours")
+        together = [[*worker, "--devices", str(case.workers)]]
+        ours = [worker] * case.workers if apart else together
+        cluster = Cluster(ours, directory / "ours", expected=case.workers)
         with cluster, Ranks(case.workers, directory / "gloo") as ranks:
             for _ in range(turns):
                 intervals.append(cluster.run(case.run_spec(rounds + WARMING_ROUNDS)))
@@ -137,9 +146,16 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=10, help=f"in each of {TURNS} turns")
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--apart", action="store_true", help="each a worker of its own")
+    parser.add_argument("--cases", type=int, default=len(CASES), help="the first so many")
+    given = parser.parse_args()
     print_heading("Mean of N workers' gradients on loopback, per round, max over ranks")
-    lines = [line for case in CASES for line in rows(case, measure(case, rounds))]
+    lines = [
+        line
+        for case in CASES[: given.cases]
+        for line in rows(case, measure(case, given.rounds, given.turns, apart=given.apart))
+    ]
     print_table(["what", "rounds", "min ms", "median ms", "ratio"], lines)
 
 

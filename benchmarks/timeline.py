@@ -24,7 +24,7 @@ class StepTimes:
     Attributes:
         step: Counted from 0.
         senders: How many workers sent something.
-        first_send_us: The first payload that any worker sent.
+        first_send_us: The first payload that any worker, or device of a host, sent.
         last_receive_us: The last averaged chunk came, at the worker where it came last.
         last_apply_us: The commit came and its update began, at the worker where it began last.
     """
@@ -42,12 +42,18 @@ def read_trace(path: Path) -> Timeline:
 
 
 def step_times(timelines: Sequence[Timeline], start_us: float, end_us: float) -> list[StepTimes]:
-    """The steps of the one run between two instants, in order."""
+    """The steps of the one run between two instants, in order.
+
+    A device of a host has sent when it has a gradient; its host's process sends for it.
+    """
     sends: dict[int, list[float]] = {}
     receives: dict[int, list[float]] = {}
     applies: dict[int, list[float]] = {}
-    for timeline in timelines:
+    named = [{event["name"].partition(" ")[0] for event in each.events} for each in timelines]
+    devices = ["backward" in names and "send" not in names for names in named]
+    for timeline, names, is_device in zip(timelines, named, devices, strict=True):
         first_sends: dict[int, float] = {}
+        is_host = any(devices) and "backward" not in names
         for event in timeline.events:
             if not start_us <= event["ts"] <= end_us or "step" not in event["args"]:
                 continue
@@ -56,8 +62,10 @@ def step_times(timelines: Sequence[Timeline], start_us: float, end_us: float) ->
                 applies.setdefault(step - 1, []).append(at_us)
             elif name.startswith("receive block") and "attempt" in event["args"]:
                 receives.setdefault(step, []).append(at_us)
-            elif name.startswith("send block") and "lo" in event["args"]:
+            elif name.startswith("send block") and "lo" in event["args"] and not is_host:
                 first_sends.setdefault(step, at_us)
+            elif name.startswith("backward block") and is_device:
+                first_sends.setdefault(step, at_us + event["dur"])
         for step, at_us in first_sends.items():
             sends.setdefault(step, []).append(at_us)
     return [

@@ -65,13 +65,15 @@ class LocalWorkers:
         self._watched, self._held = os.pipe()  # open for as long as this process lives
 
     async def start(self, count: int) -> None:
-        """Start so many; each imports its task in parallel with the others."""
-        for index in range(count):
-            name = f"local-{index}"
-            device = self._devices[index % len(self._devices)] if self._devices else None
-            arguments = ["--name", name, *([] if device is None else ["--gpus", str(device)])]
-            await self._begin(name, arguments)
-            self._kept.append(asyncio.create_task(self._keep(name, arguments)))
+        """Start so many: one by itself, several as the devices of one host."""
+        if not count:
+            return
+        name = "local-0" if count == 1 else "local"
+        devices = ",".join(map(str, self._devices))
+        arguments = ["--name", name, *(["--gpus", devices] if devices else [])]
+        arguments += ["--processes", str(count)] if count > 1 else []
+        await self._begin(name, arguments)
+        self._kept.append(asyncio.create_task(self._keep(name, arguments)))
 
     async def all_ended(self) -> list[int]:
         """Wait until none is left; their exit codes."""

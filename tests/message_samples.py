@@ -57,6 +57,8 @@ EXAMPLES: dict[type[Message], Message] = {
             state_digest=DIGEST, signature=DIGEST,
             signature_text="t",
         ),
+        messages.NonFiniteNode(**PLACE, lo=0, hi=4, block=1, device="gpu1"),
+        messages.DeviceNote(device="gpu1", text="gone"),
         messages.Unready(run_id="r", reason="no data", own=False, exit_code=2),
         messages.StateRequest(run_id="r"),
         messages.StateChunk(**_STATE, block=1, chunk=0),
@@ -166,6 +168,7 @@ _scalars = st.builds(
     **{name: _float32 for name in StepScalars.model_fields if name != "epsilon"},
     epsilon=st.floats(2.0**-20, 1, width=32),
 )
+_devices = st.integers(1, limits.DEVICES_PER_HOST)
 _bytes32 = st.binary(min_size=32, max_size=32)
 _name = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", fullmatch=True)
 _copy = {"run_id": _name, "name": _name, "offset": _number}
@@ -173,7 +176,7 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
     messages.Hello: {
         "release": _small, "name": _small, "backend": _small,
         "instance": st.text("0123456789abcdef", min_size=32, max_size=32),
-        "nonce": _bytes32, "enrolled": st.booleans(),
+        "nonce": _bytes32, "enrolled": st.booleans(), "devices": _devices,
         "duty": st.sampled_from(["train", "evaluate"]),
     },
     messages.Challenge: {"method": _small, "nonce": _bytes32, "proof": _bytes32},
@@ -190,6 +193,7 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
     messages.Ready: {
         "run_id": _small, "backend": _small, "device": _small, "initial_digest": _digest,
         "step": _number, "state_digest": _digest, "signature": _digest, "signature_text": _text,
+        "devices": _devices,
     },
     messages.Unready: {"run_id": _small, "reason": _text, "exit_code": st.integers(1, 125)},
     messages.StateRequest: {"run_id": _small},
@@ -219,7 +223,14 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
         **_in_step, "scalars": st.none() | _scalars, "loss": _any_float,
         "averages_digest": _digest,
     },
-    messages.StepApplied: {"epoch": _number, "step": _number, "state_digest": _digest},
+    messages.StepApplied: {
+        "epoch": _number, "step": _number, "state_digest": _digest,
+        "differing": st.dictionaries(_small, _digest, max_size=4),
+    },
+    messages.NonFiniteNode: {
+        **_in_step, "lo": _number, "hi": _number, "block": st.none() | _number, "device": _small,
+    },
+    messages.DeviceNote: {"device": _small, "text": _text},
     messages.Assign: {**_in_step, "view": _number, "nodes": _nodes},
     messages.Cancel: {**_in_step, "nodes": _nodes},
     messages.EvalPlan: {"epoch": _number, "step": _number, "lo": _number, "hi": _number},

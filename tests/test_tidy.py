@@ -33,6 +33,7 @@ UNITS = {
     "CHARACTERS",
     "CHUNKS",
     "CONNECTIONS",
+    "DEVICES",
     "ELEMENTS",
     "FILES",
     "MICROBATCHES",

@@ -28,7 +28,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Owns one device and computes its part of every step, the same step as everyone's.",
+    help="Computes its part of every step on one device or several, the same step as everyone's.",
 )
 
 app.add_typer(logits, name="logits")
@@ -53,11 +53,12 @@ BackendName = Annotated[
     str,
     typer.Option(
         envvar="SAMESTEP_BACKEND",
-        help="auto, cuda, cuda1 (a device), vulkan, cpu, or scripted[:MS] for tests.",
+        help="auto, cuda, cuda1 (a device), cuda0-3, vulkan, cpu, or scripted[:MS] for tests.",
     ),
 ]
 Gpus = Annotated[
-    str, typer.Option(help="Devices, such as 0,1, or parts of names: one process for each.")
+    str,
+    typer.Option(help="Devices, such as 0,1, or parts of names: several are one worker."),
 ]
 Name = Annotated[
     str, typer.Option(envvar="SAMESTEP_NAME", help="Name shown to others [host name].")
@@ -105,6 +106,7 @@ def serve(
     ] = None,
     duty: DutyName = "train",
     quiet: Annotated[bool, typer.Option("--quiet", help="Say only what went wrong.")] = False,
+    processes: Annotated[int, typer.Option("--processes", min=0, hidden=True)] = 0,
     end_with_stdin: Annotated[bool, typer.Option("--end-with-stdin", hidden=True)] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
@@ -119,10 +121,6 @@ def serve(
         end_with_standard_input("worker")
     backend, wanted = parse_devices(backend, gpus)
     to_do = parse_duty(duty)
-    if len(wanted) > 1:
-        from worker.shell.group import run_group
-
-        raise typer.Exit(run_group(sys.argv[1:], list(wanted), name or _host_name()))
     from worker.joining.credentials import WorkerCredentials
     from worker.main import WorkerOptions, main
 
@@ -132,7 +130,7 @@ def serve(
         main(
             WorkerOptions(
                 address, named, name or _host_name(), backend, retry_for,
-                wanted[0] if wanted else None, trace, quiet, credentials, to_do,
+                wanted, processes, trace, quiet, credentials, to_do,
             )
         )
     )  # fmt: skip

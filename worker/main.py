@@ -9,21 +9,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from backends.base.interface import Backend
 from protocol.base.duty import Duty
-from protocol.base.errors import DeviceError, ExitCode
+from protocol.base.errors import ExitCode
 from protocol.host.allocator import keep_freed_memory
 from protocol.host.command_line import end_on_signals
 from protocol.host.event_loop import new_event_loop
 from protocol.host.loop_watch import LoopWatch
 from protocol.host.supervisor import Supervisor
-from protocol.host.system_journal import SystemJournal, write_error
+from protocol.host.system_journal import SystemJournal
 from protocol.host.trace import Tracer
-from protocol.spec.run_spec import RunSpec
 from worker.joining.credentials import WorkerCredentials
 from worker.joining.this_machine import HERE, someone_listens
+from worker.local_device import LocalDevice
 from worker.shell.client import Client, Target
-from worker.tasks.base import Task
+from worker.shell.device_processes import DeviceProcesses
+from worker.shell.host_engine import Several
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ class WorkerOptions:
         address: Of the coordinator; None to look for it.
         coordinator: Its name, if it is one by name that is looked for.
         name: This worker's.
-        device: The one that was asked for, by number or part of its name; None for the first.
+        devices: Those that were asked for, by number or part of their names; none: the first.
+        processes: How many share them, if that is more.
         duty: What it is there for.
     """
 
@@ -43,51 +44,12 @@ class WorkerOptions:
     name: str
     backend: str
     retry_for_s: float
-    device: int | str | None
+    devices: tuple[int | str, ...]
+    processes: int
     trace: Path | None
     quiet: bool
     credentials: WorkerCredentials
     duty: Duty = "train"
-
-
-class LocalDevice:
-    """The engine's toolbox: chooses the backend once, and builds tasks for it."""
-
-    def __init__(self, name: str, wanted: int | str | None, tell: Callable[[str], None]) -> None:
-        self._name = name
-        self._wanted = wanted
-        self._tell = tell
-        self._backend: Backend | None = None
-
-    def backend(self) -> Backend:
-        """See `engine.Toolbox`."""
-        if self._backend is None:
-            from backends.registry import choose  # noqa: PLC0415 -- may import torch: seconds
-
-            choice = choose(self._name, self._wanted)
-            info = choice.backend.info
-            self._tell(f"device: {info.name}: {choice.reason}")
-            if info.backend == "vulkan":
-                _end_in_order(info.name)
-            self._backend = choice.backend
-        return self._backend
-
-    def task(self, spec: RunSpec) -> Task:
-        """See `engine.Toolbox`."""
-        from worker.tasks.registry import build  # noqa: PLC0415 -- may import torch: seconds
-
-        return build(spec)
-
-
-def _end_in_order(device: str) -> None:
-    """One line and exit code 1 also where wgpu's library ends the process."""
-    from backends.wgpu.device.last_words import on_abort  # noqa: PLC0415 -- for Vulkan alone
-
-    reason = (
-        "a library ended the process; wgpu does when the driver loses the device or has no memory "
-        "left for a submission, and its own words stand above"
-    )
-    on_abort(lambda: write_error("worker", DeviceError(device, reason)), ExitCode.FAILED)
 
 
 def main(options: WorkerOptions) -> ExitCode:
@@ -112,13 +74,19 @@ async def _serve(options: WorkerOptions) -> ExitCode:
         else:
             print(f"worker: {text}", flush=True)
 
+    def warn(text: str) -> None:
+        if journal is not None:
+            journal.write(text, client.place() if client else {})
+        else:
+            print(f"worker: {text}", file=sys.stderr, flush=True)
+
     client: Client | None = None
     supervisor = Supervisor()
     supervisor.ready(lambda: client.status() if client else "looking for the coordinator")
     address = options.address or await _find(options, tell)
     target = Target(*address, options.name, options.backend, options.retry_for_s, options.duty)
     tracer = Tracer.to_file(options.trace, options.name) if options.trace else None
-    toolbox = LocalDevice(options.backend, options.device, tell)
+    toolbox = _devices(options, tell, warn)
     client = Client(target, toolbox, options.credentials, tell, tracer)
     _end_on_signals(client, supervisor)
     watch = LoopWatch(lambda held_ms: tell(f"nobody was heard for {held_ms:.0f} ms: network held"))
@@ -155,3 +123,18 @@ def _end_on_signals(client: Client, supervisor: Supervisor) -> None:
         os._exit(ExitCode.FAILED)  # an orderly end would wait for the device
 
     end_on_signals(drain, stop)
+
+
+def _devices(
+    options: WorkerOptions, tell: Callable[[str], None], warn: Callable[[str], None]
+) -> LocalDevice | Several:
+    """One device in this process, or each of several in a process of its own."""
+    wanted: list[int | str | None] = [*options.devices] or [None]
+    kind = "cpu" if options.backend == "cpu" else "gpu"
+    names = [f"{kind}{device}".replace(" ", "-") for device in options.devices]
+    if options.processes > len(names):
+        names = [f"{options.name}-{number}" for number in range(options.processes)]
+    if len(names) < 2:
+        return LocalDevice(options.backend, wanted[0], tell)
+    dealt = {name: wanted[number % len(wanted)] for number, name in enumerate(names)}
+    return Several(names, DeviceProcesses(dealt, options.backend, tell, options.trace), warn)

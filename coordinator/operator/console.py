@@ -16,6 +16,7 @@ from coordinator.operator.pace import pace_of
 from coordinator.operator.status import status_document, waiting_for
 from coordinator.run.facts import (
     CapturePlanned,
+    DeviceFault,
     Fact,
     HeldOutMeasured,
     NodesReassigned,
@@ -68,6 +69,7 @@ _TOLD: Final[dict[type[Fact], str]] = {
     RunResumed: "run {run_id} goes on after step {step} of {steps}",
     NodesReassigned: "step {step}: a lost worker's microbatches {nodes} go to others",
     WorkerLate: "step {step}: {owing} of {worker} overdue; others go on without",
+    DeviceFault: "worker {worker}: {reason}",
     WorkerPutAside: "step {step}: {worker} answers too late too often; aside until step {until}",
     NodesSpeculated: "step {step}: idle workers take microbatches {nodes} as well",
     RedoneOtherwise: "step {step} was done again with other bits than before the restart",
@@ -90,6 +92,7 @@ _PRIORITIES: Final[dict[type, Priority]] = {
     WorkerUnready: Priority.WARNING,
     NodesReassigned: Priority.NOTICE,
     WorkerLate: Priority.NOTICE,
+    DeviceFault: Priority.WARNING,
     WorkerPutAside: Priority.WARNING,
     RedoneOtherwise: Priority.WARNING,
     CopyFailed: Priority.ERROR,

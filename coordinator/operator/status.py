@@ -134,6 +134,7 @@ def _worker_part(service: Service, name: str, now_s: float) -> dict[str, Any]:
         "duty": hello.duty,
         "backend": hello.backend,
         "device": "",
+        "devices": hello.devices,
         "address": session.channel.peer,
         "state": "idle",
         "bytes_received": session.channel.bytes_received,
@@ -192,19 +193,24 @@ def _workers(names: Iterable[str], what: str, stage: Stage | None = None) -> Wai
     return Waiting(what.format(", ".join(named)), named, stage)
 
 
-def waiting_for(run: Run, connected: list[str]) -> Waiting:
-    """Why the run does not go on right now, and for whom; never for one that only evaluates."""
+def waiting_for(run: Run, present: list[str]) -> Waiting:
+    """Why the run does not go on right now, and for whom; never for one that only evaluates.
+
+    Args:
+        run: The run.
+        present: The workers that are there to train, each as often as it has devices.
+    """
     preparing = run.members.names(MemberState.PREPARING)
     cannot = "".join(f"; {n} cannot take part: {why}" for n, why in sorted(run.unfit.items()))
     if run.phase is RunPhase.WAITING:
         ready = run.members.names(MemberState.READY)
-        able = [name for name in connected if name not in run.unfit]
+        able = [name for name in present if name not in run.unfit]
         missing = run.expect_workers - len(able)
         if missing > 0:
             here = f"{len(able)} of {run.expect_workers} are here"
             more = "1 more worker" if missing == 1 else f"{missing} more workers"
             return Waiting(f"{more}: {here}{cannot}")
-        if len(ready) < run.expect_workers:
+        if preparing and sum(map(run.members.devices, ready)) < run.expect_workers:
             return _workers(preparing, "{} to build the task")
         uploader = run.settled.admission.uploader if run.settled is not None else None
         return _workers([str(uploader)], "{} to send the initial state")
@@ -213,7 +219,7 @@ def waiting_for(run: Run, connected: list[str]) -> Waiting:
     if run.phase is RunPhase.OVER:
         return Waiting("the disk to take the result")
     if not run.members.names(*COMPUTING):
-        loading = [n for n in run.members.names(MemberState.LOADING) if n in connected]
+        loading = [n for n in run.members.names(MemberState.LOADING) if n in present]
         left = Waiting(f"a worker: all have left{cannot}")
         return _workers(loading, "{} to load the state") if loading else left
     evaluating = run.evaluation.waiting_for() if run.evaluation is not None else []

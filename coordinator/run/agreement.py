@@ -9,9 +9,11 @@ the workers' answers have to be equal among themselves, for a few steps at most;
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 _STEPS_KEPT: Final = 4
+_ALIKE: Final[Mapping[str, str]] = {}
 MOST_STEPS_AHEAD: Final = 3
 """Of a replica that catches up; answers to as many steps must be kept for it to judge."""
 
@@ -37,6 +39,8 @@ class Agreement:
         self._ahead = ahead
         self._arbiter: dict[int, str] = {} if known is None else {step: known}
         self._answers: dict[int, dict[str, str]] = {}
+        self._differing: dict[int, dict[str, Mapping[str, str]]] = {}
+        self._odd_devices: dict[str, str] = {}
         self._owed: set[str] = set()
         self._newest = step
         self._replica_owed = catching_up
@@ -79,6 +83,7 @@ class Agreement:
         for old in [s for s in (*self._arbiter, *self._answers) if s <= step - _STEPS_KEPT]:
             self._arbiter.pop(old, None)
             self._answers.pop(old, None)
+            self._differing.pop(old, None)
 
     def owe(self, worker: str) -> None:
         """The next commit waits for this worker too."""
@@ -91,15 +96,23 @@ class Agreement:
             self._replica_owed = False
             self._behind_since = None
 
-    def answer(self, worker: str, step: int, digest: str) -> None:
-        """A worker's answer."""
+    def answer(
+        self, worker: str, step: int, digest: str, differing: Mapping[str, str] = _ALIKE
+    ) -> None:
+        """A worker's answer; `differing`: of its host's devices that have another, by name."""
         self._answers.setdefault(step, {})[worker] = digest
+        if differing:
+            self._differing.setdefault(step, {})[worker] = differing
 
     def lose(self, worker: str) -> None:
         """Its answers no longer count."""
         self._owed.discard(worker)
         for answers in self._answers.values():
             answers.pop(worker, None)
+
+    def odd_devices(self, worker: str) -> str:
+        """Which devices of a host were found to differ last, in words; empty if it is one."""
+        return self._odd_devices.get(worker, "")
 
     def judge(self, step: int) -> tuple[list[str], list[str]]:
         """Workers that agree with the replica about this step, and those that do not.
@@ -109,9 +122,15 @@ class Agreement:
         known = self._arbiter.get(step)
         if known is None:
             return [], []
-        answers = self._answers.pop(step, {})
-        agreed = sorted(name for name, digest in answers.items() if digest == known)
-        odd = sorted(name for name, digest in answers.items() if digest != known)
+        answers, differing = self._answers.pop(step, {}), self._differing.pop(step, {})
+        alike = {n for n, digest in answers.items() if digest == known and n not in differing}
+        agreed, odd = sorted(alike), sorted(answers.keys() - alike)
+        for name, others in differing.items():
+            wrong = [device for device, digest in others.items() if digest != known]
+            told = ", ".join(repr(device) for device in wrong)
+            # The first device gave the host's own answer; it is wrong if that is.
+            first = "" if answers.get(name) == known else "its first device"
+            self._odd_devices[name] = f" (device {told or first})"
         if step == self._newest:
             self._owed.difference_update(agreed)
         return agreed, odd

@@ -99,6 +99,16 @@ class WorkerLate(Fact):
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceFault(Fact):
+    """Something is wrong with one device of a worker's host; the worker goes on."""
+
+    event = "device_fault"
+    worker: str
+    device: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerPutAside(Fact):
     """It was passed over too often: it takes no part before step `until`."""
 

@@ -62,6 +62,8 @@ class Member:
     """Where it connects from; empty from the coordinator's machine."""
     backend: str = ""
     device: str = ""
+    devices: int = 1
+    """Of its host: as many workers as that counts for."""
     initial_digest: str = ""
     step: int = 0
     """Of the state that it had when it became ready; of an evaluator, of its newest."""
@@ -92,6 +94,7 @@ class Member:
         """Its task is built."""
         self.state = MemberState.READY
         self.backend, self.device = message.backend, message.device
+        self.devices = message.devices
         self.initial_digest = message.initial_digest
         self.step, self.state_digest = message.step, message.state_digest
         self.signature, self.signature_text = message.signature, message.signature_text
@@ -248,6 +251,11 @@ class Membership:
             for member in self
             if member.state is MemberState.ACTIVE
         }
+
+    def devices(self, name: str) -> int:
+        """How many a member computes with."""
+        member = self._members.get(name)
+        return 1 if member is None else member.devices
 
     def microbatches(self) -> dict[str, int]:
         """How many each has computed in this run, those that have left included."""

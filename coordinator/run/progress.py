@@ -56,6 +56,7 @@ from protocol.wire.messages import (
     Credit,
     GradientPayload,
     NodeLoss,
+    NonFiniteNode,
     SliceAverage,
     SliceDigests,
     SliceDone,
@@ -77,7 +78,10 @@ _MAX_NODES: Final = 64
 """In one message."""
 
 
-OfRound = GradientPayload | NodeLoss | CapturedRows | StretchProgress | Boundary | StretchRequest
+OfRound = (
+    GradientPayload | NodeLoss | NonFiniteNode | CapturedRows | StretchProgress | Boundary
+    | StretchRequest
+)  # fmt: skip
 """What workers send of one attempt at a step."""
 
 
@@ -500,7 +504,7 @@ class Progress:
             )
         if message.step == self.step:
             self._stragglers.answered(worker)
-        self.agreement.answer(worker, message.step, message.state_digest)
+        self.agreement.answer(worker, message.step, message.state_digest, message.differing)
 
     def persist(self, round_: Round, *, skip: bool) -> list[Action]:
         """The round is complete and everyone agrees on the step before, or it is skipped, and

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import add
 from typing import Final
 
@@ -40,6 +40,7 @@ from protocol.wire.messages import (
     GradientPayload,
     Message,
     NodeLoss,
+    NonFiniteNode,
     SliceAverage,
     SliceDone,
     SliceSum,
@@ -61,6 +62,8 @@ class NonFinite:
     block: str | None
     node: Node
     stretches: bool = False
+    device: str = ""
+    """Of the worker's host, if that is several devices."""
 
     def __str__(self) -> str:
         if self.stretches:
@@ -73,6 +76,7 @@ class NonFinite:
             "when summed over workers, each of which sent finite ones"
             if self.worker is None
             else f"from worker {self.worker!r}"
+            + (f", device {self.device!r}" if self.device else "")
         )
         return f"non-finite {what}, microbatches {self.node}, {whose}"
 
@@ -405,6 +409,23 @@ class Round:
         if total is not None and not math.isfinite(total):
             return self._fault(None, None, root(self.microbatches))
         return True
+
+    def non_finite(self, worker: str, message: NonFiniteNode) -> NonFinite:
+        """A host says which of its devices computed what is not finite.
+
+        Raises:
+            OutOfPlace: It is in no node of this worker's, or there is no such block.
+        """
+        share, node = self.shares.get(worker), message.node
+        mine = () if share is None else share.nodes
+        if not is_node(node, self.microbatches) or not any(own.covers(node) for own in mine):
+            raise OutOfPlace(f"node {node} was not given to worker {worker!r} in this step")
+        if message.block is None:
+            return replace(self._fault(worker, None, node), device=message.device)
+        if message.block >= len(self._blocks):
+            raise OutOfPlace(f"NonFiniteNode: there is no block {message.block}")
+        fault = self._fault(worker, self._blocks[message.block].name, node)
+        return replace(fault, device=message.device)
 
     @property
     def complete(self) -> bool:

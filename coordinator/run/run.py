@@ -38,6 +38,7 @@ from coordinator.run.evaluation import Evaluation
 from coordinator.run.evaluators import Evaluators
 from coordinator.run.facts import (
     CapturePlanned,
+    DeviceFault,
     HeldOutMeasured,
     ManifestAgreed,
     RunContinued,
@@ -71,6 +72,7 @@ from protocol.wire.messages import (
     Boundary,
     CapturedRows,
     Continue,
+    DeviceNote,
     DoorOpen,
     Drain,
     EvalResult,
@@ -81,6 +83,7 @@ from protocol.wire.messages import (
     Message,
     NodeLoss,
     NonBlockGradientPayload,
+    NonFiniteNode,
     Ready,
     SliceAverage,
     SliceDone,
@@ -131,6 +134,8 @@ class Event(Enum):
     CAPTURED = auto()
     STRETCH = auto()
     NODE_LOSS = auto()
+    NON_FINITE = auto()
+    DEVICE_NOTE = auto()
     STEP_APPLIED = auto()
     EVAL_RESULT = auto()
     DOOR_OPEN = auto()
@@ -186,6 +191,8 @@ _EVENT_OF: Final[dict[type[Message], Event]] = {
     Boundary: Event.STRETCH,
     StretchRequest: Event.STRETCH,
     NodeLoss: Event.NODE_LOSS,
+    NonFiniteNode: Event.NON_FINITE,
+    DeviceNote: Event.DEVICE_NOTE,
     StepApplied: Event.STEP_APPLIED,
     EvalResult: Event.EVAL_RESULT,
     DoorOpen: Event.DOOR_OPEN,
@@ -619,7 +626,8 @@ class Run:
     def _start_if_enough(self) -> list[Action]:
         ready = [member for member in self.members if member.state is MemberState.READY]
         admission, progress = self._agreed.admission, self._agreed.progress
-        if len(ready) < self.expect_workers or not admission.state_known:
+        expected = self.expect_workers
+        if sum(member.devices for member in ready) < expected or not admission.state_known:
             return []
         progress.mixed = not all(admission.starts_alike(member) for member in ready)
         started = Report(TrainingStarted([member.name for member in ready]))
@@ -765,6 +773,17 @@ class Run:
         if isinstance(fault, Differing):
             return actions + self.halt(f"step {self.step}: {fault}")
         return actions + (self._halt_for(fault) if fault else self._on(Event.ADVANCE))
+
+    def _non_finite(self, member: Member, message: NonFiniteNode, body: None) -> list[Action]:
+        del body
+        round_ = self._agreed.progress.present(message)
+        if round_ is None or member.state is MemberState.LOADING:
+            return []
+        return self._halt_for(round_.non_finite(member.name, message))
+
+    def _noted(self, member: Member, message: DeviceNote, body: None) -> list[Action]:
+        del body
+        return [Report(DeviceFault(member.name, message.device, message.text))]
 
     # Slices, which members average among themselves.
 
@@ -933,7 +952,8 @@ class Run:
 
     def _judge(self, step: int) -> list[Action]:
         """Compare the answers to a step once the replica's own is known."""
-        agreed, found = self._agreed.progress.agreement.judge(step)
+        agreement = self._agreed.progress.agreement
+        agreed, found = agreement.judge(step)
         actions: list[Action] = []
         odd = []
         for name in found:
@@ -944,7 +964,7 @@ class Run:
                 odd.append(name)
         if odd:
             self._odd.update(odd)
-            names = ", ".join(repr(name) for name in odd)
+            names = ", ".join(repr(name) + agreement.odd_devices(name) for name in odd)
             actions += self.halt(
                 f"the state of worker {names} after {step} steps differs from the coordinator's"
             )
@@ -1214,6 +1234,8 @@ class Run:
         (Event.CAPTURED, _refuse_early, _captured, _check_late, _check_late, _ignore),
         (Event.STRETCH, _refuse_early, _stretch, _check_late, _check_late, _ignore),
         (Event.NODE_LOSS, _refuse_early, _node_loss, _check_late, _check_late, _ignore),
+        (Event.NON_FINITE, _refuse_early, _non_finite, _check_late, _check_late, _ignore),
+        (Event.DEVICE_NOTE, _noted, _noted, _noted, _noted, _ignore),
         (Event.STEP_APPLIED, _refuse_early, _applied, _applied, _applied, _ignore),
         (Event.EVAL_RESULT, _refuse_early, _beside, _eval_result, _beside, _ignore),
         (Event.DOOR_OPEN, _door_open, _door_open, _door_open, _door_open, _ignore),

@@ -7,6 +7,7 @@ from typing import Final
 
 from coordinator.run.actions import Action, Report
 from coordinator.run.facts import (
+    DeviceFault,
     Fact,
     HeldOutMeasured,
     ManifestAgreed,
@@ -46,6 +47,7 @@ _RESPONSES: Final[dict[type[Fact], tuple[str, str]]] = {
     WorkerUnready: ("worker_unready", "it takes no part"),
     WorkerRefused: ("refused", "dismissed"),
     WorkerLate: ("straggler", "others go on without it"),
+    DeviceFault: ("device_fault", "its work goes to the host's others"),
     WorkerPutAside: ("worker_put_aside", "it takes no part for some steps"),
     RedoneOtherwise: ("redone_otherwise", "it goes on: all replicas are equal"),
     LogUnreadable: ("log_unreadable", "the worker gets the whole state"),

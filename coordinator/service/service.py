@@ -128,9 +128,11 @@ class Service:
 
     @property
     def trainers(self) -> list[str]:
-        """Names of the members that are there to train: those that a run waits for."""
-        sessions = self.sessions.items()
-        return sorted(name for name, session in sessions if session.hello.duty == "train")
+        """Names of the members that are there to train: those that a run waits for, each as often
+        as it has devices."""
+        sessions = sorted(self.sessions.items())
+        training = [(n, s.hello.devices) for n, s in sessions if s.hello.duty == "train"]
+        return [name for name, devices in training for _ in range(devices)]
 
     async def start(self) -> None:
         """Listen for workers.

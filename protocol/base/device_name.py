@@ -1,4 +1,4 @@
-"""How a user names a backend and its devices: `--backend cuda --gpus 0,1`, `--backend cuda0`."""
+"""How a user names a backend and its devices: `--backend cuda --gpus 0,1`, `--backend cuda0-1`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import re
 import sys
 from typing import Final
 
+from protocol.base import limits
 from protocol.base.errors import UsageError
 
 KINDS: Final = ("cuda", "mps", "vulkan", "cpu")
 AUTO_ORDER: Final = tuple(kind for kind in KINDS if kind != "mps" or sys.platform == "darwin")
 BACKENDS: Final = ("auto", *KINDS, "scripted")
-_NUMBERED: Final = re.compile(r"(cpu|cuda|vulkan)([0-9]{1,4})")
+_NUMBERED: Final = re.compile(r"(cpu|cuda|vulkan)([0-9]{1,4})(?:-([0-9]{1,4}))?")
 
 
 def parse_backend(name: str) -> tuple[str, float]:
@@ -36,7 +37,8 @@ def parse_backend(name: str) -> tuple[str, float]:
 def parse_devices(backend: str, gpus: str) -> tuple[str, tuple[int | str, ...]]:
     """Backend and its devices, by number or part of their name, out of `--backend` and `--gpus`.
 
-    A machine has one CPU; numbers tell several workers on it apart.
+    A machine has one CPU; numbers tell several workers on it apart. `cuda0-3` is cards 0 to 3, in
+    one word for the name of a service.
 
     Returns:
         The backend's name without a number; the devices that are named, which may be none.
@@ -50,7 +52,10 @@ def parse_devices(backend: str, gpus: str) -> tuple[str, tuple[int | str, ...]]:
         return backend, _listed(gpus)
     if gpus:
         raise UsageError(f"expected a device in --backend {backend} or in --gpus, got both")
-    return numbered[1], (int(numbered[2]),)
+    first, last = int(numbered[2]), int(numbered[3] or numbered[2])
+    if not first <= last < first + limits.DEVICES_PER_HOST:
+        raise UsageError(f"--backend: expected devices such as cuda0-3, got {backend!r}")
+    return numbered[1], tuple(range(first, last + 1))
 
 
 def _listed(text: str) -> tuple[int | str, ...]:

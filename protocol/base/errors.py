@@ -11,6 +11,7 @@ SamestepError
 ├── DeviceError           exit 1   a device was lost, or has no memory left, while it computed
 │   └── SubnormalsFlushed          a thread takes subnormal numbers for zeros: other bits
 ├── MainMemoryTooSmall    exit 1   this machine has no room to read the model; others may
+├── SharedMemoryFull      exit 1   nor for what the processes of a host hand to one another
 ├── NotAuthorised         exit 77  the other side does not accept who we are
 ├── Mismatch              exit 78  versions, manifests or configurations differ
 ├── StorageFailed         exit 1   nothing can be written just now: full, read-only, gone
@@ -153,6 +154,28 @@ class MainMemoryTooSmall(SamestepError):
         return (
             f"reading the model takes {needed} of main memory, and {free} can be had: end other "
             "programs, or add memory or swap"
+        )
+
+
+class SharedMemoryFull(SamestepError):
+    """There is no memory for what the processes of one host share.
+
+    Attributes:
+        needed_bytes: Of one process, with what it has.
+        free_bytes: What there is beside that.
+    """
+
+    def __init__(self, needed_bytes: int, free_bytes: int) -> None:
+        super().__init__(needed_bytes, free_bytes)
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+
+    def __str__(self) -> str:
+        needed, free = byte_size(self.needed_bytes), byte_size(self.free_bytes)
+        return (
+            f"sharing gradients between the processes of this host takes {needed} of memory for "
+            f"one of them, and {free} can be had: end other programs, raise the memory limit of "
+            "the unit or container, or name fewer devices in --gpus"
         )
 
 

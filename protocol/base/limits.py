@@ -108,3 +108,4 @@ UNANSWERED_BLOB_BYTES: Final = 4 * BODY_BYTES
 UNANSWERED_BLOB_CHUNKS: Final = 64
 """How many chunks that may be: small files need not wait for one another on a long link."""
 WORKERS: Final = 256
+DEVICES_PER_HOST: Final = 64

@@ -55,6 +55,7 @@ class Hello(Message):
 
     It comes before torch is imported, so `backend` is what the user asked for. `enrolled`: the
     proofs are made with the key that this name was given, not with the join token's secret.
+    `devices`: how many it is to compute with.
     """
 
     tag = 1
@@ -65,6 +66,7 @@ class Hello(Message):
     duty: Duty
     enrolled: bool
     nonce: Bytes32
+    devices: Annotated[int, Field(ge=1, le=limits.DEVICES_PER_HOST)] = 1
 
 
 class Challenge(Message):
@@ -116,7 +118,8 @@ class Ready(Message):
     """Worker: the task is built on this device. Body: the manifest.
 
     `initial_digest` is of the state that the task starts from here; `state_digest` of the state
-    that this replica has, after `step` steps: another one if it was in this run before.
+    that this replica has, after `step` steps: another one if it was in this run before. `devices`:
+    how many compute for it, each with a replica of its own.
     """
 
     tag = 6
@@ -129,6 +132,7 @@ class Ready(Message):
     state_digest: Digest
     signature: Digest
     signature_text: Text
+    devices: Annotated[int, Field(ge=1, le=limits.DEVICES_PER_HOST)] = 1
 
 
 class Unready(Message):
@@ -283,6 +287,29 @@ class NodeLoss(_InStep):
         return Node(self.lo, self.hi)
 
 
+class NonFiniteNode(_InStep):
+    """Worker: what a device of this host computed of node [lo, hi) has a value that is not finite,
+    in this block or (None) in the loss. It is told instead of what it would spoil."""
+
+    tag = 60
+    lo: Number
+    hi: Number
+    block: Number | None
+    device: Small
+
+    @property
+    def node(self) -> Node:
+        return Node(self.lo, self.hi)
+
+
+class DeviceNote(Message):
+    """Worker: what went wrong with a device of this host, which goes on; for people."""
+
+    tag = 61
+    device: Small
+    text: Text
+
+
 class Commit(_InStep):
     """Coordinator: take the step. Without `scalars` the step is skipped: nothing is applied."""
 
@@ -293,12 +320,16 @@ class Commit(_InStep):
 
 
 class StepApplied(Message):
-    """Worker: my replica has taken `step` steps and has this digest."""
+    """Worker: my replica has taken `step` steps and has this digest.
+
+    `differing`: digests of devices of the same host that have another, by name.
+    """
 
     tag = 17
     epoch: Number
     step: Number
     state_digest: Digest
+    differing: Annotated[dict[Small, Digest], Field(max_length=4)] = {}
 
 
 class Assign(_InStep):
@@ -682,7 +713,7 @@ MESSAGES: dict[int, type[Message]] = {
         StretchProgress, Boundary, StretchRequest, StretchState,
         OpenDoor, DoorOpen, Peers, Linked, Unlinked, Owners, SliceSum, SliceAverage,
         SliceDone, SumsArrived, SumNotFinite, SliceDigests, SlicesWanted, WrongSlice, PeerHello,
-        PeerWelcome, PeerProbe, LinkTraffic,
+        PeerWelcome, PeerProbe, LinkTraffic, NonFiniteNode, DeviceNote,
     )
 }  # fmt: skip
 
@@ -706,8 +737,12 @@ def decode_message(tag: int, header: bytes | bytearray | memoryview) -> Message:
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise MessageError(f"expected a msgpack map as {kind.__name__}, got {error}") from None
     try:
-        return kind.model_validate(fields, strict=True)
+        message = kind.model_validate(fields, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the message"
         raise MessageError(f"{kind.__name__}: {where}: {first['msg']}") from None
+    # Defaults are for those who make a message: on the wire every field is told.
+    for missing in kind.model_fields.keys() - message.model_fields_set:
+        raise MessageError(f"{kind.__name__}: {missing}: Field required")
+    return message

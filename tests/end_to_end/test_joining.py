@@ -186,7 +186,7 @@ def test_local_workers_need_nothing_and_no_argument_holds_a_token(tmp_path, own_
         shown = command_lines()
         assert any(b"local-1" in line for line in shown)
         assert not any(secret.encode() in line for secret in hidden for line in shown)
-        assert cluster.result()["workers"].keys() == {"local-0", "local-1"}
+        assert cluster.result()["workers"].keys() == {"local"}
 
 
 # What is printed.

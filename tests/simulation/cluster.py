@@ -111,6 +111,7 @@ class Cluster:
         replicas: bool = False,
         way: Way = "star",
     ) -> None:
+        self.seed = seed
         self.rng = rng = Random(seed)
         self.clock = Clock(rng)
         self.network = Network(self.clock)

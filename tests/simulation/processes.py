@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from coordinator.files.blob_index import index_blobs
@@ -17,6 +18,7 @@ from protocol.base.duty import Duty
 from protocol.base.errors import SamestepError, StorageFailed, UsageError
 from protocol.exact.replica import Replica
 from tests.simulation.device import Flaws, SimulatedDevice, Surroundings
+from tests.simulation.host import MakeDevice, SimulatedDevices
 from tests.simulation.ledger import Ledger
 from tests.simulation.machine import Device, SimulatedMachine
 from tests.simulation.network import Entrance
@@ -24,6 +26,8 @@ from tests.simulation.peers import links_of
 from tests.simulation.virtual_time import Process
 from worker.joining.credentials import WorkerCredentials
 from worker.shell.client import Client, Target
+from worker.shell.engine import Engine
+from worker.shell.host_engine import Several
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
@@ -213,6 +217,7 @@ class WorkerProcess(Process):
         self.sends_slowly_ms = 0.0
         self.client: Client | None = None
         self.cache: Path | None = None
+        self.devices: SimulatedDevices | None = None
         self.cancelled: set[Any] = set()
         self.newest: dict[str, int] = {}
         self.machine = SimulatedMachine(self, lambda: 2.0)
@@ -229,18 +234,25 @@ class WorkerProcess(Process):
 
     @property
     def replica(self) -> Replica | None:
-        job = self.client._engine._job if self.client is not None else None
+        engine = self.client._engine if self.client is not None else None
+        job = engine._job if isinstance(engine, Engine) else None
         return job.replica if job is not None else None
 
     def _begin(self) -> None:
         cluster = self._cluster
-        surroundings = Surroundings(
-            cluster.rng, cluster.job, cluster.poison, self._charge, lambda: self.replica, self._flip
-        )
+
+        def device(
+            charge: Callable[[float], None], replica: Callable[[], Replica | None]
+        ) -> SimulatedDevice:
+            around = Surroundings(
+                cluster.rng, cluster.job, cluster.poison, charge, replica, self._flip
+            )
+            return SimulatedDevice(self.flaws, around)
+
         name = f"worker-{self.instance}"
         self.client = Client(
             Target("coordinator", 9000, name, "scripted", _PATIENCE_S, self._duty),
-            SimulatedDevice(self.flaws, surroundings),
+            self._several(device) or device(self._charge, lambda: self.replica),
             WorkerCredentials(plaintext=True, environment=dict(os.environ)),
             lambda _: None,
             cache=cluster.cache(self),
@@ -252,6 +264,15 @@ class WorkerProcess(Process):
     @property
     def _duty(self) -> Duty:
         return "evaluate" if self.flaws.evaluates else "train"
+
+    def _several(self, make: MakeDevice) -> Several | None:
+        """Some are hosts of several devices; their processes die by themselves, too."""
+        rng = Random(f"{self._cluster.seed} {self.instance}")
+        if rng.random() < 0.7:
+            return None
+        self.devices = SimulatedDevices(self, rng, make)
+        names = [f"device{n}" for n in range(rng.choice((2, 2, 3)))]
+        return Several(names, self.devices, lambda _: None)
 
     def _charge(self, ms: float) -> None:
         assert isinstance(self.machine.device, Device)
@@ -284,8 +305,10 @@ class WorkerProcess(Process):
 
     def end(self) -> None:
         """Its system closes what it had open; where its inputs were is cleared away."""
-        for thread in self.machine.threads:
-            thread.stop()
+        links = self.devices.links if self.devices is not None else []
+        for machine in (self.machine, *(link.machine for link in links)):
+            for thread in machine.threads:
+                thread.stop()
         super().end()
         if self.client is not None:
             self.client._files._close_part()

@@ -228,9 +228,11 @@ class DropFiles:
     """Leave the files; answers to earlier actions are dropped."""
 
 
-FileAction = Locate | OpenPart | StoreChunk | Assemble | DropFiles
-Action = (
-    Transmit | OpenDevice | Build | Expect | TellPeers | BeginSlices | DropSlices | Contribute
-    | GiveAverages | Compute | GiveStretch | CancelWork | CancelNode | Apply | LoadChunk
-    | Restore | Evaluate | CopyState | Tell | Leave | FileAction
+DeviceAction = (
+    OpenDevice | Build | Compute | GiveStretch | CancelWork | CancelNode | Apply | LoadChunk
+    | Restore | Evaluate | CopyState
 )  # fmt: skip
+"""What is for the device."""
+FileAction = Locate | OpenPart | StoreChunk | Assemble | DropFiles
+PeerAction = TellPeers | BeginSlices | DropSlices | Contribute | GiveAverages
+Action = Transmit | Expect | Tell | Leave | DeviceAction | PeerAction | FileAction

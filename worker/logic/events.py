@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,8 @@ class Built:
     device: str
     memory: str = ""
     parity: str = ""
+    devices: int = 1
+    """Of a host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,18 @@ class BlockSum:
     block: int
     values: Array
     weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class NotFinite:
+    """A node's sum of a block, or its loss, has a value that is not finite: nothing is added to it,
+    or nobody could tell any more whose it was."""
+
+    place: StepAttempt
+    node: Node
+    block: int | None
+    device: str = ""
+    """Of a host: which of its devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +148,8 @@ class Applied:
 
     step: int
     state_digest: str
+    differing: Mapping[str, str] = field(default_factory=dict)
+    """Digests of a host's devices that have another, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +177,26 @@ class DeviceFailed:
     error: Exception
 
 
+@dataclass(frozen=True, slots=True)
+class DevicesLost:
+    """No device of a host has the run's state any more: it is to join anew."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceNoted:
+    """What went wrong with a device of a host that goes on, in words for people."""
+
+    device: str
+    text: str
+
+
 Event = (
     Built
     | BuildFailed
     | BlockSum
+    | NotFinite
     | MicrobatchRows
     | NodeDone
     | SlicesAveraged
@@ -175,4 +208,6 @@ Event = (
     | StretchStateWanted
     | StateCopied
     | DeviceFailed
+    | DevicesLost
+    | DeviceNoted
 )

@@ -39,6 +39,7 @@ from protocol.wire.messages import (
     Commit,
     Continue,
     Credit,
+    DeviceNote,
     Drain,
     EndRun,
     EvalPlan,
@@ -49,6 +50,7 @@ from protocol.wire.messages import (
     Message,
     NodeLoss,
     NonBlockGradientPayload,
+    NonFiniteNode,
     OpenDoor,
     Owners,
     Peers,
@@ -112,10 +114,18 @@ class SessionPhase(Enum):
 
 
 class Averages:
-    """The averaged blocks of one attempt, one flat array each; whole once `complete`."""
+    """The averaged blocks of one attempt, one flat array each; whole once `complete`.
 
-    def __init__(self, blocks: tuple[Block, ...]) -> None:
+    Args:
+        blocks: The manifest's.
+        allocate: Makes the arrays, of so many elements; None: where chunks are is good enough.
+    """
+
+    def __init__(
+        self, blocks: tuple[Block, ...], allocate: Callable[[int], Array] | None = None
+    ) -> None:
         self._blocks = blocks
+        self._allocate = allocate
         self._missing = {(b, c) for b, block in enumerate(blocks) for c in range(block.chunks)}
         self.arrays: list[Array] = [np.empty(0, np.float32)] * len(blocks)
 
@@ -124,16 +134,21 @@ class Averages:
         if (block, chunk) not in self._missing:
             return
         self._missing.discard((block, chunk))
-        if self._blocks[block].chunks == 1:
+        if self._blocks[block].chunks == 1 and self._allocate is None:
             self.arrays[block] = values
             return
         if not len(self.arrays[block]):
-            self.arrays[block] = np.empty(self._blocks[block].elements, np.float32)
+            new = self._allocate or _new_array
+            self.arrays[block] = new(self._blocks[block].elements)
         self.arrays[block][self._blocks[block].chunk_slice(chunk)] = values
 
     @property
     def complete(self) -> bool:
         return not self._missing
+
+
+def _new_array(elements: int) -> Array:
+    return np.empty(elements, np.float32)
 
 
 @dataclass(slots=True)
@@ -225,9 +240,15 @@ class WorkerSession:
 
     Args:
         epochs: The newest epoch seen of each run, kept from one connection to the next.
+        allocate: Makes the arrays that averages are put into; see `Averages`.
     """
 
-    def __init__(self, epochs: dict[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        epochs: dict[str, int] | None = None,
+        allocate: Callable[[int], Array] | None = None,
+    ) -> None:
+        self._allocate = allocate
         self.name = ""
         self.epoch = 0
         self.files = RunFiles()
@@ -335,6 +356,17 @@ class WorkerSession:
         goodbye = Goodbye(reason=cut_text(reason), retry=False, exit_code=exit_code)
         return [Transmit(goodbye), Leave(reason, retry=False, exit_code=exit_code, failed=True)]
 
+    def _devices_lost(self, event: events.DevicesLost) -> list[Action]:
+        """What there was of the run's state is gone: come back, and get it from the coordinator."""
+        goodbye = Goodbye(reason=cut_text(event.reason), retry=True, exit_code=ExitCode.OK)
+        leave = Leave(event.reason, retry=True, exit_code=ExitCode.OK, failed=True)
+        return [CancelWork(), Transmit(goodbye), leave]
+
+    def _device_noted(self, event: events.DeviceNoted) -> list[Action]:
+        if not self.name:
+            return []
+        return [Transmit(DeviceNote(device=event.device, text=cut_text(event.text)))]
+
     def _device_failed(self, event: events.DeviceFailed) -> list[Action]:
         words = " ".join(str(event.error).split())
         if isinstance(event.error, BackendUnavailable | DeviceError):
@@ -375,6 +407,7 @@ class WorkerSession:
             state_digest=event.state_digest,
             signature=event.signature,
             signature_text=event.signature_text,
+            devices=event.devices,
         )
         memory = f"; memory: {event.memory}" if event.memory else ""
         parity = f"; {event.parity}" if event.parity else ""
@@ -527,6 +560,15 @@ class WorkerSession:
         place = StepAttempt(message.step, message.attempt)
         return [*self._task.uploads.allow(message.uploads)] if place == self._task.place else []
 
+    def _not_finite(self, event: events.NotFinite) -> list[Action]:
+        if event.place != self._task.place:
+            return []
+        message = NonFiniteNode(
+            epoch=self.epoch, step=event.place.step, attempt=event.place.attempt,
+            lo=event.node.lo, hi=event.node.hi, block=event.block, device=event.device,
+        )  # fmt: skip
+        return [Transmit(message)]
+
     def _captured(self, event: events.MicrobatchRows) -> list[Action]:
         if not self._task.has(event.place, event.node):
             return []
@@ -620,7 +662,7 @@ class WorkerSession:
         # By attempt: a block of one that was given up must not be taken for the next one's.
         if message.step >= task.step:
             if key not in task.averages:
-                task.averages[key] = Averages(task.blocks)
+                task.averages[key] = Averages(task.blocks, self._allocate)
             piece = task.blocks[message.block].chunk_slice(message.chunk)
             values = unpacked(body, self._exchange.averages, piece.stop - piece.start)
             task.averages[key].put(message.block, message.chunk, values)
@@ -677,7 +719,9 @@ class WorkerSession:
 
     def _applied(self, event: events.Applied) -> list[Action]:
         step, digest = event.step, event.state_digest
-        return [Transmit(StepApplied(epoch=self.epoch, step=step, state_digest=digest))]
+        differing = dict(event.differing)
+        message = StepApplied(epoch=self.epoch, step=step, state_digest=digest, differing=differing)
+        return [Transmit(message)]
 
     def _halted(self, message: Halt, body: None) -> list[Action]:
         del body
@@ -760,6 +804,7 @@ class WorkerSession:
         (events.Built,             _ignore,        _task_built,    _ignore),
         (events.BuildFailed,       _ignore,        _build_failed,  _build_failed),
         (events.BlockSum,          _ignore,        _ignore,        _block_sum),
+        (events.NotFinite,         _ignore,        _ignore,        _not_finite),
         (events.MicrobatchRows,    _ignore,        _ignore,        _captured),
         (events.NodeDone,          _ignore,        _ignore,        _node_done),
         (events.StretchStep,       _ignore,        _ignore,        _stretch_step),
@@ -771,4 +816,6 @@ class WorkerSession:
         (events.PartEvaluated,         _ignore,        _ignore,        _evaluated),
         (events.StateCopied,       _ignore,        _ignore,        _upload),
         (events.DeviceFailed,      _device_failed, _device_failed, _device_failed),
+        (events.DeviceNoted,       _ignore,        _device_noted,  _device_noted),
+        (events.DevicesLost,       _ignore,        _devices_lost,  _devices_lost),
     )  # fmt: skip

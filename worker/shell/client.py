@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
+from backends.base.interface import Array
 from protocol import __version__
 from protocol.base import limits
 from protocol.base.duty import Duty
@@ -21,6 +24,7 @@ from protocol.base.errors import (
     OutOfPlace,
     ProtocolError,
     SamestepError,
+    SharedMemoryFull,
     Unreachable,
     error_for,
 )
@@ -50,7 +54,8 @@ from worker.logic.fetching import FileEvent
 from worker.logic.session import WorkerSession
 from worker.peers.exchange import MakeLinks, PeerExchange, socket_links
 from worker.peers.share import AllAveraged, LastCame
-from worker.shell import engine
+from worker.shell.engine import Engine, Taken, Toolbox
+from worker.shell.host_engine import HostEngine, Several
 from worker.shell.kept_copies import KeptCopies
 from worker.shell.obtaining import Obtainer
 
@@ -81,7 +86,7 @@ class Client:
     def __init__(
         self,
         target: Target,
-        toolbox: engine.Toolbox,
+        toolbox: Toolbox | Several,
         credentials: WorkerCredentials,
         tell: Callable[[str], None],
         tracer: Tracer | None = None,
@@ -99,7 +104,11 @@ class Client:
         self._tracer = tracer
         self._instance = uuid.uuid4().hex
         self._loop = asyncio.get_running_loop()
-        self._engine = engine.Engine(toolbox, self._emit, tracer, machine)
+        self._engine = (
+            HostEngine(toolbox, self._emit, tell, machine)
+            if isinstance(toolbox, Several)
+            else Engine(toolbox, self._emit, tracer, machine)
+        )
         self._files = Obtainer(self._obtained, cache, machine)
         self._copies = KeptCopies(state_home)
         self._copying: Executor | None = None
@@ -194,7 +203,7 @@ class Client:
         except OSError as error:
             return reason_of(error)
         self._channel = channel
-        self._session = WorkerSession(self._epochs)
+        self._session = WorkerSession(self._epochs, self._allocate)
         self._greet(channel)
         beating = self._loop.create_task(self._heartbeat(channel))
         stopping = self._loop.create_task(self._stop.wait())
@@ -255,6 +264,7 @@ class Client:
             duty=self._target.duty,
             nonce=new_nonce(),
             enrolled=enrolled,
+            devices=self._engine.devices,
         )
         channel.send(self._hello)
 
@@ -348,6 +358,14 @@ class Client:
             self._do(self._session.result(event))
         except Exception as error:  # noqa: BLE001 -- the coordinator must hear of it, or it waits
             self._do(self._session.result(events.DeviceFailed(error)))
+
+    def _allocate(self, elements: int) -> Array:
+        """Where the engine reads averages."""
+        try:
+            return self._engine.allocate(elements)
+        except SharedMemoryFull as error:
+            self._emit(events.DeviceFailed(error))
+            return np.empty(elements, np.float32)  # for what is on its way before the end
 
     def _obtained(self, event: FileEvent) -> None:
         if self._session is not None and self._channel is not None:
@@ -454,7 +472,7 @@ class Client:
         except ProtocolError as error:
             self._channel.abort(str(error), error)
 
-    def _taken(self, length_bytes: int) -> engine.Taken:
+    def _taken(self, length_bytes: int) -> Taken:
         """The engine is given so much: as long as that is a lot no more is read, so that it waits
         where it is on disk, at the coordinator.
 

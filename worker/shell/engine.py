@@ -111,13 +111,14 @@ class _Job:
     program: Program
     replica: Replica
     order: Steps
-    initial: list[Array]
     initial_digest: str
     probe_digest: str
     keeps_subnormals: bool
     run_id: str = ""
     asked: set[str] = field(default_factory=set)
     """Files that will be needed soon and were asked for."""
+    fresh: bool = True
+    """Whether the replica is in the initial state still."""
     whole: bool = True
     """Whether the replica is in one state: not while another's is being loaded."""
     stretches: Stretches | None = None
@@ -146,6 +147,15 @@ class Engine:
         self._digests = self._machine.thread("digest")
         self._digest: Future[None] | None = None
         self._thread = self._machine.device_thread("engine")
+
+    @property
+    def devices(self) -> int:
+        """How many compute."""
+        return 1
+
+    def allocate(self, elements: int) -> Array:
+        """Memory for averages: flat float32."""
+        return np.empty(elements, np.float32)
 
     def open(self) -> None:
         """Open the device; gives DeviceFailed if it cannot be used."""
@@ -244,13 +254,13 @@ class Engine:
             self._emit(_build_failed(run_id, spec, error))
             return
         self._await_digest()
-        if not (keep and job.run_id == run_id and job.whole):
-            job.replica = Replica(job.task.manifest.blocks, spec.update)
-            job.replica.load_parameters(job.initial)
+        if not (keep and job.run_id == run_id and job.whole) and not job.fresh:
+            job.replica.reset(job.task.initial_parameters())
             job.program.load(job.replica.parameters)
-            job.run_id, job.whole = run_id, True
+            job.whole = job.fresh = True
             if job.stretches is not None:
                 job.stretches.forget()
+        job.run_id = run_id
         job.asked.clear()
         backend = self._toolbox.backend()
         traits = {
@@ -301,7 +311,7 @@ class Engine:
         kept = program.keeps_subnormals()
         replica.load_parameters(initial)
         start = replica.state_digest()
-        self._job = _Job(spec, inputs, task, program, replica, order, initial, start, probe, kept)
+        self._job = _Job(spec, inputs, task, program, replica, order, start, probe, kept)
         if isinstance(order, StretchOrder):
             self._job.stretches = Stretches(spec, manifest.blocks, program, order, task.batch)
         return self._job
@@ -470,6 +480,7 @@ class Engine:
     def _apply(self, averages: list[Array], scalars: StepScalars | None) -> None:
         job, start_us = self._built(), now_us()
         self._await_digest()
+        job.fresh = False
         if job.program.keeps_subnormals() != job.keeps_subnormals:
             # What a model's code does to its thread in the middle of a run no signature can say.
             raise SubnormalsFlushed("since the run began, a thread that computes gradients")
@@ -516,7 +527,7 @@ class Engine:
     def _load_chunk(self, kind: PartKind, block: int, chunk: int, values: Array) -> None:
         job = self._built()
         self._await_digest()
-        job.whole = False
+        job.whole = job.fresh = False
         if job.stretches is not None:
             job.stretches.forget()
         piece = job.task.manifest.blocks[block].chunk_slice(chunk)

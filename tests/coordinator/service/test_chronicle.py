@@ -87,6 +87,7 @@ def test_a_worker_that_is_refused_is_a_fault():
         (facts.StepRestarted(1, 0, 1), Fault),
         (facts.RedoneOtherwise(1, "a", "b"), Fault),
         (facts.WorkerPutAside("ann", 3, 19), Fault),
+        (facts.DeviceFault("ann", "gpu1", "gone"), Fault),
         (facts.WorkerUnready("ann", "no data"), Fault),
         (listener.LogUnreadable("torn"), Fault),
         (listener.InternalError("a bug"), Fault),

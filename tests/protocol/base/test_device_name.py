@@ -26,7 +26,7 @@ def test_a_number_is_taken_off_a_device_s_name(name, expected):
 
 @pytest.mark.parametrize("name", ["abacus7", "cuda-1", "cuda0x", "vulcan", "auto1", ""])
 def test_what_is_no_backend(name):
-    with pytest.raises(UsageError, match="expected a backend out of auto, cuda, vulkan, cpu"):
+    with pytest.raises(UsageError, match="expected a backend out of auto, cuda, mps, vulkan, cpu"):
         parse_devices(name, "")
 
 
@@ -48,6 +48,13 @@ def test_devices_by_number_and_by_name(text, expected):
 def test_what_is_no_list_of_devices(text):
     with pytest.raises(UsageError, match="--gpus: expected distinct device numbers such as 0,1"):
         parse_devices("auto", text)
+
+
+def test_several_devices_in_the_name_of_a_backend():
+    assert parse_devices("cuda0-3", "") == ("cuda", (0, 1, 2, 3))
+    for name in ("cuda3-0", "cuda0-64"):
+        with pytest.raises(UsageError, match="expected devices such as cuda0-3"):
+            parse_devices(name, "")
 
 
 def test_a_device_is_named_once():

@@ -35,7 +35,7 @@ ONLY_WORKER = {
     "CapturedRows", "NodeLoss", "StepApplied", "EvalResult", "Drain", "BlobRequest", "DoorOpen",
     "Linked", "LinkTraffic", "Unlinked", "SliceAverage", "SliceDone", "SumsArrived", "SumNotFinite",
     "SlicesWanted", "WrongSlice", "CopiesHeld", "CopyDone", "StretchProgress", "Boundary",
-    "StretchRequest",
+    "StretchRequest", "NonFiniteNode", "DeviceNote",
 }  # fmt: skip
 BOTH = {"StateChunk", "CopyPiece", "SliceSum", "Heartbeat", "Goodbye"}
 BETWEEN_WORKERS = {"SliceSum", "SliceAverage", "PeerProbe", "Heartbeat", "Goodbye"}

@@ -9,6 +9,7 @@ from protocol.base import limits
 from tests.event_loop import on_uvloop
 from tests.live_service import live_service, scripted_spec
 from tests.resident_memory import MIB
+from worker.shell.engine import Engine
 
 BLOCKS: Final = 3
 STEP_BYTES: Final = BLOCKS * MIB // 4
@@ -28,11 +29,13 @@ async def test_what_waits_for_a_slow_engine_is_bounded(tmp_path, monkeypatch):
         live.worker("w0")
         client = live.worker("w1")
         go_on, most_bytes = threading.Event(), 0
-        apply, taken = client._engine._apply, client._taken
+        device = client._engine
+        assert isinstance(device, Engine)
+        apply, taken = device._apply, client._taken
 
         def hold(*given: Any) -> None:
             apply(*given)
-            if client._engine._built().replica.step == HELD_AT:
+            if device._built().replica.step == HELD_AT:
                 go_on.wait()
 
         def noted(length_bytes: int) -> Any:
@@ -41,7 +44,7 @@ async def test_what_waits_for_a_slow_engine_is_bounded(tmp_path, monkeypatch):
             most_bytes = max(most_bytes, client._given_bytes)
             return told
 
-        monkeypatch.setattr(client._engine, "_apply", hold)
+        monkeypatch.setattr(device, "_apply", hold)
         monkeypatch.setattr(client, "_taken", noted)
         try:
             await live.result(run_id)

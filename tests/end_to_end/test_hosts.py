@@ -1,0 +1,106 @@
+"""One `worker` command for several devices: one member, whose devices come and go."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from protocol.host.own_command import own_environment
+from tests.cluster import PATIENCE_S, RUNS, Cluster
+from tests.processes import Process
+
+SCRIPTED = """
+task: scripted
+steps: {steps}
+batch: {{samples: 12, microbatch: 1}}
+scripted: {{blocks: 2, block_bytes: 4096, samples: 64}}
+"""
+TWO = ("--backend", "scripted:2", "--gpus", "0,1")
+
+
+def devices_of(host: Process | int) -> list[int]:
+    """The processes of a host's devices."""
+    pid = host if isinstance(host, int) else host.pid
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def spec_of(directory: Path, steps: int) -> str:
+    path = directory / "run.yaml"
+    path.write_text(SCRIPTED.format(steps=steps))
+    return str(path)
+
+
+def digest(cluster: Cluster) -> str:
+    return str(cluster.result()["weights_digest"])
+
+
+def test_two_devices_of_one_host_are_one_member_with_the_same_bits(tmp_path):
+    """On real gradients."""
+    job = ("--run", str(RUNS / "regress.yaml"), "--set", "steps=10")
+    with Cluster(tmp_path / "one", "--expect-workers", "1", *job) as cluster:
+        cluster.worker("w0", "--backend", "cpu")
+        alone = digest(cluster)
+    with Cluster(tmp_path / "two", "--expect-workers", "2", *job) as cluster:
+        host = cluster.worker("box", "--backend", "cpu", "--gpus", "0,1")
+        assert digest(cluster) == alone
+        assert cluster.result()["workers"].keys() == {"box"}
+        assert cluster.wait_for_exit(host) == 0
+
+
+def test_a_device_s_process_that_is_killed_is_begun_again_and_the_host_stays(tmp_path):
+    with Cluster(tmp_path / "one", "--expect-workers", "1", "--run", spec_of(tmp_path, 60)) as one:
+        one.worker("w0", "--backend", "scripted")
+        alone = digest(one)
+    with Cluster(tmp_path / "two", "--expect-workers", "2", "--run", spec_of(tmp_path, 60)) as two:
+        host = two.worker("box", *TWO)
+        two.wait_for("committed", step=3)
+        os.kill(devices_of(host)[1], signal.SIGKILL)
+        assert digest(two) == alone
+        assert two.wait_for_exit(host) == 0
+        assert not two.every("worker_lost")
+        assert host.stderr is not None
+        told = host.stderr.read()
+    assert "was ended by SIGKILL; begun again, 1 of at most 3 times" in told
+
+
+def test_a_host_s_own_process_has_no_torch():
+    """It is all network."""
+    modules = "worker.cli, worker.main, worker.shell.client, worker.shell.device_processes, sys"
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", f"import {modules}; print('torch' in sys.modules)"],
+        env=own_environment(), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert ran.stdout == "False\n"
+
+
+@pytest.mark.parametrize("whose", ["host", "coordinator"])
+def test_nothing_is_left_of_a_host_after_kill_9(tmp_path, whose):
+    local = ("--local-workers", "2", "--backend", "scripted:2")
+    job = ("--run", spec_of(tmp_path, 100_000), *(local if whose == "coordinator" else ()))
+    with Cluster(tmp_path, "--expect-workers", "2", *job) as cluster:
+        host = cluster.worker("box", *TWO).pid if whose == "host" else None
+        cluster.wait_for("committed", step=1)
+        host = host or devices_of(cluster.coordinator)[0]
+        watched = [os.pidfd_open(pid) for pid in (host, *devices_of(host))]
+        assert len(watched) == 3
+        os.kill(host if whose == "host" else cluster.coordinator.pid, signal.SIGKILL)
+        for ended in watched:
+            assert select.select([ended], [], [], PATIENCE_S)[0], "it goes on without its host"
+            os.close(ended)
+
+
+def test_a_device_s_gradients_that_are_not_finite_halt_with_its_name(tmp_path):
+    """A learning rate far too high, as in a real run gone wrong."""
+    job = ("--run", str(RUNS / "regress.yaml"), "--set", "optimizer.lr=1000", "--set", "steps=30")
+    with Cluster(tmp_path, "--expect-workers", "2", *job) as cluster:
+        cluster.worker("box", "--backend", "cpu", "--gpus", "0,1")
+        halted = cluster.wait_for("halted")
+    assert "non-finite" in halted["reason"]
+    assert "from worker 'box', device 'cpu" in halted["reason"]
