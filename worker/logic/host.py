@@ -531,7 +531,7 @@ class Host:
                 return self._copied(device, event)
             case events.DeviceFailed():
                 return self._failed(device, event)
-            case events.DevicesLost() | events.DeviceNoted():
+            case events.DevicesLost() | events.DeviceNoted() | events.SlicesAveraged():
                 raise AssertionError("of a host, not of a device")
 
     def _owes(

@@ -219,7 +219,7 @@ def pack_report(event: events.Event, own: SharedMemory) -> Packed:
             return ["state", parts, event.step, event.optimizer_step]
         case events.DeviceFailed():
             return ["failed", *_packed_error(event.error)]
-        case events.DevicesLost() | events.DeviceNoted():
+        case events.DevicesLost() | events.DeviceNoted() | events.SlicesAveraged():
             raise AssertionError("of a host, not of a device")
 
 
