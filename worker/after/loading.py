@@ -22,7 +22,7 @@ from worker.models import pretrained
 from worker.models.tokens import load_tokenizer, tokenizer_in
 from worker.tasks.trained import FILE, Trained
 
-_PROBE_TOKENS = 24
+PROBE_TOKENS = 24
 """Logits of so many are compared where one model is to be another."""
 
 
@@ -126,7 +126,7 @@ def _with_adapter(model: Any, finished: Finished) -> Any:
 
 def probe(model: Any, vocabulary: int) -> torch.Tensor:
     """Logits for a few tokens that are the same everywhere, float32."""
-    drawn = draws.hashes(draws.key_of("probe"), _PROBE_TOKENS) % vocabulary
+    drawn = draws.hashes(draws.key_of("probe"), PROBE_TOKENS) % vocabulary
     ids = torch.from_numpy(drawn.astype("int64"))[None]
     with torch.no_grad():
         logits: torch.Tensor = model(input_ids=ids).logits.float()

@@ -21,7 +21,7 @@ from protocol.base.errors import DataError, SamestepError, StorageFailed
 from protocol.spec.model_card import CARD, CardFacts, card_text
 from protocol.spec.run_spec import ModelSpec
 from worker.after.finished import Finished
-from worker.after.loading import Loaded, load, probe, vocabulary_of
+from worker.after.loading import PROBE_TOKENS, Loaded, load, probe, vocabulary_of
 from worker.models import pretrained
 from worker.models.tokens import tokenizer_files
 from worker.tasks.trained import FILE, Trained
@@ -74,7 +74,7 @@ def merge(finished: Finished, base: str | None, out: Path) -> Merged:
         del model
         again = _read_back(new, loaded.trained)
         difference = compare(before, probe(again.model, vocabulary))
-        found = Merged(out, difference, before.shape[1], again.weights_digest)
+        found = Merged(out, difference, PROBE_TOKENS, again.weights_digest)
         if finished.facts is not None:
             text = card_text(_facts(finished.facts, found))
             (new / CARD).write_text(text, encoding="utf-8")
