@@ -217,6 +217,7 @@ def measure_utilisation(share: int, rounds: int) -> None:
     for link in LINKS:
         with tempfile.TemporaryDirectory() as name:
             part, sent = busy(link, share, rounds, Path(name))
+        print(link, f"{100 * part:.1f} %", flush=True)
         title = f"{link.mbit} Mbit/s, {link.codec} up, {link.averages} down"
         rows.append([title, f"{100 * part:.1f} %", f"{sent / 1e6:.2f} MB"])
     print_table(["link and codecs", "computing", "sent a round by each"], rows)

@@ -488,7 +488,7 @@ class RunSpec(_Section):
                 "replicas exchange differences: set replicas.codec and replicas.averages, and "
                 "leave out exchange"
             )
-            raise KeyFault(text, "exchange.precision", "exchange.averages")
+            raise KeyFault(text, "exchange.precision", "exchange.averages", "exchange.way")
         if self.replicas.carries and self.checkpoint.copies:
             text = (
                 "a copy of a checkpoint has no state of single replicas in it: leave out "

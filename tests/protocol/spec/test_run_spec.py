@@ -436,3 +436,32 @@ def test_a_capture_keeps_the_largest_logits_or_draws():
 def test_a_capture_that_does_not_say_has_no_number_of_steps():
     assert parse_run_spec_text(CAPTURE).known_steps is None
     assert parse_run_spec_text(CAPTURE + "steps: 7").known_steps == 7
+
+
+REPLICAS = "task: regress\nsteps: 4\nreplicas: {count: 2, inner_steps: 3}\n"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("replicas.inner_steps=auto", "raise `count` above the number of machines"),
+        ("replicas.quorum=1", "whichever machines compute them; leave it out"),
+        ("replicas.asynchronous=true", "whichever machines compute them; leave it out"),
+        ("exchange.precision=bfloat16", "set replicas.codec and replicas.averages"),
+        ("exchange.way=sharded", "set replicas.codec and replicas.averages"),
+        ("replicas.averages=topk", "replicas.averages"),
+    ],
+)
+def test_what_replicas_cannot_do_is_refused_with_what_to_do_instead(override, said):
+    assert parse_run_spec_text(REPLICAS).update.name == "nesterov"
+    with pytest.raises(RunSpecError) as refused:
+        parse_run_spec_text(REPLICAS, [override])
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_states_of_their_own_are_in_no_copy_of_a_checkpoint():
+    for override in ("replicas.inner_state=carry", "replicas.codec=topk"):
+        with pytest.raises(RunSpecError, match=r"leave out checkpoint\.copies"):
+            parse_run_spec_text(REPLICAS, [override, "checkpoint.copies=[elsewhere]"])
+    assert parse_run_spec_text(REPLICAS, ["checkpoint.copies=[elsewhere]"]).replicas
