@@ -18,7 +18,11 @@ from protocol import __version__
 from protocol.base.address import parse_address
 from protocol.base.device_name import parse_devices
 from protocol.base.errors import ExitCode, SamestepError, UsageError
-from protocol.host.command_line import check_options_follow, check_writable
+from protocol.host.command_line import (
+    check_options_follow,
+    check_writable,
+    end_with_standard_input,
+)
 from protocol.host.system_journal import write_error
 from protocol.wire.discovery import check_name
 
@@ -53,6 +57,11 @@ def _version(value: bool) -> None:
     if value:
         typer.echo(f"samestep coordinator {__version__}")
         raise typer.Exit
+
+
+def _end_with_stdin(value: bool) -> None:
+    if value:
+        end_with_standard_input("coordinator")
 
 
 ExpectWorkers = Annotated[
@@ -132,6 +141,9 @@ Track = Annotated[
     ),
 ]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log as JSON lines on standard error.")]
+EndWithStdin = Annotated[
+    bool, typer.Option("--end-with-stdin", callback=_end_with_stdin, hidden=True)
+]
 Version = Annotated[
     bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
 ]
@@ -164,16 +176,16 @@ def serve(
     trace: Trace = None,
     track: Track = [],  # noqa: B006
     log_json: LogJson = False,
+    end_with_stdin: EndWithStdin = False,
     version: Version = False,
 ) -> None:
     """Serve runs to workers, or do one run with --run."""
-    del version
+    del version, end_with_stdin
     if context.invoked_subcommand is not None:
         check_options_follow(context)
         return
     # What is cheap to see comes before a second of imports, which the subcommands need none of.
     bind_at, control_at = parse_address(bind, "--bind"), parse_address(control, "--control")
-    expected = _expected(expect_workers, local_workers, resume=resume)
     local_backend, local_devices = _local_devices(backend, gpus, local_workers)
     from coordinator.short_forms import ShortForms, run_spec_from
 
@@ -185,7 +197,7 @@ def serve(
         control=control_at,
         plaintext=plaintext,
         name=(check_name(name, "--name") if name else usual_name()) if announce else "",
-        expect_workers=expected,
+        expect_workers=_expected(expect_workers, local_workers, resume=resume),
         out=out, resume=resume, from_copies=from_copies, from_step=from_step,
         spec=spec,
         local_workers=local_workers,

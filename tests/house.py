@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[1]
-PACKAGES: Final = ("protocol", "backends", "coordinator", "worker")
+PACKAGES: Final = ("protocol", "backends", "coordinator", "worker", "samestep")
 
 _PROTOCOL: Final = ("protocol", "protocol.base", "protocol.spec", "protocol.exact", "protocol.wire")
 _LOGIC: Final = _PROTOCOL[1:]
@@ -73,6 +73,10 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
     "worker.after": (
         *_LOGIC, "protocol", "protocol.data", "backends.base", "worker.models", "worker.tasks",
     ),
+    "worker.ranks": (
+        "protocol.base", "protocol.spec", "protocol.exact", "backends.base", "worker.tasks",
+        "worker.shell",
+    ),
     "worker": ("*",),
     "backends.base": _LOGIC,
     "backends.eager": (*_LOGIC, "protocol.host", "backends.base"),
@@ -95,6 +99,11 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
         "backends.wgpu.lowering", "backends.wgpu.device",
     ),
     "backends": ("*",),
+    "samestep.hf": ("protocol.base", "samestep"),
+    "samestep": (
+        *_SHELL, "backends", "backends.base", "worker.models", "worker.joining", "worker.tasks",
+        "worker.shell", "coordinator.members", "coordinator.operator",
+    ),
 }  # fmt: skip
 """Which rooms a room may import; "*" at the top of a package: all of its own, and those that its
 package may."""
@@ -103,7 +112,8 @@ PACKAGE_MAY: Final = {
     "protocol": {"protocol"},
     "backends": {"backends", "protocol"},
     "coordinator": {"coordinator", "protocol"},
-    "worker": {"worker", "backends", "protocol"},
+    "worker": {"worker", "backends", "protocol", "samestep"},
+    "samestep": {"samestep", "worker", "backends", "protocol", "coordinator"},
 }
 
 PURE: Final = ("protocol.exact", "coordinator.run", "worker.logic")

@@ -146,7 +146,9 @@ def options_page() -> str:
         "What `--help` prints after each command. [Commands](commands.md) tells what they are for.",
     ]
     for root, cli in CLIS.items():
-        for name, _ in commands_under(root, typer.main.get_command(cli.app)):
+        for name, command in commands_under(root, typer.main.get_command(cli.app)):
+            if command.hidden:
+                continue
             told = called(*name.split(), "--help", environment={"COLUMNS": "100"}).stdout
             said.append(f"## {name}\n\n```text\n{told.strip()}\n```")
     return "\n\n".join(said) + "\n"

@@ -31,7 +31,7 @@ checkpoint: {every: 20, keep_last: 100}
 """
 NEED_CARDS = re.compile(r"--gpus|vulkan")
 RUN_ELSEWHERE = re.compile(
-    r"reviews|classify|curve|spam-1/adapter|teacher|student|--from COPIES|logits"
+    r"sine|reviews|classify|curve|spam-1/adapter|teacher|student|--from COPIES|logits"
     r"|--track|coordinator track|worker (data|merge|export|generate)"
 )
 """The tutorial's below; the others have tests of their own."""

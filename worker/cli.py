@@ -5,26 +5,44 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from protocol import __version__
 from protocol.base.address import parse_address
 from protocol.base.byte_size import byte_size
 from protocol.base.device_name import parse_devices
 from protocol.base.duty import parse_duty
-from protocol.base.errors import SamestepError
+from protocol.base.errors import SamestepError, UsageError
 from protocol.host.command_line import check_options_follow, end_with_standard_input
 from protocol.host.system_journal import write_error
+from protocol.host.torchrun import started_by_torchrun
 from protocol.wire.discovery import check_name
 from worker import after_cli
 from worker.logits_cli import app as logits
 
 DEFAULT_PORT = 9000
 
+
+def _is_script(words: Sequence[str]) -> bool:
+    return bool(words) and words[0].endswith(".py")
+
+
+class _Commands(TyperGroup):
+    """The subcommands; or a script, with its own arguments behind it."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """See `TyperGroup`; a script stands for the command that runs it."""
+        return super().resolve_command(ctx, ["script", *args] if _is_script(args) else args)
+
+
 app = typer.Typer(
+    cls=_Commands,
+    subcommand_metavar="[SCRIPT.py ARGS... | COMMAND ARGS...]",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -38,6 +56,20 @@ def _version(value: bool) -> None:
     if value:
         typer.echo(f"samestep worker {__version__}")
         raise typer.Exit
+
+
+def _accept_scripts(value: bool) -> None:
+    if value:
+        from samestep.script import accept_scripts
+
+        accept_scripts()
+
+
+def _check_group(*, shard: bool, scripted: bool) -> None:
+    if shard and not started_by_torchrun():
+        raise UsageError("--shard is for a group of ranks: torchrun --nproc-per-node N -m worker")
+    if scripted and started_by_torchrun():
+        raise UsageError("a group of ranks takes scripts from its coordinator: --accept-scripts")
 
 
 Coordinator = Annotated[
@@ -89,6 +121,18 @@ TokenFile = Annotated[
 Plaintext = Annotated[
     bool, typer.Option("--plaintext", help="No TLS, as the coordinator's --plaintext.")
 ]
+Shard = Annotated[
+    bool,
+    typer.Option("--shard", help="Under torchrun: a frozen base lies across the ranks (FSDP2)."),
+]
+AcceptScripts = Annotated[
+    bool,
+    typer.Option(
+        "--accept-scripts",
+        callback=_accept_scripts,
+        help="Run scripts (samestep.fit) that the coordinator sends.",
+    ),
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -107,14 +151,17 @@ def serve(
     duty: DutyName = "train",
     quiet: Annotated[bool, typer.Option("--quiet", help="Say only what went wrong.")] = False,
     processes: Annotated[int, typer.Option("--processes", min=0, hidden=True)] = 0,
+    shard: Shard = False,
+    accept_scripts: AcceptScripts = False,
     end_with_stdin: Annotated[bool, typer.Option("--end-with-stdin", hidden=True)] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Serve a coordinator until it says goodbye."""
-    del version
-    if context.invoked_subcommand is not None:
+    """Serve a coordinator until it says goodbye; with SCRIPT.py, join the runs of its `fit`."""
+    del version, accept_scripts
+    scripted = context.invoked_subcommand == "script"
+    if context.invoked_subcommand is not None and not scripted:
         check_options_follow(context)
         return
     if end_with_stdin:
@@ -126,14 +173,48 @@ def serve(
 
     address, named = _coordinator(coordinator)
     credentials = WorkerCredentials(token_file, plaintext=plaintext)
-    raise typer.Exit(
-        main(
-            WorkerOptions(
-                address, named, name or _host_name(), backend, retry_for,
-                wanted, processes, trace, quiet, credentials, to_do,
-            )
-        )
+    options = WorkerOptions(
+        address, named, name or _host_name(), backend, retry_for,
+        wanted, processes, trace, quiet, credentials, to_do, shard,
     )  # fmt: skip
+    _check_group(shard=shard, scripted=scripted)
+    if not scripted:
+        raise typer.Exit(main(options))
+    context.obj = options
+
+
+@app.command(
+    hidden=True,
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def script(
+    context: typer.Context,
+    path: Annotated[Path, typer.Argument(metavar="SCRIPT.py")],
+    arguments: Annotated[list[str] | None, typer.Argument()] = None,
+) -> None:
+    """Run it; every `samestep.fit` in it takes part in the coordinator's run of the same script."""
+    from samestep.fitting import Joining
+    from samestep.launching import run_script
+    from worker.main import find
+
+    options = context.obj
+
+    def tell(text: str) -> None:
+        if not options.quiet:
+            print(f"worker: {text}", flush=True)
+
+    joining = Joining(
+        find=lambda: find(options, tell),
+        name=options.name,
+        backend=options.backend,
+        device=options.devices[0] if options.devices else None,
+        retry_for_s=options.retry_for_s,
+        credentials=options.credentials,
+        duty=options.duty,
+        tell=tell,
+    )
+    run_script(path, arguments or (), joining)
 
 
 @app.command()
@@ -203,6 +284,8 @@ def _coordinator(coordinator: str) -> tuple[tuple[str, int] | None, str]:
         return None, check_name(coordinator, "--coordinator")
     if coordinator:
         return parse_address(coordinator, "--coordinator", DEFAULT_PORT), ""
+    if started_by_torchrun():
+        return None, ""  # MASTER_ADDR is where its ranks meet
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", str(DEFAULT_PORT))
     if host:
         return parse_address(f"{host}:{port}", "MASTER_ADDR:MASTER_PORT"), ""

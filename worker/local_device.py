@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from backends.base.interface import Backend
-from protocol.base.errors import DeviceError, ExitCode
+from backends.base.interface import Backend, DeviceInfo
+from protocol.base.errors import DeviceError, ExitCode, UsageError
 from protocol.host.system_journal import write_error
 from protocol.spec.run_spec import RunSpec
 from worker.tasks.base import Task
@@ -14,7 +14,15 @@ from worker.tasks.base import Task
 class LocalDevice:
     """The engine's toolbox: chooses the backend once, and builds tasks for it."""
 
-    def __init__(self, name: str, wanted: int | str | None, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        wanted: int | str | None,
+        tell: Callable[[str], None],
+        *,
+        shard: bool = False,
+    ) -> None:
+        self._shard = shard
         self._name = name
         self._wanted = wanted
         self._tell = tell
@@ -30,7 +38,7 @@ class LocalDevice:
             self._tell(f"device: {info.name}: {choice.reason}")
             if info.backend == "vulkan":
                 _end_in_order(info.name)
-            self._backend = choice.backend
+            self._backend = _sharded(info) if self._shard else choice.backend
         return self._backend
 
     def task(self, spec: RunSpec) -> Task:
@@ -38,6 +46,14 @@ class LocalDevice:
         from worker.tasks.registry import build  # noqa: PLC0415 -- may import torch: seconds
 
         return build(spec)
+
+
+def _sharded(info: DeviceInfo) -> Backend:
+    if info.backend not in ("cpu", "cuda"):
+        raise UsageError(f"--shard is for CUDA cards and the CPU, not for {info.backend}")
+    from backends.eager.sharded import ShardedBackend  # noqa: PLC0415 -- imports torch: seconds
+
+    return ShardedBackend("cuda" if info.backend == "cuda" else "cpu", info.index)
 
 
 def _end_in_order(device: str) -> None:

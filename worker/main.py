@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from protocol.base.duty import Duty
 from protocol.base.errors import ExitCode
@@ -17,6 +19,7 @@ from protocol.host.event_loop import new_event_loop
 from protocol.host.loop_watch import LoopWatch
 from protocol.host.supervisor import Supervisor
 from protocol.host.system_journal import SystemJournal
+from protocol.host.torchrun import started_by_torchrun
 from protocol.host.trace import Tracer
 from worker.joining.credentials import WorkerCredentials
 from worker.joining.this_machine import HERE, someone_listens
@@ -24,6 +27,9 @@ from worker.local_device import LocalDevice
 from worker.shell.client import Client, Target
 from worker.shell.device_processes import DeviceProcesses
 from worker.shell.host_engine import Several
+
+if TYPE_CHECKING:
+    from worker.ranks.leader import LeadingToolbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,7 @@ class WorkerOptions:
         devices: Those that were asked for, by number or part of their names; none: the first.
         processes: How many share them, if that is more.
         duty: What it is there for.
+        shard: Of a group of ranks: lay a frozen base across them.
     """
 
     address: tuple[str, int] | None
@@ -50,6 +57,7 @@ class WorkerOptions:
     quiet: bool
     credentials: WorkerCredentials
     duty: Duty = "train"
+    shard: bool = False
 
 
 def main(options: WorkerOptions) -> ExitCode:
@@ -59,11 +67,39 @@ def main(options: WorkerOptions) -> ExitCode:
         SamestepError: No coordinator answers, or it refused.
     """
     keep_freed_memory()
+    if started_by_torchrun():
+        return _main_of_a_rank(options)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(_serve(options))
 
 
-async def _serve(options: WorkerOptions) -> ExitCode:
+def _main_of_a_rank(options: WorkerOptions) -> ExitCode:
+    """Rank 0 serves, with all ranks behind it; the others do what it tells."""
+    from worker.ranks.follower import Follower  # noqa: PLC0415 -- imports torch: seconds
+    from worker.ranks.group import RankGroup  # noqa: PLC0415
+    from worker.ranks.leader import LeadingToolbox  # noqa: PLC0415
+
+    group = RankGroup(cards=options.backend in ("auto", "cuda"))
+    asked = options.devices[0] if options.devices else None
+    wanted = group.local_rank if group.cards else asked
+    own = LocalDevice(options.backend, wanted, lambda _: None, shard=options.shard)
+    try:
+        if group.rank:
+            # torchrun tells all ranks to end: rank 0 drains, and these end with it.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
+            Follower(group, own).follow()
+            return ExitCode.OK
+        leading = LeadingToolbox(group, own, sharded=options.shard)
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            code = runner.run(_serve(options, leading))
+        leading.end()
+        return code
+    finally:
+        group.close()
+
+
+async def _serve(options: WorkerOptions, group: LeadingToolbox | None = None) -> ExitCode:
     journal = SystemJournal.behind("worker")
 
     def tell(text: str) -> None:
@@ -86,7 +122,7 @@ async def _serve(options: WorkerOptions) -> ExitCode:
     address = options.address or await _find(options, tell)
     target = Target(*address, options.name, options.backend, options.retry_for_s, options.duty)
     tracer = Tracer.to_file(options.trace, options.name) if options.trace else None
-    toolbox = _devices(options, tell, warn)
+    toolbox = group or _devices(options, tell, warn)
     client = Client(target, toolbox, options.credentials, tell, tracer)
     _end_on_signals(client, supervisor)
     watch = LoopWatch(lambda held_ms: tell(f"nobody was heard for {held_ms:.0f} ms: network held"))
@@ -98,6 +134,11 @@ async def _serve(options: WorkerOptions) -> ExitCode:
         supervisor.close()
         if tracer is not None:
             tracer.close()
+
+
+def find(options: WorkerOptions, tell: Callable[[str], None]) -> tuple[str, int]:
+    """Where the coordinator is, for whoever runs no event loop of its own."""
+    return options.address or asyncio.run(_find(options, tell))
 
 
 async def _find(options: WorkerOptions, tell: Callable[[str], None]) -> tuple[str, int]:

@@ -78,7 +78,7 @@ class EagerBackend:
                 loss does not add up over samples.
         """
         del others, evaluations  # a new shape takes no time
-        program = EagerProgram(self.device, trainable)
+        program = self._program(trainable)
         try:
             if trainable.rows is None:
                 program.check(example)
@@ -88,6 +88,9 @@ class EagerBackend:
             program.close()
             raise
         return program
+
+    def _program(self, trainable: Trainable) -> EagerProgram:
+        return EagerProgram(self.device, trainable)
 
 
 class EagerProgram(HostSummedProgram):
@@ -114,7 +117,7 @@ class EagerProgram(HostSummedProgram):
         if device.type == "cuda":
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         narrow_frozen_base(self._module, trainable.base_dtype, device)
-        numerics.own_storage(self._module, device)
+        self._place(self._module)
         self._hooks = self._hook()
         numerics.use_threads(trainable.threads)
         self._thread = ThreadPoolExecutor(
@@ -176,6 +179,9 @@ class EagerProgram(HostSummedProgram):
     def check(self, example: Batch) -> None:
         """Refuse what cannot be trained exactly; also the first, slow, run of the model."""
         self._thread.submit(self._check, example).result()
+
+    def _place(self, module: torch.nn.Module) -> None:
+        numerics.own_storage(module, self._device)
 
     def _hook(self) -> list[torch.utils.hooks.RemovableHandle]:
         hooks = []

@@ -14,6 +14,8 @@ SamestepError
 ├── SharedMemoryFull      exit 1   nor for what the processes of a host hand to one another
 ├── NotAuthorised         exit 77  the other side does not accept who we are
 ├── Mismatch              exit 78  versions, manifests or configurations differ
+│   ├── ScriptMissing              a worker lacks the script that a run's model comes from
+│   └── ScriptDiffers              it has another one than the run
 ├── StorageFailed         exit 1   nothing can be written just now: full, read-only, gone
 ├── StorageDamaged        exit 1   a file does not hold what was written to it
 └── ProtocolError
@@ -189,6 +191,14 @@ class Mismatch(SamestepError):
     """Versions, manifests or configurations of the two sides differ."""
 
     exit_code = ExitCode.MISMATCH
+
+
+class ScriptMissing(Mismatch):
+    """A run's model comes from a script that this worker was not given; others may have it."""
+
+
+class ScriptDiffers(Mismatch):
+    """This worker was given another script, or is elsewhere in it, than the run."""
 
 
 class StorageFailed(SamestepError):

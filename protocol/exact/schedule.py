@@ -3,6 +3,7 @@
 With w = warmup_steps and n = steps, both counted from the first step (step 0):
 
     step <  w    lr * ((step + 1) / w)                full at step w - 1, never zero
+                 lr * (step / w)                      with warmup_from_zero, as transformers has it
     step >= w    lr * f(t),  t = min(1, (step - w) / max(1, n - w))
 
     constant     f(t) = 1
@@ -25,7 +26,7 @@ def learning_rate(spec: OptimizerSpec, step: int, steps: int) -> float:
     assert step >= 0
     warmup = spec.warmup_steps
     if step < warmup:
-        return spec.lr * ((step + 1) / warmup)
+        return spec.lr * ((step if spec.warmup_from_zero else step + 1) / warmup)
     t = min(1.0, (step - warmup) / max(1, steps - warmup))
     match spec.schedule:
         case "constant":

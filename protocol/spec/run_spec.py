@@ -359,6 +359,9 @@ class OptimizerSpec(_Section):
     )
     schedule: ScheduleName = Field("constant", description="of lr, after the warmup")
     warmup_steps: Every = Field(0, description="steps in which lr rises")
+    warmup_from_zero: bool = Field(
+        default=False, description="lr is 0 in the first step, as transformers has it"
+    )
 
 
 class ExchangeSpec(_Section):

@@ -17,7 +17,13 @@ from xxhash import xxh3_128
 
 from backends.base.interface import Array
 from protocol.base import limits
-from protocol.base.errors import BackendUnavailable, DeviceError, ExitCode, OutOfPlace
+from protocol.base.errors import (
+    BackendUnavailable,
+    DeviceError,
+    ExitCode,
+    OutOfPlace,
+    ScriptDiffers,
+)
 from protocol.base.fields import cut_text
 from protocol.exact.codecs import packed, unpacked
 from protocol.exact.tree import Node, is_node
@@ -422,7 +428,7 @@ class WorkerSession:
             return []
         reason = self.files.in_the_users_words(str(event.error))
         exit_code = event.error.exit_code
-        if isinstance(event.error, BackendUnavailable | DeviceError):
+        if isinstance(event.error, BackendUnavailable | DeviceError | ScriptDiffers):
             # This machine's matter, not the run's: leave, and let the run wait for another.
             return self._fail(reason, exit_code)
         unready = Unready(

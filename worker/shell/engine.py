@@ -29,6 +29,7 @@ from protocol.base.errors import (
     MainMemoryTooSmall,
     RunFailed,
     SamestepError,
+    ScriptMissing,
     SubnormalsFlushed,
     in_words,
 )
@@ -61,7 +62,7 @@ from worker.logic.events import (
 from worker.shell.batch_shapes import evaluation_of_each_shape, microbatch_of_each_shape
 from worker.shell.signature import library_versions, probe_digest, rows_probe, signature_digest
 from worker.shell.stretches import Bytes, Stretches
-from worker.tasks.base import ReadsFiles, Task
+from worker.tasks.base import DrawsBatches, ReadsFiles, Task
 
 _STEPS_AHEAD: Final = 8
 """So far ahead of a step the files of the next ones are asked for."""
@@ -82,6 +83,12 @@ def _build_failed(run_id: str, spec: RunSpec, error: Exception) -> BuildFailed:
     if words == NO_MEMORY:
         return BuildFailed(run_id, RunFailed(told), own=True)
     return BuildFailed(run_id, DataError(told))
+
+
+def _batch(task: Task, samples: Sequence[int], seed: int) -> Batch:
+    if isinstance(task, DrawsBatches):
+        return task.drawn_batch(samples, seed)
+    return task.batch(samples)
 
 
 class _Unfit(Exception):
@@ -248,7 +255,8 @@ class Engine:
             self._emit(BuildFailed(run_id, unfit.error, own=True))
             return
         except SamestepError as error:
-            self._emit(BuildFailed(run_id, error, own=isinstance(error, MainMemoryTooSmall)))
+            own = isinstance(error, MainMemoryTooSmall | ScriptMissing)
+            self._emit(BuildFailed(run_id, error, own=own))
             return
         except Exception as error:  # noqa: BLE001 -- a bad run must not end the worker
             self._emit(_build_failed(run_id, spec, error))
@@ -333,8 +341,11 @@ class Engine:
             )
         if self._want_files(job, place, microbatches, node, samples):
             return
-        batches = [job.task.batch(samples[leaf]) for leaf in range(node.lo, node.hi)]
-        seeds = (microbatch_seed(job.spec.seed, place.step, leaf) for leaf in range(*node))
+        seeds = [microbatch_seed(job.spec.seed, place.step, leaf) for leaf in range(*node)]
+        batches = [
+            _batch(job.task, samples[leaf], seed)
+            for leaf, seed in zip(range(*node), seeds, strict=True)
+        ]
         weight = tree_sum([batch.weight for batch in batches])  # known before the backward
         if job.task.manifest.capture is not None:
             yield from self._capture(generation, place, node, batches, start_s)

@@ -106,6 +106,14 @@ class ReadsFiles(Protocol):
         """Likewise of a held-out part."""
 
 
+@runtime_checkable
+class DrawsBatches(Protocol):
+    """What a task has too whose batches are drawn: by a collator that masks or augments."""
+
+    def drawn_batch(self, samples: Sequence[int], seed: int) -> Batch:
+        """As `Task.batch`, by this seed: the microbatch's own, so all who compute it draw alike."""
+
+
 class Task(Protocol):
     """A training job, built; the same on every worker, bit for bit where the machines allow."""
 

@@ -1,0 +1,248 @@
+"""A `samestep.Task` as the worker's own kind of task: `worker.tasks.base.Task`."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import TensorDataset, default_collate
+
+from backends.base import draws
+from backends.base.interface import Array, Batch, Sums, Trainable
+from protocol.base.errors import DataError, in_words
+from protocol.exact.digest import digest_arrays
+from protocol.spec.manifest import Manifest, Metric
+from protocol.spec.run_spec import RunSpec
+from samestep.nested import NestedBatches
+from samestep.refusals import check_loss, refuse_no_sum, takes
+from samestep.user_task import UserTask
+from worker.models.blocks import cut_into_blocks
+
+_LOOKED_AT: Final = 64
+"""Samples of a data set whose digest is taken, evenly spread; of tensors all are."""
+_WEIGHT: Final = "samestep.weight"
+"""Beside a held-out batch's arrays: its weight."""
+
+
+class FittedTask:
+    """See `worker.tasks.base.Task`; batches may be drawn, as `DrawsBatches` says.
+
+    Args:
+        user: What the user's `build` gave, looked at.
+        spec: The run.
+        digests: Of the script, and of what it imports from beside it.
+
+    Raises:
+        DataError: It cannot be trained, and what to write instead.
+    """
+
+    def __init__(self, user: UserTask, spec: RunSpec, digests: Mapping[str, str]) -> None:
+        self.user = user
+        self._nested = NestedBatches()
+        self._collate_takes_seed = user.collate is not None and takes(user.collate, "seed")
+        self._seed = spec.seed
+        self._part_samples = spec.batch.microbatch
+        held_out = 0 if user.held_out is None else len(user.held_out)
+        self._refuse_what_cannot_be_trained()
+        data = {"data": _data_digest(self, user.train)}
+        if held_out:
+            data["held_out"] = _data_digest(self, user.held_out)
+        if frozen := _frozen(user):
+            data["frozen_weights"] = digest_arrays(frozen)
+        self.manifest = Manifest(
+            blocks=cut_into_blocks(user.module),
+            train_samples=len(user.train),
+            evaluation_parts=-(-held_out // self._part_samples),
+            metrics=tuple(_metric(name) for name in ("loss", *user.metrics)),
+            digests={**data, **digests},
+        )
+        self.trainable = Trainable(
+            blocks=self.manifest.blocks,
+            module=user.module,
+            loss=self._loss,
+            evaluate=self._evaluate,
+            seed=spec.seed,
+            threads=spec.threads,
+            precision=spec.options.get("precision", "float32"),
+        )
+        self._initial = self._parameters()
+
+    def initial_parameters(self) -> list[Array]:
+        """What the module was built with."""
+        return [values.copy() for values in self._initial]
+
+    def batch(self, samples: Sequence[int]) -> Batch:
+        """A microbatch as it would be drawn from the run's seed."""
+        return self.drawn_batch(samples, self._seed)
+
+    def drawn_batch(self, samples: Sequence[int], seed: int) -> Batch:
+        """See `worker.tasks.base.DrawsBatches`."""
+        batch = self._collated(self.user.train, samples, seed)
+        return Batch(self._nested.apart(batch), self._weight(batch, len(samples)))
+
+    def evaluation_batch(self, part: int) -> Batch:
+        """Held-out samples in their order, as many as a microbatch has."""
+        lo = part * self._part_samples
+        rows = range(lo, min(lo + self._part_samples, len(self.user.held_out)))
+        batch = self._collated(self.user.held_out, rows, draws.key_of(self._seed, part))
+        weight = self._weight(batch, len(rows))
+        arrays = {**self._nested.apart(batch), _WEIGHT: np.array(weight)}
+        return Batch(arrays, weight)
+
+    def trained(self) -> dict[str, NDArray[np.float32]]:
+        """The module's trainable tensors as they are now, by name."""
+        named = dict(self.user.module.named_parameters())
+        tensors = (t for block in self.manifest.blocks for t in block.tensors)
+        return {t.name: named[t.name].detach().cpu().numpy() for t in tensors}
+
+    def load(self, tensors: Mapping[str, NDArray[np.float32]]) -> None:
+        """Give the module these values, on the CPU and in evaluation mode."""
+        module = self.user.module.cpu().eval()
+        named = dict(module.named_parameters())
+        with torch.no_grad():
+            for name, values in tensors.items():
+                named[name].copy_(torch.from_numpy(values))
+
+    def _parameters(self) -> list[Array]:
+        named = self.trained()
+        return [
+            np.concatenate([np.ravel(named[tensor.name]) for tensor in block.tensors])
+            for block in self.manifest.blocks
+        ]
+
+    def _loss(self, module: Any, arrays: Mapping[str, Any]) -> Any:
+        assert self.user.loss is not None
+        return self.user.loss(module, self._nested.together(arrays))
+
+    def _evaluate(self, module: Any, arrays: Mapping[str, Any]) -> Sums:
+        given = dict(arrays)
+        weight = float(given.pop(_WEIGHT))
+        batch = self._nested.together(given)
+        assert self.user.loss is not None
+        sums = {"loss": float(self.user.loss(module, batch)), "loss of": weight}
+        for name, metric in self.user.metrics.items():
+            value = metric(module, batch)
+            above, below = value if isinstance(value, tuple) else (value, self._count(given))
+            sums |= {name: float(above), f"{name} of": float(below)}
+        return sums
+
+    def _count(self, arrays: Mapping[str, Any]) -> int:
+        """Samples of a batch: what most of its arrays have first."""
+        lengths = [len(array) for array in arrays.values() if array.ndim]
+        return max(set(lengths), key=lengths.count)
+
+    def _weight(self, batch: object, samples: int) -> float:
+        return float(samples) if self.user.weight is None else float(self.user.weight(batch))
+
+    def _collated(self, data: Any, samples: Sequence[int], seed: int) -> Any:
+        collate = self.user.collate
+        if collate is None and isinstance(data, TensorDataset):
+            rows = torch.as_tensor(samples, dtype=torch.int64)
+            return [tensor[rows] for tensor in data.tensors]
+        try:
+            with _seeded(seed):
+                items = _items(data, samples)
+                if collate is None:
+                    return default_collate(items)
+                return collate(items, seed=seed) if self._collate_takes_seed else collate(items)
+        except Exception as error:
+            shown = ", ".join(map(str, samples))
+            raise DataError(
+                f"samples {shown} make no batch: the data set or the collator raised "
+                f"{in_words(error)}"
+            ) from error
+
+    def _refuse_what_cannot_be_trained(self) -> None:
+        data, two = self.user.train, [0, min(1, len(self.user.train) - 1)]
+        drawn = [self._nested.apart(self._collated(data, two, seed)) for seed in (1, 1, 2)]
+        digests = [digest_arrays(arrays) for arrays in drawn]
+        if digests[0] != digests[1]:
+            raise DataError(
+                "the collator (or the data set) gives another batch for the same samples: draw "
+                "from torch's, numpy's or Python's global generator, which are seeded for each "
+                "microbatch, or give the collator a parameter seed"
+            )
+        batch = self._on_cpu(drawn[0])
+        with _seeded(0):
+            check_loss(self._tried(batch, "together"))
+        if digests[0] != digests[2] or len(data) < 2:
+            return  # what is drawn anew cannot be compared with itself; the device tries halves
+        mode = self.user.module.training
+        self.user.module.eval()
+        try:
+            with torch.no_grad():
+                parts = [self._alone(number) for number in two]
+                refuse_no_sum(float(self._tried(batch, "together")), (parts[0], parts[1]))
+        finally:
+            self.user.module.train(mode)
+
+    def _alone(self, sample: int) -> float:
+        arrays = self._nested.apart(self._collated(self.user.train, [sample], 1))
+        return float(self._tried(self._on_cpu(arrays), "alone"))
+
+    def _tried(self, batch: Mapping[str, torch.Tensor], how: str) -> Any:
+        try:
+            return self._loss(self.user.module, batch)
+        except Exception as error:
+            what = "two samples together" if how == "together" else "one sample alone"
+            hint = ": is there a layer across the batch?" if how == "alone" else ""
+            raise DataError(f"the loss of {what} raised {in_words(error)}{hint}") from error
+
+    @staticmethod
+    def _on_cpu(arrays: Mapping[str, NDArray[Any]]) -> dict[str, torch.Tensor]:
+        return {name: torch.tensor(values) for name, values in arrays.items()}
+
+
+def _frozen(user: UserTask) -> dict[str, NDArray[Any]]:
+    """What no update changes and everyone must have alike: frozen parameters, and buffers."""
+    tensors = dict(user.module.named_buffers())
+    tensors |= {n: p for n, p in user.module.named_parameters() if not p.requires_grad}
+    return {
+        name: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().numpy()
+        for name, tensor in tensors.items()
+    }
+
+
+def _metric(name: str) -> Metric:
+    return Metric(name=name, numerator={name: 1.0}, denominator={f"{name} of": 1.0})
+
+
+def _items(data: Any, samples: Sequence[int]) -> list[Any]:
+    at_once = getattr(data, "__getitems__", None)
+    if at_once is not None:
+        return list(at_once(list(samples)))
+    return [data[number] for number in samples]
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """The global generators, seeded; afterwards as they were."""
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002  (the global generator is what collators draw from)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])  # noqa: NPY002
+        random.setstate(before[2])
+
+
+def _data_digest(task: FittedTask, data: Any) -> str:
+    """Of all tensors of a TensorDataset; of others so many samples, and how many there are."""
+    if isinstance(data, TensorDataset):
+        tensors = [tensor.detach().contiguous().numpy() for tensor in data.tensors]
+        return digest_arrays({str(number): each for number, each in enumerate(tensors)})
+    count = min(len(data), _LOOKED_AT)
+    arrays: dict[str, NDArray[Any]] = {"samples": np.array(len(data))}
+    for place in range(count):
+        number = place * len(data) // count
+        batch = task._collated(data, [number], number)  # noqa: SLF001 -- its other half
+        arrays |= {f"{number} {n}": a for n, a in task._nested.apart(batch).items()}  # noqa: SLF001
+    return digest_arrays(arrays)

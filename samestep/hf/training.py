@@ -1,0 +1,274 @@
+"""Trainers of transformers (and of TRL) whose `train` is a run of `fit`.
+
+Everything but `train` is the class's own: what it makes of its arguments, its collator, its loss,
+`evaluate`, `predict` and `save_model`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import torch
+import transformers
+from transformers.trainer_utils import TrainOutput
+
+from protocol.base.errors import DataError
+from samestep.fitting import fit
+from samestep.hf.arguments import every, optimizer_of, refuse_what_is_not_had, steps_of
+from samestep.result import FitResult
+from samestep.user_task import UserTask
+
+_NOT_OURS_TO_CALL: Final = (
+    "training_step", "create_optimizer", "create_scheduler", "create_optimizer_and_scheduler",
+    "get_train_dataloader", "get_batch_samples", "_get_train_sampler", "_inner_training_loop",
+    "optimizer_step",
+)  # fmt: skip
+"""Methods of the loop, which a subclass may have changed and nobody would call."""
+
+_USUAL_CALLBACKS: Final = {"DefaultFlowCallback", "PrinterCallback", "ProgressCallback"}
+_PROBE: Final = 1e-4
+
+
+class SamestepMixin:
+    """Put before a Trainer: `class MyTrainer(SamestepMixin, SomeTrainer)`.
+
+    Args:
+        samestep: More arguments of `samestep.fit`, such as {"microbatch": 4, "workers": 2}.
+    """
+
+    honoured_by_the_class: ClassVar[frozenset[str]] = frozenset()
+    """Further fields of its training arguments that the class makes use of before it trains."""
+
+    fitted: FitResult | None = None
+    """What the run gave, once it is over."""
+
+    def __init__(
+        self, *arguments: Any, samestep: Mapping[str, Any] | None = None, **named: Any
+    ) -> None:
+        given = {**dict(zip(("model", "args"), arguments, strict=False)), **named}
+        if given.get("args") is not None:
+            refuse_what_is_not_had(given["args"], self.honoured_by_the_class)
+        self._of_fit = dict(samestep or {})
+        super().__init__(*arguments, **named)
+
+    def train(self, resume_from_checkpoint: Any = None, **more: Any) -> TrainOutput:
+        """As the class's own, by `samestep.fit`; the trained model is `self.model`.
+
+        Raises:
+            DataError: Something that was asked for cannot be honoured; it is named.
+        """
+        trainer: Any = self
+        _refuse_what_nobody_calls(trainer, resume_from_checkpoint, more)
+        arguments, model = trainer.args, trainer.model
+        if arguments.gradient_checkpointing:
+            further = arguments.gradient_checkpointing_kwargs or {"use_reentrant": False}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=further)
+        self.fitted = fit(lambda: _task(trainer), **self._arguments_of_fit())
+        self._take_over(self.fitted)
+        total = sum(row["loss"] for row in self.fitted.history) / max(1, len(self.fitted.history))
+        metrics = {f"eval_{name}": value for name, value in self.fitted.metrics.items()}
+        return TrainOutput(self.fitted.steps, total, {"train_loss": total, **metrics})
+
+    def _arguments_of_fit(self) -> dict[str, Any]:
+        trainer: Any = self
+        arguments, samples = trainer.args, len(_columns_of_model(trainer, trainer.train_dataset))
+        microbatch = arguments.per_device_train_batch_size
+        batch = microbatch * arguments.gradient_accumulation_steps
+        steps, per_epoch = steps_of(arguments, samples), -(-samples // batch)
+        save = every(
+            arguments.save_strategy, arguments.save_steps, "save_strategy", per_epoch, steps
+        )
+        settings = {"checkpoint": {"every": save, "keep_last": arguments.save_total_limit or 2}}
+        given = {
+            "steps": steps,
+            "batch": batch,
+            "microbatch": microbatch,
+            "optimizer": optimizer_of(arguments, steps, _no_decay(trainer)),
+            "seed": arguments.seed,
+            "precision": "bfloat16" if arguments.bf16 else "float32",
+            "directory": _new_below(Path(arguments.output_dir)),
+            "evaluate_every": every(
+                arguments.eval_strategy, arguments.eval_steps or arguments.logging_steps,
+                "eval_strategy", per_epoch, steps,
+            ),
+            "settings": settings,
+            **({"device": "cpu"} if arguments.use_cpu else {}),
+        }  # fmt: skip
+        return given | self._of_fit
+
+    def _take_over(self, result: FitResult) -> None:
+        """The trainer's state and log, as after a run of its own."""
+        trainer: Any = self
+        trainer.state.global_step = trainer.state.max_steps = result.steps
+        shown, waiting = max(1, int(trainer.args.logging_steps)), []
+        for row in result.history:
+            step = int(row["step"])
+            waiting.append(row["loss"])
+            trainer.state.global_step = step
+            first = trainer.args.logging_first_step and step == 1
+            if _strategy(trainer.args.logging_strategy) == "steps" and (step % shown == 0 or first):
+                trainer.log({"loss": sum(waiting) / len(waiting)})
+                waiting.clear()
+            if "held_out_loss" in row:
+                trainer.log({"eval_loss": row["held_out_loss"]})
+
+
+class Trainer(SamestepMixin, transformers.Trainer):  # type: ignore[misc]  # it ships no types
+    """`transformers.Trainer`, trained by samestep."""
+
+
+def _strategy(choice: Any) -> str:
+    return str(getattr(choice, "value", choice))
+
+
+def _refuse_what_nobody_calls(trainer: Any, resume: Any, more: Mapping[str, Any]) -> None:
+    if resume:
+        raise DataError(
+            'resume_from_checkpoint cannot be honoured: write samestep={"directory": DIR, '
+            '"resume": True}'
+        )
+    if more:
+        raise DataError(f"train({next(iter(more))}=...) cannot be honoured: leave it out")
+    if trainer.model_init is not None:
+        raise DataError("model_init cannot be honoured: make the model, and give it as model")
+    if trainer.optimizer is not None or trainer.lr_scheduler is not None:
+        raise DataError(
+            "optimizers=(...) cannot be honoured: say optim, learning_rate and lr_scheduler_type "
+            "in TrainingArguments"
+        )
+    for callback in trainer.callback_handler.callbacks:
+        if type(callback).__name__ not in _USUAL_CALLBACKS:
+            raise DataError(
+                f"the callback {type(callback).__name__} cannot be honoured: leave it out; the "
+                "loop is the coordinator's"
+            )
+    if trainer.compute_metrics is not None and _strategy(trainer.args.eval_strategy) != "no":
+        raise DataError(
+            "compute_metrics cannot be honoured while it trains: write eval_strategy='no', and "
+            "call trainer.evaluate() after train()"
+        )
+    if trainer.args.data_seed not in (None, trainer.args.seed):
+        raise DataError("data_seed cannot be honoured beside seed: leave it out")
+    kinds = type(trainer).__mro__
+    for kind in kinds[: kinds.index(SamestepMixin)]:
+        for name in _NOT_OURS_TO_CALL:
+            if name in vars(kind):
+                raise DataError(
+                    f"{kind.__name__}.{name} cannot be honoured: nobody would call it; change "
+                    "compute_loss or the collator instead"
+                )
+
+
+def _new_below(directory: Path) -> Path:
+    number = 1
+    while (path := directory / f"run-{number}").exists():
+        number += 1
+    return path
+
+
+def _no_decay(trainer: Any) -> tuple[str, ...]:
+    """Names of the tensors without decay; an update finds them by parts of names.
+
+    Raises:
+        DataError: They cannot be told by their names from those that decay.
+    """
+    if not trainer.args.weight_decay:
+        return ()
+    decays = set(trainer.get_decay_parameter_names(trainer.model))
+    names = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+    without = tuple(name for name in names if name not in decays)
+    for name in decays:
+        if any(part in name for part in without):
+            raise DataError(f"weight_decay cannot be honoured: {name!r} holds the name of another")
+    return without
+
+
+def _columns_of_model(trainer: Any, data: Any) -> Any:
+    """The data set without the columns that the model does not read, where it is one of columns."""
+    if hasattr(data, "column_names") and hasattr(data, "remove_columns"):
+        return trainer._remove_unused_columns(data)  # noqa: SLF001 -- as its own loader does
+    return data
+
+
+def _task(trainer: Any) -> UserTask:
+    train = _columns_of_model(trainer, trainer.train_dataset)
+    collate = trainer.data_collator
+    if train is trainer.train_dataset:
+        collate = trainer._get_collator_with_removed_columns(collate)  # noqa: SLF001 -- likewise
+    evaluates = _strategy(trainer.args.eval_strategy) != "no"
+    held_out = trainer.eval_dataset if evaluates else None
+    losses = _Losses(trainer, collate([train[0]]))
+    return UserTask(
+        module=trainer.model,
+        train=train,
+        held_out=None if held_out is None else _columns_of_model(trainer, held_out),
+        collate=lambda items: dict(collate(items)),
+        loss=losses.loss,
+        weight=losses.weight,
+    )
+
+
+class _Losses:
+    """The class's own loss as a sum, and what it is divided by.
+
+    Models that are told how many items there are divide their sum by it: they are told 1. What
+    the others give is a mean over their samples, or over the labels that count.
+
+    Args:
+        trainer: The trainer.
+        one: A batch of one sample, to see which kind it is.
+
+    Raises:
+        DataError: It cannot be made a sum that is the trainer's own.
+    """
+
+    def __init__(self, trainer: Any, one: Mapping[str, Any]) -> None:
+        self._trainer = trainer
+        self._by_token = False
+        training, trainer.model.training = trainer.model.training, False
+        with torch.no_grad():
+            by = [float(self._of(trainer.model, one, torch.tensor(n))) for n in (1, 2)]
+        trainer.model.train(training)
+        self._told = abs(by[0] - 2 * by[1]) <= _PROBE * max(abs(by[0]), 1e-30)
+        labels = one.get("labels")
+        tokens = (
+            isinstance(labels, torch.Tensor) and labels.dim() > 1 and not labels.is_floating_point()
+        )
+        if not self._told and tokens:
+            self._by_token = True
+            if trainer.args.gradient_accumulation_steps > 1:
+                raise DataError(
+                    "gradient_accumulation_steps cannot be honoured with this model, whose loss is "
+                    "a mean over the labels of each microbatch: write 1, a larger "
+                    'per_device_train_batch_size, and samestep={"microbatch": N}'
+                )
+
+    def loss(self, model: Any, batch: Mapping[str, Any]) -> Any:
+        """Summed."""
+        if self._told:
+            return self._of(model, batch, torch.tensor(1))
+        return self._of(model, batch, None) * self._count(batch)
+
+    def weight(self, batch: Mapping[str, Any]) -> float:
+        """What the sum is divided by in the end."""
+        if not self._told:
+            return float(self._count(batch))
+        counted = self._trainer._get_num_items_in_batch([batch], torch.device("cpu"))  # noqa: SLF001
+        return float(counted) if counted is not None else float(self._count(batch))
+
+    def _of(self, model: Any, batch: Mapping[str, Any], items: Any) -> Any:
+        return self._trainer.compute_loss(model, dict(batch), num_items_in_batch=items)
+
+    def _count(self, batch: Mapping[str, Any]) -> int:
+        if self._by_token:
+            return int((batch["labels"] != -100).sum())
+        return len(next(each for each in batch.values() if getattr(each, "ndim", 0)))
+
+
+def fields_of(arguments: type, base: type) -> frozenset[str]:
+    """Names that a class of training arguments has beside its base's."""
+    own = set(inspect.signature(arguments).parameters)
+    return frozenset(own - set(inspect.signature(base).parameters))

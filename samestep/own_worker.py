@@ -1,0 +1,141 @@
+"""The worker of this process: a client in a thread of its own, which the caller of `fit` is not."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from backends.base.interface import Backend
+from backends.registry import choose
+from protocol.base.errors import ExitCode, text_of
+from protocol.host.event_loop import new_event_loop
+from protocol.spec.run_spec import RunSpec
+from protocol.wire.connection import Received
+from protocol.wire.messages import Commit, EndRun
+from protocol.wire.transport import Channel
+from samestep.own_coordinator import Happened
+from worker.joining.credentials import WorkerCredentials
+from worker.shell.client import Client, Target
+from worker.tasks.base import Task
+from worker.tasks.registry import build
+
+_END_TIMEOUT_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEnded:
+    """This process takes part no more.
+
+    Attributes:
+        error: Why; None if it was told goodbye.
+    """
+
+    error: Exception | None
+
+
+class _Devices:
+    """The engine's toolbox: see `worker.shell.engine.Toolbox`."""
+
+    def __init__(self, name: str, wanted: int | str | None) -> None:
+        self._name, self._wanted = name, wanted
+        self._backend: Backend | None = None
+
+    def backend(self) -> Backend:
+        if self._backend is None:
+            self._backend = choose(self._name, self._wanted).backend
+        return self._backend
+
+    def task(self, spec: RunSpec) -> Task:
+        return build(spec)
+
+
+class _OneRunClient(Client):
+    """Leaves when the run that it took part in is over."""
+
+    losses: dict[int, float]
+    over = ""
+
+    def on_message(self, channel: Channel, received: Received) -> None:
+        """See `Client`; a commit is noted, and the end."""
+        super().on_message(channel, received)
+        message, _ = received
+        if isinstance(message, Commit):
+            self.losses[message.step + 1] = message.loss
+        elif isinstance(message, EndRun):
+            self.over = message.reason
+            self.drain()
+
+
+class OwnWorker:
+    """Takes part in one run.
+
+    Attributes:
+        losses: Of the steps that were committed while this worker took part, from 1.
+        over: Why the run is over, as the coordinator said; empty before.
+
+    Args:
+        target: Whom to serve.
+        device: Which of its kind, by number or name; None for the first.
+        credentials: What it joins with.
+        tell: Where its lines go.
+        happened: Where its end goes.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        device: int | str | None,
+        credentials: WorkerCredentials,
+        tell: Callable[[str], None],
+        happened: Happened,
+    ) -> None:
+        self.losses: dict[int, float] = {}
+        self._target, self._credentials, self._tell = target, credentials, tell
+        self._devices = _Devices(target.backend, device)
+        self._happened = happened
+        self._client: _OneRunClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="samestep worker", daemon=True)
+        self._thread.start()
+
+    @property
+    def over(self) -> str:
+        return self._client.over if self._client is not None else ""
+
+    def drain(self) -> None:
+        """Finish what there is, and leave."""
+        self._begun.wait()
+        if self._loop is not None and self._client is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._client.drain)
+
+    def end(self) -> None:
+        """Leave, and wait for the thread: afterwards the module is nobody's but the caller's."""
+        self.drain()
+        self._thread.join(_END_TIMEOUT_S)
+
+    def _run(self) -> None:
+        error: Exception | None = None
+        try:
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
+                runner.run(self._serve())
+        except Exception as raised:  # noqa: BLE001 -- the caller of fit must hear of it
+            error = raised
+        finally:
+            self._begun.set()
+            self._happened.put(WorkerEnded(error))
+
+    async def _serve(self) -> ExitCode:
+        client = _OneRunClient(self._target, self._devices, self._credentials, self._tell)
+        client.losses = self.losses
+        self._client, self._loop = client, asyncio.get_running_loop()
+        self._begun.set()
+        return await client.serve()
+
+
+def told(error: Exception) -> str:
+    """In one line."""
+    return " ".join(text_of(error).split())

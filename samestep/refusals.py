@@ -1,0 +1,180 @@
+"""What cannot be trained, found before anything starts: one line each, with what to write instead.
+
+A loss must be a sum over samples. That is tried: the loss of two samples together against the sum
+of each alone, on real ones.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from backends.base.trainable_checks import refuse_running_statistics
+from protocol.base.errors import DataError, SamestepError
+from samestep.user_task import UserTask
+
+_WITHIN: Final = 1e-3
+"""Relative difference between a loss and the sum of its parts that is rounding."""
+
+OPTIMIZERS: Final = {"SGD": "sgd", "AdamW": "adamw", "Adam": "adamw"}
+"""torch's classes, and what the same is called here."""
+
+
+def task_of(built: object) -> UserTask:
+    """What `build` gave, looked at.
+
+    Raises:
+        DataError: It is no task, or one that cannot be trained.
+    """
+    if not isinstance(built, UserTask):
+        raise DataError(
+            f"expected a samestep.Task from build, got {type(built).__name__}: write "
+            "return samestep.Task(module=..., train=..., loss=...)"
+        )
+    _check_module(built.module)
+    _check_data("train", built.train)
+    if built.held_out is not None:
+        _check_data("held_out", built.held_out)
+    if not callable(built.loss):
+        raise DataError(
+            "expected a loss, got none: write loss=lambda module, batch: ..., a sum over the batch"
+        )
+    for name, each in {"collate": built.collate, "weight": built.weight, **built.metrics}.items():
+        if each is not None and not callable(each):
+            raise DataError(f"expected a function as {name}, got {type(each).__name__}")
+    return built
+
+
+def _check_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise DataError(f"expected a torch.nn.Module as module, got {type(module).__name__}")
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise DataError(
+            f"expected the module itself, got it inside {type(module).__name__}: give "
+            "module.module; samestep divides the batch among the workers"
+        )
+    if hasattr(module, "_orig_mod"):
+        raise DataError("expected a plain module, got a compiled one: leave out torch.compile")
+    for name, parameter in module.named_parameters():
+        if parameter.device.type != "cpu":
+            raise DataError(
+                f"expected the model on the CPU, got {name!r} on {parameter.device}: leave out "
+                ".to(...) and .cuda(); each worker takes it to its own device"
+            )
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            raise DataError(
+                f"expected trainable tensors in float32, got {name!r} in {parameter.dtype}: write "
+                'module.float(), and fit(precision="bfloat16") to compute in it'
+            )
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise DataError("the model has no trainable tensor: leave some without requires_grad_(0)")
+    try:
+        refuse_running_statistics(module)
+    except SamestepError as error:
+        raise DataError(str(error)) from None
+
+
+def _check_data(role: str, data: Any) -> None:
+    if isinstance(data, DataLoader):
+        raise DataError(
+            f"expected a data set as {role}, got a DataLoader: give its dataset, and its "
+            "collate_fn as collate; fit has batch= and microbatch="
+        )
+    by_number = hasattr(data, "__getitem__") and not isinstance(data, Mapping)
+    if isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and by_number):
+        raise DataError(
+            f"expected a data set with a length and items by number as {role}, got "
+            f"{type(data).__name__}: read it into a list, or give it __len__ and __getitem__"
+        )
+    if isinstance(data, torch.Tensor) or (
+        isinstance(data, tuple) and all(isinstance(each, torch.Tensor) for each in data)
+    ):
+        raise DataError(
+            f"expected a data set as {role}, got {type(data).__name__} of tensors: write "
+            "torch.utils.data.TensorDataset(x, y)"
+        )
+    if len(data) == 0:
+        raise DataError(f"expected samples as {role}, got an empty {type(data).__name__}")
+
+
+def check_loss(value: object) -> torch.Tensor:
+    """What a loss gave, if it is one sum that a gradient comes from.
+
+    Raises:
+        DataError: It is not.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise DataError(
+            f"expected a tensor as loss, got {type(value).__name__}: leave out .item() and float()"
+        )
+    if value.dim():
+        raise DataError(
+            f"expected a loss that is one sum, got shape {tuple(value.shape)}: add .sum()"
+        )
+    if torch.is_grad_enabled() and not value.requires_grad:
+        raise DataError(
+            "the loss depends on no trainable tensor: leave out detach(), no_grad() and .data"
+        )
+    return value
+
+
+def refuse_no_sum(whole: float, parts: tuple[float, float]) -> None:
+    """Refuse a loss that does not add up over samples.
+
+    Args:
+        whole: Of two samples together.
+        parts: Of each alone.
+
+    Raises:
+        DataError: It does not.
+    """
+    near = _WITHIN * max(abs(whole), *map(abs, parts), 1e-30)
+    if abs(whole - sum(parts)) <= near:
+        return
+    shown = f"{whole:.6g} of two samples together, {parts[0]:.6g} and {parts[1]:.6g} of each alone"
+    if min(parts) - near <= whole <= max(parts) + near:
+        raise DataError(
+            f'expected a loss summed over samples, got a mean ({shown}): write reduction="sum" or '
+            ".sum(); samestep divides by the number of samples, or by weight="
+        )
+    raise DataError(
+        f"expected a loss that adds up over samples, got {shown}: a loss across samples "
+        "(contrastive, balancing) or one with layers across the batch cannot be divided among "
+        "microbatches; write it per sample"
+    )
+
+
+def optimizer_of(given: object) -> dict[str, Any]:
+    """The section `optimizer` of a run spec.
+
+    Raises:
+        DataError: It is torch's, or nothing that says an optimizer.
+    """
+    if isinstance(given, str):
+        return {"name": given}
+    if isinstance(given, Mapping):
+        return dict(given)
+    kind = given if isinstance(given, type) else type(given)
+    if issubclass(kind, torch.optim.Optimizer):
+        name = OPTIMIZERS.get(kind.__name__, "adamw")
+        rate = given.param_groups[0]["lr"] if isinstance(given, torch.optim.Optimizer) else 1e-3
+        raise DataError(
+            f"expected an optimizer by name, got torch.optim.{kind.__name__}: every machine takes "
+            f'the same exact update, so write optimizer={{"name": "{name}", "lr": {rate:g}}}'
+        )
+    raise DataError(
+        f"expected an optimizer such as {{'name': 'adamw', 'lr': 1e-3}}, got {kind.__name__}"
+    )
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a parameter of this name."""
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False

@@ -1,0 +1,12 @@
+"""`python SCRIPT ARGUMENTS...` as a process of the fork server: torch is imported already."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+if __name__ == "__main__":
+    os.environ.setdefault("SAMESTEP_BIND", "127.0.0.1:0")  # others may have the usual port
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,121 @@
+"""`samestep.fit` in this process: what comes back, interrupts, resuming, serving coordinators."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import samestep
+from tests.cluster import Cluster
+
+X = torch.linspace(-1, 1, 24)[:, None]
+FEW: dict[str, Any] = {
+    "batch": 8,
+    "microbatch": 4,
+    "device": "cpu",
+    "optimizer": {"name": "sgd", "lr": 0.1},
+}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SAMESTEP_BIND", "127.0.0.1:0")
+
+
+def squares(module, batch):
+    return ((module(batch[0]) - batch[1]) ** 2).sum()
+
+
+def line(**more):
+    return samestep.Task(**{
+        "module": nn.Linear(1, 1), "train": TensorDataset(X, 2 * X), "loss": squares, **more,
+    })  # fmt: skip
+
+
+def test_gives_the_trained_module_and_what_became_of_the_run(capsys):
+    task = line(
+        held_out=TensorDataset(X[:10], 2 * X[:10]),
+        metrics={"near": lambda module, batch: ((module(batch[0]) - batch[1]).abs() < 9).sum()},
+    )
+    result = samestep.fit(lambda: task, epochs=2, evaluate_every=3, name="line", **FEW)
+    assert result.module is task.module
+    assert (result.steps, result.outcome, result.joined) == (6, "finished", False)
+    assert [row["step"] for row in result.history] == [1, 2, 3, 4, 5, 6]
+    assert "held_out_near" in result.history[2]
+    assert result.metrics["near"] == 1.0
+    with torch.no_grad():
+        error = float(squares(result.module, (X[:10], 2 * X[:10]))) / 10
+    assert result.metrics["loss"] == pytest.approx(error, rel=1e-5)
+    assert result.directory is not None
+    assert (result.directory / "result.json").is_file()
+    assert "training starts" in capsys.readouterr().out
+    assert torch.get_deterministic_debug_mode() == 0
+
+
+def test_an_interrupt_drains_and_the_run_goes_on_with_the_same_bits():
+    calls = itertools.count()
+
+    def loss(module, batch):
+        if next(calls) == 20:
+            os.kill(os.getpid(), signal.SIGINT)
+        return squares(module, batch)
+
+    whole = samestep.fit(line, steps=120, **FEW)
+    drained = samestep.fit(lambda: line(loss=loss), steps=120, directory="part", **FEW)
+    assert drained.outcome == "drained"
+    assert 0 < drained.steps < 120
+    rest = samestep.fit(line, steps=120, directory="part", resume=True, **FEW)
+    assert (rest.outcome, rest.steps, rest.digest) == ("finished", 120, whole.digest)
+    assert len(rest.history) == 120
+
+
+def test_random_collators_draw_by_the_microbatchs_seed():
+    def noisy(items):
+        x = torch.stack([item[0] for item in items])
+        y = torch.stack([item[1] for item in items])
+        return {"x": x + torch.rand_like(x), "y": y}
+
+    def by_seed(items, seed):
+        torch.manual_seed(seed)
+        return noisy(items)
+
+    def loss(module, batch):
+        return ((module(batch["x"]) - batch["y"]) ** 2).sum()
+
+    once, again, other = (
+        samestep.fit(lambda c=c: line(collate=c, loss=loss), steps=4, **FEW).digest
+        for c in (noisy, noisy, by_seed)
+    )
+    assert once == again == other
+
+
+def test_in_a_notebook_where_there_is_no_file_and_a_loop_runs(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+
+    async def cell():
+        return samestep.fit(line, steps=2, **FEW)
+
+    result = asyncio.run(cell())
+    assert (result.outcome, result.steps) == ("finished", 2)
+    assert "training starts" in capsys.readouterr().out
+
+
+def test_gives_the_run_to_a_coordinator_that_serves(tmp_path):
+    with Cluster(tmp_path / "served", "--expect-workers", "1") as cluster:
+        given = samestep.fit(line, steps=3, control=cluster.address["control"], **FEW)
+        cluster.ask("POST", "/drain", {})
+        cluster.wait_for_exit(cluster.coordinator)
+    assert given.digest == samestep.fit(line, steps=3, **FEW).digest
+    assert given.directory is not None
+    assert given.directory.is_relative_to(tmp_path / "served")

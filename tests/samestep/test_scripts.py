@@ -1,0 +1,83 @@
+"""Scripts with `fit` in them: alone, joined by others, killed, refused, two in one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.processes import ROOT
+from tests.samestep.scripts import HEAD, RunningScript, close
+from tests.samestep.scripts import said as said_by
+
+EXAMPLE = ROOT / "docs" / "examples" / "sine.py"
+
+
+def digests(said: str) -> list[str]:
+    return re.findall(r"^loss \S+ digest (\w{64})$", said, re.MULTILINE)
+
+
+def written(directory: Path, text: str) -> Path:
+    path = directory / "train.py"
+    path.write_text(text)
+    return path
+
+
+def test_the_first_example_has_one_digest_alone_and_with_a_worker_that_is_killed(tmp_path):
+    assert len(EXAMPLE.read_text().splitlines()) <= 20
+    alone = RunningScript(written(tmp_path, EXAMPLE.read_text()))
+    expected = digests(alone.ended())
+    assert len(expected) == 1
+
+    two = RunningScript(
+        written(tmp_path, EXAMPLE.read_text().replace("batch=64", "batch=64, workers=2"))
+    )
+    hold, second = two.held("second", 3)
+    hold.reached()
+    second.kill()
+    said = two.ended()
+    assert digests(said) == expected
+    assert "worker second left" in said
+    hold.close()
+    second.wait()
+    close(second)
+
+
+def test_whoever_joins_has_the_script_or_accepts_it_or_is_told_what_to_do(tmp_path):
+    fit = "r = samestep.fit(task, steps=3, batch=8, workers=2)\n"
+    fit += "print('loss', 0, 'digest', r.digest)\n"
+    script = written(tmp_path, HEAD + fit)
+    running = RunningScript(script)
+
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    differs = running.worker("differs", str(written(other, HEAD + fit.replace("=3", "=4"))))
+    assert differs.wait(300) == 78
+    assert "'train.py'" in said_by(differs)
+    plain = running.worker("plain")
+    assert "worker train.py" in running.wait_for("plain cannot take part")
+    accepts = running.worker("accepts", "--accept-scripts")
+    said = running.ended()
+    assert "accepts" in said
+    assert len(digests(said)) == 1
+    assert [accepts.wait(300), plain.wait(300)] == [0, 0]
+    close(differs, accepts, plain)
+
+
+def test_two_fits_in_one_script_are_two_runs_for_all_who_run_it(tmp_path):
+    script = written(
+        tmp_path,
+        HEAD
+        + """
+first = samestep.fit(task, steps=3, batch=8, workers=2)
+second = samestep.fit(lambda: task(first.module), steps=2, batch=8, workers=2)
+for each in (first, second):
+    print("loss", len(each.history), "digest", each.digest, flush=True)
+""",
+    )
+    running = RunningScript(script)
+    joined = running.joined("second")
+    # The port of the second run is that of the first: a worker finds it there.
+    said = running.ended()
+    there = joined.communicate(timeout=300)[0]
+    assert len(digests(said)) == 2
+    assert digests(there) == digests(said)
