@@ -5,10 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from protocol.spec.model_card import read_card
 from tests.cluster import Cluster
 from tests.commands import called
 from tests.small_chat import chat_run, dpo_run
+
+
+def int4_run(directory: Path) -> Path:
+    """Conversations, and a base that stays in 4 bits."""
+    return chat_run(directory, model={"source": str(directory / "model"), "base_dtype": "int4"})
+
+
+RUNS = {"chat": chat_run, "dpo": dpo_run, "int4": int4_run}
 
 
 def train(run: Path, out: Path, workers: int) -> dict[str, Any]:
@@ -18,30 +28,59 @@ def train(run: Path, out: Path, workers: int) -> dict[str, Any]:
         return cluster.result()
 
 
-def test_one_worker_and_two_learn_the_same_from_conversations(tmp_path):
-    run = chat_run(tmp_path)
-    alone, together = (train(run, tmp_path / str(count), count) for count in (1, 2))
-    assert together["weights_digest"] == alone["weights_digest"]
-    assert together["losses"] == alone["losses"]
-    assert together["eval"] == alone["eval"]
+@pytest.fixture(scope="module", params=list(RUNS))
+def learnt(request, tmp_path_factory) -> tuple[Path, dict[str, Any], Path]:
+    """A run spec, what one worker made of it alone, and where."""
+    directory = tmp_path_factory.mktemp(request.param)
+    run = RUNS[request.param](directory)
+    return run, train(run, directory / "alone", 1), directory / "alone" / "out"
+
+
+def same(result: dict[str, Any], alone: dict[str, Any]) -> None:
+    for figure in ("exact", "weights_digest", "losses", "eval"):
+        assert result[figure] == alone[figure], figure
+    assert result["exact"]
+    assert alone["losses"][-1] != alone["losses"][0]
+
+
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_several_workers_learn_what_one_does(learnt, tmp_path, workers):
+    run, alone, _ = learnt
+    together = train(run, tmp_path, workers)
+    same(together, alone)
     assert sum(together["workers"].values()) == sum(alone["workers"].values())
     assert all(together["workers"].values())
-    assert alone["losses"][-1] != alone["losses"][0]
-    card = read_card(tmp_path / "1" / "out" / "adapter")
+
+
+@pytest.mark.slow  # others are killed and join in test_same_bits.py
+def test_a_worker_killed_and_another_joining_change_nothing(learnt, tmp_path):
+    run, alone, _ = learnt
+    with Cluster(tmp_path, "--expect-workers", "3", "--run", str(run)) as cluster:
+        holds = [cluster.held_worker(f"w{n}", 1, "--backend", "cpu") for n in range(3)]
+        for hold in holds:
+            hold.reached()
+        cluster.workers["w1"].kill()
+        cluster.wait_for("worker_lost", worker="w1")
+        cluster.worker("late", "--backend", "cpu")
+        cluster.wait_for("worker_joined", worker="late")
+        for hold in holds:
+            if hold is not holds[1]:
+                hold.release()
+        disturbed = cluster.result()
+        assert cluster.handed_over(), cluster.events()
+    same(disturbed, alone)
+    assert disturbed["workers"]["late"] > 0
+
+
+def test_what_was_learnt_is_said_and_used(learnt):
+    """The figures of the task, the card beside the adapter, and an answer."""
+    run, alone, out = learnt
+    preferences = {"loss_per_pair", "reward_accuracy", "reward_margin"}
+    assert ({*alone["eval"]} == preferences) == ("dpo" in run.parent.name)
+    card = read_card(out / "adapter")
     assert card is not None
     assert card.weights_digest == alone["weights_digest"]
     assert card.evaluations[-1].step == 4
     assert card.evaluations[-1].figures == alone["eval"]
-    said = called(
-        "worker", "generate", str(tmp_path / "1" / "out"), "What is 3?", "--max-tokens", "4"
-    )
+    said = called("worker", "generate", str(out), "What is 3?", "--max-tokens", "4")
     assert said.returncode == 0, said.stderr
-
-
-def test_one_worker_and_two_learn_the_same_preferences(tmp_path):
-    run = dpo_run(tmp_path, steps=3)
-    alone, together = (train(run, tmp_path / str(count), count) for count in (1, 2))
-    assert together["weights_digest"] == alone["weights_digest"]
-    assert together["losses"] == alone["losses"]
-    assert together["eval"] == alone["eval"]
-    assert {*alone["eval"]} == {"loss_per_pair", "reward_accuracy", "reward_margin"}
