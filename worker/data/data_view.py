@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final
 
@@ -13,6 +13,7 @@ from protocol.spec.run_spec import RunSpec
 from worker.data import holdout
 from worker.data.chat_template import Counted
 from worker.data.language_data import Samples, read_language_data
+from worker.data.preference_data import read_preference_data
 from worker.models.tokens import Tokens
 
 _OPEN, _CLOSE = (
@@ -21,6 +22,9 @@ _OPEN, _CLOSE = (
 )
 _KEPT: Final = {"\n", "\t"}
 
+Sample = tuple[Tokens, Counted]
+"""Tokens, and which of them are predicted with loss."""
+
 
 def data_lines(spec: RunSpec, samples: int) -> Iterator[str]:
     """Samples drawn by the seed from what is trained on, then figures of all.
@@ -28,21 +32,39 @@ def data_lines(spec: RunSpec, samples: int) -> Iterator[str]:
     Raises:
         DataError: The data cannot be used.
     """
+    yield from (_pairs if spec.task == "dpo" else _language)(spec, samples)
+
+
+def _language(spec: RunSpec, samples: int) -> Iterator[str]:
     assert spec.data is not None
     data = read_language_data(spec, 0.0 if spec.captures else spec.data.holdout)
     check_samples(len(data.train), spec)
-    for number in holdout.measured(len(data.train), samples, spec.seed).tolist() if samples else ():
+    for number in _drawn(len(data.train), samples, spec.seed):
         tokens, counted = data.train.sample(number)
-        yield f"sample {number}: {len(tokens)} tokens, {int(counted.sum())} of them with loss"
+        yield f"sample {number}: {_counts_of(tokens, counted)}"
         yield from marked(data.tokenizer, tokens, counted).splitlines()
         yield ""
-    if samples:
-        yield f"{_OPEN} {_CLOSE}: tokens with loss"
-    yield from _lengths("training samples", data.train)
-    if len(data.held_out):
-        yield from _lengths("held-out samples", data.held_out)
-    for name, count in data.notes.items():
-        yield f"{name.replace('_', ' ')}: {count}"
+    yield from _legend(samples)
+    yield from _lengths("training samples", _all(data.train))
+    yield from _lengths("held-out samples", _all(data.held_out))
+    yield from _told(data.notes)
+
+
+def _pairs(spec: RunSpec, samples: int) -> Iterator[str]:
+    data = read_preference_data(spec)
+    check_samples(len(data.train), spec)
+    for number in _drawn(len(data.train), samples, spec.seed):
+        pair = data.pairs.pair(int(data.train[number]))
+        for answer, sample in zip(("chosen", "rejected"), pair, strict=True):
+            yield f"pair {number}, {answer}: {_counts_of(*sample)}"
+            yield from marked(data.tokenizer, *sample).splitlines()
+            yield ""
+    yield from _legend(samples)
+    for part, numbers in (("training", data.train), ("held-out", data.held_out)):
+        pairs = [data.pairs.pair(number) for number in numbers.tolist()]
+        yield from _lengths(f"{part} pairs, chosen", [chosen for chosen, _ in pairs])
+        yield from _lengths(f"{part} pairs, rejected", [rejected for _, rejected in pairs])
+    yield from _told(data.notes)
 
 
 def marked(tokenizer: Any, tokens: Tokens, counted: Counted) -> str:
@@ -63,13 +85,36 @@ def _counts(one: tuple[int, bool]) -> bool:
     return one[1]
 
 
-def _lengths(what: str, samples: Samples) -> Iterator[str]:
-    both = [samples.sample(number) for number in range(len(samples))]
-    lengths = np.sort([len(tokens) for tokens, _ in both])
-    total, counted = int(lengths.sum()), sum(int(marks.sum()) for _, marks in both)
+def _counts_of(tokens: Tokens, counted: Counted) -> str:
+    return f"{len(tokens)} tokens, {int(counted.sum())} of them with loss"
+
+
+def _drawn(training_samples: int, samples: int, seed: int) -> list[int]:
+    return holdout.measured(training_samples, samples, seed).tolist() if samples else []
+
+
+def _all(samples: Samples) -> list[Sample]:
+    return [samples.sample(number) for number in range(len(samples))]
+
+
+def _legend(samples: int) -> Iterator[str]:
+    if samples:
+        yield f"{_OPEN} {_CLOSE}: tokens with loss"
+
+
+def _lengths(what: str, samples: Sequence[Sample]) -> Iterator[str]:
+    if not samples:
+        return
+    lengths = np.sort([len(tokens) for tokens, _ in samples])
+    total, counted = int(lengths.sum()), sum(int(marks.sum()) for _, marks in samples)
     points = [int(lengths[round(share * (len(lengths) - 1))]) for share in (0.0, 0.5, 0.9, 1.0)]
     yield (
-        f"{what}: {len(both)}; tokens of each: least {points[0]}, half {points[1]}, nine tenths "
+        f"{what}: {len(samples)}; tokens of each: least {points[0]}, half {points[1]}, nine tenths "
         f"{points[2]}, most {points[3]}"
     )
     yield f"{what}: {total} tokens, {counted} with loss ({100 * counted / total:.1f} %)"
+
+
+def _told(notes: Mapping[str, int]) -> Iterator[str]:
+    for name, count in notes.items():
+        yield f"{name.replace('_', ' ')}: {count}"

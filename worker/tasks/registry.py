@@ -35,15 +35,15 @@ def view(spec: RunSpec, samples: int) -> Iterator[str]:
     """What a language model will read of the data, as lines for a person.
 
     Args:
-        spec: Of task causal-lm or teacher-logits.
+        spec: Of task causal-lm, teacher-logits or dpo.
         samples: How many are shown.
 
     Raises:
         DataError: The task reads no such data, it cannot be used, or an extra is missing.
     """
-    if spec.task not in ("causal-lm", "teacher-logits"):
+    if spec.task not in ("causal-lm", "teacher-logits", "dpo"):
         raise DataError(
-            f"expected a run of task causal-lm or teacher-logits, got {spec.task}: only what "
+            f"expected a run of task causal-lm, teacher-logits or dpo, got {spec.task}: only what "
             "language models read is shown"
         )
     try:

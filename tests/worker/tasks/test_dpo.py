@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from backends.base.interface import BlockGradient, Loss
 from backends.eager.eager import EagerBackend
 from protocol.base.errors import DataError, RunSpecError
 from protocol.spec.run_spec import load_run_spec
+from tests.commands import called
 from tests.small_chat import dpo_run, jsonl, preferences
 from worker.data.language_data import NOTHING
 from worker.tasks.dpo import Dpo
@@ -50,6 +53,27 @@ def test_the_last_answers_count_and_nothing_else(task):
         assert chosen.startswith("It is ")
         assert rejected.startswith("It may be ")
         assert chosen.count("<|im_end|>") == rejected.count("<|im_end|>") == 1
+
+
+def test_worker_data_shows_both_answers_and_how_long_they_are(spec, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(spec.model_dump(mode="json", exclude_none=True)))
+    shown = called("worker", "data", str(path), "--samples", "2")
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.count(", chosen: ") == 2 + 2 * 2
+    assert shown.stdout.count("<|im_start|>assistant\n⟦It is ") == 2
+    assert shown.stdout.count("<|im_start|>assistant\n⟦It may be ") == 2
+    for line in (
+        "training pairs, chosen: 32; tok",
+        "held-out pairs, rejected: 8; tok",
+        "pairs: 40",
+    ):
+        assert f"\n{line}" in shown.stdout
+    told = re.findall(r"(?:chosen|rejected): (\d+) tokens, (\d+) of them with loss", shown.stdout)
+    assert all(0 < int(counted) < int(tokens) for tokens, counted in told)
+    cut = called("worker", "data", str(path), "--set", "data.max_tokens=40")
+    assert "most 40" in cut.stdout
+    assert "pairs truncated: 0" not in cut.stdout
 
 
 def build_tokenizer(task: Dpo) -> Any:
