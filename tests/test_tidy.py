@@ -218,10 +218,10 @@ def test_a_walk_names_files_that_are_there_in_order_and_few(walk, most):
     assert len(set(files)) == len(files) <= most
 
 
-def test_the_twenty_questions_are_answered_by_files_that_are_there():
+def test_the_questions_are_answered_by_files_that_are_there():
     text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     rows = re.findall(r"^[|] (.*[?]) [|] (.*) [|]$", text, re.MULTILINE)
-    assert len(rows) == 20
+    assert len(rows) >= 20
     answers = [re.findall(r"`([a-z_/]+[.]py)`", answer) for _, answer in rows]
     assert all(answers)
     assert [file for answer in answers for file in answer if not (ROOT / file).is_file()] == []
