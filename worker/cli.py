@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -14,7 +15,6 @@ from typer.core import TyperGroup
 
 from protocol import __version__
 from protocol.base.address import parse_address
-from protocol.base.byte_size import byte_size
 from protocol.base.device_name import parse_devices
 from protocol.base.duty import parse_duty
 from protocol.base.errors import SamestepError, UsageError
@@ -218,15 +218,19 @@ def script(
 
 
 @app.command()
-def devices() -> None:
-    """Show what is here, and why a device is not usable."""
+def devices(
+    as_json: Annotated[bool, typer.Option("--json", help="One document, for scripts.")] = False,
+) -> None:
+    """Show what is here, what fits, and why a device is not usable."""
     from backends.registry import devices as all_devices
+    from worker.device_table import device_document, device_lines
 
-    for info in all_devices():
-        memory = f", {byte_size(info.memory_bytes)}" if info.memory_bytes else ""
-        verdict = "usable" if info.usable else f"not usable: {info.reason}"
-        verdict += " (software: taken only with --backend vulkan)" if info.software else ""
-        typer.echo(f"{info.backend} {info.index}: {info.name}{memory}: {verdict}")
+    found = all_devices()
+    if as_json:
+        typer.echo(json.dumps(device_document(found), indent=2))
+        return
+    for line in device_lines(found):
+        typer.echo(line)
 
 
 @app.command()

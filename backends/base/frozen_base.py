@@ -8,20 +8,10 @@ every backend: the eager one rounds its float32 copy to it, a Vulkan device keep
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 
-from backends.base.quantise import Storage, dequantise, group_of, quantise
+from backends.base.quantise import STORAGE, dequantise, group_of, quantise
 from protocol.spec.run_spec import BaseDtype
-
-STORAGE: Final[dict[BaseDtype, Storage]] = {
-    "float32": "f32",
-    "bfloat16": "bf16",
-    "float16": "f16",
-    "int8": "int8",
-    "int4": "int4",
-}
 
 
 def frozen_base(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -18,8 +18,17 @@ from numpy.typing import NDArray
 
 from backends.base.interface import Array
 from protocol.base.errors import DataError
+from protocol.spec.run_spec import BaseDtype
 
 Storage = Literal["f32", "bf16", "f16", "int8", "int4"]
+
+STORAGE: Final[dict[BaseDtype, Storage]] = {
+    "float32": "f32",
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "int8": "int8",
+    "int4": "int4",
+}
 
 GROUP: Final = 64
 """Elements per scale: 0.5 bit per weight."""

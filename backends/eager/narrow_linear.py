@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from backends.base.frozen_base import STORAGE, frozen_base, widen
+from backends.base.frozen_base import frozen_base, widen
 from backends.base.quantise import (
+    STORAGE,
     Quantised,
     Storage,
     dequantise,

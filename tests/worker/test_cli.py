@@ -1,6 +1,7 @@
 """The `worker` command as a person meets it, in a process of its own."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -55,7 +56,12 @@ def test_devices_says_of_each_whether_it_is_usable_and_why_not():
     lines = out.splitlines()
     assert any(line.startswith("cuda 0: ") and ": not usable: " in line for line in lines)
     assert any(line.startswith("cpu 0: ") and line.endswith("usable") for line in lines)
-    assert all(": usable" in line or ": not usable: " in line for line in lines)
+    assert all(": usable" in line or ": not usable: " in line for line in lines if line[0] != " ")
+    assert re.fullmatch(
+        r"  with lora a base fits of about \S+ billion parameters in float32, "
+        r"\S+ in bfloat16, \S+ in int8, \S+ in int4",
+        lines[-1],
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from typing import Final
 
 from safetensors import SafetensorError, safe_open
 
-from backends.base.frozen_base import STORAGE
-from backends.base.quantise import group_of, stored_bytes
+from backends.base.quantise import STORAGE, group_of, stored_bytes
 from protocol.base.errors import MainMemoryTooSmall
 from protocol.host.allocator import give_back_freed_memory
 from protocol.host.memory import GROUPS, PROC, read_memory

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from backends.base.frozen_base import STORAGE, frozen_base
-from backends.base.quantise import Quantised, dequantise, quantise, stored_bytes
+from backends.base.frozen_base import frozen_base
+from backends.base.quantise import STORAGE, Quantised, dequantise, quantise, stored_bytes
 from backends.wgpu.capture.capture import Capture, Kind
 from backends.wgpu.graph.opaque import LAYER_FORWARD
 from backends.wgpu.graph.table_parts import Tables

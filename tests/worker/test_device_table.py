@@ -1,0 +1,91 @@
+"""The rule of what fits, against the shapes of models that people take; what is told."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from backends.base.frozen_base import frozen_base
+from backends.base.interface import DeviceInfo
+from backends.base.quantise import STORAGE, stored_bytes
+from protocol.host.memory import Memory
+from worker.cli import app
+from worker.device_table import (
+    TOLD,
+    base_parameters,
+    bytes_per_parameter,
+    device_document,
+    device_lines,
+    without_swap,
+)
+
+GIB = 2**30
+FITTING = (
+    "  with lora a base fits of about 28 billion parameters in float32, 53 in bfloat16, "
+    "91 in int8, 146 in int4"
+)
+
+
+@pytest.fixture(scope="module")
+def llama() -> torch.nn.Module:
+    """Llama 3 8B, without its values."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return LlamaForCausalLM(config).requires_grad_(requires_grad=False)
+
+
+@pytest.mark.parametrize("base_dtype", TOLD)
+def test_the_rule_is_what_a_model_takes(llama, base_dtype):
+    narrow = frozen_base(llama)
+    taken = 0
+    for name, each in llama.named_parameters():
+        rows, columns = each.shape if name in narrow else (1, each.numel())
+        taken += stored_bytes(rows, columns, STORAGE[base_dtype if name in narrow else "float32"])
+    count = sum(each.numel() for each in llama.parameters())
+    assert count == 8_030_261_248
+    assert bytes_per_parameter(base_dtype) == pytest.approx(taken / count, rel=0.02)
+
+
+def test_a_quarter_is_left():
+    fitting = base_parameters(24 * GIB)
+    assert {name: round(count / 1e9, 1) for name, count in fitting.items()} == {
+        "float32": 4.8, "bfloat16": 9.1, "int8": 15.5, "int4": 24.9,
+    }  # fmt: skip
+
+
+def test_what_is_not_known_is_not_said():
+    """Nor of a device that is of no use."""
+    card = DeviceInfo("cuda", "Card", True, "", 1, 141 * GIB)
+    unknown = DeviceInfo("vulkan", "Other", True, "")
+    absent = DeviceInfo("cuda", "CUDA", False, "no driver", memory_bytes=GIB)
+    assert [*device_lines([card, unknown, absent])] == [
+        "cuda 1: Card, 141.00 GiB: usable",
+        FITTING,
+        "vulkan 0: Other: usable",
+        "cuda 0: CUDA, 1.00 GiB: not usable: no driver",
+    ]
+    rows = device_document([card, unknown, absent])["devices"]
+    assert [row["base_parameters"] != {} for row in rows] == [True, False, False]
+    assert [row["own_memory"] for row in rows] == [True, False, True]
+
+
+def test_for_scripts_it_is_one_document(monkeypatch):
+    rows = [DeviceInfo("cpu", "CPU", True, "")]
+    monkeypatch.setattr("backends.registry.devices", lambda: rows)
+    [row] = json.loads(CliRunner().invoke(app, ["devices", "--json"]).stdout)["devices"]
+    assert (row["backend"], row["own_memory"]) == ("cpu", False)
+    assert row["base_parameters"]["float32"] == row["memory_bytes"] * 3 // 16
+    assert [*row["base_parameters"]] == [*TOLD]
+
+
+def test_main_memory_is_what_the_group_may_have_of_it():
+    assert without_swap(Memory(9 * GIB, GIB, None, None, None)) == 9 * GIB
+    assert without_swap(Memory(9 * GIB, GIB, 4 * GIB, 0, 3 * GIB)) == 4 * GIB
