@@ -111,4 +111,4 @@ def _messages(place: str, told: object, role: str) -> tuple[ChatMessage, ...]:
         return ()
     if isinstance(told, list) or (isinstance(told, str) and told.lstrip().startswith("[{")):
         return read_messages(place, told)
-    return (ChatMessage(role, read_words(place, told, "text or messages")),)
+    return (ChatMessage(role, read_words(place, told, "prompt" if role == "user" else "answer")),)

@@ -52,12 +52,15 @@ class ChatTemplate:
         tokenizer: The given template is put into it, so that it is saved with the model.
         source: The given template; None for the tokenizer's own.
         everything: Count all tokens rather than the assistant's.
+        else_all: Whether a run that asks for the assistant's could ask for all.
 
     Raises:
         DataError: The tokenizer has no template.
     """
 
-    def __init__(self, tokenizer: Any, source: str | None, *, everything: bool) -> None:
+    def __init__(
+        self, tokenizer: Any, source: str | None, *, everything: bool, else_all: bool = True
+    ) -> None:
         if source is not None:
             tokenizer.chat_template = source
         try:
@@ -69,6 +72,7 @@ class ChatTemplate:
             ) from None
         self._tokenizer = tokenizer
         self._everything = everything
+        self._or_all = ", or learn everything: --set data.loss=all" if else_all else ""
         fixed = _FIXED_DATE if "strftime_now" in text else ""
         self._plain = fixed + text
         self._marked = fixed + _MARK.sub(_stand_in, text) if _MARK.search(text) else None
@@ -126,7 +130,7 @@ class ChatTemplate:
         if not self._tokenizer.is_fast:
             raise DataError(
                 f"the tokenizer cannot say which tokens are the assistant's in {text[:80]!r}; use "
-                "a model with a tokenizer.json, or learn everything: --set data.loss=all"
+                f"a model with a tokenizer.json{self._or_all}"
             )
         places = self._tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
@@ -177,7 +181,7 @@ class ChatTemplate:
                     f"{conversation.place} message {number + 1}: what the tokenizer's template "
                     "makes of a conversation up to here is not how the whole one begins, so the "
                     "assistant's words cannot be told; give a template with {% generation %} "
-                    "around them (data.chat_template), or learn everything: --set data.loss=all"
+                    f"around them (data.chat_template){self._or_all}"
                 )
             yield len(asked), len(told)
             last = told

@@ -58,7 +58,7 @@ def read_preference_data(spec: RunSpec) -> PreferenceData:
     assert spec.data is not None
     read = read_preferences(spec.data)
     tokenizer = load_tokenizer(spec.model.source)
-    template = ChatTemplate(tokenizer, spec.data.chat_template, everything=False)
+    template = ChatTemplate(tokenizer, spec.data.chat_template, everything=False, else_all=False)
     pairs = EncodedPairs.of(template, read.found, spec.data)
     train, held_out = holdout.split(pairs.documents, spec.seed, spec.data.holdout)
     said = [pair.chosen.messages[-1].content for pair in read.found]
@@ -100,12 +100,19 @@ class EncodedPairs:
         """Render and encode.
 
         Raises:
-            DataError: The template refuses a conversation, or no pair is left.
+            DataError: The template refuses a conversation or makes both of a pair the same, or no
+                pair is left.
         """
         length = data.max_tokens
         chosen = _encode(template, [pair.chosen for pair in found])
         rejected = _encode(template, [pair.rejected for pair in found])
         every = list(zip(chosen, rejected, strict=True))
+        for pair, ((liked, _), (other, _)) in zip(found, every, strict=True):
+            if np.array_equal(liked, other):
+                raise DataError(
+                    f"{pair.chosen.place}: expected chosen and rejected to differ, got the same "
+                    "tokens of both by the chat template; leave the row out"
+                )
         kept = [
             (pair.document, answers)
             for pair, answers in zip(found, every, strict=True)

@@ -17,7 +17,7 @@ from backends.eager.eager import EagerBackend
 from protocol.base.errors import DataError, RunSpecError
 from protocol.spec.run_spec import load_run_spec
 from tests.commands import called
-from tests.small_chat import dpo_run, jsonl, preferences
+from tests.small_chat import CHATML, dpo_run, jsonl, preferences
 from worker.data.language_data import NOTHING
 from worker.tasks.dpo import Dpo
 from worker.tasks.registry import build
@@ -172,6 +172,118 @@ def test_the_loss_adds_up_over_pairs(task):
 def test_a_run_spec_that_makes_no_sense_is_refused(tmp_path, changes, told):
     with pytest.raises(RunSpecError, match=told):
         load_run_spec(dpo_run(tmp_path, **changes))
+
+
+def row(**columns: Any) -> bytes:
+    return json.dumps(columns).encode() + b"\n"
+
+
+ASKED = {"role": "user", "content": "Is it?"}
+YES, NO = ({"role": "assistant", "content": word} for word in ("Yes.", "No."))
+GOOD = row(prompt="Is it?", chosen="Yes.", rejected="No.")
+TRIMMED = CHATML.replace("message['content']", "message['content'] | trim")
+LAST_ALONE = (
+    "{% for message in messages[-2:] %}{{ message['role'] + message['content'] }}{% endfor %}"
+)
+MISTAKES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
+    "empty": ("a.jsonl", b"\n", {}, "expected pairs in"),
+    "no rejected": (
+        "a.jsonl", GOOD + row(prompt="a", chosen="b"), {}, "expected a column 'rejected' in",
+    ),
+    "no chosen": ("a.csv", b"prompt,good,rejected\na,b,c\n", {}, "data.columns.chosen=COLUMN"),
+    "conversations": ("a.jsonl", row(messages=[ASKED, YES]), {}, "'chosen' and 'rejected' in"),
+    "a column that is not there": (
+        "a.jsonl", GOOD, {"columns": {"chosen": "best"}}, "expected a column 'best' in",
+    ),
+    "the same answer": (
+        "a.jsonl", GOOD + row(prompt="a", chosen="b", rejected="b"), {},
+        "line 2: expected chosen and rejected to differ, got the same twice",
+    ),
+    "the same to the template": (
+        "a.jsonl", GOOD + row(prompt="a", chosen="b", rejected="b "), {"chat_template": TRIMMED},
+        "line 2: expected chosen and rejected to differ, got the same tokens",
+    ),
+    "no answer": (
+        "a.jsonl", GOOD + row(prompt="a", chosen="b", rejected=" "), {},
+        "line 2 rejected: expected text as answer, found none",
+    ),
+    "null for an answer": (
+        "a.jsonl", GOOD + row(prompt="a", chosen=None, rejected="b"), {},
+        "line 2: expected chosen, got null",
+    ),
+    "an empty cell": ("a.csv", b"prompt,chosen,rejected\na,,c\n", {}, "line 2 chosen: expected te"),
+    "an empty list": (
+        "a.jsonl", GOOD + row(prompt="a", chosen=[], rejected="b"), {},
+        "line 2 chosen: expected a list of messages, got []",
+    ),
+    "an empty turn": (
+        "a.jsonl", GOOD + row(prompt=[ASKED], chosen=[YES | {"content": ""}], rejected=[NO]), {},
+        "line 2 chosen message 1: expected text as content, found none",
+    ),
+    "an empty prompt": (
+        "a.jsonl", row(prompt="", chosen="b", rejected="c"), {}, "line 1 prompt: expected text as",
+    ),
+    "a number": ("a.jsonl", row(prompt="a", chosen=1, rejected=2), {}, "text as answer, got 1"),
+    "no prompt": ("a.jsonl", row(chosen="b", rejected="c"), {}, "chosen: expected a prompt before"),
+    "two prompts": (
+        "a.jsonl", GOOD + row(chosen=[ASKED, YES], rejected=[ASKED | {"content": "No?"}, NO]), {},
+        "line 2: expected chosen and rejected to be the same up to their last answers",
+    ),
+    "another prompt": (
+        "a.jsonl", row(prompt="a", chosen=[ASKED, YES], rejected=[ASKED, NO]), {},
+        "line 1 chosen: expected an answer to the prompt, or the conversation that begins with it",
+    ),
+    "a prompt that is answered": (
+        "a.jsonl", row(prompt=[ASKED, YES], chosen=[YES], rejected=[NO]), {},
+        "line 1 chosen message 3: expected it to be the user's turn, got assistant",
+    ),
+    "a question at the end": (
+        "a.jsonl", row(prompt=[ASKED], chosen=[YES, ASKED], rejected=[NO]), {},
+        "line 1 chosen: expected the assistant to speak last, got user",
+    ),
+    "an unknown role": (
+        "a.jsonl", row(prompt=[ASKED], chosen=[YES | {"role": "model"}], rejected=[NO]), {},
+        'line 1 chosen message 1: expected one of the roles system, user, assistant, got "model"',
+    ),
+    "ShareGPT": (
+        "a.jsonl", row(prompt="a", chosen=[{"from": "gpt", "value": "b"}], rejected="c"), {},
+        "line 1 chosen message 1: expected role and content, got ShareGPT's",
+    ),
+    "cells that are no JSON": (
+        "a.csv", b"prompt,chosen,rejected\na,[{role: user}],c\n", {}, "expected messages as JSON",
+    ),
+    "earlier turns left out by the template": (
+        "a.jsonl", row(prompt=[ASKED, YES, ASKED], chosen=[YES], rejected=[NO]),
+        {"chat_template": LAST_ALONE}, "around them (data.chat_template)\n",
+    ),
+    "too few": ("a.jsonl", GOOD, {}, "expected at least 2 training samples"),
+    "too long": ("a.jsonl", GOOD, {"max_tokens": 2}, "reach both answers, found none; raise it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=list(MISTAKES))
+def test_a_mistake_is_one_line_that_says_where(spec, tmp_path, mistake):
+    name, content, data, told = mistake
+    (tmp_path / name).write_bytes(content)
+    document = spec.model_dump(mode="json", exclude_none=True)
+    document["data"] = {"train": str(tmp_path / name), "holdout": 0, "max_tokens": 96, **data}
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(document))
+    ended = called("worker", "data", str(path))
+    assert (ended.returncode, ended.stdout) == (2, ""), ended
+    assert len(ended.stderr.splitlines()) == 1
+    assert told in ended.stderr
+
+
+def test_a_run_without_lora_is_one_line_that_says_where(spec, tmp_path):
+    document = spec.model_dump(mode="json", exclude_none=True)
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(document | {"lora": None}))
+    ended = called("worker", "data", str(path))
+    assert (ended.returncode, ended.stdout) == (2, ""), ended
+    [line] = ended.stderr.splitlines()
+    assert "run.yaml" in line
+    assert "task dpo needs lora" in line
 
 
 def test_pairs_that_do_not_fit_are_said(tmp_path):
