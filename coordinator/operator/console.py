@@ -17,6 +17,7 @@ from coordinator.operator.status import status_document, waiting_for
 from coordinator.run.facts import (
     CapturePlanned,
     DeviceFault,
+    EvaluationMissed,
     Fact,
     HeldOutMeasured,
     NodesReassigned,
@@ -71,6 +72,7 @@ _TOLD: Final[dict[type[Fact], str]] = {
     WorkerLate: "step {step}: {owing} of {worker} overdue; others go on without",
     DeviceFault: "worker {worker}: {reason}",
     WorkerPutAside: "step {step}: {worker} answers too late too often; aside until step {until}",
+    EvaluationMissed: "step {step}: not evaluated: {reason}",
     NodesSpeculated: "step {step}: idle workers take microbatches {nodes} as well",
     RedoneOtherwise: "step {step} was done again with other bits than before the restart",
     LogUnreadable: "the log cannot be read: {error}",
@@ -94,6 +96,7 @@ _PRIORITIES: Final[dict[type, Priority]] = {
     WorkerLate: Priority.NOTICE,
     DeviceFault: Priority.WARNING,
     WorkerPutAside: Priority.WARNING,
+    EvaluationMissed: Priority.WARNING,
     RedoneOtherwise: Priority.WARNING,
     CopyFailed: Priority.ERROR,
     LogUnreadable: Priority.ERROR,

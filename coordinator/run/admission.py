@@ -228,7 +228,7 @@ class Admission:
         known = agreement.digest(member.step)  # None: too long ago, or the replica lags
         trusted = agreement.catching_up and known is None and not member.evaluates
         if member.step == step and member.state_digest == known and member.evaluates:
-            member.state = MemberState.FOLLOWING
+            member.follows()
             return [Follow(member.name, step)]
         if member.step == step and (member.state_digest == known or trusted):
             # After a restart a worker that kept its state goes on before the replica is back.

@@ -4,12 +4,16 @@ Pure. An evaluator hears what all hear, so it has every committed state. When an
 it gets held-out parts of the newest one, and hears no more until it has sent their sums; then it
 gets what it has missed from the log. Nobody waits for it: no step, no commit, and not the run's
 end. What comes due meanwhile is done when it is back, of the state that is the newest then.
+
+Until one has had the run's state, and when the last one has left, those that train evaluate. Each
+step that was due and gets no figures is told, once.
 """
 
 from __future__ import annotations
 
-from coordinator.run.actions import Action, Replay, Send, Withhold
+from coordinator.run.actions import Action, Replay, Report, Send, Withhold
 from coordinator.run.evaluation import Evaluation
+from coordinator.run.facts import EvaluationMissed
 from coordinator.run.membership import Member, Membership, MemberState
 from protocol.wire.messages import EvalPlan, EvalResult, StepApplied
 
@@ -28,13 +32,22 @@ class Evaluators:
         self.state_digest: str | None = None
         self.owed = False
         self._members = members
+        self._due: tuple[int, str] | None = None
+        """The step that was due and has not begun, and why not, while it is the newest state."""
         self._states: dict[str, str | None] = {}
         """Of each worker that was given parts: the digest of the state that it has."""
 
     @property
-    def present(self) -> bool:
-        """Whether there is such a worker: then nobody else evaluates while the run trains."""
-        return any(member.evaluates for member in self._members)
+    def able(self) -> bool:
+        """Whether one can measure the run's state, at once or when it is back from an earlier one:
+        then nobody else evaluates while the run trains."""
+        return any(member.evaluates and member.caught_up for member in self._members)
+
+    @property
+    def can_begin_owed(self) -> bool:
+        """Whether one is owed, and somebody is there for it."""
+        there = self._members.names(MemberState.FOLLOWING)
+        return self.owed and self.evaluation is None and bool(there)
 
     def begin(self, epoch: int, step: int, parts: int, state_digest: str | None) -> list[Action]:
         """An evaluation is due: give its parts to those that are there, or do it later.
@@ -48,7 +61,9 @@ class Evaluators:
         there = self._members.names(MemberState.FOLLOWING)
         self.owed = self.evaluation is not None or not there
         if self.owed:
+            self._due = (step, self._busy_with())
             return []
+        self._due = None
         self.evaluation, self.state_digest = Evaluation(step, parts), state_digest
         self._states = {}
         actions: list[Action] = []
@@ -59,6 +74,32 @@ class Evaluators:
             self._states[worker] = member.state_digest if member.step == step else None
             plan = EvalPlan(epoch=epoch, step=step, lo=lo, hi=hi)
             actions += [Send(worker, plan), Withhold(worker)]
+        return actions
+
+    def _busy_with(self) -> str:
+        if self.evaluation is None:
+            return "the workers that evaluate are given the steps that they have missed"
+        names = ", ".join(map(repr, self._members.names(MemberState.EVALUATING)))
+        return f"worker {names} is still at step {self.evaluation.step}"
+
+    def taken_over(self) -> None:
+        """Those that train evaluate the newest state."""
+        self.owed, self._due = False, None
+
+    def committed(self, step: int) -> list[Action]:
+        """The newest state is another now: what was due before gets no figures any more."""
+        if self._due is None or self._due[0] == step:
+            return []
+        missed, self._due = EvaluationMissed(*self._due), None
+        return [Report(missed)]
+
+    def run_ends(self) -> list[Action]:
+        """What has begun, or was due, comes too late."""
+        actions = self.committed(-1)
+        if self.evaluation is not None:
+            missed = EvaluationMissed(self.evaluation.step, "the run ended first")
+            actions = [Report(missed), *actions]
+        self.evaluation, self.owed = None, False
         return actions
 
     def result(self, member: Member, message: EvalResult) -> list[Action]:
@@ -83,21 +124,31 @@ class Evaluators:
     def _is_of(self, step: int) -> bool:
         return self.evaluation is not None and self.evaluation.step == step
 
-    def lose(self, worker: str) -> list[Action]:
-        """It has left: unless what it has done is done and proven, the evaluation is dropped."""
+    def lose(self, worker: str, newest: int, reason: str) -> list[Action]:
+        """It has left: unless what it has done is done and proven, the evaluation is dropped.
+
+        Args:
+            worker: Who.
+            newest: Steps committed.
+            reason: Why there are no figures, if that is so.
+        """
         if self.evaluation is None or worker not in self._states:
             return []
         proven = self.state_digest is not None and self._states[worker] == self.state_digest
         if proven and worker not in self.evaluation.waiting_for():
             return []
-        return self.drop()
+        return self._drop(newest, reason)
 
-    def drop(self) -> list[Action]:
+    def _drop(self, newest: int, reason: str) -> list[Action]:
         """Nothing comes of it: who is still at it is brought up to date, and it is owed."""
         assert self.evaluation is not None
         step, self.evaluation, self.owed = self.evaluation.step, None, True
         at_it = [member for member in self._members if member.state is MemberState.EVALUATING]
-        return [_bring_back(member, step) for member in at_it]
+        actions: list[Action] = [_bring_back(member, step) for member in at_it]
+        if step < newest:
+            return [*actions, Report(EvaluationMissed(step, reason))]
+        self._due = (step, reason)
+        return actions
 
     @property
     def complete(self) -> bool:

@@ -262,6 +262,15 @@ class HeldOutMeasured(Fact):
         return {"step": self.step, **self.metrics}
 
 
+@dataclass(frozen=True, slots=True)
+class EvaluationMissed(Fact):
+    """Held-out figures of the state after so many steps were due, and do not come."""
+
+    event = "not_evaluated"
+    step: int
+    reason: str
+
+
 # Stops.
 
 

@@ -68,6 +68,8 @@ class Member:
     step: int = 0
     """Of the state that it had when it became ready; of an evaluator, of its newest."""
     state_digest: str = ""
+    caught_up: bool = False
+    """Of an evaluator: whether it has had the run's state, and keeps up with the commits."""
     signature: str = ""
     signature_text: str = ""
     microbatches: int = 0
@@ -155,6 +157,10 @@ class Member:
     def gets_state(self) -> None:
         """It is being sent the state, or steps that it has missed; then it hears broadcasts."""
         self.replaying, self.right_at = True, None
+
+    def follows(self) -> None:
+        """An evaluator has the run's state, and hears broadcasts."""
+        self.state, self.caught_up = MemberState.FOLLOWING, True
 
     def planned(self, microbatches: int) -> None:
         """Note its part of a step; what was measured before a long idle time counts no more."""

@@ -656,7 +656,8 @@ class Run:
         proven = progress.lose(worker)
         if self.evaluation is not None:
             self.evaluation.lose(worker, proven=proven)
-        actions += self.evaluators.lose(worker) + self._evaluate_owed()
+        missing = f"worker {worker!r} left before it was measured"
+        actions += self.evaluators.lose(worker, self.step, missing) + self._evaluate_owed()
         if pattern:
             self._failures.clear()
             actions += self.halt(f"step {self.step}: {pattern}; the last said: {reason}")
@@ -905,7 +906,7 @@ class Run:
         actions = self._agreed.progress.durable(step)
         if actions:
             self._failures.clear()
-            actions += self.saves.committed(self.step)
+            actions += self.evaluators.committed(self.step) + self.saves.committed(self.step)
         return actions
 
     def _after_commit(self) -> list[Action]:
@@ -914,10 +915,12 @@ class Run:
             return []
         every = self.spec.evaluate_every
         due = progress.all_committed or (progress.step and every and progress.step % every == 0)
+        able = self.evaluators.able
+        due = due or (self.evaluators.owed and not able)
         beside: list[Action] = []
         if self._agreed.manifest.evaluation_parts and due:
             # At the end nobody has anything else to do, and a figure must not be missing.
-            if progress.all_committed or not self.evaluators.present:
+            if progress.all_committed or not able:
                 return self._begin_evaluation()
             beside = self._evaluate_beside()
         if progress.all_committed or self._drain_asked:
@@ -1000,7 +1003,7 @@ class Run:
         member = self.members.get(worker)
         if member is None or member.state not in (MemberState.LOADING, MemberState.FOLLOWING):
             return []
-        member.state = MemberState.LOADING
+        member.state, member.caught_up = MemberState.LOADING, False
         member.gets_state()
         return [Replay(worker, step, None)]
 
@@ -1010,7 +1013,7 @@ class Run:
             return []
         member.replaying = False
         if member.evaluates:
-            member.state = MemberState.FOLLOWING
+            member.follows()
             return self._evaluate_owed()
         if member.right_at is None:
             return []
@@ -1020,6 +1023,7 @@ class Run:
 
     def _begin_evaluation(self) -> list[Action]:
         self._enter(RunPhase.EVALUATING)
+        self.evaluators.taken_over()
         self.evaluation = Evaluation(self.step, self._agreed.manifest.evaluation_parts)
         return self._plan_evaluation()
 
@@ -1083,8 +1087,8 @@ class Run:
 
     def _evaluate_owed(self) -> list[Action]:
         """What was due before, now, if it can be; at the end all evaluate."""
-        free = self.evaluators.owed and self.evaluators.evaluation is None
-        return self._evaluate_beside() if free and not self._agreed.progress.all_committed else []
+        may = self.evaluators.can_begin_owed and not self._agreed.progress.all_committed
+        return self._evaluate_beside() if may else []
 
     def _beside(self, member: Member, message: EvalResult, body: None) -> list[Action]:
         del body
@@ -1106,7 +1110,8 @@ class Run:
         self.members.remove(worker)
         self._agreed.progress.agreement.lose(worker)
         reason = f"its state after {step} steps differs from the coordinator's"
-        return [*self.evaluators.lose(worker), *refuse(worker, reason)]
+        missing = f"the state of worker {worker!r} after {step} steps is not the run's"
+        return [*self.evaluators.lose(worker, self.step, missing), *refuse(worker, reason)]
 
     # Halts.
 
@@ -1214,7 +1219,7 @@ class Run:
 
     def _finish(self, outcome: Outcome, reason: str, exit_code: int) -> list[Action]:
         self._enter(RunPhase.OVER, reason)
-        return [Finish(outcome, reason, exit_code)]
+        return [*self.evaluators.run_ends(), Finish(outcome, reason, exit_code)]
 
     def _result_refused(self, reason: str) -> list[Action]:
         self._enter(RunPhase.TRAINING)  # it was not over after all

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from coordinator.run.actions import Action, Report
 from coordinator.run.facts import (
     DeviceFault,
+    EvaluationMissed,
     Fact,
     HeldOutMeasured,
     ManifestAgreed,
@@ -54,6 +56,7 @@ _RESPONSES: Final[dict[type[Fact], tuple[str, str]]] = {
     NodesSpeculated: ("speculated", "idle workers compute the same nodes; whoever is first counts"),
     CopyFailed: ("copy_failed", "the run goes on; the next checkpoint is copied again"),
     StepRestarted: ("restarted", "the step starts anew"),
+    EvaluationMissed: ("not_evaluated", "the next figures are of a later state"),
     InternalError: ("internal_error", "the run ends"),
     RunFails: ("failed", "the run can be resumed"),
 }
@@ -75,6 +78,8 @@ def record_of(fact: Fact, run: Run) -> Record | None:
             return committed(record)
         case HeldOutMeasured(step, metrics, digest):
             return Evaluated(epoch=run.epoch, step=step, metrics=metrics, state_digest=digest)
+        case EvaluationMissed(step, reason):
+            return _fault(replace(fact, reason=f"step {step}: {reason}"), run)
         case RunHalted():
             return Halted.model_validate(fact.fields())
         case ViewBegins():

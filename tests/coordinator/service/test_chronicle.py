@@ -84,6 +84,7 @@ def test_a_worker_that_is_refused_is_a_fault():
     ("fact", "kind"),
     [
         (facts.HeldOutMeasured(2, {"mean": 0.5}, "0" * 64), Evaluated),
+        (facts.EvaluationMissed(2, "worker 'eva' left"), Fault),
         (facts.StepRestarted(1, 0, 1), Fault),
         (facts.RedoneOtherwise(1, "a", "b"), Fault),
         (facts.WorkerPutAside("ann", 3, 19), Fault),
