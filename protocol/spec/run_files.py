@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -32,8 +32,6 @@ _TOKENIZER: Final = (
     "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
     "vocab.txt",
 )  # fmt: skip
-_VOCABULARIES: Final = ("tokenizer.json", "vocab.json", "vocab.txt")
-_TOKENIZER_SUFFIXES: Final = (".model", ".spm", ".tiktoken")
 _WEIGHTS: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 CAPTURE_INDEX: Final = "capture.json"
@@ -68,14 +66,16 @@ def source_files(spec: RunSpec, role: Role) -> SourceFiles | None:
     if role == "data":
         assert spec.data is not None
         return _data(spec, spec.data)
-    found = Path(sources.model_source(source))
+    find = sources.tokenizer_source if role == "tokenizer" else sources.model_source
+    found = Path(find(source))
     if found.is_file():
         return _lone(role, source, found)
     if not found.is_dir():
         return None
-    names = _model_files(found, source) if role == "model" else []
+    # Of a tokenizer, too: its class and its marks may be those that the model is known to have.
+    names = _model_files(found, source) if role == "model" else _there(found, _CONFIGURATION[:1])
     tokenizer = _tokenizer_files(found)
-    if (role == "tokenizer" or spec.tokenizer is None) and not _has_vocabulary(tokenizer):
+    if (role == "tokenizer" or spec.tokenizer is None) and not sources.has_vocabulary(tokenizer):
         raise DataError(
             f"expected a tokenizer in {source!r}, found no vocabulary; put the model's "
             "tokenizer.json (or vocab.txt, tokenizer.model) there"
@@ -143,7 +143,7 @@ def _model_files(directory: Path, source: str) -> list[str]:
     Raises:
         DataError: There are no weights that can be read without running code.
     """
-    names = [name for name in _CONFIGURATION if (directory / name).is_file()]
+    names = _there(directory, _CONFIGURATION)
     if (directory / _WEIGHTS).is_file():
         return [*names, _WEIGHTS]
     if (directory / _INDEX).is_file():
@@ -172,12 +172,12 @@ def _shards(index: Path) -> Sequence[str]:
 
 
 def _tokenizer_files(directory: Path) -> list[str]:
-    suffixed = (p.name for p in directory.iterdir() if p.suffix in _TOKENIZER_SUFFIXES)
-    return [name for name in (*_TOKENIZER, *suffixed) if (directory / name).is_file()]
+    suffixed = (p.name for p in directory.iterdir() if p.suffix in sources.TOKENIZER_SUFFIXES)
+    return _there(directory, (*_TOKENIZER, *suffixed))
 
 
-def _has_vocabulary(names: Sequence[str]) -> bool:
-    return any(n in _VOCABULARIES or n.endswith(_TOKENIZER_SUFFIXES) for n in names)
+def _there(directory: Path, names: Iterable[str]) -> list[str]:
+    return [name for name in names if (directory / name).is_file()]
 
 
 def _name(name: str) -> str:

@@ -10,6 +10,7 @@ import difflib
 import os
 import re
 import sysconfig
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -22,6 +23,8 @@ CORPUS_SUFFIXES: Final = (".jsonl", ".txt")
 PYTHON_STDLIB: Final = "python-stdlib"
 """The modules at the top of Python's own library: some 4.7 MB of text that is always there."""
 GGUF: Final = ".gguf"
+TOKENIZER_SUFFIXES: Final = (".model", ".spm", ".tiktoken")
+_VOCABULARIES: Final = ("tokenizer.json", "vocab.json", "vocab.txt")
 _WEIGHTS_SUFFIXES: Final = (".safetensors",)
 _MODEL_SUFFIXES: Final = (GGUF, *_WEIGHTS_SUFFIXES)
 
@@ -42,6 +45,23 @@ def package_files(distribution: str) -> list[Path]:
     if files is None:
         raise DataError(f"the package {distribution!r} has no record of its files; reinstall it")
     return [Path(str(file.locate())) for file in files]
+
+
+def tokenizer_source(source: str) -> str:
+    """As `model_source`, of a tokenizer: it may lie in a directory that has no model.
+
+    Raises:
+        DataError: There is no such directory, or no tokenizer in it.
+    """
+    path = Path(os.path.expanduser(source))  # noqa: PTH111  (as below)
+    if path.is_dir() and has_vocabulary(file.name for file in path.iterdir()):
+        return str(path)
+    return model_source(source)
+
+
+def has_vocabulary(names: Iterable[str]) -> bool:
+    """Whether one of these files is what a tokenizer is made of."""
+    return any(n in _VOCABULARIES or n.endswith(TOKENIZER_SUFFIXES) for n in names)
 
 
 def model_source(source: str) -> str:

@@ -181,13 +181,17 @@ def initial_values(module: torch.nn.Module, blocks: Sequence[Block]) -> list[Arr
     ]
 
 
-def locate(source: str) -> tuple[str, dict[str, Any]]:
+def locate(source: str, *, tokenizer: bool = False) -> tuple[str, dict[str, Any]]:
     """What `from_pretrained` is given for a run spec's source: a place, and keywords.
+
+    Args:
+        source: A model's, or a tokenizer's own.
+        tokenizer: What is looked for is a tokenizer, beside a model or alone.
 
     Raises:
         DataError: There is no such source.
     """
-    found = sources.model_source(source)
+    found = (sources.tokenizer_source if tokenizer else sources.model_source)(source)
     keywords: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     if found.endswith(sources.GGUF):
         return str(Path(found).parent), keywords | {"gguf_file": Path(found).name}

@@ -36,7 +36,7 @@ def load_tokenizer(source: str) -> Any:
     Raises:
         DataError: There is none, or it has neither a padding nor an end token.
     """
-    return _load(source, *locate(source))
+    return _load(source, *locate(source, tokenizer=True))
 
 
 def tokenizer_in(directory: Path) -> Any:
@@ -51,7 +51,7 @@ def tokenizer_in(directory: Path) -> Any:
 def _load(source: str, place: str, keywords: Mapping[str, Any]) -> Any:
     quiet()
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(place, use_fast=True, **keywords)
+        tokenizer = _class_of(place).from_pretrained(place, use_fast=True, **keywords)
     except Exception as error:  # noqa: BLE001  (half a file raises errors of all kinds)
         raise refusal("tokenizer", source, error) from None
     # Without its files transformers makes up one that knows its own marks and no text.
@@ -65,6 +65,13 @@ def _load(source: str, place: str, keywords: Mapping[str, Any]) -> Any:
             raise DataError(f"the tokenizer of {source!r} has neither a padding nor an end token")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _class_of(place: str) -> Any:
+    """Without a model's configuration, or a class by name, transformers would not know which."""
+    known = Path(place) / "tokenizer_config.json", Path(place) / "config.json"
+    lone = (Path(place) / "tokenizer.json").is_file() and not any(map(Path.is_file, known))
+    return transformers.PreTrainedTokenizerFast if lone else transformers.AutoTokenizer
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:

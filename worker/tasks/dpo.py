@@ -96,12 +96,16 @@ def _margins(
     module: Any, arrays: Mapping[str, Any], beta: float, options: Mapping[str, Any]
 ) -> torch.Tensor:
     """How much more the chosen answers are rewarded than the rejected, (pairs,), float32."""
+    training = module.training
+    # No dropout of the base in either: its noise would be taken for what the adapter has learned.
+    module.eval()
     with torch.no_grad(), module.disable_adapter():
-        training = module.training
-        module.eval()  # without the dropout of the base, too
         reference = _log_likelihoods(module, arrays, options)
-        module.train(training)
+    for name, each in module.named_modules():
+        if "lora_dropout" in name:
+            each.train(training)
     rewards = beta * (_log_likelihoods(module, arrays, options) - reference)  # (pairs, 2)
+    module.train(training)
     return rewards[:, 0] - rewards[:, 1]
 
 

@@ -105,7 +105,12 @@ def test_a_hub_name_is_left_to_the_workers(tmp_path, monkeypatch):
 def test_a_tokenizer_of_its_own(tmp_path):
     put(tmp_path, "config.json", "tokenizer.json", "model.safetensors")
     named = spec(tokenizer={"source": str(tmp_path)})
+    assert names(source_files(named, "tokenizer")) == ["config.json", "tokenizer.json"]
+    (tmp_path / "config.json").unlink()  # nor need there be a model
     assert names(source_files(named, "tokenizer")) == ["tokenizer.json"]
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match="expected a model in"):
+        source_files(named, "tokenizer")
     assert source_files(spec(), "tokenizer") is None
 
 
