@@ -168,7 +168,7 @@ class ModelSpec(_Section):
     base_dtype: BaseDtype = Field(
         "float32",
         description="with lora: what the frozen layers' weights are stored in; int8 and int4 have "
-        "a scale for each 64 of a row, or for as many as the largest power of two below that divides it. "
+        "a scale for each 64 of a row (or the largest power of two below that divides it). "
         "Every worker computes with the same rounded weights, and "
         "keeps them in so few bits",
     )

@@ -102,16 +102,25 @@ def test_before_the_first_step_nothing_is_preferred(task):
 def test_dropout_of_the_base_is_not_taken_for_a_preference(tmp_path):
     """Neither a layer's nor attention's, which is a function's argument; the adapter's own acts."""
     given = dpo_run(tmp_path, lora={"r": 4, "dropout": 0.5})
-    config = given.parent / load_run_spec(given).model.source / "config.json"
+    model = load_run_spec(given).model
+    assert model is not None
+    assert model.source is not None
+    config = given.parent / model.source / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_dropout": 0.5}))
     task = build(load_run_spec(given))
-    program = EagerBackend("cpu").compile(task.trainable, task.batch([0, 1]))
+    assert isinstance(task, Dpo)
+    batch = task.batch([0, 1])
+    program = EagerBackend("cpu").compile(task.trainable, batch)
+
+    def loss_of(seed: int) -> float:
+        *_, loss = program.gradients([(batch, seed)])
+        assert isinstance(loss, Loss)
+        return loss.loss_sum
+
     program.load(task.initial_parameters())
-    *_, loss = program.gradients([(task.batch([0, 1]), 3)])
-    assert loss.loss_sum == pytest.approx(2 * np.log(2), rel=1e-6)
+    assert loss_of(3) == pytest.approx(2 * np.log(2), rel=1e-6)
     program.load(moved(task))
-    seeds = [list(program.gradients([(task.batch([0, 1]), seed)]))[-1].loss_sum for seed in (3, 4)]
-    assert seeds[0] != seeds[1]
+    assert loss_of(3) != loss_of(4)
     program.close()
 
 
