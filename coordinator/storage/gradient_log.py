@@ -113,6 +113,11 @@ class GradientLog:
         """The file that is written to."""
         return self._file.path
 
+    @property
+    def mode(self) -> LogMode:
+        """What is kept of the steps to come."""
+        return self._mode
+
     def append_chunk(self, place: ChunkPlace, values: Array) -> None:
         """Append a chunk of averaged gradients, of the next step; not synced yet.
 

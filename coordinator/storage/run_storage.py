@@ -269,16 +269,21 @@ class RunStorage:
             StorageFailed: The disk refuses.
         """
         sparse, worker = self._spec.log == "checkpoint", object()
-        first, self._joining = not self._joining, self._joining + 1
+        self._joining += 1
         try:
-            if sparse and first:
-                await self._do("log", lambda: self._opened().roll("full"))
+            if sparse:  # each sees to it: the disk may have refused it to an earlier one
+                await self._do("log", self._keep_averages)
             yield partial(self._needed.__setitem__, worker)
         finally:
             self._needed.pop(worker, None)
             self._joining -= 1
             if sparse and not self._joining:
                 self._spawn("log", lambda: self._opened().roll("checkpoint"))
+
+    def _keep_averages(self) -> None:
+        log = self._opened()
+        if log.mode != "full":
+            log.roll("full")
 
     @property
     def _begun(self) -> _LogStart:

@@ -1,5 +1,6 @@
 """In which order a run's files become durable, also where the disk refuses."""
 
+import asyncio
 import errno
 import os
 
@@ -25,10 +26,10 @@ def directory(tmp_path):
     return directory
 
 
-def begin(directory):
+def begin(directory, spec=SPEC):
     failures: list[Exception] = []
     storage = RunStorage(
-        directory, RUN_ID, SPEC, epoch=1, guard=lambda: None, failed=failures.append
+        directory, RUN_ID, spec, epoch=1, guard=lambda: None, failed=failures.append
     )
     storage.begin_log(MANIFEST, 0)
     return storage, failures
@@ -153,3 +154,25 @@ async def test_figures_are_kept_with_a_checkpoint_that_comes_after_them(director
     kept = read_metrics(directory.checkpoints, 0)
     assert kept is not None
     assert kept.figures == {"accuracy": 0.5}
+
+
+async def test_who_comes_next_has_averages_kept_though_the_disk_refused_the_first(
+    directory, monkeypatch
+):
+    """Else nothing ever leads it from a checkpoint to the present state."""
+    storage, _ = begin(directory, SPEC.model_copy(update={"log": "checkpoint"}))
+    await storage.roll()
+    refusals = iter([True])
+    fsync = os.fsync
+
+    def refuses_once(fd):
+        return _refuses(fd) if next(refusals, False) else fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", refuses_once)
+    first = asyncio.ensure_future(storage.joining().__aenter__())
+    await asyncio.sleep(0)  # it has asked
+    async with storage.joining():
+        with pytest.raises(StorageFailed):
+            await first
+        assert await storage.averages_from() == 0
+    await storage.close()
