@@ -192,6 +192,7 @@ class Host:
         self._build: act.Build | None = None
         self._reference: events.Built | None = None
         self._step = 0
+        self._loading = False
         self._works: list[_Work] = []
         self._awaited: dict[int, dict[str, str | None]] = {}
         self._known: dict[int, str] = {}
@@ -223,6 +224,7 @@ class Host:
             case act.Restore():
                 return self._await_answers(action.step, action)
             case act.LoadChunk():
+                self._loading = True
                 return self._to_replicas(action)
             case act.Evaluate():
                 return self._evaluate(action)
@@ -252,7 +254,7 @@ class Host:
 
     def _begin_build(self, action: act.Build) -> list[Output]:
         self._build, self._reference, self._works = action, None, []
-        self._awaited, self._known = {}, {}
+        self._awaited, self._known, self._loading = {}, {}, False
         for device in self._here():
             device.forget()
             device.state = DeviceState.PREPARING
@@ -309,9 +311,10 @@ class Host:
                 "its gradients would have other bits than its siblings' "
                 f"({device.built.signature_text}); it can be a worker of its own",
             )
-        if device.built.step == self._step and device.built.state_digest == self._known.get(
-            self._step
-        ):
+        known = self._known.get(self._step)
+        # Of a state that is being loaded it has missed what its siblings have of it by now.
+        alike = device.built.step == self._step and device.built.state_digest == known
+        if alike and not self._loading:
             device.state = DeviceState.ACTIVE
             return []
         device.state, device.held = DeviceState.ALIGNING, []
@@ -450,7 +453,7 @@ class Host:
     # Steps.
 
     def _await_answers(self, step: int, action: act.Apply | act.Restore) -> list[Output]:
-        self._step = step
+        self._step, self._loading = step, False
         self._awaited[step] = {device.name: None for device in self._active()}
         self._known.pop(step, None)
         for old in [s for s in (*self._awaited, *self._known) if s <= step - _STEPS_KEPT]:

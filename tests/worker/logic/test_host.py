@@ -164,6 +164,18 @@ def test_a_device_that_is_begun_again_gets_a_sibling_s_state_first():
     assert names == {"b"}
 
 
+def test_a_device_that_is_begun_again_while_a_state_is_loaded_has_missed_a_part_of_it():
+    made = host("a", "b")
+    first, second = (act.LoadChunk("parameters", n, 0, np.ones(3, np.float32)) for n in (0, 1))
+    made.do(first)
+    made.lost("b", "was ended by SIGKILL")
+    assert made.told("b", BUILT) == [ToDevice("a", act.CopyState())]
+    restore = act.Restore(0, 0)
+    assert made.do(second) + made.do(restore) == [ToDevice("a", second), ToDevice("a", restore)]
+    copied = orders(made.told("a", events.StateCopied([], 0, 0)), "b")
+    assert copied == [act.Restore(0, 0), second, restore]
+
+
 def test_one_whose_state_is_another_after_that_is_left_out():
     made = host("a", "b")
     made.lost("b", "was ended by SIGKILL")
