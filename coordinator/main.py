@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
 from rich.text import Text
@@ -53,6 +53,9 @@ if TYPE_CHECKING:
 DEFAULT_OUT = Path("runs")
 _BEFORE_A_RUN = ("lock", "epoch.json", "lost+found")
 """What may lie in a run's directory though no run is there: of one that was not accepted."""
+_FIRST_WORD_S: Final = 5.0
+_WORDS_EVERY_S: Final = 30.0
+"""While a worker that has copies is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +225,7 @@ async def _bring_back_from_worker(options: CoordinatorOptions, copies: str, out:
     name, _, run_id = copies.partition(":")
     scratch = out.with_name(f"{out.name}.from-worker{TEMPORARY_SUFFIX}")
     service = Service(Settings(options.bind, 1, scratch, once=False, plaintext=options.plaintext))
-    arrival = _Arrival(name)
+    arrival, ending = _Arrival(name), "the coordinator ends: no run was brought back"
     service.listeners.append(arrival)
     try:
         await service.start()
@@ -232,12 +235,16 @@ async def _bring_back_from_worker(options: CoordinatorOptions, copies: str, out:
         ):  # fmt: skip
             print(line)
         print(f"coordinator: waiting for worker {name!r}, which has the copies", flush=True)
-        await arrival.seen.wait()
-        questions = service.sessions[name].questions
-        return bring_back(await fetch_copy(questions, scratch / "copies", run_id or None), out).told
+        await _arrived(arrival, service)
+        copy = await fetch_copy(
+            service.sessions[name].questions, scratch / "copies", name, run_id or None
+        )
+        told = bring_back(copy, out).told
+        ending = f"the run goes on from the copy that {name!r} keeps"
+        return told
     finally:
         for session in list(service.sessions.values()):
-            session.channel.goodbye("the run goes on from its copy", retry=True)
+            session.channel.goodbye(ending, retry=True)
         await service.stop()
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -247,13 +254,25 @@ class _Arrival:
 
     def __init__(self, name: str) -> None:
         self.seen = asyncio.Event()
-        self._name = name
+        self.name = name
 
     def reported(self, fact: Fact, run_id: str = "") -> None:
         """See `listener.Listener`."""
         del run_id
-        if isinstance(fact, WorkerConnected) and fact.worker == self._name:
+        if isinstance(fact, WorkerConnected) and fact.worker == self.name:
             self.seen.set()
+
+
+async def _arrived(arrival: _Arrival, service: Service) -> None:
+    """Wait, and say now and then for whom, and who is there instead."""
+    wait_s = _FIRST_WORD_S
+    while not arrival.seen.is_set():
+        try:
+            await asyncio.wait_for(arrival.seen.wait(), wait_s)
+        except TimeoutError:
+            there = ", ".join(map(repr, sorted(service.sessions))) or "nobody"
+            print(f"coordinator: connected: {there}; waiting for {arrival.name!r}", flush=True)
+            wait_s = _WORDS_EVERY_S
 
 
 def _check_free(directory: Path) -> None:

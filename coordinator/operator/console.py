@@ -37,6 +37,7 @@ from coordinator.run.facts import (
 from coordinator.run.run import Run
 from coordinator.service.execution import Execution
 from coordinator.service.listener import (
+    CopiedAgain,
     CopyFailed,
     Draining,
     InternalError,
@@ -79,6 +80,7 @@ _TOLD: Final[dict[type[Fact], str]] = {
     StepRestarted: "step {step} is started anew: a worker left before its state was compared",
     RunHalted: "HALTED at step {step}: {reason}",
     RunContinued: "continued at step {step}",
+    CopiedAgain: "the checkpoint after step {step} is copied to {to}: it takes copies again",
     CopyFailed: "the checkpoint after step {step} is not copied to {to}: {error}",
     Draining: "draining: the step in progress is finished first",
     LoopHeld: "the coordinator heard nobody for {held_ms} ms: its event loop was held",
@@ -126,7 +128,7 @@ class ProgressConsole:
         self._last_line_s = 0.0
         self._waiting_since_s = time.monotonic()
         self._tell_after_s = _FIRST_WAITING_S
-        self._waiting_step = -1
+        self._waiting_at: tuple[int, object] = (-1, None)
         self._live: Live | None = None
         if console.is_terminal:
             self._live = Live(
@@ -181,8 +183,9 @@ class ProgressConsole:
         waiting = ""
         if execution is not None and self._live is None:
             waiting = waiting_for(execution.run, self._service.trainers).words
-            if execution.run.step != self._waiting_step:
-                self._waiting_step, waiting = execution.run.step, ""
+            at = (execution.run.step, execution.run.phase)
+            if at != self._waiting_at:
+                self._waiting_at, waiting = at, ""
         if not waiting:
             self._waiting_since_s, self._tell_after_s = now_s, _FIRST_WAITING_S
         elif now_s - self._waiting_since_s >= self._tell_after_s:

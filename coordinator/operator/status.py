@@ -217,7 +217,8 @@ def waiting_for(run: Run, present: list[str]) -> Waiting:
     if run.phase is RunPhase.HALTED:
         return Waiting(f"an operator (continue, continue --skip-step, or give-up): {run.reason}")
     if run.phase is RunPhase.OVER:
-        return Waiting("the disk to take the result")
+        written = run.outcome != "failed"
+        return Waiting("the disk to take the result") if written else Waiting()
     if not run.members.names(*COMPUTING):
         loading = [n for n in run.members.names(MemberState.LOADING) if n in present]
         left = Waiting(f"a worker: all have left{cannot}")

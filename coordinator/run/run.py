@@ -249,6 +249,7 @@ class Run:
         saves: The checkpoints.
         blobs: Digest of the list of files that workers may ask for, if there are any.
         unfit: Workers whose device cannot take part in this run, and why.
+        outcome: Of a run that is over.
 
     Args:
         run_id: The run's.
@@ -283,6 +284,7 @@ class Run:
         self.saves = Saves(spec.checkpoint)
         self.blobs: str | None = None
         self.unfit: dict[str, str] = {}
+        self.outcome: Outcome | None = None
         self._secret = secret
         self._odd: set[str] = set()
         self._skip_asked = False
@@ -1219,6 +1221,7 @@ class Run:
 
     def _finish(self, outcome: Outcome, reason: str, exit_code: int) -> list[Action]:
         self._enter(RunPhase.OVER, reason)
+        self.outcome = outcome
         return [*self.evaluators.run_ends(), Finish(outcome, reason, exit_code)]
 
     def _result_refused(self, reason: str) -> list[Action]:

@@ -15,6 +15,7 @@ from coordinator.files.kept_index import keep_index, kept_index
 from coordinator.run.restart import Resumption, Terms
 from coordinator.service.chronicle import committed, settled
 from coordinator.storage.checkpoint import checkpoint_steps
+from coordinator.storage.copies import check_place
 from coordinator.storage.journal import JournalEnd, read_end, was_given_up
 from coordinator.storage.journal_records import Checkpointed, Record, Resumed, RunBegins
 from coordinator.storage.kept_files import check_files
@@ -23,6 +24,7 @@ from coordinator.storage.run_directory import RunDirectory, StoredRun
 from coordinator.storage.way_back import go_back
 from protocol import __version__
 from protocol.base.errors import Mismatch, SamestepError, StorageDamaged, UsageError
+from protocol.base.place import is_directory
 from protocol.spec.run_spec import RunSpec
 
 
@@ -74,9 +76,12 @@ def begin_run(
     """Begin a new run in a directory that is held.
 
     Raises:
-        UsageError: There is a run already.
+        UsageError: There is a run already, or copies cannot be kept where the spec says.
         StorageFailed: The disk refuses.
     """
+    for place in spec.checkpoint.copies:
+        if is_directory(place):
+            check_place(Path(place))
     directory = RunDirectory(claim.directory)
     directory.begin(run_id, spec)
     if blobs is not None:

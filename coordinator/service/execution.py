@@ -44,6 +44,7 @@ from coordinator.service.followers import Followers
 from coordinator.service.listener import (
     CheckpointCopied,
     CheckpointSaved,
+    CopiedAgain,
     CopyFailed,
     InternalError,
     Listener,
@@ -125,6 +126,7 @@ class Execution:
         self.directory = storage.directory.path
         self.applied: ReplicaState | None = None
         self.outcome: Finish | None = None
+        self._not_copied_to: set[str] = set()
         self.result: dict[str, object] = {}
         self.model_directory: Path | None = None
         self.superseded = False
@@ -453,7 +455,8 @@ class Execution:
             self._copying = self._spawn(self._copy(step, place, self._copying))
 
     async def _copy(self, step: int, place: str, before: asyncio.Task[None] | None) -> None:
-        """Copy a checkpoint, one after the other; what goes wrong holds up nobody.
+        """Copy a checkpoint, one after the other; what goes wrong holds up nobody, and is told
+        when it begins and when it ends.
 
         Where a newer one is there when it is its turn, that is copied.
         """
@@ -470,8 +473,13 @@ class Execution:
                 else:
                     made = await give_copy(self._keeper_of_copies(place), directory, step, keep)
         except (SamestepError, OSError) as error:
-            self._tell(CopyFailed(step, place, text_of(error)))
+            if place not in self._not_copied_to:
+                self._not_copied_to.add(place)
+                self._tell(CopyFailed(step, place, text_of(error)))
         else:
+            if place in self._not_copied_to:
+                self._not_copied_to.remove(place)
+                self._tell(CopiedAgain(step, place))
             if made:
                 self._tell(CheckpointCopied(step, place))
 

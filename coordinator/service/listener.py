@@ -129,8 +129,17 @@ class CheckpointCopied(Fact):
 
 
 @dataclass(frozen=True, slots=True)
+class CopiedAgain(Fact):
+    """A place that took no copies has one now."""
+
+    event = "copied_again"
+    step: int
+    to: str
+
+
+@dataclass(frozen=True, slots=True)
 class CopyFailed(Fact):
-    """A checkpoint could not be copied to another directory; the run goes on."""
+    """From this checkpoint on none could be copied to another directory; the run goes on."""
 
     event = "copy_failed"
     step: int

@@ -22,12 +22,14 @@ from coordinator.members.questions import Questions
 from coordinator.storage.copies import (
     Held,
     check_rivals,
+    choice,
     copy_checkpoint,
     copy_name,
     held_in,
     is_copy_name,
     is_current,
     newest_of,
+    step_of,
     superfluous,
 )
 from coordinator.storage.journal import Entry, verify_journal
@@ -109,27 +111,50 @@ def _pack(copy: Path, archive: Path) -> str:
     return hasher.hexdigest()
 
 
-async def fetch_copy(worker: Questions, to: Path, run_id: str | None = None) -> Path:
-    """The newest copy of the one run that a worker keeps, unpacked below a directory.
+async def fetch_copy(
+    worker: Questions, to: Path, name: str = "", run_id: str | None = None
+) -> Path:
+    """The newest copy of one run that a worker keeps, unpacked below a directory.
+
+    Args:
+        worker: It.
+        to: The directory.
+        name: The worker's.
+        run_id: Which run; None for the only one.
 
     Raises:
-        UsageError: It keeps none, or those of several runs.
+        UsageError: It keeps none, or those of several runs and none was named.
         StorageDamaged: It is not what was given to it.
         Unreachable: It has left.
         StorageFailed: The disk refuses.
     """
-    listed = await _listed(worker, run_id)
-    runs = sorted({piece.run_id for piece in listed})
-    if len(runs) != 1:
-        several = f"of several runs: name one, such as NAME:{runs[0]}" if runs else "of no such run"
-        raise UsageError(f"--from: the worker keeps copies {several}")
-    name = newest_of([_held(piece) for piece in listed]).name
-    found = next(piece for piece in listed if piece.name == name)
+    found = _newest_of_run(await _listed(worker, None), name, run_id)
     archive = to / "archive"
     await _receive(worker, found, archive)
     with storing("unpack a copy in", to):
         await asyncio.to_thread(_unpack, archive, to / found.run_id)
-    return to / found.run_id / name
+    return to / found.run_id / found.name
+
+
+def _newest_of_run(listed: Sequence[CopyPiece], name: str, run_id: str | None) -> CopyPiece:
+    runs: dict[str, CopyPiece] = {}
+    for piece in listed:  # the newest last
+        before = runs.pop(piece.run_id, piece)
+        newest = newest_of([_held(before), _held(piece)]).name
+        runs[piece.run_id] = piece if piece.name == newest else before
+    if run_id is None and len(runs) == 1:
+        return next(iter(runs.values()))
+    if run_id in runs:
+        return runs[run_id]
+    choices = ", ".join(
+        choice(f"{name}:{run}", step_of(newest.name)) for run, newest in reversed(runs.items())
+    )
+    there = f"newest first: {choices}" if runs else "it keeps none"
+    if run_id is not None:
+        raise UsageError(f"--from: worker {name!r} has no copy of run {run_id!r}; {there}")
+    if not runs:
+        raise UsageError(f"--from: worker {name!r} keeps no copies")
+    raise UsageError(f"--from: worker {name!r} has copies of {len(runs)} runs; name one, {there}")
 
 
 async def _receive(worker: Questions, found: CopyPiece, archive: Path) -> None:

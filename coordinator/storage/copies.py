@@ -17,8 +17,11 @@ copy with such a line that its own journal does not have copies nothing there, a
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +89,11 @@ def is_copy_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def step_of(name: str) -> int:
+    """Of the checkpoint that a copy of this name is of."""
+    return int(name.removeprefix(_PREFIX))
+
+
 @dataclass(frozen=True, slots=True)
 class Held:
     """What is known of a copy without reading it.
@@ -107,7 +115,7 @@ class Held:
     @property
     def step(self) -> int:
         """Of its checkpoint."""
-        return int(self.name.removeprefix(_PREFIX))
+        return step_of(self.name)
 
     def begins(self, told: Sequence[Entry]) -> bool:
         """Whether the lines of a run's journal begin with the copy's."""
@@ -119,6 +127,36 @@ class Held:
             return False
         since = (entry.record for entry in told[self.lines :])
         return any(record.step < self.step for record in since if isinstance(record, Resumed))
+
+
+def check_place(to: Path) -> None:
+    """See that copies can be kept there, before a run begins; made if it is not there.
+
+    Raises:
+        UsageError: It is no directory, or cannot be written.
+    """
+    _check_directory(to)
+    place = to.expanduser()
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"checkpoint.copies: expected a directory that can be written at {str(to)!r}: "
+            f"{error.strerror or error}"
+        ) from None
+
+
+def _check_directory(to: Path) -> None:
+    place = to.expanduser().absolute()
+    there = next((path for path in (place, *place.parents) if os.path.lexists(path)), place)
+    if not there.is_dir():
+        which = "that" if there == place else repr(str(there))
+        raise UsageError(
+            f"checkpoint.copies: expected a directory at {str(to)!r}, but {which} is none; move "
+            "it away, or name another directory"
+        )
 
 
 def copy_checkpoint(directory: RunDirectory, step: int, to: Path, keep: int) -> bool:
@@ -139,15 +177,17 @@ def copy_checkpoint(directory: RunDirectory, step: int, to: Path, keep: int) -> 
     Raises:
         StorageFailed: A disk refuses.
         StorageDamaged: What was written there is not what was read.
-        UsageError: The run was brought back elsewhere, and is copied to the same place from there.
+        UsageError: The run was brought back elsewhere, and is copied to the same place from there;
+            or that is no directory.
     """
     run = directory.read_run()
     assert run is not None
+    _check_directory(to)
     place = to.expanduser() / run.run_id / copy_name(step)
     with storing("copy a checkpoint to", place):
         make_directory(place.parent)
     remove_temporaries(place.parent)
-    held = [held_in(copy) for copy in _copies(place.parent)]
+    held = [_held_there(copy) for copy in _copies(place.parent)]
     told: Sequence[Entry] = verify_journal(directory.journal).entries if held else ()
     known = next((copy for copy in held if copy.name == place.name), None)
     check_rivals(held, told, str(place.parent))
@@ -178,6 +218,14 @@ def _make(directory: RunDirectory, step: int, place: Path) -> tuple[Entry, ...]:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return entries
+
+
+def _held_there(copy: Path) -> Held:
+    try:
+        return held_in(copy)
+    except StorageDamaged as error:
+        reason = f"this copy is damaged ({error.reason}); remove it, and it is made anew"
+        raise StorageDamaged(str(copy), "", reason) from None
 
 
 def held_in(copy: Path) -> Held:
@@ -327,19 +375,31 @@ def _newest(source: Path) -> Path:
     if (source / "run.json").is_file():
         return source
     runs = [source, *sorted(path for path in source.glob("*") if path.is_dir())]
-    found = {run.name: copies[-1] for run in runs if (copies := _copies(run))}
+    found = [copies[-1] for run in runs if (copies := _copies(run))]
     if len(found) == 1:
-        return next(iter(found.values()))
+        return found[0]
     if not found:
-        below = sorted({str(run.parent) for run in source.glob("*/*") if _copies(run)})
-        there = f"; there are in: {', '.join(map(repr, below))}" if below else ""
+        near = source.glob("*/*") if source.is_dir() else source.parent.glob("*")
+        below = [copies[-1] for run in near if (copies := _copies(run))]
+        there = f"; there are, newest first: {_choices(below)}" if below else ""
         raise UsageError(
             f"--from: expected copies of a run's checkpoints in {str(source)!r}, found none{there}"
         )
     raise UsageError(
-        f"--from: {str(source)!r} has copies of several runs: name one, such as "
-        f"{str(source / min(found))!r}"
+        f"--from: {str(source)!r} has copies of {len(found)} runs; name one, newest first: "
+        f"{_choices(found)}"
     )
+
+
+def _choices(copies: Iterable[Path]) -> str:
+    """Runs by their newest copies, the newest first, as arguments."""
+    by_age = sorted(copies, key=lambda copy: copy.stat().st_mtime, reverse=True)
+    return ", ".join(choice(str(copy.parent), step_of(copy.name)) for copy in by_age)
+
+
+def choice(place: str, step: int) -> str:
+    """A run that can be gone on with, for people: the exact argument, and its last step."""
+    return f"--from {shlex.quote(place)} (last step {step})"
 
 
 def _copies(run: Path) -> list[Path]:

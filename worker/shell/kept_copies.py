@@ -74,7 +74,8 @@ class KeptCopies:
 
     def _listed(self, run_id: str | None) -> list[dict[str, Any]]:
         found = sorted((self._home() / "copies").glob(f"{run_id or '*'}/*.json"))
-        held = [_facts(path) for path in found if path.with_suffix(".tar").exists()]
+        there = [path for path in found if path.with_suffix(".tar").exists()]
+        held = [_facts(path) for path in sorted(there, key=_age)]
         return [facts.model_dump() for facts in held if facts is not None]
 
     def _write(self, piece: CopyPiece, body: Body) -> None:
@@ -135,6 +136,13 @@ class KeptCopies:
         path.unlink(missing_ok=True)
         with suppress(OSError):
             path.parent.rmdir()
+
+
+def _age(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _same(one: CopyPiece, other: CopyPiece) -> bool:

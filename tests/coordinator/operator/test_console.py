@@ -160,6 +160,20 @@ def test_who_cannot_take_part_is_named_once_while_the_run_waits():
     )
 
 
+def test_what_was_waited_for_in_another_phase_is_not_counted():
+    told, screen = progress()
+    run = staged("invite ann", workers="1")
+    told._service.current.run = run
+    told.tick()
+    run._finish("finished", "all steps are committed", 0)
+    told._tell_after_s = 0.0
+    told.tick()
+    assert screen.getvalue() == ""
+    told._tell_after_s = 0.0
+    told.tick()
+    assert screen.getvalue() == "waiting 0 s for the disk to take the result\n"
+
+
 @pytest.fixture
 def logger():
     yield structlog.get_logger("coordinator")

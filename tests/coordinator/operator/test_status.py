@@ -102,6 +102,12 @@ def test_it_says_what_is_waited_for(commands, options, connected, expected):
     ]
 
 
+def test_a_run_that_failed_waits_for_no_disk():
+    run = staged("invite ann", "fails ann", workers="1")
+    run._finish("failed", "no such file", 2)
+    assert waiting_for(run, []).words == ""
+
+
 def test_while_the_replica_alone_is_late_it_is_named():
     run = staged(*COMMITTED, workers="2", steps="1")
     assert run.progress is not None

@@ -1,6 +1,7 @@
 """Back to a kept checkpoint: the same bits from there on, nothing destroyed, all of it told."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -54,6 +55,17 @@ async def test_a_finished_run_goes_back_and_comes_to_the_same_end(tmp_path):
     assert "set-aside" in "\n".join(found.lines())
 
 
+async def test_a_run_whose_copies_can_lie_nowhere_is_refused(tmp_path):
+    (tmp_path / "file").write_text("no directory")
+    async with live_service(tmp_path / "runs", 1) as live:
+        for place in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):
+            spec = scripted_spec(checkpoint={"copies": [str(place)]})
+            with pytest.raises(UsageError, match="expected a directory") as told:
+                live.service.submit(spec)
+            assert "copy" not in str(told.value)
+        assert not live.every("run_accepted")
+
+
 async def test_copies_of_what_was_taken_back_go_at_once(tmp_path):
     copies, runs = tmp_path / "copies", tmp_path / "runs"
     run = {"every": 5, "keep_last": 3, "copies": [str(copies)]}
@@ -68,6 +80,17 @@ async def test_copies_of_what_was_taken_back_go_at_once(tmp_path):
         assert execution is not None
         assert execution._copying is not None
         await execution._copying
+        aside = copies.rename(tmp_path / "aside")
+        copies.write_text("a file")
+        for _ in range(2):
+            await execution._copy(10, str(copies), None)
+        copies.unlink()
+        aside.rename(copies)
+        for _ in range(2):
+            await execution._copy(10, str(copies), None)
+        [failed] = live.every("copy_failed")  # once when it begins, once when it ends
+        assert failed["error"].startswith("checkpoint.copies: expected a directory at ")
+        assert len(live.every("copied_again")) == 1
     assert max(path.name for path in (copies / run_id).iterdir()) == "after-0000000010"
     brought = tmp_path / "elsewhere" / run_id
     assert bring_back(copies, brought).step == 10

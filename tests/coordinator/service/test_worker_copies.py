@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -110,5 +112,21 @@ async def test_an_archive_of_something_else_is_one_line(worker, tmp_path):
 
 
 async def test_no_copy_is_told(worker, tmp_path):
-    with pytest.raises(UsageError, match="keeps copies of no such run"):
-        await fetch_copy(worker, tmp_path / "scratch")
+    with pytest.raises(UsageError, match="worker 'w2' keeps no copies"):
+        await fetch_copy(worker, tmp_path / "scratch", "w2")
+
+
+async def test_the_runs_that_a_worker_has_copies_of_are_named(worker, tmp_path):
+    for at_s, run_id, step in ((3, "a", 3), (9, "b", 2), (6, "a", 12)):
+        facts = CopyPiece(
+            run_id=run_id, name=f"after-{step:010}", offset=0, total=1, epoch=1, lines=1,
+            digest=blake3(b"x").hexdigest(), head="0" * 64, branch=None,
+        )  # fmt: skip
+        await worker.ask(facts, b"x")
+        (kept,) = worker.home.glob(f"copies/{run_id}/{facts.name}.json")
+        os.utime(kept, (at_s, at_s))
+    choices = "newest first: --from w2:b (last step 2), --from w2:a (last step 12)"
+    with pytest.raises(UsageError, match=re.escape(f"of 2 runs; name one, {choices}")):
+        await fetch_copy(worker, tmp_path / "scratch", "w2")
+    with pytest.raises(UsageError, match=re.escape(f"no copy of run 'c'; {choices}")):
+        await fetch_copy(worker, tmp_path / "scratch", "w2", "c")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -166,7 +168,7 @@ def test_what_failed_or_was_cut_short_is_cleared_away(tmp_path):
 
 def test_the_directory_above_names_those_that_hold_copies(directory, tmp_path):
     copy_checkpoint(directory, newest(directory), tmp_path / "above" / "copies", keep=1)
-    with pytest.raises(UsageError, match=f"there are in: '{tmp_path / 'above' / 'copies'}'"):
+    with pytest.raises(UsageError, match=f"--from {tmp_path / 'above' / 'copies'}/"):
         bring_back(tmp_path / "above", tmp_path / "again")
 
 
@@ -176,8 +178,15 @@ def test_of_several_runs_one_is_to_be_named(directory, tmp_path):
     other = run.with_name("other")
     other.mkdir()
     (other / next(run.iterdir()).name).mkdir()
-    with pytest.raises(UsageError, match="of several runs: name one"):
-        bring_back(tmp_path / "copies", tmp_path / "again")
+    copies = tmp_path / "copies"
+    os.utime(other / next(run.iterdir()).name, (1, 1))
+    step = newest(directory)
+    choices = f"newest first: --from {run} (last step {step}), --from {other} (last step {step})"
+    with pytest.raises(UsageError, match=re.escape(f"of 2 runs; name one, {choices}")):
+        bring_back(copies, tmp_path / "again")
+    for place in (copies / "nosuch", tmp_path):
+        with pytest.raises(UsageError, match=re.escape(choices)):
+            bring_back(place, tmp_path / "again")
     assert bring_back(run, tmp_path / "again").step == newest(directory)
 
 

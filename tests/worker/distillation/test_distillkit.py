@@ -122,6 +122,16 @@ def test_another_configuration_is_one_line(place, change, told):
     assert not (place / "out" / "capture.json").exists()
 
 
+def test_every_key_that_is_missing_is_named(place):
+    for written in ("{}", "exact_dtype: float32"):
+        (place / "config.yaml").write_text(written)
+        with pytest.raises(DataError) as told:
+            imported(place)
+        assert str(told.value).endswith(
+            "the key 'd' is missing; the key 'k' is missing; the key 'exact_k' is missing"
+        )
+
+
 def test_a_tokenizer_with_fewer_tokens_is_one_line(place):
     (place / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 5}}}))
     with pytest.raises(DataError, match="expected tokens below 6, the tokenizer's"):
