@@ -17,6 +17,7 @@ from coordinator.audit.state_proof import Progress, StateProof
 from coordinator.capture.captured_files import first_lost_step
 from coordinator.disk.canonical_json import json_digest
 from coordinator.disk.claim import EPOCH_FILE, stored_epoch
+from coordinator.run.own_state import own_state_bytes
 from coordinator.storage.checkpoint import (
     Checkpoint,
     checkpoint_steps,
@@ -26,13 +27,14 @@ from coordinator.storage.checkpoint import (
 )
 from coordinator.storage.journal import Verified, verify_journal
 from coordinator.storage.kept_files import changed_files, check_bound, file_digest, known_epoch
+from coordinator.storage.own_files import own_fault, own_steps
 from coordinator.storage.run_directory import RESULT_REMEDY, RunDirectory, StoredRun
 from protocol.base.errors import SamestepError, StorageFailed, UsageError
 from protocol.exact.digest import weights_digest
 from protocol.spec.manifest import RESERVED, Manifest
 
 Check = Literal[
-    "journal", "head", "files", "inputs", "coverage", "checkpoints", "digests", "result"
+    "journal", "head", "files", "inputs", "coverage", "checkpoints", "replicas", "digests", "result"
 ]
 
 
@@ -276,6 +278,7 @@ def _check_states(evidence: _Evidence, manifest: Manifest, progress: Progress) -
             continue
         _check_checkpoint(evidence, checkpoint)
         whole.append(checkpoint)
+    _check_own_states(evidence, manifest)
     proof = StateProof(evidence.directory, evidence.run, manifest, evidence.history, progress)
     proof.replay(whole)
     for fault in proof.faults:
@@ -286,6 +289,35 @@ def _check_states(evidence: _Evidence, manifest: Manifest, progress: Progress) -
         text += "; of the others no gradients are kept"
     evidence.note("digests", ok=not proof.faults, text=text)
     return proof
+
+
+def _check_own_states(evidence: _Evidence, manifest: Manifest) -> None:
+    """What replicas have of their own is what the commit that led there names."""
+    directory, spec = evidence.directory, evidence.run.spec
+    own_bytes, commits = own_state_bytes(spec, manifest), evidence.history.commits
+    if not own_bytes:
+        return
+    there = own_steps(directory.replicas)
+    every, newest = spec.checkpoint.every, len(commits)
+    saved = {s for s in checkpoint_steps(directory.checkpoints) if every and s % every == 0}
+    for step in sorted({*there, *saved, newest} - {0}):
+        if step > newest:
+            text = f"{directory.own_file(step).name}: no line of the journal leads there: "
+            evidence.note("replicas", ok=True, text=f"{text}not looked at")
+            continue
+        told = commits[step - 1][1].own_digest
+        try:
+            fault = own_fault(directory.own_file(step), own_bytes, told)
+        except StorageFailed as error:
+            fault = str(error)
+        text = f"step {step}: the replicas' own states are those that its commit names, {told}"
+        if fault:
+            text = f"{str(directory.own_file(step))!r}: {fault}; bring it back from a copy"
+        evidence.note("replicas", ok=not fault, text=text)
+    others = [step for step in range(1, newest) if step not in {*there, *saved}]
+    if others:
+        text = f"of {len(others)} of {newest} rounds no own states are kept: not looked at"
+        evidence.note("replicas", ok=True, text=text)
 
 
 def _check_checkpoint(evidence: _Evidence, checkpoint: Checkpoint) -> None:

@@ -119,6 +119,7 @@ class StateProof:
             ("digest of averages", commit.averages_digest, told.averages_digest),
             ("loss", None if told.skipped else commit.loss, told.loss),
             ("norm", record.norm, told.norm),
+            ("digest of own states", record.own_digest, told.own_digest),
             ("rate", rate, told.rate),
         ):
             if mine != theirs:

@@ -542,8 +542,12 @@ class Progress:
         """It did not get to the disk: the step is still in progress."""
         self._committing = None
 
-    def durable(self, step: int) -> list[Action]:
+    def durable(self, step: int, own_digest: str | None = None) -> list[Action]:
         """The commit of this step is on disk: all may hear of it, and the step is over.
+
+        Args:
+            step: The step.
+            own_digest: What the commit names of the replicas' own states.
 
         Returns:
             Nothing if no such commit is on its way.
@@ -551,6 +555,7 @@ class Progress:
         if self._committing is None or step != self.step:
             return []
         record, round_ = self._committing
+        record = record.model_copy(update={"own_digest": own_digest})
         self._committing = self.round = None
         commit = record.commit
         digests = self._slice_digests(round_, commit)

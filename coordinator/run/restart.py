@@ -35,12 +35,15 @@ class CommitRecord(Packed):
     nodes [lo, hi) make up the sums. There is one sum for each chunk and one for the losses; where
     nodes were given out twice, one chunk may be of one worker and the next of another, so each of
     the distinct ways is told. None for a skipped step, or where it would be too much to tell.
+    `own_digest` is that of what replicas have of their own after the step; None where they have
+    nothing.
     """
 
     commit: Commit
     optimizer_step: Number
     state_before: Digest | None = None
     norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    own_digest: Digest | None = None
     counted: tuple[dict[Small, tuple[tuple[Number, Number], ...]], ...] | None = None
 
 

@@ -443,9 +443,14 @@ class Run:
         """Norm and digest of a large block's averages are there."""
         return self._on(Event.SUMMARISED, step, attempt, block, summary)
 
-    def durable(self, step: int) -> list[Action]:
-        """The commit of this step is on disk: now all may hear of it."""
-        return self._on(Event.DURABLE, step)
+    def durable(self, step: int, own_digest: str | None = None) -> list[Action]:
+        """The commit of this step is on disk: now all may hear of it.
+
+        Args:
+            step: The step.
+            own_digest: What the commit names of the replicas' own states.
+        """
+        return self._on(Event.DURABLE, step, own_digest)
 
     def checkpointed(self, step: int) -> list[Action]:
         """The state after so many steps is saved."""
@@ -890,22 +895,22 @@ class Run:
         self._remembered = set(progress.signatures)
         return [Remember(admission.terms(progress.signatures, mixed=progress.mixed))]
 
-    def _durable(self, step: int) -> list[Action]:
-        actions = self._commit(step)
+    def _durable(self, step: int, own_digest: str | None) -> list[Action]:
+        actions = self._commit(step, own_digest)
         return actions and actions + self._after_commit() + self._on(Event.ADVANCE)
 
-    def _durable_in_halt(self, step: int) -> list[Action]:
-        actions = self._commit(step)
+    def _durable_in_halt(self, step: int, own_digest: str | None) -> list[Action]:
+        actions = self._commit(step, own_digest)
         self._next_owed = self._next_owed or bool(actions)
         return actions
 
-    def _durable_too_late(self, step: int) -> list[Action]:
+    def _durable_too_late(self, step: int, own_digest: str | None) -> list[Action]:
         """The step counts, though the run has ended without it: nobody is told."""
-        self._agreed.progress.durable(step)
+        self._agreed.progress.durable(step, own_digest)
         return []
 
-    def _commit(self, step: int) -> list[Action]:
-        actions = self._agreed.progress.durable(step)
+    def _commit(self, step: int, own_digest: str | None) -> list[Action]:
+        actions = self._agreed.progress.durable(step, own_digest)
         if actions:
             self._failures.clear()
             actions += self.evaluators.committed(self.step) + self.saves.committed(self.step)

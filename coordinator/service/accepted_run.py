@@ -121,15 +121,15 @@ def find_run(
         )
     if from_step is None and not is_unfinished(claim.directory):
         return None
+    blobs, terms = kept_index(directory.files_file, stored.spec), directory.read_terms()
     gone_back = () if from_step is None else (go_back(directory, from_step, claim.epoch),)
     recovery = recover(directory)
-    blobs = kept_index(directory.files_file, stored.spec)
     if recovery is None:
         return AcceptedRun(stored, directory, claim, None, blobs)
     if gone_back:
         # What was committed from there on is void, also where the steps could be compared.
         recovery = replace(recovery, redo=(), notes=(*recovery.notes, *gone_back))
-    resumption = _resumption(recovery, directory.read_terms())
+    resumption = _resumption(recovery, terms)
     if not gone_back:
         _check_whole(directory, recovery)
     leave_behind(directory, recovery)

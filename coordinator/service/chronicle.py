@@ -163,6 +163,7 @@ def committed(record: CommitRecord, *, recovered: bool = False) -> Committed:
         skipped=commit.scalars is None,
         averages_digest=commit.averages_digest,
         state_before=record.state_before,
+        own_digest=record.own_digest,
         counted=record.counted,
         recovered=recovered,
     )

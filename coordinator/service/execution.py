@@ -154,8 +154,9 @@ class Execution:
         """After a restart: workers go on, while the replica takes the logged steps again."""
         self._keeper = self._new_keeper(recovery.manifest)
         self._storage.begin_log(
-            recovery.manifest, recovery.step, recovery.redo, recovery.index, recovery.checkpoint
-        )
+            recovery.manifest, recovery.step, recovery.redo, recovery.index, recovery.checkpoint,
+            own_digest=recovery.own_digest,
+        )  # fmt: skip
         self._spawn(self._catch_up(self._keeper, recovery))
         self._copy_newest(recovery.checkpoint.info.step, workers=False)
         self._handle(self.run.resume)
@@ -351,13 +352,13 @@ class Execution:
     async def _persist(self, action: Persist) -> None:
         start, step = now_us(), action.record.commit.step
         try:
-            await self._storage.commit(action.record, action.kept)
+            own_digest = await self._storage.commit(action.record, action.kept)
         except StorageFailed as error:
             self._do(self.run.storage_failed(str(error), lost_commit=True))
             return
         if self._tracer is not None:
             self._tracer.span("sync the log", "log", start, step=step)
-        self._do(self.run.durable(step))
+        self._do(self.run.durable(step, own_digest))
 
     async def _answer_stretch(self, action: AnswerStretch) -> None:
         """Send a worker where it is to go on; what the disk refuses halts the run."""

@@ -36,7 +36,7 @@ from pydantic import ValidationError
 from coordinator.disk.append_file import AppendFile
 from coordinator.disk.canonical_json import canonical_json
 from coordinator.disk.durable_file import storing, sync_directory, write_again
-from coordinator.storage.journal_records import Record, kind_of, read_record
+from coordinator.storage.journal_records import Committed, Record, kind_of, read_record
 from protocol.base.errors import StorageDamaged
 
 T = TypeVar("T", bound=Record)
@@ -352,6 +352,20 @@ def newest_record(path: Path, kind: type[T]) -> T | None:
     for line in _lines_backwards(path):
         record = _sound_record(line + b"\n") if mark in line else None
         if isinstance(record, kind):
+            return record
+    return None
+
+
+def newest_commit(path: Path, step: int) -> Committed | None:
+    """The newest sound line that commits a step.
+
+    Raises:
+        StorageFailed: It cannot be read.
+    """
+    marks = (b'"kind":"commit"', f'"step":{step}'.encode())
+    for line in _lines_backwards(path):
+        record = _sound_record(line + b"\n") if all(mark in line for mark in marks) else None
+        if isinstance(record, Committed) and record.step == step:
             return record
     return None
 

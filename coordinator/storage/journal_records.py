@@ -171,7 +171,7 @@ class Committed(Record):
     its chunks and losses were summed, one unless nodes were given out twice. `state_before` is the
     digest of the state that the step started from. `norm` is that of the averaged gradient before
     it was cut, `rate` the learning rate: None for a skipped step, and where an older release wrote
-    the line.
+    the line. `own_digest` is that of what replicas have of their own after the step (`own_files`).
     """
 
     articles = (10, 12, 15)
@@ -189,6 +189,7 @@ class Committed(Record):
     skipped: bool
     averages_digest: Digest
     state_before: Digest | None = None
+    own_digest: Digest | None = None
     counted: tuple[Nodes, ...] | None = None
     recovered: bool = False
     """Written after a restart, from the gradient log."""

@@ -16,6 +16,7 @@ newest step only. Averages are checked when they are read (`log_index`).
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,22 +102,44 @@ def scan_log(directory: Path, run_id: str, manifest: Manifest, *, repair: bool =
     return LogScan(LogIndex(segments), tuple(cuts))
 
 
-def end_before(path: Path, step: int) -> int | None:
-    """Where a segment's steps before this one end; None if it holds none from there on.
+def cuts_before(
+    paths: Sequence[Path], step: int, run_id: str, manifest: Manifest
+) -> list[tuple[Path, int]]:
+    """Where the segments end that hold more than the steps before this one; nothing is changed.
+
+    Args:
+        paths: Those that begin before that step, in order.
+        step: What is from there on is to go.
+        run_id: The run's.
+        manifest: The run's.
 
     Raises:
-        StorageDamaged: It is no segment.
-        OSError: It cannot be read.
+        StorageDamaged: What would be left is not what was written.
+        StorageFailed: It cannot be read.
+        Mismatch: It is of another run or manifest.
     """
+    cuts: list[tuple[Path, int]] = []
+    following: _Segment | None = None
+    for path in reversed(paths):
+        with storing("read", path):
+            segment = _walk_file(path)
+            before = step - segment.header.base_step
+            if len(segment.ends) >= before and segment.size > segment.ends[before - 1]:
+                del segment.ends[before:]
+                cuts.append((path, segment.end))
+            else:
+                segment = _scan_segment(path, following)
+        _check_owner(segment, run_id, manifest)
+        following = segment
+    return cuts
+
+
+def _walk_file(path: Path) -> _Segment:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        segment = _walk(fd, path)
+        return _walk(fd, path)
     finally:
         os.close(fd)
-    before = step - segment.header.base_step
-    if len(segment.ends) <= before:
-        return None
-    return segment.ends[before - 1] if before > 0 else segment.start
 
 
 def _scan_segment(path: Path, following: _Segment | None) -> _Segment:

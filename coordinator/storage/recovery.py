@@ -20,8 +20,8 @@ from coordinator.storage.checkpoint import (
 )
 from coordinator.storage.log_index import LoggedStep, LogIndex, read_averages
 from coordinator.storage.log_reader import scan_log
+from coordinator.storage.own_files import check_own, told
 from coordinator.storage.replay import take
-from coordinator.storage.replica_states import own_steps
 from coordinator.storage.run_directory import RunDirectory, StoredRun
 from coordinator.storage.saved_state import load_replica
 from protocol.base.errors import StorageDamaged
@@ -44,6 +44,7 @@ class Recovery:
         step: Steps committed that can be had back: the run goes on with this one.
         optimizer_step: Updates among them.
         losses: Mean loss of each; NaN for a skipped one.
+        own_digest: Of what replicas have of their own then, as the last commit names it.
         index: Where the log's steps lie, those before the checkpoint too.
         notes: What was cut off or passed over, for people and for the journal.
     """
@@ -58,6 +59,7 @@ class Recovery:
     losses: tuple[float, ...]
     notes: tuple[str, ...]
     index: LogIndex
+    own_digest: str | None = None
 
     def replica(self) -> Replica:
         """The state after `step` steps: the checkpoint's, with the logged steps taken again.
@@ -109,11 +111,14 @@ def recover(directory: RunDirectory) -> Recovery | None:
     scan = scan_log(directory.log, run.run_id, manifest, repair=True)
     base = checkpoint.info.step if checkpoint is not None else 0
     logged, redo = _split(list(scan.index.following(base)))
-    _check_own_states(directory, run, base + len(logged))
     if checkpoint is None:
         if passed or scan.index.last is not None:
             raise _no_state(directory, scan.index.last, passed)
         return None
+    own_digest = logged[-1].record.own_digest if logged else None
+    if run.spec.replicas is not None and not logged:
+        own_digest = told(directory, base)
+    check_own(directory, run, manifest, base + len(logged), own_digest)
     notes = [f"checkpoint passed over: {reason}" for reason in passed]
     notes += [str(cut) for cut in scan.cuts]
     notes += _out_of_reach(scan.index, base + len(logged) + len(redo))
@@ -132,22 +137,8 @@ def recover(directory: RunDirectory) -> Recovery | None:
         ),
         notes=tuple(notes),
         index=scan.index,
+        own_digest=own_digest,
     )
-
-
-def _check_own_states(directory: RunDirectory, run: StoredRun, step: int) -> None:
-    """Where replicas have a state of their own, that of the round to go on with is there."""
-    replicas = run.spec.replicas
-    if replicas is None or not replicas.carries or not step:
-        return
-    there = own_steps(directory.replicas)
-    if step not in there:
-        kept = sorted({0, *there}.intersection(checkpoint_steps(directory.checkpoints)))
-        raise StorageDamaged(
-            str(directory.replicas / f"own-{step}"), "",
-            f"it is missing; bring it back from a copy, or go back to a checkpoint (--from-step N, "
-            f"N one of {', '.join(map(str, kept))})",
-        )  # fmt: skip
 
 
 def _no_state(directory: RunDirectory, last: int | None, passed: Sequence[str]) -> StorageDamaged:

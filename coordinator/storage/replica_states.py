@@ -2,9 +2,8 @@
 
 In `replicas/` of the run's directory:
 
-    own-STEP            of all replicas at the start of that round, one after the other, each
-                        behind its BLAKE3 digest; written and synced before the commit that leads
-                        there, so a restart finds it
+    own-STEP            of all replicas at the start of that round (`own_files`); written and
+                        synced before the commit that leads there and names its digest
     boundary-K          where replica K is in the round in progress: not synced, for a boundary
                         saves work and decides no bit; a restart does without
 
@@ -15,11 +14,9 @@ checkpoint.
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 from blake3 import blake3
 
@@ -31,6 +28,15 @@ from coordinator.disk.durable_file import (
 )
 from coordinator.run.kept import Bytes
 from coordinator.storage.checkpoint import checkpoint_steps
+from coordinator.storage.own_files import (
+    DIGEST_BYTES,
+    NOTHING_YET,
+    digest_of,
+    own_digest,
+    own_steps,
+    read_digests,
+    verified,
+)
 from coordinator.storage.run_directory import RunDirectory
 from protocol.base import limits
 from protocol.base.errors import StorageDamaged
@@ -38,8 +44,6 @@ from protocol.wire.messages import Boundary, StretchRequest
 
 LATEST: Final = 4
 """Rounds of which own states are kept in any case: a checkpoint may still be being written."""
-_DIGEST_BYTES: Final = 32
-_OWN: Final = re.compile(r"own-(\d{1,18})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +63,22 @@ class ReplicaStates:
         own_bytes: Length of a replica's own state; 0 if they have none.
         every: A checkpoint is made after so many rounds; 0: none but the first and last.
         guard: Raises if the directory is not this coordinator's any more.
+        step: The round that the run goes on with.
+        told: The digest of the own states at its start, as the commit before it names it.
     """
 
     def __init__(
-        self, directory: RunDirectory, own_bytes: int, every: int, guard: Callable[[], None]
+        self,
+        directory: RunDirectory,
+        own_bytes: int,
+        every: int,
+        guard: Callable[[], None],
+        *,
+        step: int = 0,
+        told: str = NOTHING_YET,
     ) -> None:
+        self._directory = directory
+        self._told = {step: told}
         self._path = directory.replicas
         self._checkpoints = directory.checkpoints
         self._own_bytes = own_bytes
@@ -74,7 +89,7 @@ class ReplicaStates:
         for left in self._path.glob("boundary-*"):
             left.unlink(missing_ok=True)
 
-    def keep_own(self, step: int, content: Sequence[Bytes]) -> None:
+    def keep_own(self, step: int, content: Sequence[Bytes]) -> str | None:
         """Make the replicas' own states at the start of a round durable.
 
         Args:
@@ -82,20 +97,29 @@ class ReplicaStates:
             content: Of all replicas, in order; empty after a round that was skipped: what they had
                 stays theirs.
 
+        Returns:
+            Their digest, for the commit to name; None where replicas have no own states.
+
         Raises:
             StorageFailed: The disk refuses.
             RunFailed: The directory has another coordinator now.
         """
         if not self._own_bytes:
-            return
+            return None
         self._guard()
         with storing("make", self._path):
             make_directory(self._path)
-        replace_file(self._path / f"own-{step}", self._sealed(step, content))
+        digests: list[bytes] = []
+        replace_file(self._directory.own_file(step), self._sealed(step, content, digests))
+        self._told = {known: told for known, told in self._told.items() if known > step - LATEST}
+        self._told[step] = own_digest(digests) if content else self._told[step - 1]
         self._whole.clear()
         self._prune(step)
+        return self._told[step]
 
-    def _sealed(self, step: int, content: Sequence[Bytes]) -> Iterator[memoryview]:
+    def _sealed(
+        self, step: int, content: Sequence[Bytes], digests: list[bytes]
+    ) -> Iterator[memoryview]:
         if not content:
             yield from self._as_before(step - 1)
             return
@@ -103,13 +127,14 @@ class ReplicaStates:
         for piece in content:
             joined.append(piece.data)
             if sum(map(len, joined)) == self._own_bytes:
-                yield memoryview(_digest(joined))
+                digests.append(digest_of(joined))
+                yield memoryview(digests[-1])
                 yield from joined
                 joined = []
         assert not joined, "the round has all of every replica"
 
     def _as_before(self, step: int) -> Iterator[memoryview]:
-        path = self._path / f"own-{step}"
+        path = self._directory.own_file(step)
         if step == 0:
             return
         with path.open("rb") as file:
@@ -122,7 +147,7 @@ class ReplicaStates:
         for there in own_steps(self._path):
             due = self._every > 0 and there > newest and there % self._every == 0
             if there <= step - LATEST and there not in saved and not due:
-                (self._path / f"own-{there}").unlink(missing_ok=True)
+                self._directory.own_file(there).unlink(missing_ok=True)
 
     def write_boundary(self, message: Boundary, content: Bytes) -> None:
         """Take a piece of a boundary, in order; what is whole takes the place of the one before.
@@ -164,12 +189,12 @@ class ReplicaStates:
         """
         pieces: list[Iterator[bytes]] = []
         replica, place = request.replica, (request.step, request.attempt)
-        if request.own:
+        if request.own and self._own_bytes:
             pieces.append(self._own_of(request.step, replica))
         inner, at = 0, self._whole.get(replica)
         if at is not None and at.place[:2] == place:
             path = self._path / f"boundary-{replica}"
-            boundary = _verified(path, 0, path.stat().st_size)
+            boundary = verified(path, 0, path.stat().st_size)
             if next(boundary) == at.digest:
                 pieces.append(boundary)
                 inner = at.place[2]
@@ -178,51 +203,21 @@ class ReplicaStates:
         return inner, itertools.chain.from_iterable(pieces)
 
     def _own_of(self, step: int, replica: int) -> Iterator[bytes]:
-        path = self._path / f"own-{step}"
-        start = replica * (self._own_bytes + _DIGEST_BYTES) + _DIGEST_BYTES
-        with storing("read", path), path.open("rb") as file:
-            if not path.stat().st_size:  # every round so far was skipped
-                return _zeros(self._own_bytes)
-            file.seek(start - _DIGEST_BYTES)
-            digest = file.read(_DIGEST_BYTES)
-        own = _verified(path, start, self._own_bytes)
-        if next(own) != digest:
+        path, told = self._directory.own_file(step), self._told.get(step)
+        digests = read_digests(path, self._own_bytes)
+        whole = digests is not None and own_digest(digests) == told
+        if whole and not digests:  # every round so far was skipped
+            return _zeros(self._own_bytes)
+        if digests is not None and whole:
+            start = replica * (self._own_bytes + DIGEST_BYTES) + DIGEST_BYTES
+            own = verified(path, start, self._own_bytes)
+            if next(own) == digests[replica]:
+                return own
             own.close()
-            reason = "it is not what was written; go back to a checkpoint (--from-step N)"
-            raise StorageDamaged(str(path), f"replica {replica}", reason)
-        return own
+        reason = "it is not what was written; go back to a checkpoint (--from-step N)"
+        raise StorageDamaged(str(path), f"replica {replica}", reason)
 
 
 def _zeros(length: int) -> Iterator[bytes]:
     for at in range(0, length, limits.BODY_BYTES):
         yield bytes(min(limits.BODY_BYTES, length - at))
-
-
-def _verified(path: Path, start: int, length: int) -> Generator[bytes]:
-    """A part of a file: first its digest, then itself in pieces; whoever stops early closes it."""
-    with storing("read", path), path.open("rb") as file:
-        hasher = blake3()
-        for piece in _pieces(file, start, length):
-            hasher.update(piece)
-        yield hasher.digest()
-        yield from _pieces(file, start, length)
-
-
-def _pieces(file: BinaryIO, start: int, length: int) -> Iterator[bytes]:
-    file.seek(start)
-    while length and (piece := file.read(min(limits.BODY_BYTES, length))):
-        length -= len(piece)
-        yield piece
-
-
-def _digest(pieces: Sequence[memoryview]) -> bytes:
-    hasher = blake3()
-    for piece in pieces:
-        hasher.update(piece)
-    return hasher.digest()
-
-
-def own_steps(path: Path) -> list[int]:
-    """The rounds of which own states are there, ascending."""
-    found = (_OWN.fullmatch(entry.name) for entry in path.glob("own-*"))
-    return sorted(int(match[1]) for match in found if match is not None)

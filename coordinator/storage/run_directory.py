@@ -8,6 +8,7 @@
     journal.jsonl             what happened (`journal`)
     log/                      averaged gradients since the last checkpoint (`gradient_log`)
     checkpoints/              whole states (`checkpoint`)
+    replicas/                 states of single replicas (`replica_states`)
     result.json               how it ended, with the journal's head
     adapter/ or model/        what was trained
     set-aside/                what came after a checkpoint that the run went back to (`way_back`)
@@ -89,6 +90,10 @@ class RunDirectory:
     @property
     def replicas(self) -> Path:
         return self.path / "replicas"
+
+    def own_file(self, step: int) -> Path:
+        """What replicas have of their own at the start of a round."""
+        return self.replicas / f"own-{step}"
 
     @property
     def set_aside(self) -> Path:

@@ -35,6 +35,7 @@ from coordinator.storage.journal_records import FilesKept, Record
 from coordinator.storage.kept_files import Digests, file_digest, kept_digests
 from coordinator.storage.log_index import LoggedStep, LogIndex, read_chunks
 from coordinator.storage.log_records import Array, ChunkPlace
+from coordinator.storage.own_files import NOTHING_YET
 from coordinator.storage.replica_states import ReplicaStates
 from coordinator.storage.retention import prune
 from coordinator.storage.run_directory import RunDirectory, terms_bytes
@@ -133,6 +134,8 @@ class RunStorage:
         redo: Sequence[CommitRecord] = (),
         index: LogIndex | None = None,
         newest: Checkpoint | None = None,
+        *,
+        own_digest: str | None = None,
     ) -> None:
         """The manifest is known: keep it, and begin the log after so many steps.
 
@@ -142,14 +145,16 @@ class RunStorage:
             redo: The commits after them.
             index: Where they lie; None if there are none.
             newest: The newest checkpoint that is whole, if there is one.
+            own_digest: Of what replicas have of their own after those steps; None: nothing yet.
         """
         self.newest = newest
         self._start = _LogStart(manifest, next_step, redo, index)
         if self._spec.replicas is not None:
             own_bytes = own_state_bytes(self._spec, manifest)
             self.replica_states = ReplicaStates(
-                self.directory, own_bytes, self._spec.checkpoint.every, self._guard
-            )
+                self.directory, own_bytes, self._spec.checkpoint.every, self._guard,
+                step=next_step, told=own_digest or NOTHING_YET,
+            )  # fmt: skip
         if manifest.capture is not None:
             self._captured = CapturedFiles(
                 self.directory.path, manifest, self._spec, next_step, self._guard
@@ -186,8 +191,11 @@ class RunStorage:
 
         return inner, pieces()
 
-    async def commit(self, record: CommitRecord, kept: Sequence[Bytes] = ()) -> None:
+    async def commit(self, record: CommitRecord, kept: Sequence[Bytes] = ()) -> str | None:
         """Return when the step is durable, and before it what is kept of its microbatches.
+
+        Returns:
+            The digest that the commit names of what replicas have of their own now.
 
         Raises:
             StorageFailed: It is not.
@@ -198,7 +206,9 @@ class RunStorage:
             step = record.commit.step
             await self._do("capture", lambda: captured.keep(step, kept))
         if states is not None:
-            await self._do("capture", lambda: states.keep_own(record.commit.step + 1, kept))
+            after = record.commit.step + 1
+            own = await self._do("capture", lambda: states.keep_own(after, kept))
+            record = record.model_copy(update={"own_digest": own})
         if terms is not None:
             await self._do("journal", lambda: self._announce(terms))
 
@@ -217,6 +227,7 @@ class RunStorage:
         await self._do("log", work)
         if terms is not None:
             self._spawn("journal", lambda: self._told_terms(terms))
+        return record.own_digest
 
     def remember(self, terms: Terms) -> None:
         """Keep what workers were accepted by: it is written before the next commit."""

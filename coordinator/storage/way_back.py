@@ -3,8 +3,11 @@
     set-aside/epoch-EEEEEE/    what the coordinator of that epoch found in its way
 
 Every move leaves a directory that a plain restart can go on with: the result goes first, then
-checkpoints and segments of the log, the newest first. Files of captured logits go last: until the
-log is cut, their steps are committed.
+checkpoints and segments of the log, the newest first. Files of captured logits and what replicas
+have of their own go last: until the log is cut, their steps are committed.
+
+All that a restart would refuse is looked at before the first move: who is refused finds the
+directory as it was.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from coordinator.capture.captured_files import files_from
 from coordinator.disk.durable_file import storing, sync_directory
 from coordinator.storage.checkpoint import checkpoint_path, checkpoint_steps, find_checkpoint
 from coordinator.storage.log_index import segment_base, segment_files
-from coordinator.storage.log_reader import end_before
+from coordinator.storage.log_reader import cuts_before
+from coordinator.storage.own_files import check_own, own_steps, told
 from coordinator.storage.run_directory import RunDirectory
 from protocol.base.errors import Mismatch, StorageDamaged, StorageFailed, UsageError
 from protocol.spec.manifest import Manifest
@@ -38,7 +42,9 @@ def go_back(directory: RunDirectory, step: int, epoch: int) -> str:
 
     Raises:
         UsageError: No such checkpoint is kept, or a capture has too little to go on from it.
-        StorageDamaged: A segment of the log is not what was written.
+        StorageDamaged: A segment of the log, or what replicas have of their own in that round, is
+            not what was written.
+        Mismatch: The log is of another run.
         StorageFailed: The disk refuses; the call can be made again.
     """
     run, manifest = directory.read_run(), directory.read_manifest()
@@ -51,6 +57,12 @@ def go_back(directory: RunDirectory, step: int, epoch: int) -> str:
         )
     assert run is not None
     assert manifest is not None
+    if run.spec.replicas is not None:
+        check_own(directory, run, manifest, step, told(directory, step))
+    with storing("read", directory.log):
+        segments = segment_files(directory.log)
+    left = [path for path in segments if segment_base(path) < step]
+    ends = dict(cuts_before(left, step, run.run_id, manifest))
     captured = files_from(directory.path, manifest, run.spec, step) if manifest.capture else []
     aside = directory.set_aside / f"epoch-{epoch:06d}"
     with storing("set aside what follows in", directory.path):
@@ -59,8 +71,13 @@ def go_back(directory: RunDirectory, step: int, epoch: int) -> str:
             _move(directory.path / manifest.export.directory, aside)
         for later in [s for s in reversed(checkpoint_steps(directory.checkpoints)) if s > step]:
             _move(checkpoint_path(directory.checkpoints, later), aside / "checkpoints")
-        for segment in reversed(segment_files(directory.log)):
-            _cut_segment(segment, step, aside / "log")
+        for segment in reversed(segments):
+            if segment not in left:
+                _move(segment, aside / "log")
+            elif segment in ends:
+                _cut_segment(segment, ends[segment], aside / "log")
+        for later in [s for s in reversed(own_steps(directory.replicas)) if s > step]:
+            _move(directory.own_file(later), aside / "replicas")
         for path in reversed(captured):
             _move(path, aside / manifest.export.directory)
     return (
@@ -81,14 +98,8 @@ def _kept(directory: RunDirectory, run_id: str, manifest: Manifest) -> list[int]
     return kept
 
 
-def _cut_segment(path: Path, step: int, aside: Path) -> None:
+def _cut_segment(path: Path, end: int, aside: Path) -> None:
     """Also one that newer segments have made void: it would count again without them."""
-    if segment_base(path) >= step:
-        _move(path, aside)
-        return
-    end = end_before(path, step)
-    if end is None:
-        return
     aside.mkdir(parents=True, exist_ok=True)
     copy = aside / path.name
     shutil.copyfile(path, copy)

@@ -105,6 +105,15 @@ class ReplicasSpec(_Section):
             )
         return given
 
+    @model_validator(mode="after")
+    def _has_boundaries_within(self) -> ReplicasSpec:
+        if self.boundary_every >= self.inner_steps:
+            raise ValueError(
+                f"boundary_every {self.boundary_every} leaves no boundary within the "
+                f"{self.inner_steps} steps of a round: give less than inner_steps, or 0"
+            )
+        return self
+
     @property
     def carries(self) -> bool:
         """Whether a replica has a state of its own from one round to the next."""

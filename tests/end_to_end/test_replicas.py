@@ -13,6 +13,7 @@ from coordinator.audit.audit import audit
 from coordinator.operator.status import status_document
 from coordinator.operator.status_text import status_lines
 from coordinator.run.round import Round
+from protocol.base.errors import StorageDamaged
 from protocol.spec.run_spec import parse_run_spec
 from protocol.spec.run_spec_text import read_yaml
 from tests.cluster import PATIENCE_S, RUNS
@@ -217,6 +218,13 @@ async def test_a_coordinator_that_restarts_goes_on_with_carried_states(tmp_path)
         await live.wait_for("committed", step=1)
         assert live.service.current is not None
         directory = live.service.current.directory
+    newest = max((directory / "replicas").glob("own-*"))
+    before = newest.read_bytes()
+    newest.write_bytes(b"")
+    async with live_service(tmp_path / "run", 1) as live:
+        with pytest.raises(StorageDamaged, match=newest.name):
+            live.service.resume(directory)
+    newest.write_bytes(before)
     async with live_service(tmp_path / "run", 1) as live:
         live.service.resume(directory)
         live.worker("w1", toolbox=Scripted(0))
@@ -224,3 +232,67 @@ async def test_a_coordinator_that_restarts_goes_on_with_carried_states(tmp_path)
     assert found(result) == found(expected)
     kept = sorted(path.name for path in (directory / "replicas").glob("own-*"))
     assert kept == ["own-1", "own-2", "own-3"]
+
+
+def contents(directory):
+    """Of a run's directory, but for what says who holds it."""
+    found = (path for path in directory.rglob("*") if path.is_file())
+    return {p: p.read_bytes() for p in found if p.name not in {"lock", "epoch.json"}}
+
+
+@on_uvloop
+async def test_own_states_are_those_that_the_commit_names_or_refused(tmp_path):
+    """Before anything is set aside; the audit finds the same."""
+    spec = slow(inner_state="carry", checkpoint={"every": 1, "keep_last": 9})
+    expected = await undisturbed(tmp_path / "run", spec)
+    await undisturbed(tmp_path / "other", spec.model_copy(update={"seed": 5}))
+    (run,), (other,) = (
+        [path for path in (tmp_path / name).iterdir() if path.is_dir()] for name in ("run", "other")
+    )
+    own = run / "replicas" / "own-2"
+    whole = own.read_bytes()
+    assert audit(run).ok, audit(run).lines()
+    instead = {
+        "emptied": b"",
+        "of another round": (run / "replicas" / "own-1").read_bytes(),
+        "of another run": (other / "replicas" / "own-2").read_bytes(),
+        "one bit": whole[:-1] + bytes([whole[-1] ^ 1]),
+        "gone": None,
+    }
+    for what, content in instead.items():
+        own.unlink() if content is None else own.write_bytes(content)
+        before = contents(run)
+        async with live_service(tmp_path / "run", 1) as live:
+            with pytest.raises(StorageDamaged, match=r"own-2.*N one of 0, 1, 3\)") as raised:
+                live.service.resume(run, from_step=2)
+        assert "\n" not in str(raised.value)
+        assert contents(run) == before, what
+        bad = [line for line in audit(run).lines() if line.startswith("BAD")]
+        assert len(bad) == 1, (what, bad)
+        assert "own-2" in bad[0]
+        own.write_bytes(whole)
+    async with live_service(tmp_path / "run", 1) as live:
+        live.service.resume(run, from_step=2)
+        live.worker("w0", toolbox=Scripted(0))
+        assert found(await live.result(run.name)) == found(expected)
+    assert [path.name for path in run.glob("set-aside/*/replicas/*")] == ["own-3"]
+    assert audit(run).ok, audit(run).lines()
+
+
+@on_uvloop
+async def test_rounds_without_moments_carry_nothing(tmp_path):
+    """As `carry` is asked for, and plain SGD has none."""
+    spec = scripted_spec(
+        steps=3,
+        batch={"samples": 2, "microbatch": 1},
+        optimizer={"name": "sgd", "lr": 0.1},
+        checkpoint={"every": 1, "keep_last": 9},
+        replicas={"count": 2, "inner_steps": 3, "inner_state": "carry"},
+    )
+    expected = await undisturbed(tmp_path / "run", spec)
+    (run,) = (path for path in (tmp_path / "run").iterdir() if path.is_dir())
+    async with live_service(tmp_path / "run", 1) as live:
+        live.service.resume(run, from_step=1)
+        live.worker("w0", toolbox=Scripted(0))
+        assert found(await live.result(run.name)) == found(expected)
+    assert audit(run).ok, audit(run).lines()

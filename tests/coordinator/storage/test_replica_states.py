@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from coordinator.storage.replica_states import ReplicaStates, own_steps
+from coordinator.storage.own_files import own_steps
+from coordinator.storage.replica_states import ReplicaStates
 from coordinator.storage.run_directory import RunDirectory
 from protocol.base.errors import StorageDamaged
 from protocol.wire.messages import Boundary, StretchRequest
@@ -11,8 +12,8 @@ from protocol.wire.messages import Boundary, StretchRequest
 OWN = 1000
 
 
-def states(tmp_path, every=0, own_bytes=OWN):
-    return ReplicaStates(RunDirectory(tmp_path), own_bytes, every, lambda: None)
+def states(tmp_path, every=0, own_bytes=OWN, **told):
+    return ReplicaStates(RunDirectory(tmp_path), own_bytes, every, lambda: None, **told)
 
 
 def content(seed, replicas=3):
@@ -39,20 +40,50 @@ def reached(kept, step, inner, pieces, attempt=0):
 
 def test_each_replica_gets_its_own_back(tmp_path):
     kept, given = states(tmp_path), content(1)
-    kept.keep_own(4, given)
+    told = kept.keep_own(4, given)
     for replica in range(3):
         expected = b"".join(p.tobytes() for p in given[2 * replica :][:2])
         assert asked(kept, 4, replica) == (0, expected)
-        assert asked(states(tmp_path), 4, replica) == (0, expected)
+        assert asked(states(tmp_path, step=4, told=told), 4, replica) == (0, expected)
 
 
 def test_a_round_that_is_skipped_changes_nothing(tmp_path):
     kept, given = states(tmp_path), content(1)
     kept.keep_own(1, ())
     assert asked(kept, 1, 2) == (0, bytes(OWN))
-    kept.keep_own(2, given)
-    kept.keep_own(3, ())
+    assert kept.keep_own(2, given) == kept.keep_own(3, ())
     assert asked(kept, 3, 1) == asked(kept, 2, 1)
+
+
+@pytest.mark.parametrize("instead", ["nothing", "another round", "fewer replicas", "more"])
+@pytest.mark.parametrize("again", [False, True])
+def test_another_file_in_its_place_is_seen(tmp_path, instead, again):
+    kept = states(tmp_path)
+    kept.keep_own(1, content(2))
+    told = kept.keep_own(2, content(1))
+    path = tmp_path / "replicas" / "own-2"
+    raw = path.read_bytes()
+    path.write_bytes(
+        {
+            "nothing": b"",
+            "another round": path.with_name("own-1").read_bytes(),
+            "fewer replicas": raw[: 2 * (OWN + 32)],
+            "more": raw + raw[: OWN + 32],
+        }[instead]
+    )
+    if again:
+        kept = states(tmp_path, step=2, told=told)
+    with pytest.raises(StorageDamaged, match="own-2"):
+        asked(kept, 2, 0)
+
+
+def test_what_is_damaged_is_not_made_good_by_a_round_that_is_skipped(tmp_path):
+    kept = states(tmp_path)
+    kept.keep_own(1, content(1))
+    (tmp_path / "replicas" / "own-1").write_bytes(b"")
+    kept.keep_own(2, ())
+    with pytest.raises(StorageDamaged, match="own-2"):
+        asked(kept, 2, 0)
 
 
 @pytest.mark.parametrize("place", [0, 31, 32, 1031, -1])

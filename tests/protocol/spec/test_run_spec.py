@@ -450,6 +450,8 @@ REPLICAS = "task: regress\nsteps: 4\nreplicas: {count: 2, inner_steps: 3}\n"
         ("exchange.precision=bfloat16", "set replicas.codec and replicas.averages"),
         ("exchange.way=sharded", "set replicas.codec and replicas.averages"),
         ("replicas.averages=topk", "replicas.averages"),
+        ("replicas.boundary_every=3", "give less than inner_steps, or 0"),
+        ("replicas.boundary_every=4", "give less than inner_steps, or 0"),
     ],
 )
 def test_what_replicas_cannot_do_is_refused_with_what_to_do_instead(override, said):
