@@ -189,7 +189,7 @@ class ReplicaStates:
         """
         pieces: list[Iterator[bytes]] = []
         replica, place = request.replica, (request.step, request.attempt)
-        if request.own and self._own_bytes:
+        if request.own:
             pieces.append(self._own_of(request.step, replica))
         inner, at = 0, self._whole.get(replica)
         if at is not None and at.place[:2] == place:

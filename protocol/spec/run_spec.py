@@ -493,6 +493,9 @@ class RunSpec(_Section):
                 "leave out exchange"
             )
             raise KeyFault(text, "exchange.precision", "exchange.averages", "exchange.way")
+        if self.replicas.carries and self.optimizer.name == "sgd" and self.replicas.codec != "topk":
+            text = "optimizer sgd has no moments to carry: leave out replicas.inner_state"
+            raise KeyFault(text, "replicas.inner_state", "optimizer.name")
         if self.replicas.carries and self.checkpoint.copies:
             text = (
                 "a copy of a checkpoint has no state of single replicas in it: leave out "

@@ -243,9 +243,12 @@ def contents(directory):
 @on_uvloop
 async def test_own_states_are_those_that_the_commit_names_or_refused(tmp_path):
     """Before anything is set aside; the audit finds the same."""
-    spec = slow(inner_state="carry", checkpoint={"every": 1, "keep_last": 9})
-    expected = await undisturbed(tmp_path / "run", spec)
-    await undisturbed(tmp_path / "other", spec.model_copy(update={"seed": 5}))
+    spec = regress(
+        checkpoint={"every": 1, "keep_last": 9},
+        replicas={"count": 2, "inner_steps": 2, "inner_state": "carry"},
+    )
+    expected = await trained(tmp_path / "run", spec, 1)
+    await trained(tmp_path / "other", spec.model_copy(update={"seed": 5}), 1)
     (run,), (other,) = (
         [path for path in (tmp_path / name).iterdir() if path.is_dir()] for name in ("run", "other")
     )
@@ -273,26 +276,7 @@ async def test_own_states_are_those_that_the_commit_names_or_refused(tmp_path):
         own.write_bytes(whole)
     async with live_service(tmp_path / "run", 1) as live:
         live.service.resume(run, from_step=2)
-        live.worker("w0", toolbox=Scripted(0))
+        live.worker("w0", toolbox=OnCpu())
         assert found(await live.result(run.name)) == found(expected)
     assert [path.name for path in run.glob("set-aside/*/replicas/*")] == ["own-3"]
-    assert audit(run).ok, audit(run).lines()
-
-
-@on_uvloop
-async def test_rounds_without_moments_carry_nothing(tmp_path):
-    """As `carry` is asked for, and plain SGD has none."""
-    spec = scripted_spec(
-        steps=3,
-        batch={"samples": 2, "microbatch": 1},
-        optimizer={"name": "sgd", "lr": 0.1},
-        checkpoint={"every": 1, "keep_last": 9},
-        replicas={"count": 2, "inner_steps": 3, "inner_state": "carry"},
-    )
-    expected = await undisturbed(tmp_path / "run", spec)
-    (run,) = (path for path in (tmp_path / "run").iterdir() if path.is_dir())
-    async with live_service(tmp_path / "run", 1) as live:
-        live.service.resume(run, from_step=1)
-        live.worker("w0", toolbox=Scripted(0))
-        assert found(await live.result(run.name)) == found(expected)
     assert audit(run).ok, audit(run).lines()

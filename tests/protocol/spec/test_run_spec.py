@@ -441,6 +441,13 @@ def test_a_capture_that_does_not_say_has_no_number_of_steps():
 REPLICAS = "task: regress\nsteps: 4\nreplicas: {count: 2, inner_steps: 3}\n"
 
 
+def test_moments_that_there_are_not_cannot_be_carried():
+    carry = ["replicas.inner_state=carry", "optimizer.name=sgd"]
+    with pytest.raises(RunSpecError, match=r"leave out replicas\.inner_state"):
+        parse_run_spec_text(REPLICAS, carry)
+    assert parse_run_spec_text(REPLICAS, [*carry, "replicas.codec=topk"])
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
