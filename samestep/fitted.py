@@ -14,12 +14,21 @@ from torch.utils.data import TensorDataset, default_collate
 
 from backends.base import draws
 from backends.base.interface import Array, Batch, Sums, Trainable
-from protocol.base.errors import DataError, in_words
+from protocol.base.errors import DataError, in_words, raised_words
 from protocol.exact.digest import digest_arrays
 from protocol.spec.manifest import Manifest, Metric
 from protocol.spec.run_spec import RunSpec
 from samestep.nested import NestedBatches
-from samestep.refusals import check_loss, refuse_no_sum, takes
+from samestep.refusals import (
+    WITHIN,
+    NarrowSeen,
+    check_loss,
+    check_weight,
+    in_float64,
+    refuse_no_sum,
+    refuse_own_draws,
+    takes,
+)
 from samestep.user_task import UserTask
 from worker.models.blocks import cut_into_blocks
 
@@ -137,7 +146,13 @@ class FittedTask:
         return max(set(lengths), key=lengths.count)
 
     def _weight(self, batch: object, samples: int) -> float:
-        return float(samples) if self.user.weight is None else float(self.user.weight(batch))
+        if self.user.weight is None:
+            return float(samples)
+        try:
+            given = self.user.weight(batch)
+        except Exception as error:
+            raise DataError(f"weight raised {raised_words(error)}") from error
+        return check_weight(given)
 
     def _collated(self, data: Any, samples: Sequence[int], seed: int) -> Any:
         collate = self.user.collate
@@ -167,31 +182,72 @@ class FittedTask:
                 "from torch's, numpy's or Python's global generator, which are seeded for each "
                 "microbatch, or give the collator a parameter seed"
             )
-        batch = self._on_cpu(drawn[0])
-        with _seeded(0):
-            check_loss(self._tried(batch, "together"))
+        self._refuse_no_weight()
+        batch, module = self._on_cpu(drawn[0]), self.user.module
+        losses = []
+        for _ in range(2):
+            with _seeded(0):
+                losses.append(check_loss(self._tried(module, batch, "together")).detach())
+        refuse_own_draws(losses[0], losses[1])
         if digests[0] != digests[2] or len(data) < 2:
             return  # what is drawn anew cannot be compared with itself; the device tries halves
-        mode = self.user.module.training
-        self.user.module.eval()
+        mode = module.training
+        module.eval()
         try:
             with torch.no_grad():
-                parts = [self._alone(number) for number in two]
-                refuse_no_sum(float(self._tried(batch, "together")), (parts[0], parts[1]))
+                self._refuse_no_sum(batch, two)
         finally:
-            self.user.module.train(mode)
+            module.train(mode)
 
-    def _alone(self, sample: int) -> float:
-        arrays = self._nested.apart(self._collated(self.user.train, [sample], 1))
-        return float(self._tried(self._on_cpu(arrays), "alone"))
+    def _refuse_no_weight(self) -> None:
+        """Some samples of the data must count: those that are looked at, until one does."""
+        data = self.user.train
+        count = min(len(data), _LOOKED_AT) if self.user.weight is not None else 0
+        for place in range(count):
+            sample = place * len(data) // count
+            if self._weight(self._collated(data, [sample], 1), 1):
+                return
+        if count:
+            raise DataError(
+                f"expected weight to give a number above 0, got 0 for each of {count} samples: "
+                "nothing would be trained; give the number of samples or tokens that count"
+            )
 
-    def _tried(self, batch: Mapping[str, torch.Tensor], how: str) -> Any:
+    def _refuse_no_sum(self, batch: Mapping[str, torch.Tensor], two: Sequence[int]) -> None:
+        parts = [
+            self._on_cpu(self._nested.apart(self._collated(self.user.train, [number], 1)))
+            for number in two
+        ]
+        module, seen = in_float64(self.user.module), NarrowSeen()  # type: ignore[no-untyped-call]
+        double = module is not self.user.module
         try:
-            return self._loss(self.user.module, batch)
+            with seen:
+                found = self._losses(module, [batch, batch, *parts], float64=double)
+        except Exception:  # noqa: BLE001 -- a model of mixed types; as it is it has been tried
+            double = False
+            found = self._losses(self.user.module, [batch, batch, *parts], float64=False)
+        if found[0] == found[1]:  # else it draws in evaluation, too
+            within = seen.within if double else WITHIN
+            refuse_no_sum(found[0], (found[2], found[3]), within)
+
+    def _losses(
+        self, module: Any, batches: Sequence[Mapping[str, torch.Tensor]], *, float64: bool
+    ) -> list[float]:
+        found = []
+        for number, batch in enumerate(batches):
+            given = {n: t.double() if t.dtype == torch.float32 else t for n, t in batch.items()}
+            with _seeded(number):
+                how = "together" if number < 2 else "alone"
+                found.append(float(self._tried(module, given if float64 else batch, how)))
+        return found
+
+    def _tried(self, module: Any, batch: Mapping[str, torch.Tensor], how: str) -> Any:
+        try:
+            return self._loss(module, batch)
         except Exception as error:
             what = "two samples together" if how == "together" else "one sample alone"
             hint = ": is there a layer across the batch?" if how == "alone" else ""
-            raise DataError(f"the loss of {what} raised {in_words(error)}{hint}") from error
+            raise DataError(f"the loss of {what} raised {raised_words(error)}{hint}") from error
 
     @staticmethod
     def _on_cpu(arrays: Mapping[str, NDArray[Any]]) -> dict[str, torch.Tensor]:

@@ -6,20 +6,28 @@ of each alone, on real ones.
 
 from __future__ import annotations
 
+import copy
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, IterableDataset
 
 from backends.base.trainable_checks import refuse_running_statistics
 from protocol.base.errors import DataError, SamestepError
 from samestep.user_task import UserTask
 
-_WITHIN: Final = 1e-3
-"""Relative difference between a loss and the sum of its parts that is rounding."""
+WITHIN: Final = 1e-3
+"""Relative difference between a loss and the sum of its parts that is rounding, in float32."""
+_WITHIN_IN_PART: Final = 1e-5
+"""Likewise, where weights and batch are float64, and the model computes some in float32."""
+_WITHIN_IN_FLOAT64: Final = 1e-9
+_FLOAT64_ELEMENTS: Final = 1 << 27
+"""Of a model whose copy in float64 is made to try its loss: 1 GiB."""
 
 OPTIMIZERS: Final = {"SGD": "sgd", "AdamW": "adamw", "Adam": "adamw"}
 """torch's classes, and what the same is called here."""
@@ -123,20 +131,82 @@ def check_loss(value: object) -> torch.Tensor:
     return value
 
 
-def refuse_no_sum(whole: float, parts: tuple[float, float]) -> None:
+def check_weight(value: object) -> float:
+    """What a weight gave, if it can be one.
+
+    Raises:
+        DataError: It cannot.
+    """
+    try:
+        weight = float(value)  # type: ignore[arg-type]  # whatever is no number raises
+    except (TypeError, ValueError, RuntimeError):
+        weight = math.nan
+    if not (math.isfinite(weight) and weight >= 0):
+        shown = " ".join(repr(value).split())[:100]
+        raise DataError(
+            f"expected weight to give a finite number, 0 or more, got {shown}: give the number of "
+            "samples or tokens of the batch that count"
+        )
+    return weight
+
+
+def refuse_own_draws(first: torch.Tensor, second: torch.Tensor) -> None:
+    """Refuse a loss that is another one for the same batch and seed.
+
+    Raises:
+        DataError: It is.
+    """
+    if not torch.equal(first.nan_to_num(), second.nan_to_num()):
+        raise DataError(
+            f"the loss of the same samples with the same seed is {float(first):.9g} and then "
+            f"{float(second):.9g}: draw with torch's functions, which are seeded for each "
+            "microbatch, and keep nothing in the model that forward changes"
+        )
+
+
+def in_float64(module: nn.Module) -> nn.Module:
+    """A copy in float64, to compare losses more exactly; the module itself if there can be none."""
+    if sum(parameter.numel() for parameter in module.parameters()) > _FLOAT64_ELEMENTS:
+        return module  # its float32 does not go with a batch in float64: it is tried as it is
+    try:
+        return copy.deepcopy(module).double().eval()
+    except Exception:  # noqa: BLE001 -- a model that cannot be copied can be trained
+        return module
+
+
+class NarrowSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """Sees whether all is computed in float64."""
+
+    within = _WITHIN_IN_FLOAT64
+    """What is rounding in what was seen."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See torch's."""
+        del types
+        given = func(*args, **(kwargs or {}))
+        for each in given if isinstance(given, tuple | list) else (given,):
+            if isinstance(each, torch.Tensor) and each.is_floating_point():
+                self.within = max(
+                    self.within, 0.0 if each.dtype == torch.float64 else _WITHIN_IN_PART
+                )
+        return given
+
+
+def refuse_no_sum(whole: float, parts: tuple[float, float], within: float) -> None:
     """Refuse a loss that does not add up over samples.
 
     Args:
         whole: Of two samples together.
         parts: Of each alone.
+        within: What relative difference is rounding.
 
     Raises:
         DataError: It does not.
     """
-    near = _WITHIN * max(abs(whole), *map(abs, parts), 1e-30)
+    near = within * max(abs(whole), *map(abs, parts), 1e-30)
     if abs(whole - sum(parts)) <= near:
         return
-    shown = f"{whole:.6g} of two samples together, {parts[0]:.6g} and {parts[1]:.6g} of each alone"
+    shown = f"{whole:.9g} of two samples together, {parts[0]:.9g} and {parts[1]:.9g} of each alone"
     if min(parts) - near <= whole <= max(parts) + near:
         raise DataError(
             f'expected a loss summed over samples, got a mean ({shown}): write reduction="sum" or '
@@ -145,7 +215,8 @@ def refuse_no_sum(whole: float, parts: tuple[float, float]) -> None:
     raise DataError(
         f"expected a loss that adds up over samples, got {shown}: a loss across samples "
         "(contrastive, balancing) or one with layers across the batch cannot be divided among "
-        "microbatches; write it per sample"
+        "microbatches, write it per sample; a penalty on weights belongs in the optimizer's "
+        "weight_decay"
     )
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.base.errors import DataError
 from protocol.spec.manifest import Block
 from protocol.spec.run_spec import BaseDtype, Precision
 
@@ -37,6 +38,18 @@ class Batch:
 
     arrays: Mapping[str, NDArray[Any]]
     weight: float
+
+
+class LossRaised(DataError):
+    """The model or its loss raised, which is no fault of the device.
+
+    Attributes:
+        batch: What it was computing.
+    """
+
+    def __init__(self, text: str, batch: Batch) -> None:
+        super().__init__(text)
+        self.batch = batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from backends.base.interface import (
     Captured,
     DeviceInfo,
     Loss,
+    LossRaised,
     Program,
     Sums,
     Trainable,
@@ -37,7 +38,7 @@ from backends.eager import numerics
 from backends.eager.block_order import BlockOrder, unused_parameters
 from backends.eager.inner_steps import EagerInnerSteps
 from backends.eager.narrow_linear import narrow_frozen_base
-from protocol.base.errors import SamestepError
+from protocol.base.errors import NO_MEMORY, SamestepError, in_words, raised_words
 from protocol.spec.run_spec import OptimizerSpec
 
 T = TypeVar("T")
@@ -258,7 +259,7 @@ class EagerProgram(HostSummedProgram):
         self._module.train()
         numerics.seed_everything(seed)
         try:
-            loss = self._loss_of(self._on_device(batch))
+            loss = self._users_loss(batch)
             if loss.dim():
                 raise SamestepError(f"expected a loss that is one sum, got shape {loss.shape}")
             unused: frozenset[str] = frozenset()
@@ -273,6 +274,18 @@ class EagerProgram(HostSummedProgram):
             self._order = None
             for parameter in self._parameters.values():
                 parameter.grad = None
+
+    def _users_loss(self, batch: Batch) -> torch.Tensor:
+        try:
+            return self._loss_of(self._on_device(batch))
+        except (SamestepError, _Abandoned, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if in_words(error) == NO_MEMORY or "CUDA" in str(error):
+                raise  # the device's own
+            raise LossRaised(
+                f"the model or its loss raised {raised_words(error)}", batch
+            ) from error
 
     def _emit(self, put: Callable[[_Item], None], number: int, flat: torch.Tensor) -> None:
         """Hand a block to the receiver; from CUDA it is copied beside the running backward."""

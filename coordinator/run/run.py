@@ -780,7 +780,15 @@ class Run:
         actions = progress.release() + progress.cancel_surplus(round_)
         if isinstance(fault, Differing):
             return actions + self.halt(f"step {self.step}: {fault}")
-        return actions + (self._halt_for(fault) if fault else self._on(Event.ADVANCE))
+        if isinstance(fault, NonFinite):
+            return actions + self._halt_for(fault)
+        if round_.weightless:
+            return actions + self.halt(
+                f"step {self.step}: expected samples or tokens that count, got a step whose weight "
+                "is 0, which trains nothing: look at the labels, or at weight=, or make the batch "
+                "larger"
+            )
+        return actions + self._on(Event.ADVANCE)
 
     def _non_finite(self, member: Member, message: NonFiniteNode, body: None) -> list[Action]:
         del body

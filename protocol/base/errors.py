@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import re
 from enum import IntEnum
+from pathlib import PurePath
 from typing import Final
 
 from protocol.base.byte_size import byte_size
@@ -49,6 +50,11 @@ class ExitCode(IntEnum):
     MISMATCH = 78
     INTERRUPTED = 130
 
+
+_ROOT: Final = PurePath(__file__).parents[2]
+_ROOMS: Final = frozenset({"backends", "coordinator", "protocol", "samestep", "worker"})
+_LIBRARIES: Final = frozenset({"site-packages", "dist-packages", PurePath(re.__file__).parts[-3]})
+"""Folders of installed packages, and the standard library's."""
 
 NO_MEMORY: Final = "it takes more main memory than can be had"
 
@@ -316,6 +322,23 @@ def in_words(error: Exception) -> str:
     if isinstance(error, ValueError | OSError | ImportError) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def raised_words(error: BaseException) -> str:
+    """Its kind and text, and where in code of the user's, as a part of a line: ` in x.py, line 9`.
+
+    That is the innermost frame that is neither ours nor of an installed package.
+    """
+    text = " ".join(str(error).split())[:300]
+    kind = type(error).__name__
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        path = PurePath(trace.tb_frame.f_code.co_filename)
+        ours = path.is_relative_to(_ROOT) and path.relative_to(_ROOT).parts[0] in _ROOMS
+        if not (ours or _LIBRARIES & set(path.parts) or path.name.startswith("<")):
+            found = f" in {path.name}, line {trace.tb_lineno}"
+        trace = trace.tb_next
+    return (f"{kind}: {text}" if text else kind) + found
 
 
 def text_of(error: BaseException) -> str:

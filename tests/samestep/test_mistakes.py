@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import samestep
+from protocol.spec.run_spec import parse_run_spec
+from samestep.fitted import FittedTask
 
 X = torch.linspace(-1, 1, 8)[:, None]
 DATA = TensorDataset(X, 2 * X)
@@ -59,6 +62,21 @@ class Frozen(nn.Linear):
         self.requires_grad_(False)
 
 
+def with_penalty(module, batch):
+    return squares(module, batch) + 1e-4 * sum((p**2).sum() for p in module.parameters())
+
+
+class Own(nn.Linear):
+    """Draws from a generator of its own, or counts."""
+
+    def __init__(self, drawn):
+        super().__init__(1, 1)
+        self.drawn = drawn
+
+    def forward(self, x):
+        return super().forward(x + self.drawn()) if self.training else super().forward(x)
+
+
 BATCH_NORM = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
 ACROSS = nn.Sequential(
     nn.Linear(1, 2), nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 1)
@@ -74,6 +92,15 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
         (loss_of(lambda e: e.sum().item()), {}, r"got float: leave out \.item\(\)"),
         (loss_of(lambda e: e.detach().sum()), {}, r"no trainable tensor: leave out detach\(\)"),
         (task(loss=contrastive), {}, "a loss across samples"),
+        (task(loss=with_penalty), {}, "adds up.*belongs in the optimizer's weight_decay"),
+        (task(module=Own(np.random.default_rng(0).random)), {}, "same seed.*torch's functions"),
+        (task(module=Own(itertools.count().__next__)), {}, "keep nothing in the model"),
+        (task(weight=lambda _: 0), {}, "weight.* above 0, got 0 for each of 8 samples"),
+        (task(weight=lambda _: torch.tensor(0.0)), {}, "weight.* above 0, got 0 for each"),
+        (task(weight=lambda _: -1), {}, "expected weight to give a finite number.*got -1"),
+        (task(weight=lambda _: float("nan")), {}, "expected weight to give a finite.*got nan"),
+        (task(weight=lambda _: "many"), {}, "expected weight to give a finite.*got 'many'"),
+        (task(weight=lambda b: b[9]), {}, r"weight raised IndexError.*in test_mistakes.py, line"),
         (task(loss=None), {}, "got none: write loss=lambda module, batch"),
         (task(module=BATCH_NORM), {}, "running statistics.*use LayerNorm or GroupNorm"),
         (task(module=ACROSS), {}, "one sample alone raised.*is there a layer across the batch"),
@@ -114,3 +141,82 @@ def test_a_model_across_devices_or_a_broken_sample_names_its_place():
     broken = [X[0], X[1, :0]]
     with pytest.raises(samestep.SamestepError, match="samples 0, 1 make no batch"):
         samestep.fit(task(train=broken), steps=1, batch=4, microbatch=1)
+
+
+class Late(list[list[torch.Tensor]]):
+    """Samples of which the last ones are of another kind, which nothing tries before."""
+
+    def __getitem__(self, number):
+        return [torch.full((1,), float(number)), torch.full((1,), 1.0)]
+
+
+def late_loss():
+    calls = itertools.count()
+
+    def loss(module, batch):
+        if next(calls) > 40:  # of 60 microbatches, and those that are tried before
+            raise ValueError("boom")
+        return squares(module, batch)
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"weight": lambda b: -1 if (b[0] > 5).any() else 1}, "expected weight to give .* got -1"),
+        ({"loss": late_loss()}, r"ValueError: boom in test_mistakes.py, line \d+, samples \d$"),
+    ],
+)
+def test_what_goes_wrong_on_the_way_is_told_by_what_it_is(other, told, tmp_path):
+    given = {"steps": 20, "batch": 3, "microbatch": 1, "device": "cpu", "directory": tmp_path / "r"}
+    with pytest.raises(samestep.SamestepError, match=told) as raised:
+        samestep.fit(task(train=Late([[X]] * 8), **other), **given)
+    assert "\n" not in str(raised.value)
+    assert "the device failed" not in str(raised.value)
+
+
+class Drawing(nn.Linear):
+    """A layer that draws from torch's generator whether it trains or not."""
+
+    def forward(self, x):
+        return super().forward(x + torch.randn_like(x))
+
+
+TIED = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+TIED[2].weight = TIED[0].weight
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 8, batch_first=True)
+
+    def forward(self, x):
+        return self.lstm(x[:, None].expand(-1, 6, -1))[0].mean((1, 2))
+
+
+CONVOLUTION = nn.Sequential(
+    nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 8, 2, padding=1), nn.GroupNorm(4, 8),
+    nn.Dropout(0.5), nn.Flatten(), nn.Linear(72, 4),
+)  # fmt: skip
+
+
+class MixedTypes(nn.Linear):
+    """Cannot be computed in float64, and so is tried in float32."""
+
+    def forward(self, x):
+        return super().forward(x) @ torch.eye(4)
+
+
+@pytest.mark.parametrize(
+    "module", [Drawing(4, 4), TIED, Recurrent(), CONVOLUTION, MixedTypes(4, 4)]
+)
+def test_what_adds_up_is_not_refused(module):
+    data = TensorDataset(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))
+    spec = parse_run_spec({
+        "task": "samestep.script:FitTask", "steps": 1, "batch": {"samples": 4, "microbatch": 2},
+        "optimizer": {"name": "sgd", "lr": 0.1},
+    })  # fmt: skip
+    user = samestep.Task(module=module, train=data, loss=lambda m, b: (m(b[0]) ** 2).sum())
+    assert FittedTask(user, spec, {}).manifest.train_samples == 8

@@ -19,6 +19,7 @@ from backends.base.interface import Array
 from protocol.base import limits
 from protocol.base.errors import (
     BackendUnavailable,
+    DataError,
     DeviceError,
     ExitCode,
     OutOfPlace,
@@ -375,7 +376,7 @@ class WorkerSession:
 
     def _device_failed(self, event: events.DeviceFailed) -> list[Action]:
         words = " ".join(str(event.error).split())
-        if isinstance(event.error, BackendUnavailable | DeviceError):
+        if isinstance(event.error, BackendUnavailable | DeviceError | DataError):
             return self._fail(words, event.error.exit_code)
         return self._fail(f"the device failed: {words}", ExitCode.FAILED)
 

@@ -19,7 +19,9 @@ from backends.base.interface import (
     Batch,
     BlockGradient,
     Loss,
+    LossRaised,
     NodeGradients,
+    NodeItem,
     Program,
 )
 from backends.base.node_stream import rounded_by_microbatch
@@ -89,6 +91,21 @@ def _batch(task: Task, samples: Sequence[int], seed: int) -> Batch:
     if isinstance(task, DrawsBatches):
         return task.drawn_batch(samples, seed)
     return task.batch(samples)
+
+
+def _naming_samples(
+    stream: NodeGradients, batches: Sequence[Batch], samples: Sequence[Sequence[int]]
+) -> Iterator[NodeItem]:
+    """The stream; if the loss of one of the batches raised, the error says of which samples.
+
+    Raises:
+        DataError: Likewise.
+    """
+    try:
+        yield from stream
+    except LossRaised as error:
+        of = next(s for s, batch in zip(samples, batches, strict=True) if batch is error.batch)
+        raise DataError(f"{error}, samples {', '.join(map(str, of))}") from error
 
 
 class _Unfit(Exception):
@@ -358,7 +375,7 @@ class Engine:
             if job.spec.exchange.precision == "bfloat16"
             else job.program.gradients(leaves)
         )
-        for item in stream:
+        for item in _naming_samples(stream, batches, [samples[leaf] for leaf in range(*node)]):
             yield  # the device has computed
             if self._is_cancelled(generation, place, node):
                 stream.close()
