@@ -44,6 +44,7 @@ def line(**more):
 
 
 def test_gives_the_trained_module_and_what_became_of_the_run(capsys):
+    deterministic = torch.get_deterministic_debug_mode()
     task = line(
         held_out=TensorDataset(X[:10], 2 * X[:10]),
         metrics={"near": lambda module, batch: ((module(batch[0]) - batch[1]).abs() < 9).sum()},
@@ -60,7 +61,7 @@ def test_gives_the_trained_module_and_what_became_of_the_run(capsys):
     assert result.directory is not None
     assert (result.directory / "result.json").is_file()
     assert "training starts" in capsys.readouterr().out
-    assert torch.get_deterministic_debug_mode() == 0
+    assert torch.get_deterministic_debug_mode() == deterministic
 
 
 def test_an_interrupt_drains_and_the_run_goes_on_with_the_same_bits():

@@ -69,7 +69,7 @@ async def says(live: LiveService, data: bytes) -> messages.Goodbye | None:
         (frame(EXAMPLES[messages.StepApplied]), "StepApplied is not expected", 1),
         (frames.encode_head(99, b"\x80", None), "got tag 99", 1),
         (frames.encode_head(1, b"\x90", None), "Hello", 1),
-        (frame(EXAMPLES[messages.Hello])[:-1] + b"X", "checksum", 1),
+        (frame(EXAMPLES[messages.Hello])[:-1] + b"\x02", "checksum", 1),
     ],
     ids=[
         "http", "zeros", "tls", "large header", "body", "heartbeat", "proof", "applied", "tag",

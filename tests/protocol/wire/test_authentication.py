@@ -38,8 +38,8 @@ def test_each_side_accepts_the_other():
 
 def test_a_proof_has_these_bits():
     """Another implementation must come to the same; a change is one of the protocol's version."""
-    assert PROTOCOL_VERSION == 4
-    assert EXCHANGE.prove("worker", KEY).hex().startswith("d3b0997e00bec669")
+    assert PROTOCOL_VERSION == 5
+    assert EXCHANGE.prove("worker", KEY).hex().startswith("904e590941cb2082")
 
 
 OTHERS = {
