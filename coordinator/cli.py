@@ -121,6 +121,7 @@ Model = Annotated[
 Data = Annotated[str | None, typer.Option(metavar="FILE", help="Short for --set data.train=...")]
 NumClasses = Annotated[int | None, typer.Option(min=2, help="Short for --set data.num_classes=...")]
 Steps = Annotated[int | None, typer.Option(min=1, help="Short for --set steps=...")]
+Epochs = Annotated[int | None, typer.Option(min=1, help="Short for --set epochs=...")]
 LocalWorkers = Annotated[
     int, typer.Option(min=0, help="Also start so many workers on this machine.")
 ]
@@ -168,6 +169,7 @@ def serve(
     data: Data = None,
     num_classes: NumClasses = None,
     steps: Steps = None,
+    epochs: Epochs = None,
     overrides: Overrides = [],  # noqa: B006 -- typer copies it
     local_workers: LocalWorkers = 0,
     backend: Backend = "auto",
@@ -189,7 +191,7 @@ def serve(
     local_backend, local_devices = _local_devices(backend, gpus, local_workers)
     from coordinator.short_forms import ShortForms, run_spec_from
 
-    spec = run_spec_from(run, ShortForms(task, model, data, num_classes, steps), overrides)
+    spec = run_spec_from(run, ShortForms(task, model, data, num_classes, steps, epochs), overrides)
     from coordinator.main import CoordinatorOptions, main
 
     options = CoordinatorOptions(

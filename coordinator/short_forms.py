@@ -25,6 +25,7 @@ class ShortForms:
     data: str | None = None
     num_classes: int | None = None
     steps: int | None = None
+    epochs: int | None = None
 
     def overrides(self) -> list[str]:
         """The options as `--set` would have them."""
@@ -34,8 +35,13 @@ class ShortForms:
             "data.train": self.data,
             "data.num_classes": self.num_classes,
             "steps": self.steps,
+            "epochs": self.epochs,
         }
-        return [f"{key}={_yaml(value)}" for key, value in keys.items() if value is not None]
+        told = [f"{key}={_yaml(value)}" for key, value in keys.items() if value is not None]
+        # One of them takes the place of the other in a file.
+        if self.steps is not None and self.epochs is None:
+            told.append("epochs=null")
+        return [*told, "steps=null"] if self.epochs is not None and self.steps is None else told
 
 
 def run_spec_from(run: Path | None, short: ShortForms, overrides: list[str]) -> RunSpec | None:
@@ -56,7 +62,9 @@ def run_spec_from(run: Path | None, short: ShortForms, overrides: list[str]) -> 
         if every:
             raise UsageError("expected --run RUN.yaml or --task beside the options of a run")
         return None
-    document: dict[str, object] = {"name": _name_of(short.task), "steps": DEFAULT_STEPS}
+    document: dict[str, object] = {"name": _name_of(short.task)}
+    if not any(each.startswith(("steps=", "epochs=")) for each in every):
+        document["steps"] = DEFAULT_STEPS
     return parse_run_spec(document, every, origin="the command line")
 
 

@@ -126,6 +126,15 @@ def _page(title: str, sections: Iterable[str]) -> str:
     )
 
 
+def _epochs(history: History) -> list[tuple[str, object]]:
+    """How far it came, where the run spec speaks of epochs."""
+    if history.run is None or history.manifest is None or not history.run.spec.get("epochs"):
+        return []
+    samples = history.run.spec["batch"]["samples"]
+    passes = len(history.commits) / -(-history.manifest.train_samples // samples)
+    return [("epochs of them", f"{passes:.3g} of {history.run.spec['epochs']}")]
+
+
 def _summary(verified: Verified, history: History) -> str:
     entries = verified.entries
     end = history.end[1] if history.end is not None else None
@@ -133,6 +142,7 @@ def _summary(verified: Verified, history: History) -> str:
     rows: list[tuple[str, object]] = [
         ("outcome", f"{end.outcome}: {end.reason}" if end else "not ended"),
         ("steps committed", len(history.commits)),
+        *_epochs(history),
         ("of them skipped", sum(commit.skipped for _, commit in history.commits)),
         ("last loss", f"{losses[-1]:.6g}" if losses else "-"),
         ("taken up again after a stop", history.resumed),

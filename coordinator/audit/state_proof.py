@@ -147,7 +147,8 @@ class StateProof:
         updates = logged.record.optimizer_step
         if logged.record.norm not in {None, norm}:
             yield f"the commit has norm {logged.record.norm}, the averaged gradients {norm}"
-        if commit.scalars != step_scalars(spec.update, updates, commit.step, spec.steps, norm):
+        steps = spec.steps_with(self._manifest.train_samples)
+        if commit.scalars != step_scalars(spec.update, updates, commit.step, steps, norm):
             yield "the scalars of the update do not follow from run spec and gradients"
 
     def _compare_lengths(self, index: LogIndex, saved: int) -> None:

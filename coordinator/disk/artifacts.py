@@ -6,7 +6,7 @@ Everything is written under a temporary name, synced and renamed: a reader never
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from coordinator.disk.durable_file import NewFile, replace_file
 from coordinator.disk.safetensors_file import safetensors_pieces
 from protocol.base.errors import DataError
 from protocol.exact.replica import Replica
+from protocol.exact.update import Array
 from protocol.spec.manifest import ADAPTER_CONFIG, Manifest
 from protocol.spec.sources import model_source
 
@@ -30,12 +31,12 @@ def write_model(directory: Path, manifest: Manifest, replica: Replica) -> dict[s
         BLAKE3 of each file, by its path below `directory`.
     """
     with ExitStack() as stack:
-        files = begin_model(stack, directory, manifest, replica)
+        files = begin_model(stack, directory, manifest, replica.trained_tensors())
         return {name: file.confirm() for name, file in files.items()}
 
 
 def begin_model(
-    stack: ExitStack, directory: Path, manifest: Manifest, replica: Replica
+    stack: ExitStack, directory: Path, manifest: Manifest, named: Mapping[str, Array]
 ) -> dict[str, NewFile]:
     """Write the files of `write_model`, not durable yet: the replica may change from then on.
 
@@ -43,7 +44,7 @@ def begin_model(
         stack: Closes them.
         directory: As for `write_model`.
         manifest: As there.
-        replica: As there.
+        named: The tensors.
 
     Returns:
         Each by its path below `directory`, to be confirmed in this order.
@@ -51,7 +52,7 @@ def begin_model(
     export = manifest.export
     target = directory / export.directory
     target.mkdir(parents=True, exist_ok=True)
-    tensors = {export.names.get(name, name): values for name, values in replica.tensors().items()}
+    tensors = {export.names.get(name, name): values for name, values in named.items()}
     contents: dict[str, bytes | Iterator[memoryview]] = {
         export.weights_file: safetensors_pieces(tensors, {"format": "pt"})
     }

@@ -257,7 +257,8 @@ def _progress(execution: Execution, now_s: float, *, shares: bool = True) -> str
     pace = pace_of(execution, now_s)
     loss = run.losses[-1] if run.losses else None
     told = "loss -" if loss is None else f"loss {loss:.6g}" if math.isfinite(loss) else "skipped"
-    line = f"step {run.step}/{run.steps}  {told}  {pace or ''}".rstrip()
+    epochs = f" ({run.epochs})" if run.epochs else ""
+    line = f"step {run.step}/{run.steps}{epochs}  {told}  {pace or ''}".rstrip()
     division = run.progress.division if run.progress is not None else None
     if not shares or not division:
         return line
@@ -282,7 +283,8 @@ def print_outcome(execution: Execution, console: Console, again: str) -> None:
     run = execution.run
     exact = "exact: every worker has the same numeric signature"
     mixed = "mixed: workers of unlike signatures; replicas are equal, other runs may differ"
-    pace = f"{run.step} of {run.steps} steps in {execution.result.get('wall_s', 0)} s"
+    epochs = f" ({run.epochs})" if run.epochs else ""
+    pace = f"{run.step} of {run.steps} steps{epochs} in {execution.result.get('wall_s', 0)} s"
     if run.step == 0:
         console.print(Text(f"{outcome.outcome}: {outcome.reason}"))
         return

@@ -115,6 +115,7 @@ class RunHistory:
         self._errors: dict[str, dict[str, Any]] = {}
         self._began = self._run_id = ""
         self._steps: int | None = None
+        self._epochs: int | None = None
         self._samples: int | None = None
         self._last = ""
         self._last_commit: datetime | None = None
@@ -134,6 +135,7 @@ class RunHistory:
         return {
             "run_id": self._run_id,
             "steps": self._steps,
+            "epochs": self._epochs,
             "samples": self._samples,
             "last": self._last,
             "began": self._began,
@@ -183,6 +185,9 @@ class RunHistory:
                 self._began, self._run_id = time, record["run_id"]
                 self._steps = known_steps(record["spec"].get("steps"))
                 self._samples = record["spec"].get("batch", {}).get("samples")
+                self._epochs = record["spec"].get("epochs")
+            case "manifest" if self._epochs and self._samples:
+                self._steps = self._epochs * -(-record["train_samples"] // self._samples)
             case "resumed":
                 self._resumed(time, record)
             case "end":

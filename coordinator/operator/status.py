@@ -81,6 +81,7 @@ def _run_part(execution: Execution) -> dict[str, Any]:
         "reason": ended.reason if ended is not None else run.reason,
         "step": run.step,
         "steps": run.known_steps,
+        "epochs": run.epochs,
         "attempt": run.progress.attempt if run.progress is not None else 0,
         "loss": loss if loss is not None and math.isfinite(loss) else None,
         "weights_digest": execution.applied.weights_digest if execution.applied else None,

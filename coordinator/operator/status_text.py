@@ -22,7 +22,8 @@ def summary(document: dict[str, Any]) -> str:
 def _step(document: dict[str, Any]) -> str:
     """How far it is, and of how many if that is known yet."""
     of = "" if document["steps"] is None else f" of {document['steps']}"
-    return f"{document['step']}{of}"
+    epochs = f" ({document['epochs']})" if document.get("epochs") else ""
+    return f"{document['step']}{of}{epochs}"
 
 
 def _present(document: dict[str, Any]) -> int:

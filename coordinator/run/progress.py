@@ -170,10 +170,8 @@ class Progress:
 
     @property
     def steps(self) -> int:
-        """How many there are to be: a capture takes each sample once at most."""
-        if self._manifest.capture is None or not isinstance(self._order, SampleOrder):
-            return self._spec.steps
-        return min(self._spec.steps, self._order.steps_per_epoch)
+        """How many there are to be."""
+        return self._spec.steps_with(self._manifest.train_samples)
 
     def microbatches(self, step: int) -> int:
         """How many microbatches a step has."""

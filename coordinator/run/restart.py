@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field
 
+from coordinator.run.stopping import Figures
 from protocol.base.fields import Digest, Number, Small
 from protocol.spec.manifest import Manifest
 from protocol.wire.messages import Commit
@@ -79,6 +80,7 @@ class Resumption:
         redone: Steps that were committed before and are done again, with the digest of their
             averages; None for one that was skipped, and is to be skipped again.
         terms: What workers were admitted by; None if none had computed.
+        figures: Of the evaluations so far, if the run may stop by them.
     """
 
     manifest: Manifest
@@ -89,3 +91,4 @@ class Resumption:
     saved: int
     redone: Mapping[int, str | None]
     terms: Terms | None
+    figures: Figures = field(default_factory=dict)

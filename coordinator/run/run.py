@@ -58,6 +58,7 @@ from coordinator.run.restart import Resumption
 from coordinator.run.round import NonFinite
 from coordinator.run.saves import Saves
 from coordinator.run.sliced import WrongAverage
+from coordinator.run.stopping import Stopping
 from coordinator.run.summary import Summary
 from protocol.base.byte_size import byte_size
 from protocol.base.errors import ExitCode, OutOfPlace
@@ -282,6 +283,8 @@ class Run:
         self.evaluators = Evaluators(self.members)
         self.metrics: dict[str, float] = {}
         self.saves = Saves(spec.checkpoint)
+        self._stopping = Stopping(spec.stop, resumption.figures if resumption is not None else {})
+        self._stopped = ""
         self.blobs: str | None = None
         self.unfit: dict[str, str] = {}
         self.outcome: Outcome | None = None
@@ -343,6 +346,13 @@ class Run:
     def known_steps(self) -> int | None:
         """The same; None as long as nobody can say."""
         return self.steps if self.settled is not None else self.spec.known_steps
+
+    @property
+    def epochs(self) -> str:
+        """How far it is, where the run spec speaks of epochs and they are known; else empty."""
+        if self.settled is None:
+            return ""
+        return self.spec.epochs_after(self.step, self.settled.manifest.train_samples)
 
     @property
     def losses(self) -> list[float]:
@@ -558,10 +568,22 @@ class Run:
         if self.settled is None:
             self._settle(manifest)
             actions += [Adopt(manifest), Report(ManifestAgreed(manifest)), *self._planned()]
+            if missing := self._figure_missing(manifest):
+                return actions + self._finish("failed", missing, ExitCode.USAGE)
         actions += self._check_ready(member, manifest, message)
         if member.name not in self.members:
             return actions
         return actions + self._agreed.admission.request_state() + self._start_if_enough()
+
+    def _figure_missing(self, manifest: Manifest) -> str:
+        """Why the run can never stop by its figure; empty if it can."""
+        names = [metric.name for metric in manifest.metrics]
+        if self.spec.stop is None or self.spec.stop.figure in names:
+            return ""
+        there = f"it measures {', '.join(names)}" if names else "it measures nothing"
+        return (
+            f"stop.figure: expected a figure of this task, got {self.spec.stop.figure!r}; {there}"
+        )
 
     def _planned(self) -> list[Action]:
         """What a capture is going to be."""
@@ -934,8 +956,10 @@ class Run:
         due = due or (self.evaluators.owed and not able)
         beside: list[Action] = []
         if self._agreed.manifest.evaluation_parts and due:
-            # At the end nobody has anything else to do, and a figure must not be missing.
-            if progress.all_committed or not able:
+            # At the end nobody has anything else to do, and a figure must not be missing; and
+            # whether there is a next step may depend on it.
+            waits = progress.all_committed or self.spec.stop is not None
+            if waits or not able:
                 return self._begin_evaluation()
             beside = self._evaluate_beside()
         if progress.all_committed or self._drain_asked:
@@ -1082,9 +1106,11 @@ class Run:
         digest = progress.agreement.digest(self.step)
         told = self._measured(self._evaluating, digest)
         self.evaluation, self._evaluated_step = None, self.step
+        self._stopped = self._stopping.measured(self.step, self.metrics)
+        if self._stopping.is_best(self.step):
+            told += self.saves.save(self.step)
         self._enter(RunPhase.TRAINING)
-        ends = progress.all_committed or self._drain_asked
-        return told + (self._end_if_done() if ends else self._begin_step())
+        return told + (self._end_if_done() if self._ends else self._begin_step())
 
     def _measured(self, evaluation: Evaluation, state_digest: str | None) -> list[Action]:
         """Figures carry the step that they are of; those of an older one replace no newer ones."""
@@ -1197,18 +1223,24 @@ class Run:
         self.saves.done(step)
         return self._on(Event.ADVANCE)
 
+    @property
+    def _ends(self) -> bool:
+        """Whether no other step is to come."""
+        return self._agreed.progress.all_committed or self._drain_asked or bool(self._stopped)
+
     def _end_if_done(self) -> list[Action]:
         """Everyone agrees, and no step is in progress: end when no other is to come."""
         progress = self._agreed.progress
-        if progress.persisting or not (progress.all_committed or self._drain_asked):
+        if progress.persisting or not self._ends:
             return []
         if progress.agreement.catching_up or self.saves.saved != progress.step:
             return self.saves.save(progress.step)
         evaluated = (
             self._evaluated_step == progress.step or not self._agreed.manifest.evaluation_parts
         )
-        if progress.all_committed and evaluated:
-            return self._finish("finished", "all steps are committed", ExitCode.OK)
+        if (progress.all_committed or self._stopped) and evaluated:
+            reason = self._stopped or "all steps are committed"
+            return self._finish("finished", reason, ExitCode.OK)
         before = ", before their evaluation" if progress.all_committed else ""
         reason = f"drained after {progress.step} steps{before}"
         return self._finish("drained", reason, ExitCode.OK)

@@ -16,7 +16,7 @@ from coordinator.run.restart import Resumption, Terms
 from coordinator.service.chronicle import committed, settled
 from coordinator.storage.checkpoint import checkpoint_steps
 from coordinator.storage.copies import check_place
-from coordinator.storage.journal import JournalEnd, read_end, was_given_up
+from coordinator.storage.journal import JournalEnd, evaluations, read_end, was_given_up
 from coordinator.storage.journal_records import Checkpointed, Record, Resumed, RunBegins
 from coordinator.storage.kept_files import check_files
 from coordinator.storage.recovery import Recovery, leave_behind, recover
@@ -129,7 +129,10 @@ def find_run(
     if gone_back:
         # What was committed from there on is void, also where the steps could be compared.
         recovery = replace(recovery, redo=(), notes=(*recovery.notes, *gone_back))
-    resumption = _resumption(recovery, terms)
+    figures: dict[int, dict[str, float]] = {}
+    if stored.spec.stop is not None:
+        figures = evaluations(directory.journal, recovery.step)
+    resumption = replace(_resumption(recovery, terms), figures=figures)
     if not gone_back:
         _check_whole(directory, recovery)
     leave_behind(directory, recovery)

@@ -13,7 +13,9 @@ from coordinator.run.run import Run
 from coordinator.service.model_card import write_card
 from coordinator.storage.journal_records import Ended
 from coordinator.storage.run_storage import RunStorage
+from coordinator.storage.saved_state import load_replica
 from protocol.exact.replica import Replica
+from protocol.spec.manifest import BEST
 
 
 async def write_result(
@@ -42,6 +44,7 @@ async def write_result(
         exported = await storage.end_capture(whole=end.outcome == "finished")
     else:
         exported = await asyncio.to_thread(write_model, path, run.manifest, replica)
+        exported |= await _write_best(run, storage)
     model = path / run.manifest.export.directory
     digests = await asyncio.to_thread(replica.digests)
     document: dict[str, object] = {
@@ -67,3 +70,22 @@ async def write_result(
         await asyncio.to_thread(write_card, *told)
     await asyncio.to_thread(write_json, storage.directory.result_file, document)
     return model, document
+
+
+async def _write_best(run: Run, storage: RunStorage) -> dict[str, str]:
+    """The state with the best held-out figure, where the run spec says which figure.
+
+    Returns:
+        BLAKE3 of each file, by its path below the run's directory.
+    """
+    checkpoint = await storage.best()
+    if checkpoint is None or run.manifest is None:
+        return {}
+    export = run.manifest.export.model_copy(update={"directory": BEST})
+    manifest = run.manifest.model_copy(update={"export": export})
+
+    def work() -> dict[str, str]:
+        replica = load_replica(checkpoint, manifest, run.spec.update)
+        return write_model(storage.directory.path, manifest, replica)
+
+    return await asyncio.to_thread(work)

@@ -327,7 +327,7 @@ def _write_files(
         for tensor, place in manifest.blocks[part.block].slices()
     }
     with ExitStack() as stack:
-        new = begin_model(stack, path, manifest, replica)
+        new = begin_model(stack, path, manifest, replica.tensors())
         new[STATE_FILE] = stack.enter_context(NewFile(path / STATE_FILE))
         new[STATE_FILE].write(safetensors_pieces(moments, {"step": str(replica.step)}))
         state_read()

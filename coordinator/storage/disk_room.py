@@ -54,9 +54,7 @@ class Needed:
     def of(cls, spec: RunSpec, manifest: Manifest) -> Needed:
         """From the run spec and the count of parameters."""
         saving, parameter_bytes = spec.checkpoint, manifest.elements * 4
-        steps = spec.steps
-        if manifest.capture is not None:
-            steps = min(steps, -(-manifest.train_samples // spec.batch.samples))
+        steps = spec.steps_with(manifest.train_samples)
         every = min(saving.every or steps, steps)
         # One is written before another goes; the best by its figure and the first may stay too.
         states = 1 + saving.keep_last + (saving.metric is not None) + saving.keep_log
@@ -123,6 +121,6 @@ def _remedy(needed: Needed, spec: RunSpec, free_bytes: int) -> str:
     fits = left // needed.step_bytes
     if fits and not spec.checkpoint.keep_log:
         return f"{more}, or set checkpoint.every={fits} (--set)"
-    if spec.checkpoint.keep_log and fits >= (spec.checkpoint.every or spec.steps):
+    if spec.checkpoint.keep_log and fits >= (spec.checkpoint.every or needed.steps):
         return f"{more}, or set checkpoint.keep_log=false (--set)"
     return f"{more}, or set log=checkpoint (--set), which keeps no gradients"

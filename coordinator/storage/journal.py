@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -36,7 +37,14 @@ from pydantic import ValidationError
 from coordinator.disk.append_file import AppendFile
 from coordinator.disk.canonical_json import canonical_json
 from coordinator.disk.durable_file import storing, sync_directory, write_again
-from coordinator.storage.journal_records import Committed, Record, kind_of, read_record
+from coordinator.storage.journal_records import (
+    Committed,
+    Evaluated,
+    Record,
+    Resumed,
+    kind_of,
+    read_record,
+)
 from protocol.base.errors import StorageDamaged
 
 T = TypeVar("T", bound=Record)
@@ -416,6 +424,25 @@ def was_given_up(path: Path) -> bool:
         if record.get("command") == "give_up":
             return True
     return False
+
+
+def evaluations(path: Path, up_to: int) -> dict[int, dict[str, float]]:
+    """Figures on held-out data by step, of those steps that still count and are not after `up_to`.
+
+    What is no record is passed over: the audit names it.
+    """
+    found: dict[int, dict[str, float]] = {}
+    with storing("read", path), path.open("rb") as file:
+        for line in file:
+            if b'"evaluation"' not in line and b'"resumed"' not in line:
+                continue
+            match _sound_record(line):
+                case Evaluated() as record:
+                    figures = record.metrics.items()
+                    found[record.step] = {k: math.nan if v is None else v for k, v in figures}
+                case Resumed() as record:
+                    found = {step: each for step, each in found.items() if step <= record.step}
+    return {step: each for step, each in found.items() if step <= up_to}
 
 
 def _records_backwards(path: Path) -> Iterator[dict[str, Any]]:

@@ -49,6 +49,12 @@ def best_steps(root: Path, retention: CheckpointSpec, steps: Iterable[int]) -> s
     return unknown if best is None else unknown | {best}
 
 
+def best_step(root: Path, retention: CheckpointSpec) -> int | None:
+    """The checkpoint with the best figure; None if there are no figures, or some cannot be read."""
+    best = best_steps(root, retention, checkpoint_steps(root))
+    return best.pop() if len(best) == 1 else None
+
+
 def prune(
     root: Path,
     run_id: str,

@@ -25,6 +25,7 @@ from coordinator.run.restart import CommitRecord, Terms
 from coordinator.storage.checkpoint import (
     Checkpoint,
     checkpoint_steps,
+    find_checkpoint,
     write_checkpoint,
     write_metrics,
 )
@@ -37,7 +38,7 @@ from coordinator.storage.log_index import LoggedStep, LogIndex, read_chunks
 from coordinator.storage.log_records import Array, ChunkPlace
 from coordinator.storage.own_files import NOTHING_YET
 from coordinator.storage.replica_states import ReplicaStates
-from coordinator.storage.retention import prune
+from coordinator.storage.retention import best_step, prune
 from coordinator.storage.run_directory import RunDirectory, terms_bytes
 from coordinator.storage.saved_state import Piece, SavedState
 from protocol.base import limits
@@ -378,6 +379,21 @@ class RunStorage:
         if good is not None and not self._spec.checkpoint.keep_log:
             await self._do("log", lambda: self._cut(good))
         return checkpoint
+
+    async def best(self) -> Checkpoint | None:
+        """The checkpoint with the best held-out figure, if the run spec says which figure.
+
+        Raises:
+            StorageDamaged: It is not what was written.
+            StorageFailed: It cannot be read.
+        """
+        manifest, root = self._begun.manifest, self.directory.checkpoints
+
+        def work() -> Checkpoint | None:
+            step = best_step(root, self._spec.checkpoint)
+            return None if step is None else find_checkpoint(root, step, self._run_id, manifest)
+
+        return await self._do("checkpoint", work)
 
     @asynccontextmanager
     async def holding_newest(self) -> AsyncIterator[int]:

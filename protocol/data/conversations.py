@@ -8,13 +8,17 @@ and assistant in turn, the assistant last.
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from blake3 import blake3
+
 from protocol.base.errors import DataError
 from protocol.data.delimited import column_names, read_table
+from protocol.data.disk_texts import DiskTexts
 from protocol.data.logits_file import pyarrow_modules
 from protocol.data.text_file import check_columns, json_records, shown
 from protocol.spec import sources
@@ -25,6 +29,7 @@ _NEED_NOT_BE: Final = ("input",)
 _PARQUET: Final = ".parquet"
 _TABLES: Final = (".csv", ".tsv")
 _ROWS_AT_ONCE: Final = 1_024
+_DIGEST_BYTES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +55,27 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """All different, in the order of the file."""
+    """All different, in the order of the file, and on disk: they may be larger than memory.
 
-    found: tuple[Conversation, ...]
+    Attributes:
+        documents: `Conversation.document` of each.
+        rows: Where each stands in the file.
+        where: In which file, and what a row of it is called.
+        duplicates: How many came again.
+    """
+
+    documents: DiskTexts
+    rows: array[int]
+    where: str
     duplicates: int
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, number: int) -> Conversation:
+        said = json.loads(self.documents[number])
+        messages = tuple(ChatMessage(role, content) for role, content in said)
+        return Conversation(messages, f"{self.where} {self.rows[number]}")
 
 
 def read_conversations(spec: DataSpec) -> Conversations:
@@ -64,15 +86,21 @@ def read_conversations(spec: DataSpec) -> Conversations:
             conversation that a model can learn from.
     """
     path = sources.text_source(spec.train)
-    rows = 0
-    seen: dict[str, Conversation] = {}
+    rows, numbers, where = 0, array("q"), ""
+    documents = DiskTexts()
+    seen: set[bytes] = set()
     for place, record in records(path, spec, COLUMNS_OF_FORMAT[spec.format], _NEED_NOT_BE):
-        conversation = Conversation(_MESSAGES_OF[spec.format](place, record), place)
-        seen.setdefault(conversation.document, conversation)
+        document = Conversation(_MESSAGES_OF[spec.format](place, record), place).document
+        where, _, number = place.rpartition(" ")
         rows += 1
-    if not seen:
+        known = blake3(document.encode()).digest(_DIGEST_BYTES)
+        if known not in seen:
+            seen.add(known)
+            documents.append(document)
+            numbers.append(int(number))
+    if not rows:
         raise DataError(f"expected conversations in {str(path)!r}, found none")
-    return Conversations(tuple(seen.values()), rows - len(seen))
+    return Conversations(documents, numbers, where, rows - len(documents))
 
 
 Record = Mapping[str, Any]

@@ -12,7 +12,8 @@ from protocol.data.conversations import read_conversations
 from protocol.data.labelled_text import read_labelled_text
 from protocol.data.preferences import read_preferences
 from protocol.data.text_corpus import documents
-from protocol.spec.run_spec import RunSpec
+from protocol.spec.adapter import check_adapter
+from protocol.spec.run_spec import DataSpec, RunSpec
 
 
 def check_data(spec: RunSpec) -> None:
@@ -21,6 +22,7 @@ def check_data(spec: RunSpec) -> None:
     Raises:
         DataError: It cannot be used, with the place and what to set.
     """
+    check_adapter(spec)
     if spec.data is None:
         return
     if spec.task == "classify":
@@ -37,11 +39,32 @@ def check_data(spec: RunSpec) -> None:
     if spec.task not in {"causal-lm", "teacher-logits"}:
         return
     if spec.data.format != "text":
-        samples = len(read_conversations(spec.data).found)
+        samples = len(read_conversations(spec.data))
         apart = 0 if spec.captures else held_out(samples, spec.data.holdout)
         check_samples(samples - apart, spec)
-    elif not [1 for text in documents(spec.data) if text.strip()]:
+    elif not sum(1 for text in documents(spec.data) if text.strip()):
         raise DataError(f"expected text in {spec.data.train!r}, found none")
+    if spec.data.validation is not None:
+        check_validation(spec.data)
+
+
+def check_validation(data: DataSpec) -> None:
+    """Read the file that is measured on.
+
+    Raises:
+        DataError: It cannot be used.
+    """
+    measured = validation_data(data)
+    if data.format != "text":
+        read_conversations(measured)
+    elif not sum(1 for text in documents(measured) if text.strip()):
+        raise DataError(f"expected text in {measured.train!r}, found none")
+
+
+def validation_data(data: DataSpec) -> DataSpec:
+    """The section as it were if the file that is measured on were trained on."""
+    assert data.validation is not None
+    return data.model_copy(update={"train": data.validation, "validation": None})
 
 
 def check_samples(train_samples: int, spec: RunSpec) -> None:

@@ -6,25 +6,33 @@ documents, so that some of it can be held out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from blake3 import blake3
+
 from protocol.base.errors import DataError
-from protocol.data.text_file import check_columns, json_records, read_text, shown
+from protocol.data.disk_texts import DiskTexts
+from protocol.data.text_file import check_columns, json_records, read_text, shown, text_pieces
 from protocol.spec import sources
 from protocol.spec.run_spec import COLUMNS_OF_FORMAT, DataSpec
 
 LONE_FILE_CHARACTERS: Final = 4_096
 """A text file named alone is cut at the first line end after so many."""
+_DIGEST_BYTES: Final = 16
+"""Of a document, to know it again: two unlike ones never have the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextCorpus:
-    """Documents, all different and none of spaces alone, in the order of the files' names."""
+    """Documents, all different and none of spaces alone, in the order of the files' names.
 
-    documents: tuple[str, ...]
+    They lie on disk: a corpus may be larger than memory.
+    """
+
+    documents: DiskTexts
     duplicates: int
 
 
@@ -34,11 +42,19 @@ def read_text_corpus(spec: DataSpec) -> TextCorpus:
     Raises:
         DataError: There is no such file, it is not UTF-8, lacks the column, or holds no text.
     """
-    found = [document for document in documents(spec) if document.strip()]
-    if not found:
+    kept, rows = DiskTexts(), 0
+    seen: set[bytes] = set()
+    for document in documents(spec):
+        if not document.strip():
+            continue
+        rows += 1
+        known = blake3(document.encode()).digest(_DIGEST_BYTES)
+        if known not in seen:
+            seen.add(known)
+            kept.append(document)
+    if not rows:
         raise DataError(f"expected text in {spec.train!r}, found none")
-    kept = tuple(dict.fromkeys(found))
-    return TextCorpus(kept, len(found) - len(kept))
+    return TextCorpus(kept, rows - len(kept))
 
 
 def documents(spec: DataSpec) -> Iterator[str]:
@@ -48,7 +64,7 @@ def documents(spec: DataSpec) -> Iterator[str]:
         if path.suffix == ".jsonl":
             yield from _json_documents(path, spec.text)
         elif len(paths) == 1:
-            yield from _pieces(read_text(path))
+            yield from _pieces(text_pieces(path))
         else:
             yield read_text(path)
 
@@ -73,10 +89,18 @@ def _notice_conversations(path: Path, line: int, record: Mapping[str, object]) -
             )
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """Cut after a line end; a line longer than a piece stays whole."""
-    at = 0
-    while at < len(text):
-        end = text.find("\n", at + LONE_FILE_CHARACTERS) + 1 or len(text)
-        yield text[at:end]
-        at = end
+def _pieces(read: Iterable[str]) -> Iterator[str]:
+    """Cut after a line end; a line longer than a piece stays whole.
+
+    Args:
+        read: The text, in whatever parts.
+    """
+    text = ""
+    for part in read:
+        text, at = text + part, 0
+        while end := text.find("\n", at + LONE_FILE_CHARACTERS) + 1:
+            yield text[at:end]
+            at = end
+        text = text[at:]
+    if text:
+        yield text

@@ -1,15 +1,18 @@
-"""Reads text files whole: UTF-8 or a clear refusal, and JSON lines."""
+"""Reads text files, whole or piece by piece: UTF-8 or a clear refusal, and JSON lines."""
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TextIO
 
 from protocol.base.errors import DataError
+
+_PIECE_CHARACTERS: Final = 1 << 20
 
 
 def read_text(path: Path) -> str:
@@ -31,6 +34,50 @@ def read_text(path: Path) -> str:
 def read_lines(path: Path) -> list[str]:
     """The lines with their ends; only real line ends count, not U+2028 and its like."""
     return list(io.StringIO(read_text(path), newline=""))
+
+
+def text_pieces(path: Path) -> Iterator[str]:
+    """The file's text as of `read_text`, piece by piece, for files larger than memory.
+
+    Raises:
+        DataError: As of `read_text`.
+    """
+    yield from _streamed(path, lambda file: iter(lambda: file.read(_PIECE_CHARACTERS), ""))
+
+
+def stream_lines(path: Path) -> Iterator[str]:
+    """The lines as of `read_lines`, one after the other, for files larger than memory.
+
+    Raises:
+        DataError: As of `read_text`.
+    """
+    yield from _streamed(path, iter)
+
+
+def _streamed(path: Path, pieces: Callable[[TextIO], Iterator[str]]) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            yield from pieces(file)
+    except UnicodeDecodeError:
+        raise DataError(
+            f"{str(path)!r} is not UTF-8 at byte {_bad_byte(path)}; convert it to UTF-8"
+        ) from None
+    except OSError as error:
+        raise DataError(f"cannot read {str(path)!r}: {error.strerror}") from None
+
+
+def _bad_byte(path: Path) -> int:
+    """Where a file stops to be UTF-8."""
+    decoder, begun = codecs.getincrementaldecoder("utf-8")(), 0
+    with path.open("rb") as file:
+        while True:
+            kept = len(decoder.getstate()[0])
+            content = file.read(_PIECE_CHARACTERS)
+            try:
+                decoder.decode(content, final=not content)
+            except UnicodeDecodeError as error:
+                return begun - kept + error.start
+            begun += len(content)
 
 
 class _KeyTwice(ValueError):
@@ -60,7 +107,7 @@ def json_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises:
         DataError: A line is not JSON, no object, or holds half a character.
     """
-    for number, line in enumerate(read_lines(path), start=1):
+    for number, line in enumerate(stream_lines(path), start=1):
         if not line.strip():
             continue
         try:

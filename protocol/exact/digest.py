@@ -16,6 +16,7 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -64,17 +65,29 @@ def averages_digest(block_digests: Iterable[str]) -> str:
     return blake3("".join(block_digests).encode()).hexdigest()
 
 
-def digest_arrays(arrays: Mapping[str, NDArray[Any]]) -> str:
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """An array that is larger than memory: parts of it in order, taken once."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    parts: Iterable[NDArray[Any]]
+
+
+def digest_arrays(arrays: Mapping[str, NDArray[Any] | Streamed]) -> str:
     """BLAKE3 over sorted names, types, shapes and little-endian bytes in C order.
 
     Says whether two machines have read the same.
     """
     hasher = blake3()
     for name in sorted(arrays):
-        array = np.ascontiguousarray(arrays[name])
-        little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-        hasher.update(f"{name}\0{little.dtype.str}\0{little.shape}\0".encode())
-        hasher.update(little.reshape(-1).view(np.uint8).data)
+        given = arrays[name]
+        array = given if isinstance(given, Streamed) else np.ascontiguousarray(given)
+        dtype = array.dtype.newbyteorder("<")
+        hasher.update(f"{name}\0{dtype.str}\0{array.shape}\0".encode())
+        for part in array.parts if isinstance(array, Streamed) else (array,):
+            little = part.astype(dtype, copy=False)
+            hasher.update(little.reshape(-1).view(np.uint8).data)
     return hasher.hexdigest()
 
 

@@ -14,7 +14,16 @@ import numpy as np
 
 from protocol.exact.digest import state_digest, weights_digest
 from protocol.exact.subnormals import check_subnormals
-from protocol.exact.update import Array, StepScalars, apply_update, decays, is_finite, moment_count
+from protocol.exact.update import (
+    Array,
+    StepScalars,
+    apply_update,
+    averaged,
+    averages,
+    decays,
+    is_finite,
+    moment_count,
+)
 from protocol.spec.manifest import Block
 from protocol.spec.run_spec import OptimizerSpec
 
@@ -74,6 +83,20 @@ class Replica:
         """One flat array per block, 64-byte aligned: the replica's own, changed by `apply`."""
         return self._state["parameters"]
 
+    @property
+    def averages(self) -> bool:
+        """Whether what was trained is not the parameters, at which gradients are taken."""
+        return averages(self._optimizer)
+
+    def trained(self) -> list[Array]:
+        """What is evaluated, saved and named by its digest: the parameters themselves, or new
+        arrays where the optimizer averages."""
+        moments = [arrays for kind, arrays in self._state.items() if kind != "parameters"]
+        return [
+            averaged(self._optimizer, values, tuple(arrays[block] for arrays in moments))
+            for block, values in enumerate(self.parameters)
+        ]
+
     def load_parameters(self, values: Sequence[Array]) -> None:
         """Copy in one flat array per block; moments and counters stay as they are."""
         self._check(values)
@@ -117,24 +140,28 @@ class Replica:
 
     def tensors(self) -> dict[str, Array]:
         """The parameters by name, each in its own shape: views, not copies."""
-        return self._named("parameters")
+        return self._named(self.parameters)
+
+    def trained_tensors(self) -> dict[str, Array]:
+        """What was trained by name, as `tensors` has the parameters."""
+        return self._named(self.trained())
 
     def weights_digest(self) -> str:
-        """Digest of the parameters."""
-        return weights_digest(self.tensors())
+        """Digest of what was trained."""
+        return weights_digest(self.trained_tensors())
 
     def state_digest(self) -> str:
         """Digest of parameters, moments and counters."""
         return self._state_and_weights()[0]
 
     def digests(self) -> Digests:
-        """Both digests, the parameters hashed once, and whether all values are finite."""
+        """Both digests, the weights hashed once, and whether all values are finite."""
         return Digests(*self._state_and_weights(), self._not_finite())
 
     def _state_and_weights(self) -> tuple[str, str]:
-        groups = [(kind, weights_digest(self._named(kind))) for kind in self._state]
+        groups = [(kind, weights_digest(self._named(mine))) for kind, mine in self._state.items()]
         state = state_digest(self.step, self.optimizer_step, groups)
-        return state, dict(groups)["parameters"]
+        return state, self.weights_digest() if self.averages else dict(groups)["parameters"]
 
     def _not_finite(self) -> str:
         for kind, arrays in self._state.items():
@@ -167,10 +194,10 @@ class Replica:
         other.restore(self.step, self.optimizer_step)
         return other
 
-    def _named(self, kind: PartKind) -> dict[str, Array]:
+    def _named(self, arrays: Sequence[Array]) -> dict[str, Array]:
         return {
             tensor.name: array[part].reshape(tensor.shape)
-            for block, array in zip(self._blocks, self._state[kind], strict=True)
+            for block, array in zip(self._blocks, arrays, strict=True)
             for tensor, part in block.slices()
         }
 

@@ -31,6 +31,10 @@ _SEED_DOMAIN: Final = 2
 _FILE_DOMAIN: Final = 3
 _GROUP_DOMAIN: Final = 4
 _PIECE_DOMAIN: Final = 5
+_LENGTH_DOMAIN: Final = 6
+
+_SORTED_MICROBATCHES: Final = 64
+"""Sorted by length together: many, so that neighbours are alike; not all, so that they change."""
 
 
 class SampleOrder:
@@ -46,6 +50,8 @@ class SampleOrder:
         row_groups: Where samples lie in files in groups that are read at once: samples by group,
             by file. Then files are permuted, groups inside of files, and microbatches inside of
             groups: a microbatch is one read, and files are needed one after the other.
+        grouped: Whether samples are numbered by length, and microbatches are to have like ones.
+            Steps are mixed as ever: it is whole microbatches that are drawn.
     """
 
     def __init__(
@@ -54,10 +60,14 @@ class SampleOrder:
         samples: int,
         batch: BatchSpec,
         row_groups: RowGroups = (),
+        *,
+        grouped: bool = False,
     ) -> None:
         assert samples >= 1
+        assert not (grouped and row_groups)
         assert not row_groups or sum(map(sum, row_groups)) == samples
         self._row_groups = row_groups
+        self._grouped = grouped
         self._seed = seed
         self._samples = samples
         self._batch = batch
@@ -103,6 +113,8 @@ class SampleOrder:
         return self._permutations[epoch]
 
     def _permuted(self, epoch: int) -> NDArray[np.int64]:
+        if self._grouped:
+            return self._by_length(epoch)
         if not self._row_groups:
             return permutation(self._seed, epoch, self._samples)
         size = self._batch.microbatch
@@ -118,6 +130,25 @@ class SampleOrder:
                     first = firsts[group] + piece * size
                     found.append(np.arange(first, min(first + size, firsts[group + 1])))
         return np.concatenate(found).astype(np.int64, copy=False)
+
+    def _by_length(self, epoch: int) -> NDArray[np.int64]:
+        """Samples in an order drawn anew, sorted some microbatches at a time; what is then the
+        next microbatch goes to a place drawn among all microbatches of the epoch."""
+        size = self._batch.microbatch
+        order = permutation(self._seed, epoch, self._samples)
+        for lo in range(0, self._samples, _SORTED_MICROBATCHES * size):
+            order[lo : lo + _SORTED_MICROBATCHES * size].sort()
+        firsts = np.concatenate([
+            np.arange(lo, min(lo + self._batch.samples, self._samples), size)
+            for lo in range(0, self._samples, self._batch.samples)
+        ])  # fmt: skip
+        sizes = np.diff(np.append(firsts, self._samples))
+        places = permutation(_hash(_LENGTH_DOMAIN, self._seed), epoch, len(firsts))
+        taken = sizes[places]
+        offsets = np.arange(self._samples) - np.repeat(np.cumsum(taken) - taken, taken)
+        found = np.empty_like(order)
+        found[np.repeat(firsts[places], taken) + offsets] = order
+        return found
 
 
 def permutation(seed: int, epoch: int, samples: int) -> NDArray[np.int64]:

@@ -73,4 +73,4 @@ def order_of_steps(spec: RunSpec, samples: int, row_groups: RowGroups = ()) -> S
     """What the steps of a run are made of: microbatches, or stretches."""
     if spec.replicas is not None:
         return StretchOrder(spec, samples, row_groups)
-    return SampleOrder(spec.seed, samples, spec.batch, row_groups)
+    return SampleOrder(spec.seed, samples, spec.batch, row_groups, grouped=spec.grouped)

@@ -19,7 +19,14 @@ from typing import Annotated, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 from protocol.exact.schedule import learning_rate
 from protocol.spec.run_spec import OptimizerSpec
@@ -33,7 +40,10 @@ SQUARE_SUM_CHUNK_ELEMENTS: Final = 65_536
 """Part of the definition of `square_sum`: another value may give other bits."""
 
 _FLOAT32: Final = struct.Struct("<f")
-_MOMENTS: Final = {"sgd": 0, "momentum": 1, "nesterov": 1, "adamw": 2}
+_MOMENTS: Final = {
+    "sgd": 0, "momentum": 1, "nesterov": 1, "adamw": 2, "lion": 1, "schedule-free": 2,
+}  # fmt: skip
+_SCHEDULE_FREE: Final = ("averaging", "one_minus_averaging", "drift")
 
 
 def _float32_value(value: float) -> float:
@@ -66,6 +76,20 @@ class StepScalars(BaseModel):
     root_correction: _Float32
     """adamw: 1 / sqrt(1 - beta2^t)."""
     epsilon: Annotated[_Float32, Field(gt=0)]
+    averaging: _Float32 = 0.0
+    """schedule-free: c, the newest step's share of the average; 0 for the others."""
+    one_minus_averaging: _Float32 = 1.0
+    drift: _Float32 = 0.0
+    """schedule-free: learning rate * beta1, what the newest step moves against the average."""
+
+    @model_serializer(mode="wrap")
+    def _as_ever(self, inner: SerializerFunctionWrapHandler) -> dict[str, float]:
+        """Without what an optimizer has not: logs and messages of the others stay as they were."""
+        document: dict[str, float] = inner(self)
+        if not self.averaging:
+            for name in _SCHEDULE_FREE:
+                del document[name]
+        return document
 
 
 def step_scalars(
@@ -85,8 +109,11 @@ def step_scalars(
     """
     assert optimizer_step >= 1
     assert math.isfinite(gradient_norm)
-    rate = learning_rate(spec, step, steps)
+    free = spec.name == "schedule-free"
+    # Its steps have weights in the average, so a step that is skipped is none.
+    rate = learning_rate(spec, optimizer_step - 1 if free else step, steps)
     beta1, beta2 = spec.betas
+    share = averaging_share(optimizer_step, spec.warmup_steps) if free else 0.0
     exact = {
         "learning_rate": rate,
         "clip": clip_factor(spec.clip_norm, gradient_norm),
@@ -97,11 +124,28 @@ def step_scalars(
         "one_minus_beta1": 1.0 - beta1,
         "beta2": beta2,
         "one_minus_beta2": 1.0 - beta2,
-        "step_size": rate / (1.0 - beta1**optimizer_step),
+        "step_size": rate * (1.0 - beta1 * (1.0 - share))
+        if free
+        else rate / (1.0 - beta1**optimizer_step),
         "root_correction": 1.0 / math.sqrt(1.0 - beta2**optimizer_step),
         "epsilon": spec.eps,
+        "averaging": share,
+        "one_minus_averaging": 1.0 - share,
+        "drift": rate * beta1 if free else 0.0,
     }
     return StepScalars(**{name: _rounded(value) for name, value in exact.items()})
+
+
+def averaging_share(optimizer_step: int, warmup_steps: int) -> float:
+    """The share of a step t in the average of steps 1 to t, each weighed by its rate squared.
+
+    The rate rises linearly over the warmup and stays: min(1, t / warmup), of which the sum of
+    squares is known in whole numbers.
+    """
+    t, w = optimizer_step, max(1, warmup_steps)
+    rising = min(t, w)
+    total = rising * (rising + 1) * (2 * rising + 1) + 6 * w * w * (t - rising)
+    return 6 * rising * rising / total
 
 
 def moment_count(spec: OptimizerSpec) -> int:
@@ -134,9 +178,17 @@ def apply_update(
         nesterov   g += d p;  v = mu v + g;  p -= lr (g + mu v)
         adamw      p *= 1 - lr d;  m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
                    p -= (lr / (1 - beta1^t)) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+        lion       p *= 1 - lr d;  p -= lr sign(beta1 m + (1 - beta1) g)
+                   m = beta2 m + (1 - beta2) g
+        schedule-free
+                   v = beta2 v + (1 - beta2) g^2;  u = g / (sqrt(v) / sqrt(1 - beta2^t) + eps) + d p
+                   p += c m;  p -= lr (1 - beta1 (1 - c)) u;  m = (1 - c) (m - lr beta1 u)
 
     sgd, momentum and nesterov are torch.optim.SGD (coupled decay, dampening 0); adamw is
-    torch.optim.AdamW (decoupled decay, Loshchilov and Hutter, arXiv:1711.05101).
+    torch.optim.AdamW (decoupled decay, Loshchilov and Hutter, arXiv:1711.05101); lion is Chen et
+    al., arXiv:2302.06675. schedule-free is AdamW of Defazio et al., arXiv:2405.15682: p is their y,
+    where gradients are taken; m is their z - y, which begins as zero; c is `averaging_share`;
+    `averaged` gives their x.
 
     Args:
         spec: Which rule.
@@ -181,6 +233,9 @@ class _Constants:
         self.step_size = np.float32(scalars.step_size)
         self.root_correction = np.float32(scalars.root_correction)
         self.epsilon = np.float32(scalars.epsilon)
+        self.averaging = np.float32(scalars.averaging)
+        self.one_minus_averaging = np.float32(scalars.one_minus_averaging)
+        self.drift = np.float32(scalars.drift)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,9 +322,68 @@ def _adamw(c: _Constants, chunk: _Chunk) -> None:
     np.subtract(p, t, out=p)
 
 
+def _lion(c: _Constants, chunk: _Chunk) -> None:
+    p, g, t = chunk.parameters, chunk.g, chunk.t
+    (m,) = chunk.moments
+    direction = _clipped(c, chunk)
+    if c.decay_factor != 1.0:
+        np.multiply(p, c.decay_factor, out=p)
+    np.multiply(direction, c.one_minus_beta2, out=t)  # for m, which is still needed as it is
+    mixed = np.multiply(direction, c.one_minus_beta1, out=g)
+    scaled = m * c.beta1
+    np.add(mixed, scaled, out=g)
+    np.sign(g, out=g)
+    np.multiply(g, c.learning_rate, out=g)
+    # The sign of zero is libraries' own: 0 - 0 and 0 + 0 are not.
+    np.add(g, np.float32(0.0), out=g)
+    np.subtract(p, g, out=p)
+    np.multiply(m, c.beta2, out=m)
+    np.add(m, t, out=m)
+
+
+def _schedule_free(c: _Constants, chunk: _Chunk) -> None:
+    p, g, t = chunk.parameters, chunk.g, chunk.t
+    m, v = chunk.moments
+    direction = _clipped(c, chunk)
+    np.multiply(direction, c.one_minus_beta2, out=t)
+    np.multiply(t, direction, out=t)
+    np.multiply(v, c.beta2, out=v)
+    np.add(v, t, out=v)
+    np.sqrt(v, out=t)
+    np.multiply(t, c.root_correction, out=t)
+    np.add(t, c.epsilon, out=t)
+    np.divide(direction, t, out=g)
+    if c.weight_decay != 0.0:
+        np.multiply(p, c.weight_decay, out=t)
+        np.add(g, t, out=g)
+    np.multiply(m, c.averaging, out=t)
+    np.add(p, t, out=p)
+    np.multiply(g, c.step_size, out=t)
+    np.subtract(p, t, out=p)
+    np.multiply(g, c.drift, out=t)
+    np.subtract(m, t, out=m)
+    np.multiply(m, c.one_minus_averaging, out=m)
+
+
 _RULES: Final[dict[str, _Rule]] = {
-    "sgd": _sgd, "momentum": _momentum, "nesterov": _nesterov, "adamw": _adamw,
+    "sgd": _sgd, "momentum": _momentum, "nesterov": _nesterov, "adamw": _adamw, "lion": _lion,
+    "schedule-free": _schedule_free,
 }  # fmt: skip
+
+
+def averages(spec: OptimizerSpec) -> bool:
+    """Whether what is evaluated and saved is not the parameters themselves, but `averaged`."""
+    return spec.name == "schedule-free"
+
+
+def averaged(spec: OptimizerSpec, parameters: Array, moments: Moments) -> Array:
+    """What is evaluated and saved: of schedule-free x = y - (1 / beta1 - 1) (z - y), a new array;
+    else the parameters themselves."""
+    if not averages(spec):
+        return parameters
+    with np.errstate(all="ignore"):
+        back = np.multiply(moments[0], np.float32(1.0 / spec.betas[0] - 1.0))
+        return np.subtract(parameters, back, out=back)
 
 
 def is_finite(array: Array) -> bool:

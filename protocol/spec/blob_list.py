@@ -17,7 +17,7 @@ from protocol.base import limits
 from protocol.base.errors import DataError, MessageError
 from protocol.base.fields import Digest
 
-Role = Literal["data", "model", "tokenizer"]
+Role = Literal["data", "validation", "model", "adapter", "tokenizer"]
 Form = Literal["file", "directory"]
 
 
@@ -84,7 +84,7 @@ class BlobSource(_Document):
 class BlobList(_Document):
     """Every file of a run, by source."""
 
-    sources: Annotated[tuple[BlobSource, ...], Field(max_length=3)] = ()
+    sources: Annotated[tuple[BlobSource, ...], Field(max_length=5)] = ()
 
     @model_validator(mode="after")
     def _bounded(self) -> BlobList:

@@ -25,8 +25,12 @@ from protocol.spec.capture_layout import CaptureLayout
 Name = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARACTERS, pattern=PRINTABLE)]
 BlockKind = Literal["block", "non_block"]
 
+BEST: Final = "best"
+"""Where the state with the best held-out figure is saved, beside the last one."""
+
 RESERVED: Final = frozenset(
     {
+        BEST,
         "capture",
         "checkpoints",
         "epoch.json",

@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from protocol.base.errors import DataError
 from protocol.spec import sources
+from protocol.spec.adapter import ADAPTER_WEIGHTS, adapter_directory
 from protocol.spec.blob_list import Form, Role, name_fault
+from protocol.spec.manifest import ADAPTER_CONFIG
 from protocol.spec.run_spec import (
     LOGITS_SUFFIX,
     TASK_SECTIONS,
@@ -25,7 +27,7 @@ from protocol.spec.run_spec import (
     source_of,
 )
 
-ROLES: Final[tuple[Role, ...]] = ("data", "model", "tokenizer")
+ROLES: Final[tuple[Role, ...]] = ("data", "validation", "model", "adapter", "tokenizer")
 _CONFIGURATION: Final = ("config.json", "generation_config.json")
 _TOKENIZER: Final = (
     "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt",
@@ -66,6 +68,14 @@ def source_files(spec: RunSpec, role: Role) -> SourceFiles | None:
     if role == "data":
         assert spec.data is not None
         return _data(spec, spec.data)
+    if role == "validation":
+        assert spec.data is not None
+        same = _data(spec, spec.data.model_copy(update={"train": source}))
+        return None if same is None else replace(same, role="validation")
+    if role == "adapter":
+        place = adapter_directory(source)
+        names = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
+        return SourceFiles(role, source, "directory", tuple((n, place / n) for n in names))
     find = sources.tokenizer_source if role == "tokenizer" else sources.model_source
     found = Path(find(source))
     if found.is_file():
@@ -92,7 +102,7 @@ def refuse_links_out(files: SourceFiles) -> None:
         DataError: A file of a data directory is a link that leads out of it.
     """
     directory = Path(os.path.expanduser(files.source))  # noqa: PTH111  (as below)
-    if files.role != "data" or not directory.is_dir():
+    if files.role not in {"data", "validation"} or not directory.is_dir():
         return
     inside = directory.resolve()
     for _, file in files.files:

@@ -19,6 +19,7 @@ from blake3 import blake3
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -29,6 +30,7 @@ from pydantic import (
 from protocol.base import limits
 from protocol.base.errors import MessageError, RunSpecError
 from protocol.spec.blob_list import Role
+from protocol.spec.init_from import begin_from
 from protocol.spec.replicas_spec import Codecs, ReplicasSpec
 from protocol.spec.run_spec_text import (
     NAME_PATTERN,
@@ -71,7 +73,7 @@ _KEYS_OF_DATA: Final = {
     },
     "causal-lm": {
         "train", "text", "label", "pattern", "holdout", "holdout_samples", "max_tokens", "format",
-        *_CONVERSATION_KEYS,
+        "validation", "packing", "group_by_length", *_CONVERSATION_KEYS,
     },
     "teacher-logits": {"train", "text", "pattern", "max_tokens", "format", *_CONVERSATION_KEYS},
     "distil": {"train", "holdout", "holdout_samples"},
@@ -113,6 +115,23 @@ def _sorted(value: Any) -> Any:
     return [_sorted(inner) for inner in value] if isinstance(value, list) else value
 
 
+_INEXACT_OPTIMIZERS: Final = {
+    "muon": "it orthogonalises whole matrices by matrix products, whose bits are each device's own",
+    "adafactor": "it divides by sums over whole rows and columns, and the exact update works "
+    "element by element",
+    "8bit": "its rounded state is that of one library's kernels on one kind of card",
+}
+"""What people ask for, and why its bits cannot be the same on every replica."""
+
+
+def _exact_optimizer(name: Any) -> Any:
+    plain = str(name).lower().replace("-", "").replace("_", "")
+    for part, reason in _INEXACT_OPTIMIZERS.items():
+        if part in plain:
+            raise ValueError(f"{name} is not offered: {reason}; take adamw, lion or schedule-free")
+    return name
+
+
 def _counted(count: int) -> int:
     if count > limits.COUNTED_SAMPLES:
         raise ValueError(f"expected a number of at most {limits.COUNTED_SAMPLES:g}")
@@ -127,10 +146,14 @@ TaskName = Annotated[
 Document = Annotated[dict[str, Any], AfterValidator(_sorted)]
 Precision = Literal["float32", "bfloat16"]
 Way = Literal["auto", "star", "sharded"]
+OptimizerName = Annotated[
+    Literal["sgd", "momentum", "nesterov", "adamw", "lion", "schedule-free"],
+    BeforeValidator(_exact_optimizer),
+]
 BaseDtype = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 Exactness = Literal["require", "prefer"]
-OptimizerName = Literal["sgd", "momentum", "nesterov", "adamw"]
-ScheduleName = Literal["constant", "linear", "cosine"]
+ScheduleName = Literal["constant", "linear", "cosine", "wsd"]
+DecayName = Literal["linear", "cosine", "1-sqrt"]
 LogMode = Literal["full", "checkpoint"]
 
 Bounded = Annotated[int, AfterValidator(_counted)]
@@ -160,6 +183,9 @@ class ModelSpec(_Section):
     source: str | None = Field(None, description="a directory, `package:DISTRIBUTION`, a hub name")
     name: str | None = Field(
         None, max_length=400, description="what an adapter says is its base; default: the source"
+    )
+    adapter: str | None = Field(
+        None, description="with lora: the directory of an adapter (PEFT's layout) to go on with"
     )
     config: Document | None = Field(
         None, description="a Hugging Face configuration with its model_type, to train from scratch"
@@ -251,6 +277,17 @@ class DataSpec(_Section):
     chat_template: str | None = Field(
         None, max_length=65_536, description="Jinja, instead of what the tokenizer brings along"
     )
+    validation: str | None = Field(
+        None, description="of causal-lm: what is measured on, instead of a share; named as train"
+    )
+    packing: bool = Field(
+        default=False,
+        description="of causal-lm: several documents or conversations in a sample of max_tokens; "
+        "none attends to another, and positions begin anew with each",
+    )
+    group_by_length: bool = Field(
+        default=False, description="of conversations: microbatches of like lengths, less padding"
+    )
 
 
 class CaptureSpec(_Section):
@@ -325,6 +362,11 @@ class BatchSpec(_Section):
 
     samples: Count = Field(48, description="samples of a step, whatever the number of workers")
     microbatch: Count = Field(2, description="samples that a worker computes at once")
+    tokens: Count | None = Field(
+        None,
+        description="of causal-lm, instead of samples: tokens of a step, a multiple of "
+        "data.max_tokens",
+    )
 
     @model_validator(mode="after")
     def _bounded(self) -> BatchSpec:
@@ -343,15 +385,20 @@ class BatchSpec(_Section):
 class OptimizerSpec(_Section):
     """The exact update (`protocol.exact.update`); `no_decay` lists parts of tensor names.
 
-    The bounds keep every scalar of an update within float32.
+    The bounds keep every scalar of an update within float32. What schedule-free trains is
+    evaluated and saved as the average of its steps.
     """
 
     name: OptimizerName = Field("adamw", description="the update")
     lr: float = Field(1e-3, ge=1e-30, le=1e3, description="learning rate")
     momentum: Fraction = Field(0.9, description="of the updates momentum and nesterov")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="of adamw")
-    eps: float = Field(1e-8, ge=1e-30, le=1e3, description="of adamw")
-    weight_decay: float = Field(0.0, ge=0, le=1e3, description="of adamw, beside the gradient")
+    betas: tuple[Fraction, Fraction] = Field(
+        (0.9, 0.999), description="of adamw, lion (there usually 0.9, 0.99) and schedule-free"
+    )
+    eps: float = Field(1e-8, ge=1e-30, le=1e3, description="of adamw and schedule-free")
+    weight_decay: float = Field(
+        0.0, ge=0, le=1e3, description="of adamw and lion, beside the gradient; else added to it"
+    )
     no_decay: tuple[str, ...] = Field(
         ("bias", "norm"), description="parts of names of tensors that do not decay"
     )
@@ -363,6 +410,33 @@ class OptimizerSpec(_Section):
     warmup_from_zero: bool = Field(
         default=False, description="lr is 0 in the first step, as transformers has it"
     )
+    min_lr_ratio: Fraction = Field(0.0, description="the share of lr that a schedule ends at")
+    decay_ratio: float = Field(
+        0.1, gt=0.0, le=1.0, description="of wsd: the share of all steps, at the end, in which lr "
+        "falls; before them it stays"
+    )  # fmt: skip
+    decay: DecayName = Field("linear", description="of wsd: how it falls")
+
+    @model_validator(mode="after")
+    def _fitting(self) -> OptimizerSpec:
+        if self.name == "schedule-free":
+            if self.schedule != "constant":
+                text = (
+                    "optimizer schedule-free needs no schedule, only warmup_steps: leave out "
+                    f"schedule {self.schedule}"
+                )
+                raise KeyFault(text, "optimizer.schedule")
+            if not self.betas[0]:
+                text = "optimizer schedule-free averages by betas[0]: expected it above 0"
+                raise KeyFault(text, "optimizer.betas")
+        fields = type(self).model_fields
+        idle = ["decay_ratio", "decay"] if self.schedule != "wsd" else []
+        idle += ["min_lr_ratio"] if self.schedule == "constant" else []
+        for key in idle:
+            if getattr(self, key) != fields[key].default:
+                text = f"optimizer.{key} does nothing with schedule {self.schedule}: leave it out"
+                raise KeyFault(text, f"optimizer.{key}")
+        return self
 
 
 class ExchangeSpec(_Section):
@@ -403,7 +477,11 @@ class CheckpointSpec(_Section):
 
     every: Every = Field(50, description="steps; 0: at the start and the end only")
     keep_last: Count = Field(2, description="how many of the newest are kept")
-    metric: str | None = Field(None, description="a held-out figure; the best is kept too")
+    metric: str | None = Field(
+        None,
+        description="a held-out figure; the best is kept too, and saved at the end as `best`; "
+        "default: stop.figure",
+    )
     better: Literal["higher", "lower"] = Field("higher", description="which figure is the best")
     keep_log: bool = Field(
         default=False,
@@ -416,6 +494,18 @@ class CheckpointSpec(_Section):
         description="directories (with a / in them) on other disks or machines, and names of "
         "workers, that get a copy of each checkpoint; --resume --from goes on from one",
     )
+
+
+class StopSpec(_Section):
+    """Stop before all steps are done, once a held-out figure gets no better.
+
+    The state with the best figure is kept and saved beside the last one, in the directory `best`.
+    """
+
+    figure: str = Field(description="a held-out figure, such as loss_per_token")
+    better: Literal["higher", "lower"] = Field("lower", description="which figure is the best")
+    patience: Count = Field(3, description="evaluations in a row without a better figure")
+    min_delta: float = Field(0.0, ge=0, description="by how much a better one has to be better")
 
 
 class RunSpec(_Section):
@@ -432,6 +522,11 @@ class RunSpec(_Section):
     seed: int = Field(0, ge=0, lt=2**63, description="of every draw")
     exactness: Exactness = Field(
         "prefer", description="require: workers of another numeric signature are refused"
+    )
+    init_from: str | None = Field(
+        None,
+        description="a finished run, or a directory it left, to begin with: stands for "
+        "model.source, and for an adapter for model.adapter and lora",
     )
     model: ModelSpec | None = None
     tokenizer: TokenizerSpec | None = None
@@ -452,6 +547,11 @@ class RunSpec(_Section):
         description="optimizer updates; with replicas: rounds; teacher-logits: at most so many "
         "batches, by default all"
     )
+    epochs: Count | None = Field(
+        None,
+        description="instead of steps: passes over the training samples; the last step of each is "
+        "smaller where they do not fill it, and no sample is left out",
+    )
     evaluate_every: Every = Field(0, description="steps; 0: at the end only")
     log: LogMode = Field(
         "full",
@@ -461,6 +561,7 @@ class RunSpec(_Section):
         "exact run)",
     )
     checkpoint: CheckpointSpec = CheckpointSpec()
+    stop: StopSpec | None = None
     threads: int = Field(1, ge=1, le=256, description="CPU threads of each worker")
     double_check_every: Every = Field(
         256,
@@ -470,6 +571,15 @@ class RunSpec(_Section):
 
     @model_validator(mode="after")
     def _sections_fit_the_task(self) -> RunSpec:
+        if self.epochs is not None and self.known_steps is not None:
+            text = "expected steps or epochs, got both: leave out one of them, or --set steps=null"
+            raise KeyFault(text, "epochs", "steps")
+        if self.epochs is not None and self.captures:
+            text = "task teacher-logits takes each sample once: leave out epochs"
+            raise KeyFault(text, "epochs")
+        self._check_stop()
+        self._check_tokens()
+        self._check_alone()
         if self.task not in TASK_SECTIONS:
             return self
         for section in sorted(set().union(*TASK_SECTIONS.values(), {"options"})):
@@ -519,6 +629,11 @@ class RunSpec(_Section):
         if anew and self.lora is not None:
             text = "lora needs model.source: a model started from its config is trained whole"
             raise KeyFault(text, "lora", "model.config")
+        if self.model.adapter is not None and (self.lora is None or self.captures):
+            text = "model.adapter needs lora with its rank and scale: --set lora.r=8"
+            if self.captures:
+                text = "task teacher-logits trains nothing: merge the adapter, and give the model"
+            raise KeyFault(text, "model.adapter")
         if self.model.base_dtype != "float32" and self.lora is None and not self.captures:
             text = (
                 f"model.base_dtype {self.model.base_dtype} needs lora: a model that is trained "
@@ -572,6 +687,7 @@ class RunSpec(_Section):
     def _check_data_format(self, data: DataSpec) -> None:
         if self.task not in _KEYS_OF_DATA or "format" not in _KEYS_OF_DATA[self.task]:
             return
+        self._check_samples(data)
         others = _CONVERSATION_KEYS if data.format == "text" else {"text", "label", "pattern"}
         for key in sorted(others):
             if getattr(data, key) == DataSpec.model_fields[key].default:
@@ -597,10 +713,94 @@ class RunSpec(_Section):
             text = f"expected columns of different names, got {', '.join(names)}"
             raise KeyFault(text, "data.columns")
 
+    def _check_stop(self) -> None:
+        if self.stop is None:
+            return
+        kept = (self.checkpoint.metric, self.checkpoint.better)
+        if self.captures:
+            raise KeyFault("task teacher-logits measures nothing: leave out stop", "stop")
+        if not self.evaluate_every:
+            text = "stop looks at evaluations: say how often there is one: --set evaluate_every=N"
+            raise KeyFault(text, "stop", "evaluate_every")
+        if kept != (self.stop.figure, self.stop.better):
+            text = (
+                "expected checkpoint.metric and checkpoint.better to be those of stop "
+                f"({self.stop.figure}, {self.stop.better}), got {kept[0]}, {kept[1]}: leave them "
+                "out"
+            )
+            raise KeyFault(text, "checkpoint.metric", "checkpoint.better")
+
+    def _check_alone(self) -> None:
+        """What replicas that take many steps alone do without."""
+        if self.replicas is None:
+            return
+        for key, given in (
+            ("epochs", self.epochs is not None),
+            ("data.group_by_length", self.grouped),
+            ("optimizer.name schedule-free", self.optimizer.name == "schedule-free"),
+        ):
+            if given:
+                text = f"replicas do without {key}: leave out one of them"
+                raise KeyFault(text, key.split()[0], "replicas")
+
+    def _check_tokens(self) -> None:
+        tokens, data = self.batch.tokens, self.data
+        if tokens is None:
+            return
+        text = ""
+        if self.task != "causal-lm" or data is None:
+            text = f"batch.tokens is for task causal-lm: give {self.task} batch.samples"
+        elif data.format != "text" and not data.packing:
+            text = (
+                "conversations have unlike lengths, so batch.tokens says nothing of their number: "
+                "pack them (--set data.packing=true), or give batch.samples"
+            )
+        elif tokens != self.batch.samples * data.max_tokens:
+            lower = tokens // data.max_tokens * data.max_tokens
+            near = " or ".join(str(n) for n in (lower, lower + data.max_tokens) if n)
+            text = (
+                f"expected batch.tokens to be a multiple of data.max_tokens, {data.max_tokens}, "
+                f"got {tokens}: take {near}"
+            )
+        if text:
+            raise KeyFault(text, "batch.tokens")
+
+    def _check_samples(self, data: DataSpec) -> None:
+        text, keys = "", ("data.validation", "data.holdout")
+        if data.validation is not None and data.holdout != DataSpec.model_fields["holdout"].default:
+            text = "expected data.validation or data.holdout, got both: leave out one of them"
+        elif data.group_by_length and data.packing:
+            text, keys = "packed samples are all full: leave out data.group_by_length", (
+                "data.group_by_length", "data.packing",
+            )  # fmt: skip
+        elif data.group_by_length and data.format == "text":
+            text = "samples of running text are all of one length: leave out data.group_by_length"
+            keys = ("data.group_by_length", "data.format")
+        if text:
+            raise KeyFault(text, *keys)
+
     @property
     def known_steps(self) -> int | None:
-        """Of a capture that does not say, None: as many as there are samples for."""
+        """None where the number of samples decides: of epochs, and a capture that does not say."""
         return known_steps(self.steps)
+
+    def steps_with(self, train_samples: int) -> int:
+        """How many steps the run has with so many training samples."""
+        passes = 1 if self.captures else self.epochs
+        if passes is None:
+            return self.steps
+        return min(self.steps, passes * -(-train_samples // self.batch.samples))
+
+    def epochs_after(self, step: int, train_samples: int) -> str:
+        """How far so many steps are, as `1.25 of 3 epochs`; empty if the run counts steps."""
+        if self.epochs is None:
+            return ""
+        return f"{step / -(-train_samples // self.batch.samples):.3g} of {self.epochs} epochs"
+
+    @property
+    def grouped(self) -> bool:
+        """Whether microbatches are of samples of like lengths."""
+        return self.data is not None and self.data.group_by_length
 
     @property
     def update(self) -> OptimizerSpec:
@@ -697,9 +897,17 @@ def parse_run_spec(document: object, overrides: Sequence[str] = (), origin: str 
         raise RunSpecError(f"expected plain keys and values{where}") from None
     for override in overrides:
         apply_override(merged, override)
+    begin_from(merged)
     if merged.get("task") in ("classify", "dpo"):
         merged.setdefault("lora", {})
-    if merged.get("task") == "teacher-logits":
+    if merged.get("steps", 0) is None:
+        del merged["steps"]
+    _count_samples_of_tokens(merged, where)
+    stop, checkpoint = merged.get("stop"), merged.setdefault("checkpoint", {})
+    if isinstance(stop, dict) and isinstance(checkpoint, dict):
+        checkpoint.setdefault("metric", stop.get("figure"))
+        checkpoint.setdefault("better", stop.get("better", "lower"))
+    if merged.get("task") == "teacher-logits" or merged.get("epochs") is not None:
         merged.setdefault("steps", limits.COUNTED_SAMPLES)
     try:
         # Strict JSON mode: lists stand for tuples, yet "8" is not taken for 8.
@@ -710,6 +918,20 @@ def parse_run_spec(document: object, overrides: Sequence[str] = (), origin: str 
         raise RunSpecError(
             told if told.endswith(")") and "(from --set" in told else told + where
         ) from None
+
+
+def _count_samples_of_tokens(document: dict[str, Any], where: str) -> None:
+    """A batch that is given in tokens has as many samples as they fill."""
+    batch, data = document.get("batch"), document.get("data")
+    if not isinstance(batch, dict) or not isinstance(batch.get("tokens"), int):
+        return
+    if batch.get("samples") is not None:
+        raise RunSpecError(
+            f"expected batch.samples or batch.tokens, got both: leave out one of them{where}"
+        )
+    length = data.get("max_tokens") if isinstance(data, dict) else None
+    length = length if isinstance(length, int) else DataSpec.model_fields["max_tokens"].default
+    batch["samples"] = max(1, batch["tokens"] // max(1, length))
 
 
 def parse_run_spec_bytes(document: bytes) -> RunSpec:
@@ -729,6 +951,10 @@ def source_of(spec: RunSpec, role: Role) -> str | None:
     own = spec.task not in TASK_SECTIONS
     if role == "data":
         return spec.data.train if spec.data is not None else None
+    if role == "validation":
+        return spec.data.validation if spec.data is not None and not own else None
+    if role == "adapter":
+        return spec.model.adapter if spec.model is not None and not own else None
     if role == "model":
         return spec.model.source if spec.model is not None and not own else None
     return spec.tokenizer.source if spec.tokenizer is not None and not own else None

@@ -58,3 +58,18 @@ def test_a_task_beside_a_run_spec_is_refused(tmp_path):
 def test_the_data_of_a_classify_run_is_missing():
     with pytest.raises(RunSpecError, match="data"):
         run_spec_from(None, ShortForms(task="classify", model="m"), [])
+
+
+def test_epochs_take_the_place_of_a_files_steps_and_the_other_way_round(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("task: regress\nsteps: 3\n")
+    spec = run_spec_from(path, ShortForms(epochs=5), [])
+    assert spec is not None
+    assert (spec.epochs, spec.known_steps) == (5, None)
+    path.write_text("task: regress\nepochs: 3\n")
+    again = run_spec_from(path, ShortForms(steps=5), [])
+    assert again is not None
+    assert (again.epochs, again.steps) == (None, 5)
+    alone = run_spec_from(None, ShortForms(task="regress", epochs=2), [])
+    assert alone is not None
+    assert alone.epochs == 2

@@ -8,32 +8,40 @@ longer than `data.max_tokens` is cut off.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final, Protocol
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from backends.base.interface import Batch
 from protocol.base.errors import DataError
 from protocol.data.conversations import Conversation, read_conversations
+from protocol.data.data_check import validation_data
+from protocol.data.disk_texts import Chosen, DiskTexts
 from protocol.data.text_corpus import read_text_corpus
-from protocol.exact.digest import digest_arrays
+from protocol.exact.digest import Streamed, digest_arrays
 from protocol.spec.run_spec import DataSpec, RunSpec, TokenizerSpec
 from worker.data import holdout
 from worker.data.chat_template import ChatTemplate, Counted
+from worker.data.disk_arrays import DiskArrays, joined
+from worker.data.packing import PackedSamples
 from worker.models.tokens import (
+    NOTHING,
     Tokens,
-    digest_tokens,
-    encode_stream,
+    encode_each,
     load_tokenizer,
+    sampled_every,
     train_tokenizer,
+    unknown_in,
     unknown_per_thousand,
 )
 
-NOTHING: Final = -100
-"""The label of what is not predicted."""
+_ENCODED_AT_ONCE: Final = 256
+"""Conversations."""
 _PADDING_TOKENS: Final = 16
 """Conversations are padded to a multiple of this: few shapes, little waste."""
 
@@ -95,103 +103,215 @@ def read_language_data(spec: RunSpec, fraction: float, *, even: bool = False) ->
 
 def _running_text(spec: RunSpec, data: DataSpec, fraction: float) -> LanguageData:
     corpus = read_text_corpus(data)
-    parts = holdout.split(corpus.documents, spec.seed, fraction)
-    train, held_out = ([corpus.documents[n] for n in part] for part in parts)
+    found = corpus.documents
+    valid = None if data.validation is None else read_text_corpus(validation_data(data)).documents
+    train, held_out = _divided(found, valid, spec.seed, fraction)
     tokenizer = load_or_train_tokenizer(spec, train)
-    streams = [encode_stream(tokenizer, texts) for texts in (train, held_out) if texts]
-    return LanguageData(
-        tokenizer=tokenizer,
-        train=Windows.cut(streams[0], data.max_tokens),
-        held_out=Windows.cut(streams[-1] if held_out else streams[0][:0], data.max_tokens),
-        highest=max(int(stream.max()) for stream in streams),
-        digests={
-            "tokenizer": digest_tokens(streams, len(tokenizer)),
-            "data": documents_digest(corpus.documents),
-        },
-        notes={
-            "documents": len(train) + len(held_out),
-            "duplicates_removed": corpus.duplicates,
-            "train_tokens": len(streams[0]),
-            "unknown_tokens_per_thousand": unknown_per_thousand(tokenizer, train),
-        },
-    )
-
-
-def _conversations(spec: RunSpec, data: DataSpec, fraction: float, *, even: bool) -> LanguageData:
-    conversations = read_conversations(data)
-    documents = [each.document for each in conversations.found]
-    parts = holdout.split(documents, spec.seed, fraction)
-    train, held_out = ([conversations.found[n] for n in part] for part in parts)
-    said = [message.content for each in train for message in each.messages]
-    tokenizer = load_or_train_tokenizer(spec, said)
-    template = ChatTemplate(tokenizer, data.chat_template, everything=data.loss == "all")
-    pad_to = data.max_tokens if even else _PADDING_TOKENS
-    encoded = [Turns.encode(template, part, data.max_tokens, pad_to) for part in (train, held_out)]
-    trained, held = encoded
-    if not len(trained):
-        raise DataError(
-            f"expected conversations in {data.train!r} whose first data.max_tokens = "
-            f"{data.max_tokens} tokens reach an answer, found none; raise it: "
-            f"--set data.max_tokens={max(each.longest for each in encoded)}"
-        )
-    tokens = [ids for part in encoded for ids in part.tokens]
-    counted = [marks.astype(np.int64) for part in encoded for marks in part.counted]
+    streams = [_encoded(tokenizer, texts) for texts in (train, held_out)]
+    there = [stream for stream in streams if len(stream)]
+    trained, held = (_text_samples(stream, spec, data) for stream in streams)
     return LanguageData(
         tokenizer=tokenizer,
         train=trained,
         held_out=held,
-        highest=max(int(ids.max()) for ids in tokens),
+        highest=max(map(_highest, there)),
         digests={
-            "tokenizer": digest_tokens(tokens, len(tokenizer)),
-            "counted_tokens": digest_tokens(counted, 0),
-            "data": documents_digest(documents),
+            "tokenizer": digest_stored(
+                there, [stream.elements for stream in there], len(tokenizer)
+            ),
+            "data": documents_digest(found),
+            **_validation_digest(valid),
         },
         notes={
-            "conversations": len(documents),
-            "duplicates_removed": conversations.duplicates,
-            "conversations_truncated": trained.truncated + held.truncated,
-            "left_out_as_no_answer_fits": trained.left_out + held.left_out,
-            "train_tokens": sum(map(len, trained.tokens)),
-            "train_tokens_with_loss": sum(int(marks.sum()) for marks in trained.counted),
-            "unknown_tokens_per_thousand": unknown_per_thousand(tokenizer, said),
+            "documents": len(train) + len(held_out),
+            "duplicates_removed": corpus.duplicates,
+            "train_tokens": streams[0].elements,
+            "unknown_tokens_per_thousand": unknown_per_thousand(tokenizer, train),
+            **_overlap(found, valid),
+            **_packed_notes(trained),
         },
     )
+
+
+def _divided(
+    found: DiskTexts, valid: DiskTexts | None, seed: int, fraction: float
+) -> tuple[Sequence[str], Sequence[str]]:
+    """What is trained on, and what is measured on: a file of its own, or a share."""
+    if valid is not None:
+        return found, valid
+    train, held_out = holdout.split(found, seed, fraction)
+    return Chosen(found, train), Chosen(found, held_out)
+
+
+def _encoded(tokenizer: Any, texts: Sequence[str]) -> DiskArrays:
+    stream = DiskArrays("<u4", np.int64)
+    for tokens in encode_each(tokenizer, texts):
+        stream.append(tokens)
+    return stream
+
+
+def _text_samples(stream: DiskArrays, spec: RunSpec, data: DataSpec) -> Samples:
+    if data.packing:
+        return PackedSamples.of(
+            CutDocuments.of(stream, data.max_tokens), data.max_tokens, spec.seed
+        )
+    return Windows(stream, data.max_tokens)
+
+
+def _highest(tokens: DiskArrays) -> int:
+    return max(int(piece.max()) for piece in tokens.pieces())
+
+
+def _validation_digest(valid: DiskTexts | None) -> dict[str, str]:
+    return {} if valid is None else {"validation": documents_digest(valid)}
+
+
+def _overlap(found: DiskTexts, valid: DiskTexts | None) -> dict[str, int]:
+    """How much of what is measured on is trained on too."""
+    if valid is None:
+        return {}
+    known = {blake3(text.encode()).digest() for text in valid}
+    both = sum(blake3(text.encode()).digest() in known for text in found)
+    return {"validation_documents": len(valid), "of_them_trained_on_too": both}
+
+
+def _packed_notes(samples: Samples) -> dict[str, int]:
+    if not isinstance(samples, PackedSamples):
+        return {}
+    room, used = len(samples) * samples.length, int(samples.pieces.lengths.sum())
+    return {"packed_samples": len(samples), "padding_per_thousand": 1000 * (room - used) // room}
+
+
+def _conversations(spec: RunSpec, data: DataSpec, fraction: float, *, even: bool) -> LanguageData:
+    found = read_conversations(data)
+    valid = None if data.validation is None else read_conversations(validation_data(data))
+    if valid is None:
+        chosen = [(found, part) for part in holdout.split(found.documents, spec.seed, fraction)]
+    else:
+        chosen = [(each, [*range(len(each))]) for each in (found, valid)]
+
+    def said() -> Iterator[str]:
+        return (message.content for n in chosen[0][1] for message in found[n].messages)
+
+    tokenizer = load_or_train_tokenizer(spec, said())
+    template = ChatTemplate(tokenizer, data.chat_template, everything=data.loss == "all")
+    pad_to = data.max_tokens if even else _PADDING_TOKENS
+    both = [
+        Turns.encode(
+            template, (of[n] for n in part), data.max_tokens, pad_to, grouped=data.group_by_length
+        )
+        for of, part in chosen
+    ]
+    if not len(both[0]):
+        raise DataError(
+            f"expected conversations in {data.train!r} whose first data.max_tokens = "
+            f"{data.max_tokens} tokens reach an answer, found none; raise it: "
+            f"--set data.max_tokens={max(part.longest for part in both)}"
+        )
+    lengths = [int(length) for part in both for length in part.tokens.lengths]
+    samples: list[Samples] = [
+        PackedSamples.of(part, data.max_tokens, spec.seed) if data.packing else part
+        for part in both
+    ]
+    documents = None if valid is None else valid.documents
+    asked_every = sampled_every(sum(1 for _ in said()))
+    return LanguageData(
+        tokenizer=tokenizer,
+        train=samples[0],
+        held_out=samples[1],
+        highest=max(_highest(part.tokens) for part in both if len(part)),
+        digests={
+            "tokenizer": digest_stored([p.tokens for p in both], lengths, len(tokenizer)),
+            "counted_tokens": digest_stored([p.counted for p in both], lengths, 0),
+            "data": documents_digest(found.documents),
+            **_validation_digest(documents),
+        },
+        notes={
+            "conversations": len(found),
+            "duplicates_removed": found.duplicates,
+            **_turns_notes(*both),
+            "unknown_tokens_per_thousand": unknown_in(
+                tokenizer, islice(said(), 0, None, asked_every)
+            ),
+            **_overlap(found.documents, documents),
+            **_packed_notes(samples[0]),
+        },
+    )
+
+
+def _turns_notes(trained: Turns, held: Turns) -> dict[str, int]:
+    return {
+        "conversations_truncated": trained.truncated + held.truncated,
+        "left_out_as_no_answer_fits": trained.left_out + held.left_out,
+        "train_tokens": trained.tokens.elements,
+        "train_tokens_with_loss": sum(int(piece.sum()) for piece in trained.counted.pieces()),
+    }
 
 
 @dataclass(frozen=True, slots=True)
 class Windows:
     """Samples cut out of a stream of tokens: inputs and labels, each (samples, length), int64.
 
-    A label is the token behind its input. The last sample is padded with zeros and `NOTHING`.
+    A label is the token behind its input: all tokens but the first are predicted, each once, and
+    none of fewer than 2 tokens. The last sample is padded with zeros and `NOTHING`.
     """
 
-    inputs: Tokens
-    labels: Tokens
-
-    @staticmethod
-    def cut(stream: Tokens, length: int) -> Windows:
-        """All tokens but the first are predicted, each once; none from fewer than 2 tokens."""
-        predicted = max(len(stream) - 1, 0)
-        samples = -(-predicted // length)
-        inputs = np.zeros(samples * length, np.int64)
-        labels = np.full(samples * length, NOTHING, np.int64)
-        inputs[:predicted] = stream[:predicted]
-        labels[:predicted] = stream[1:]
-        return Windows(inputs.reshape(samples, length), labels.reshape(samples, length))
+    stream: DiskArrays
+    length: int
 
     def __len__(self) -> int:
-        return len(self.inputs)
+        return (max(self.stream.elements - 1, 0) + self.length - 1) // self.length
 
     def batch(self, rows: NDArray[np.int64] | slice) -> Batch:
         """input_ids and labels; the weight is the number of tokens predicted."""
-        labels = self.labels[rows]
+        chosen = np.arange(len(self))[rows].tolist()
+        inputs = np.zeros((len(chosen), self.length), np.int64)
+        labels = np.full((len(chosen), self.length), NOTHING, np.int64)
+        for row, number in enumerate(chosen):
+            tokens = self._tokens(number)
+            inputs[row, : len(tokens) - 1] = tokens[:-1]
+            labels[row, : len(tokens) - 1] = tokens[1:]
         weight = float(np.count_nonzero(labels != NOTHING))
-        return Batch({"input_ids": self.inputs[rows], "labels": labels}, weight)
+        return Batch({"input_ids": inputs, "labels": labels}, weight)
 
     def sample(self, number: int) -> tuple[Tokens, Counted]:
         """See `Samples`."""
-        labels = self.labels[number]
-        tokens = np.append(self.inputs[number, :1], labels[labels != NOTHING])
+        tokens = self._tokens(number)
+        return tokens, np.arange(len(tokens)) > 0
+
+    def _tokens(self, number: int) -> Tokens:
+        lo = number * self.length
+        return self.stream.read(lo, min(lo + self.length + 1, self.stream.elements))
+
+
+@dataclass(frozen=True, slots=True)
+class CutDocuments:
+    """Documents as pieces to be packed: one longer than a sample is several, each token but its
+    first predicted once."""
+
+    stream: DiskArrays
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+    @staticmethod
+    def of(stream: DiskArrays, length: int) -> CutDocuments:
+        """CutDocuments each array of the stream."""
+        predicted = np.maximum(stream.lengths - 1, 0)
+        counts = -(-predicted // length)
+        whole = np.repeat(np.cumsum(counts) - counts, counts)
+        at = (np.arange(int(counts.sum())) - whole) * length
+        starts = np.repeat(stream.starts, counts) + at
+        return CutDocuments(stream, starts, np.minimum(length, np.repeat(predicted, counts) - at))
+
+    def piece(self, number: int) -> tuple[Tokens, Tokens]:
+        """See `Pieces`."""
+        tokens, _ = self.sample(number)
+        return tokens[:-1], tokens[1:]
+
+    def sample(self, number: int) -> tuple[Tokens, Counted]:
+        """See `Pieces`."""
+        start = int(self.starts[number])
+        tokens = self.stream.read(start, start + int(self.lengths[number]) + 1)
         return tokens, np.arange(len(tokens)) > 0
 
 
@@ -204,6 +324,7 @@ class Turns:
     Attributes:
         tokens: Of each, at most `length`.
         counted: Which of them are predicted with loss; at least one of each, never the first.
+        order: Which of them each sample is: by length, where microbatches are to have like ones.
         length: `data.max_tokens`.
         pad_to: A batch is as wide as a multiple of this, at most `length`.
         truncated: How many of these were cut.
@@ -211,8 +332,9 @@ class Turns:
         longest: Tokens of the longest one before any was cut or left out.
     """
 
-    tokens: Sequence[Tokens]
-    counted: Sequence[Counted]
+    tokens: DiskArrays
+    counted: DiskArrays
+    order: NDArray[np.int64]
     length: int
     pad_to: int
     truncated: int
@@ -221,50 +343,75 @@ class Turns:
 
     @staticmethod
     def encode(
-        template: ChatTemplate, conversations: Sequence[Conversation], length: int, pad_to: int
+        template: ChatTemplate,
+        conversations: Iterable[Conversation],
+        length: int,
+        pad_to: int,
+        *,
+        grouped: bool = False,
     ) -> Turns:
         """Render, encode and cut.
 
         Raises:
             DataError: The template refuses a conversation.
         """
-        rendered = [template.render(each) for each in conversations]
-        tokens, counted = [], []
-        truncated = longest = 0
-        for ids, marks in template.encode(rendered):
-            longest = max(longest, len(ids))
-            marks[:1] = False  # there is nothing before it to predict it from
-            if not marks[:length].any():
-                continue
-            truncated += len(ids) > length
-            tokens.append(ids[:length])
-            counted.append(marks[:length])
-        left_out = len(rendered) - len(tokens)
-        return Turns(tokens, counted, length, pad_to, truncated, left_out, longest)
+        tokens, counted = DiskArrays("<u4", np.int64), DiskArrays(np.uint8, np.bool_)
+        truncated = longest = given = 0
+        for some in _some_at_a_time(conversations):
+            given += len(some)
+            for ids, marks in template.encode([template.render(each) for each in some]):
+                longest = max(longest, len(ids))
+                marks[:1] = False  # there is nothing before it to predict it from
+                if not marks[:length].any():
+                    continue
+                truncated += len(ids) > length
+                tokens.append(ids[:length])
+                counted.append(marks[:length])
+        order = np.arange(len(tokens))
+        if grouped:
+            order = np.argsort(tokens.lengths, kind="stable")
+        left_out = given - len(tokens)
+        return Turns(tokens, counted, order, length, pad_to, truncated, left_out, longest)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """See `Pieces`: the last token is predicted alone."""
+        return self.tokens.lengths[self.order] - 1
+
     def batch(self, rows: NDArray[np.int64] | slice) -> Batch:
         """See `Samples`."""
-        chosen = np.arange(len(self))[rows].tolist()
-        longest = max((len(self.tokens[number]) for number in chosen), default=2) - 1
+        pieces = [self.piece(number) for number in np.arange(len(self))[rows].tolist()]
+        longest = max((len(read) for read, _ in pieces), default=1)
         width = min(-(-longest // self.pad_to) * self.pad_to, self.length)
-        inputs = np.zeros((len(chosen), width), np.int64)
-        labels = np.full((len(chosen), width), NOTHING, np.int64)
-        for row, number in enumerate(chosen):
-            ids, marks = self.tokens[number], self.counted[number]
-            inputs[row, : len(ids) - 1] = ids[:-1]
-            labels[row, : len(ids) - 1] = np.where(marks[1:], ids[1:], NOTHING)
+        inputs = np.zeros((len(pieces), width), np.int64)
+        labels = np.full((len(pieces), width), NOTHING, np.int64)
+        for row, (read, predicted) in enumerate(pieces):
+            inputs[row, : len(read)] = read
+            labels[row, : len(read)] = predicted
         weight = float(np.count_nonzero(labels != NOTHING))
         return Batch({"input_ids": inputs, "labels": labels}, weight)
 
+    def piece(self, number: int) -> tuple[Tokens, Tokens]:
+        """See `Pieces`."""
+        ids, marks = self.sample(number)
+        return ids[:-1], np.where(marks[1:], ids[1:], NOTHING)
+
     def sample(self, number: int) -> tuple[Tokens, Counted]:
         """See `Samples`."""
-        return self.tokens[number], self.counted[number]
+        at = int(self.order[number])
+        return self.tokens[at], self.counted[at]
 
 
-def load_or_train_tokenizer(spec: RunSpec, texts: Sequence[str]) -> Any:
+def _some_at_a_time(conversations: Iterable[Conversation]) -> Iterator[list[Conversation]]:
+    given = iter(conversations)
+    while some := [*islice(given, _ENCODED_AT_ONCE)]:
+        yield some
+
+
+def load_or_train_tokenizer(spec: RunSpec, texts: Iterable[str]) -> Any:
     """The one that is named, the model's own, or one trained on the training documents."""
     assert spec.model is not None
     asked = spec.tokenizer or TokenizerSpec()
@@ -274,6 +421,16 @@ def load_or_train_tokenizer(spec: RunSpec, texts: Sequence[str]) -> Any:
 
 def documents_digest(documents: Sequence[str]) -> str:
     """Of texts and where each ends."""
-    lengths = np.array([len(text) for text in documents], np.int64)
-    text = np.frombuffer("".join(documents).encode(), np.uint8)
-    return digest_arrays({"lengths": lengths, "text": text})
+    kept = documents if isinstance(documents, DiskTexts) else DiskTexts.of(documents)
+    text = (np.frombuffer(piece, np.uint8) for piece in kept.file.pieces())
+    streamed = Streamed(np.dtype(np.uint8), (len(kept.file),), text)
+    return digest_arrays({"lengths": np.array(kept.characters, np.int64), "text": streamed})
+
+
+def digest_stored(arrays: Sequence[DiskArrays], lengths: Sequence[int], padding: int) -> str:
+    """As `digest_tokens` has it."""
+    return digest_arrays({
+        "lengths": np.array(lengths, np.int64),
+        "ids": joined(arrays),
+        "padding": np.array([padding]),
+    })  # fmt: skip

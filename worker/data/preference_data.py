@@ -16,8 +16,14 @@ from protocol.data.preferences import Pair, read_preferences
 from protocol.spec.run_spec import DataSpec, RunSpec
 from worker.data import holdout
 from worker.data.chat_template import ChatTemplate, Counted
-from worker.data.language_data import NOTHING, documents_digest
-from worker.models.tokens import Tokens, digest_tokens, load_tokenizer, unknown_per_thousand
+from worker.data.language_data import documents_digest
+from worker.models.tokens import (
+    NOTHING,
+    Tokens,
+    digest_tokens,
+    load_tokenizer,
+    unknown_per_thousand,
+)
 
 _PADDING_TOKENS: Final = 16
 """Pairs are padded to a multiple of this: few shapes, little waste."""

@@ -31,7 +31,7 @@ from protocol.exact.tree import Node, is_node
 from protocol.exact.upload_order import UploadOrder
 from protocol.spec.manifest import Block
 from protocol.spec.replicas_spec import Codecs
-from protocol.spec.run_spec import parse_run_spec_bytes
+from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
 from protocol.wire.connection import Body
 from protocol.wire.messages import (
     Assign,
@@ -213,12 +213,11 @@ class _Task:
 
 @dataclass(slots=True)
 class _Run:
-    """The run that a session is in, `samples` in a step; `task` once it is built."""
+    """The run that a session is in; `task`, and the number of steps, once it is built."""
 
     run_id: str
-    steps: int
-    samples: int
-    exchange: Codecs
+    spec: RunSpec
+    steps: int = 0
     task: _Task | None = None
 
 
@@ -288,7 +287,7 @@ class WorkerSession:
     @property
     def _exchange(self) -> Codecs:
         assert self._run is not None
-        return self._run.exchange
+        return self._run.spec.codecs
 
     def welcome(self, message: Welcome) -> list[Action]:
         """The handshake is done."""
@@ -391,7 +390,7 @@ class WorkerSession:
             )
         self.epoch = self._epochs[message.run_id] = message.epoch
         spec = parse_run_spec_bytes(body.tobytes())
-        self._run = _Run(message.run_id, spec.steps, spec.batch.samples, spec.codecs)
+        self._run = _Run(message.run_id, spec)
         return [CancelWork(), *self.files.begin(message, spec)]
 
     def _blob_chunk(self, message: BlobChunk, body: Body) -> list[Action]:
@@ -402,8 +401,7 @@ class WorkerSession:
         if event.run_id != self.run_id:
             return []
         manifest = event.manifest
-        if manifest.capture is not None:
-            self._run.steps = min(self._run.steps, -(-manifest.train_samples // self._run.samples))
+        self._run.steps = self._run.spec.steps_with(manifest.train_samples)
         self._run.task = _Task(manifest.blocks, manifest.evaluation_parts, event.step)
         ready = Ready(
             run_id=self.run_id,
@@ -419,7 +417,7 @@ class WorkerSession:
         memory = f"; memory: {event.memory}" if event.memory else ""
         parity = f"; {event.parity}" if event.parity else ""
         return [
-            Expect(manifest.blocks, self._run.exchange),
+            Expect(manifest.blocks, self._run.spec.codecs),
             Transmit(ready, manifest.to_bytes()),
             Tell(f"run {self.run_id}: ready on {event.device}{memory}{parity}"),
         ]

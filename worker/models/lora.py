@@ -9,13 +9,23 @@ import json
 import math
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
+from safetensors import SafetensorError
 from transformers.pytorch_utils import Conv1D
 
 from backends.base import draws
 from protocol.base.errors import DataError, in_words
+from protocol.exact.digest import digest_arrays
+from protocol.spec.adapter import (
+    ADAPTER_WEIGHTS,
+    adapter_config,
+    adapter_directory,
+    check_lora,
+    targets_of,
+)
 from protocol.spec.manifest import ADAPTER_CONFIG, Block, Export
 from protocol.spec.run_spec import LoraSpec
 from worker.models.pretrained import fill
@@ -45,9 +55,13 @@ class Lora:
         task_type: What the adapter is for, in peft's words.
         heads: Modules that are trained in full.
         seed: The run's.
+        adapter: The directory of one to go on with, in PEFT's layout.
+
+    Attributes:
+        adapter_digest: Of the one it goes on with; empty without.
 
     Raises:
-        DataError: A target is not in the model, or none can be found.
+        DataError: A target is not in the model, or none can be found; the adapter is another's.
     """
 
     def __init__(
@@ -57,10 +71,18 @@ class Lora:
         task_type: TaskType,
         heads: Sequence[str],
         seed: int,
+        *,
+        adapter: str | None = None,
     ) -> None:
         import peft  # noqa: PLC0415  (full fine-tuning does without)
 
-        targets = spec.targets or _attention_targets(model)
+        earlier = None if adapter is None else adapter_directory(adapter)
+        config_of_earlier = None if earlier is None else adapter_config(earlier)
+        targets = spec.targets
+        if earlier is not None and config_of_earlier is not None:
+            check_lora(earlier, config_of_earlier, spec)
+            targets = targets or targets_of(config_of_earlier)
+        targets = targets or _attention_targets(model)
         self._config = {
             "bias": "none",
             "fan_in_fan_out": _transposed(model, targets),
@@ -82,6 +104,7 @@ class Lora:
                 f"cannot add LoRA to {', '.join(targets)}: {in_words(error)}; see to lora.targets"
             ) from None
         _start(self.module, seed)
+        self.adapter_digest = "" if earlier is None else _continue(self.module, earlier)
 
     def export(self, base: str, blocks: Sequence[Block], files: dict[str, str]) -> Export:
         """The adapter as `PeftModel.from_pretrained` reads it.
@@ -131,6 +154,38 @@ def _start(module: torch.nn.Module, seed: int) -> None:
                 fill(parameter, draws.symmetric(key, parameter.numel(), bound))
             elif ".lora_B." in name or ".lora_embedding_A." in name:
                 parameter.zero_()
+
+
+def _continue(module: torch.nn.Module, directory: Path) -> str:
+    """Fill in an adapter's values; their digest.
+
+    Raises:
+        DataError: They are not this module's, name by name and shape by shape.
+    """
+    from safetensors.torch import load_file  # noqa: PLC0415
+
+    path = directory / ADAPTER_WEIGHTS
+    try:
+        given = {name: value.float() for name, value in load_file(path).items()}
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"cannot read the adapter's {str(path)!r}: {error}") from None
+    trained = {
+        adapter_name(name): parameter
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+    odd = sorted(given.keys() ^ trained.keys())
+    odd += [name for name in trained if name in given and given[name].shape != trained[name].shape]
+    if odd:
+        raise DataError(
+            f"the adapter in {str(directory)!r} is another model's: {len(odd)} of its tensors "
+            f"(such as {odd[0]!r}) are not those that the run trains; give its own base, and its "
+            "lora.targets"
+        )
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.copy_(given[name])
+    return digest_arrays({name: value.numpy() for name, value in given.items()})
 
 
 def _attention_targets(model: torch.nn.Module) -> tuple[str, ...]:

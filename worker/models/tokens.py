@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,7 +27,13 @@ SAMPLE_TEXTS: Final = 1_000
 SAMPLE_CHARACTERS: Final = 4_096
 """So much of a data set shows whether a tokenizer knows its language."""
 
+_ENCODED_CHARACTERS: Final = 1_000_000
+"""At once, or a little more."""
+
 Tokens = NDArray[np.int64]
+
+NOTHING: Final = -100
+"""The label of what is not predicted."""
 
 
 def load_tokenizer(source: str) -> Any:
@@ -120,12 +126,23 @@ def check_tokens(highest: int, vocabulary: int) -> None:
 def unknown_per_thousand(tokenizer: Any, texts: Sequence[str]) -> int:
     """How many of a thousand tokens of these texts stand for what the tokenizer does not know.
 
-    Looks at texts evenly drawn from all of them.
+    Looks at texts evenly drawn from all of them: see `unknown_in`.
+    """
+    return unknown_in(tokenizer, [*texts[:: sampled_every(len(texts))]])
+
+
+def sampled_every(count: int) -> int:
+    """Of so many texts each which one is looked at."""
+    return -(-count // SAMPLE_TEXTS)
+
+
+def unknown_in(tokenizer: Any, texts: Iterable[str]) -> int:
+    """How many of a thousand tokens of these texts stand for what the tokenizer does not know.
 
     Raises:
         DataError: Most of them do: the tokenizer is another language's, or its files are damaged.
     """
-    sample = [text[:SAMPLE_CHARACTERS] for text in texts[:: -(-len(texts) // SAMPLE_TEXTS)]]
+    sample = [text[:SAMPLE_CHARACTERS] for text in texts]
     ids = tokenizer(sample, add_special_tokens=False, verbose=False)["input_ids"]
     tokens = np.concatenate([np.array(each, np.int64) for each in ids])
     unknown = int(np.count_nonzero(tokens == tokenizer.unk_token_id))
@@ -151,11 +168,24 @@ def encode_cut(tokenizer: Any, texts: Sequence[str], max_tokens: int) -> tuple[l
     return tokens, sum(1 for one in encoded.encodings or () if one.overflowing)
 
 
-def encode_stream(tokenizer: Any, texts: Sequence[str]) -> Tokens:
-    """All texts one after the other, each with the end token behind it, shape (tokens,)."""
-    encoded = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+def encode_each(tokenizer: Any, texts: Iterable[str]) -> Iterator[Tokens]:
+    """The tokens of each text, with the end token behind it; some texts are in memory at once."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return np.concatenate([np.array([*ids, *end], np.int64) for ids in encoded])
+    waiting: list[str] = []
+    characters = 0
+
+    def encoded() -> Iterator[Tokens]:
+        if waiting:
+            found = tokenizer(waiting, add_special_tokens=False, verbose=False)["input_ids"]
+            yield from (np.array([*ids, *end], np.int64) for ids in found)
+
+    for text in texts:
+        waiting.append(text)
+        characters += len(text)
+        if characters >= _ENCODED_CHARACTERS:
+            yield from encoded()
+            waiting, characters = [], 0
+    yield from encoded()
 
 
 def digest_tokens(tokens: Sequence[Tokens], padding: int) -> str:

@@ -43,13 +43,22 @@ class Tuned:
         added = None
         if lora is not None:
             heads = head_modules(loaded.model) if task_type == "SEQ_CLS" else ()
-            added = Lora(loaded.model, lora, task_type, heads, seed)
+            added = Lora(loaded.model, lora, task_type, heads, seed, adapter=model.adapter)
         module = loaded.model if added is None else added.module
         return Tuned(loaded, added, cut_into_blocks(module), model)
 
     @property
     def module(self) -> nn.Module:
         return self.loaded.model if self.lora is None else self.lora.module
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Of what was loaded, for the manifest."""
+        adapter = "" if self.lora is None else self.lora.adapter_digest
+        return {
+            "base_weights": self.loaded.weights_digest,
+            **({"adapter": adapter} if adapter else {}),
+        }
 
     def initial_values(self) -> list[Array]:
         """See `pretrained.initial_values`."""

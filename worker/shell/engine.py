@@ -149,6 +149,8 @@ class _Job:
     """Of a run with replicas."""
     loaded: bool = True
     """Whether the device has the replica's parameters: a stretch leaves its own there."""
+    averaged: bool = False
+    """Whether the device has the average that an optimizer keeps, to measure it."""
 
 
 class Engine:
@@ -281,7 +283,7 @@ class Engine:
         self._await_digest()
         if not (keep and job.run_id == run_id and job.whole) and not job.fresh:
             job.replica.reset(job.task.initial_parameters())
-            job.program.load(job.replica.parameters)
+            self._load(job)
             job.whole = job.fresh = True
             if job.stretches is not None:
                 job.stretches.forget()
@@ -358,6 +360,9 @@ class Engine:
             )
         if self._want_files(job, place, microbatches, node, samples):
             return
+        if job.averaged:
+            job.program.load(job.replica.parameters)
+            job.averaged = False
         seeds = [microbatch_seed(job.spec.seed, place.step, leaf) for leaf in range(*node)]
         batches = [
             _batch(job.task, samples[leaf], seed)
@@ -470,7 +475,8 @@ class Engine:
         if missing:
             self._emit(FilesWanted(missing, for_node=(place, microbatches, node)))
         assert isinstance(job.order, SampleOrder)
-        for step in range(place.step + 1, min(place.step + _STEPS_AHEAD, job.spec.steps)):
+        steps = job.spec.steps_with(job.task.manifest.train_samples)
+        for step in range(place.step + 1, min(place.step + _STEPS_AHEAD, steps)):
             coming = [sample for part in job.order.microbatches(step) for sample in part]
             soon = set(job.task.missing(coming)) - job.asked
             if soon:
@@ -535,6 +541,7 @@ class Engine:
     def _load(self, job: _Job) -> None:
         job.program.load(job.replica.parameters)
         job.loaded = True
+        job.averaged = False
 
     def _report_digest(self, replica: Replica) -> None:
         """Hash while the next step computes; the next change of the replica waits for it."""
@@ -572,6 +579,10 @@ class Engine:
             return
         if not job.loaded:
             self._load(job)
+        if job.replica.averages and not job.averaged:
+            self._await_digest()
+            job.program.load(job.replica.trained())
+            job.averaged = True
         sums = job.program.evaluate(job.task.evaluation_batch(part))
         self._emit(PartEvaluated(step, part, dict(sums)))
 

@@ -64,6 +64,12 @@ def _replaced(spec: RunSpec, role: Role, place: str, *, alone: bool) -> RunSpec:
         assert spec.data is not None
         change = {"train": place} if alone else {"train": place, "pattern": "*"}
         return spec.model_copy(update={"data": spec.data.model_copy(update=change)})
+    if role == "validation":
+        assert spec.data is not None
+        return spec.model_copy(update={"data": spec.data.model_copy(update={"validation": place})})
+    if role == "adapter":
+        assert spec.model is not None
+        return spec.model_copy(update={"model": spec.model.model_copy(update={"adapter": place})})
     if role == "model":
         assert spec.model is not None
         change = {"source": place, "name": spec.model.name or str(spec.model.source)}

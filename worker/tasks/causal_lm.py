@@ -18,9 +18,10 @@ from backends.base.interface import Array, Batch, Sums
 from protocol.spec.manifest import Manifest, Metric
 from protocol.spec.run_spec import RunSpec
 from worker.data import holdout
-from worker.data.language_data import NOTHING, read_language_data
+from worker.data.language_data import read_language_data
+from worker.data.packing import check_packing
 from worker.models import pretrained
-from worker.models.tokens import check_tokens, tokenizer_files
+from worker.models.tokens import NOTHING, check_tokens, tokenizer_files
 from worker.models.tuned import Tuned
 
 PART_TOKENS: Final = 1_024
@@ -42,13 +43,15 @@ class CausalLM:
         self._measured = holdout.measured(len(self._held_out), spec.data.holdout_samples, spec.seed)
         self._part_samples = max(1, PART_TOKENS // length)
         tuned = Tuned.of(loaded, spec.model, spec.lora, "CAUSAL_LM", spec.seed)
+        if spec.data.packing:
+            check_packing(tuned.module, loaded.vocabulary, loaded.forward_options)
         self._initial = tuned.initial_values()
         self.manifest = Manifest(
             blocks=tuned.blocks,
             train_samples=len(self._train),
             evaluation_parts=-(-len(self._measured) // self._part_samples),
             metrics=_METRICS,
-            digests={"base_weights": loaded.weights_digest, **data.digests},
+            digests={**tuned.digests, **data.digests},
             notes=dict(data.notes),
             export=tuned.export(tokenizer_files(tokenizer)),
         )
@@ -105,7 +108,8 @@ def token_loss(
     module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
 ) -> torch.Tensor:
     """Cross-entropy in float32, summed over the tokens predicted."""
-    logits = module(input_ids=arrays["input_ids"], **options).logits
+    packed = {name: arrays[name] for name in ("position_ids",) if name in arrays}
+    logits = module(input_ids=arrays["input_ids"], **packed, **options).logits
     return nn.functional.cross_entropy(
         logits.float().flatten(0, 1),  # (samples * length, vocabulary)
         arrays["labels"].flatten(),

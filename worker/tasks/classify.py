@@ -79,7 +79,7 @@ class Classify:
             labels=data.names,
             max_tokens=spec.data.max_tokens,
             seed=spec.seed,
-            model=spec.model.model_copy(update={"source": source, "name": None}),
+            model=spec.model.model_copy(update={"source": source, "name": None, "adapter": None}),
             lora=spec.lora,
             base_weights=loaded.weights_digest,
         )
@@ -89,7 +89,7 @@ class Classify:
             evaluation_parts=len(self._parts),
             metrics=class_metrics(data.names, _commonest(self._labels[train])),
             digests={
-                "base_weights": loaded.weights_digest,
+                **tuned.digests,
                 "tokenizer": digest_tokens(self._tokens, self._padding),
                 "data": _data_digest(data),
             },

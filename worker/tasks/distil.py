@@ -77,7 +77,7 @@ class Distil:
             evaluation_parts=-(-len(self._measured) // self._part_samples),
             metrics=_METRICS,
             digests={
-                "base_weights": loaded.weights_digest,
+                **tuned.digests,
                 "teacher": facts.teacher,
                 "vocabulary": facts.tokenizer,
                 "data": _files_digest(self._samples),

@@ -18,10 +18,9 @@ from backends.base.interface import Array, Batch, Sums
 from protocol.spec.manifest import Manifest, Metric
 from protocol.spec.run_spec import RunSpec
 from worker.data import holdout
-from worker.data.language_data import NOTHING
 from worker.data.preference_data import read_preference_data
 from worker.models import pretrained
-from worker.models.tokens import check_tokens, tokenizer_files
+from worker.models.tokens import NOTHING, check_tokens, tokenizer_files
 from worker.models.tuned import Tuned
 
 PART_PAIRS: Final = 4
@@ -53,7 +52,7 @@ class Dpo:
             train_samples=len(self._train),
             evaluation_parts=-(-len(self._measured) // PART_PAIRS),
             metrics=_METRICS,
-            digests={"base_weights": loaded.weights_digest, **data.digests},
+            digests={**tuned.digests, **data.digests},
             notes=data.notes,
             export=tuned.export(tokenizer_files(data.tokenizer)),
         )

@@ -24,8 +24,8 @@ from protocol.data.vocabulary import vocabulary_digest
 from protocol.spec.capture_layout import CaptureLayout
 from protocol.spec.manifest import Block, Export, Manifest, TensorSpec
 from protocol.spec.run_spec import RunSpec
-from worker.data.language_data import NOTHING, read_language_data
-from worker.models.tokens import check_tokens, tokenizer_files
+from worker.data.language_data import read_language_data
+from worker.models.tokens import NOTHING, check_tokens, tokenizer_files
 from worker.tasks.causal_lm import load_model, token_loss
 
 _NOTHING_TRAINED = "nothing_trained"

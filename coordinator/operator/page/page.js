@@ -295,7 +295,8 @@ function showRun(run, status, other) {
   $("h-run").textContent = run.run_id;
   say(phase, live || !run.run_id ? status.reason ?? "" : "");
   $("progress").value = steps ? step / steps : 0;
-  $("count").textContent = `step ${figure(step)} of ${figure(steps)}${steps ? `, ${Math.floor(100 * step / steps)} %` : ""}`;
+  const epochs = run.epochs && steps ? `, ${figure(run.epochs * step / steps)} of ${figure(run.epochs)} epochs` : "";
+  $("count").textContent = `step ${figure(step)} of ${figure(steps)}${steps ? `, ${Math.floor(100 * step / steps)} %` : ""}${epochs}`;
   document.title = `${going ? `${figure(step)}/${figure(steps)} ` : ""}${run.run_id} ${phase}`;
   for (const each of document.querySelectorAll("[data-act]")) {
     const phases = LEGAL[each.dataset.act];

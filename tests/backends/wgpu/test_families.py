@@ -223,6 +223,36 @@ def test_gradients_are_those_of_the_cpu(compiled, family, cooperative, attention
         assert in_one_piece == ((family, attention) not in WRITTEN_OUT)
 
 
+def packed_loss(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
+    logits = module(input_ids=arrays["input_ids"], position_ids=arrays["position_ids"]).logits
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1), arrays["labels"].flatten(), ignore_index=-100, reduction="sum"
+    )
+
+
+@pytest.mark.parametrize("cooperative", [True, False], ids=["fused", "written out"])
+@pytest.mark.parametrize(
+    "family",
+    ["Llama", *(pytest.param(each, marks=pytest.mark.slow) for each in ("GPT-2", "Mistral"))],
+)
+def test_documents_of_one_sample_do_not_see_one_another(compiled, family, cooperative):
+    """As `worker.data.packing` packs them: positions begin anew; what pads is a document each."""
+    kind, sizes = DECODERS[family]
+    module = model(kind, sizes, "sdpa", decoder=True)
+    batch = padded("right", decoder=True)
+    positions = np.array([[*range(5), *range(7)], [*range(4), *range(3), *[0] * 5], range(LENGTH)])
+    ids, labels = batch.arrays["input_ids"], batch.arrays["labels"]
+    arrays = {"input_ids": ids, "labels": labels, "position_ids": positions}
+    job, packed = trainable(module, packed_loss), Batch(arrays, batch.weight)
+    program = compiled(module, packed_loss, cooperative=cooperative)
+    program.check(packed)
+    assert_like_the_cpu(module, job.blocks, packed_loss, packed, gradients(program, packed))
+    alone = packed_loss(module, {k: torch.tensor(v[:1, :5]) for k, v in arrays.items()})
+    alone += packed_loss(module, {k: torch.tensor(v[:1, 5:]) for k, v in arrays.items()})
+    together = packed_loss(module, {k: torch.tensor(v[:1]) for k, v in arrays.items()})
+    assert float(together) == pytest.approx(float(alone), rel=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_is_refused_is_refused_in_one_line(compiled, family, caplog):

@@ -175,3 +175,14 @@ def test_points_up_to_full_are_as_they_stay_while_the_stride_is():
     assert news["stride"] == before["stride"]
     kept = [step for step in before["step"] if step <= before["full"]]
     assert [*kept, *news["step"]] == whole.document(0)["step"]
+
+
+def test_epochs_are_steps_once_the_samples_are_counted(journal):
+    history = RunHistory(journal.path)
+    spec = {"steps": 10**12, "epochs": 3, "batch": {"samples": 16}}
+    journal.write({"kind": "run", "run_id": "r", "spec": spec})
+    history.read()
+    assert (history.document()["steps"], history.document()["epochs"]) == (None, 3)
+    journal.write({"kind": "manifest", "train_samples": 50})
+    history.read()
+    assert history.document()["steps"] == 12

@@ -112,3 +112,32 @@ def test_frozen_bits():
         hashlib.sha256(order).hexdigest()
         == "6ad2e46ffb9797399f774c0d7c004d1448673a320cb341c2d07b29527a922d3d"
     )
+
+
+@given(seeds, st.integers(1, 90), batches(), st.integers(0, 3))
+def test_grouping_covers_every_sample_once_with_as_many_microbatches(seed, samples, batch, epoch):
+    plain, grouped = (
+        SampleOrder(seed, samples, batch),
+        SampleOrder(seed, samples, batch, grouped=True),
+    )
+    steps = range(epoch * plain.steps_per_epoch, (epoch + 1) * plain.steps_per_epoch)
+    parts = [grouped.microbatches(step) for step in steps]
+    assert [len(p) for step in parts for p in step] == [
+        len(p) for step in steps for p in plain.microbatches(step)
+    ]
+    assert sorted(s for step in parts for p in step for s in p) == list(range(samples))
+
+
+def test_grouped_microbatches_are_of_neighbours_and_steps_are_mixed():
+    order = SampleOrder(3, 6400, BatchSpec(samples=64, microbatch=8), grouped=True)
+    parts = [part for step in range(100) for part in order.microbatches(step)]
+    spread = [max(part) - min(part) for part in parts]
+    assert np.median(spread) < 6400 / 20
+    means = [np.mean([s for part in order.microbatches(step) for s in part]) for step in range(100)]
+    assert np.std([np.mean(part) for part in parts]) > 1000
+    assert np.std(means) < 1000
+    assert [order.microbatches(step) for step in (100, 3, 100)] == [
+        SampleOrder(3, 6400, BatchSpec(samples=64, microbatch=8), grouped=True).microbatches(step)
+        for step in (100, 3, 100)
+    ]
+    assert order.microbatches(100) != order.microbatches(0)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from protocol.exact.schedule import learning_rate
 from protocol.spec.run_spec import OptimizerSpec
 
-NAMES = ("constant", "linear", "cosine")
+NAMES = ("constant", "linear", "cosine", "wsd")
 
 
 def rates(steps, **settings):
@@ -42,6 +42,37 @@ def test_after_warm_up_the_curve_spans_what_is_left():
 
 def test_a_warm_up_longer_than_the_run_never_ends():
     assert rates(3, lr=1.0, schedule="cosine", warmup_steps=10) == [0.1, 0.2, 0.3]
+
+
+def test_a_schedule_ends_at_its_floor():
+    found = rates(4, lr=2.0, schedule="linear", min_lr_ratio=0.5)
+    assert found == [2.0, 1.75, 1.5, 1.25]
+    spec = OptimizerSpec(lr=2.0, schedule="cosine", min_lr_ratio=0.1)
+    assert learning_rate(spec, 9, 9) == pytest.approx(0.2, abs=1e-15)
+
+
+def test_wsd_stays_and_then_falls():
+    found = rates(10, lr=1.0, schedule="wsd", warmup_steps=2, decay_ratio=0.4)
+    assert found == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
+    assert rates(4, lr=1.0, schedule="wsd", warmup_steps=2, decay_ratio=1.0) == [0.5, 1, 1, 0.5]
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine", "1-sqrt"])
+@pytest.mark.parametrize("floor", [0.0, 0.1])
+def test_wsd_and_floors_are_those_of_transformers(decay, floor):
+    torch = pytest.importorskip("torch")
+    optimization = pytest.importorskip("transformers.optimization")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    scheduler = optimization.get_wsd_schedule(
+        optimizer, 0, 6, num_training_steps=20, decay_type=decay, min_lr_ratio=floor
+    )
+    expected = []
+    for _ in range(20):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    found = rates(20, lr=0.3, schedule="wsd", decay_ratio=0.3, decay=decay, min_lr_ratio=floor)
+    assert found == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ from protocol.exact.update import (
     StepScalars,
     apply_update,
     average,
+    averaged,
+    averaging_share,
     clip_factor,
     decays,
     global_norm,
@@ -53,6 +56,14 @@ SPECS = {
     ),
     "adamw": OptimizerSpec(name="adamw", lr=1e-2),
     "adamw-decay-clip": OptimizerSpec(name="adamw", lr=1e-2, weight_decay=0.1, clip_norm=0.5),
+    "lion": OptimizerSpec(name="lion", lr=1e-3, betas=(0.9, 0.99)),
+    "lion-decay-clip": OptimizerSpec(
+        name="lion", lr=1e-3, betas=(0.95, 0.98), weight_decay=0.1, clip_norm=0.5
+    ),
+    "schedule-free": OptimizerSpec(name="schedule-free", lr=1e-2),
+    "schedule-free-warmup-decay-clip": OptimizerSpec(
+        name="schedule-free", lr=1e-2, warmup_steps=7, weight_decay=0.1, clip_norm=0.5
+    ),
     "adamw-low-beta1": OptimizerSpec(name="adamw", lr=1e-2, betas=(0.3, 0.99), weight_decay=0.1),
 }
 each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -194,6 +205,19 @@ def naive_update(spec, scalars, p, gradient, moments, *, decay):
         m = near_m if c.one_minus_beta1 < 0.5 else near_g
         v = v * c.beta2 + g * c.one_minus_beta2 * g
         return p - m / (v.sqrt() * c.root_correction + c.epsilon) * c.step_size, (m, v)
+    if spec.name == "lion":
+        (m,) = moments
+        p = p * (c.decay_factor if decay else 1.0)
+        mixed = g * c.one_minus_beta1 + m * c.beta1
+        p = p - RoundedFloat(np.sign(mixed.values)) * c.learning_rate
+        return p, (m * c.beta2 + g * c.one_minus_beta2,)
+    if spec.name == "schedule-free":
+        m, v = moments
+        v = v * c.beta2 + g * c.one_minus_beta2 * g
+        u = g / (v.sqrt() * c.root_correction + c.epsilon)
+        u = u + p * c.weight_decay if decay and c.weight_decay else u
+        p = p + m * c.averaging - u * c.step_size
+        return p, ((m - u * c.drift) * c.one_minus_averaging, v)
     if decay and c.weight_decay:
         g = g + p * c.weight_decay
     if spec.name == "sgd":
@@ -357,15 +381,65 @@ def test_bits_are_frozen_and_do_not_depend_on_the_instruction_set():
     assert plain == "6acfd2823fea963474716736be91fbfcf9a1c92bb12e75b025c166af512498f3"
 
 
+class Lion:
+    """The loop of lion-pytorch 0.2."""
+
+    def __init__(self, parameter, spec):
+        self.parameter, self.spec = parameter, spec
+        self.param_groups = [{"lr": 0.0}]
+        self.moment = parameter.detach() * 0
+
+    def step(self):
+        p, grad, rate = self.parameter.data, self.parameter.grad, self.param_groups[0]["lr"]
+        beta1, beta2 = self.spec.betas
+        p.mul_(1.0 - rate * self.spec.weight_decay)
+        update = self.moment.clone().mul_(beta1).add(grad, alpha=1.0 - beta1).sign_()
+        p.add_(update, alpha=-rate)
+        self.moment.mul_(beta2).add_(grad, alpha=1.0 - beta2)
+
+
+class ScheduleFree:
+    """The loop of schedulefree 1.4's AdamWScheduleFree, for one tensor."""
+
+    def __init__(self, parameter, spec):
+        self.parameter, self.spec = parameter, spec
+        self.param_groups = [{"lr": 0.0}]
+        self.z, self.v = parameter.detach().clone(), parameter.detach() * 0
+        self.k, self.lr_max, self.weight_sum = 0, -1.0, 0.0
+
+    def step(self):
+        spec, y, grad = self.spec, self.parameter.data, self.parameter.grad
+        beta1, beta2 = spec.betas
+        warmup = spec.warmup_steps
+        rate = spec.lr * ((self.k + 1) / warmup if self.k < warmup else 1.0)
+        self.lr_max = max(rate, self.lr_max)
+        weight = self.lr_max**2
+        self.weight_sum += weight
+        ckp1 = weight / self.weight_sum
+        self.v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        denom = self.v.div(1 - beta2 ** (self.k + 1)).sqrt_().add_(spec.eps)
+        normalized = grad.div(denom).add_(y, alpha=spec.weight_decay)
+        y.lerp_(end=self.z, weight=ckp1)
+        y.add_(normalized, alpha=rate * (beta1 * (1 - ckp1) - 1))
+        self.z.sub_(normalized, alpha=rate)
+        self.k += 1
+
+    def averaged(self):
+        return self.parameter.detach().lerp(end=self.z, weight=1 - 1 / self.spec.betas[0])
+
+
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 @each_spec
-def test_within_a_millionth_of_torch_over_100_steps(spec, schedule):
+def test_within_a_millionth_of_its_reference_over_100_steps(spec, schedule):
     torch = pytest.importorskip("torch")
-    spec = spec.model_copy(update={"schedule": schedule})
+    free = spec.name == "schedule-free"
+    spec = spec.model_copy(update={"schedule": "constant" if free else schedule})
     start, gradients = problem(elements=2000, steps=100, seed=4)
-    found, _ = run(spec, start, gradients)
+    found, moments = run(spec, start, gradients)
     parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))
-    if spec.name == "adamw":
+    if spec.name in {"lion", "schedule-free"}:
+        optimizer: Any = (ScheduleFree if free else Lion)(parameter, spec)
+    elif spec.name == "adamw":
         optimizer = torch.optim.AdamW(
             [parameter], betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay
         )
@@ -381,7 +455,8 @@ def test_within_a_millionth_of_torch_over_100_steps(spec, schedule):
         if spec.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_([parameter], spec.clip_norm)
         optimizer.step()
-    expected = parameter.detach().numpy().astype(np.float64)
+    found = averaged(spec, found, moments)
+    expected = (optimizer.averaged() if free else parameter.detach()).numpy().astype(np.float64)
     error = np.sqrt(((found - expected) ** 2).sum() / (expected**2).sum())
     moved = np.sqrt(((start - expected) ** 2).sum() / (expected**2).sum())
     assert error <= 1e-6
@@ -394,6 +469,26 @@ def test_scalars_are_float32_values_and_survive_the_wire(spec, optimizer_step, n
     for value in scalars.model_dump().values():
         assert float(np.float32(value)) == value
     assert StepScalars.model_validate_json(scalars.model_dump_json()) == scalars
+
+
+@given(st.integers(0, 40), st.integers(1, 100))
+def test_the_newest_steps_share_of_the_average_is_the_sum_of_squared_rates(warmup, step):
+    rates = [Fraction(min(k, warmup), warmup) if warmup else 1 for k in range(1, step + 1)]
+    expected = Fraction(rates[-1]) ** 2 / sum(Fraction(rate) ** 2 for rate in rates)
+    assert averaging_share(step, warmup) == float(expected)
+
+
+def test_the_average_of_the_first_step_is_that_step():
+    spec = SPECS["schedule-free"]
+    start, gradients = problem(elements=20, steps=1)
+    found, moments = run(spec, start, gradients)
+    assert not moments[0].any()
+    assert same_bits(averaged(spec, found, moments), found)
+
+
+def test_the_commit_of_an_optimizer_without_average_is_what_it_was():
+    assert "averaging" not in step_scalars(SPECS["adamw"], 3, 2, 10, 1.0).model_dump_json()
+    assert "averaging" in step_scalars(SPECS["schedule-free"], 3, 2, 10, 1.0).model_dump_json()
 
 
 def test_scalars_are_rounded_once_from_exact_values():
@@ -426,7 +521,7 @@ def test_scalars_refuse_unknown_fields():
 
 
 @given(
-    name=st.sampled_from(["sgd", "momentum", "nesterov", "adamw"]),
+    name=st.sampled_from(["sgd", "momentum", "nesterov", "adamw", "lion"]),
     lr=st.floats(1e-30, 1e3),
     betas=st.tuples(*[st.floats(0, 1, exclude_max=True)] * 2),
     eps=st.floats(1e-30, 1e3),

@@ -1,6 +1,7 @@
 """The run spec: what is read, what is refused and in which words."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -474,3 +475,81 @@ def test_states_of_their_own_are_in_no_copy_of_a_checkpoint():
         with pytest.raises(RunSpecError, match=r"leave out checkpoint\.copies"):
             parse_run_spec_text(REPLICAS, [override, "checkpoint.copies=[elsewhere]"])
     assert parse_run_spec_text(REPLICAS, ["checkpoint.copies=[elsewhere]"]).replicas
+
+
+def test_epochs_stand_for_as_many_steps_as_the_samples_take():
+    document = {"task": "regress", "epochs": 3, "batch": {"samples": 16}}
+    spec = parse_run_spec(document)
+    assert spec.known_steps is None
+    assert spec.steps_with(50) == 3 * 4
+    assert spec.steps_with(16) == 3
+    assert parse_run_spec_bytes(spec.to_bytes()) == spec
+    assert parse_run_spec({**document, "epochs": None, "steps": 5}).steps_with(50) == 5
+    assert spec.epochs_after(5, 50) == "1.25 of 3 epochs"
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"epochs": 2}, "expected steps or epochs, got both: leave out one of them"),
+        ({"steps": None}, "the key 'steps' is missing"),
+        ({"steps": None, "epochs": 0}, "epochs: expected a number of at least 1, got 0"),
+    ],
+)
+def test_steps_or_epochs_and_not_both(change, text):
+    with pytest.raises(RunSpecError, match=re.escape(text)):
+        parse_run_spec({**REGRESS, **change})
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "text"),
+    [
+        ({"name": "muon"}, "muon is not offered: it orthogonalises whole matrices"),
+        ({"name": "adafactor"}, "adafactor is not offered: it divides by sums over whole rows"),
+        ({"name": "adamw_8bit"}, "adamw_8bit is not offered: its rounded state"),
+        ({"name": "schedule-free", "schedule": "cosine"}, "leave out schedule cosine"),
+        ({"name": "schedule-free", "betas": [0.0, 0.9]}, "expected it above 0"),
+        ({"min_lr_ratio": 0.1}, "optimizer.min_lr_ratio does nothing with schedule constant"),
+        ({"schedule": "cosine", "decay_ratio": 0.5}, "optimizer.decay_ratio does nothing"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_is_refused_with_the_reason(optimizer, text):
+    with pytest.raises(RunSpecError, match=re.escape(text)) as caught:
+        parse_run_spec({**REGRESS, "optimizer": optimizer})
+    assert "\n" not in str(caught.value)
+
+
+LANGUAGE: dict[str, Any] = {
+    "task": "causal-lm", "steps": 5, "model": {"source": "m"},
+    "data": {"train": "a.jsonl", "max_tokens": 32, "holdout": 0.2},
+}  # fmt: skip
+
+
+def test_a_batch_in_tokens_is_as_many_samples_as_they_fill():
+    spec = parse_run_spec({**LANGUAGE, "batch": {"tokens": 256}})
+    assert (spec.batch.samples, spec.batch.tokens) == (8, 256)
+    assert parse_run_spec_bytes(spec.to_bytes()) == spec
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"batch": {"tokens": 250}}, "a multiple of data.max_tokens, 32, got 250: take 224 or 256"),
+        ({"batch": {"tokens": 256, "samples": 8}}, "expected batch.samples or batch.tokens"),
+        ({"batch": {"tokens": 256}, "data.format": "messages"}, "have unlike lengths"),
+        ({"data.group_by_length": True}, "all of one length: leave out data.group_by_length"),
+        (
+            {"data.format": "messages", "data.packing": True, "data.group_by_length": True},
+            "packed samples are all full",
+        ),
+        ({"data.validation": "b.jsonl", "data.holdout": 0.1}, "data.validation or data.holdout"),
+    ],
+)
+def test_sizes_of_language_models_that_cannot_be(changes, text):
+    document = json.loads(json.dumps(LANGUAGE))
+    for key, value in changes.items():
+        section, _, name = key.rpartition(".")
+        (document[section] if section else document)[name] = value
+    with pytest.raises(RunSpecError, match=re.escape(text)) as caught:
+        parse_run_spec(document)
+    assert "\n" not in str(caught.value)

@@ -14,7 +14,8 @@ from protocol.data.data_check import check_data
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from tests.commands import called
 from tests.small_chat import CHATML, MARKED, conversation, jsonl, save_chat_tokenizer
-from worker.data.language_data import NOTHING, LanguageData, Turns, read_language_data
+from worker.data.language_data import LanguageData, Turns, read_language_data
+from worker.models.tokens import NOTHING
 from worker.tasks.registry import build
 from worker.tasks.teacher_logits import TeacherLogits
 

@@ -20,7 +20,9 @@ from backends.registry import choose
 from protocol.base import limits
 from protocol.base.errors import DataError
 from protocol.spec.run_spec import RunSpec, parse_run_spec
-from worker.data.language_data import NOTHING, Windows
+from worker.data.disk_arrays import DiskArrays
+from worker.data.language_data import Windows
+from worker.models.tokens import NOTHING
 from worker.tasks.base import Task
 from worker.tasks.registry import build
 
@@ -91,11 +93,15 @@ def gradients(task: Task, seed: int = 1, rows: Any = (0, 1)) -> tuple[list[bytes
 
 @given(st.lists(st.integers(0, 99), max_size=40), st.integers(2, 9))
 def test_every_token_but_the_first_is_predicted_once_from_the_one_before(stream, length):
-    windows = Windows.cut(np.array(stream, np.int64), length)
-    pairs = zip(windows.inputs.reshape(-1).tolist(), windows.labels.reshape(-1).tolist())  # noqa: B905
+    kept = DiskArrays("<u4", np.int64)
+    kept.append(np.array(stream, np.int64))
+    windows = Windows(kept, length)
+    batch = windows.batch(slice(None))
+    inputs, labels = batch.arrays["input_ids"], batch.arrays["labels"]
+    pairs = zip(inputs.reshape(-1).tolist(), labels.reshape(-1).tolist(), strict=True)
     assert [pair for pair in pairs if pair[1] != NOTHING] == list(itertools.pairwise(stream))
-    assert windows.inputs.shape[1:] == (length,)
-    assert windows.batch(slice(None)).weight == max(len(stream) - 1, 0)
+    assert inputs.shape == (len(windows), length)
+    assert batch.weight == max(len(stream) - 1, 0)
 
 
 def test_blocks_have_tied_embeddings_once(task):

@@ -18,7 +18,7 @@ from protocol.base.errors import DataError, RunSpecError
 from protocol.spec.run_spec import load_run_spec
 from tests.commands import called
 from tests.small_chat import CHATML, dpo_run, jsonl, preferences
-from worker.data.language_data import NOTHING
+from worker.models.tokens import NOTHING
 from worker.tasks.dpo import Dpo
 from worker.tasks.registry import build
 

@@ -1,0 +1,146 @@
+"""Texts that lie on disk, in a file of their own without a name: a corpus need not fit in memory.
+
+What is kept in memory is where each begins. The file goes when the process does. It is read, not
+mapped: so its pages are the system's, and count for nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Final, overload
+
+from protocol.base.errors import StorageFailed
+
+_LARGE_FILES: Final = Path("/var/tmp")  # noqa: S108 -- files without a name; /tmp may be memory
+_READ_BYTES: Final = 1 << 20
+_WRITE_BYTES: Final = 1 << 18
+
+
+class DiskFile:
+    """Bytes that are appended, and read anywhere."""
+
+    def __init__(self) -> None:
+        own = os.environ.get("TMPDIR")
+        self._directory = own or (str(_LARGE_FILES) if os.access(_LARGE_FILES, os.W_OK) else None)
+        try:
+            with tempfile.TemporaryFile(dir=self._directory) as file:
+                self._fd = os.dup(file.fileno())
+        except OSError as error:
+            raise self._failed(error) from None
+        weakref.finalize(self, os.close, self._fd)
+        self._waiting = bytearray()
+        self._written = 0
+
+    def __len__(self) -> int:
+        return self._written + len(self._waiting)
+
+    def append(self, content: bytes | memoryview) -> None:
+        """Write at the end.
+
+        Raises:
+            StorageFailed: The disk refuses.
+        """
+        self._waiting += content
+        if len(self._waiting) >= _WRITE_BYTES:
+            self._flush()
+
+    def read(self, lo: int, hi: int) -> bytes:
+        """The bytes [lo, hi)."""
+        if self._waiting:
+            self._flush()
+        parts, at = [], lo
+        while at < hi:
+            part = os.pread(self._fd, hi - at, at)
+            if not part:
+                raise StorageFailed("read", str(self._directory or "/tmp"), "the file is short")  # noqa: S108
+            parts.append(part)
+            at += len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def pieces(self) -> Iterator[bytes]:
+        """All of it, in order."""
+        for lo in range(0, len(self), _READ_BYTES):
+            yield self.read(lo, min(lo + _READ_BYTES, len(self)))
+
+    def _flush(self) -> None:
+        try:
+            while self._waiting:
+                written = os.pwrite(self._fd, self._waiting, self._written)
+                self._written += written
+                del self._waiting[:written]
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def _failed(self, error: OSError) -> StorageFailed:
+        place = str(self._directory or tempfile.gettempdir())
+        return StorageFailed("keep the data in", place, f"{error.strerror}; TMPDIR names another")
+
+
+class DiskTexts(Sequence[str]):
+    """Texts in the order in which they were appended.
+
+    Attributes:
+        file: All of them in UTF-8, one after the other.
+        characters: Of each.
+    """
+
+    def __init__(self) -> None:
+        self.file = DiskFile()
+        self.characters = array("q")
+        self._ends = array("q", [0])
+
+    @staticmethod
+    def of(texts: Iterable[str]) -> DiskTexts:
+        """All of these."""
+        kept = DiskTexts()
+        for text in texts:
+            kept.append(text)
+        return kept
+
+    def append(self, text: str) -> None:
+        """Keep one more.
+
+        Raises:
+            StorageFailed: The disk refuses.
+        """
+        self.file.append(text.encode())
+        self.characters.append(len(text))
+        self._ends.append(len(self.file))
+
+    def __len__(self) -> int:
+        return len(self.characters)
+
+    @overload
+    def __getitem__(self, number: int) -> str: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[str]: ...
+    def __getitem__(self, number: int | slice) -> str | Sequence[str]:
+        if isinstance(number, slice):
+            return Chosen(self, range(len(self))[number])
+        at = range(len(self))[number]
+        return self.file.read(self._ends[at], self._ends[at + 1]).decode()
+
+
+class Chosen(Sequence[str]):
+    """Some of these texts, by number."""
+
+    def __init__(self, texts: Sequence[str], numbers: Sequence[int]) -> None:
+        self._texts = texts
+        self._numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, number: int) -> str: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[str]: ...
+    def __getitem__(self, number: int | slice) -> str | Sequence[str]:
+        if isinstance(number, slice):
+            return Chosen(self._texts, self._numbers[number])
+        return self._texts[self._numbers[number]]

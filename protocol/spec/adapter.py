@@ -1,0 +1,107 @@
+"""A LoRA adapter in PEFT's layout, as far as its text file says what it is: no weights."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from protocol.base.errors import DataError
+from protocol.spec.manifest import ADAPTER_CONFIG
+from protocol.spec.run_spec import LoraSpec, RunSpec
+from protocol.spec.sources import model_source
+
+ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
+_UNLIKE: Final = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "layers_to_transform")
+"""Kinds of LoRA that a run has not."""
+
+
+def adapter_directory(source: str) -> Path:
+    """Where an adapter is.
+
+    Raises:
+        DataError: There is none.
+    """
+    path = Path(os.path.expanduser(source))  # noqa: PTH111  (leaves an unknown ~name as it is)
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not (path / name).is_file():
+            raise DataError(
+                f"expected an adapter in PEFT's layout in {source!r}, found no {name} there"
+            )
+    return path
+
+
+def adapter_config(directory: Path) -> dict[str, Any]:
+    """What an adapter says of itself.
+
+    Raises:
+        DataError: It cannot be read, or is none that a run can go on with.
+    """
+    path = directory / ADAPTER_CONFIG
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"cannot read the adapter's {str(path)!r}: {error}") from None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise DataError(f"expected a LoRA adapter in {str(path)!r}, got another kind")
+    odd = [key for key in _UNLIKE if config.get(key)]
+    odd += ["bias"] if config.get("bias", "none") != "none" else []
+    if odd:
+        raise DataError(
+            f"the adapter in {str(directory)!r} has {odd[0]}, which a run cannot go on with: train "
+            "a new one (leave out model.adapter)"
+        )
+    return config
+
+
+def targets_of(config: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The names of layers that it says; None for a pattern."""
+    told = config.get("target_modules")
+    return tuple(sorted(map(str, told))) if isinstance(told, list) else None
+
+
+def check_lora(directory: Path, config: Mapping[str, Any], lora: LoraSpec) -> None:
+    """See that an adapter is of this rank, scale and these layers.
+
+    Raises:
+        DataError: It is not; what to set.
+    """
+    pairs: list[tuple[str, object, object]] = [
+        ("r", config.get("r"), lora.r),
+        ("alpha", config.get("lora_alpha"), lora.alpha),
+    ]
+    if lora.targets is not None:
+        pairs.append(("targets", targets_of(config), tuple(sorted(lora.targets))))
+    for key, theirs, ours in pairs:
+        if theirs != ours:
+            shown = list(theirs) if isinstance(theirs, tuple) else theirs
+            mine = list(ours) if isinstance(ours, tuple) else ours
+            raise DataError(
+                f"the adapter in {str(directory)!r} has lora.{key} {shown}, the run spec {mine}: "
+                f"--set lora.{key}={json.dumps(shown)}"
+            )
+
+
+def check_adapter(spec: RunSpec) -> None:
+    """See, before any worker is asked, that the adapter which the run spec names fits it.
+
+    Raises:
+        DataError: It does not; what to set.
+    """
+    model = spec.model
+    if model is None or model.adapter is None or spec.lora is None:
+        return
+    directory = adapter_directory(model.adapter)
+    config = adapter_config(directory)
+    check_lora(directory, config, spec.lora)
+    theirs = str(config.get("base_model_name_or_path") or "")
+    source = str(model.source)
+    ours = {source, model.name or source, model_source(source)}
+    if theirs and Path(theirs).name not in {Path(each).name for each in ours}:
+        raise DataError(
+            f"the adapter in {str(directory)!r} was trained on {theirs!r}, the run's model is "
+            f"{source!r}: give that base, or, if it is the same, its name: "
+            f"--set model.name={theirs}"
+        )

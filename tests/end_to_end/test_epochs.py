@@ -1,0 +1,84 @@
+"""Runs that count epochs, with each optimizer: one model whoever was there, every sample once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cluster import Cluster
+from tests.commands import called
+
+RUN = {
+    "task": "regress", "seed": 5, "epochs": 2, "evaluate_every": 3,
+    "regress": {"samples": 50, "features": 3},
+    "batch": {"samples": 16, "microbatch": 3},
+    "checkpoint": {"every": 3, "keep_log": True},
+}  # fmt: skip
+OPTIMIZERS = {
+    "lion": {"name": "lion", "lr": 0.01, "schedule": "wsd", "decay_ratio": 0.5},
+    "schedule-free": {"name": "schedule-free", "lr": 0.1, "warmup_steps": 3},
+}
+
+
+def trained(directory: Path, workers: int, optimizer: dict[str, Any]) -> dict[str, Any]:
+    directory.mkdir()
+    run = directory / "run.yaml"
+    run.write_text(yaml.safe_dump({**RUN, "optimizer": optimizer}))
+    with Cluster(directory, "--expect-workers", str(workers), "--run", str(run)) as cluster:
+        for number in range(workers):
+            cluster.worker(f"w{number}", "--backend", "cpu")
+        return cluster.result()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_two_epochs_are_every_sample_twice_and_one_model(tmp_path, name):
+    alone = trained(tmp_path / "alone", 1, OPTIMIZERS[name])
+    together = trained(tmp_path / "together", 2, OPTIMIZERS[name])
+    assert together["weights_digest"] == alone["weights_digest"]
+    assert (together["losses"], together["eval"]) == (alone["losses"], alone["eval"])
+    assert alone["steps"] == 2 * 4  # 16, 16, 16 and 2 of 50
+    out = tmp_path / "together" / "out"
+    audit = called("coordinator", "audit", str(out))
+    assert audit.returncode == 0, audit.stdout
+    for epoch in (0, 1):
+        assert f"epoch {epoch}: 50 of 50 samples covered exactly once" in audit.stdout
+    assert "8 of 8 steps taken again" in audit.stdout
+    page = called("coordinator", "report", str(out))
+    assert page.returncode == 0
+    assert "2 of 2" in (out / "report.html").read_text()
+    assert json.loads((out / "run.json").read_text())["spec"]["epochs"] == 2
+
+
+def test_a_run_stops_by_its_figure_and_saves_its_best(tmp_path):
+    """The rate is far too high: the first figure stays the best one."""
+    document = {
+        **{key: value for key, value in RUN.items() if key != "epochs"},
+        "steps": 40, "evaluate_every": 2,
+        "optimizer": {"name": "sgd", "lr": 1.4},
+        "stop": {"figure": "mse", "patience": 2},
+    }  # fmt: skip
+    found = []
+    for workers in (1, 2):
+        directory = tmp_path / str(workers)
+        directory.mkdir()
+        run = directory / "run.yaml"
+        run.write_text(yaml.safe_dump(document))
+        with Cluster(directory, "--expect-workers", str(workers), "--run", str(run)) as cluster:
+            for number in range(workers):
+                cluster.worker(f"w{number}", "--backend", "cpu")
+            found.append(cluster.result())
+        audit = called("coordinator", "audit", str(directory / "out"))
+        assert audit.returncode == 0, audit.stdout
+    alone, together = found
+    assert alone["outcome"] == "finished"
+    assert alone["steps"] < 40
+    assert (together["steps"], together["weights_digest"]) == (
+        alone["steps"], alone["weights_digest"],
+    )  # fmt: skip
+    best = [(tmp_path / n / "out" / "best" / "model.safetensors").read_bytes() for n in "12"]
+    assert best[0] == best[1]
+    assert best[0] != (tmp_path / "1" / "out" / "model" / "model.safetensors").read_bytes()

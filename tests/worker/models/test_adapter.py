@@ -1,0 +1,107 @@
+"""Going on with an adapter, and with what a run has left."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coordinator.disk.artifacts import write_model
+from protocol.base.errors import DataError, RunSpecError
+from protocol.exact.replica import Replica
+from protocol.spec.adapter import check_adapter
+from protocol.spec.run_files import source_files
+from protocol.spec.run_spec import RunSpec, parse_run_spec
+from tests.small_chat import chat_run
+from worker.tasks.registry import build
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+    """A run's directory with an adapter of other values than its first ones, and its run spec."""
+    directory: Path = tmp_path_factory.mktemp("finished")
+    document = json.loads(chat_run(directory).read_text())
+    spec = parse_run_spec(document)
+    task = build(spec)
+    replica = Replica(task.manifest.blocks, spec.optimizer)
+    replica.load_parameters([values + np.float32(0.5) for values in task.initial_parameters()])
+    write_model(directory / "out", task.manifest, replica)
+    (directory / "out" / "run.json").write_text("{}")
+    (directory / "out" / "result.json").write_text("{}")
+    return directory, document
+
+
+def going_on(finished: tuple[Path, dict[str, Any]], **changes: Any) -> RunSpec:
+    directory, document = finished
+    adapter = str(directory / "out" / "adapter")
+    model = {**document["model"], "adapter": adapter}
+    return parse_run_spec({**document, "model": model, **changes})
+
+
+def test_a_run_begins_with_the_adapter_s_values(finished):
+    first, spec = build(parse_run_spec(finished[1])), going_on(finished)
+    check_adapter(spec)
+    task = build(spec)
+    for before, now in zip(first.initial_parameters(), task.initial_parameters(), strict=True):
+        np.testing.assert_array_equal(now, before + np.float32(0.5))
+    assert task.manifest.digests["base_weights"] == first.manifest.digests["base_weights"]
+    assert "adapter" in task.manifest.digests
+    files = source_files(spec, "adapter")
+    assert files is not None
+    assert [name for name, _ in files.files] == [
+        "adapter_config.json", "adapter_model.safetensors",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("lora", "text"),
+    [
+        ({"r": 2}, "has lora.r 4, the run spec 2: --set lora.r=4"),
+        ({"r": 4, "alpha": 8.0}, "has lora.alpha 16, the run spec 8.0: --set lora.alpha=16"),
+        ({"r": 4, "targets": ["k_proj"]}, "has lora.targets ['q_proj', 'v_proj'], the run spec"),
+    ],
+)
+def test_an_adapter_of_another_shape_is_one_line(finished, lora, text):
+    with pytest.raises(DataError, match=re.escape(text)) as caught:
+        check_adapter(going_on(finished, lora=lora))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_adapter_of_another_base_is_one_line(finished, tmp_path):
+    spec = going_on(finished)
+    assert spec.model is not None
+    other = spec.model_copy(update={"model": spec.model.model_copy(update={"source": "an/other"})})
+    with pytest.raises(DataError, match=r"was trained on .*model', the run's model is 'an/other'"):
+        check_adapter(other)
+    named = other.model_copy(
+        update={"model": spec.model.model_copy(update={"source": "an/other", "name": "a/model"})}
+    )
+    check_adapter(named)
+    nowhere = spec.model.model_copy(update={"adapter": str(tmp_path)})
+    with pytest.raises(DataError, match=r"found no adapter_config\.json there"):
+        check_adapter(spec.model_copy(update={"model": nowhere}))
+
+
+def test_init_from_stands_for_base_adapter_and_lora(finished):
+    directory, document = finished
+    shorter = {key: value for key, value in document.items() if key not in {"model", "lora"}}
+    spec = parse_run_spec({**shorter, "init_from": str(directory / "out")})
+    assert spec.model is not None
+    assert spec.model.adapter == str(directory / "out" / "adapter")
+    assert spec.model.source == str(directory / "model")
+    assert spec.lora is not None
+    assert (spec.lora.r, spec.lora.targets) == (4, ("q_proj", "v_proj"))
+    check_adapter(spec)
+    whole = parse_run_spec({**shorter, "init_from": str(directory / "model")})
+    assert whole.model is not None
+    assert (whole.model.source, whole.lora) == (str(directory / "model"), None)
+    with pytest.raises(RunSpecError, match="found neither model nor adapter there"):
+        parse_run_spec({**shorter, "init_from": str(directory) + "/none"})
+    (directory / "out" / "result.json").rename(directory / "kept")
+    with pytest.raises(RunSpecError, match="has not finished"):
+        parse_run_spec({**shorter, "init_from": str(directory / "out")})
+    (directory / "kept").rename(directory / "out" / "result.json")
