@@ -78,14 +78,15 @@ async def _write_best(run: Run, storage: RunStorage) -> dict[str, str]:
     Returns:
         BLAKE3 of each file, by its path below the run's directory.
     """
-    checkpoint = await storage.best()
-    if checkpoint is None or run.manifest is None:
+    checkpoint, settled = await storage.best(), run.manifest
+    if checkpoint is None or settled is None:
         return {}
-    export = run.manifest.export.model_copy(update={"directory": BEST})
-    manifest = run.manifest.model_copy(update={"export": export})
+    export = settled.export.model_copy(update={"directory": BEST})
+    manifest = settled.model_copy(update={"export": export})
 
     def work() -> dict[str, str]:
-        replica = load_replica(checkpoint, manifest, run.spec.update)
+        # A checkpoint's files lie where the run's own manifest says.
+        replica = load_replica(checkpoint, settled, run.spec.update)
         return write_model(storage.directory.path, manifest, replica)
 
     return await asyncio.to_thread(work)
