@@ -84,8 +84,8 @@ def save_start(spec: RunSpec, directory: Path) -> None:
 def write_batches(spec: RunSpec, place: Path) -> None:
     """What is trained on, in the order in which the run takes it, and what is held out."""
     assert spec.data is not None
-    found = read_conversations(spec.data).found
-    train, held_out = holdout.split([e.document for e in found], spec.seed, spec.data.holdout)
+    found = read_conversations(spec.data)
+    train, held_out = holdout.split(found.documents, spec.seed, spec.data.holdout)
     order = SampleOrder(spec.seed, len(train), spec.batch)
     taken = [
         train[sample]

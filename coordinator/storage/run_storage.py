@@ -120,7 +120,7 @@ class RunStorage:
         self._lines: deque[Record] = deque()
         self._kept: Digests = {}
         self._ended = False
-        self._metrics: tuple[int, str, dict[str, float]] = (-1, "", {})
+        self._metrics: dict[int, tuple[str, dict[str, float]]] = {}
         self._joining = 0
         self._needed: dict[object, int] = {}
         self._good = 0
@@ -367,8 +367,9 @@ class RunStorage:
                 state_read=read,
             )  # fmt: skip
             self._guard()
-            if self._metrics[0] == replica.step:
-                write_metrics(root, *self._metrics)
+            step = checkpoint.info.step  # the replica may be further by now
+            if (figures := self._metrics.get(step)) is not None:
+                write_metrics(root, step, *figures)
             retention, held = self._spec.checkpoint, self._held
             return checkpoint, prune(root, self._run_id, manifest, retention, held).good
 
@@ -376,6 +377,7 @@ class RunStorage:
         await self._do("journal", self._tell_files)
         checkpoint, good = await self._do("checkpoint", work)
         self.newest = checkpoint
+        self._metrics = {s: each for s, each in self._metrics.items() if s > checkpoint.info.step}
         if good is not None and not self._spec.checkpoint.keep_log:
             await self._do("log", lambda: self._cut(good))
         return checkpoint
@@ -446,7 +448,8 @@ class RunStorage:
 
     def keep_metrics(self, step: int, state_digest: str, metrics: dict[str, float]) -> None:
         """Keep the figures of an evaluation with the checkpoint of that state, if there is one."""
-        self._metrics = (step, state_digest, metrics)  # a checkpoint of it may be yet to come
+        # A checkpoint of it may be yet to come, after later figures.
+        self._metrics[step] = (state_digest, metrics)
         root = self.directory.checkpoints
         self._spawn("checkpoint", lambda: write_metrics(root, step, state_digest, metrics))
 

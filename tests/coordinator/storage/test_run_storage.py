@@ -176,3 +176,15 @@ async def test_who_comes_next_has_averages_kept_though_the_disk_refused_the_firs
             await first
         assert await storage.averages_from() == 0
     await storage.close()
+
+
+async def test_a_checkpoint_that_comes_after_later_figures_has_its_own(directory):
+    """Else which state is the best would be decided by how fast the disk is."""
+    storage, _ = begin(directory)
+    storage.keep_metrics(0, state_zero().state_digest(), {"accuracy": 0.5})
+    storage.keep_metrics(2, "d" * 64, {"accuracy": 0.25})
+    await storage.save(state_zero(), ())
+    await storage.close()
+    kept = read_metrics(directory.checkpoints, 0)
+    assert kept is not None
+    assert kept.figures == {"accuracy": 0.5}
