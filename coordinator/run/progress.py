@@ -170,8 +170,11 @@ class Progress:
 
     @property
     def steps(self) -> int:
-        """How many there are to be."""
-        return self._spec.steps_with(self._manifest.train_samples)
+        """How many there are to be: a capture takes each sample once at most."""
+        steps = self._spec.steps_with(self._manifest.train_samples)
+        if self._manifest.capture is None or not isinstance(self._order, SampleOrder):
+            return steps
+        return min(steps, self._order.steps_per_epoch)
 
     def microbatches(self, step: int) -> int:
         """How many microbatches a step has."""

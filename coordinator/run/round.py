@@ -410,11 +410,6 @@ class Round:
             return self._fault(None, None, root(self.microbatches))
         return True
 
-    @property
-    def weightless(self) -> bool:
-        """Whether all losses are there, and nothing of what they are of counts."""
-        return self.kept is None and self._weights.total == 0
-
     def non_finite(self, worker: str, message: NonFiniteNode) -> NonFinite:
         """A host says which of its devices computed what is not finite.
 

@@ -804,12 +804,6 @@ class Run:
             return actions + self.halt(f"step {self.step}: {fault}")
         if isinstance(fault, NonFinite):
             return actions + self._halt_for(fault)
-        if round_.weightless:
-            return actions + self.halt(
-                f"step {self.step}: expected samples or tokens that count, got a step whose weight "
-                "is 0, which trains nothing: look at the labels, or at weight=, or make the batch "
-                "larger"
-            )
         return actions + self._on(Event.ADVANCE)
 
     def _non_finite(self, member: Member, message: NonFiniteNode, body: None) -> list[Action]:

@@ -226,10 +226,10 @@ def forgets_what_is_pending(self):
     return surplus
 
 
-def knows_no_epochs(self, epochs=None):
+def knows_no_epochs(self, epochs=None, allocate=None):
     """The newest epoch is not kept from one connection to the next."""
     del epochs
-    NEW_SESSION(self)
+    NEW_SESSION(self, allocate=allocate)
 
 
 def goes_on_counting(self, step):
@@ -313,7 +313,7 @@ PLANTED = {
         [(Progress, "present", any_round), (Round, "_check_place", any_share)],
         "a microbatch lost or doubled",
         often="flip",
-        seed=202,
+        seed=384,
     ),
     "a commit before agreement": Planted(
         [(Agreement, "reached", True)],
@@ -334,7 +334,7 @@ PLANTED = {
         [(WorkerSession, "receive", obeys_anyone)],
         "an older coordinator is obeyed",
         often="split",
-        seed=78,
+        seed=345,
     ),
     "Cancel is lost": Planted(
         [(Progress, "cancel_surplus", nothing)],
@@ -451,7 +451,7 @@ PLANTED = {
         [(WorkerSession, "__init__", knows_no_epochs)],
         "an older coordinator is obeyed",
         often="split",
-        seed=12,
+        seed=44,
     ),
     "attempt not reset": Planted(
         [(Progress, "durable", goes_on_counting)],

@@ -357,14 +357,12 @@ def test_a_step_without_weight_has_no_gradient():
         ))  # fmt: skip
     round_.node_loss("ann", node_loss(Node(0, 1), 0.0).model_copy(update={"weight": 0.0}))
     assert (round_.loss, round_.gradient_norm) == (0.0, 0.0)
-    assert round_.weightless
 
 
 def test_a_commit_can_say_whose_nodes_make_up_its_sums():
     round_ = two_workers()
     deliver(round_, "bob", Node(2, 4))
     deliver(round_, "ann", Node(0, 2))
-    assert not round_.weightless
     assert round_.counted == ({"ann": (Node(0, 2),), "bob": (Node(2, 4),)},)
 
 
