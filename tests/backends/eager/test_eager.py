@@ -12,7 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from backends.base.interface import Array, Batch, BlockGradient, Loss, Program, Trainable
+from backends.base.interface import (
+    Array,
+    Batch,
+    BlockGradient,
+    Loss,
+    LossRaised,
+    Program,
+    Trainable,
+)
 from backends.eager import numerics
 from backends.eager.eager import EagerBackend
 from protocol.base.errors import SamestepError
@@ -216,7 +224,7 @@ def test_an_error_in_the_device_thread_reaches_the_receiver():
     program = compiled(trainable(Net()))
     whole = by_block(program, batch())
     broken = Batch({"x": np.zeros((1, WIDTH + 1), np.float32), "y": batch().arrays["y"]}, 1.0)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+    with pytest.raises(LossRaised, match="shapes cannot be multiplied"):
         list(program.gradients([(broken, 0)]))
     again = by_block(program, batch())
     program.close()
