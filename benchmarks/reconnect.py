@@ -20,10 +20,10 @@ from typing import Final
 import numpy as np
 
 from benchmarks.machine import print_heading, print_table
-from coordinator.run.restart import CommitRecord
-from coordinator.storage.log_reader import scan_log
-from coordinator.storage.log_records import ChunkPlace
-from coordinator.storage.run_directory import RunDirectory
+from coordinator.run.outputs.restart import CommitRecord
+from coordinator.storage.directory.run_directory import RunDirectory
+from coordinator.storage.log.log_reader import scan_log
+from coordinator.storage.log.log_records import ChunkPlace
 from coordinator.storage.run_storage import RunStorage
 from protocol.exact.update import step_scalars
 from protocol.spec.manifest import Block, Manifest, TensorSpec

@@ -14,10 +14,10 @@ from unittest.mock import patch
 import coordinator.service.execution
 import coordinator.service.service
 from coordinator.cli import main
-from coordinator.run.kept import Bytes
-from coordinator.run.restart import CommitRecord
-from coordinator.storage.journal_records import Record
-from coordinator.storage.log_records import Array, ChunkPlace
+from coordinator.run.outputs.kept import Bytes
+from coordinator.run.outputs.restart import CommitRecord
+from coordinator.storage.directory.journal_records import Record
+from coordinator.storage.log.log_records import Array, ChunkPlace
 from coordinator.storage.run_storage import RunStorage
 
 _NO_HEAD: Final = "0" * 64

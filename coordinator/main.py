@@ -28,13 +28,13 @@ from coordinator.operator.status import status_document
 from coordinator.operator.status_text import summary
 from coordinator.operator.structured_log import set_up_logging
 from coordinator.resume_line import resume_line
-from coordinator.run.facts import Fact
+from coordinator.run.outputs.facts import Fact
 from coordinator.service.accepted_run import given_up_runs, unfinished_runs
 from coordinator.service.listener import Draining, WorkerConnected
 from coordinator.service.service import Service, Settings
 from coordinator.service.worker_copies import fetch_copy
 from coordinator.storage.copies import bring_back, check_no_run
-from coordinator.storage.run_directory import RunDirectory
+from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.tracking.trackers import check_trackers
 from coordinator.tracking.tracking import Tracking
 from protocol.base.errors import ExitCode, SamestepError, StorageFailed, UsageError

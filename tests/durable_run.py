@@ -16,12 +16,10 @@ from blake3 import blake3
 
 from coordinator.disk.artifacts import write_model
 from coordinator.disk.canonical_json import json_digest
-from coordinator.run.restart import CommitRecord
+from coordinator.run.outputs.restart import CommitRecord
 from coordinator.service.chronicle import committed
-from coordinator.storage.checkpoint import write_checkpoint
-from coordinator.storage.gradient_log import GradientLog
-from coordinator.storage.journal import Entry, Journal, verify_journal
-from coordinator.storage.journal_records import (
+from coordinator.storage.directory.journal import Entry, Journal, verify_journal
+from coordinator.storage.directory.journal_records import (
     Checkpointed,
     Ended,
     Evaluated,
@@ -33,11 +31,13 @@ from coordinator.storage.journal_records import (
     RunBegins,
     ViewChanged,
 )
+from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.storage.kept_files import hold, kept_digests
-from coordinator.storage.log_records import Array, ChunkPlace
+from coordinator.storage.log.gradient_log import GradientLog
+from coordinator.storage.log.log_records import Array, ChunkPlace
+from coordinator.storage.log.replay import take
 from coordinator.storage.recovery import Recovery, recover
-from coordinator.storage.replay import take
-from coordinator.storage.run_directory import RunDirectory
+from coordinator.storage.states.checkpoint import write_checkpoint
 from protocol.exact.digest import weights_digest
 from protocol.exact.replica import Replica
 from protocol.exact.update import global_norm, square_sum, step_scalars

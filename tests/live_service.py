@@ -13,7 +13,7 @@ from typing import Any
 
 from backends.base.interface import Backend
 from backends.scripted import ScriptedBackend
-from coordinator.run.facts import Fact
+from coordinator.run.outputs.facts import Fact
 from coordinator.service.listener import document
 from coordinator.service.service import Service, Settings
 from protocol.base.errors import ExitCode

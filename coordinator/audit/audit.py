@@ -17,18 +17,18 @@ from coordinator.audit.state_proof import Progress, StateProof
 from coordinator.capture.captured_files import first_lost_step
 from coordinator.disk.canonical_json import json_digest
 from coordinator.disk.claim import EPOCH_FILE, stored_epoch
-from coordinator.run.own_state import own_state_bytes
-from coordinator.storage.checkpoint import (
+from coordinator.run.outputs.own_state import own_state_bytes
+from coordinator.storage.directory.journal import Verified, verify_journal
+from coordinator.storage.directory.run_directory import RESULT_REMEDY, RunDirectory, StoredRun
+from coordinator.storage.kept_files import changed_files, check_bound, file_digest, known_epoch
+from coordinator.storage.states.checkpoint import (
     Checkpoint,
     checkpoint_steps,
     find_checkpoint,
     load_tensors,
     read_metrics,
 )
-from coordinator.storage.journal import Verified, verify_journal
-from coordinator.storage.kept_files import changed_files, check_bound, file_digest, known_epoch
-from coordinator.storage.own_files import own_fault, own_steps
-from coordinator.storage.run_directory import RESULT_REMEDY, RunDirectory, StoredRun
+from coordinator.storage.states.own_files import own_fault, own_steps
 from protocol.base.errors import SamestepError, StorageFailed, UsageError
 from protocol.exact.digest import weights_digest
 from protocol.spec.manifest import RESERVED, Manifest

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from coordinator.audit.history import Attempt, History
-from coordinator.storage.journal_records import Committed, Nodes, Planned
+from coordinator.storage.directory.journal_records import Committed, Nodes, Planned
 from protocol.exact.samples import RowGroups, SampleOrder
 from protocol.exact.stretches import StretchOrder, order_of_steps
 from protocol.exact.tree import Node, is_node

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from coordinator.storage.journal import Entry
-from coordinator.storage.journal_records import (
+from coordinator.storage.directory.journal import Entry
+from coordinator.storage.directory.journal_records import (
     Checkpointed,
     Committed,
     Ended,

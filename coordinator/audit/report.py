@@ -17,8 +17,8 @@ from typing import Any, Final
 from coordinator.audit.audit import AuditResult
 from coordinator.audit.history import History, read_history
 from coordinator.audit.svg_chart import Point, line_chart
-from coordinator.storage.journal import Entry, Verified, verify_journal
-from coordinator.storage.journal_records import (
+from coordinator.storage.directory.journal import Entry, Verified, verify_journal
+from coordinator.storage.directory.journal_records import (
     RECORDS,
     Commanded,
     Ended,
@@ -28,7 +28,7 @@ from coordinator.storage.journal_records import (
     ViewChanged,
     kind_of,
 )
-from coordinator.storage.run_directory import RunDirectory
+from coordinator.storage.directory.run_directory import RunDirectory
 from protocol.base.errors import UsageError
 from protocol.spec.run_spec import TASK_SECTIONS
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from coordinator.audit.history import History
-from coordinator.storage.checkpoint import Checkpoint
-from coordinator.storage.log_index import LoggedStep, LogIndex, read_averages
-from coordinator.storage.log_reader import scan_log
-from coordinator.storage.log_records import Array
-from coordinator.storage.replay import take
-from coordinator.storage.run_directory import RunDirectory, StoredRun
-from coordinator.storage.saved_state import load_replica
+from coordinator.storage.directory.run_directory import RunDirectory, StoredRun
+from coordinator.storage.log.log_index import LoggedStep, LogIndex, read_averages
+from coordinator.storage.log.log_reader import scan_log
+from coordinator.storage.log.log_records import Array
+from coordinator.storage.log.replay import take
+from coordinator.storage.states.checkpoint import Checkpoint
+from coordinator.storage.states.saved_state import load_replica
 from protocol.base.errors import SamestepError
 from protocol.exact.digest import averages_digest, block_digest
 from protocol.exact.replica import Replica

@@ -19,7 +19,7 @@ from typing import Final
 from coordinator.disk.claim import is_held
 from coordinator.doctor.port_checks import control_port, workers_port
 from coordinator.service.accepted_run import is_unfinished, unfinished_runs
-from coordinator.storage.run_directory import RunDirectory
+from coordinator.storage.directory.run_directory import RunDirectory
 from protocol.base import limits
 from protocol.base.errors import SamestepError, UsageError
 from protocol.host import host_checks

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from coordinator.operator.pace import pace_of
 from coordinator.operator.status import status_document, waiting_for
-from coordinator.run.facts import (
+from coordinator.run.outputs.facts import (
     CapturePlanned,
     DeviceFault,
     EvaluationMissed,

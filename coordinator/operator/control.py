@@ -20,7 +20,7 @@ from coordinator.operator.metrics import ServiceMetrics
 from coordinator.operator.page_server import PageServer
 from coordinator.operator.status import status_document
 from coordinator.operator.visitors import Visitors
-from coordinator.run.facts import Fact
+from coordinator.run.outputs.facts import Fact
 from coordinator.run.run import RunPhase
 from coordinator.service.listener import document
 from coordinator.service.service import Service

@@ -20,7 +20,7 @@ from coordinator.members.invitation import invitation
 from coordinator.operator.run_history import RunHistory
 from coordinator.operator.run_list import RunList
 from coordinator.service.service import Service
-from coordinator.storage.run_directory import RunDirectory
+from coordinator.storage.directory.run_directory import RunDirectory
 from protocol.base.errors import UsageError
 from protocol.spec.run_spec import parse_run_spec_text
 

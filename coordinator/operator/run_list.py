@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.storage.run_directory import RunDirectory
+from coordinator.storage.directory.run_directory import RunDirectory
 from protocol.spec.run_spec import known_steps
 
 _MOST_RUNS: Final = 200

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from coordinator.operator.pace import pace_of
-from coordinator.run.membership import COMPUTING, MemberState
 from coordinator.run.planner import balance
 from coordinator.run.progress import Progress
 from coordinator.run.run import Run, RunPhase
+from coordinator.run.workers.membership import COMPUTING, MemberState
 from coordinator.service.execution import Execution
 from coordinator.service.service import Service
 from protocol import __version__

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from coordinator.run.actions import (
+from coordinator.run.exchange.double_check import Differing, chosen_double
+from coordinator.run.exchange.mesh import Mesh
+from coordinator.run.exchange.round import NonFinite, Round
+from coordinator.run.outputs.actions import (
     Action,
     ApplyStep,
     Broadcast,
@@ -18,9 +21,7 @@ from coordinator.run.actions import (
     Send,
     SendAverages,
 )
-from coordinator.run.agreement import MOST_STEPS_AHEAD, Agreement
-from coordinator.run.double_check import Differing, chosen_double
-from coordinator.run.facts import (
+from coordinator.run.outputs.facts import (
     Cause,
     NodesPlanned,
     NodesReassigned,
@@ -31,14 +32,13 @@ from coordinator.run.facts import (
     StepRestarted,
     WorkerPutAside,
 )
-from coordinator.run.kept import Kept
-from coordinator.run.leases import OwnerLease, Stragglers
-from coordinator.run.membership import COMPUTING, Member, Membership, MemberState
-from coordinator.run.mesh import Mesh
-from coordinator.run.own_state import own_state_bytes
+from coordinator.run.outputs.kept import Kept
+from coordinator.run.outputs.own_state import own_state_bytes
+from coordinator.run.outputs.restart import CommitRecord, Resumption
 from coordinator.run.planner import Shares, divide, nodes_for, spread
-from coordinator.run.restart import CommitRecord, Resumption
-from coordinator.run.round import NonFinite, Round
+from coordinator.run.workers.agreement import MOST_STEPS_AHEAD, Agreement
+from coordinator.run.workers.leases import OwnerLease, Stragglers
+from coordinator.run.workers.membership import COMPUTING, Member, Membership, MemberState
 from protocol.base import limits
 from protocol.base.errors import ExitCode, OutOfPlace
 from protocol.exact.samples import SampleOrder

@@ -18,7 +18,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from coordinator.run.actions import (
+from coordinator.run.exchange.double_check import Differing
+from coordinator.run.exchange.mesh import Mesh
+from coordinator.run.exchange.round import NonFinite
+from coordinator.run.exchange.sliced import WrongAverage
+from coordinator.run.exchange.summary import Summary
+from coordinator.run.held_out.evaluation import Evaluation
+from coordinator.run.held_out.evaluators import Evaluators
+from coordinator.run.held_out.stopping import Stopping
+from coordinator.run.outputs.actions import (
     Action,
     Adopt,
     AnswerStretch,
@@ -32,11 +40,7 @@ from coordinator.run.actions import (
     Report,
     Send,
 )
-from coordinator.run.admission import Admission, is_stale, refuse, seed
-from coordinator.run.double_check import Differing
-from coordinator.run.evaluation import Evaluation
-from coordinator.run.evaluators import Evaluators
-from coordinator.run.facts import (
+from coordinator.run.outputs.facts import (
     CapturePlanned,
     DeviceFault,
     HeldOutMeasured,
@@ -49,17 +53,13 @@ from coordinator.run.facts import (
     WorkerReady,
     WorkerUnready,
 )
-from coordinator.run.failures import Failures
-from coordinator.run.kept import Bytes
-from coordinator.run.membership import COMPUTING, Member, Membership, MemberState
-from coordinator.run.mesh import Mesh
+from coordinator.run.outputs.kept import Bytes
+from coordinator.run.outputs.restart import Resumption
 from coordinator.run.progress import OfRound, Progress, SliceMessage
-from coordinator.run.restart import Resumption
-from coordinator.run.round import NonFinite
 from coordinator.run.saves import Saves
-from coordinator.run.sliced import WrongAverage
-from coordinator.run.stopping import Stopping
-from coordinator.run.summary import Summary
+from coordinator.run.workers.admission import Admission, is_stale, refuse, seed
+from coordinator.run.workers.failures import Failures
+from coordinator.run.workers.membership import COMPUTING, Member, Membership, MemberState
 from protocol.base.byte_size import byte_size
 from protocol.base.errors import ExitCode, OutOfPlace
 from protocol.base.fields import cut_text

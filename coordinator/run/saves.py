@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.run.actions import Action, MakeCheckpoint
+from coordinator.run.outputs.actions import Action, MakeCheckpoint
 from protocol.spec.run_spec import CheckpointSpec
 
 

@@ -12,15 +12,15 @@ from pathlib import Path
 from coordinator.disk.claim import Claim
 from coordinator.files.blob_index import BlobIndex
 from coordinator.files.kept_index import keep_index, kept_index
-from coordinator.run.restart import Resumption, Terms
+from coordinator.run.outputs.restart import Resumption, Terms
 from coordinator.service.chronicle import committed, settled
-from coordinator.storage.checkpoint import checkpoint_steps
 from coordinator.storage.copies import check_place
-from coordinator.storage.journal import JournalEnd, evaluations, read_end, was_given_up
-from coordinator.storage.journal_records import Checkpointed, Record, Resumed, RunBegins
+from coordinator.storage.directory.journal import JournalEnd, evaluations, read_end, was_given_up
+from coordinator.storage.directory.journal_records import Checkpointed, Record, Resumed, RunBegins
+from coordinator.storage.directory.run_directory import RunDirectory, StoredRun
 from coordinator.storage.kept_files import check_files
 from coordinator.storage.recovery import Recovery, leave_behind, recover
-from coordinator.storage.run_directory import RunDirectory, StoredRun
+from coordinator.storage.states.checkpoint import checkpoint_steps
 from coordinator.storage.way_back import go_back
 from protocol import __version__
 from protocol.base.errors import Mismatch, SamestepError, StorageDamaged, UsageError

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from coordinator.run.actions import Action, Report
-from coordinator.run.facts import (
+from coordinator.run.outputs.actions import Action, Report
+from coordinator.run.outputs.facts import (
     DeviceFault,
     EvaluationMissed,
     Fact,
@@ -27,10 +27,10 @@ from coordinator.run.facts import (
     WorkerRefused,
     WorkerUnready,
 )
-from coordinator.run.restart import CommitRecord
+from coordinator.run.outputs.restart import CommitRecord
 from coordinator.run.run import Run
 from coordinator.service.listener import CopyFailed, InternalError, LogUnreadable, RunFails
-from coordinator.storage.journal_records import (
+from coordinator.storage.directory.journal_records import (
     Committed,
     Evaluated,
     Fault,

@@ -11,7 +11,8 @@ from typing import Any, Literal, Protocol
 from coordinator.files.blob_server import BlobServer
 from coordinator.members.questions import Questions
 from coordinator.members.session import MemberSession
-from coordinator.run.actions import (
+from coordinator.run.exchange.summary import summary_of
+from coordinator.run.outputs.actions import (
     Action,
     Adopt,
     AnswerStretch,
@@ -34,11 +35,10 @@ from coordinator.run.actions import (
     Summarise,
     Withhold,
 )
-from coordinator.run.facts import Fact, HeldOutMeasured, NodesPlanned, RunContinued
-from coordinator.run.kept import Bytes
-from coordinator.run.membership import MemberState
+from coordinator.run.outputs.facts import Fact, HeldOutMeasured, NodesPlanned, RunContinued
+from coordinator.run.outputs.kept import Bytes
 from coordinator.run.run import Run
-from coordinator.run.summary import summary_of
+from coordinator.run.workers.membership import MemberState
 from coordinator.service.chronicle import record_of, records_of
 from coordinator.service.followers import Followers
 from coordinator.service.listener import (
@@ -55,12 +55,12 @@ from coordinator.service.memory_room import check_memory
 from coordinator.service.replica_keeper import ReplicaKeeper, ReplicaState
 from coordinator.service.result import write_result
 from coordinator.service.worker_copies import give_copy
-from coordinator.storage.checkpoint import Checkpoint
 from coordinator.storage.copies import copy_checkpoint
-from coordinator.storage.journal_records import Checkpointed, Commanded
-from coordinator.storage.log_records import place_of
+from coordinator.storage.directory.journal_records import Checkpointed, Commanded
+from coordinator.storage.log.log_records import place_of
 from coordinator.storage.recovery import Recovery
 from coordinator.storage.run_storage import RunStorage
+from coordinator.storage.states.checkpoint import Checkpoint
 from protocol.base.errors import (
     ExitCode,
     RemoteProtocolError,

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from typing import Final
 
 from coordinator.members.session import MemberSession
-from coordinator.run.actions import Replay
-from coordinator.storage.log_index import LoggedStep
+from coordinator.run.outputs.actions import Replay
+from coordinator.storage.log.log_index import LoggedStep
 from coordinator.storage.run_storage import RunStorage
-from coordinator.storage.saved_state import SavedState
+from coordinator.storage.states.saved_state import SavedState
 from protocol.base import limits
 from protocol.exact.codecs import packed
 from protocol.exact.update import Array

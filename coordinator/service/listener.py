@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from coordinator.run.facts import Fact
+from coordinator.run.outputs.facts import Fact
 
 
 class Listener(Protocol):

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from coordinator.run.own_state import own_state_bytes
+from coordinator.run.outputs.own_state import own_state_bytes
 from protocol.base import limits
 from protocol.base.byte_size import byte_size
 from protocol.base.errors import RunFailed

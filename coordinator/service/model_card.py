@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.disk.durable_file import replace_file
-from coordinator.storage.journal import entries_of
-from coordinator.storage.journal_records import Evaluated
-from coordinator.storage.run_directory import RunDirectory
+from coordinator.storage.directory.journal import entries_of
+from coordinator.storage.directory.journal_records import Evaluated
+from coordinator.storage.directory.run_directory import RunDirectory
 from protocol import __version__
 from protocol.spec.manifest import Manifest
 from protocol.spec.model_card import CARD, CardFacts, Measured, card_text

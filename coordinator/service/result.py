@@ -8,12 +8,12 @@ from pathlib import Path
 
 from coordinator.disk.artifacts import write_json, write_model
 from coordinator.disk.canonical_json import json_digest
-from coordinator.run.actions import Finish
+from coordinator.run.outputs.actions import Finish
 from coordinator.run.run import Run
 from coordinator.service.model_card import write_card
-from coordinator.storage.journal_records import Ended
+from coordinator.storage.directory.journal_records import Ended
 from coordinator.storage.run_storage import RunStorage
-from coordinator.storage.saved_state import load_replica
+from coordinator.storage.states.saved_state import load_replica
 from protocol.exact.replica import Replica
 from protocol.spec.manifest import BEST
 

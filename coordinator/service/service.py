@@ -20,10 +20,10 @@ from coordinator.members.credentials import CoordinatorCredentials
 from coordinator.members.doorway import Doorway, Greet
 from coordinator.members.session import JoinCheck, MemberSession
 from coordinator.members.strangers import Strangers
-from coordinator.run.actions import Finish
-from coordinator.run.facts import Fact
-from coordinator.run.membership import MemberState
+from coordinator.run.outputs.actions import Finish
+from coordinator.run.outputs.facts import Fact
 from coordinator.run.run import Run
+from coordinator.run.workers.membership import MemberState
 from coordinator.service.accepted_run import AcceptedRun, begin_run, find_run
 from coordinator.service.execution import Execution
 from coordinator.service.listener import (

@@ -32,8 +32,8 @@ from coordinator.storage.copies import (
     step_of,
     superfluous,
 )
-from coordinator.storage.journal import Entry, verify_journal
-from coordinator.storage.run_directory import RunDirectory
+from coordinator.storage.directory.journal import Entry, verify_journal
+from coordinator.storage.directory.run_directory import RunDirectory
 from protocol.base import limits
 from protocol.base.errors import StorageDamaged, Unreachable, UsageError
 from protocol.wire.messages import CopiesHeld, CopyList, CopyPiece, CopyRead, CopyRemove

@@ -1,4 +1,6 @@
-"""What a run keeps on disk: gradient log, checkpoints, journal, and how a restart finds them.
+"""What a run keeps on disk, written while it goes on, and found by a restart.
 
-Imports `coordinator.disk` and the records of `coordinator.run`. Start with `run_directory`.
+Imports `coordinator.disk`, `coordinator.capture` and the records of `coordinator.run.outputs`.
+Start with `run_storage`, which writes, and `recovery`, which finds. Rooms, low to high: `log`,
+`directory`, `states`.
 """

@@ -35,23 +35,23 @@ from coordinator.disk.durable_file import (
     storing,
     sync_directory,
 )
-from coordinator.storage.checkpoint import (
-    CheckpointInfo,
-    checkpoint_path,
-    checkpoint_steps,
-    find_checkpoint,
-    remove_checkpoint,
-)
-from coordinator.storage.journal import (
+from coordinator.storage.directory.journal import (
     Entry,
     Journal,
     newest_epoch,
     newest_line,
     verify_journal,
 )
-from coordinator.storage.journal_records import Committed, Resumed
+from coordinator.storage.directory.journal_records import Committed, Resumed
+from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.storage.kept_files import check_files
-from coordinator.storage.run_directory import RunDirectory
+from coordinator.storage.states.checkpoint import (
+    CheckpointInfo,
+    checkpoint_path,
+    checkpoint_steps,
+    find_checkpoint,
+    remove_checkpoint,
+)
 from protocol.base import limits
 from protocol.base.errors import SamestepError, StorageDamaged, UsageError
 

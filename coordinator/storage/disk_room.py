@@ -12,8 +12,8 @@ from pathlib import Path
 
 from coordinator.capture.captured_files import result_bytes
 from coordinator.disk.durable_file import storing
-from coordinator.run.own_state import own_state_bytes
-from coordinator.storage.replica_states import LATEST
+from coordinator.run.outputs.own_state import own_state_bytes
+from coordinator.storage.states.replica_states import LATEST
 from protocol.base import limits
 from protocol.base.byte_size import byte_size
 from protocol.base.errors import StorageFailed

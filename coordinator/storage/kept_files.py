@@ -16,11 +16,11 @@ from blake3 import blake3
 
 from coordinator.disk.claim import Claim
 from coordinator.disk.durable_file import storing
-from coordinator.storage.checkpoint import checkpoint_steps
-from coordinator.storage.journal import first_record, newest_epoch, newest_record
-from coordinator.storage.journal_records import FilesKept, ManifestSettled, RunBegins
-from coordinator.storage.log_index import segment_epoch, segment_files
-from coordinator.storage.run_directory import RunDirectory, is_whole
+from coordinator.storage.directory.journal import first_record, newest_epoch, newest_record
+from coordinator.storage.directory.journal_records import FilesKept, ManifestSettled, RunBegins
+from coordinator.storage.directory.run_directory import RunDirectory, is_whole
+from coordinator.storage.log.log_index import segment_epoch, segment_files
+from coordinator.storage.states.checkpoint import checkpoint_steps
 from protocol.base.errors import SamestepError, StorageDamaged
 
 _REMEDY: Final = "bring it back from a copy"

@@ -10,20 +10,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.run.restart import CommitRecord
-from coordinator.storage.checkpoint import (
+from coordinator.run.outputs.restart import CommitRecord
+from coordinator.storage.directory.run_directory import RunDirectory, StoredRun
+from coordinator.storage.log.log_index import LoggedStep, LogIndex, read_averages
+from coordinator.storage.log.log_reader import scan_log
+from coordinator.storage.log.replay import take
+from coordinator.storage.states.checkpoint import (
     Checkpoint,
     checkpoint_path,
     checkpoint_steps,
     latest_checkpoint,
     remove_checkpoint,
 )
-from coordinator.storage.log_index import LoggedStep, LogIndex, read_averages
-from coordinator.storage.log_reader import scan_log
-from coordinator.storage.own_files import check_own, told
-from coordinator.storage.replay import take
-from coordinator.storage.run_directory import RunDirectory, StoredRun
-from coordinator.storage.saved_state import load_replica
+from coordinator.storage.states.own_files import check_own, told
+from coordinator.storage.states.saved_state import load_replica
 from protocol.base.errors import StorageDamaged
 from protocol.exact.replica import Replica
 from protocol.spec.manifest import Manifest

@@ -19,28 +19,28 @@ from typing import Final, NamedTuple, TypeVar
 from blake3 import blake3
 
 from coordinator.capture.captured_files import CapturedFiles
-from coordinator.run.kept import Bytes
-from coordinator.run.own_state import own_state_bytes
-from coordinator.run.restart import CommitRecord, Terms
-from coordinator.storage.checkpoint import (
+from coordinator.run.outputs.kept import Bytes
+from coordinator.run.outputs.own_state import own_state_bytes
+from coordinator.run.outputs.restart import CommitRecord, Terms
+from coordinator.storage.directory.journal import Journal
+from coordinator.storage.directory.journal_records import FilesKept, Record
+from coordinator.storage.directory.run_directory import RunDirectory, terms_bytes
+from coordinator.storage.disk_room import check_room
+from coordinator.storage.kept_files import Digests, file_digest, kept_digests
+from coordinator.storage.log.gradient_log import GradientLog
+from coordinator.storage.log.log_index import LoggedStep, LogIndex, read_chunks
+from coordinator.storage.log.log_records import Array, ChunkPlace
+from coordinator.storage.states.checkpoint import (
     Checkpoint,
     checkpoint_steps,
     find_checkpoint,
     write_checkpoint,
     write_metrics,
 )
-from coordinator.storage.disk_room import check_room
-from coordinator.storage.gradient_log import GradientLog
-from coordinator.storage.journal import Journal
-from coordinator.storage.journal_records import FilesKept, Record
-from coordinator.storage.kept_files import Digests, file_digest, kept_digests
-from coordinator.storage.log_index import LoggedStep, LogIndex, read_chunks
-from coordinator.storage.log_records import Array, ChunkPlace
-from coordinator.storage.own_files import NOTHING_YET
-from coordinator.storage.replica_states import ReplicaStates
-from coordinator.storage.retention import best_step, prune
-from coordinator.storage.run_directory import RunDirectory, terms_bytes
-from coordinator.storage.saved_state import Piece, SavedState
+from coordinator.storage.states.own_files import NOTHING_YET
+from coordinator.storage.states.replica_states import ReplicaStates
+from coordinator.storage.states.retention import best_step, prune
+from coordinator.storage.states.saved_state import Piece, SavedState
 from protocol.base import limits
 from protocol.base.errors import SamestepError
 from protocol.exact.replica import Replica

@@ -18,11 +18,11 @@ from pathlib import Path
 
 from coordinator.capture.captured_files import files_from
 from coordinator.disk.durable_file import storing, sync_directory
-from coordinator.storage.checkpoint import checkpoint_path, checkpoint_steps, find_checkpoint
-from coordinator.storage.log_index import segment_base, segment_files
-from coordinator.storage.log_reader import cuts_before
-from coordinator.storage.own_files import check_own, own_steps, told
-from coordinator.storage.run_directory import RunDirectory
+from coordinator.storage.directory.run_directory import RunDirectory
+from coordinator.storage.log.log_index import segment_base, segment_files
+from coordinator.storage.log.log_reader import cuts_before
+from coordinator.storage.states.checkpoint import checkpoint_path, checkpoint_steps, find_checkpoint
+from coordinator.storage.states.own_files import check_own, own_steps, told
 from protocol.base.errors import Mismatch, StorageDamaged, StorageFailed, UsageError
 from protocol.spec.manifest import Manifest
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from coordinator.storage.run_directory import RunDirectory
+from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.tracking.rows import Rows
 from coordinator.tracking.trackers import DIRECTORY, Tracked, Tracker, open_tracker
 from protocol.base.errors import SamestepError, UsageError, in_words

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from coordinator.run.facts import Fact
+from coordinator.run.outputs.facts import Fact
 from coordinator.service.listener import RunAccepted, RunEnded, RunResumed
 from coordinator.tracking.feeding import END, NEWS
 from coordinator.tracking.trackers import DIRECTORY

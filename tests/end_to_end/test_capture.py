@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from coordinator.audit.audit import audit
-from coordinator.storage.checkpoint import checkpoint_steps
-from coordinator.storage.run_directory import RunDirectory
+from coordinator.storage.directory.run_directory import RunDirectory
+from coordinator.storage.states.checkpoint import checkpoint_steps
 from coordinator.storage.way_back import go_back
 from protocol.base.errors import UsageError
 from protocol.data.capture_index import read_index

@@ -12,7 +12,7 @@ from backends.eager.eager import EagerBackend
 from coordinator.audit.audit import audit
 from coordinator.operator.status import status_document
 from coordinator.operator.status_text import status_lines
-from coordinator.run.round import Round
+from coordinator.run.exchange.round import Round
 from protocol.base.errors import StorageDamaged
 from protocol.spec.run_spec import parse_run_spec
 from protocol.spec.run_spec_text import read_yaml

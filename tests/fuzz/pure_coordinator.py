@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from coordinator.run import actions as act
+from coordinator.run.outputs import actions as act
 from coordinator.run.run import Run, RunPhase
 from coordinator.service.chronicle import records_of
 from coordinator.service.replica_keeper import ReplicaKeeper

@@ -18,7 +18,7 @@ from random import Random
 from typing import Any, Final
 from unittest import mock
 
-from coordinator.run.actions import Outcome
+from coordinator.run.outputs.actions import Outcome
 from coordinator.run.run import RunPhase
 from coordinator.service.execution import Execution
 from protocol.base import limits

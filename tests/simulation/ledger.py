@@ -19,11 +19,11 @@ from typing import Any, Final, NamedTuple
 from blake3 import blake3
 
 from coordinator.disk.claim import stored_epoch
-from coordinator.run.actions import Finish
-from coordinator.run.restart import CommitRecord
+from coordinator.run.outputs.actions import Finish
+from coordinator.run.outputs.restart import CommitRecord
 from coordinator.service.accepted_run import AcceptedRun
-from coordinator.storage.checkpoint import checkpoint_steps
-from coordinator.storage.run_directory import RunDirectory
+from coordinator.storage.directory.run_directory import RunDirectory
+from coordinator.storage.states.checkpoint import checkpoint_steps
 from protocol.exact.replica import Replica
 from protocol.exact.update import Array
 from protocol.spec.run_spec import DataSpec, RunSpec

@@ -11,16 +11,16 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from coordinator.run.actions import Dismiss, Report
-from coordinator.run.facts import StepCommitted
-from coordinator.run.membership import MemberState
-from coordinator.run.round import Round
+from coordinator.run.exchange.round import Round
+from coordinator.run.outputs.actions import Dismiss, Report
+from coordinator.run.outputs.facts import StepCommitted
 from coordinator.run.run import Run, RunPhase
+from coordinator.run.workers.membership import MemberState
 from coordinator.service.execution import Execution
 from coordinator.service.followers import Followers
 from coordinator.service.replica_keeper import ReplicaKeeper, ReplicaState
 from coordinator.storage import run_storage
-from coordinator.storage.gradient_log import GradientLog
+from coordinator.storage.log.gradient_log import GradientLog
 from coordinator.storage.run_storage import RunStorage
 from protocol.base import limits
 from protocol.exact.tree import Node

@@ -11,7 +11,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from coordinator.files.blob_index import index_blobs
-from coordinator.run.facts import Fact
+from coordinator.run.outputs.facts import Fact
 from coordinator.service.execution import Execution
 from coordinator.service.service import Service, Settings
 from protocol.base.duty import Duty

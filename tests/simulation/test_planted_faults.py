@@ -9,19 +9,19 @@ import pytest
 
 from coordinator.disk.claim import Claim
 from coordinator.run import run
-from coordinator.run.actions import Follow
-from coordinator.run.admission import Admission
-from coordinator.run.agreement import Agreement
-from coordinator.run.evaluation import Evaluation
+from coordinator.run.exchange.round import Round, Share
+from coordinator.run.held_out.evaluation import Evaluation
+from coordinator.run.outputs.actions import Follow
 from coordinator.run.progress import Progress
-from coordinator.run.round import Round, Share
 from coordinator.run.saves import Saves
+from coordinator.run.workers.admission import Admission
+from coordinator.run.workers.agreement import Agreement
 from coordinator.service.execution import Execution
 from coordinator.service.followers import Followers
-from coordinator.storage import log_reader
-from coordinator.storage.gradient_log import GradientLog
-from coordinator.storage.log_records import HEAD_BYTES
-from coordinator.storage.run_directory import RunDirectory
+from coordinator.storage.directory.run_directory import RunDirectory
+from coordinator.storage.log import log_reader
+from coordinator.storage.log.gradient_log import GradientLog
+from coordinator.storage.log.log_records import HEAD_BYTES
 from coordinator.storage.run_storage import RunStorage
 from protocol.base.errors import SamestepError
 from protocol.exact.tree import parent, root, sibling

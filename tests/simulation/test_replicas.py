@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.storage.replica_states import ReplicaStates
+from coordinator.storage.states.replica_states import ReplicaStates
 from protocol.exact.stretches import StretchOrder
 from protocol.exact.tree_sum import TreeSum
 from worker.shell.stretches import OwnState, Stretches

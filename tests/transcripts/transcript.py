@@ -35,8 +35,8 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-from coordinator.run import actions as act
-from coordinator.run.restart import Resumption, Terms
+from coordinator.run.outputs import actions as act
+from coordinator.run.outputs.restart import Resumption, Terms
 from coordinator.run.run import Run, RunPhase
 from protocol.base import limits
 from protocol.base.errors import RemoteProtocolError

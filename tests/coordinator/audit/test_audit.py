@@ -13,10 +13,9 @@ from coordinator.audit.coverage import cover_samples
 from coordinator.audit.history import read_history
 from coordinator.cli import app
 from coordinator.disk.artifacts import write_model
-from coordinator.run.restart import Terms
-from coordinator.storage.checkpoint import checkpoint_path, find_checkpoint, write_metrics
-from coordinator.storage.journal import Entry, Journal
-from coordinator.storage.journal_records import (
+from coordinator.run.outputs.restart import Terms
+from coordinator.storage.directory.journal import Entry, Journal
+from coordinator.storage.directory.journal_records import (
     Committed,
     Ended,
     Evaluated,
@@ -24,7 +23,8 @@ from coordinator.storage.journal_records import (
     Record,
     Resumed,
 )
-from coordinator.storage.log_index import segment_files
+from coordinator.storage.log.log_index import segment_files
+from coordinator.storage.states.checkpoint import checkpoint_path, find_checkpoint, write_metrics
 from protocol.base.errors import UsageError
 from protocol.exact.samples import SampleOrder
 from protocol.exact.tree import root

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from coordinator.audit.audit import audit
 from coordinator.audit.report import report
 from coordinator.audit.svg_chart import HEIGHT, WIDTH, line_chart
-from coordinator.storage.journal_records import (
+from coordinator.storage.directory.journal_records import (
     RECORDS,
     Commanded,
     Evaluated,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.disk.durable_file import remove_temporaries, replace_file, storing, write_all
-from coordinator.storage.checkpoint import write_checkpoint
+from coordinator.storage.states.checkpoint import write_checkpoint
 from protocol.base.errors import StorageFailed
 from tests.durable_run import MANIFEST, RUN_ID, state_zero
 

@@ -15,7 +15,7 @@ from coordinator.disk.claim import Claim
 from coordinator.doctor import doctor
 from coordinator.doctor.doctor import ServicePlan, examine
 from coordinator.members.credentials import CoordinatorCredentials
-from coordinator.storage.run_directory import RunDirectory
+from coordinator.storage.directory.run_directory import RunDirectory
 from protocol.host.doctor import Finding
 from protocol.host.secret_file import write_secret
 from tests.cluster import Cluster

@@ -12,7 +12,7 @@ from typing import Self
 import pytest
 
 from coordinator.members.credentials import CoordinatorCredentials
-from coordinator.storage.journal_records import ViewChanged
+from coordinator.storage.directory.journal_records import ViewChanged
 from protocol.base import limits
 from protocol.base.errors import ExitCode, NotAuthorised, Unreachable
 from protocol.wire import messages, tls

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from coordinator.operator.console import ProgressConsole
 from coordinator.operator.structured_log import set_up_logging
-from coordinator.run.facts import RunHalted, StepCommitted, TrainingStarted
-from coordinator.run.restart import CommitRecord
+from coordinator.run.outputs.facts import RunHalted, StepCommitted, TrainingStarted
+from coordinator.run.outputs.restart import CommitRecord
 from coordinator.run.run import RunPhase
 from coordinator.service.listener import RunAccepted, RunEnded, WorkerConnected
 from protocol.host.system_journal import Priority, SystemJournal

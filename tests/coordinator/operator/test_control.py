@@ -20,7 +20,7 @@ from coordinator.audit.audit import audit
 from coordinator.members.listening import require_loopback
 from coordinator.operator.control import ControlPort
 from coordinator.operator.control_client import request
-from coordinator.run.facts import Fact
+from coordinator.run.outputs.facts import Fact
 from coordinator.service.accepted_run import given_up_runs, unfinished_runs
 from coordinator.service.service import Service, Settings
 from protocol.base.errors import ExitCode, Unreachable, UsageError

@@ -11,11 +11,11 @@ import pytest
 from coordinator.files.blob_server import BlobServer
 from coordinator.operator.status import status_document, waiting_for
 from coordinator.operator.status_text import status_lines, summary
-from coordinator.run.actions import Finish
+from coordinator.run.outputs.actions import Finish
 from coordinator.service.execution import Execution
 from coordinator.service.replica_keeper import ReplicaState
 from coordinator.service.service import Service, Settings
-from coordinator.storage.run_directory import RunDirectory
+from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.storage.run_storage import RunStorage
 from protocol.spec.run_spec import parse_run_spec
 from protocol.wire.messages import Hello

@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from coordinator.run.actions import ApplyStep, Broadcast, Dismiss, Persist, Report, Send
-from coordinator.run.facts import StepRestarted
-from coordinator.run.membership import Membership, MemberState
+from coordinator.run.outputs.actions import ApplyStep, Broadcast, Dismiss, Persist, Report, Send
+from coordinator.run.outputs.facts import StepRestarted
+from coordinator.run.outputs.restart import CommitRecord
 from coordinator.run.progress import Progress
-from coordinator.run.restart import CommitRecord
+from coordinator.run.workers.membership import Membership, MemberState
 from protocol.base.errors import OutOfPlace
 from protocol.spec.manifest import Block, Manifest, TensorSpec
 from protocol.spec.run_spec import BatchSpec, OptimizerSpec, RunSpec

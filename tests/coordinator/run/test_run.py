@@ -5,7 +5,7 @@ The scenarios themselves are in `tests/transcripts`, the disturbances in `tests/
 
 import pytest
 
-from coordinator.run.actions import Dismiss, Finish, Send
+from coordinator.run.outputs.actions import Dismiss, Finish, Send
 from coordinator.run.run import Event, Run, RunPhase
 from protocol.base.errors import ExitCode, OutOfPlace
 from protocol.spec.run_spec import RunSpec

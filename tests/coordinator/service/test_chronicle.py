@@ -2,11 +2,11 @@
 
 import pytest
 
-from coordinator.run import facts
-from coordinator.run.facts import Fact
+from coordinator.run.outputs import facts
+from coordinator.run.outputs.facts import Fact
 from coordinator.service import listener
 from coordinator.service.chronicle import record_of, records_of
-from coordinator.storage.journal_records import (
+from coordinator.storage.directory.journal_records import (
     Committed,
     Evaluated,
     Fault,

@@ -11,7 +11,7 @@ from coordinator.audit.audit import audit
 from coordinator.disk.durable_file import TEMPORARY_SUFFIX
 from coordinator.run.run import RunPhase
 from coordinator.storage import run_storage
-from coordinator.storage.gradient_log import GradientLog
+from coordinator.storage.log.gradient_log import GradientLog
 from protocol.base.errors import StorageFailed, UsageError
 from tests.durable_run import small_disk
 from tests.live_service import PATIENCE_S, Scripted, live_service, scripted_spec, undisturbed

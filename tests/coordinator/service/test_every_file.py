@@ -12,11 +12,11 @@ import pytest
 
 from coordinator.audit.audit import audit
 from coordinator.disk.durable_file import replace_file
-from coordinator.run.restart import Terms
+from coordinator.run.outputs.restart import Terms
 from coordinator.service.accepted_run import find_run
-from coordinator.storage.checkpoint import checkpoint_path, checkpoint_steps, write_metrics
-from coordinator.storage.journal_records import Evaluated
+from coordinator.storage.directory.journal_records import Evaluated
 from coordinator.storage.kept_files import hold
+from coordinator.storage.states.checkpoint import checkpoint_path, checkpoint_steps, write_metrics
 from protocol.base.errors import SamestepError, StorageDamaged
 from tests import durable_run
 from tests.durable_run import SPEC, WrittenRun

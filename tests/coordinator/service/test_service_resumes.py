@@ -12,8 +12,8 @@ from coordinator.audit.audit import audit
 from coordinator.cli import app
 from coordinator.service.accepted_run import unfinished_runs
 from coordinator.service.service import Service, Settings
-from coordinator.storage.checkpoint import checkpoint_path, checkpoint_steps
-from coordinator.storage.run_directory import RunDirectory
+from coordinator.storage.directory.run_directory import RunDirectory
+from coordinator.storage.states.checkpoint import checkpoint_path, checkpoint_steps
 from protocol.base.errors import ExitCode, Mismatch, StorageDamaged, UsageError
 from tests.durable_run import WrittenRun
 from tests.live_service import LiveService, live_service, scripted_spec, undisturbed

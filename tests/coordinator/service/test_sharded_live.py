@@ -3,7 +3,7 @@
 import pytest
 
 from coordinator.service.chronicle import record_of
-from coordinator.storage.journal_records import Owned
+from coordinator.storage.directory.journal_records import Owned
 from tests.live_service import Scripted, live_service, scripted_spec
 
 _STEPS = 30

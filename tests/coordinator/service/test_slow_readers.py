@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from backends.scripted import ScriptedBackend, ScriptedProgram
-from coordinator.run.facts import Fact, StepCommitted
+from coordinator.run.outputs.facts import Fact, StepCommitted
 from protocol.base import limits
 from protocol.spec.manifest import Block, TensorSpec
 from protocol.wire.messages import (

@@ -9,13 +9,13 @@ from typer.testing import CliRunner
 from coordinator.audit.audit import audit
 from coordinator.cli import app
 from coordinator.storage import way_back
-from coordinator.storage.checkpoint import checkpoint_steps, write_checkpoint
 from coordinator.storage.copies import bring_back
-from coordinator.storage.journal_records import Resumed
+from coordinator.storage.directory.journal_records import Resumed
+from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.storage.kept_files import hold
-from coordinator.storage.log_index import segment_files
+from coordinator.storage.log.log_index import segment_files
 from coordinator.storage.recovery import recover
-from coordinator.storage.run_directory import RunDirectory
+from coordinator.storage.states.checkpoint import checkpoint_steps, write_checkpoint
 from coordinator.storage.way_back import go_back
 from protocol.base.errors import UsageError
 from tests.durable_run import MANIFEST, RUN_ID, WrittenRun, read_journal

@@ -13,8 +13,8 @@ from blake3 import blake3
 
 from coordinator.service.worker_copies import SCRATCH, fetch_copy, give_copy
 from coordinator.storage.copies import bring_back
+from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.storage.recovery import recover
-from coordinator.storage.run_directory import RunDirectory
 from protocol.base.errors import StorageDamaged, UsageError
 from protocol.wire.connection import Received
 from protocol.wire.messages import CopyPiece

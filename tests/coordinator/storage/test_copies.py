@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from coordinator.service.accepted_run import find_run
-from coordinator.storage.checkpoint import checkpoint_path, remove_checkpoint
 from coordinator.storage.copies import bring_back, copy_checkpoint
+from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.storage.kept_files import hold
 from coordinator.storage.recovery import recover
-from coordinator.storage.run_directory import RunDirectory
+from coordinator.storage.states.checkpoint import checkpoint_path, remove_checkpoint
 from coordinator.storage.way_back import go_back
 from protocol.base.errors import SamestepError, UsageError
 from tests.durable_run import WrittenRun, written_run

@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
-from coordinator.storage.checkpoint import write_checkpoint
 from coordinator.storage.disk_room import Needed, check_room
-from coordinator.storage.gradient_log import GradientLog
+from coordinator.storage.log.gradient_log import GradientLog
+from coordinator.storage.states.checkpoint import write_checkpoint
 from protocol.base.errors import StorageFailed
 from protocol.spec.capture_layout import CaptureLayout
 from protocol.spec.run_spec import CheckpointSpec, parse_run_spec

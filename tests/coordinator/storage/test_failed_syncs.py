@@ -6,13 +6,13 @@ from random import Random
 
 import pytest
 
-from coordinator.storage.checkpoint import find_checkpoint, write_checkpoint
-from coordinator.storage.gradient_log import GradientLog
-from coordinator.storage.journal import Journal
-from coordinator.storage.log_reader import scan_log
-from coordinator.storage.replay import take
+from coordinator.storage.directory.journal import Journal
+from coordinator.storage.log.gradient_log import GradientLog
+from coordinator.storage.log.log_reader import scan_log
+from coordinator.storage.log.replay import take
+from coordinator.storage.states.checkpoint import find_checkpoint, write_checkpoint
 from protocol.base.errors import StorageFailed
-from tests.coordinator.storage.test_journal import EXAMPLES
+from tests.coordinator.storage.directory.test_journal import EXAMPLES
 from tests.durable_run import (
     MANIFEST,
     RUN_ID,

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from coordinator.disk.claim import EPOCH_FILE, stored_epoch
-from coordinator.run.restart import Terms
-from coordinator.storage.journal import Journal
-from coordinator.storage.journal_records import FilesKept
+from coordinator.run.outputs.restart import Terms
+from coordinator.storage.directory.journal import Journal
+from coordinator.storage.directory.journal_records import FilesKept
 from coordinator.storage.kept_files import check_files, hold, kept_digests
 from coordinator.storage.run_storage import RunStorage
 from protocol.base.errors import StorageDamaged

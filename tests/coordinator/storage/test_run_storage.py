@@ -6,15 +6,15 @@ import os
 
 import pytest
 
-from coordinator.run.restart import Terms
+from coordinator.run.outputs.restart import Terms
 from coordinator.storage import run_storage
-from coordinator.storage.checkpoint import checkpoint_steps, read_metrics, write_checkpoint
-from coordinator.storage.journal import Journal
-from coordinator.storage.journal_records import Commanded, FilesKept, Record
-from coordinator.storage.log_records import ChunkPlace
-from coordinator.storage.replay import take
-from coordinator.storage.run_directory import RunDirectory
+from coordinator.storage.directory.journal import Journal
+from coordinator.storage.directory.journal_records import Commanded, FilesKept, Record
+from coordinator.storage.directory.run_directory import RunDirectory
+from coordinator.storage.log.log_records import ChunkPlace
+from coordinator.storage.log.replay import take
 from coordinator.storage.run_storage import RunStorage
+from coordinator.storage.states.checkpoint import checkpoint_steps, read_metrics, write_checkpoint
 from protocol.base.errors import RunFailed, StorageFailed
 from tests.durable_run import MANIFEST, RUN_ID, SPEC, averages, read_journal, record_of, state_zero
 

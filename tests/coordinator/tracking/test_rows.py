@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coordinator.storage.journal import Journal
-from coordinator.storage.journal_records import Committed, Ended, Evaluated, Record, Resumed
+from coordinator.storage.directory.journal import Journal
+from coordinator.storage.directory.journal_records import (
+    Committed,
+    Ended,
+    Evaluated,
+    Record,
+    Resumed,
+)
 from coordinator.tracking.rows import Row, Rows
 
 NOTHING = "0" * 64

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.run.facts import TrainingStarted
+from coordinator.run.outputs.facts import TrainingStarted
 from coordinator.service.listener import RunAccepted, RunEnded
-from coordinator.storage.journal import Journal
-from coordinator.storage.journal_records import Committed, Ended
-from coordinator.storage.run_directory import RunDirectory
+from coordinator.storage.directory.journal import Journal
+from coordinator.storage.directory.journal_records import Committed, Ended
+from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.tracking.trackers import TRACKERS
 from coordinator.tracking.tracking import Tracking
 from protocol.host.own_command import own_command, own_environment

@@ -12,7 +12,7 @@ import torch
 
 from coordinator.disk.artifacts import write_json
 from coordinator.service.model_card import write_card
-from coordinator.storage.run_directory import RunDirectory
+from coordinator.storage.directory.run_directory import RunDirectory
 from protocol.base.errors import DataError, SamestepError
 from protocol.spec.model_card import read_card
 from protocol.spec.run_spec import load_run_spec

@@ -1,0 +1,321 @@
+"""Which members exchange slices among themselves, who owns how much, and when that pays.
+
+Pure. Members say where they listen, then whom they reach; the newest table of owners follows from
+that and from who computes. All in a table reach each other, both ways; whoever does not takes part
+by way of the coordinator. A table changes between steps, and within one where an owner is lost.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+from coordinator.run.outputs.actions import Action, Send
+from protocol.exact.slices import SliceGrid, owned_by
+from protocol.spec.manifest import Block
+from protocol.spec.run_spec import ExchangeSpec
+from protocol.wire.messages import DoorOpen, OpenDoor, Owners, Peers
+from protocol.wire.peers import HERE, OwnerTable, Peer, PeerList, pair_key
+
+_FEWEST_HOSTS: Final = 3
+"""Of two, each sends and receives as much through a star."""
+_PAYS: Final = 0.9
+"""Sharded must be expected to take so little of the star's time, for `auto` to choose it."""
+_ALIKE: Final = 4.0
+"""Links whose measured speeds differ less than by this factor count as equally quick."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Where a member listens; `port` 0: nowhere."""
+
+    port: int
+    fingerprint: str
+
+
+class Mesh:
+    """The members of a run that reach one another.
+
+    Attributes:
+        number: Of the newest table.
+        table: That; None for a star.
+        reason: Why it is as it is, in words.
+        links: What each member says of its links: Mbit/s by peer.
+        traffic: Bytes that it has sent and received there.
+
+    Args:
+        run_id: The run's.
+        epoch: The coordinator's.
+        exchange: What the run spec says.
+        blocks: The manifest's.
+        secret: The run's, for the keys of pairs; empty: there are to be no links.
+    """
+
+    def __init__(
+        self, run_id: str, epoch: int, exchange: ExchangeSpec, blocks: tuple[Block, ...],
+        secret: bytes,
+    ) -> None:  # fmt: skip
+        self.number = 0
+        self.table: OwnerTable | None = None
+        self.reason = "a star: the run spec says so" if exchange.way == "star" else ""
+        self.links: dict[str, dict[str, float]] = {}
+        self.traffic: dict[str, dict[str, tuple[int, int]]] = {}
+        self._run_id = run_id
+        self._epoch = epoch
+        self._way = exchange.way if secret else "star"
+        self._grid = SliceGrid(blocks)
+        self._secret = secret
+        self._hosts: dict[str, str] = {}
+        self._doors: dict[str, Offer] = {}
+        self._demoted: dict[str, int] = {}
+        self._told: dict[str, int] = {}
+        self._asked: set[str] = set()
+
+    # Members come and go.
+
+    def joined(self, worker: str, host: str) -> list[Action]:
+        """It is ready: where links may pay, all are asked to listen.
+
+        Args:
+            worker: Its name.
+            host: Where it connects from; `HERE` from the coordinator's machine.
+        """
+        self.lost(worker)
+        self._hosts[worker] = host
+        if self._way == "star":
+            return []
+        if self._way == "auto" and len(set(self._hosts.values())) < _FEWEST_HOSTS:
+            self.reason = f"a star: fewer than {_FEWEST_HOSTS} hosts"
+            return []
+        asked = [name for name in sorted(self._hosts) if name not in self._asked]
+        self._asked.update(asked)
+        return [Send(name, OpenDoor(run_id=self._run_id)) for name in asked]
+
+    def opened(self, worker: str, message: DoorOpen) -> list[Action]:
+        """It listens: all that do are told who the others are."""
+        if worker not in self._hosts:
+            return []
+        self._doors[worker] = Offer(message.port, message.fingerprint.hex())
+        names = sorted(self._doors)
+        return [self._peers(name, names) for name in names]
+
+    def _peers(self, me: str, names: Sequence[str]) -> Send:
+        others = tuple(
+            Peer(
+                name=name, host=self._hosts[name], port=self._doors[name].port,
+                fingerprint=self._doors[name].fingerprint,
+                key=pair_key(self._secret, me, name).hex(),
+            )
+            for name in names
+            if name != me
+        )  # fmt: skip
+        listens = self._doors[me].port > 0
+        document = PeerList(me=me, listens=listens, peers=others)
+        return Send(me, Peers(run_id=self._run_id), document.to_bytes())
+
+    def linked(self, worker: str, peer: str, mbit: float) -> None:
+        """It reaches this peer, so quickly."""
+        if worker in self._doors and peer in self._doors:
+            self.links.setdefault(worker, {})[peer] = mbit
+
+    def unlinked(self, worker: str, peer: str) -> None:
+        """It reaches this peer no more."""
+        self.links.get(worker, {}).pop(peer, None)
+
+    def lost(self, worker: str) -> list[Action]:
+        """It has left: the others are told, and end their links to it."""
+        had_links = worker in self._doors
+        for known in (self._hosts, self._doors, self._told, self._demoted):
+            known.pop(worker, None)
+        self._asked.discard(worker)
+        self.links.pop(worker, None)
+        self.traffic.pop(worker, None)
+        for reached in self.links.values():
+            reached.pop(worker, None)
+        names = sorted(self._doors)
+        return [self._peers(name, names) for name in names] if had_links else []
+
+    def demote(self, worker: str, until: int) -> None:
+        """Its averages came too late: it is to own nothing before this step."""
+        self._demoted[worker] = until
+
+    # Tables.
+
+    def choose(self, active: Collection[str], step: int) -> OwnerTable | None:
+        """The table for a step that these compute; None for a star."""
+        if self._way == "star":
+            return None
+        members = self._clique(sorted(set(active) & self._doors.keys()))
+        speeds = {name: self._speed(name, members) for name in members}
+        shares = _shares([speeds[name] for name in members])
+        late = [index for index, name in enumerate(members) if self._demoted.get(name, 0) > step]
+        if len(late) < len(members):
+            for index in late:
+                shares[index] = 0.0
+        self.reason = self._why_star(members, speeds, shares, active)
+        if self.reason:
+            return self._set(None)
+        self.reason = f"sharded over {len(members)} members"
+        return self._set(self._table_of(members, shares))
+
+    def without(self, gone: Collection[str]) -> OwnerTable | None:
+        """Within a step: what these own gets other owners; None if nobody is left."""
+        table = self.table
+        if table is None:
+            return None
+        kept = self._clique([name for name in table.members if name not in gone])
+        if not kept:
+            return self._set(None)
+        index = {name: number for number, name in enumerate(kept)}
+        next_owner = itertools.cycle(range(len(kept)))
+        owners = tuple(
+            index[owner] if (owner := table.owner(number)) in index else next(next_owner)
+            for number in range(self._grid.count)
+        )
+        scribe = table.scribe if table.scribe in index else self._scribe(kept)
+        return self._set(OwnerTable(members=tuple(kept), owners=owners, scribe=scribe))
+
+    def reown(self, worker: str) -> OwnerTable | None:
+        """Within a step: what it owns goes to the others, and it stays."""
+        table = self.table
+        assert table is not None
+        others = [n for n, name in enumerate(table.members) if name != worker]
+        if not others:
+            return table
+        next_owner = itertools.cycle(others)
+        mine = table.members.index(worker)
+        owners = tuple(next(next_owner) if owner == mine else owner for owner in table.owners)
+        return self._set(table.model_copy(update={"owners": owners}))
+
+    def tell(self, workers: Collection[str]) -> list[Action]:
+        """The present table, to whoever of these has not been told."""
+        if self.table is None:
+            return []
+        message = Owners(run_id=self._run_id, epoch=self._epoch, number=self.number)
+        document = self.table.to_bytes()
+        new = [name for name in sorted(workers) if self._told.get(name) != self.number]
+        self._told.update(dict.fromkeys(new, self.number))
+        return [Send(name, message, document) for name in new]
+
+    def owned(self) -> dict[str, float]:
+        """Which part of all slices each member owns."""
+        table = self.table
+        if table is None:
+            return {}
+        counts = dict.fromkeys(table.members, 0)
+        for owner in table.owners:
+            counts[table.members[owner]] += 1
+        return {name: round(count / self._grid.count, 3) for name, count in counts.items()}
+
+    def _set(self, table: OwnerTable | None) -> OwnerTable | None:
+        if table != self.table:
+            self.table = table
+            self.number += table is not None
+        return table
+
+    def _table_of(self, members: Sequence[str], shares: Sequence[float]) -> OwnerTable:
+        owners = tuple(owned_by(shares, self._grid))
+        return OwnerTable(members=tuple(members), owners=owners, scribe=self._scribe(members))
+
+    def _scribe(self, members: Sequence[str]) -> str | None:
+        """A member on the coordinator's machine: averages come to that anyway."""
+        return next((name for name in members if self._hosts[name] == HERE), None)
+
+    def _are_linked(self, one: str, other: str) -> bool:
+        return other in self.links.get(one, {}) and one in self.links.get(other, {})
+
+    def _clique(self, names: Sequence[str]) -> list[str]:
+        """Members that all reach each other: whoever lacks the most links is left out first."""
+        left = list(names)
+        while left:
+            lacking = {
+                name: sum(not self._are_linked(name, other) for other in left if other != name)
+                for name in left
+            }
+            worst = max(left, key=lambda name: (lacking[name], name))
+            if not lacking[worst]:
+                break
+            left.remove(worst)
+        return left
+
+    def _speed(self, name: str, members: Sequence[str]) -> float:
+        """Of a member's link to the network, Mbit/s: as quick as its quickest peer finds it."""
+        measured = [
+            min(self.links[name][other], self.links[other][name])
+            for other in members
+            if other != name
+        ]
+        return max(measured, default=1.0)
+
+    def _why_star(
+        self, members: Sequence[str], speeds: Mapping[str, float], shares: Sequence[float],
+        active: Collection[str],
+    ) -> str:  # fmt: skip
+        """Why there is to be no table; empty if there is to be one."""
+        if len(members) < 2:
+            return "a star: no two members reach each other"
+        if self._way == "sharded":
+            return ""
+        hosts = {self._hosts.get(name, name) for name in active}
+        if len(hosts) < _FEWEST_HOSTS:
+            return f"a star: fewer than {_FEWEST_HOSTS} hosts"
+        star, sharded = expected_times(
+            [speeds[name] for name in members],
+            shares,
+            [self._hosts[name] == HERE for name in members],
+        )
+        if sharded > _PAYS * star:
+            return f"a star: it is expected to take {star / sharded:.2f} of a sharded exchange"
+        return ""
+
+
+def _shares(speeds: Sequence[float]) -> list[float]:
+    """How much each is to own, so that all links are busy for about as long.
+
+    A member of speed b that owns the share f of n members' slices sends 1 - f of a payload to
+    other owners and its average to n - 1 others: 1 + (n - 2) f payloads, and receives as many.
+    """
+    count = len(speeds)
+    if count < 3:
+        return [1.0] * count
+    usual = median(speeds)
+    alike = [usual if usual / _ALIKE < speed < usual * _ALIKE else speed for speed in speeds]
+    low, high = 0.0, 2.0 * count / min(alike)
+    for _ in range(60):  # how long a step takes: the shares grow with it, to 1 in all
+        middle = (low + high) / 2
+        if sum(_share(middle, speed, count) for speed in alike) < 1:
+            low = middle
+        else:
+            high = middle
+    return [_share(high, speed, count) for speed in alike]
+
+
+def _share(time: float, speed: float, count: int) -> float:
+    return max(0.0, (time * speed - 1) / (count - 2))
+
+
+def expected_times(
+    speeds: Sequence[float], shares: Sequence[float], here: Sequence[bool]
+) -> tuple[float, float]:
+    """How long payloads and averages take, star and sharded, for a payload of one Mbit.
+
+    Args:
+        speeds: Of the members' links, Mbit/s.
+        shares: What each owns, where it is sharded.
+        here: Whether it is on the coordinator's machine.
+    """
+    count, total = len(speeds), sum(shares)
+    away = [speed for speed, is_here in zip(speeds, here, strict=True) if not is_here]
+    centre = max((s for s, is_here in zip(speeds, here, strict=True) if is_here), default=None)
+    # Without a member there the coordinator's link is not measured: as quick as the quickest.
+    star = max([len(away) / (centre or max(speeds)), *(1 / speed for speed in away)])
+    # No table without a member on the coordinator's machine: it gets each average once more.
+    extra = 0.0 if any(here) else 1.0
+    sharded = max(
+        (1 + (count - 2 + extra) * share / total) / speed
+        for speed, share in zip(speeds, shares, strict=True)
+    )
+    return star, sharded

@@ -1,0 +1,278 @@
+"""The gradient log: every step's averaged gradients, durable before anyone is told to take it.
+
+A run's write-ahead log. Chunks are appended as they are broadcast; a step's commit record after
+them is the only commit point: `commit` returns when all of it is on disk. A segment (a file of
+`log_records`) holds the steps from one checkpoint to the next, so that what a checkpoint has made
+needless goes with whole files. `log_reader` reads it.
+
+With mode `checkpoint` only commit records are kept, without gradients: a run that resumes does
+the steps since the last checkpoint again, and can compare their digests. Each segment has its
+mode: while a worker is on its way into such a run, the averages that it will need are kept.
+
+A disk that refuses (full, read-only, gone) is a `StorageFailed`. Nothing before is damaged, and
+the call can be made again: what has been written since the last commit is kept in memory (by
+reference, the arrays must not change) and written anew (see `append_file`).
+
+One thread at a time; every call may block on the disk.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from coordinator.disk.append_file import AppendFile
+from coordinator.disk.durable_file import TEMPORARY_SUFFIX, storing, sync_directory, write_all
+from coordinator.run.outputs.restart import CommitRecord
+from coordinator.storage.log.log_index import (
+    LogIndex,
+    SegmentIndex,
+    segment_base,
+    segment_files,
+    segment_name,
+)
+from coordinator.storage.log.log_records import (
+    Array,
+    ChunkPlace,
+    RecordKind,
+    SegmentHeader,
+    chunk_payload,
+    record_buffers,
+)
+from protocol.base.errors import StorageFailed
+from protocol.spec.manifest import Manifest
+from protocol.spec.run_spec import LogMode
+
+
+class GradientLog:
+    """The log of one run, as its coordinator writes it; begins with a new segment.
+
+    Attributes:
+        next_step: The step that is committed next.
+        index: Where the committed steps lie.
+
+    Args:
+        directory: Where segments are; made if it is not there.
+        run_id: The run's.
+        manifest: Says which chunks a step has.
+        epoch: The coordinator's, above that of all segments there.
+        next_step: Steps committed so far. What older segments hold from there on is replaced.
+        mode: See the module's text.
+        redo: Commits of the steps from there on that are to be done again; they stay known.
+        index: Of the segments that are there already, as `scan_log` finds them; kept up here.
+        guard: Called after each sync, before `commit` returns; raises if the directory is not
+            this coordinator's any more (`Claim.check`).
+
+    Raises:
+        StorageFailed: The first segment cannot be made.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        run_id: str,
+        manifest: Manifest,
+        *,
+        epoch: int,
+        next_step: int,
+        mode: LogMode = "full",
+        redo: Sequence[CommitRecord] = (),
+        index: LogIndex | None = None,
+        guard: Callable[[], None] | None = None,
+    ) -> None:
+        self.next_step = next_step
+        self.index = index if index is not None else LogIndex()
+        self._directory = directory
+        self._epoch = epoch
+        self._mode = mode
+        self._redo = tuple(redo)
+        self._guard = guard
+        self._run_id = run_id
+        self._manifest_digest = manifest.digest()
+        self._chunks = {
+            (index, chunk)
+            for index, block in enumerate(manifest.blocks)
+            for chunk in range(block.chunks)
+        }
+        self._attempt: tuple[int, int] | None = None
+        self._pending: dict[ChunkPlace, Array] = {}
+        with storing("make", directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            sync_directory(directory.parent)
+        self._file = self._new_segment()
+        try:
+            self._keep_name()
+        except StorageFailed:
+            self._file.close()
+            raise
+
+    @property
+    def segment(self) -> Path:
+        """The file that is written to."""
+        return self._file.path
+
+    @property
+    def mode(self) -> LogMode:
+        """What is kept of the steps to come."""
+        return self._mode
+
+    def append_chunk(self, place: ChunkPlace, values: Array) -> None:
+        """Append a chunk of averaged gradients, of the next step; not synced yet.
+
+        Args:
+            place: Which chunk. One of a newer attempt makes those of older ones void; one that
+                is there already changes nothing.
+            values: Flat float32, shape (n,), n at most `limits.CHUNK_ELEMENTS`. Must not change
+                until the step is committed.
+
+        Raises:
+            StorageFailed: The chunk is not in the log; the call can be made again.
+        """
+        assert place.step == self.next_step
+        assert (place.block, place.chunk) in self._chunks
+        if place in self._pending:
+            return
+        attempt = (place.epoch, place.attempt)
+        if attempt != self._attempt:
+            self._pending.clear()
+            self._attempt = attempt
+        if self._mode == "full":
+            self._check_before_mending()
+            with self._file.use("append to"):
+                self._write(RecordKind.CHUNK, chunk_payload(place, values))
+        self._pending[place] = values
+
+    def commit(self, record: CommitRecord) -> None:
+        """Commit the next step, and return when it is durable.
+
+        Args:
+            record: Its `commit` is the message that may go out then. Unless it skips the step (no
+                scalars), every chunk of its attempt was appended.
+
+        Raises:
+            StorageFailed: The step is not committed; the call can be made again.
+            RunFailed: Another coordinator has taken over; this one may tell nobody.
+        """
+        commit = record.commit
+        assert commit.step == self.next_step
+        if commit.scalars is not None and self._mode == "full":
+            assert self._attempt == (commit.epoch, commit.attempt)
+            there = {(place.block, place.chunk) for place in self._pending}
+            assert there == self._chunks, "a step is committed only with all of its gradients"
+        self._check_before_mending()
+        self._keep_name()
+        with self._file.use("append to"):
+            self._write(RecordKind.COMMIT, [memoryview(record.to_bytes())])
+        with self._file.use("sync"):
+            self._file.sync()
+            if self._guard is not None:
+                self._guard()
+        self._file.confirm()
+        self.index.committed(self._file.end)
+        self._pending.clear()
+        self.next_step += 1
+
+    def roll(self, mode: LogMode | None = None) -> Path:
+        """Begin a new segment: a checkpoint of the present step is about to be made.
+
+        Args:
+            mode: From now on; None for the one that there is.
+
+        Returns:
+            The new segment.
+
+        Raises:
+            StorageFailed: The log goes on in the old segment, or in the new one; the call can be
+                made again.
+        """
+        mode, self._mode = self._mode, mode or self._mode
+        try:
+            old, self._file = self._file, self._new_segment()
+        except StorageFailed:
+            self._mode = mode
+            raise
+        old.close()
+        # Chunks of the step in progress go along: they are written again before the next record.
+        self._file.broken = bool(self._pending)
+        self._keep_name()
+        return self._file.path
+
+    def cut(self, step: int) -> list[Path]:
+        """Remove the segments that a checkpoint after `step` steps has made needless.
+
+        Returns:
+            What was removed.
+
+        Raises:
+            StorageFailed: Some may be left; the call can be made again.
+        """
+        removed: list[Path] = []
+        with storing("remove segments from", self._directory):
+            try:
+                for path, following in pairwise(segment_files(self._directory)):
+                    # What a segment holds from the next one's base on is void.
+                    if segment_base(following) > step:
+                        break
+                    path.unlink()
+                    removed.append(path)
+            finally:
+                self.index.forget(removed)
+            if removed:
+                sync_directory(self._directory)
+        return removed
+
+    def close(self) -> None:
+        """Close the file; the log is not used after that."""
+        self._file.close()
+
+    def _new_segment(self) -> AppendFile:
+        """Make a segment with its header, durable, under its name, which may not be so yet.
+
+        Once it has that name older segments hold no later step, so the log goes on in this one.
+        """
+        header = SegmentHeader(
+            run_id=self._run_id,
+            manifest_digest=self._manifest_digest,
+            epoch=self._epoch,
+            base_step=self.next_step,
+            mode=self._mode,
+            redo=tuple(record for record in self._redo if record.commit.step >= self.next_step),
+        )
+        path = self._directory / segment_name(self._epoch, self.next_step)
+        temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+        buffers = record_buffers(RecordKind.HEADER, [memoryview(header.to_bytes())], 0)
+        with storing("make", path):
+            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            try:
+                write_all(fd, buffers)
+                os.fsync(fd)
+                temporary.replace(path)
+            except OSError:
+                os.close(fd)
+                raise
+        self._named = False
+        end = sum(buffer.nbytes for buffer in buffers)
+        self.index.begin(SegmentIndex(path, header, end))
+        return AppendFile(path, fd, end, self._rewrite)
+
+    def _keep_name(self) -> None:
+        """Nothing in a segment counts before its name is durable."""
+        if not self._named:
+            with storing("make", self.segment):
+                sync_directory(self._directory)
+            self._named = True
+
+    def _check_before_mending(self) -> None:
+        """Another coordinator may have found a commit in what mending would cut away."""
+        if self._file.broken and self._guard is not None:
+            self._guard()
+
+    def _write(self, kind: RecordKind, payload: list[memoryview]) -> None:
+        self._file.write(record_buffers(kind, payload, self._file.end))
+
+    def _rewrite(self) -> None:
+        kept = self._pending if self._mode == "full" else {}
+        for place, values in kept.items():
+            self._write(RecordKind.CHUNK, chunk_payload(place, values))

@@ -1,0 +1,246 @@
+"""Opening a gradient log: what is committed, and what a crash has left behind it.
+
+What a crash can leave is told from what it cannot. All records of a step were on disk before
+the first of the next step was written. So damage that no record of a later step follows is a torn
+tail, of a step whose sync had not ended: it is cut. Damage that one follows is no crash's, and is
+refused with file and place.
+
+What can be read need not be on disk: it may be a killed coordinator's whose sync had not ended, or
+had failed. That can be the newest step of the newest segment alone. It is written again in place
+before it counts (`durable_file.write_again`).
+
+`scan_log` walks the heads alone, compares commits with their hashes, and looks closely at the
+newest step only. Averages are checked when they are read (`log_index`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.disk.durable_file import remove_temporaries, storing, write_again
+from coordinator.storage.log.log_index import LogIndex, SegmentIndex, damaged, segment_files
+from coordinator.storage.log.log_records import (
+    RecordKind,
+    read_head,
+    read_header,
+    read_payload,
+    step_of_commit,
+    steps_after,
+)
+from protocol.base.errors import Mismatch
+from protocol.spec.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A torn tail: what lies after `offset` is no part of the log."""
+
+    path: Path
+    offset: int
+    dropped_bytes: int
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path.name}: {self.dropped_bytes} bytes cut at byte {self.offset}: {self.reason}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LogScan:
+    """What a log holds: where its committed steps lie, and the torn tails that were found."""
+
+    index: LogIndex
+    cuts: tuple[Cut, ...]
+
+
+@dataclass(slots=True)
+class _Segment(SegmentIndex):
+    """What one file holds, and how much of it is whole."""
+
+    whole: int = 0
+    size: int = 0
+    torn: str = ""
+
+
+def scan_log(directory: Path, run_id: str, manifest: Manifest, *, repair: bool = False) -> LogScan:
+    """See what a log holds.
+
+    Args:
+        directory: Where its segments are; there may be none.
+        run_id: The run's.
+        manifest: The run's; also settles where averages belong.
+        repair: Cut torn tails off, remove half made files and make what is left durable. Only who
+            writes the log may.
+
+    Raises:
+        StorageDamaged: A file and the place in it where committed steps are damaged.
+        StorageFailed: It cannot be read, or not be repaired.
+        Mismatch: It is of another run or manifest.
+    """
+    if repair:
+        remove_temporaries(directory)
+    with storing("read", directory):
+        paths = segment_files(directory)
+    segments: list[_Segment] = []
+    for path in reversed(paths):
+        following = segments[-1] if segments else None
+        with storing("read", path):
+            segment = _scan_segment(path, following)
+        _check_owner(segment, run_id, manifest)
+        segments.append(segment)
+    segments.reverse()
+    cuts = [Cut(s.path, s.whole, s.size - s.whole, s.torn) for s in segments if s.torn]
+    if repair:
+        for cut in cuts:
+            _cut(cut)
+        for segment in segments:
+            _sync(segment, newest=segment is segments[-1])
+    return LogScan(LogIndex(segments), tuple(cuts))
+
+
+def cuts_before(
+    paths: Sequence[Path], step: int, run_id: str, manifest: Manifest
+) -> list[tuple[Path, int]]:
+    """Where the segments end that hold more than the steps before this one; nothing is changed.
+
+    Args:
+        paths: Those that begin before that step, in order.
+        step: What is from there on is to go.
+        run_id: The run's.
+        manifest: The run's.
+
+    Raises:
+        StorageDamaged: What would be left is not what was written.
+        StorageFailed: It cannot be read.
+        Mismatch: It is of another run or manifest.
+    """
+    cuts: list[tuple[Path, int]] = []
+    following: _Segment | None = None
+    for path in reversed(paths):
+        with storing("read", path):
+            segment = _walk_file(path)
+            before = step - segment.header.base_step
+            if len(segment.ends) >= before and segment.size > segment.ends[before - 1]:
+                del segment.ends[before:]
+                cuts.append((path, segment.end))
+            else:
+                segment = _scan_segment(path, following)
+        _check_owner(segment, run_id, manifest)
+        following = segment
+    return cuts
+
+
+def _walk_file(path: Path) -> _Segment:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _walk(fd, path)
+    finally:
+        os.close(fd)
+
+
+def _scan_segment(path: Path, following: _Segment | None) -> _Segment:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        segment = _walk(fd, path)
+        damage = segment.whole
+        if not (segment.torn or following):
+            damage = _damage_in_newest(fd, segment)
+        if damage < segment.size:
+            _judge(fd, segment, damage, following)
+    finally:
+        os.close(fd)
+    return segment
+
+
+def _walk(fd: int, path: Path) -> _Segment:
+    """Go from record to record; stop at the first that is not whole."""
+    size = os.fstat(fd).st_size
+    head = read_head(fd, 0)
+    payload = read_payload(fd, head) if head is not None else None
+    header = read_header(payload) if payload is not None else None
+    if head is None or header is None:
+        # The header was synced before the file had its name.
+        raise damaged(path, 0, "expected the header of a log segment")
+    segment = _Segment(path, header, head.end, whole=head.end, size=size)
+    while segment.whole < size:
+        head = read_head(fd, segment.whole)
+        if head is None or head.end > size or head.kind is RecordKind.HEADER:
+            segment.torn = "the last record is not whole"
+            break
+        if head.kind is RecordKind.COMMIT:
+            payload = read_payload(fd, head)
+            step = step_of_commit(payload) if payload is not None else None
+            if step is None:
+                segment.torn = "a commit is not what was written"
+                break
+            if step != segment.next_step:
+                reason = f"expected the commit of step {segment.next_step}, got {step}"
+                raise damaged(path, head.offset, reason)
+            segment.ends.append(head.end)
+        segment.whole = head.end
+    return segment
+
+
+def _damage_in_newest(fd: int, segment: _Segment) -> int:
+    """Where the newest step's averages are damaged; the file's end if they are not."""
+    if segment.ends:
+        for head in segment.read(fd, segment.next_step - 1).chunks:
+            if read_payload(fd, head) is None:
+                return head.offset
+    return segment.size
+
+
+def _judge(fd: int, segment: _Segment, damage: int, following: _Segment | None) -> None:
+    """Cut the segment at the damage if a crash explains it.
+
+    Raises:
+        StorageDamaged: Nothing explains it.
+    """
+    while segment.ends and segment.end > damage:
+        segment.ends.pop()
+    step = segment.next_step
+    if following is not None and following.header.base_step <= step:
+        torn = "left by a coordinator that was replaced"
+    elif following is None and all(s <= step for s in steps_after(fd, damage, segment.size)):
+        torn = segment.torn or f"step {step} was not wholly synced"
+    else:
+        raise damaged(
+            segment.path, damage, "a record is not what was written, and later ones follow"
+        )
+    segment.whole, segment.torn = damage, torn
+
+
+def _check_owner(segment: _Segment, run_id: str, manifest: Manifest) -> None:
+    header, path = segment.header, str(segment.path)
+    if header.run_id != run_id:
+        raise Mismatch(
+            f"expected a log of run {run_id!r} in {path!r}, got one of run {header.run_id!r}; put "
+            "it where it belongs, and bring this run's back from a copy"
+        )
+    if header.manifest_digest != manifest.digest():
+        raise Mismatch(f"{path!r} is of another manifest; start a new run")
+
+
+def _cut(cut: Cut) -> None:
+    with storing("cut the torn tail of", cut.path):
+        fd = os.open(cut.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.ftruncate(fd, cut.offset)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _sync(segment: _Segment, *, newest: bool) -> None:
+    """What a killed coordinator wrote can be read, but may not be durable yet."""
+    doubtful = segment.newest_begins if newest else segment.whole
+    with storing("sync", segment.path):
+        fd = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            write_again(fd, doubtful, segment.whole)
+        finally:
+            os.close(fd)

@@ -1,0 +1,4 @@
+"""Whole states on disk: checkpoints, which of them stay, and the states of single replicas.
+
+Imports `coordinator.storage.directory`. Start with `checkpoint`; for replica runs, `own_files`.
+"""

@@ -1,0 +1,128 @@
+"""The state that a checkpoint holds, read piece by piece: for a replica, or for a worker.
+
+Its files are opened once: it can be read to its end also when the checkpoint is removed meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from coordinator.disk.safetensors_file import SafetensorsFile
+from coordinator.storage.states.checkpoint import STATE_FILE, Checkpoint
+from protocol.base.errors import StorageDamaged
+from protocol.exact.replica import KINDS, PartKind, Replica
+from protocol.exact.update import Array, moment_count
+from protocol.spec.manifest import Manifest, TensorSpec
+from protocol.spec.run_spec import OptimizerSpec
+
+
+class Piece(NamedTuple):
+    """A chunk of a state."""
+
+    kind: PartKind
+    block: int
+    chunk: int
+
+
+class SavedState:
+    """A checkpoint's state; close it by leaving its context.
+
+    Attributes:
+        step: Steps taken.
+        optimizer_step: Updates among them.
+
+    Args:
+        checkpoint: Which.
+        manifest: The run's.
+        optimizer: Settles which moments there are.
+
+    Raises:
+        StorageDamaged: A tensor is missing, or has another shape.
+        StorageFailed: It cannot be read.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, manifest: Manifest, optimizer: OptimizerSpec
+    ) -> None:
+        self.step, self.optimizer_step = checkpoint.info.step, checkpoint.info.optimizer_step
+        self._blocks, self._export = manifest.blocks, manifest.export
+        self._kinds = KINDS[: 1 + moment_count(optimizer)]
+        if self.optimizer_step > self.step:
+            raise StorageDamaged(str(checkpoint.path), "", "it counts more updates than steps")
+        weights = checkpoint.path / self._export.directory / self._export.weights_file
+        with ExitStack() as stack:
+            self._parameters = stack.enter_context(SafetensorsFile(weights))
+            self._moments = stack.enter_context(SafetensorsFile(checkpoint.path / STATE_FILE))
+            self._check(checkpoint)
+            self._open = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def pieces(self) -> Iterator[Piece]:
+        """All that the state consists of, in a fixed order."""
+        for kind in self._kinds:
+            for number, block in enumerate(self._blocks):
+                for chunk in range(block.chunks):
+                    yield Piece(kind, number, chunk)
+
+    def read(self, piece: Piece) -> Array:
+        """A chunk's values, flat.
+
+        Raises:
+            StorageDamaged: A file is shorter than it was.
+            StorageFailed: It cannot be read.
+        """
+        part = self._blocks[piece.block].chunk_slice(piece.chunk)
+        values = np.empty(part.stop - part.start, np.float32)
+        self._fill(piece.kind, piece.block, part, values)
+        return values
+
+    def fill(self, replica: Replica) -> None:
+        """Make it the replica's state; as `read`."""
+        for part in replica.parts():
+            self._fill(part.kind, part.block, slice(0, part.values.size), part.values)
+        replica.restore(self.step, self.optimizer_step)
+
+    def _fill(self, kind: PartKind, block: int, part: slice, out: Array) -> None:
+        for tensor, place in self._blocks[block].slices():
+            lo, hi = max(place.start, part.start), min(place.stop, part.stop)
+            if lo < hi:
+                file, name = self._place(kind, tensor)
+                file.read_into(name, lo - place.start, out[lo - part.start : hi - part.start])
+
+    def _place(self, kind: PartKind, tensor: TensorSpec) -> tuple[SafetensorsFile, str]:
+        if kind == "parameters":
+            return self._parameters, self._export.names.get(tensor.name, tensor.name)
+        return self._moments, f"{kind}/{tensor.name}"
+
+    def _check(self, checkpoint: Checkpoint) -> None:
+        for kind in self._kinds:
+            for block in self._blocks:
+                for tensor in block.tensors:
+                    file, name = self._place(kind, tensor)
+                    if file.shapes.get(name) != tensor.shape:
+                        reason = f"expected {kind} of {tensor.name!r} as float32 {tensor.shape}"
+                        raise StorageDamaged(str(checkpoint.path), "", reason)
+
+
+def load_replica(checkpoint: Checkpoint, manifest: Manifest, optimizer: OptimizerSpec) -> Replica:
+    """The state that a checkpoint holds.
+
+    Raises:
+        StorageDamaged: Its digest is not the one that was written, or a tensor is missing.
+        StorageFailed: It cannot be read.
+    """
+    replica = Replica(manifest.blocks, optimizer)
+    with SavedState(checkpoint, manifest, optimizer) as saved:
+        saved.fill(replica)
+    if replica.state_digest() != checkpoint.info.state_digest:
+        raise StorageDamaged(str(checkpoint.path), "", "the state has not the digest it had")
+    return replica

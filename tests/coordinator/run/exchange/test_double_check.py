@@ -1,0 +1,145 @@
+"""Nodes that two workers compute: equal to the last bit, or the run halts."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from backends.base.interface import BlockGradient
+from backends.scripted import ScriptedBackend, ScriptedProgram
+from coordinator.run.exchange.double_check import Differing, chosen_double
+from coordinator.run.exchange.round import Round
+from protocol.exact.tree import Node
+from protocol.spec.manifest import Block, TensorSpec
+from protocol.wire.messages import BlockGradientPayload, NodeLoss
+from tests.event_loop import on_uvloop
+from tests.live_service import Scripted, live_service, scripted_spec, undisturbed
+
+BLOCKS = (Block(name="layer", kind="block", tensors=(TensorSpec(name="w", shape=(3,)),)),)
+PLACE = {"epoch": 1, "step": 0, "attempt": 0}
+NODES = {"ann": [Node(0, 4), Node(4, 6)], "bob": [Node(6, 7), Node(7, 8)], "eve": [Node(8, 10)]}
+SIGNED = {"ann": "s", "bob": "s", "eve": "other"}
+
+
+def test_one_step_in_so_many_has_a_node_of_two_workers_of_one_signature():
+    steps = 5_000
+    found = [chosen_double(7, step, 50, NODES, SIGNED) for step in range(steps)]
+    doubles = Counter(double for double in found if double is not None)
+    assert 0.5 * steps / 50 < doubles.total() < 1.5 * steps / 50
+    assert doubles.keys() == {("ann", "bob", Node(4, 6)), ("bob", "ann", Node(6, 7))}
+    assert all(chosen_double(7, step, 0, NODES, SIGNED) is None for step in range(300))
+    alone = {"ann": "s", "eve": "other"}
+    assert all(chosen_double(7, step, 1, NODES, alone) is None for step in range(9))
+
+
+def given_twice(signatures=("s", "s"), *, awaited=True):
+    round_ = Round(BLOCKS, 2, 1, 0, 0)
+    for worker, signature, nodes in (
+        ("ann", signatures[0], (Node(0, 1),)), ("bob", signatures[1], (Node(1, 2), Node(0, 1))),
+    ):  # fmt: skip
+        round_.assign(worker, nodes)
+        round_.double_check.given(worker, signature, nodes)
+    if awaited:
+        round_.doubled = ("ann", "bob", Node(0, 1))
+    return round_
+
+
+def give(round_, worker, lo, values=(1, 2, 3)):
+    message = BlockGradientPayload(**PLACE, block=0, chunk=0, lo=lo, hi=lo + 1, weight=1.0)
+    outcome = round_.payload(worker, message, np.array(values, np.float32))
+    round_.node_loss(
+        worker,
+        NodeLoss(**PLACE, lo=lo, hi=lo + 1, loss_sum=1.0, weight=1.0, sums=b"", elapsed_ms=1.0),
+    )
+    return outcome
+
+
+def test_the_step_waits_for_both_answers_and_takes_equal_ones():
+    round_ = given_twice()
+    give(round_, "ann", 0)
+    assert round_.surplus() == {}, "its second answer is wanted too"
+    give(round_, "bob", 1)
+    assert not round_.complete
+    assert give(round_, "bob", 0) is None
+    assert round_.complete
+    assert round_.averages[0].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("awaited", [True, False])
+def test_unlike_answers_name_both_workers_block_and_node(awaited):
+    round_ = given_twice(awaited=awaited)
+    give(round_, "ann", 0)
+    outcome = give(round_, "bob", 0, (1, 2, 3.0000002))
+    assert outcome == Differing(("bob", "ann"), "gradients in block 'layer'", Node(0, 1))
+    assert "workers 'ann' and 'bob' have one numeric signature" in str(outcome)
+    assert "block 'layer' for microbatches [0,1)" in str(outcome)
+
+
+def test_workers_of_unlike_signatures_may_differ():
+    round_ = given_twice(("s", "t"), awaited=False)
+    give(round_, "ann", 0)
+    assert give(round_, "bob", 0, (9, 9, 9)) is None
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda round_: round_.lose("bob", proven=True),
+        lambda round_: round_.disown("bob", proven=True),
+        lambda round_: round_.forgo_double(["bob"]),
+    ],
+    ids=["lost", "disowned", "late"],
+)
+def test_nobody_waits_for_a_second_answer_that_may_not_come(leave):
+    round_ = given_twice()
+    give(round_, "bob", 1)
+    give(round_, "ann", 0)
+    assert not round_.complete
+    leave(round_)
+    assert round_.complete
+
+
+class DamagedProgram(ScriptedProgram):
+    """Gives the probe as all do, and one wrong bit from then on."""
+
+    def _run(self, batch, seed, closed):
+        for item in super()._run(batch, seed, closed):
+            if isinstance(item, BlockGradient) and seed:  # the probe's is 0
+                item.values.view(np.uint32)[0] ^= 1
+            yield item
+
+
+class DamagedBackend(ScriptedBackend):
+    def compile(self, trainable, example, others=(), evaluations=()):
+        del example, others, evaluations
+        return DamagedProgram(trainable, 0.0)
+
+
+class Damaged(Scripted):
+    def __init__(self):
+        super().__init__()
+        self._backend = DamagedBackend()
+
+
+@on_uvloop
+async def test_a_worker_that_computes_wrongly_halts_the_run_before_that_step_counts(tmp_path):
+    async with live_service(tmp_path, 2) as live:
+        live.worker("good")
+        live.worker("damaged", toolbox=Damaged())
+        live.service.submit(scripted_spec(double_check_every=1))
+        halted = await live.wait_for("halted")
+        assert "workers 'damaged' and 'good' have one numeric signature" in halted["reason"]
+        assert not live.first("committed", step=halted["step"])
+
+
+@on_uvloop
+async def test_what_is_computed_twice_changes_no_bit(tmp_path):
+    alone = await undisturbed(tmp_path / "alone", scripted_spec(double_check_every=0))
+    async with live_service(tmp_path / "three", 3) as live:
+        for name in ("w0", "w1", "w2"):
+            live.worker(name)
+        result = await live.result(live.service.submit(scripted_spec(double_check_every=1)))
+    assert result["weights_digest"] == alone["weights_digest"]
+    assert result["exact"]

@@ -1,0 +1,158 @@
+"""Who exchanges slices with whom, who owns how much, and when a star is the better way."""
+
+import pytest
+
+from coordinator.run.exchange.mesh import Mesh, _shares, expected_times
+from protocol.spec.manifest import Block, TensorSpec
+from protocol.spec.run_spec import ExchangeSpec
+from protocol.wire.messages import DoorOpen, OpenDoor, Owners, Peers
+from protocol.wire.peers import PeerList, pair_key, parse
+
+BLOCKS = (Block(name="b", kind="block", tensors=(TensorSpec(name="w", shape=(2_000_000,)),)),)
+SECRET = bytes(32)
+
+
+def mesh(way="sharded", secret=SECRET):
+    return Mesh("run", 1, ExchangeSpec(way=way), BLOCKS, secret)
+
+
+def opened(made, *names, hosts=None, dials=()):
+    said = []
+    for name in names:
+        made.joined(name, (hosts or {}).get(name, f"host-{name}"))
+        port = 0 if name in dials else 7000
+        said = made.opened(name, DoorOpen(run_id="run", port=port, fingerprint=bytes(32)))
+    return said
+
+
+def linked(made, *names, mbit=1000.0, but=()):
+    for one in names:
+        for other in names:
+            if one != other and {one, other} not in but:
+                made.linked(one, other, mbit)
+
+
+def test_all_are_told_all_others_with_the_key_of_the_two():
+    made = mesh()
+    said = opened(made, "a", "b", "c")
+    assert [action.worker for action in said] == ["a", "b", "c"]
+    assert all(isinstance(action.message, Peers) for action in said)
+    listing = parse(PeerList, said[0].body)
+    assert [peer.name for peer in listing.peers] == ["b", "c"]
+    assert listing.peers[0].key == pair_key(SECRET, "b", "a").hex() != listing.peers[1].key
+
+
+def test_a_star_asks_nobody_to_listen_and_sharded_all():
+    assert mesh("star").joined("a", "h") == []
+    assert mesh(secret=b"").joined("a", "h") == []
+    (asked,) = mesh().joined("a", "h")
+    assert isinstance(asked.message, OpenDoor)
+    made = mesh("auto")
+    assert made.joined("a", "h1") + made.joined("b", "h2") + made.joined("c", "h2") == []
+    assert [action.worker for action in made.joined("d", "h3")] == ["a", "b", "c", "d"]
+
+
+def test_equal_links_own_equal_parts_and_who_is_told_once():
+    made = mesh()
+    opened(made, *"abcd")
+    linked(made, *"abcd")
+    table = made.choose("abcd", 0)
+    assert set(made.owned().values()) <= {0.25, 0.258, 0.242, 0.226, 0.29, 0.222, 0.278}
+    told = made.tell("abcd")
+    assert [action.worker for action in told] == list("abcd")
+    assert all(isinstance(action.message, Owners) for action in told)
+    assert made.tell("abcd") == []
+    assert made.choose("abcd", 1) == table
+    assert made.tell("abcd") == []
+
+
+def test_one_without_links_takes_part_by_way_of_the_coordinator():
+    made = mesh()
+    opened(made, *"abcd")
+    linked(made, *"abcd", but=[{"a", "d"}, {"b", "d"}])
+    assert made.choose("abcd", 0).members == ("a", "b", "c")
+
+
+def test_of_two_that_are_cut_off_from_each_other_one_stays():
+    made = mesh()
+    opened(made, *"abc")
+    linked(made, *"abc")
+    made.choose("abc", 0)
+    made.unlinked("a", "b")
+    table = made.without(())
+    assert table.members == ("a", "c")
+    assert set(table.owners) == {0, 1}
+
+
+def test_a_lost_owner_s_slices_go_to_the_others_and_theirs_stay():
+    made = mesh()
+    opened(made, *"abc")
+    linked(made, *"abc")
+    before = made.choose("abc", 0)
+    made.lost("b")
+    after = made.without({"b"})
+    for number in range(len(before.owners)):
+        assert after.owner(number) in ("a", "c")
+        assert before.owner(number) in ("b", after.owner(number))
+    assert made.number == 2
+    assert made.without("abc") is None
+
+
+def test_a_slow_owner_owns_nothing_for_a_while():
+    made = mesh()
+    opened(made, *"abc")
+    linked(made, *"abc")
+    made.choose("abc", 0)
+    made.demote("b", 5)
+    assert made.reown("b").members == ("a", "b", "c")
+    assert made.owned()["b"] == 0
+    assert made.choose("abc", 4) is not None
+    assert made.owned()["b"] == 0
+    assert made.choose("abc", 5) is not None
+    assert made.owned()["b"] > 0
+
+
+def test_the_scribe_is_on_the_coordinator_s_machine():
+    made = mesh()
+    opened(made, *"abc", hosts={"b": ""})
+    linked(made, *"abc")
+    assert made.choose("abc", 0).scribe == "b"
+    assert made.without({"b"}).scribe is None
+
+
+def test_a_slow_link_owns_nothing_and_quick_ones_alike():
+    assert _shares([60.0, 1000.0, 900.0, 1100.0])[0] == 0
+    quick = _shares([60.0, 1000.0, 900.0, 1100.0])[1:]
+    assert max(quick) == pytest.approx(min(quick))
+    assert sum(quick) == pytest.approx(1.0)
+    assert _shares([100.0] * 4) == pytest.approx([0.25] * 4)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "here", "ratio"),
+    [
+        ([1000.0] * 4, [True, False, False, False], 2.0),  # 3 payloads against 1.5
+        ([1000.0] * 8, [True] + [False] * 7, 4.0),  # 7 against 1.75
+        ([60.0, 1000.0, 1000.0, 1000.0], [False, True, False, False], 1.0),  # the slow link alone
+    ],
+)
+def test_what_each_way_is_expected_to_take(speeds, here, ratio):
+    star, sharded = expected_times(speeds, _shares(speeds), here)
+    assert star / sharded == pytest.approx(ratio, rel=0.01)
+
+
+def test_auto_chooses_by_what_was_measured():
+    made = mesh("auto")
+    opened(made, *"abcd", hosts={"a": ""})
+    linked(made, *"abcd")
+    assert made.choose("abcd", 0) is not None
+    slow = mesh("auto")
+    opened(slow, *"abcd", hosts={"a": ""})
+    linked(slow, *"abc")
+    linked(slow, *"abcd", mbit=60.0)
+    assert slow.choose("abcd", 0) is None or "sharded" in slow.reason
+    few = mesh("auto")
+    opened(few, *"ab")
+    linked(few, *"ab")
+    assert few.choose("ab", 0) is None
+    assert few.reason == "a star: fewer than 3 hosts"

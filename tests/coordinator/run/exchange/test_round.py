@@ -1,0 +1,396 @@
+"""One attempt at a step: whatever the interleaving, the bits of the plain recursive sum."""
+
+import numpy as np
+import pytest
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.run.exchange.round import NonFinite, Round
+from coordinator.run.exchange.summary import summary_of
+from protocol.base import limits
+from protocol.base.errors import OutOfPlace
+from protocol.exact.digest import weights_digest
+from protocol.exact.tree import Node, children, root
+from protocol.exact.update import average, global_norm, square_sum
+from protocol.spec.manifest import Block, TensorSpec
+from protocol.spec.run_spec import ExchangeSpec
+from protocol.wire.messages import BlockGradientPayload, NodeLoss
+from tests.nearest_bfloat16 import nearest
+
+BLOCKS = tuple(
+    Block(
+        name=name,
+        kind="block",
+        tensors=tuple(TensorSpec(name=f"{name}.{n}", shape=s) for n, s in tensors),
+    )
+    for name, tensors in (("one", (("w", (2, 3)), ("b", (3,)))), ("two", (("w", (5,)),)))
+)
+LAST = len(BLOCKS) - 1
+FLOAT32 = ExchangeSpec()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _several_chunks():
+    patch = pytest.MonkeyPatch()
+    patch.setattr(limits, "CHUNK_ELEMENTS", 4)
+    yield
+    patch.undo()
+
+
+def gradient(leaf, block):
+    return np.random.default_rng((leaf, block)).standard_normal(BLOCKS[block].elements).astype("f4")
+
+
+def weight(leaf):
+    return (leaf * 5 % 7) / 3
+
+
+def same(total):
+    return total
+
+
+ROUNDING = {"float32": same, "bfloat16": nearest}
+EXCHANGES = st.builds(
+    ExchangeSpec, precision=st.sampled_from([*ROUNDING]), averages=st.sampled_from([*ROUNDING])
+)
+
+
+def along_tree(lo, hi, leaf, rounding=same):
+    if hi - lo == 1:
+        return rounding(leaf(lo))
+    split = 1
+    while split * 2 < hi - lo:
+        split *= 2
+    left, right = (
+        along_tree(*part, leaf, rounding) for part in ((lo, lo + split), (lo + split, hi))
+    )
+    return rounding(left + right)
+
+
+def payload(node, block, chunk, *, weight_=None):
+    total = along_tree(node.lo, node.hi, weight) if weight_ is None else weight_
+    return BlockGradientPayload(
+        epoch=1, step=0, attempt=0, block=block, chunk=chunk, lo=node.lo, hi=node.hi, weight=total
+    )
+
+
+def node_loss(node, loss_sum=None):
+    total = along_tree(node.lo, node.hi, lambda leaf: leaf / 9) if loss_sum is None else loss_sum
+    weight_ = along_tree(node.lo, node.hi, weight)
+    return NodeLoss(
+        epoch=1, step=0, attempt=0, lo=node.lo, hi=node.hi, loss_sum=total, weight=weight_,
+        sums=b"", elapsed_ms=1.0,
+    )  # fmt: skip
+
+
+def chunks():
+    return [(b, c) for b in reversed(range(len(BLOCKS))) for c in range(BLOCKS[b].chunks)]
+
+
+def values(node, block, chunk, exchange=FLOAT32):
+    return along_tree(
+        node.lo, node.hi, lambda leaf: gradient(leaf, block), ROUNDING[exchange.precision]
+    )[BLOCKS[block].chunk_slice(chunk)].copy()
+
+
+def deliver(round_, worker, node, *, upto=None, exchange=FLOAT32):
+    """The payloads of a node in the order in which a worker sends them, then its loss."""
+    for block, chunk in chunks()[:upto]:
+        round_.payload(worker, payload(node, block, chunk), values(node, block, chunk, exchange))
+    if upto is None:
+        round_.node_loss(worker, node_loss(node))
+
+
+def assert_is_the_plain_sum(round_, microbatches, exchange):
+    total = along_tree(0, microbatches, weight)
+    digests, squares = [], []
+    for number, block in enumerate(BLOCKS):
+        summed = along_tree(
+            0, microbatches, lambda leaf, b=number: gradient(leaf, b), ROUNDING[exchange.precision]
+        )
+        expected = np.empty_like(summed)
+        average(summed, total, out=expected)
+        expected = ROUNDING[exchange.averages](expected)
+        assert round_.averages[number].tobytes() == expected.tobytes()
+        squares.append(square_sum(expected))
+        named = {t.name: expected[part].reshape(t.shape) for t, part in block.slices()}
+        digests.append(weights_digest(named))
+    assert round_.complete
+    assert round_.averages_digest() == blake3("".join(digests).encode()).hexdigest()
+    assert round_.gradient_norm == global_norm(squares)
+    loss = along_tree(0, microbatches, lambda leaf: leaf / 9)
+    assert round_.loss == (loss / total if total else 0.0)
+
+
+def place_of(said):
+    """Block and chunk of an average."""
+    return said.message.block, said.message.chunk
+
+
+def cut(draw, node):
+    if node.leaves == 1 or draw(st.booleans()):
+        return [node]
+    left, right = children(node)
+    return cut(draw, left) + cut(draw, right)
+
+
+def held_bytes(round_):
+    """Of sums that are not whole."""
+    held = (sums for row in round_._chunks for chunk in row for sums in chunk._sums._held.values())
+    return sum(values.nbytes for values in held)
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_partial_sums_stay_within_the_limit_and_it_is_done_whatever_the_interleaving(data):
+    """Workers compute node by node, and send of each what they may: none waits for ever."""
+    microbatches = data.draw(st.integers(1, 9))
+    nodes = cut(data.draw, root(microbatches))
+    limit_bytes = data.draw(st.sampled_from([1, 100, 10_000]))
+    sent: dict[Node, int] = {}
+    ready: dict[str, list[Node]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "PARTIAL_SUMS_BYTES", limit_bytes)
+        round_ = Round(BLOCKS, microbatches, 1, 0, 0)
+        round_.plan(len(nodes))
+        for node in nodes:
+            worker = data.draw(st.sampled_from("abc"))
+            round_.assign(worker, (node,))
+            ready.setdefault(worker, []).append(node)
+            sent[node] = 0
+            round_.node_loss(worker, node_loss(node))
+        all_bytes = sum(block.elements * 4 for block in BLOCKS)
+        most_bytes = max(limit_bytes, all_bytes // 2, len(nodes) * 16)
+        while not round_.complete:
+            may = [
+                (worker, node)
+                for worker, mine in sorted(ready.items())
+                for node in mine
+                if sent[node] < round_.uploads and sent[node] < len(chunks())
+            ]
+            worker, node = data.draw(st.sampled_from(may))
+            assert round_.pending(worker)
+            block, chunk = chunks()[sent[node]]
+            sent[node] += 1
+            round_.payload(worker, payload(node, block, chunk), values(node, block, chunk))
+            round_.raise_uploads()
+            assert held_bytes(round_) <= most_bytes
+        assert not any(round_.pending(worker) for worker in ready)
+    assert_is_the_plain_sum(round_, microbatches, FLOAT32)
+
+
+def test_who_may_send_no_more_owes_nothing_that_is_due(monkeypatch):
+    monkeypatch.setattr(limits, "PARTIAL_SUMS_BYTES", 1)
+    nodes = cut_leaves(4)
+    round_ = Round(BLOCKS, 4, 1, 0, 0)
+    round_.plan(len(nodes))
+    for worker, node in zip("abcd", nodes, strict=True):
+        round_.assign(worker, (node,))
+    assert round_.uploads == 1
+    assert round_.pending("a") == (nodes[0],)
+    block, chunk = chunks()[0]
+    for worker, node in zip("abcd", nodes, strict=True):
+        round_.node_loss(worker, node_loss(node))
+        assert round_.pending(worker) == (node,)
+        assert round_.raise_uploads() == []
+        round_.payload(worker, payload(node, block, chunk), values(node, block, chunk))
+        assert round_.pending(worker) == ()
+    assert round_.raise_uploads() == ["a", "b", "c", "d"]
+    assert round_.uploads == 2
+    assert round_.pending("a") == (nodes[0],)
+
+
+def cut_leaves(microbatches):
+    return [Node(leaf, leaf + 1) for leaf in range(microbatches)]
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_any_assignment_and_interleaving_gives_the_same_bits(data):
+    microbatches = data.draw(st.integers(1, 9))
+    nodes = cut(data.draw, root(microbatches))
+    exchange = data.draw(EXCHANGES)
+    round_ = Round(BLOCKS, microbatches, 1, 0, 0, exchange=exchange.codecs)
+    queues: dict[str, list[tuple[Node, int, int]]] = {}
+    for node in nodes:
+        worker = data.draw(st.sampled_from("abc"))
+        round_.assign(worker, (node,))
+        queues.setdefault(worker, []).extend([(node, b, c) for b, c in chunks()] + [(node, -1, 0)])
+    said: list[tuple[int, int]] = []
+    while queues:
+        worker = data.draw(st.sampled_from(sorted(queues)))
+        node, block, chunk = queues[worker].pop(0)
+        if block < 0:
+            assert round_.node_loss(worker, node_loss(node)) in (True, False)
+        else:
+            came = values(node, block, chunk, exchange)
+            taken = round_.payload(worker, payload(node, block, chunk), came)
+            assert not isinstance(taken, NonFinite)
+            said += [place_of(taken)] if taken is not None else []
+        if not queues[worker]:
+            del queues[worker]
+            assert not round_.unfinished(worker)
+    assert sorted(said) == sorted(chunks())
+    assert_is_the_plain_sum(round_, microbatches, exchange)
+
+
+@given(st.data())
+@settings(max_examples=100)
+def test_losses_in_the_step_and_new_nodes_leave_the_bits(data):
+    """Workers deliver parts of nodes and are lost; others get what is missing, as other nodes."""
+    microbatches = data.draw(st.integers(1, 9))
+    exchange = data.draw(EXCHANGES)
+    round_ = Round(BLOCKS, microbatches, 1, 0, 0, exchange=exchange.codecs)
+    for life in range(20):
+        orphans = round_.unassigned()
+        if not orphans:
+            break
+        worker = f"w{life}"
+        nodes = [n for orphan in orphans for n in cut(data.draw, orphan)]
+        mine = nodes if life > 8 else data.draw(st.lists(st.sampled_from(nodes), unique=True))
+        round_.assign(worker, tuple(mine))
+        last = data.draw(st.integers(0, len(mine))) if life <= 8 else len(mine)
+        for node in mine[:last]:
+            deliver(round_, worker, node, exchange=exchange)
+        if last < len(mine):
+            upto = data.draw(st.integers(0, len(chunks())))
+            deliver(round_, worker, mine[last], upto=upto, exchange=exchange)
+            round_.lose(worker, proven=True)
+    assert_is_the_plain_sum(round_, microbatches, exchange)
+    assert not round_.tainted
+
+
+def two_workers():
+    round_ = Round(BLOCKS, 4, 1, 0, 0)
+    round_.assign("ann", (Node(0, 2),))
+    round_.assign("bob", (Node(2, 4),))
+    return round_
+
+
+@pytest.mark.parametrize("node", [Node(0, 1), Node(2, 4), Node(1, 3), Node(0, 9), Node(3, 2)])
+def test_what_was_not_given_is_refused(node):
+    round_ = two_workers()
+    with pytest.raises(OutOfPlace):
+        round_.payload("ann", payload(node, 0, 0, weight_=1), np.zeros(4, np.float32))
+    with pytest.raises(OutOfPlace):
+        round_.node_loss("ann", node_loss(node, 1.0) if node.lo < node.hi <= 4 else NodeLoss(
+            epoch=1, step=0, attempt=0, lo=node.lo, hi=node.hi, loss_sum=1, weight=1, sums=b"",
+            elapsed_ms=1,
+        ))  # fmt: skip
+    with pytest.raises(OutOfPlace, match="was not given"):
+        round_.payload("eve", payload(Node(0, 2), 0, 0), np.zeros(4, np.float32))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_bad_payload_is_named(bad):
+    fault = two_workers().payload("bob", payload(Node(2, 4), LAST, 0), np.full(4, bad, "f4"))
+    assert fault == NonFinite("bob", "two", Node(2, 4))
+    assert str(fault) == "non-finite gradient in block 'two', microbatches [2,4), from worker 'bob'"
+
+
+def test_a_bad_loss_is_named():
+    fault = two_workers().node_loss("ann", node_loss(Node(0, 2), float("nan")))
+    assert str(fault) == "non-finite loss, microbatches [0,2), from worker 'ann'"
+
+
+def test_sums_that_overflow_are_named():
+    round_ = two_workers()
+    large = np.full(4, 3e38, np.float32)
+    assert round_.payload("ann", payload(Node(0, 2), 0, 0), large.copy()) is None
+    fault = round_.payload("bob", payload(Node(2, 4), 0, 0), large.copy())
+    assert fault == NonFinite(None, "one", Node(0, 4))
+    assert round_.node_loss("ann", node_loss(Node(0, 2), 1.7e308)) is True
+    assert round_.node_loss("bob", node_loss(Node(2, 4), 1.7e308)) == NonFinite(
+        None, None, Node(0, 4)
+    )
+
+
+@pytest.mark.parametrize("small", [1e-300, 1e308])
+def test_weights_that_make_no_finite_average_are_named(small):
+    round_ = two_workers()
+    ones = np.ones(4, np.float32)
+    round_.payload("ann", payload(Node(0, 2), 0, 0, weight_=small), ones.copy())
+    fault = round_.payload("bob", payload(Node(2, 4), 0, 0, weight_=small), ones.copy())
+    assert fault == NonFinite(None, "one", Node(0, 4))
+
+
+def test_late_duplicates_change_nothing_and_do_not_halt():
+    round_ = two_workers()
+    deliver(round_, "ann", Node(0, 2))
+    bad = np.full(4, np.nan, np.float32)
+    assert round_.payload("ann", payload(Node(0, 2), 0, 0), bad) is None
+    assert round_.node_loss("ann", node_loss(Node(0, 2), float("nan"))) is False
+    deliver(round_, "bob", Node(2, 4))
+    assert round_.payload("bob", payload(Node(2, 4), LAST, 0), bad) is None
+    assert_is_the_plain_sum(round_, 4, FLOAT32)
+
+
+def test_blocks_come_out_as_they_are_complete():
+    round_ = two_workers()
+    deliver(round_, "ann", Node(0, 2))
+    said = round_.payload("bob", payload(Node(2, 4), LAST, 0), values(Node(2, 4), LAST, 0))
+    assert place_of(said) == (LAST, 0)
+    assert not round_.complete
+    assert round_.unfinished("bob") == (Node(2, 4),)
+    assert round_.unfinished("ann") == ()
+    assert round_.unassigned() == ()
+    round_.lose("bob", proven=True)
+    assert round_.unassigned() == (Node(2, 4),)
+
+
+def test_it_is_tainted_by_what_an_unproven_worker_delivered():
+    round_ = two_workers()
+    round_.lose("bob", proven=False)
+    assert not round_.tainted
+    deliver(round_, "ann", Node(0, 2), upto=1)
+    round_.lose("ann", proven=False)
+    assert round_.tainted
+
+
+def test_a_step_without_weight_has_no_gradient():
+    round_ = Round(BLOCKS, 1, 1, 0, 0)
+    round_.assign("ann", (Node(0, 1),))
+    for block, chunk in chunks():
+        round_.payload("ann", payload(Node(0, 1), block, chunk, weight_=0), np.ones(
+            len(values(Node(0, 1), block, chunk)), np.float32
+        ))  # fmt: skip
+    round_.node_loss("ann", node_loss(Node(0, 1), 0.0).model_copy(update={"weight": 0.0}))
+    assert (round_.loss, round_.gradient_norm) == (0.0, 0.0)
+
+
+def test_a_commit_can_say_whose_nodes_make_up_its_sums():
+    round_ = two_workers()
+    deliver(round_, "bob", Node(2, 4))
+    deliver(round_, "ann", Node(0, 2))
+    assert round_.counted == ({"ann": (Node(0, 2),), "bob": (Node(2, 4),)},)
+
+
+def test_where_nodes_were_given_twice_each_way_of_counting_is_told():
+    round_ = two_workers()
+    deliver(round_, "bob", Node(2, 4))
+    round_.assign("bob", (Node(0, 2),))
+    deliver(round_, "ann", Node(0, 2), upto=1)
+    deliver(round_, "bob", Node(0, 2))
+    assert round_.complete
+    assert round_.counted == (
+        {"ann": (Node(0, 2),), "bob": (Node(2, 4),)},
+        {"bob": (Node(0, 2), Node(2, 4))},
+    )
+
+
+def test_a_large_block_is_summarised_by_another_thread_and_the_round_waits_for_it(monkeypatch):
+    monkeypatch.setattr(limits, "SUMMARISED_AT_ONCE_BYTES", BLOCKS[LAST].elements * 4)
+    round_ = Round(BLOCKS, 1, 1, 0, 0)
+    round_.assign("a", (Node(0, 1),))
+    asked = []
+    for block, chunk in chunks():
+        round_.payload("a", payload(Node(0, 1), block, chunk), values(Node(0, 1), block, chunk))
+        asked += round_.summarise()
+    round_.node_loss("a", node_loss(Node(0, 1)))
+    (large,) = asked
+    assert large.block == BLOCKS[0]
+    assert round_.summarises
+    assert not round_.complete
+    round_.summarised(large.number, summary_of(large.block, large.average))
+    assert_is_the_plain_sum(round_, 1, FLOAT32)

@@ -1,0 +1,152 @@
+"""Whom a run takes, whom it refuses, and who sends state 0."""
+
+import numpy as np
+import pytest
+
+from coordinator.run.outputs.actions import DigestReplica, FillReplica, Follow, Seed, Send
+from coordinator.run.workers.admission import Admission, is_stale
+from coordinator.run.workers.membership import Membership, MemberState
+from protocol.base.errors import OutOfPlace
+from protocol.spec.manifest import Block, Manifest, TensorSpec
+from protocol.wire.messages import Drain, Heartbeat, Ready, StateChunk, StepApplied, Unready
+
+MANIFEST = Manifest(
+    blocks=(Block(name="b", kind="block", tensors=(TensorSpec(name="w", shape=(2,)),)),),
+    train_samples=4,
+    digests={"data": "d", "tokenizer": "t"},
+)
+
+
+def ready(state="0", signature="1", run_id="run"):
+    return Ready(
+        run_id=run_id, backend="cpu", device="a processor", initial_digest=state * 64,
+        step=0, state_digest=state * 64,
+        signature=signature * 64, signature_text="two threads",
+    )  # fmt: skip
+
+
+def admission(exactness="require", **members):
+    membership = Membership()
+    for name, state in members.items():
+        membership.add(name).now_ready(ready(state))
+    admission = Admission("run", exactness, membership, MANIFEST)
+    admission.first_ready(ready())
+    return admission, membership
+
+
+@pytest.mark.parametrize("exactness", ["require", "prefer"])
+def test_a_worker_like_the_first_is_taken(exactness):
+    assert admission(exactness)[0].refusal(MANIFEST, ready()) == ""
+
+
+@pytest.mark.parametrize("exactness", ["require", "prefer"])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"digests": {"data": "x", "tokenizer": "t"}}, "data"),
+        ({"digests": {"data": "x", "tokenizer": "y"}}, "data, tokenizer"),
+        ({"digests": {"data": "d", "tokenizer": "t", "base_weights": "w"}}, "base_weights"),
+        ({"train_samples": 5}, "sample counts"),
+    ],
+)
+def test_another_manifest_is_refused_by_what_differs(exactness, change, named):
+    other = MANIFEST.model_copy(update=change)
+    refusal = admission(exactness)[0].refusal(other, ready())
+    assert f"expected the same {named}" in refusal or named in refusal
+
+
+def test_unlike_numbers_are_refused_only_where_exactness_is_required():
+    exact, mixed = admission("require")[0], admission("prefer")[0]
+    assert "two threads" in exact.refusal(MANIFEST, ready(signature="2"))
+    assert "initial weights" in exact.refusal(MANIFEST, ready(state="2"))
+    assert mixed.refusal(MANIFEST, ready("2", "2")) == ""
+
+
+def asked(actions):
+    return [action.worker for action in actions if isinstance(action, Send)]
+
+
+def test_one_worker_is_asked_for_the_state_and_the_next_when_it_is_lost():
+    admitting, members = admission("prefer", ann="2", bob="0", cem="0")
+    assert asked(admitting.request_state()) == ["bob"]
+    assert admitting.request_state() == []
+    members.remove("ann")
+    assert admitting.lost("ann") == []
+    members.remove("bob")
+    assert asked(admitting.lost("bob")) == ["cem"]
+    members.remove("cem")
+    assert admitting.lost("cem") == []
+    members.add("dan").now_ready(ready("2"))
+    assert asked(admitting.request_state()) == ["dan"]
+    admitting.state_loaded(admitting.upload, "2" * 64)
+    members.remove("dan")
+    assert admitting.lost("dan") == []
+
+
+def test_whoever_starts_in_the_loaded_state_follows_at_once_and_others_load_it():
+    admitting, members = admission("prefer", ann="2", bob="0")
+    members.add("preparing")
+    admitting.request_state()
+    admitting.state_loaded(admitting.upload, "0" * 64)
+    assert admitting.admit_ready() == [Seed("ann"), Follow("bob", 0)]
+    assert members.names(MemberState.ACTIVE) == ["bob"]
+    assert members.names(MemberState.LOADING) == ["ann"]
+
+
+def test_what_comes_before_ready_belongs_to_an_earlier_run():
+    _, members = admission(ann="0")
+    fresh, old = members.add("fresh"), members.get("ann")
+    assert old is not None
+    applied = StepApplied(epoch=1, step=3, state_digest="0" * 64)
+    assert is_stale(fresh, applied, "run")
+    assert not is_stale(old, applied, "run")
+    assert not is_stale(fresh, Drain(), "run")
+    assert is_stale(fresh, Heartbeat(), "run")
+    assert not is_stale(fresh, ready(), "run")
+    assert is_stale(old, ready(run_id="other"), "run")
+    assert is_stale(fresh, Unready(run_id="other", reason="", own=False, exit_code=1), "run")
+
+
+def chunk(*, last=False, **changed):
+    message = StateChunk(
+        run_id="run", kind="parameters", block=0, chunk=0, step=0, optimizer_step=0, last=last
+    )
+    return message.model_copy(update=changed), np.zeros(2, np.float32)
+
+
+def test_only_the_upload_that_counts_fills_the_replica():
+    admitting, members = admission("prefer", ann="0", bob="0")
+    with pytest.raises(OutOfPlace, match="not asked for"):
+        admitting.state_chunk("ann", *chunk())
+    admitting.request_state()
+    message, values = chunk()
+    assert admitting.state_chunk("ann", message, values) == [FillReplica(message, values)]
+    members.remove("ann")
+    admitting.lost("ann")
+    # What was on its way from Ann, and the digest of what she sent, count no more.
+    assert admitting.state_chunk("ann", *chunk()) == []
+    assert admitting.state_loaded(1, "0" * 64) == []
+    assert not admitting.state_known
+    _, done = admitting.state_chunk("bob", *chunk(last=True))
+    assert done == DigestReplica(2)
+    assert admitting.state_chunk("bob", *chunk(last=True)) == []
+    assert admitting.state_loaded(2, "0" * 64) == []
+    assert admitting.state_known
+
+
+@pytest.mark.parametrize("change", [{"kind": "first_moment"}, {"step": 1}, {"optimizer_step": 1}])
+def test_state_0_has_parameters_alone(change):
+    admitting, _ = admission("prefer", ann="0")
+    admitting.request_state()
+    with pytest.raises(OutOfPlace, match="expected the parameters of step 0"):
+        admitting.state_chunk("ann", *chunk(**change))
+
+
+def test_who_sends_another_state_than_announced_is_refused():
+    admitting, members = admission("prefer", ann="0", bob="0")
+    admitting.request_state()
+    report, dismiss = admitting.state_loaded(1, "2" * 64)
+    assert report.fact.worker == dismiss.worker == "ann"
+    assert not admitting.state_known
+    members.remove("ann")
+    assert asked(admitting.lost("ann")) == ["bob"]

@@ -1,0 +1,126 @@
+"""What a restart reads of its journal, compared with reading all of it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.audit.history import read_history
+from coordinator.storage.directory import journal as journal_module
+from coordinator.storage.directory.journal import Journal, JournalEnd, read_end
+from coordinator.storage.directory.journal_records import (
+    Checkpointed,
+    Committed,
+    Fault,
+    ManifestSettled,
+    Resumed,
+    RunBegins,
+)
+from tests.durable_run import read_journal
+
+D = "d" * 64
+BEGIN = [
+    RunBegins.of("r-1", {"task": "regress"}, {"samestep": "0.1"}),
+    ManifestSettled(manifest_digest=D, digests={"data": D}, train_samples=9, evaluation_parts=1),
+]
+
+
+def committed(step, epoch=1):
+    return Committed(
+        epoch=epoch, step=step, attempt=0, optimizer_step=step + 1, loss=0.1,
+        skipped=False, averages_digest=D, counted=({"w1": ((0, 2),)},),
+    )  # fmt: skip
+
+
+def checkpointed(step):
+    return Checkpointed(
+        epoch=1, step=step, optimizer_step=step, weights_digest=D, state_digest=D, directory="c"
+    )
+
+
+def resumed(step):
+    return Resumed(epoch=2, step=step, optimizer_step=step, notes=())
+
+
+def write(path, records):
+    journal = Journal(path)
+    for record in records:
+        journal.append(record)
+    journal.sync()
+    journal.close()
+
+
+def naively(path, checkpoint_step):
+    """All of it, in order."""
+    history = read_history(read_journal(path))
+    assert history.faults == []
+    return JournalEnd(
+        begun=history.run is not None,
+        settled=history.manifest is not None,
+        commits=len(history.commits),
+        saved=checkpoint_step in history.checkpoints,
+    )
+
+
+@st.composite
+def histories(draw):
+    """Steps, checkpoints that follow their commit, and restarts that take some steps back."""
+    records = BEGIN[: draw(st.integers(0, 2))]
+    if len(records) < 2:
+        return records, 0
+    records.append(checkpointed(0))
+    step = saved = 0
+    for what in draw(st.lists(st.sampled_from(["commit", "save", "noted", "back"]), max_size=40)):
+        if what == "commit":
+            records.append(committed(step))
+            step += 1
+        elif what == "save":
+            saved = step
+            if draw(st.booleans()):
+                records.append(checkpointed(step))
+        elif what == "noted":
+            records.append(Fault(epoch=1, step=step, what="straggler", response="none"))
+        else:
+            step = draw(st.integers(saved, step))
+            records.append(resumed(step))
+    return records, saved
+
+
+@given(history=histories(), window=st.sampled_from([1, 7, 64, 1 << 16]))
+def test_the_end_says_what_the_whole_journal_says(tmp_path_factory, history, window):
+    records, saved = history
+    path = tmp_path_factory.mktemp("journal") / "j"
+    write(path, records)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal_module, "_WINDOW_BYTES", window)
+        assert read_end(path, saved) == naively(path, saved)
+
+
+def test_a_long_journal_is_not_read_beyond_its_last_checkpoint(tmp_path, monkeypatch):
+    path = tmp_path / "j"
+    long_ago = [committed(step) for step in range(500)]
+    write(path, [*BEGIN, *long_ago, checkpointed(500), committed(500)])
+    read = []
+    whole = journal_module._lines_backwards
+
+    def counted(path):
+        for line in whole(path):
+            read.append(line)
+            yield line
+
+    monkeypatch.setattr(journal_module, "_lines_backwards", counted)
+    assert read_end(path, 500) == JournalEnd(begun=True, settled=True, commits=501, saved=True)
+    assert read_end(path, 501) == JournalEnd(begun=True, settled=True, commits=501, saved=False)
+    assert len(read) < 10
+
+
+def test_a_journal_that_is_not_there_says_nothing(tmp_path):
+    nothing = JournalEnd(begun=False, settled=False, commits=0, saved=False)
+    assert read_end(tmp_path / "j", 0) == nothing
+
+
+def test_lines_that_are_damaged_are_left_to_the_audit(tmp_path):
+    path = tmp_path / "j"
+    write(path, [*BEGIN, checkpointed(0), committed(0), committed(1)])
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:-1], b"[1]\n", b"{\n", b'{"record": 3}\n', lines[-1]]))
+    assert read_end(path, 0).commits == 2

@@ -1,0 +1,354 @@
+"""A run's directory: one coordinator at a time, and what a new one finds there."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from coordinator.disk import claim as claim_module
+from coordinator.disk.claim import Claim, stored_epoch
+from coordinator.storage.directory.run_directory import RunDirectory
+from coordinator.storage.log.gradient_log import GradientLog
+from coordinator.storage.recovery import recover
+from coordinator.storage.states.checkpoint import checkpoint_path, write_checkpoint
+from protocol.base.errors import Mismatch, RunFailed, StorageDamaged, StorageFailed, UsageError
+from protocol.spec.manifest import Export
+from tests.durable_run import (
+    MANIFEST,
+    RUN_ID,
+    SPEC,
+    append_step,
+    averages,
+    commit_of,
+    log_step,
+    record_of,
+    state_zero,
+)
+
+ROOT = Path(__file__).parents[4]
+HOLDER = """
+import sys
+from pathlib import Path
+from coordinator.disk.claim import Claim
+claim = Claim.take(Path(sys.argv[1]))
+print(claim.epoch, flush=True)
+sys.stdin.read()
+"""
+
+
+def holder(directory):
+    """Another process that holds the directory until it is killed."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(directory)],
+        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+def test_only_one_process_can_hold_a_directory_and_a_killed_one_lets_go(tmp_path):
+    process, epoch = holder(tmp_path)
+    assert epoch == 1
+    try:
+        with pytest.raises(UsageError, match=f"another coordinator \\(process {process.pid}\\)"):
+            Claim.take(tmp_path)
+        assert stored_epoch(tmp_path) == 1
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    claim = Claim.take(tmp_path)
+    assert claim.epoch == 2
+    claim.check()
+    claim.release()
+
+
+def test_a_claim_is_not_left_to_child_processes(tmp_path):
+    claim = Claim.take(tmp_path)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        claim.release()
+        Claim.take(tmp_path).release()
+    finally:
+        child.communicate()
+
+
+def test_the_epoch_rises_at_each_start_and_above_what_is_known_elsewhere(tmp_path):
+    epochs = []
+    for above in (0, 0, 7, 3):
+        claim = Claim.take(tmp_path, above)
+        epochs.append(claim.epoch)
+        claim.release()
+    assert epochs == [1, 2, 8, 9]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"epoch": "1"}', '{"epoch": 0}'])
+def test_an_epoch_that_cannot_be_read_is_not_guessed(tmp_path, content):
+    (tmp_path / "epoch.json").write_text(content)
+    with pytest.raises(StorageDamaged, match="remove it"):
+        Claim.take(tmp_path)
+    (tmp_path / "epoch.json").unlink()
+    Claim.take(tmp_path)
+
+
+def test_a_directory_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="cannot be used"):
+        Claim.take(tmp_path / "file")
+
+
+def test_a_claim_sees_that_it_is_lost(tmp_path):
+    claim = Claim.take(tmp_path)
+    (tmp_path / "lock").rename(tmp_path / "gone")
+    with pytest.raises(RunFailed, match="removed or replaced"):
+        claim.check()
+    second = Claim.take(tmp_path)
+    with pytest.raises(RunFailed, match="of epoch 2"):
+        claim.check()
+    second.check()
+
+
+@pytest.mark.parametrize("look", ["is_same_file", "_epoch_in"])
+def test_a_directory_that_vanishes_while_it_is_looked_at_is_gone_not_another_s(
+    tmp_path, monkeypatch, look
+):
+    runs, away = tmp_path / "runs", tmp_path / "away"
+    claim = Claim.take(runs)
+    usual = getattr(claim_module, look)
+
+    def vanished_first(*arguments):
+        if runs.exists():
+            runs.rename(away)
+        return usual(*arguments)
+
+    monkeypatch.setattr(claim_module, look, vanished_first)
+    with pytest.raises(StorageFailed, match="bring the directory back"):
+        claim.check()
+    monkeypatch.undo()
+    away.rename(runs)
+    claim.check()
+
+
+def test_a_claim_on_a_directory_that_is_away_is_good_when_it_is_back(tmp_path):
+    directory = tmp_path / "run"
+    claim = Claim.take(directory)
+    directory.rename(tmp_path / "away")
+    with pytest.raises(StorageFailed, match="bring the directory back"):
+        claim.check()
+    (tmp_path / "away").rename(directory)
+    claim.check()
+
+
+# What is kept of a run.
+
+
+def begun(path, *, checkpoint=True):
+    directory = RunDirectory(path)
+    directory.begin(RUN_ID, SPEC)
+    directory.keep_manifest(MANIFEST)
+    if checkpoint:
+        keep(directory, state_zero())
+    return directory
+
+
+def keep(directory, replica):
+    losses = [1.0 / (1 + step) for step in range(replica.step)]
+    return write_checkpoint(
+        directory.checkpoints, MANIFEST, replica, run_id=RUN_ID, epoch=1, losses=losses
+    )
+
+
+def opened(directory, **how):
+    how = {"epoch": 1, "next_step": 0, **how}
+    return GradientLog(directory.log, RUN_ID, MANIFEST, **how)
+
+
+def trained(steps):
+    replica = state_zero()
+    for step in range(steps):
+        scalars = commit_of(step, step + 1).scalars
+        assert scalars is not None
+        replica.apply(averages(step), scalars)
+    return replica
+
+
+def test_a_run_and_its_manifest_come_back(tmp_path):
+    directory = begun(tmp_path / "run")
+    stored = directory.read_run()
+    assert stored is not None
+    assert (stored.run_id, stored.spec) == (RUN_ID, SPEC)
+    assert directory.read_manifest() == MANIFEST
+    directory.keep_manifest(MANIFEST)
+    with pytest.raises(UsageError, match="--resume"):
+        directory.begin("other", SPEC)
+    with pytest.raises(Mismatch, match="start a new run"):
+        directory.keep_manifest(MANIFEST.model_copy(update={"train_samples": 11}))
+
+
+def test_a_run_that_never_began_leaves_its_directory_free(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.begin(RUN_ID, SPEC)
+    directory.journal.write_text("of the first\n")
+    directory.begin("second", SPEC)
+    stored = directory.read_run()
+    assert stored is not None
+    assert stored.run_id == "second"
+    assert not directory.journal.exists()
+
+
+def test_nothing_that_a_run_keeps_can_be_the_name_of_an_export(tmp_path):
+    """Nor what is written beside it."""
+    directory = RunDirectory(tmp_path)
+    kept = [value for name in dir(directory) if isinstance(value := getattr(directory, name), Path)]
+    names = {path.name for path in kept if path != tmp_path}
+    assert names
+    for name in names | {claim_module.LOCK_FILE, claim_module.EPOCH_FILE, "report.html"}:
+        with pytest.raises(ValidationError, match="keeps for itself"):
+            Export(directory=name)
+
+
+def test_an_empty_directory_holds_no_run(tmp_path):
+    assert recover(RunDirectory(tmp_path / "none")) is None
+
+
+def test_a_run_without_a_ready_worker_begins_at_the_beginning(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.begin(RUN_ID, SPEC)
+    assert recover(directory) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"run_id": "x", "spec": {"steps": 0}}'])
+def test_a_run_file_that_cannot_be_read_is_told(tmp_path, content):
+    directory = begun(tmp_path)
+    directory.run_file.write_bytes(content)
+    with pytest.raises(StorageDamaged, match=r"run\.json"):
+        recover(directory)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3, 5])
+def test_the_state_after_the_last_commit_is_had_back(tmp_path, kept):
+    directory = begun(tmp_path)
+    log = opened(directory)
+    for step in range(5):
+        append_step(log, step)
+        digest = trained(step).state_digest()
+        log.commit(record_of(step, step + 1, state_before=digest))
+        if step + 1 == kept:
+            log.roll()
+            keep(directory, trained(kept))
+            log.cut(kept)
+    append_step(log, 5)
+    log.close()
+    found = recover(directory)
+    assert found is not None
+    assert found.checkpoint.info.step == kept
+    assert (found.step, found.optimizer_step, found.redo) == (5, 5, ())
+    assert found.losses == tuple(1.0 / (1 + step) for step in range(5))
+    assert found.replica().state_digest() == trained(5).state_digest()
+
+
+def test_the_tail_that_a_crash_left_is_cut_and_noted(tmp_path):
+    directory = begun(tmp_path)
+    log = opened(directory)
+    log_step(log, 0)
+    log_step(log, 1)
+    log.close()
+    os.truncate(log.segment, log.segment.stat().st_size - 1)
+    (directory.checkpoints / "step-0000000001.part").mkdir()
+    found = recover(directory)
+    assert found is not None
+    assert found.step == 1
+    assert len(found.notes) == 1
+    assert "cut" in found.notes[0]
+    assert not list(tmp_path.rglob("*.part"))
+    again = recover(directory)
+    assert again is not None
+    assert again.notes == ()
+
+
+def test_without_averages_steps_are_done_again_from_the_checkpoint(tmp_path):
+    directory = begun(tmp_path)
+    log = opened(directory, mode="checkpoint")
+    for step in range(2):
+        log.commit(record_of(step, step + 1))
+    log.roll()
+    keep(directory, trained(2))
+    log.commit(record_of(2, 3))
+    log.commit(record_of(3, 3, skip=True))
+    log.close()
+    found = recover(directory)
+    assert found is not None
+    assert (found.step, found.optimizer_step) == (2, 2)
+    assert [record.commit.step for record in found.redo] == [2, 3]
+    assert found.redo[1].commit.scalars is None
+    assert found.replica().state_digest() == trained(2).state_digest()
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_and_its_log(tmp_path):
+    directory = begun(tmp_path)
+    log = opened(directory)
+    for step in range(4):
+        log_step(log, step)
+    log.roll()
+    keep(directory, trained(4))
+    log_step(log, 4)
+    log.close()
+    (checkpoint_path(directory.checkpoints, 4) / "optimizer.safetensors").unlink()
+    found = recover(directory)
+    assert found is not None
+    assert found.step == 5
+    assert "passed over" in found.notes[0]
+    assert found.replica().state_digest() == trained(5).state_digest()
+    # With the log cut, what is left of it follows nothing.
+    opened(directory, epoch=2, next_step=5).cut(4)
+    found = recover(directory)
+    assert found is not None
+    assert found.step == 0
+    assert any("done again" in note for note in found.notes)
+
+
+def test_a_log_without_any_checkpoint_follows_nothing(tmp_path):
+    directory = begun(tmp_path, checkpoint=False)
+    log = opened(directory)
+    for step in range(3):
+        log_step(log, step)
+    log.close()
+    with pytest.raises(StorageDamaged, match="expected a whole checkpoint"):
+        recover(directory)
+
+
+def test_a_run_whose_first_state_was_not_saved_begins_anew(tmp_path):
+    directory = begun(tmp_path, checkpoint=False)
+    opened(directory).close()
+    assert recover(directory) is None
+
+
+def test_a_replay_that_leads_elsewhere_is_refused(tmp_path):
+    directory = begun(tmp_path)
+    log = opened(directory)
+    log_step(log, 0)
+    append_step(log, 1)
+    log.commit(record_of(1, 2, state_before="0" * 64))
+    log.close()
+    found = recover(directory)
+    assert found is not None
+    with pytest.raises(StorageDamaged, match="do not lead"):
+        found.replica()
+
+
+def test_the_result_is_read_if_it_is_one(tmp_path):
+    directory = begun(tmp_path)
+    assert directory.read_result() is None
+    run = directory.read_run()
+    assert run is not None
+    ended = {"run_id": run.run_id, "outcome": "finished", "steps": 3}
+    directory.result_file.write_text(json.dumps(ended))
+    assert directory.read_result() == ended
+    for content in ("[", "[]", "{}", json.dumps({**ended, "run_id": "another"})):
+        directory.result_file.write_text(content)
+        with pytest.raises(StorageDamaged, match=r"remove result\.json"):
+            directory.read_result()

@@ -1,0 +1,324 @@
+"""Checkpoints: whole or not there, and one that is whole is never given up."""
+
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from coordinator.storage.states import checkpoint as module
+from coordinator.storage.states.checkpoint import (
+    checkpoint_path,
+    checkpoint_steps,
+    find_checkpoint,
+    latest_checkpoint,
+    read_metrics,
+    write_checkpoint,
+    write_metrics,
+)
+from coordinator.storage.states.retention import prune
+from coordinator.storage.states.saved_state import load_replica
+from protocol.base.errors import Mismatch, StorageDamaged, StorageFailed
+from protocol.exact.replica import Replica
+from protocol.spec.run_spec import CheckpointSpec, OptimizerSpec
+from tests.durable_run import (
+    BLOCKS,
+    MANIFEST,
+    RUN_ID,
+    SPEC,
+    averages,
+    commit_of,
+    small_disk,
+    state_zero,
+)
+
+
+def trained(steps, optimizer=SPEC.optimizer):
+    replica = state_zero()
+    if optimizer is not SPEC.optimizer:
+        replica = Replica(BLOCKS, optimizer)
+    for step in range(steps):
+        scalars = commit_of(step, step + 1).scalars
+        assert scalars is not None
+        replica.apply(averages(step), scalars)
+    return replica
+
+
+def write(root, steps, *, run_id=RUN_ID):
+    losses = [1.0] * steps
+    return write_checkpoint(root, MANIFEST, trained(steps), run_id=run_id, epoch=2, losses=losses)
+
+
+def latest(root):
+    return latest_checkpoint(root, RUN_ID, MANIFEST)
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adamw"])
+def test_a_state_comes_back_bit_for_bit(tmp_path, name):
+    optimizer = OptimizerSpec(name=name, lr=0.01)
+    replica = trained(3, optimizer)
+    replica.skip()
+    losses = [0.5, 0.25, 0.125, float("nan")]
+    made = write_checkpoint(tmp_path, MANIFEST, replica, run_id=RUN_ID, epoch=7, losses=losses)
+    found, passed = latest(tmp_path)
+    assert (found, passed) == (made, ())
+    assert found.info.losses == (0.5, 0.25, 0.125, None)
+    assert (found.info.epoch, found.info.step, found.info.optimizer_step) == (7, 4, 3)
+    loaded = load_replica(found, MANIFEST, optimizer)
+    assert loaded.state_digest() == replica.state_digest()
+    for mine, theirs in zip(replica.parts(), loaded.parts(), strict=True):
+        assert mine.values.tobytes() == theirs.values.tobytes()
+
+
+def test_parameters_have_the_layout_and_the_names_of_the_result(tmp_path):
+    path = write(tmp_path, 2).path
+    assert path.name == "step-0000000002"
+    assert (path / "adapter" / "adapter_config.json").read_text() == "{}"
+    tensors = load_file(path / "adapter" / "adapter_model.safetensors")
+    assert set(tensors) == {"layer.0.weight", "layer.0.bias", "base_model.model.head"}
+    assert tensors["base_model.model.head"].shape == (2, 3)
+    moments = load_file(path / "optimizer.safetensors")
+    assert set(moments) == {
+        f"{kind}/{name}"
+        for kind in ("first_moment", "second_moment")
+        for name in ("layer.0.weight", "layer.0.bias", "head")
+    }
+
+
+def test_one_that_is_there_already_with_the_same_state_is_left_alone(tmp_path):
+    path = write(tmp_path, 2).path
+    before = (path / "checkpoint.json").stat().st_ino
+    write(tmp_path, 2)
+    assert (path / "checkpoint.json").stat().st_ino == before
+
+
+def test_a_flipped_byte_in_any_file_is_found_and_the_one_before_is_taken(tmp_path):
+    good = write(tmp_path, 1)
+    path = write(tmp_path, 2).path
+    for file in sorted(p for p in path.rglob("*") if p.is_file()):
+        whole = file.read_bytes()
+        for at in range(0, len(whole), max(1, len(whole) // 40)):
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            if json_equal(file, whole):
+                continue
+            found, passed = latest(tmp_path)
+            assert found == good, (file, at)
+            assert len(passed) == 1
+            assert path.name in passed[0]
+        file.write_bytes(whole)
+    assert latest(tmp_path)[0].info.step == 2
+
+
+def json_equal(file, whole):
+    """A flip that changes layout alone says the same."""
+    try:
+        return file.suffix == ".json" and json.loads(file.read_bytes()) == json.loads(whole)
+    except ValueError:
+        return False
+
+
+def test_a_missing_file_is_found(tmp_path):
+    path = write(tmp_path, 2).path
+    (path / "optimizer.safetensors").unlink()
+    with pytest.raises(StorageDamaged, match="missing"):
+        find_checkpoint(tmp_path, 2, RUN_ID, MANIFEST)
+
+
+def test_a_state_with_another_digest_is_refused(tmp_path):
+    made = write(tmp_path, 2)
+    other = made.info.model_copy(update={"state_digest": "0" * 64})
+    with pytest.raises(StorageDamaged, match="digest"):
+        load_replica(module.Checkpoint(made.path, other), MANIFEST, SPEC.optimizer)
+
+
+def test_one_of_another_run_or_manifest_is_refused(tmp_path):
+    write(tmp_path, 2)
+    with pytest.raises(Mismatch):
+        find_checkpoint(tmp_path, 2, "other", MANIFEST)
+    changed = MANIFEST.model_copy(update={"train_samples": 11})
+    with pytest.raises(Mismatch):
+        find_checkpoint(tmp_path, 2, RUN_ID, changed)
+
+
+CALLS = ("fsync", "replace", "rename", "mkdir")
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_crash_at_any_call_leaves_the_old_checkpoint_or_the_new(tmp_path, monkeypatch, call):
+    """Each call in turn is the last one that the process makes."""
+
+    class Crash(BaseException):
+        pass
+
+    number = 0
+    while True:
+        number += 1
+        root = tmp_path / f"{call}-{number}"
+        write(root, 1)
+        left = [number]
+
+        def counted(real, left=left):
+            def work(*arguments, **words):
+                left[0] -= 1
+                if left[0] == 0:
+                    raise Crash
+                return real(*arguments, **words)
+
+            return work
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, counted(getattr(os, call)))
+            try:
+                write(root, 2)
+            except Crash:
+                pass
+            else:
+                break
+        found, passed = latest(root)
+        assert found.info.step in {1, 2}
+        assert passed == ()
+        write(root, 2)
+        assert latest(root)[0].info.step == 2
+        assert [path.name for path in root.iterdir() if path.suffix == ".part"] == []
+    assert number > 1
+
+
+def test_a_full_disk_leaves_nothing_behind_and_all_as_it_was(tmp_path):
+    with small_disk(tmp_path / "disk", 200) as disk:
+        root = disk / "checkpoints"
+        write(root, 1)
+        ballast = disk / "ballast"
+        with ballast.open("wb") as file:
+            while True:
+                try:
+                    os.write(file.fileno(), bytes(4096))
+                except OSError:
+                    break
+        free = 0
+        refused = []
+        # Whatever room there is, from none to enough.
+        while True:
+            try:
+                write(root, 2)
+                break
+            except StorageFailed as error:
+                refused.append(str(error))
+            assert checkpoint_steps(root) == [1]
+            assert latest(root)[0].info.step == 1
+            assert [path.name for path in root.iterdir()] == ["step-0000000001"]
+            free += 4096
+            os.truncate(ballast, ballast.stat().st_size - 4096)
+        assert len(refused) > 3
+        assert all("make room" in text for text in refused)
+        assert latest(root)[0].info.step == 2
+
+
+# What is kept.
+
+
+def steps_after_pruning(root, **retention):
+    pruned = prune(root, RUN_ID, MANIFEST, CheckpointSpec(**retention))
+    assert list(pruned.kept) == checkpoint_steps(root)
+    return pruned
+
+
+def test_the_last_few_are_kept(tmp_path):
+    for step in range(1, 6):
+        write(tmp_path, step)
+    pruned = steps_after_pruning(tmp_path, keep_last=2)
+    assert (pruned.kept, pruned.removed, pruned.good) == ((4, 5), (1, 2, 3), 5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-0000000004",
+        "step-0000000005",
+    ]
+
+
+def test_one_that_is_being_copied_is_kept(tmp_path):
+    for step in range(1, 6):
+        write(tmp_path, step)
+    retention = CheckpointSpec(keep_last=2)
+    assert prune(tmp_path, RUN_ID, MANIFEST, retention, held=2).removed == (1, 3)
+    assert checkpoint_steps(tmp_path) == [2, 4, 5]
+    assert prune(tmp_path, RUN_ID, MANIFEST, retention).kept == (4, 5)
+
+
+@pytest.mark.parametrize(("better", "best"), [("higher", 2), ("lower", 3)])
+def test_the_best_is_never_removed(tmp_path, better, best):
+    for step, figure in ((1, 0.5), (2, 0.9), (3, 0.1), (4, 0.9), (5, 0.6)):
+        digest = write(tmp_path, step).info.state_digest
+        write_metrics(tmp_path, step, digest, {"accuracy": figure, "odd": float("nan")})
+    kept = read_metrics(tmp_path, 2)
+    assert kept is not None
+    assert kept.figures == {"accuracy": 0.9}
+    pruned = steps_after_pruning(tmp_path, keep_last=1, metric="accuracy", better=better)
+    assert pruned.kept == (best, 5)
+    assert latest(tmp_path)[0].info.step == 5
+
+
+def test_the_first_is_kept_with_the_whole_log(tmp_path):
+    for step in range(5):
+        write(tmp_path, step)
+    assert steps_after_pruning(tmp_path, keep_last=1, keep_log=True).kept == (0, 4)
+
+
+def test_the_last_whole_one_is_never_removed(tmp_path):
+    for step in range(1, 5):
+        write(tmp_path, step)
+    for step in (3, 4):
+        (checkpoint_path(tmp_path, step) / "checkpoint.json").write_text("{}")
+    pruned = steps_after_pruning(tmp_path, keep_last=1)
+    assert pruned.kept == (2, 4)
+    assert pruned.good == 2
+    shutil.rmtree(checkpoint_path(tmp_path, 2))
+    pruned = steps_after_pruning(tmp_path, keep_last=1)
+    assert (pruned.kept, pruned.removed, pruned.good) == ((4,), (), None)
+
+
+def test_figures_of_a_state_without_checkpoint_are_no_error(tmp_path):
+    write_metrics(tmp_path, 3, "d" * 64, {"accuracy": 1.0})
+    assert read_metrics(tmp_path, 3) is None
+
+
+def test_figures_of_another_state_are_not_kept_with_a_checkpoint(tmp_path):
+    made = write(tmp_path, 3)
+    write_metrics(tmp_path, 3, "d" * 64, {"accuracy": 1.0})
+    assert read_metrics(tmp_path, 3) is None
+    write_metrics(tmp_path, 3, made.info.state_digest, {"accuracy": 0.5})
+    file = made.path / "metrics.json"
+    whole = file.read_bytes()
+    shutil.rmtree(made.path)
+    other = trained(3)
+    other.parameters[0][0] += 1
+    write_checkpoint(tmp_path, MANIFEST, other, run_id=RUN_ID, epoch=1, losses=[1.0] * 3)
+    file.write_bytes(whole)
+    with pytest.raises(StorageDamaged, match="of another state"):
+        read_metrics(tmp_path, 3)
+
+
+def test_a_figure_with_a_flipped_bit_is_told_and_its_checkpoint_kept(tmp_path):
+    for step, figure in ((1, 0.5), (2, 0.9), (3, 0.1)):
+        digest = write(tmp_path, step).info.state_digest
+        write_metrics(tmp_path, step, digest, {"accuracy": figure})
+    file = checkpoint_path(tmp_path, 1) / "metrics.json"
+    file.write_bytes(file.read_bytes().replace(b"0.5", b"0.7"))
+    with pytest.raises(StorageDamaged, match="not what was written"):
+        read_metrics(tmp_path, 1)
+    kept = steps_after_pruning(tmp_path, keep_last=1, metric="accuracy", better="higher").kept
+    assert kept == (1, 2, 3)
+
+
+def test_figures_of_an_older_release_are_read(tmp_path):
+    (write(tmp_path, 1).path / "metrics.json").write_text('{"accuracy": 0.25}')
+    kept = read_metrics(tmp_path, 1)
+    assert kept is not None
+    assert (kept.figures, kept.state_digest) == ({"accuracy": 0.25}, None)
+
+
+def test_values_that_are_not_finite_survive(tmp_path):
+    replica = state_zero()
+    replica.parameters[0][:2] = np.array([0x7FC00001, 0x80000000], np.uint32).view(np.float32)
+    write_checkpoint(tmp_path, MANIFEST, replica, run_id=RUN_ID, epoch=1, losses=[])
+    loaded = load_replica(latest(tmp_path)[0], MANIFEST, SPEC.optimizer)
+    assert loaded.parameters[0].tobytes() == replica.parameters[0].tobytes()

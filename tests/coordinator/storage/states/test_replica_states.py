@@ -1,0 +1,128 @@
+"""States of single replicas: read back whole, or not at all; kept while a restart needs them."""
+
+import numpy as np
+import pytest
+
+from coordinator.storage.directory.run_directory import RunDirectory
+from coordinator.storage.states.own_files import own_steps
+from coordinator.storage.states.replica_states import ReplicaStates
+from protocol.base.errors import StorageDamaged
+from protocol.wire.messages import Boundary, StretchRequest
+
+OWN = 1000
+
+
+def states(tmp_path, every=0, own_bytes=OWN, **told):
+    return ReplicaStates(RunDirectory(tmp_path), own_bytes, every, lambda: None, **told)
+
+
+def content(seed, replicas=3):
+    """Of all replicas, each in two pieces."""
+    rng = np.random.default_rng(seed)
+    whole = [rng.integers(0, 256, OWN, np.uint8) for _ in range(replicas)]
+    return [piece for each in whole for piece in (each[:600], each[600:])]
+
+
+def asked(kept, step, replica, *, attempt=0, own=True):
+    request = StretchRequest(epoch=1, step=step, attempt=attempt, replica=replica, own=own)
+    inner, pieces = kept.answer(request)
+    return inner, b"".join(pieces)
+
+
+def reached(kept, step, inner, pieces, attempt=0):
+    for chunk, piece in enumerate(pieces):
+        message = Boundary(
+            epoch=1, step=step, attempt=attempt, replica=1, inner=inner, chunk=chunk,
+            last=chunk == len(pieces) - 1,
+        )  # fmt: skip
+        kept.write_boundary(message, np.frombuffer(piece, np.uint8))
+
+
+def test_each_replica_gets_its_own_back(tmp_path):
+    kept, given = states(tmp_path), content(1)
+    told = kept.keep_own(4, given)
+    for replica in range(3):
+        expected = b"".join(p.tobytes() for p in given[2 * replica :][:2])
+        assert asked(kept, 4, replica) == (0, expected)
+        assert asked(states(tmp_path, step=4, told=told), 4, replica) == (0, expected)
+
+
+def test_a_round_that_is_skipped_changes_nothing(tmp_path):
+    kept, given = states(tmp_path), content(1)
+    kept.keep_own(1, ())
+    assert asked(kept, 1, 2) == (0, bytes(OWN))
+    assert kept.keep_own(2, given) == kept.keep_own(3, ())
+    assert asked(kept, 3, 1) == asked(kept, 2, 1)
+
+
+@pytest.mark.parametrize("instead", ["nothing", "another round", "fewer replicas", "more"])
+@pytest.mark.parametrize("again", [False, True])
+def test_another_file_in_its_place_is_seen(tmp_path, instead, again):
+    kept = states(tmp_path)
+    kept.keep_own(1, content(2))
+    told = kept.keep_own(2, content(1))
+    path = tmp_path / "replicas" / "own-2"
+    raw = path.read_bytes()
+    path.write_bytes(
+        {
+            "nothing": b"",
+            "another round": path.with_name("own-1").read_bytes(),
+            "fewer replicas": raw[: 2 * (OWN + 32)],
+            "more": raw + raw[: OWN + 32],
+        }[instead]
+    )
+    if again:
+        kept = states(tmp_path, step=2, told=told)
+    with pytest.raises(StorageDamaged, match="own-2"):
+        asked(kept, 2, 0)
+
+
+def test_what_is_damaged_is_not_made_good_by_a_round_that_is_skipped(tmp_path):
+    kept = states(tmp_path)
+    kept.keep_own(1, content(1))
+    (tmp_path / "replicas" / "own-1").write_bytes(b"")
+    kept.keep_own(2, ())
+    with pytest.raises(StorageDamaged, match="own-2"):
+        asked(kept, 2, 0)
+
+
+@pytest.mark.parametrize("place", [0, 31, 32, 1031, -1])
+def test_a_byte_that_changed_is_seen(tmp_path, place):
+    kept = states(tmp_path)
+    kept.keep_own(1, content(1))
+    path = tmp_path / "replicas" / "own-1"
+    raw = bytearray(path.read_bytes())
+    raw[place] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(StorageDamaged, match="go back to a checkpoint"):
+        _ = [asked(kept, 1, replica) for replica in range(3)]
+
+
+def test_the_newest_whole_boundary_of_the_attempt_counts(tmp_path):
+    kept = states(tmp_path)
+    reached(kept, 2, 10, [b"first", b"second"])
+    assert asked(kept, 2, 1, own=False) == (10, b"firstsecond")
+    reached(kept, 2, 5, [b"a late one"])
+    assert asked(kept, 2, 1, own=False) == (10, b"firstsecond")
+    assert asked(kept, 2, 1, own=False, attempt=1) == (0, b"")
+    assert asked(kept, 3, 1, own=False) == (0, b"")
+    assert asked(kept, 2, 0, own=False) == (0, b"")
+    inner, pieces = kept.answer(StretchRequest(epoch=1, step=2, attempt=0, replica=1, own=False))
+    reached(kept, 2, 20, [b"third"])
+    assert (inner, b"".join(pieces)) == (10, b"firstsecond")
+    assert asked(kept, 2, 1, own=False) == (20, b"third")
+
+
+def test_a_boundary_that_changed_is_done_without(tmp_path):
+    kept = states(tmp_path)
+    reached(kept, 2, 10, [b"first", b"second"])
+    (tmp_path / "replicas" / "boundary-1").write_bytes(b"firstsecone")
+    assert asked(kept, 2, 1, own=False) == (0, b"")
+
+
+def test_those_of_checkpoints_and_of_the_last_rounds_are_kept(tmp_path):
+    kept = states(tmp_path, every=5)
+    for step in range(1, 13):
+        kept.keep_own(step, content(step))
+    assert {5, 9, 10, 11, 12} <= set(own_steps(tmp_path / "replicas"))
+    assert {1, 2, 4, 6, 7, 8}.isdisjoint(own_steps(tmp_path / "replicas"))
