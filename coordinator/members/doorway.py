@@ -16,6 +16,7 @@ from typing import Final
 from coordinator.members.listening import bind_failure, descriptors
 from protocol.base import limits
 from protocol.base.errors import Mismatch, UsageError
+from protocol.host import local_socket
 from protocol.wire import frames
 from protocol.wire.connection import encode
 from protocol.wire.messages import Goodbye
@@ -28,6 +29,7 @@ _AT_ONCE: Final = 64
 _LEAST_S: Final = 0.001
 _HELLO_BYTES: Final = 2 * limits.UNAUTHENTICATED_HEADER_BYTES
 _NO_TLS: Final = "the coordinator speaks TLS: start this worker without --plaintext"
+_HERE: Final = ("this machine", 0)
 _PAUSE_S: Final = 0.2
 """After the system has no file descriptor or memory for another connection."""
 
@@ -69,6 +71,40 @@ class Doorway:
         for listener in self._listeners:
             self._loop.add_reader(listener, self._accept, listener)
 
+    def open_here(self, fingerprint: bytes) -> None:
+        """Listen to this user's own processes on this machine, too: they do without TLS."""
+        for host, port in {listener.getsockname()[:2] for listener in self._listeners}:
+            listener = local_socket.listen(host, port)
+            if listener is not None:
+                self._listeners.append(listener)
+                self._loop.add_reader(listener, self._accept_here, listener, fingerprint)
+
+    def _accept_here(self, listener: socket.socket, fingerprint: bytes) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                endpoint, _ = listener.accept()
+            except OSError:
+                return
+            endpoint.setblocking(False)
+            spare = endpoint.fileno() < descriptors() - limits.RESERVED_FILES
+            known = spare and local_socket.welcome(endpoint, fingerprint)
+            channel = self._greet(_HERE) if known else None
+            if channel is None:
+                endpoint.close()
+                continue
+            self._enters(self._loop.create_task(self._enter_here(endpoint, channel)))
+
+    async def _enter_here(self, endpoint: socket.socket, channel: asyncio.BaseProtocol) -> None:
+        try:
+            await self._loop.connect_accepted_socket(lambda: channel, endpoint)
+        except OSError as error:
+            endpoint.close()
+            channel.connection_lost(error)
+
+    def _enters(self, task: asyncio.Task[None]) -> None:
+        self._entering.add(task)
+        task.add_done_callback(self._entering.discard)
+
     def close(self) -> None:
         """No more connections; those in the handshake end."""
         for listener in self._listeners:
@@ -104,9 +140,7 @@ class Doorway:
                 endpoint.close()
                 continue
             endpoint.setblocking(False)
-            task = self._loop.create_task(self._enter(endpoint, channel))
-            self._entering.add(task)
-            task.add_done_callback(self._entering.discard)
+            self._enters(self._loop.create_task(self._enter(endpoint, channel)))
 
     def _accept_again(self, listener: socket.socket) -> None:
         if listener in self._listeners:

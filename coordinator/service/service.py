@@ -149,6 +149,8 @@ class Service:
         self._doorway = self._open_doorway(self._connection, context)
         await self._doorway.open("--bind", *self.settings.bind)
         self.address = self._doorway.address
+        if context is not None and isinstance(self._doorway, Doorway):
+            self._doorway.open_here(self.credentials.fingerprint)
         self._ticking = [loop.create_task(self._beat()), loop.create_task(self._tick())]
 
     async def stop(self) -> None:

@@ -29,6 +29,9 @@ class DeviceThread(Protocol):
 class Machine:
     """The machine that this process runs on."""
 
+    has_sockets = True
+    """Whether other processes of this machine can be spoken to."""
+
     def now_s(self) -> float:
         """Seconds of a clock that never goes back."""
         return time.monotonic()

@@ -205,7 +205,7 @@ class Channel(asyncio.BufferedProtocol):
         self._transport = transport
         transport.set_write_buffer_limits(high=limits.WRITE_HIGH_WATER_BYTES)
         address = transport.get_extra_info("peername")
-        self.peer = f"{address[0]}:{address[1]}" if address else "?"
+        self.peer = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "this machine"
         endpoint = transport.get_extra_info("socket")
         if endpoint is not None:
             set_socket_options(endpoint)
@@ -310,6 +310,8 @@ def _unanswered_s(endpoint: socket.socket) -> float | None:
 
 def set_socket_options(endpoint: socket.socket) -> None:
     """No Nagle delay; a dead link is noticed by the kernel too."""
+    if endpoint.family == socket.AF_UNIX:
+        return
     endpoint.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     user_timeout = getattr(socket, "TCP_USER_TIMEOUT", None)

@@ -161,6 +161,8 @@ class SimulatedMachine(Machine):
         catch_up_ms: How long a replica may take for what was committed before it was there.
     """
 
+    has_sockets = False
+
     def __init__(
         self, process: Process, pace_ms: Callable[[], float], catch_up_ms: float = 0.0
     ) -> None:

@@ -29,6 +29,7 @@ from protocol.base.errors import (
     error_for,
 )
 from protocol.base.fields import cut_text
+from protocol.host import local_socket
 from protocol.host.machine import Machine
 from protocol.host.secret_file import state_home
 from protocol.host.trace import Tracer
@@ -220,12 +221,21 @@ class Client:
         return self._lost.result()
 
     async def _connect(self) -> Channel:
-        """A connection, over TLS unless told otherwise.
+        """A connection, over TLS unless told otherwise or it leads to this user's on this machine.
 
         Raises:
             OSError: It cannot be had just now.
             Mismatch: What answers does not speak TLS.
         """
+        here = None
+        if not self._credentials.plaintext and self._machine.has_sockets:
+            here = await local_socket.dial(self._target.host, self._target.port)
+        if here is not None:
+            endpoint, self._certificate = here
+            channel = Channel(Connection("worker"), self, self._machine.now_s)
+            await self._loop.create_unix_connection(lambda: channel, sock=endpoint)
+            return channel
+        self._certificate = None
         seconds = limits.HANDSHAKE_TIMEOUT_MS / 1000
         context = None if self._credentials.plaintext else tls.client_context()
         at = f"{self._target.host}:{self._target.port}"
@@ -249,8 +259,8 @@ class Client:
     def _greet(self, channel: Channel) -> None:
         """See who answers; only then say who this is."""
         name = cut_text(self._target.name, 48)
-        shown = channel.certificate
-        self._certificate = None if shown is None else tls.fingerprint(shown)
+        if (shown := channel.certificate) is not None:
+            self._certificate = tls.fingerprint(shown)
         try:
             self._secret, enrolled = self._credentials.secret(self._certificate, name)
         except SamestepError as error:
