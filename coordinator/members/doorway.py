@@ -29,7 +29,8 @@ _AT_ONCE: Final = 64
 _LEAST_S: Final = 0.001
 _HELLO_BYTES: Final = 2 * limits.UNAUTHENTICATED_HEADER_BYTES
 _NO_TLS: Final = "the coordinator speaks TLS: start this worker without --plaintext"
-_HERE: Final = ("this machine", 0)
+HERE: Final = ("this machine", 0)
+"""The address of who comes in by the Unix socket."""
 _PAUSE_S: Final = 0.2
 """After the system has no file descriptor or memory for another connection."""
 
@@ -88,7 +89,7 @@ class Doorway:
             endpoint.setblocking(False)
             spare = endpoint.fileno() < descriptors() - limits.RESERVED_FILES
             known = spare and local_socket.welcome(endpoint, fingerprint)
-            channel = self._greet(_HERE) if known else None
+            channel = self._greet(HERE) if known else None
             if channel is None:
                 endpoint.close()
                 continue

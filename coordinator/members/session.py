@@ -11,7 +11,7 @@ from coordinator.members.questions import Questions
 from coordinator.members.worker_keys import key_mark
 from protocol.base import limits
 from protocol.base.errors import ExitCode, NotAuthorised, OutOfPlace, ProtocolError, UsageError
-from protocol.wire.authentication import NO_CERTIFICATE, Exchange, new_nonce
+from protocol.wire.authentication import NO_CERTIFICATE, Exchange, new_nonce, on_this_machine
 from protocol.wire.connection import Received
 from protocol.wire.messages import (
     Challenge,
@@ -146,13 +146,17 @@ class JoinCheck:
     Args:
         credentials: The coordinator's.
         encrypted: Whether the connection has TLS; without it no key is given, it could be read.
+        here: Whether it is a Unix socket, which nobody else can read.
     """
 
     _exchange: Exchange
 
-    def __init__(self, credentials: CoordinatorCredentials, *, encrypted: bool) -> None:
+    def __init__(
+        self, credentials: CoordinatorCredentials, *, encrypted: bool, here: bool = False
+    ) -> None:
         self.name = ""
         self._credentials = credentials
+        self._here = here
         self._encrypted = encrypted
         self._secret = b""
         self._enrolled = False
@@ -168,6 +172,8 @@ class JoinCheck:
         self.name = hello.name or "worker"
         self._enrolled = hello.enrolled
         fingerprint = self._credentials.fingerprint if self._encrypted else NO_CERTIFICATE
+        if self._here:
+            fingerprint = on_this_machine(fingerprint)
         self._exchange = Exchange(hello, new_nonce(), fingerprint)
         if hello.enrolled:
             self._key = self._credentials.keys.get(self.name)

@@ -17,7 +17,7 @@ from coordinator.disk.claim import Claim
 from coordinator.files.blob_index import BlobIndex
 from coordinator.files.blob_server import BlobServer
 from coordinator.members.credentials import CoordinatorCredentials
-from coordinator.members.doorway import Doorway, Greet
+from coordinator.members.doorway import HERE, Doorway, Greet
 from coordinator.members.session import JoinCheck, MemberSession
 from coordinator.members.strangers import Strangers
 from coordinator.run.outputs.actions import Finish
@@ -357,7 +357,8 @@ class Service:
         if not self._joining.admits(host):
             log.debug("connection_refused", peer=host, reason="too many are in the handshake")
             return None
-        check = JoinCheck(self.credentials, encrypted=not self.settings.plaintext)
+        encrypted = not self.settings.plaintext
+        check = JoinCheck(self.credentials, encrypted=encrypted, here=address == HERE)
         session = MemberSession(self, check, host)
         channel = Channel(Connection("coordinator"), session, self._machine.now_s)
         channel.peer = f"{host}:{address[1]}"

@@ -8,6 +8,7 @@ connection (both nonces), another direction (the role), another worker or anothe
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import secrets
 from dataclasses import dataclass
@@ -24,6 +25,12 @@ NO_CERTIFICATE: Final = bytes(32)
 """Stands for the fingerprint where a flag has turned TLS off: it is no one's."""
 
 Role = Literal["coordinator", "worker"]
+
+
+def on_this_machine(fingerprint: bytes) -> bytes:
+    """Stands for a certificate that was told over a Unix socket and not shown in TLS: no proof that
+    was made there fits the other way in."""
+    return hashlib.sha256(b"samestep on this machine" + fingerprint).digest()
 
 
 def new_nonce() -> bytes:
@@ -45,7 +52,7 @@ class Exchange:
             has the worker's part, and who is dialled the coordinator's.
         coordinator_nonce: The challenge's.
         fingerprint: SHA-256 of the certificate that this connection has, as seen from this side;
-            `NO_CERTIFICATE` without TLS.
+            `NO_CERTIFICATE` without TLS, `on_this_machine` of it over a Unix socket.
     """
 
     hello: Hello | PeerHello

@@ -80,6 +80,9 @@ class Channel(asyncio.BufferedProtocol):
         """Whether both ends have one address: the peer is on this machine."""
         if self._transport is None:
             return False
+        endpoint = self._transport.get_extra_info("socket")
+        if endpoint is not None and endpoint.family == socket.AF_UNIX:
+            return True
         own, other = (self._transport.get_extra_info(n) for n in ("sockname", "peername"))
         return bool(own and other and own[0] == other[0])
 

@@ -34,7 +34,7 @@ from protocol.host.machine import Machine
 from protocol.host.secret_file import state_home
 from protocol.host.trace import Tracer
 from protocol.wire import tls
-from protocol.wire.authentication import NO_CERTIFICATE, answer, new_nonce
+from protocol.wire.authentication import NO_CERTIFICATE, answer, new_nonce, on_this_machine
 from protocol.wire.connection import Body, Connection, Received, encode
 from protocol.wire.messages import (
     AveragedGradient,
@@ -337,6 +337,8 @@ class Client:
 
     def _prove(self, channel: Channel, challenge: Challenge) -> None:
         certificate = self._certificate or NO_CERTIFICATE
+        if channel.certificate is None and self._certificate is not None:
+            certificate = on_this_machine(certificate)
         try:
             channel.send(answer(self._hello, challenge, certificate, self._secret))
         except NotAuthorised as error:
