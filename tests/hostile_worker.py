@@ -17,9 +17,10 @@ import numpy as np
 from coordinator.members.credentials import CoordinatorCredentials
 from protocol import __version__
 from protocol.base.errors import LocalProtocolError
+from protocol.host import local_socket
 from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
 from protocol.wire import tls
-from protocol.wire.authentication import answer, new_nonce
+from protocol.wire.authentication import answer, new_nonce, on_this_machine
 from protocol.wire.connection import Connection, Received, encode
 from protocol.wire.messages import (
     BlockGradientPayload,
@@ -45,13 +46,18 @@ M = TypeVar("M", bound=Message)
 class HostileWorker:
     """One connection, from any address of loopback; use it as an async context manager.
 
+    `here`: by the Unix socket beside the port.
+
     Attributes:
         blocks: Known once it is ready.
         run_id: Of the run it has built.
     """
 
-    def __init__(self, port: int, name: str = "hostile", host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, port: int, name: str = "hostile", host: str = "127.0.0.1", *, here: bool = False
+    ) -> None:
         self.name = name
+        self._here = here
         self._host = host
         self.run_id = ""
         self.epoch = 0
@@ -61,6 +67,11 @@ class HostileWorker:
         self._received: deque[Received] = deque()
 
     async def __aenter__(self) -> Self:
+        if self._here:
+            found = await local_socket.dial("127.0.0.1", self._port)
+            assert found is not None
+            self._reader, self._writer = await asyncio.open_unix_connection(sock=found[0])
+            return self
         self._reader, self._writer = await asyncio.open_connection(
             "127.0.0.1", self._port, ssl=tls.client_context(), local_addr=(self._host, 0)
         )
@@ -134,7 +145,8 @@ class HostileWorker:
         self.greet(**changes)
         token = CoordinatorCredentials.open().join_token()
         challenge = await self.until(Challenge)
-        self.send(answer(self.hello, challenge, token.fingerprint, token.secret))
+        shown = on_this_machine(token.fingerprint) if self._here else token.fingerprint
+        self.send(answer(self.hello, challenge, shown, token.secret))
         welcome = await self.until(Welcome)
         self.name, self.epoch = welcome.worker, welcome.epoch
         return welcome

@@ -8,12 +8,16 @@ import socket
 
 import pytest
 
+from coordinator.members.credentials import CoordinatorCredentials
 from coordinator.members.doorway import Doorway
 from coordinator.members.listening import is_loopback
 from protocol.base import limits
+from protocol.base.errors import ExitCode, NotAuthorised
+from protocol.wire.authentication import Exchange, answer, on_this_machine
+from protocol.wire.messages import Challenge, Proof
 from tests.event_loop import on_uvloop
 from tests.hostile_worker import HostileWorker
-from tests.live_service import PATIENCE_S, LiveService, live_service
+from tests.live_service import PATIENCE_S, LiveService, live_service, scripted_spec
 
 HELLO_OF_TLS = bytes.fromhex("1603010200010001fc0303") + bytes(32)
 
@@ -174,3 +178,31 @@ async def test_without_file_descriptors_it_waits_and_goes_on(monkeypatch):
 )  # fmt: skip
 def test_what_only_this_machine_can_reach(host, loopback):
     assert is_loopback(host) is loopback
+
+
+@on_uvloop
+async def test_a_worker_of_this_user_comes_in_by_the_unix_socket(tmp_path):
+    async with live_service(tmp_path, 1) as live:
+        live.worker("w0")
+        await live.result(live.service.submit(scripted_spec(steps=1)))
+        channel = live.service.sessions["w0"].channel
+        assert (channel.peer, channel.is_local, channel.certificate) == ("this machine", True, None)
+        assert live.first("worker_connected")["admitted_by"] == "the join token"
+
+
+@on_uvloop
+async def test_no_proof_can_be_passed_on_between_the_unix_socket_and_the_port(tmp_path):
+    async with live_service(tmp_path, 1) as live:
+        async with HostileWorker(live.port, here=True) as joins:
+            assert (await joins.join()).key
+        for here in (True, False):
+            async with HostileWorker(live.port, here=here) as relay:
+                relay.greet()
+                token = CoordinatorCredentials.open().join_token()
+                challenge = await relay.until(Challenge)
+                shown = token.fingerprint if here else on_this_machine(token.fingerprint)
+                with pytest.raises(NotAuthorised):
+                    answer(relay.hello, challenge, shown, token.secret)
+                proof = Exchange(relay.hello, challenge.nonce, shown).prove("worker", token.secret)
+                relay.send(Proof(proof=proof))
+                assert (await relay.farewell()).exit_code == ExitCode.NOT_AUTHORISED
