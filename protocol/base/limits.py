@@ -68,7 +68,7 @@ REPLAY_BYTES: Final = 64 * MIB
 """Of missed steps that a worker is sent before its whole state is taken to be the shorter way."""
 PARTIAL_SUMS_BYTES: Final = 64 * MIB
 """Of gradients that wait to be added to others; half of a step's, where that is more."""
-SUMMARISED_AT_ONCE_BYTES: Final = 16 * MIB
+SUMMARISED_AT_ONCE_BYTES: Final = 512 * KIB
 """Of averaged gradients, in the event loop; what is larger is for another thread."""
 RECEIVED_AHEAD_BYTES: Final = 64 * MIB
 """Of state and averages that wait for a worker's engine, before it reads no more."""
