@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 
 import pytest
 
 from protocol.host import local_socket
 
 FINGERPRINT = bytes(range(32))
+
+
+def listening(host: str, port: int) -> socket.socket:
+    listener = local_socket.listen(host, port)
+    assert listener is not None
+    return listener
 
 
 async def answered(listener, fingerprint=FINGERPRINT):
@@ -31,7 +38,7 @@ async def answered(listener, fingerprint=FINGERPRINT):
 )
 async def test_only_who_listens_at_that_address_of_this_machine_is_found(host, dialled, found):
     port = os.getpid()
-    with local_socket.listen(host, port) as listener:
+    with listening(host, port) as listener:
         asked = asyncio.create_task(local_socket.dial(dialled, port))
         accepting = asyncio.create_task(answered(listener))
         here = await asked
@@ -51,7 +58,7 @@ async def test_nobody_is_nobody():
 
 async def test_another_user_is_not_spoken_to(monkeypatch):
     """Whoever has taken the name, or has found it."""
-    with local_socket.listen("127.0.0.1", os.getpid()) as listener:
+    with listening("127.0.0.1", os.getpid()) as listener:
         accepting = asyncio.create_task(answered(listener))
         monkeypatch.setattr(local_socket, "is_same_user", lambda _: False)
         assert await local_socket.dial("127.0.0.1", os.getpid()) is None
@@ -61,7 +68,7 @@ async def test_another_user_is_not_spoken_to(monkeypatch):
 
 
 async def test_one_that_hangs_up_early_is_nobody():
-    with local_socket.listen("127.0.0.1", os.getpid()) as listener:
+    with listening("127.0.0.1", os.getpid()) as listener:
         asked = asyncio.create_task(local_socket.dial("127.0.0.1", os.getpid()))
         (await answered(listener, b"short")).close()
         assert await asked is None
