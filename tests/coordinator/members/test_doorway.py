@@ -187,7 +187,7 @@ async def test_a_worker_of_this_user_comes_in_by_the_unix_socket(tmp_path):
         await live.result(live.service.submit(scripted_spec(steps=1)))
         channel = live.service.sessions["w0"].channel
         assert (channel.peer, channel.is_local, channel.certificate) == ("this machine", True, None)
-        assert live.first("worker_connected")["admitted_by"] == "the join token"
+        assert live.first("worker_connected", admitted_by="the join token")
 
 
 @on_uvloop
@@ -205,4 +205,6 @@ async def test_no_proof_can_be_passed_on_between_the_unix_socket_and_the_port(tm
                     answer(relay.hello, challenge, shown, token.secret)
                 proof = Exchange(relay.hello, challenge.nonce, shown).prove("worker", token.secret)
                 relay.send(Proof(proof=proof))
-                assert (await relay.farewell()).exit_code == ExitCode.NOT_AUTHORISED
+                goodbye = await relay.farewell()
+                assert goodbye is not None
+                assert goodbye.exit_code == ExitCode.NOT_AUTHORISED
