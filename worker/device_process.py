@@ -19,10 +19,9 @@ from protocol.host.allocator import keep_freed_memory
 from protocol.host.shared_memory import Extent, SharedMemory
 from protocol.host.trace import Tracer
 from worker.local_device import LocalDevice
-from worker.logic import actions as act
 from worker.logic import events
 from worker.logic.host import as_reported
-from worker.shell.device_pipe import Packed, Pipe, pack_report, unpack_order
+from worker.shell.device_pipe import Pipe, pack_report, unpack_order
 from worker.shell.engine import Engine, Toolbox
 
 _END_TIMEOUT_S: Final = 5.0
@@ -49,7 +48,7 @@ class DeviceProcess:
                 for place in packed[1]:
                     self._own.give_back(Extent(*place))
             else:
-                self._do(engine, packed)
+                engine.do(unpack_order(packed, self._host), self._taken)
 
     def emit(self, event: events.Event) -> None:
         """Any thread of the engine calls it: the host is told once all of it is in memory.
@@ -62,35 +61,6 @@ class DeviceProcess:
     def say(self, text: str) -> None:
         """To a person, who sees what the host tells."""
         self._pipe.send(["say", text])
-
-    def _do(self, engine: Engine, packed: Packed) -> None:
-        action = unpack_order(packed, self._host)
-        match action:
-            case act.Apply():
-                engine.apply(action.averages, action.scalars, self._taken)
-            case act.LoadChunk():
-                values, place = action.values, (action.kind, action.block, action.chunk)
-                engine.load_chunk(*place, values, self._taken)
-            case act.OpenDevice():
-                engine.open()
-            case act.Build():
-                engine.build(action.run_id, action.spec, keep=action.keep, inputs=action.inputs)
-            case act.Compute():
-                engine.compute(action.place, action.microbatches, action.node)
-            case act.GiveStretch():
-                engine.give_stretch(
-                    action.place, action.replica, action.inner, action.content, own=action.own
-                )
-            case act.CancelWork():
-                engine.cancel()
-            case act.CancelNode():
-                engine.cancel_node(action.place, action.node)
-            case act.Restore():
-                engine.restore(action.step, action.optimizer_step)
-            case act.Evaluate():
-                engine.evaluate(action.step, action.part)
-            case act.CopyState():
-                engine.copy_state()
 
     def _taken(self) -> None:
         """The engine needs no more of the host's memory that was given first."""

@@ -266,41 +266,59 @@ def _with_decay(c: _Constants, chunk: _Chunk) -> Array:
     return np.add(clipped, chunk.t, out=chunk.g)
 
 
+def _descend(c: _Constants, chunk: _Chunk, direction: Array) -> None:
+    """Parameters: p -= lr direction."""
+    np.multiply(direction, c.learning_rate, out=chunk.t)
+    np.subtract(chunk.parameters, chunk.t, out=chunk.parameters)
+
+
+def _decay_first(c: _Constants, chunk: _Chunk) -> None:
+    """Parameters: p *= 1 - lr d."""
+    if c.decay_factor != 1.0:
+        np.multiply(chunk.parameters, c.decay_factor, out=chunk.parameters)
+
+
+def _velocity(c: _Constants, chunk: _Chunk, direction: Array) -> Array:
+    """Momentum: v = mu v + direction."""
+    (velocity,) = chunk.moments
+    np.multiply(velocity, c.momentum, out=velocity)
+    return np.add(velocity, direction, out=velocity)
+
+
+def _root(c: _Constants, chunk: _Chunk, direction: Array) -> Array:
+    """Second moment: v = beta2 v + (1 - beta2) direction^2.
+
+    Returns:
+        sqrt(v) / sqrt(1 - beta2^t) + eps, in t.
+    """
+    v, t = chunk.moments[1], chunk.t
+    np.multiply(direction, c.one_minus_beta2, out=t)
+    np.multiply(t, direction, out=t)
+    np.multiply(v, c.beta2, out=v)
+    np.add(v, t, out=v)
+    np.sqrt(v, out=t)
+    np.multiply(t, c.root_correction, out=t)
+    return np.add(t, c.epsilon, out=t)
+
+
 def _sgd(c: _Constants, chunk: _Chunk) -> None:
-    p, t = chunk.parameters, chunk.t
-    direction = _with_decay(c, chunk)
-    np.multiply(direction, c.learning_rate, out=t)
-    np.subtract(p, t, out=p)
+    _descend(c, chunk, _with_decay(c, chunk))
 
 
 def _momentum(c: _Constants, chunk: _Chunk) -> None:
-    p, t = chunk.parameters, chunk.t
-    (velocity,) = chunk.moments
-    direction = _with_decay(c, chunk)
-    np.multiply(velocity, c.momentum, out=velocity)
-    np.add(velocity, direction, out=velocity)
-    np.multiply(velocity, c.learning_rate, out=t)
-    np.subtract(p, t, out=p)
+    _descend(c, chunk, _velocity(c, chunk, _with_decay(c, chunk)))
 
 
 def _nesterov(c: _Constants, chunk: _Chunk) -> None:
-    p, t = chunk.parameters, chunk.t
-    (velocity,) = chunk.moments
     direction = _with_decay(c, chunk)
-    np.multiply(velocity, c.momentum, out=velocity)
-    np.add(velocity, direction, out=velocity)
-    np.multiply(velocity, c.momentum, out=t)
-    np.add(direction, t, out=t)
-    np.multiply(t, c.learning_rate, out=t)
-    np.subtract(p, t, out=p)
+    np.multiply(_velocity(c, chunk, direction), c.momentum, out=chunk.t)
+    _descend(c, chunk, np.add(direction, chunk.t, out=chunk.t))
 
 
 def _adamw(c: _Constants, chunk: _Chunk) -> None:
-    p, t = chunk.parameters, chunk.t
-    m, v = chunk.moments
+    p, m, t = chunk.parameters, chunk.moments[0], chunk.t
     direction = _clipped(c, chunk)
-    if c.decay_factor != 1.0:
-        np.multiply(p, c.decay_factor, out=p)
+    _decay_first(c, chunk)
     # Interpolation, not two products: float32 beta1 and 1 - beta1 do not add up to 1. From the
     # nearer end, so that beta1 = 0 gives the gradient itself.
     np.subtract(direction, m, out=t)
@@ -310,14 +328,7 @@ def _adamw(c: _Constants, chunk: _Chunk) -> None:
     else:
         np.multiply(t, c.beta1, out=t)
         np.subtract(direction, t, out=m)
-    np.multiply(direction, c.one_minus_beta2, out=t)
-    np.multiply(t, direction, out=t)
-    np.multiply(v, c.beta2, out=v)
-    np.add(v, t, out=v)
-    np.sqrt(v, out=t)
-    np.multiply(t, c.root_correction, out=t)
-    np.add(t, c.epsilon, out=t)
-    np.divide(m, t, out=t)
+    np.divide(m, _root(c, chunk, direction), out=t)
     np.multiply(t, c.step_size, out=t)
     np.subtract(p, t, out=p)
 
@@ -326,8 +337,7 @@ def _lion(c: _Constants, chunk: _Chunk) -> None:
     p, g, t = chunk.parameters, chunk.g, chunk.t
     (m,) = chunk.moments
     direction = _clipped(c, chunk)
-    if c.decay_factor != 1.0:
-        np.multiply(p, c.decay_factor, out=p)
+    _decay_first(c, chunk)
     np.multiply(direction, c.one_minus_beta2, out=t)  # for m, which is still needed as it is
     mixed = np.multiply(direction, c.one_minus_beta1, out=g)
     scaled = m * c.beta1
@@ -342,17 +352,9 @@ def _lion(c: _Constants, chunk: _Chunk) -> None:
 
 
 def _schedule_free(c: _Constants, chunk: _Chunk) -> None:
-    p, g, t = chunk.parameters, chunk.g, chunk.t
-    m, v = chunk.moments
+    p, m, g, t = chunk.parameters, chunk.moments[0], chunk.g, chunk.t
     direction = _clipped(c, chunk)
-    np.multiply(direction, c.one_minus_beta2, out=t)
-    np.multiply(t, direction, out=t)
-    np.multiply(v, c.beta2, out=v)
-    np.add(v, t, out=v)
-    np.sqrt(v, out=t)
-    np.multiply(t, c.root_correction, out=t)
-    np.add(t, c.epsilon, out=t)
-    np.divide(direction, t, out=g)
+    np.divide(direction, _root(c, chunk, direction), out=g)
     if c.weight_decay != 0.0:
         np.multiply(p, c.weight_decay, out=t)
         np.add(g, t, out=g)

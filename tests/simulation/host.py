@@ -90,7 +90,7 @@ class _Link:
                 self._taken.append(done)
             else:
                 done()
-            self._later(lambda: self._do(action))
+            self._later(lambda: self.engine.do(action, self._took))
         else:
             done()
 
@@ -131,32 +131,3 @@ class _Link:
     def _took(self) -> None:
         if self._alive:
             self._later(self._taken.pop(0), always=True)
-
-    def _do(self, action: act.DeviceAction) -> None:
-        engine = self.engine
-        match action:
-            case act.OpenDevice():
-                engine.open()
-            case act.Build():
-                engine.build(action.run_id, action.spec, keep=action.keep, inputs=action.inputs)
-            case act.Compute():
-                engine.compute(action.place, action.microbatches, action.node)
-            case act.GiveStretch():
-                engine.give_stretch(
-                    action.place, action.replica, action.inner, action.content, own=action.own
-                )
-            case act.CancelWork():
-                engine.cancel()
-            case act.CancelNode():
-                engine.cancel_node(action.place, action.node)
-            case act.Apply():
-                engine.apply(action.averages, action.scalars, self._took)
-            case act.LoadChunk():
-                values, place = action.values, (action.kind, action.block, action.chunk)
-                engine.load_chunk(*place, values, self._took)
-            case act.Restore():
-                engine.restore(action.step, action.optimizer_step)
-            case act.Evaluate():
-                engine.evaluate(action.step, action.part)
-            case act.CopyState():
-                engine.copy_state()

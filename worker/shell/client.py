@@ -214,7 +214,7 @@ class Client:
         if not self._lost.done():
             channel.goodbye("the worker ends", retry=False)
             return "stopped"
-        self._engine.cancel()
+        self._engine.do(act.CancelWork())
         self._files.forget()
         self._leave_peers()
         self._channel = None
@@ -388,14 +388,9 @@ class Client:
             self._do_one(action)
 
     def _do_one(self, action: act.Action) -> None:
-        device = self._engine
         match action:
             case act.Transmit():
                 self._transmit(action)
-            case act.OpenDevice():
-                device.open()
-            case act.Build():
-                device.build(action.run_id, action.spec, keep=action.keep, inputs=action.inputs)
             case act.Expect():
                 assert self._channel is not None
                 self._channel.connection.blocks = action.blocks
@@ -406,29 +401,11 @@ class Client:
                 | act.GiveAverages()
             ):  # fmt: skip
                 self._do_with_peers(action)
-            case act.Compute():
-                device.compute(action.place, action.microbatches, action.node)
-            case act.GiveStretch():
-                device.give_stretch(
-                    action.place, action.replica, action.inner, action.content, own=action.own
-                )
-            case act.CancelWork():
-                device.cancel()
-            case act.CancelNode():
-                device.cancel_node(action.place, action.node)
             case act.Apply():
                 length = sum(values.nbytes for values in action.averages)
-                device.apply(action.averages, action.scalars, self._taken(length))
+                self._engine.do(action, self._taken(length))
             case act.LoadChunk():
-                values = action.values
-                taken = self._taken(values.nbytes)
-                device.load_chunk(action.kind, action.block, action.chunk, values, taken)
-            case act.Restore():
-                device.restore(action.step, action.optimizer_step)
-            case act.Evaluate():
-                device.evaluate(action.step, action.part)
-            case act.CopyState():
-                device.copy_state()
+                self._engine.do(action, self._taken(action.values.nbytes))
             case act.Locate() | act.OpenPart() | act.StoreChunk() | act.Assemble():
                 self._files.do(action)
             case act.DropFiles():
@@ -437,6 +414,8 @@ class Client:
                 self._tell(action.text)
             case act.Leave():
                 self._leave(action)
+            case _:
+                self._engine.do(action)
 
     # Other members of the run.
 

@@ -46,6 +46,7 @@ from protocol.exact.update import StepScalars
 from protocol.host.machine import Machine
 from protocol.host.trace import Tracer, now_us
 from protocol.spec.run_spec import RunSpec
+from worker.logic import actions as act
 from worker.logic.events import (
     Applied,
     BlockSum,
@@ -182,6 +183,40 @@ class Engine:
     def allocate(self, elements: int) -> Array:
         """Memory for averages: flat float32."""
         return np.empty(elements, np.float32)
+
+    def do(self, action: act.DeviceAction, taken: Taken = _nobody_waits) -> None:
+        """Do what the session asks of the device.
+
+        Args:
+            action: What.
+            taken: Called in this object's thread once it needs no more of the values in it.
+        """
+        match action:
+            case act.OpenDevice():
+                self.open()
+            case act.Build():
+                self.build(action.run_id, action.spec, keep=action.keep, inputs=action.inputs)
+            case act.Compute():
+                self.compute(action.place, action.microbatches, action.node)
+            case act.GiveStretch():
+                self.give_stretch(
+                    action.place, action.replica, action.inner, action.content, own=action.own
+                )
+            case act.CancelWork():
+                self.cancel()
+            case act.CancelNode():
+                self.cancel_node(action.place, action.node)
+            case act.Apply():
+                self.apply(action.averages, action.scalars, taken)
+            case act.LoadChunk():
+                place = action.kind, action.block, action.chunk
+                self.load_chunk(*place, action.values, taken)
+            case act.Restore():
+                self.restore(action.step, action.optimizer_step)
+            case act.Evaluate():
+                self.evaluate(action.step, action.part)
+            case act.CopyState():
+                self.copy_state()
 
     def open(self) -> None:
         """Open the device; gives DeviceFailed if it cannot be used."""

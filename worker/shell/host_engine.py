@@ -11,16 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from backends.base.interface import Array
-from protocol.exact.replica import PartKind
-from protocol.exact.tree import Node
-from protocol.exact.update import StepScalars
 from protocol.host.machine import Machine
-from protocol.spec.run_spec import RunSpec
-from protocol.wire.connection import Body
 from worker.logic import actions as act
 from worker.logic import events
 from worker.logic import host as outputs
-from worker.logic.events import StepAttempt
 from worker.logic.host import Host
 from worker.shell.engine import Taken
 
@@ -118,46 +112,9 @@ class HostEngine:
         """
         return self._devices.allocate(elements)
 
-    def open(self) -> None:
-        self._do(act.OpenDevice())
-
-    def build(
-        self, run_id: str, spec: RunSpec, *, keep: bool = False, inputs: str | None = None
-    ) -> None:
-        self._do(act.Build(run_id, spec, keep, inputs))
-
-    def compute(self, place: StepAttempt, microbatches: int, node: Node) -> None:
-        self._do(act.Compute(place, microbatches, node))
-
-    def give_stretch(
-        self, place: StepAttempt, replica: int, inner: int, content: Body, *, own: bool
-    ) -> None:
-        self._do(act.GiveStretch(place, replica, inner, content, own))
-
-    def cancel(self) -> None:
-        self._do(act.CancelWork())
-
-    def cancel_node(self, place: StepAttempt, node: Node) -> None:
-        self._do(act.CancelNode(place, node))
-
-    def apply(
-        self, averages: list[Array], scalars: StepScalars | None, taken: Taken = lambda: None
-    ) -> None:
-        self._do(act.Apply(averages, scalars), taken)
-
-    def load_chunk(
-        self, kind: PartKind, block: int, chunk: int, values: Array, taken: Taken = lambda: None
-    ) -> None:
-        self._do(act.LoadChunk(kind, block, chunk, values), taken)
-
-    def restore(self, step: int, optimizer_step: int) -> None:
-        self._do(act.Restore(step, optimizer_step))
-
-    def evaluate(self, step: int, part: int) -> None:
-        self._do(act.Evaluate(step, part))
-
-    def copy_state(self) -> None:
-        self._do(act.CopyState())
+    def do(self, action: act.DeviceAction, taken: Taken | None = None) -> None:
+        """See `Engine.do`."""
+        self._decide(lambda: self._host.do(self._shared(action)), taken)
 
     def close(self) -> None:
         """End all devices, and wait for them."""
@@ -166,9 +123,6 @@ class HostEngine:
         self._devices.close()
 
     # In its own thread.
-
-    def _do(self, action: act.DeviceAction, taken: Taken | None = None) -> None:
-        self._decide(lambda: self._host.do(self._shared(action)), taken)
 
     def _decide(
         self, decide: Callable[[], list[outputs.Output]], taken: Taken | None = None
