@@ -20,6 +20,7 @@ from typing import Any, Final, Self
 from benchmarks.hosts import Host
 from benchmarks.timeline import Timeline, read_trace
 from coordinator.operator.control_client import control_token
+from protocol.host.own_command import own_command, own_environment
 from protocol.host.trace import now_us
 
 _START_TIMEOUT_S: Final = 200.0
@@ -40,6 +41,39 @@ class Interval:
 def scripted(microbatch_ms: float) -> list[str]:
     """The command of a worker whose device sleeps so long for each microbatch."""
     return ["worker", "--quiet", "--backend", f"scripted:{microbatch_ms:g}"]
+
+
+def run_to_end(spec: Path, out: Path, settings: Sequence[str] = (), *more: str) -> dict[str, Any]:
+    """Train with a coordinator and one worker of this machine; what `out` holds is gone on with.
+
+    Args:
+        spec: The run spec.
+        out: The run's directory.
+        settings: Overrides, as after --set.
+        more: Further arguments of the coordinator.
+
+    Returns:
+        What result.json says.
+
+    Raises:
+        RuntimeError: It failed; its own words stand above.
+    """
+    result = out / "result.json"
+    if not result.exists():
+        begun = ["--resume"] if (out / "run.json").exists() else []
+        sets = [part for setting in settings for part in ("--set", setting)]
+        ended = subprocess.run(  # noqa: S603 -- our own command
+            [
+                *own_command("coordinator"), "--run", str(spec), *sets, *begun, *more,
+                "--local-workers", "1", "--out", str(out), "--no-announce",
+                "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
+            ],
+            env=own_environment(), stdout=subprocess.DEVNULL, check=False,
+        )  # fmt: skip
+        if ended.returncode or not result.exists():
+            raise RuntimeError(f"{spec.name} in {str(out)!r} failed")
+    found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    return found
 
 
 class Cluster:
@@ -93,10 +127,33 @@ class Cluster:
             RuntimeError: A process ended, or the run failed, is halted or takes too long.
         """
         start_us = now_us()
-        run_id = str(self._ask("/submit", {"run": document})["run_id"])
-        result = self._directory / run_id / "result.json"
-        self._wait_for(result, _RUN_TIMEOUT_S)
+        self.result(self.submit(document))
         return Interval(start_us, now_us())
+
+    def submit(self, document: dict[str, Any]) -> str:
+        """Have a run begun; its id."""
+        return str(self._ask("/submit", {"run": document})["run_id"])
+
+    def result(self, run_id: str) -> dict[str, Any]:
+        """Wait for a run's end; what result.json says.
+
+        Raises:
+            RuntimeError: As `run`.
+        """
+        path = self._directory / run_id / "result.json"
+        self._wait_for(path, _RUN_TIMEOUT_S)
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+
+    def status(self) -> dict[str, Any]:
+        """Of the coordinator and its workers."""
+        return self._ask("/status")
+
+    def kill(self, worker: int) -> None:
+        """SIGKILL: it is a worker of this cluster no more."""
+        process = self._processes.pop(1 + worker)
+        process.kill()
+        process.wait()
 
     def cpu_s(self) -> tuple[float, float]:
         """Processor time since their start: of the coordinator, and of all workers."""
@@ -106,7 +163,7 @@ class Cluster:
 
     def through_coordinator(self) -> tuple[int, int]:
         """Bytes that its process has received from the workers, and sent to them, so far."""
-        workers = self._ask("/status")["workers"]
+        workers = self.status()["workers"]
         ways = ("bytes_received", "bytes_sent")
         received, sent = (sum(worker[way] for worker in workers) for way in ways)
         return received, sent
@@ -160,7 +217,7 @@ class Cluster:
                 raise RuntimeError(f"expected {path.name} within {timeout_s:g} s")
             if time.monotonic() > look_s and self._control:
                 look_s = time.monotonic() + _LOOK_EVERY_S
-                status = self._ask("/status")
+                status = self.status()
                 if status["phase"] in ("failed", "halted"):
                     raise RuntimeError(f"the run {status['phase']}: {status['reason']}")
             time.sleep(_POLL_S)

@@ -9,15 +9,13 @@ the same order. What is done is kept in the directory: the command goes on where
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks.cluster import run_to_end
 from benchmarks.machine import print_heading, print_table
 
 _RUNS = Path(__file__).parents[1] / "deploy" / "runs"
@@ -36,41 +34,15 @@ class Way:
 WAYS = (Way("with"), Way("without", ("distil.alpha=0",)))
 
 
-def command(spec: Path, out: Path, settings: tuple[str, ...]) -> list[str]:
-    """The coordinator's, with one worker; it goes on with what `out` holds."""
-    begun = ["--resume"] if (out / "run.json").exists() else []
-    sets = [part for setting in settings for part in ("--set", setting)]
-    return [
-        sys.executable, "-m", "coordinator", "--run", str(spec), *sets, *begun,
-        "--local-workers", "1", "--out", str(out),
-        "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
-    ]  # fmt: skip
-
-
-def finish(spec: Path, out: Path, settings: tuple[str, ...]) -> dict[str, Any]:
-    """What `result.json` says; the run is made, or gone on with, where it is not over.
-
-    Raises:
-        RuntimeError: It failed; its own words stand above.
-    """
-    result = out / "result.json"
-    if not result.exists():
-        ended = subprocess.run(  # noqa: S603 -- our own command
-            command(spec, out, settings), stdout=subprocess.DEVNULL, check=False
-        )
-        if ended.returncode or not result.exists():
-            raise RuntimeError(f"{spec.name} in {str(out)!r} failed")
-    found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-    return found
-
-
 def students(
     directory: Path, student: Path, seed: int, changes: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
     """Both ways of one seed: figures of the held-out samples after the last step, by way."""
     settings = (*changes, f"seed={seed}", f"data.train={directory / 'teacher' / 'logits'}")
     return {
-        way.name: finish(student, directory / f"seed-{seed}-{way.name}", (*settings, *way.settings))
+        way.name: run_to_end(
+            student, directory / f"seed-{seed}-{way.name}", (*settings, *way.settings)
+        )
         for way in WAYS
     }
 
@@ -100,7 +72,7 @@ def main() -> None:
     asked = parser.parse_args()
     print_heading("A student with and without its teacher's logits, at equal steps")
     directory = asked.directory.resolve()
-    captured = finish(asked.teacher, directory / "teacher", ())
+    captured = run_to_end(asked.teacher, directory / "teacher", ())
     print(f"captured in {captured['wall_s'] / 60:.1f} minutes", flush=True)
     lines, all_figures = [], []
     for seed in asked.seeds:

@@ -2,19 +2,20 @@
 
     python -m benchmarks.replicas loss [--inner-steps-in-all N] [--first N] [--out DIR]
     python -m benchmarks.replicas utilisation [--share N] [--rounds N]
+    python -m benchmarks.replicas traffic [--share N] [--rounds N]
 
 `loss` trains `small-llama` synchronously and with K replicas, H inner steps and a codec, all on the
 same number of tokens; it writes each result as soon as it is there, and goes on where it was
-interrupted. `utilisation` needs root: four hosts with links of a given speed (`benchmarks.hosts`),
-devices that only wait, and a state of 540 MB and its inner steps divided by `--share`: all that
-decides the figure shrinks alike.
+interrupted. The others need root: four hosts with links of a given speed (`benchmarks.hosts`), and
+devices that only wait. `utilisation` has a state of 540 MB and its inner steps divided by
+`--share`: all that decides the figure shrinks alike. `traffic` counts what the kernel says went
+through the links, for each sample that was trained on.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -23,9 +24,10 @@ from html import escape
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.cluster import Cluster, scripted
+from benchmarks.cluster import Cluster, run_to_end, scripted
 from benchmarks.hosts import Network, why_not
 from benchmarks.machine import print_heading, print_table
+from coordinator.storage.directory.journal import evaluations
 
 _ROOT: Final = Path(__file__).parents[1]
 _SPEC: Final = _ROOT / "deploy" / "runs" / "small-llama.yaml"
@@ -37,6 +39,7 @@ _STATE_BYTES: Final = 540_000_000
 _INNER_MS: Final = 664.0
 """32k tokens, 135 M parameters, 40 TFLOP/s."""
 _H: Final = 500
+_HOSTS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,22 +89,10 @@ def cases(total: int) -> list[Case]:
 
 def trained(case: Case, total: int, directory: Path) -> dict[str, Any]:
     """Train; gives the held-out loss at the end and on the way, by tokens."""
-    command = [
-        sys.executable, "-m", "coordinator", "--run", str(_SPEC), "--expect-workers", "1",
-        "--local-workers", "1", "--out", str(directory),
-    ]  # fmt: skip
-    for setting in case.settings(total):
-        command += ["--set", setting]
-    subprocess.run(command, check=True, cwd=_ROOT, stdout=subprocess.DEVNULL)  # noqa: S603
-    (journal,) = directory.rglob("journal.jsonl")
+    run_to_end(_SPEC, directory, [*case.settings(total)])
     a_step = case.replicas * max(case.inner_steps, 1) * _BATCH * _TOKENS
-    curve = []
-    for line in journal.read_text().splitlines():
-        record = json.loads(line)
-        record = record.get("record", record)
-        if record.get("kind") == "evaluation":
-            loss = record["metrics"].get("loss_per_token")
-            curve.append((record["step"] * a_step, loss))
+    measured = evaluations(directory / "journal.jsonl", total)
+    curve = [(step * a_step, measured[step].get("loss_per_token")) for step in sorted(measured)]
     return {"curve": curve, "tokens": total * case.replicas * _BATCH * _TOKENS}
 
 
@@ -167,45 +158,88 @@ def drawn(curves: dict[str, list[tuple[float, float]]]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """How a round travels."""
+class Way:
+    """How a round travels; without a codec the run is synchronous."""
 
-    mbit: int
-    codec: str
-    averages: str
+    codec: str = ""
+    averages: str = ""
+
+    @property
+    def title(self) -> str:
+        if not self.codec:
+            return "synchronous, float32"
+        return f"H={_H} {self.codec} up, {self.averages} down"
+
+    @property
+    def inner_steps(self) -> int:
+        """Of a step of the run."""
+        return _H if self.codec else 1
+
+    def spec(self, share: int) -> dict[str, Any]:
+        """Of four workers, each of which computes one sample in an inner step."""
+        block = _STATE_BYTES // share // 12 // 4 * 4
+        document: dict[str, Any] = {
+            "name": "replicas", "task": "scripted",
+            "scripted": {"blocks": 12, "block_bytes": block},
+            "batch": {"samples": 1 if self.codec else _HOSTS, "microbatch": 1},
+            "optimizer": {"name": "adamw", "lr": 1e-3},
+            "checkpoint": {"every": 0},
+            "evaluate_every": 0,
+        }  # fmt: skip
+        if self.codec:
+            document["replicas"] = {
+                "count": _HOSTS, "inner_steps": _H,
+                "codec": self.codec, "averages": self.averages,
+            }  # fmt: skip
+        return document
 
 
-LINKS: Final = (
-    Link(1000, "float32", "float32"), Link(1000, "int8", "int8"),
-    Link(100, "int8", "int8"), Link(100, "int4", "int4"),
+ON_LINKS: Final = (
+    (1000, Way()), (1000, Way("float32", "float32")), (1000, Way("int8", "int8")),
+    (100, Way()), (100, Way("int8", "int8")), (100, Way("int4", "int4")),
+)  # fmt: skip
+WAYS: Final = (
+    Way(), Way("float32", "float32"), Way("bfloat16", "bfloat16"), Way("int8", "int8"),
+    Way("int4", "int4"), Way("topk", "int4"),
 )  # fmt: skip
 
 
-def busy(link: Link, share: int, rounds: int, directory: Path) -> tuple[float, float]:
-    """The share of time in which the four devices compute, and bytes sent by each a round."""
-    inner_ms, block = _INNER_MS / share, _STATE_BYTES // share // 12 // 4 * 4
-    spec = {
-        "name": "replicas", "task": "scripted",
-        "scripted": {"blocks": 12, "block_bytes": block},
-        "batch": {"samples": 1, "microbatch": 1},
-        "optimizer": {"name": "adamw", "lr": 1e-3},
-        "replicas": {
-            "count": 4, "inner_steps": _H, "codec": link.codec, "averages": link.averages,
-        },
-        "checkpoint": {"every": 0},
-    }  # fmt: skip
-    with Network([link.mbit] * 4) as network:
-        cluster = Cluster([scripted(inner_ms)] * 4, directory, hosts=network.hosts)
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step takes, of a run or of its rounds; bytes are those of one host's link."""
+
+    ms: float
+    sent_bytes: float
+    received_bytes: float
+
+
+def a_step(spec: dict[str, Any], mbit: int, inner_ms: float, steps: int, directory: Path) -> Step:
+    """A run of so many steps more than one, less one of one step, divided by them.
+
+    Args:
+        spec: The run's, but for its steps.
+        mbit: Speed of each host's link.
+        inner_ms: Of a microbatch on a device.
+        steps: How many.
+        directory: An empty one.
+    """
+    with Network([mbit] * _HOSTS) as network:
+        cluster = Cluster([scripted(inner_ms)] * _HOSTS, directory, hosts=network.hosts)
         with cluster:
-            took, sent = [], []
-            for steps in (1, 1 + rounds):
-                before = [host.counted_bytes()[0] for host in network.hosts]
-                interval = cluster.run({**spec, "steps": steps})
-                took.append((interval.end_us - interval.start_us) / 1e3)
-                after = [host.counted_bytes()[0] for host in network.hosts]
-                sent.append(sum(after[1:]) - sum(before[1:]))
-    round_ms = (took[1] - took[0]) / rounds
-    return _H * inner_ms / round_ms, (sent[1] - sent[0]) / rounds / 3
+            found = []
+            for count in (1, 1 + steps):
+                before = [host.counted_bytes() for host in network.hosts]
+                interval = cluster.run({**spec, "steps": count})
+                after = [host.counted_bytes() for host in network.hosts]
+                # The coordinator is on the first one's host, and that worker's bytes on no link.
+                sent, received = (
+                    sum(new[way] - old[way] for new, old in zip(after[1:], before[1:], strict=True))
+                    for way in (0, 1)
+                )
+                found.append((interval.end_us - interval.start_us, sent, received))
+    took_us, sent, received = (b - a for a, b in zip(*found, strict=True))
+    hosts = _HOSTS - 1
+    return Step(took_us / 1e3 / steps, sent / steps / hosts, received / steps / hosts)
 
 
 def measure_utilisation(share: int, rounds: int) -> None:
@@ -214,19 +248,37 @@ def measure_utilisation(share: int, rounds: int) -> None:
         sys.exit(reason)
     print_heading(f"devices at work, 4 hosts, state of 540 MB and 664 ms a step, both over {share}")
     rows = []
-    for link in LINKS:
+    inner_ms = _INNER_MS / share
+    for mbit, way in ON_LINKS:
         with tempfile.TemporaryDirectory() as name:
-            part, sent = busy(link, share, rounds, Path(name))
-        print(link, f"{100 * part:.1f} %", flush=True)
-        title = f"{link.mbit} Mbit/s, {link.codec} up, {link.averages} down"
-        rows.append([title, f"{100 * part:.1f} %", f"{sent / 1e6:.2f} MB"])
-    print_table(["link and codecs", "computing", "sent a round by each"], rows)
+            step = a_step(way.spec(share), mbit, inner_ms, rounds, Path(name))
+        part = f"{100 * way.inner_steps * inner_ms / step.ms:.1f} %"
+        print(mbit, way.title, part, flush=True)
+        rows.append([f"{mbit} Mbit/s, {way.title}", part, f"{step.sent_bytes / 1e6:.2f} MB"])
+    print_table(["link and codecs", "computing", "sent a round or step by each"], rows)
+
+
+def measure_traffic(share: int, rounds: int) -> None:
+    """Bytes of a sample's share of the links, against a synchronous run."""
+    if reason := why_not():
+        sys.exit(reason)
+    print_heading(f"bytes on each host's link for a sample, 4 hosts, state of 540 MB over {share}")
+    rows = []
+    base = 0.0
+    for way in WAYS:
+        with tempfile.TemporaryDirectory() as name:
+            step = a_step(way.spec(share), 1000, 0.0, rounds, Path(name))
+        moved = (step.sent_bytes + step.received_bytes) / way.inner_steps
+        base = base or moved
+        print(way.title, f"1/{base / moved:.0f}", flush=True)
+        rows.append([way.title, f"{moved / 1e3:.2f} kB", f"1/{base / moved:.0f}"])
+    print_table(["run", "sent and received", "against it"], rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """See the module's text."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replicas")
-    parser.add_argument("what", choices=["loss", "show", "utilisation"])
+    parser.add_argument("what", choices=["loss", "show", "utilisation", "traffic"])
     parser.add_argument("--inner-steps-in-all", type=int, default=2000)
     parser.add_argument("--first", type=int, help="no more cases than these")
     parser.add_argument("--out", type=Path, default=Path("replicas"))
@@ -238,6 +290,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             measure_loss(given.inner_steps_in_all, given.out, given.first)
         case "show":
             show(given.inner_steps_in_all, given.out)
+        case "traffic":
+            measure_traffic(given.share, given.rounds)
         case _:
             measure_utilisation(given.share, given.rounds)
 

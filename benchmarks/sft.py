@@ -19,9 +19,9 @@ from typing import Any, Final
 import numpy as np
 import safetensors.numpy
 
+from benchmarks.cluster import run_to_end
 from protocol.data.conversations import Conversation, read_conversations
 from protocol.exact.samples import SampleOrder
-from protocol.host.own_command import own_command, own_environment
 from protocol.spec.run_spec import RunSpec, load_run_spec
 from worker.data import holdout
 from worker.tasks.registry import build
@@ -113,15 +113,7 @@ def messages(conversation: Conversation) -> list[dict[str, str]]:
 def train(spec: RunSpec, place: Path) -> dict[str, Any]:
     """Our way: a coordinator and a worker."""
     (place / "run.json").write_text(spec.model_dump_json())
-    subprocess.run(  # noqa: S603 -- a command of ours
-        [
-            *own_command("coordinator"), "--run", str(place / "run.json"), "--out",
-            str(place / "out"), "--local-workers", "1", "--backend", "cpu", "--bind",
-            "127.0.0.1:0", "--control", "127.0.0.1:0", "--no-announce",
-        ],
-        env=own_environment(), check=True, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
-    result = json.loads((place / "out" / "result.json").read_text())
+    result = run_to_end(place / "run.json", place / "out", (), "--backend", "cpu")
     return {"loss": result["eval"]["loss_per_token"]}
 
 

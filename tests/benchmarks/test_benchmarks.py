@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 import sys
 
 import pytest
 
 from benchmarks import (
+    diloco,
     durability,
     hostile,
     hosts,
@@ -210,3 +212,24 @@ def test_replicas_are_shown_as_a_table_and_a_plot(tmp_path, capsys, monkeypatch)
     assert "K=2 H=30 carry int8" in told
     assert "+7.50 %" in told
     assert (tmp_path / "loss.svg").read_text().count("<polyline") == len(replicas.cases(60))
+
+
+@pytest.mark.slow
+def test_diloco_kills_one_of_ours_in_a_round_and_finds_the_same_state(tmp_path):
+    case = diloco.Case(blocks=2, block_elements=64, inner_steps=20, inner_ms=80, rounds=3)
+    calm, killed = (
+        diloco.ours(case, kill=kill, directory=tmp_path / str(kill)) for kill in (False, True)
+    )
+    assert killed.digest == calm.digest
+    assert killed.round_ms > calm.round_ms  # two machines have three replicas
+    (row,) = diloco.rows(case, {"samestep": (calm, killed)})
+    assert row[-2:] == ["3 of 3", "the same"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "hosts can be made")
+def test_traffic_with_replicas_is_a_fraction_of_that_without(capsys):
+    replicas.measure_traffic(share=1000, rounds=2)
+    shares = dict(re.findall(r"^(.*) 1/(\d+)$", capsys.readouterr().out, re.MULTILINE))
+    of_float32, of_int8 = (int(shares[f"H=500 {c} up, {c} down"]) for c in ("float32", "int8"))
+    assert 300 < of_float32 < of_int8

@@ -2,13 +2,15 @@
 
 import asyncio
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from backends.eager.eager import EagerBackend
+from backends.registry import choose
+from backends.wgpu.device.adapters import adapters
 from coordinator.audit.audit import audit
 from coordinator.operator.status import status_document
 from coordinator.operator.status_text import status_lines
@@ -19,6 +21,8 @@ from protocol.spec.run_spec_text import read_yaml
 from tests.cluster import PATIENCE_S, RUNS
 from tests.event_loop import on_uvloop
 from tests.live_service import Scripted, live_service, scripted_spec, undisturbed
+from tests.small_decoder import document
+from tests.worker.tasks.test_own import documented
 from worker.tasks.registry import build
 
 CODECS = ("float32", "bfloat16", "int8", "int4", "topk")
@@ -35,11 +39,11 @@ REGRESS = {
 }
 
 
-class OnCpu:
-    """The toolbox of a worker on this processor."""
+class On:
+    """The toolbox of a worker on a device of this machine."""
 
-    def __init__(self):
-        self._backend = EagerBackend("cpu")
+    def __init__(self, name="cpu"):
+        self._backend = choose(name).backend
 
     def backend(self):
         return self._backend
@@ -52,10 +56,10 @@ def regress(**changes):
     return parse_run_spec({**REGRESS, **changes})
 
 
-async def trained(directory, spec, workers):
+async def trained(directory, spec, workers, device="cpu"):
     async with live_service(directory, workers) as live:
         for number in range(workers):
-            live.worker(f"w{number}", toolbox=OnCpu())
+            live.worker(f"w{number}", toolbox=On(device))
         return await live.result(live.service.submit(spec))
 
 
@@ -89,19 +93,63 @@ async def test_any_number_of_workers(tmp_path, codec, inner_state):
     assert "3 of 3 steps taken again" in "\n".join(told.lines())
 
 
-ALONE = {
-    "count": 3, "inner_steps": 4, "codec": "int8", "inner_state": "carry", "boundary_every": 3,
+LLAMA = {
+    "model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32,
+    "tie_word_embeddings": True,
 }  # fmt: skip
+SMALL = {"count": 2, "inner_steps": 2, "codec": "int8", "inner_state": "carry"}
+
+
+@pytest.fixture
+def kinds(tmp_path, monkeypatch):
+    """Run specs of kinds of tasks, by name."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(9):
+        (texts / f"{number}.txt").write_text(document(number))
+    own, source = documented()
+    (tmp_path / "my_package.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield {
+        "lora": {
+            "task": "causal-lm", "model": {"config": LLAMA}, "lora": {"r": 2},
+            "tokenizer": {"vocab_size": 280}, "batch": {"samples": 4, "microbatch": 2},
+            "data": {"train": str(texts), "pattern": "*.txt", "holdout": 0.2, "max_tokens": 16},
+        },
+        "own": {**own.model_dump(mode="json"), "batch": {"samples": 8, "microbatch": 4}},
+        "vulkan": {
+            "task": "digits", "digits": {"hidden": [8]}, "batch": {"samples": 8, "microbatch": 4},
+        },
+    }  # fmt: skip
+    sys.modules.pop("my_package", None)
+
+
+@pytest.mark.parametrize("kind", ["lora", "own", "vulkan"])
+@on_uvloop
+async def test_other_kinds_of_tasks_and_devices(tmp_path, kinds, kind):
+    device = "vulkan" if kind == "vulkan" else "cpu"
+    if device == "vulkan" and isinstance(why := adapters(), str):
+        pytest.skip(why)
+    spec = parse_run_spec({**kinds[kind], "steps": 2, "evaluate_every": 0, "replicas": SMALL})
+    alone = await trained(tmp_path / "one", spec, 1, device)
+    together = await trained(tmp_path / "two", spec, 2, device)
+    assert found(together) == found(alone)
+    assert together["eval"] == alone["eval"]
+    assert all(together["workers"].values())
+
+
 ONE_PACKAGE = Path(asyncio.__file__).parent
 # Without dropout: workers in one process would share what it is drawn from.
-LARGER = {
+TASKS = {
+    "regress": {**REGRESS, "batch": {"samples": 64, "microbatch": 8}},
     "digits": {
-        "task": "digits", "steps": 4, "digits": {"hidden": [32, 32]},
-        "batch": {"samples": 32, "microbatch": 8}, "evaluate_every": 2,
+        "task": "digits", "steps": 3, "digits": {"hidden": [32, 32]},
+        "batch": {"samples": 32, "microbatch": 8},
     },
     "small-llama": {
         **read_yaml((RUNS / "small-llama-replicas.yaml").read_text()), "steps": 2,
-        "evaluate_every": 0,
+        "batch": {"samples": 8, "microbatch": 4}, "evaluate_every": 0,
         "data": {
             "train": str(ONE_PACKAGE), "pattern": "*.py", "holdout": 0.1, "holdout_samples": 24,
         },
@@ -110,15 +158,34 @@ LARGER = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [2, 3, 8])
-@pytest.mark.parametrize("task", LARGER)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("inner_state", ["reset", "carry"])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("task", TASKS)
 @on_uvloop
-async def test_larger_tasks_on_any_number_of_workers(tmp_path, task, workers):
-    spec = parse_run_spec({**LARGER[task], "replicas": ALONE})
-    alone = await trained(tmp_path / "one", spec, 1)
-    together = await trained(tmp_path / "more", spec, workers)
-    assert found(together) == found(alone)
-    assert together["eval"] == alone["eval"]
+async def test_one_digest_over_1_2_3_and_8_workers_of_which_one_is_killed(
+    tmp_path, told, task, codec, inner_state
+):
+    """Within a stretch, after its first boundary."""
+    spec = parse_run_spec({
+        **TASKS[task],
+        "replicas": {
+            "count": 3, "inner_steps": 3, "codec": codec, "inner_state": inner_state,
+            "averages": "int8" if codec == "int4" else "float32", "boundary_every": 1,
+        },
+    })  # fmt: skip
+    alone = await trained(tmp_path / "1", spec, 1)
+    for workers in (2, 3, 8):
+        async with live_service(tmp_path / str(workers), workers) as live:
+            for number in range(workers):
+                live.worker(f"{workers}-{number}", toolbox=On())
+            run_id = live.service.submit(spec)
+            lost = await at_work(told, *live.workers)
+            kill(live, lost)
+            together = await live.result(run_id)
+            assert live.first("worker_lost", worker=lost), "it was over before"
+        assert found(together) == found(alone)
+        assert together["eval"] == alone["eval"]
 
 
 @on_uvloop
@@ -276,7 +343,7 @@ async def test_own_states_are_those_that_the_commit_names_or_refused(tmp_path):
         own.write_bytes(whole)
     async with live_service(tmp_path / "run", 1) as live:
         live.service.resume(run, from_step=2)
-        live.worker("w0", toolbox=OnCpu())
+        live.worker("w0", toolbox=On())
         assert found(await live.result(run.name)) == found(expected)
     assert [path.name for path in run.glob("set-aside/*/replicas/*")] == ["own-3"]
     assert audit(run).ok, audit(run).lines()

@@ -36,6 +36,7 @@ from protocol.wire.messages import (
 from protocol.wire.transport import Channel
 from tests.simulation.job import COVERAGE
 from tests.simulation.processes import CoordinatorProcess, WorkerProcess
+from worker.logic.events import StepAttempt
 from worker.shell.client import Client
 from worker.shell.obtaining import Obtainer
 
@@ -238,15 +239,18 @@ class Probes:
 
     # At a worker.
 
-    def _heard(self, _client: Client, _channel: Any, received: Any) -> None:
+    def _heard(self, client: Client, _channel: Any, received: Any) -> None:
         message, worker = received.message, self._worker
         if isinstance(message, StartRun):
             newest = worker.newest.get(message.run_id, 0)
             worker.newest[message.run_id] = max(newest, message.epoch)
             worker.cancelled.clear()
-        elif isinstance(message, Cancel):
-            place = (message.epoch, message.step, message.attempt)
-            worker.cancelled.update((*place, Node(*node)) for node in message.nodes)
+        elif isinstance(message, Cancel) and client._session is not None:
+            # One that has overtaken the plan or an Assign comes too early for them.
+            task, place = client._session._task, (message.step, message.attempt)
+            known = task.nodes if task.place == StepAttempt(*place) else set()
+            cancelled = known.intersection(Node(*node) for node in message.nodes)
+            worker.cancelled.update((message.epoch, *place, node) for node in cancelled)
 
     def _transmitted(self, client: Client, action: Any) -> None:
         message, worker = action.message, self._worker

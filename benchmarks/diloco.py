@@ -1,0 +1,198 @@
+"""Rounds of replicas against torchft's DiLoCo: how long they take, and what a kill in one leaves.
+
+    python -m benchmarks.diloco --torchft PYTHON   # an interpreter that has torchft and torch
+
+Both ways three processes on loopback, whose inner steps take as long as they are to. In the second
+run one of three is killed half-way through a round, and does not come back; what is compared is the
+state at the end, against that of the run in which nothing happened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.cluster import Cluster, scripted
+from benchmarks.machine import print_heading, print_table
+
+_SIDE: Final = Path(__file__).with_name("torchft_side.py")
+_REPLICAS: Final = 3
+_LOOK_EVERY_S: Final = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is trained."""
+
+    blocks: int = 12
+    block_elements: int = 250_000
+    inner_steps: int = 20
+    inner_ms: float = 100.0
+    rounds: int = 6
+
+    @property
+    def killed_in(self) -> int:
+        """In which round, counted from 0."""
+        return self.rounds // 2
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one run.
+
+    Attributes:
+        round_ms: From its second round to its end, divided by those rounds.
+        digest: Of the parameters in the end.
+        counted: How many replicas are in the last round's average.
+    """
+
+    round_ms: float
+    digest: str
+    counted: int
+
+
+def ours(case: Case, *, kill: bool, directory: Path) -> Outcome:
+    """A coordinator and three workers; time is between a run of one round and one of all."""
+    spec: dict[str, Any] = {
+        "name": "diloco", "task": "scripted",
+        "scripted": {"blocks": case.blocks, "block_bytes": 4 * case.block_elements},
+        "batch": {"samples": 1, "microbatch": 1},
+        "optimizer": {"name": "adamw", "lr": 1e-3},
+        "replicas": {"count": _REPLICAS, "inner_steps": case.inner_steps},
+        "checkpoint": {"every": 0},
+        "evaluate_every": 0,
+    }  # fmt: skip
+    with Cluster([scripted(case.inner_ms)] * _REPLICAS, directory) as cluster:
+        one = cluster.run({**spec, "steps": 1})
+        since_s = time.monotonic()
+        run_id = cluster.submit({**spec, "steps": case.rounds})
+        if kill:
+            _wait_for_the_middle(cluster, case)
+            cluster.kill(_REPLICAS - 1)
+        result = cluster.result(run_id)
+        took_ms = 1e3 * (time.monotonic() - since_s) - (one.end_us - one.start_us) / 1e3
+    return Outcome(took_ms / (case.rounds - 1), result["weights_digest"], _REPLICAS)
+
+
+def _wait_for_the_middle(cluster: Cluster, case: Case) -> None:
+    """Until the last worker is half-way through its stretch of the round."""
+    name = f"worker-{_REPLICAS - 1}"
+    while True:
+        status = cluster.status()
+        (worker,) = (each for each in status["workers"] if each["name"] == name)
+        at = worker["stretch"]
+        half = at is not None and at["inner_step"] >= case.inner_steps // 2
+        if half and status["step"] >= case.killed_in:
+            return
+        time.sleep(_LOOK_EVERY_S)
+
+
+def theirs(python: Path, case: Case, *, kill: bool) -> Outcome:
+    """A lighthouse and three replicas.
+
+    Raises:
+        RuntimeError: A process ended before its time; its last words are above.
+    """
+    with ExitStack() as stack:
+        lighthouse = stack.enter_context(_side(python, "lighthouse"))
+        settings = {
+            "inner_ms": case.inner_ms, "blocks": case.blocks, "rounds": case.rounds,
+            "block_elements": case.block_elements, "inner_steps": case.inner_steps,
+            "replicas": _REPLICAS, "lighthouse": _next(lighthouse)["address"],
+        }  # fmt: skip
+        replicas = [
+            stack.enter_context(_side(python, json.dumps({**settings, "replica": number})))
+            for number in range(_REPLICAS)
+        ]
+        for each in replicas:
+            _next(each)  # it is ready
+        for each in replicas:
+            assert each.stdin is not None
+            each.stdin.close()
+        if kill:
+            while _next(replicas[-1]).get("halfway") != case.killed_in:
+                pass
+            replicas[-1].kill()
+        ends = [line for line in _lines(replicas[0]) if "round" in line]
+    if len(ends) != case.rounds:
+        raise RuntimeError("a replica of torchft ended before its time; its words are above")
+    round_ms = 1e3 * (ends[-1]["at_s"] - ends[0]["at_s"]) / (case.rounds - 1)
+    return Outcome(round_ms, ends[-1]["digest"], ends[-1]["taking_part"])
+
+
+@contextmanager
+def _side(python: Path, argument: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(  # noqa: S603 -- our own script
+        [str(python), str(_SIDE), argument],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            assert stream is not None
+            stream.close()
+
+
+def _lines(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
+    assert process.stdout is not None
+    return (json.loads(line) for line in process.stdout if line.startswith("{"))
+
+
+def _next(process: subprocess.Popen[str]) -> dict[str, Any]:
+    found = next(_lines(process), None)
+    if found is None:
+        raise RuntimeError("a process of torchft ended; call its interpreter by hand to see why")
+    return found
+
+
+def rows(case: Case, runs: dict[str, tuple[Outcome, Outcome]]) -> list[list[str]]:
+    """A line for each way: undisturbed, and with a kill."""
+    found = []
+    for way, (calm, killed) in runs.items():
+        exchange_ms = calm.round_ms - case.inner_steps * case.inner_ms
+        same = "the same" if killed.digest == calm.digest else "another"
+        found.append([
+            way, f"{calm.round_ms:.0f} ms", f"{exchange_ms:.0f} ms", f"{killed.round_ms:.0f} ms",
+            f"{killed.counted} of {_REPLICAS}", same,
+        ])  # fmt: skip
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """See the module's text."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.diloco")
+    parser.add_argument("--torchft", type=Path, required=True, help="an interpreter that has it")
+    parser.add_argument("--rounds", type=int, default=Case.rounds)
+    given = parser.parse_args(arguments)
+    case = Case(rounds=given.rounds)
+    calm = theirs(given.torchft, case, kill=False)
+    runs = {"torchft": (calm, theirs(given.torchft, case, kill=True))}
+    with tempfile.TemporaryDirectory() as name:
+        calm = ours(case, kill=False, directory=Path(name) / "calm")
+        runs["samestep"] = calm, ours(case, kill=True, directory=Path(name) / "killed")
+    state_mb = 4 * case.blocks * case.block_elements / 1e6
+    print_heading(
+        f"{_REPLICAS} replicas, {state_mb:.0f} MB, {case.inner_steps} inner steps of "
+        f"{case.inner_ms:.0f} ms, {case.rounds} rounds; a kill in the middle of round "
+        f"{case.killed_in + 1}"
+    )
+    head = ["", "a round", "of it exchange", "with a kill", "replicas in the last", "its state is"]
+    print_table(head, rows(case, runs))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""What `benchmarks.diloco` is measured against: a replica of torchft's DiLoCo, or its lighthouse.
+
+Run by an interpreter that has torchft; imports nothing of ours. The replica's steps take as long as
+they are to, and their gradients pull at a number that is the replica's and the step's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import TCPStore
+from torchft import Manager, ProcessGroupGloo
+from torchft.coordination import LighthouseServer
+from torchft.local_sgd import DiLoCo
+
+_PATIENCE = timedelta(seconds=30)
+
+
+def tell(**words: Any) -> None:
+    """A line for whoever started this."""
+    print(json.dumps(words), flush=True)
+
+
+def lighthouse() -> None:
+    """Serve until standard input ends."""
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000)
+    tell(address=f"http://127.0.0.1:{server.address().rsplit(':', 1)[1].rstrip('/')}")
+    sys.stdin.read()
+    server.shutdown()
+
+
+def replica(settings: dict[str, Any]) -> None:
+    """Train so many rounds once standard input ends, and tell of each."""
+    torch.set_num_threads(1)
+    number, inner_s = settings["replica"], settings["inner_ms"] / 1000
+    model = nn.ParameterList(
+        nn.Parameter(torch.zeros(settings["block_elements"])) for _ in range(settings["blocks"])
+    )
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=_PATIENCE),
+        min_replica_size=1,
+        load_state_dict=lambda state: model.load_state_dict(state["model"]),
+        state_dict=lambda: {"model": model.state_dict()},
+        replica_id=f"replica_{number}",
+        store_addr="127.0.0.1", store_port=store.port, rank=0, world_size=1,
+        lighthouse_addr=settings["lighthouse"],
+        use_async_quorum=False,
+        timeout=_PATIENCE, quorum_timeout=_PATIENCE, connect_timeout=_PATIENCE,
+    )  # fmt: skip
+    tell(ready=True)
+    sys.stdin.read()  # the others are ready, too
+    steps = settings["inner_steps"]
+    with DiLoCo(manager, [model], inner, outer, sync_every=steps):
+        for round_ in range(settings["rounds"]):
+            for step in range(steps):
+                since_s = time.monotonic()
+                pull = (number + 1) / (1 + (round_ * steps + step) % 7)
+                for parameter in model.parameters():
+                    parameter.grad = parameter.detach() - pull
+                if step == steps // 2:
+                    tell(halfway=round_)
+                time.sleep(max(0.0, inner_s - (time.monotonic() - since_s)))
+                inner.step()  # the last one of a round waits for the exchange
+            tell(
+                round=round_, at_s=time.monotonic(), taking_part=manager.num_participants(),
+                committed=manager.current_step(), digest=_digest(model),
+            )  # fmt: skip
+    manager.shutdown()
+
+
+def _digest(model: nn.Module) -> str:
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        found.update(parameter.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "lighthouse":
+        lighthouse()
+    else:
+        replica(json.loads(sys.argv[1]))
