@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """See the module's text."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.diloco")
     parser.add_argument("--torchft", type=Path, required=True, help="an interpreter that has it")
-    parser.add_argument("--rounds", type=int, default=Case.rounds)
+    parser.add_argument("--rounds", type=int, default=Case().rounds)
     given = parser.parse_args(arguments)
     case = Case(rounds=given.rounds)
     calm = theirs(given.torchft, case, kill=False)
