@@ -1,6 +1,7 @@
 """Runs with replicas: one digest, whoever computes which stretch, and whatever becomes of them."""
 
 import asyncio
+import json
 import re
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ from protocol.spec.run_spec_text import read_yaml
 from tests.cluster import PATIENCE_S, RUNS
 from tests.event_loop import on_uvloop
 from tests.live_service import Scripted, live_service, scripted_spec, undisturbed
-from tests.small_decoder import document
+from tests.small_decoder import document, save_small_decoder
 from tests.worker.tasks.test_own import documented
 from worker.tasks.registry import build
 
@@ -58,9 +59,12 @@ def regress(**changes):
 
 async def trained(directory, spec, workers, device="cpu"):
     async with live_service(directory, workers) as live:
+        run_id = live.service.submit(spec)
         for number in range(workers):
             live.worker(f"w{number}", toolbox=On(device))
-        return await live.result(live.service.submit(spec))
+            # torch captures one model at a time in a process.
+            await live.wait_for("worker_ready", worker=f"w{number}")
+        return await live.result(run_id)
 
 
 def found(result):
@@ -93,45 +97,19 @@ async def test_any_number_of_workers(tmp_path, codec, inner_state):
     assert "3 of 3 steps taken again" in "\n".join(told.lines())
 
 
-LLAMA = {
-    "model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32,
-    "tie_word_embeddings": True,
-}  # fmt: skip
 SMALL = {"count": 2, "inner_steps": 2, "codec": "int8", "inner_state": "carry"}
 
 
-@pytest.fixture
-def kinds(tmp_path, monkeypatch):
-    """Run specs of kinds of tasks, by name."""
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    for number in range(9):
-        (texts / f"{number}.txt").write_text(document(number))
-    own, source = documented()
-    (tmp_path / "my_package.py").write_text(source)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield {
-        "lora": {
-            "task": "causal-lm", "model": {"config": LLAMA}, "lora": {"r": 2},
-            "tokenizer": {"vocab_size": 280}, "batch": {"samples": 4, "microbatch": 2},
-            "data": {"train": str(texts), "pattern": "*.txt", "holdout": 0.2, "max_tokens": 16},
-        },
-        "own": {**own.model_dump(mode="json"), "batch": {"samples": 8, "microbatch": 4}},
-        "vulkan": {
-            "task": "digits", "digits": {"hidden": [8]}, "batch": {"samples": 8, "microbatch": 4},
-        },
-    }  # fmt: skip
-    sys.modules.pop("my_package", None)
+def without_dropout(model):
+    """Workers in one process would share what it is drawn from."""
+    config = model / "config.json"
+    document = json.loads(config.read_text())
+    config.write_text(json.dumps({**document, "attention_dropout": 0.0}))
+    return str(model)
 
 
-@pytest.mark.parametrize("kind", ["lora", "own", "vulkan"])
-@on_uvloop
-async def test_other_kinds_of_tasks_and_devices(tmp_path, kinds, kind):
-    device = "vulkan" if kind == "vulkan" else "cpu"
-    if device == "vulkan" and isinstance(why := adapters(), str):
-        pytest.skip(why)
-    spec = parse_run_spec({**kinds[kind], "steps": 2, "evaluate_every": 0, "replicas": SMALL})
+async def one_and_two_agree(tmp_path, task, device="cpu"):
+    spec = parse_run_spec({**task, "steps": 2, "evaluate_every": 0, "replicas": SMALL})
     alone = await trained(tmp_path / "one", spec, 1, device)
     together = await trained(tmp_path / "two", spec, 2, device)
     assert found(together) == found(alone)
@@ -139,8 +117,39 @@ async def test_other_kinds_of_tasks_and_devices(tmp_path, kinds, kind):
     assert all(together["workers"].values())
 
 
+@on_uvloop
+async def test_lora_with_replicas(tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(9):
+        (texts / f"{number}.txt").write_text(document(number))
+    model = without_dropout(save_small_decoder(tmp_path / "model"))
+    data = {"train": str(texts), "pattern": "*.txt", "holdout": 0.2, "max_tokens": 16}
+    task = {"task": "causal-lm", "model": {"source": model}, "lora": {"r": 2}, "data": data}
+    await one_and_two_agree(tmp_path, {**task, "batch": {"samples": 4, "microbatch": 2}})
+
+
+@on_uvloop
+async def test_a_task_of_the_users_own_with_replicas(tmp_path, monkeypatch):
+    own, source = documented()
+    (tmp_path / "my_package.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_package", raising=False)
+    batch = {"samples": 8, "microbatch": 4}
+    await one_and_two_agree(tmp_path, {**own.model_dump(mode="json"), "batch": batch})
+    monkeypatch.delitem(sys.modules, "my_package")
+
+
+@pytest.mark.slow
+@on_uvloop
+async def test_replicas_on_vulkan(tmp_path):
+    if isinstance(why := adapters(), str):
+        pytest.skip(why)
+    task = {"task": "digits", "digits": {"hidden": [8]}, "batch": {"samples": 8, "microbatch": 4}}
+    await one_and_two_agree(tmp_path, task, "vulkan")
+
+
 ONE_PACKAGE = Path(asyncio.__file__).parent
-# Without dropout: workers in one process would share what it is drawn from.
 TASKS = {
     "regress": {**REGRESS, "batch": {"samples": 64, "microbatch": 8}},
     "digits": {
