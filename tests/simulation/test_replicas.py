@@ -1,6 +1,11 @@
-"""Clusters of runs with replicas, disturbed at random: the bits are those of the naive rounds."""
+"""Clusters of runs with replicas, disturbed at random: the bits are those of the naive rounds.
 
-import os
+`SAMESTEP_REPLICA_SEEDS=10000 python -m pytest -n auto tests/simulation/test_replicas.py` tries ten
+thousand schedules; `SAMESTEP_REPLICA_SEEDS=21-22` repeats one.
+"""
+
+import time
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -9,23 +14,30 @@ import pytest
 from coordinator.storage.states.replica_states import ReplicaStates
 from protocol.exact.stretches import StretchOrder
 from protocol.exact.tree_sum import TreeSum
+from tests.simulation.seeds import Seeds
 from worker.shell.stretches import OwnState, Stretches
 
 pytestmark = pytest.mark.simulation
 
-_SEEDS = int(os.environ.get("SAMESTEP_REPLICA_SEEDS", "12"))
+_SEEDS = Seeds("SAMESTEP_REPLICA_SEEDS", "12")
 _ENOUGH_SEEDS = 300
 _CHECKS = ("other averages", "another loss", "one numeric signature and gave unlike")
 """Two that computed the same replica compare what it keeps, too."""
 
 
-def test_the_bits_of_the_undisturbed_rounds_and_an_end(play):
-    for seed in range(_SEEDS):
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("first", _SEEDS.firsts)
+def test_the_bits_of_the_undisturbed_rounds_and_an_end(first, play, simulated):
+    counts: Counter[str] = Counter()
+    since_s = time.process_time()
+    for seed in _SEEDS.of(first):
         often = ("kill", "kill_coordinator+power_loss", "cut+stall", "")[seed % 4]
         try:
-            play(seed, replicas=True, often=often)
+            told = play(seed, replicas=True, often=often)
         except Exception as error:
             raise AssertionError(f"seed {seed}, often {often!r}: {error!r}") from error
+        counts.update(schedules=1, events=told.events, **told.disturbances)
+    simulated(counts + Counter(ms=round((time.process_time() - since_s) * 1000)))
 
 
 DIFFERENCES = Stretches._differences

@@ -5,18 +5,17 @@ prints the seed that repeats it.
 million schedules, CI ten thousand; `SAMESTEP_SEEDS=688-689` repeats one.
 """
 
-import os
 import time
 from collections import Counter
 
 import pytest
 
 from protocol.spec.run_spec import Way
+from tests.simulation.seeds import Seeds
 
 pytestmark = pytest.mark.simulation
 
-_SEEDS = "100"
-_MOST_TESTS = 100
+_SEEDS = Seeds("SAMESTEP_SEEDS", "100")
 _ENOUGH_SEEDS = 300
 _WAYS: tuple[Way, ...] = ("star", "sharded", "star", "auto")
 _ALL = {
@@ -30,21 +29,12 @@ _ALL = {
 """Disturbances, what is reported of them, and outcomes."""
 
 
-def _seeds() -> range:
-    first, dash, last = os.environ.get("SAMESTEP_SEEDS", _SEEDS).partition("-")
-    return range(int(first), int(last)) if dash else range(int(first))
-
-
-def _per_test() -> int:
-    return -(-len(_seeds()) // _MOST_TESTS)
-
-
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("first", _seeds()[:: _per_test()])
+@pytest.mark.parametrize("first", _SEEDS.firsts)
 def test_the_bits_of_the_undisturbed_run_and_an_end(first, play, simulated):
     counts: Counter[str] = Counter()
     since_s = time.process_time()
-    for seed in range(first, min(first + _per_test(), _seeds().stop)):
+    for seed in _SEEDS.of(first):
         try:
             told = play(seed, way=_WAYS[seed % len(_WAYS)])
         except Exception as error:
