@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from protocol.base.errors import DataError
 from protocol.spec.manifest import Block
-from protocol.spec.run_spec import BaseDtype, Precision
+from protocol.spec.run_spec import BaseDtype, ComputePrecision
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +90,7 @@ class Trainable:
     rows: Callable[[Any, Mapping[str, Any]], Captured] | None = None
     seed: int = 0
     threads: int = 1
-    precision: Precision = "float32"
+    precision: ComputePrecision = "float32"
     base_dtype: BaseDtype = "float32"
 
 
@@ -142,6 +142,10 @@ class NodeGradients(Protocol):
 
 class Program(Protocol):
     """A compiled task on one device."""
+
+    loss_scale: float
+    """What the loss is multiplied by before backward, and gradients are divided by after it: a
+    power of two, 1 unless the task computes in float16."""
 
     @property
     def memory(self) -> str:

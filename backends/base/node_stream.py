@@ -156,6 +156,8 @@ class NodeStream:
 class HostSummedProgram:
     """What programs share whose gradients come by the microbatch and are added on the host."""
 
+    loss_scale = 1.0
+    """See `Program`."""
     memory = ""
     """Not known."""
     parity = ""

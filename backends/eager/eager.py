@@ -107,7 +107,7 @@ class EagerProgram(HostSummedProgram):
         self._evaluate = trainable.evaluate
         self._rows = trainable.rows
         self._seed = trainable.seed
-        self._bfloat16 = trainable.precision == "bfloat16"
+        self._precision = trainable.precision
         self._parameters = trained_parameters(self._module, self._blocks)
         self._order: BlockOrder | None = None
         self._abandoned = threading.Event()
@@ -233,6 +233,8 @@ class EagerProgram(HostSummedProgram):
         assert parameter.grad is not None
         if self._keeps_gradients:
             return
+        if self.loss_scale != 1.0:
+            parameter.grad.mul_(1.0 / self.loss_scale)  # exact: it is a power of two
         if self._order is not None:
             self._order.add(number, name, parameter.grad)
         parameter.grad = None
@@ -267,7 +269,8 @@ class EagerProgram(HostSummedProgram):
                 unused = unused_parameters(loss, self._parameters)
             self._order = BlockOrder(self._blocks, self._device, partial(self._emit, put), unused)
             if loss.requires_grad:  # not so for a microbatch without tokens
-                loss.backward()  # type: ignore[no-untyped-call]
+                scaled = loss if self.loss_scale == 1.0 else loss * self.loss_scale
+                scaled.backward()  # type: ignore[no-untyped-call]
             self._order.flush()
             return Loss(float(loss.detach()), batch.weight)
         finally:
@@ -312,11 +315,12 @@ class EagerProgram(HostSummedProgram):
         """The loss's sum in float32; backward computes in the types that forward used."""
         with self._computing():
             loss: torch.Tensor = self._loss(self._module, arrays)
-        return loss.float() if loss.dtype == torch.bfloat16 else loss
+        return loss.float() if loss.dtype in {torch.bfloat16, torch.float16} else loss
 
     def _computing(self) -> torch.autocast:
-        """bfloat16 where torch holds it safe, if asked for; reductions stay in float32."""
-        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._bfloat16)
+        """Half precision where torch holds it safe, if asked for; reductions stay in float32."""
+        half = torch.float16 if self._precision == "float16" else torch.bfloat16
+        return torch.autocast(self._device.type, half, enabled=self._precision != "float32")
 
     def _on_device(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The arrays as tensors with aligned storage of their own."""

@@ -106,6 +106,7 @@ class VulkanProgram:
         self._lock = threading.RLock()
         self.estimates: list[Estimate] = []
         self.parity = ""
+        self.loss_scale = 1.0
 
     @property
     def memory(self) -> str:

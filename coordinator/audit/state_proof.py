@@ -148,7 +148,10 @@ class StateProof:
         if logged.record.norm not in {None, norm}:
             yield f"the commit has norm {logged.record.norm}, the averaged gradients {norm}"
         steps = spec.steps_with(self._manifest.train_samples)
-        if commit.scalars != step_scalars(spec.update, updates, commit.step, steps, norm):
+        expected = step_scalars(
+            spec.update, updates, commit.step, steps, norm, loss_scale=commit.scalars.loss_scale
+        )
+        if commit.scalars != expected:
             yield "the scalars of the update do not follow from run spec and gradients"
 
     def _compare_lengths(self, index: LogIndex, saved: int) -> None:

@@ -23,6 +23,7 @@ from coordinator.run.outputs.actions import (
 )
 from coordinator.run.outputs.facts import (
     Cause,
+    LossScaleHalved,
     NodesPlanned,
     NodesReassigned,
     NodesSpeculated,
@@ -41,6 +42,7 @@ from coordinator.run.workers.leases import OwnerLease, Stragglers
 from coordinator.run.workers.membership import COMPUTING, Member, Membership, MemberState
 from protocol.base import limits
 from protocol.base.errors import ExitCode, OutOfPlace
+from protocol.exact.loss_scale import FLOOR, first_scale, scale_after, scales
 from protocol.exact.samples import SampleOrder
 from protocol.exact.stretches import order_of_steps
 from protocol.exact.tree import Node, leaves_of
@@ -102,6 +104,7 @@ class Progress:
         losses: Mean loss of each step; NaN for a skipped one.
         division: Microbatches by worker in the newest plan.
         round: The attempt in progress; None between the last commit and the next plan.
+        loss_scale: What losses of this attempt are multiplied by; 1 unless in float16.
         agreement: Whether all replicas have the same state after the newest commit.
         signatures: Of all workers that have computed.
         mixed: Whether those are several.
@@ -135,6 +138,7 @@ class Progress:
         self.agreement = Agreement()
         self.mixed = False
         self.signatures: set[str] = set()
+        self.loss_scale = first_scale(spec)
         self._stragglers = Stragglers(members)
         self._committing: _Committing | None = None
         self._redone: Mapping[int, str | None] = {}
@@ -152,6 +156,8 @@ class Progress:
     def _resume(self, resumption: Resumption) -> None:
         self.step, self.optimizer_step = resumption.step, resumption.optimizer_step
         self.losses = list(resumption.losses)
+        if resumption.loss_scale is not None:
+            self.loss_scale = resumption.loss_scale
         # Their averages wait in memory for the replica.
         ahead = limits.REPLAY_BYTES // max(self._manifest.elements * 4, 1)
         self.agreement = Agreement(
@@ -371,9 +377,23 @@ class Progress:
         plan = StepPlan(
             **place, view=view, nodes=nodes, microbatches=round_.microbatches,
             uploads=round_.uploads, owners=0 if sliced is None else sliced.number,
+            loss_scale=self.loss_scale,
         )  # fmt: skip
         told = self.mesh.tell([worker]) if sliced is not None else []
         return [*told, Send(worker, plan)]
+
+    def halve_loss_scale(self, reason: str) -> list[Action]:
+        """Gradients overflowed in float16: do the same step again with half the scale.
+
+        Returns:
+            Nothing if nothing is scaled, or not any more.
+        """
+        if not scales(self._spec) or self.loss_scale <= FLOOR:
+            return []
+        self.loss_scale /= 2.0
+        self.attempt += 1
+        told = LossScaleHalved(**self.place(), loss_scale=self.loss_scale, reason=reason)
+        return [Report(told), *self.begin()]
 
     def credit(self, round_: Round) -> list[Action]:
         """Let workers send more, once there is room for its sums."""
@@ -515,7 +535,10 @@ class Progress:
         if not skip:
             updates += 1
             norm = round_.gradient_norm
-            scalars = step_scalars(self._spec.update, updates, self.step, self.steps, norm)
+            scalars = step_scalars(
+                self._spec.update, updates, self.step, self.steps, norm,
+                loss_scale=self.loss_scale if scales(self._spec) else 0.0,
+            )  # fmt: skip
             loss, digest = round_.loss, round_.averages_digest()
         commit = Commit(**self.place(), scalars=scalars, loss=loss, averages_digest=digest)
         before = self.agreement.digest(self.step)
@@ -564,6 +587,7 @@ class Progress:
         self.optimizer_step = record.optimizer_step
         self.losses.append(commit.loss)
         self.step += 1
+        self.loss_scale = scale_after(self._spec, self.loss_scale, self.step)
         self.attempt = 0
         computing = self._members.names(*COMPUTING)
         self.agreement.expect(self.step, computing)

@@ -741,7 +741,7 @@ class Run:
         progress.delivered(member.name)
         outcome = round_.payload(member.name, message, values)
         if isinstance(outcome, NonFinite):
-            return self._halt_for(outcome)
+            return progress.halve_loss_scale(str(outcome)) or self._halt_for(outcome)
         if isinstance(outcome, Differing):
             return self.halt(f"step {self.step}: {outcome}")
         averaged: list[Action] = []

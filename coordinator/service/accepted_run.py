@@ -15,7 +15,13 @@ from coordinator.files.kept_index import keep_index, kept_index
 from coordinator.run.outputs.restart import Resumption, Terms
 from coordinator.service.chronicle import committed, settled
 from coordinator.storage.copies import check_place
-from coordinator.storage.directory.journal import JournalEnd, evaluations, read_end, was_given_up
+from coordinator.storage.directory.journal import (
+    JournalEnd,
+    evaluations,
+    newest_scale,
+    read_end,
+    was_given_up,
+)
 from coordinator.storage.directory.journal_records import Checkpointed, Record, Resumed, RunBegins
 from coordinator.storage.directory.run_directory import RunDirectory, StoredRun
 from coordinator.storage.kept_files import check_files
@@ -25,6 +31,7 @@ from coordinator.storage.way_back import go_back
 from protocol import __version__
 from protocol.base.errors import Mismatch, SamestepError, StorageDamaged, UsageError
 from protocol.base.place import is_directory
+from protocol.exact.loss_scale import first_scale, scale_after, scales
 from protocol.spec.run_spec import RunSpec
 
 
@@ -132,7 +139,8 @@ def find_run(
     figures: dict[int, dict[str, float]] = {}
     if stored.spec.stop is not None:
         figures = evaluations(directory.journal, recovery.step)
-    resumption = replace(_resumption(recovery, terms), figures=figures)
+    scale = _loss_scale(directory, recovery) if scales(stored.spec) else None
+    resumption = replace(_resumption(recovery, terms), figures=figures, loss_scale=scale)
     if not gone_back:
         _check_whole(directory, recovery)
     leave_behind(directory, recovery)
@@ -181,6 +189,25 @@ def _resumption(recovery: Recovery, terms: Terms | None) -> Resumption:
         redone=redone,
         terms=terms,
     )
+
+
+def _loss_scale(directory: RunDirectory, recovery: Recovery) -> float:
+    """Of the step that comes next: from the newest commit that tells one, be it in the log or, of
+    steps before the checkpoint, in the journal."""
+    spec = recovery.run.spec
+    told = {
+        logged.step: logged.record.commit.scalars.loss_scale
+        for logged in recovery.logged
+        if logged.record.commit.scalars is not None
+    }
+    at, scale = -1, first_scale(spec)
+    if told:
+        at, scale = max(told.items())
+    elif (found := newest_scale(directory.journal, recovery.step)) is not None:
+        at, scale = found
+    for step in range(max(at + 1, 1), recovery.step + 1):
+        scale = scale_after(spec, scale, step)
+    return scale
 
 
 def _lines_after_restart(recovery: Recovery, journal: JournalEnd, epoch: int) -> Iterator[Record]:

@@ -12,6 +12,7 @@ from coordinator.run.outputs.facts import (
     EvaluationMissed,
     Fact,
     HeldOutMeasured,
+    LossScaleHalved,
     ManifestAgreed,
     NodesPlanned,
     NodesSpeculated,
@@ -57,6 +58,7 @@ _RESPONSES: Final[dict[type[Fact], tuple[str, str]]] = {
     CopyFailed: ("copy_failed", "the run goes on; the next checkpoint is copied again"),
     StepRestarted: ("restarted", "the step starts anew"),
     EvaluationMissed: ("not_evaluated", "the next figures are of a later state"),
+    LossScaleHalved: ("loss_scale_halved", "the same step is done again with half the scale"),
     InternalError: ("internal_error", "the run ends"),
     RunFails: ("failed", "the run can be resumed"),
 }
@@ -160,6 +162,7 @@ def committed(record: CommitRecord, *, recovered: bool = False) -> Committed:
         loss=commit.loss,
         norm=record.norm,
         rate=None if commit.scalars is None else commit.scalars.learning_rate,
+        loss_scale=(commit.scalars.loss_scale or None) if commit.scalars is not None else None,
         skipped=commit.scalars is None,
         averages_digest=commit.averages_digest,
         state_before=record.state_before,

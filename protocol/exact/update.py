@@ -81,6 +81,8 @@ class StepScalars(BaseModel):
     one_minus_averaging: _Float32 = 1.0
     drift: _Float32 = 0.0
     """schedule-free: learning rate * beta1, what the newest step moves against the average."""
+    loss_scale: _Float32 = 0.0
+    """float16: what losses were multiplied by in this step; gradients were divided by it."""
 
     @model_serializer(mode="wrap")
     def _as_ever(self, inner: SerializerFunctionWrapHandler) -> dict[str, float]:
@@ -89,11 +91,19 @@ class StepScalars(BaseModel):
         if not self.averaging:
             for name in _SCHEDULE_FREE:
                 del document[name]
+        if not self.loss_scale:
+            del document["loss_scale"]
         return document
 
 
 def step_scalars(
-    spec: OptimizerSpec, optimizer_step: int, step: int, steps: int, gradient_norm: float
+    spec: OptimizerSpec,
+    optimizer_step: int,
+    step: int,
+    steps: int,
+    gradient_norm: float,
+    *,
+    loss_scale: float = 0.0,
 ) -> StepScalars:
     """The scalars of one update, in float64, each rounded to float32 once.
 
@@ -103,6 +113,7 @@ def step_scalars(
         step: Where the schedule is, from 0, skipped steps included.
         steps: Length of the run.
         gradient_norm: `global_norm` of the averaged gradients, finite.
+        loss_scale: Of a task that computes in float16; changes nothing.
 
     Raises:
         pydantic.ValidationError: A setting of the optimizer is outside float32.
@@ -132,6 +143,7 @@ def step_scalars(
         "averaging": share,
         "one_minus_averaging": 1.0 - share,
         "drift": rate * beta1 if free else 0.0,
+        "loss_scale": loss_scale,
     }
     return StepScalars(**{name: _rounded(value) for name, value in exact.items()})
 

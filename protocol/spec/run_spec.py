@@ -146,6 +146,7 @@ TaskName = Annotated[
 Document = Annotated[dict[str, Any], AfterValidator(_sorted)]
 Precision = Literal["float32", "bfloat16"]
 Way = Literal["auto", "star", "sharded"]
+ComputePrecision = Literal["float32", "bfloat16", "float16"]
 OptimizerName = Annotated[
     Literal["sgd", "momentum", "nesterov", "adamw", "lion", "schedule-free"],
     BeforeValidator(_exact_optimizer),
@@ -177,7 +178,9 @@ class ModelSpec(_Section):
     """The model, loaded from `source` or started anew from `config`, and how it computes.
 
     Weights, gradients and sums are float32 always; `precision: bfloat16` lets matrix products
-    and attention compute in bfloat16 (torch's autocast).
+    and attention compute in bfloat16 (torch's autocast), float16 in float16: for cards without
+    bfloat16. There the loss is multiplied by a scale, and gradients divided by it again; a step
+    whose gradients overflow is done again with half of it, so no batch is lost.
     """
 
     source: str | None = Field(None, description="a directory, `package:DISTRIBUTION`, a hub name")
@@ -198,7 +201,13 @@ class ModelSpec(_Section):
         "Every worker computes with the same rounded weights, and "
         "keeps them in so few bits",
     )
-    precision: Precision = Field("float32", description="what forward may compute in")
+    precision: ComputePrecision = Field("float32", description="what forward may compute in")
+    loss_scale: float = Field(
+        65_536.0, ge=1.0, le=limits.LOSS_SCALE, description="of float16, at first: a power of two"
+    )
+    loss_scale_every: Count = Field(
+        2_000, description="of float16: steps after each of which the scale is doubled"
+    )
     attention: Literal["eager", "sdpa"] = Field("eager", description="how it is computed")
     gradient_checkpointing: bool = Field(
         default=False, description="compute activations again in backward: less memory"
@@ -210,6 +219,8 @@ class ModelSpec(_Section):
             raise ValueError("expected either a source (to load) or a config (to start anew)")
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("expected a model_type in config, such as llama")
+        if math.frexp(self.loss_scale)[0] != 0.5:
+            raise ValueError(f"expected loss_scale to be a power of two, got {self.loss_scale:g}")
         return self
 
 
@@ -738,6 +749,7 @@ class RunSpec(_Section):
             ("epochs", self.epochs is not None),
             ("data.group_by_length", self.grouped),
             ("optimizer.name schedule-free", self.optimizer.name == "schedule-free"),
+            ("model.precision", self.model is not None and self.model.precision == "float16"),
         ):
             if given:
                 text = f"replicas do without {key}: leave out one of them"

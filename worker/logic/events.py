@@ -21,6 +21,7 @@ class StepAttempt:
 
     step: int
     attempt: int
+    loss_scale: float = field(default=1.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

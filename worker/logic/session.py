@@ -495,7 +495,7 @@ class WorkerSession:
         task = self._task
         if message.step != task.step:
             raise OutOfPlace(f"StepPlan: expected step {task.step}, got {message.step}")
-        task.place = StepAttempt(message.step, message.attempt)
+        task.place = StepAttempt(message.step, message.attempt, message.loss_scale)
         task.microbatches = message.microbatches
         task.uploads = Uploads(task.order, message.uploads)
         task.nodes.clear()
@@ -513,7 +513,9 @@ class WorkerSession:
     def _assign(self, message: Assign, body: None) -> list[Action]:
         del body
         place = StepAttempt(message.step, message.attempt)
-        return self._take(self._task, place, message.nodes) if place == self._task.place else []
+        if place != self._task.place:
+            return []
+        return self._take(self._task, self._task.place, message.nodes)
 
     def _cancel(self, message: Cancel, body: None) -> list[Action]:
         del body

@@ -407,6 +407,7 @@ class Engine:
         if job.task.manifest.capture is not None:
             yield from self._capture(generation, place, node, batches, start_s)
             return
+        job.program.loss_scale = place.loss_scale
         leaf, since_us = node.lo, now_us()
         loss: Loss | None = None
         leaves = list(zip(batches, seeds, strict=True))

@@ -223,6 +223,21 @@ class StepRestarted(Fact):
 
 
 @dataclass(frozen=True, slots=True)
+class LossScaleHalved(Fact):
+    """Gradients in float16 overflowed: the step is done again, with half the scale.
+
+    `reason` says where.
+    """
+
+    event = "loss_scale_halved"
+    epoch: int
+    step: int
+    attempt: int
+    loss_scale: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RedoneOtherwise(Fact):
     """A step that is done again after a restart has another digest of averages than before."""
 

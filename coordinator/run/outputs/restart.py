@@ -83,6 +83,7 @@ class Resumption:
             averages; None for one that was skipped, and is to be skipped again.
         terms: What workers were admitted by; None if none had computed.
         figures: Of the evaluations so far, if the run may stop by them.
+        loss_scale: Of the step that comes next, if losses are scaled.
     """
 
     manifest: Manifest
@@ -94,3 +95,4 @@ class Resumption:
     redone: Mapping[int, str | None]
     terms: Terms | None
     figures: Figures = field(default_factory=dict)
+    loss_scale: float | None = None

@@ -426,6 +426,17 @@ def was_given_up(path: Path) -> bool:
     return False
 
 
+def newest_scale(path: Path, before: int) -> tuple[int, float] | None:
+    """The newest commit of a step below this one that tells a scale of losses: step and scale."""
+    for line in _lines_backwards(path):
+        record = _sound_record(line + b"\n") if b'"loss_scale":' in line else None
+        if not isinstance(record, Committed) or record.step >= before:
+            continue
+        if record.loss_scale is not None:
+            return record.step, record.loss_scale
+    return None
+
+
 def evaluations(path: Path, up_to: int) -> dict[int, dict[str, float]]:
     """Figures on held-out data by step, of those steps that still count and are not after `up_to`.
 

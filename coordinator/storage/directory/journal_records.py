@@ -172,6 +172,7 @@ class Committed(Record):
     digest of the state that the step started from. `norm` is that of the averaged gradient before
     it was cut, `rate` the learning rate: None for a skipped step, and where an older release wrote
     the line. `own_digest` is that of what replicas have of their own after the step (`own_files`).
+    `loss_scale` is what losses were multiplied by, if they were.
     """
 
     articles = (10, 12, 15)
@@ -186,6 +187,7 @@ class Committed(Record):
     loss: Figure
     norm: Figure = None
     rate: Figure = None
+    loss_scale: Figure = None
     skipped: bool
     averages_digest: Digest
     state_before: Digest | None = None

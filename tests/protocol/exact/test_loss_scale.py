@@ -1,0 +1,35 @@
+"""The scale of losses in float16 follows from commits alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from protocol.base.errors import RunSpecError
+from protocol.exact.loss_scale import first_scale, scale_after, scales
+from protocol.spec.run_spec import RunSpec, parse_run_spec
+
+LANGUAGE = {"task": "causal-lm", "steps": 5, "data": {"train": "a.jsonl"}}
+
+
+def spec_of(**model: object) -> RunSpec:
+    return parse_run_spec({**LANGUAGE, "model": {"source": "m", **model}})
+
+
+def test_it_is_doubled_after_so_many_steps_up_to_a_bound():
+    spec = spec_of(precision="float16", loss_scale=1024, loss_scale_every=3)
+    assert scales(spec)
+    assert first_scale(spec) == 1024
+    assert [scale_after(spec, 8.0, step) for step in range(1, 7)] == [8, 8, 16, 8, 8, 16]
+    assert scale_after(spec, 2.0**24, 3) == 2.0**24
+
+
+def test_nothing_is_scaled_in_other_precisions():
+    for precision in ("float32", "bfloat16"):
+        spec = spec_of(precision=precision, loss_scale_every=1)
+        assert not scales(spec)
+        assert (first_scale(spec), scale_after(spec, 1.0, 1)) == (1.0, 1.0)
+
+
+def test_only_powers_of_two():
+    with pytest.raises(RunSpecError, match="a power of two, got 1000"):
+        spec_of(precision="float16", loss_scale=1000)
