@@ -63,7 +63,8 @@ EXAMPLES: dict[type[Message], Message] = {
         messages.StateRequest(run_id="r"),
         messages.StateChunk(**_STATE, block=1, chunk=0),
         messages.StepPlan(
-            **PLACE, view=1, microbatches=8, nodes=((0, 4), (4, 6)), uploads=7, owners=0
+            **PLACE, view=1, microbatches=8, nodes=((0, 4), (4, 6)), uploads=7, owners=0,
+            loss_scale=1.0
         ),
         messages.Credit(**PLACE, uploads=9),
         messages.BlockGradientPayload(**PAYLOAD, block=1),
@@ -206,6 +207,7 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
         **_in_step, "view": _number, "nodes": _nodes,
         "microbatches": st.integers(1, limits.MICROBATCHES_PER_STEP), "uploads": _number,
         "owners": _number,
+        "loss_scale": st.floats(1.0, limits.LOSS_SCALE),
     },
     messages.Credit: {**_in_step, "uploads": _number},
     messages.BlockGradientPayload: _payload,

@@ -79,6 +79,7 @@ class SimulatedDevice:
     info = DeviceInfo("scripted", "simulated", usable=True, reason="simulated")
     memory = ""
     parity = ""
+    loss_scale = 1.0
 
     def __init__(self, flaws: Flaws, surroundings: Surroundings) -> None:
         self._flaws = flaws

@@ -364,6 +364,8 @@ def _message(message: msg.Message) -> str:
         del fields["uploads"]  # all may be sent
     if fields.get("owners") == 0:
         del fields["owners"]  # sums go to the coordinator
+    if fields.get("loss_scale") == 1.0:
+        del fields["loss_scale"]  # nothing is scaled
     if "nodes" in fields:
         fields["nodes"] = "+".join(f"{lo}-{hi}" for lo, hi in fields["nodes"]) or "none"
     rest = "".join(f" {name}={value}" for name, value in fields.items())

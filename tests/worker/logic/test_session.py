@@ -78,7 +78,7 @@ def ready():
 
 
 def plan(*nodes, **change):
-    given = {**WHERE, "uploads": 100, "owners": 0, **change}
+    given = {**WHERE, "uploads": 100, "owners": 0, "loss_scale": 1.0, **change}
     return msg.StepPlan(**given, view=1, microbatches=4, nodes=nodes)
 
 
