@@ -749,7 +749,10 @@ class RunSpec(_Section):
             ("epochs", self.epochs is not None),
             ("data.group_by_length", self.grouped),
             ("optimizer.name schedule-free", self.optimizer.name == "schedule-free"),
-            ("model.precision", self.model is not None and self.model.precision == "float16"),
+            (
+                "model.precision float16",
+                self.model is not None and self.model.precision == "float16",
+            ),
         ):
             if given:
                 text = f"replicas do without {key}: leave out one of them"
