@@ -138,7 +138,7 @@ class Progress:
         self.agreement = Agreement()
         self.mixed = False
         self.signatures: set[str] = set()
-        self.loss_scale = first_scale(spec)
+        self.loss_scale = self._scale_at_first = first_scale(spec)
         self._stragglers = Stragglers(members)
         self._committing: _Committing | None = None
         self._redone: Mapping[int, str | None] = {}
@@ -157,7 +157,7 @@ class Progress:
         self.step, self.optimizer_step = resumption.step, resumption.optimizer_step
         self.losses = list(resumption.losses)
         if resumption.loss_scale is not None:
-            self.loss_scale = resumption.loss_scale
+            self.loss_scale = self._scale_at_first = resumption.loss_scale
         # Their averages wait in memory for the replica.
         ahead = limits.REPLAY_BYTES // max(self._manifest.elements * 4, 1)
         self.agreement = Agreement(
@@ -587,7 +587,9 @@ class Progress:
         self.optimizer_step = record.optimizer_step
         self.losses.append(commit.loss)
         self.step += 1
-        self.loss_scale = scale_after(self._spec, self.loss_scale, self.step)
+        # A skipped step tells no scale: a restart would know only of the one before it.
+        scale = self._scale_at_first if commit.scalars is None else self.loss_scale
+        self.loss_scale = self._scale_at_first = scale_after(self._spec, scale, self.step)
         self.attempt = 0
         computing = self._members.names(*COMPUTING)
         self.agreement.expect(self.step, computing)

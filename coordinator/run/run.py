@@ -741,7 +741,7 @@ class Run:
         progress.delivered(member.name)
         outcome = round_.payload(member.name, message, values)
         if isinstance(outcome, NonFinite):
-            return progress.halve_loss_scale(str(outcome)) or self._halt_for(outcome)
+            return self._not_finite(outcome)
         if isinstance(outcome, Differing):
             return self.halt(f"step {self.step}: {outcome}")
         averaged: list[Action] = []
@@ -803,7 +803,7 @@ class Run:
         if isinstance(fault, Differing):
             return actions + self.halt(f"step {self.step}: {fault}")
         if isinstance(fault, NonFinite):
-            return actions + self._halt_for(fault)
+            return actions + self._not_finite(fault)
         return actions + self._on(Event.ADVANCE)
 
     def _non_finite(self, member: Member, message: NonFiniteNode, body: None) -> list[Action]:
@@ -811,7 +811,7 @@ class Run:
         round_ = self._agreed.progress.present(message)
         if round_ is None or member.state is MemberState.LOADING:
             return []
-        return self._halt_for(round_.non_finite(member.name, message))
+        return self._not_finite(round_.non_finite(member.name, message))
 
     def _noted(self, member: Member, message: DeviceNote, body: None) -> list[Action]:
         del body
@@ -853,7 +853,7 @@ class Run:
                 assert isinstance(body, np.ndarray)
                 return [*round_.slice_sum(member.name, message, body)]
             case SumNotFinite():
-                return self._halt_for(round_.not_finite(member.name, message))
+                return self._not_finite(round_.not_finite(member.name, message))
             case SumsArrived():
                 round_.sums_arrived(member.name, message)
                 if message.worker in round_.shares:
@@ -885,8 +885,12 @@ class Run:
         wrong = WrongAverage(message.owner, block, f"to worker {member.name!r}")
         return self.halt(f"step {message.step}: {wrong}")
 
-    def _halt_for(self, fault: NonFinite) -> list[Action]:
-        return self.halt(f"step {self.step}: {fault}", fault)
+    def _not_finite(self, fault: NonFinite) -> list[Action]:
+        """Gradients that a scale made overflow are computed again; a loss is never scaled."""
+        again: list[Action] = []
+        if fault.block is not None:
+            again = self._agreed.progress.halve_loss_scale(str(fault))
+        return again or self.halt(f"step {self.step}: {fault}", fault)
 
     def _reassign(self) -> list[Action]:
         return self._agreed.progress.reassign()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from protocol.spec.model_card import read_card
 from tests.cluster import Cluster
 from tests.commands import called
-from tests.small_chat import chat_run, dpo_run
+from tests.small_chat import chat_run, dpo_run, jsonl
 
 
 def int4_run(directory: Path) -> Path:
@@ -18,7 +19,43 @@ def int4_run(directory: Path) -> Path:
     return chat_run(directory, model={"source": str(directory / "model"), "base_dtype": "int4"})
 
 
-RUNS = {"chat": chat_run, "dpo": dpo_run, "int4": int4_run}
+def packed_run(directory: Path) -> Path:
+    """A small Llama from scratch, on documents packed side by side."""
+    lines = [f"{n} and {m} is {n + m}." * (1 + n % 3) for n in range(40) for m in range(3)]
+    data = {"train": str(jsonl(directory / "sums.jsonl", [{"text": line} for line in lines]))}
+    config = {
+        "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    }  # fmt: skip
+    spec = {
+        "name": "packed", "task": "causal-lm", "seed": 7, "steps": 4,
+        "model": {"config": config}, "tokenizer": {"vocab_size": 300},
+        "data": {**data, "holdout": 0.2, "packing": True, "max_tokens": 64},
+        "batch": {"samples": 7, "microbatch": 2}, "optimizer": {"name": "adamw", "lr": 5e-3},
+    }  # fmt: skip
+    path = directory / "run.yaml"
+    path.write_text(json.dumps(spec))
+    return path
+
+
+def float16_run(directory: Path) -> Path:
+    """A scale that overflows at first, and again after each step."""
+    run = chat_run(directory)
+    document = json.loads(run.read_text())
+    document["model"] |= {"precision": "float16", "loss_scale": 2.0**24, "loss_scale_every": 1}
+    document["log"], document["checkpoint"] = "full", {"keep_log": True, "every": 2}
+    run.write_text(json.dumps(document))
+    return run
+
+
+RUNS = {
+    "chat": chat_run, "dpo": dpo_run, "int4": int4_run, "float16": float16_run,
+    "packed": packed_run,
+}  # fmt: skip
+KINDS = [
+    pytest.param(kind, marks=pytest.mark.slow if kind in {"float16", "packed"} else ())
+    for kind in RUNS
+]  # quick tests of those two: test_float16.py, tests/worker/data/test_packing.py
 
 
 def train(run: Path, out: Path, workers: int) -> dict[str, Any]:
@@ -28,7 +65,7 @@ def train(run: Path, out: Path, workers: int) -> dict[str, Any]:
         return cluster.result()
 
 
-@pytest.fixture(scope="module", params=list(RUNS))
+@pytest.fixture(scope="module", params=KINDS)
 def learnt(request, tmp_path_factory) -> tuple[Path, dict[str, Any], Path]:
     """A run spec, what one worker made of it alone, and where."""
     directory = tmp_path_factory.mktemp(request.param)

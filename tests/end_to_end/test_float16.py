@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from tests.cluster import Cluster
 from tests.commands import called
-from tests.small_chat import chat_run
-
-
-def float16_run(directory: Path) -> Path:
-    """A scale that overflows at first, and again after each step."""
-    run = chat_run(directory)
-    document = json.loads(run.read_text())
-    document["model"] |= {"precision": "float16", "loss_scale": 2.0**24, "loss_scale_every": 1}
-    document["log"], document["checkpoint"] = "full", {"keep_log": True, "every": 2}
-    run.write_text(json.dumps(document))
-    return run
+from tests.end_to_end.test_conversations import float16_run
 
 
 def train(run: Path, out: Path, workers: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:

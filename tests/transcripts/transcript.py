@@ -5,6 +5,7 @@ action a line, in order; the phase in brackets when it changes. `#` begins a rem
 4 microbatches of one sample and two blocks of one chunk each.
 
     run [workers=1] [steps=2] [evaluate_every=0] [parts=0] [exactness=prefer] [every=0] [disk=slow]
+        [scale=8]             float16, with this scale of losses at first
     restart STEP [saved=0] [skipped=N] [signature=S] [state=S] [steps=2] [disk=slow] ...
                               a new coordinator, instead of `run`; `state` if it is known at once
     invite NAME [duty=evaluate]   a worker is connected and free
@@ -41,7 +42,7 @@ from coordinator.run.run import Run, RunPhase
 from protocol.base import limits
 from protocol.base.errors import RemoteProtocolError
 from protocol.spec.manifest import Block, Manifest, Metric, TensorSpec
-from protocol.spec.run_spec import BatchSpec, CheckpointSpec, OptimizerSpec, RunSpec
+from protocol.spec.run_spec import BatchSpec, CheckpointSpec, ModelSpec, OptimizerSpec, RunSpec
 from protocol.wire import messages as msg
 
 EPOCH = 1
@@ -98,6 +99,7 @@ class Stage:
         skipped: str = "",
         signature: str = "s",
         state: str = "",
+        scale: str = "",
     ) -> None:
         spec = RunSpec(
             task="scripted",
@@ -108,6 +110,9 @@ class Stage:
             exactness=exactness,
             checkpoint=CheckpointSpec(every=int(every)),
         )
+        if scale:  # of a model, which is not there
+            half = ModelSpec(source="m", precision="float16", loss_scale=float(scale))
+            spec = spec.model_copy(update={"model": half})
         self._parts = int(parts)
         self._now_ms = 0
         self.hears: Callable[[Actions], object] = lambda _: None

@@ -86,6 +86,7 @@ class Follower:
     def _gradients(self, order: _Order, arrays: _Arrays) -> None:
         batches = batches_together(order["weights"], arrays)
         leaves = list(zip(batches, order["seeds"], strict=True))
+        self._built().loss_scale = order["loss_scale"]
         found = []
         for lo, hi, kept in order["shares"][self._group.rank]:
             try:

@@ -140,6 +140,7 @@ class GroupProgram:
     ) -> None:
         self._group, self._own, self._blocks, self._sharded = group, own, blocks, sharded
         self.memory = own.memory
+        self.loss_scale = 1.0
         self._node: GroupNode | None = None
         """The one in work, or abandoned before its end."""
 
@@ -157,8 +158,10 @@ class GroupProgram:
         order = {
             "weights": weights, "seeds": [seed for _, seed in leaves],
             "shares": [[[*share.node, share.kept] for share in each] for each in shares],
+            "loss_scale": self.loss_scale,
         }  # fmt: skip
         self._tell("gradients", arrays, **order)
+        self._own.loss_scale = self.loss_scale
         self._node = GroupNode(
             self._group, self._own, leaves, shares, len(self._blocks), finishes=self._sharded
         )

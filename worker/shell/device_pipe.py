@@ -128,17 +128,17 @@ def unpack_order(packed: Packed, host: SharedMemory) -> act.DeviceAction:
             run_id, document, keep, inputs = fields
             return act.Build(run_id, parse_run_spec_bytes(document), keep, inputs)
         case "compute":
-            step, attempt, microbatches, lo, hi = fields
-            return act.Compute(StepAttempt(step, attempt), microbatches, Node(lo, hi))
+            *place, microbatches, lo, hi = fields
+            return act.Compute(StepAttempt(*place), microbatches, Node(lo, hi))
         case "stretch":
-            step, attempt, replica, inner, content, own = fields
+            *place, replica, inner, content, own = fields
             values = np.frombuffer(content, np.uint8)
-            return act.GiveStretch(StepAttempt(step, attempt), replica, inner, values, own)
+            return act.GiveStretch(StepAttempt(*place), replica, inner, values, own)
         case "cancel":
             return act.CancelWork()
         case "cancel node":
-            step, attempt, lo, hi = fields
-            return act.CancelNode(StepAttempt(step, attempt), Node(lo, hi))
+            *place, lo, hi = fields
+            return act.CancelNode(StepAttempt(*place), Node(lo, hi))
         case "apply":
             places, scalars = fields
             averages = [host.array(Extent(*place)) for place in places]
@@ -156,8 +156,8 @@ def unpack_order(packed: Packed, host: SharedMemory) -> act.DeviceAction:
             raise AssertionError(kind)
 
 
-def _packed_place(place: StepAttempt) -> tuple[int, int]:
-    return place.step, place.attempt
+def _packed_place(place: StepAttempt) -> tuple[int, int, float]:
+    return place.step, place.attempt, place.loss_scale
 
 
 def _placed(values: NDArray[Any], memory: SharedMemory) -> Extent:
@@ -301,20 +301,20 @@ def _part(
     | events.StretchStep
     | events.BoundaryReached
     | events.StretchStateWanted,
-) -> tuple[int, int, int, int]:
-    return event.place.step, event.place.attempt, event.node.lo, event.node.hi
+) -> tuple[int, int, float, int, int]:
+    return *_packed_place(event.place), event.node.lo, event.node.hi
 
 
-def _unpacked_part(fields: list[int]) -> tuple[StepAttempt, Node]:
-    step, attempt, lo, hi = fields
-    return StepAttempt(step, attempt), Node(lo, hi)
+def _unpacked_part(fields: list[Any]) -> tuple[StepAttempt, Node]:
+    *place, lo, hi = fields
+    return StepAttempt(*place), Node(lo, hi)
 
 
-def _unpacked_wait(fields: list[int] | None) -> tuple[StepAttempt, int, Node] | None:
+def _unpacked_wait(fields: list[Any] | None) -> tuple[StepAttempt, int, Node] | None:
     if fields is None:
         return None
-    step, attempt, microbatches, lo, hi = fields
-    return StepAttempt(step, attempt), microbatches, Node(lo, hi)
+    *place, microbatches, lo, hi = fields
+    return StepAttempt(*place), microbatches, Node(lo, hi)
 
 
 def _packed_error(error: Exception) -> tuple[str, str, str]:
