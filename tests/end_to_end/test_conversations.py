@@ -85,7 +85,8 @@ def test_several_workers_learn_what_one_does(learnt, tmp_path, workers):
     run, alone, _ = learnt
     together = train(run, tmp_path, workers)
     same(together, alone)
-    assert sum(together["workers"].values()) == sum(alone["workers"].values())
+    if "float16" not in run.parent.name:  # who is first to overflow stops the others
+        assert sum(together["workers"].values()) == sum(alone["workers"].values())
     assert all(together["workers"].values())
 
 
@@ -114,7 +115,7 @@ def test_what_was_learnt_is_said_and_used(learnt):
     run, alone, out = learnt
     preferences = {"loss_per_pair", "reward_accuracy", "reward_margin"}
     assert ({*alone["eval"]} == preferences) == ("dpo" in run.parent.name)
-    card = read_card(out / "adapter")
+    card = read_card(out / ("model" if "packed" in run.parent.name else "adapter"))
     assert card is not None
     assert card.weights_digest == alone["weights_digest"]
     assert card.evaluations[-1].step == 4
