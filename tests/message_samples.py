@@ -207,7 +207,7 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
         **_in_step, "view": _number, "nodes": _nodes,
         "microbatches": st.integers(1, limits.MICROBATCHES_PER_STEP), "uploads": _number,
         "owners": _number,
-        "loss_scale": st.floats(1.0, limits.LOSS_SCALE),
+        "loss_scale": st.floats(1.0, limits.LOSS_SCALE_FACTOR),
     },
     messages.Credit: {**_in_step, "uploads": _number},
     messages.BlockGradientPayload: _payload,

@@ -35,6 +35,7 @@ UNITS = {
     "CONNECTIONS",
     "DEVICES",
     "ELEMENTS",
+    "FACTOR",
     "FILES",
     "MICROBATCHES",
     "MS",

@@ -107,7 +107,7 @@ UNANSWERED_BLOB_BYTES: Final = 4 * BODY_BYTES
 """What a worker asks for at once, so a slow one makes nobody hold more memory than that."""
 UNANSWERED_BLOB_CHUNKS: Final = 64
 """How many chunks that may be: small files need not wait for one another on a long link."""
-LOSS_SCALE: Final = 2.0**24
+LOSS_SCALE_FACTOR: Final = 2.0**24
 """No unit: a factor. The least is 1, where a value that is not finite is the model's own."""
 WORKERS: Final = 256
 DEVICES_PER_HOST: Final = 64

@@ -29,4 +29,4 @@ def scale_after(spec: RunSpec, scale: float, step: int) -> float:
     """The scale of the step behind `step` steps, if the one before had `scale`."""
     if spec.model is None or not scales(spec) or step % spec.model.loss_scale_every:
         return scale
-    return min(2.0 * scale, limits.LOSS_SCALE)
+    return min(2.0 * scale, limits.LOSS_SCALE_FACTOR)

@@ -203,7 +203,10 @@ class ModelSpec(_Section):
     )
     precision: ComputePrecision = Field("float32", description="what forward may compute in")
     loss_scale: float = Field(
-        65_536.0, ge=1.0, le=limits.LOSS_SCALE, description="of float16, at first: a power of two"
+        65_536.0,
+        ge=1.0,
+        le=limits.LOSS_SCALE_FACTOR,
+        description="of float16, at first: a power of two",
     )
     loss_scale_every: Count = Field(
         2_000, description="of float16: steps after each of which the scale is doubled"

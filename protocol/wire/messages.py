@@ -205,7 +205,7 @@ class StepPlan(_InStep):
     microbatches: Annotated[int, Field(ge=1, le=limits.MICROBATCHES_PER_STEP)]
     nodes: NodeList
     uploads: Number
-    loss_scale: Annotated[float, Field(ge=1.0, le=limits.LOSS_SCALE)]
+    loss_scale: Annotated[float, Field(ge=1.0, le=limits.LOSS_SCALE_FACTOR)]
 
 
 class _Payload(_InStep):
