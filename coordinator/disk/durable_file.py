@@ -47,6 +47,16 @@ def storing(doing: str, path: Path) -> Iterator[None]:
         raise StorageFailed(doing, str(path), text) from error
 
 
+def read_if_there(path: Path) -> bytes | None:
+    """What a file holds; None if there is none.
+
+    Raises:
+        StorageFailed: It cannot be read.
+    """
+    with storing("read", path):
+        return path.read_bytes() if path.exists() else None
+
+
 def write_all(fd: int, buffers: Sequence[memoryview]) -> None:
     """Write every byte of the buffers at the descriptor's place, without joining them.
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
 from protocol.base.errors import UsageError
+from protocol.base.fields import finite_or_none
 
 KEPT_EVENTS: Final = 4096
 """Events that a reader can lag behind, or have missed when it comes back."""
@@ -37,7 +37,7 @@ class EventStream:
 
     def publish(self, event: str, fields: Mapping[str, object]) -> None:
         """Add one event."""
-        document = {"event": event, **{key: _finite(value) for key, value in fields.items()}}
+        document = {"event": event, **{key: finite_or_none(value) for key, value in fields.items()}}
         self._kept.append(f"id: {self._next}\ndata: {json.dumps(document, default=str)}\n\n")
         self._next += 1
         self._wake()
@@ -94,8 +94,3 @@ class EventStream:
     def _wake(self) -> None:
         for news in self._readers:
             news.set()
-
-
-def _finite(value: object) -> object:
-    """JSON has no NaN: a skipped step has no loss."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value

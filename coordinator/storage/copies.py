@@ -30,6 +30,7 @@ from typing import Final, NamedTuple
 from coordinator.disk.durable_file import (
     TEMPORARY_SUFFIX,
     make_directory,
+    read_if_there,
     remove_temporaries,
     replace_file,
     storing,
@@ -440,7 +441,7 @@ def _copy_small_files(directory: RunDirectory, to: Path) -> None:
     names = [path.name for path in directory.small_files if path != directory.files_file]
     names.append(directory.journal.name)
     for attempt in range(_ATTEMPTS):
-        before = {name: _content(directory.path / name) for name in names}
+        before = {name: read_if_there(directory.path / name) for name in names}
         for name, content in before.items():
             if content is not None:
                 # A line of the journal may be half written just now.
@@ -453,11 +454,6 @@ def _copy_small_files(directory: RunDirectory, to: Path) -> None:
                 raise
         else:
             return
-
-
-def _content(path: Path) -> bytes | None:
-    with storing("read", path):
-        return path.read_bytes() if path.exists() else None
 
 
 def _copy_tree(source: Path, to: Path) -> None:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import math
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+
+from protocol.base import limits
+
+
+def _counted(count: int) -> int:
+    if count > limits.COUNTED_SAMPLES:
+        raise ValueError(f"expected a number of at most {limits.COUNTED_SAMPLES:g}")
+    return count
+
 
 # Texts are shown at consoles, and in lists of a line each.
 PRINTABLE = r"^[^\p{Cc}\p{Cf}\p{Zl}\p{Zp}]*$"
@@ -13,6 +23,12 @@ Text = Annotated[str, Field(max_length=400, pattern=PRINTABLE)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Number = Annotated[int, Field(ge=0, lt=2**63)]
 Bytes32 = Annotated[bytes, Field(min_length=32, max_length=32)]
+Bounded = Annotated[int, AfterValidator(_counted)]
+
+
+def finite_or_none(value: Any) -> Any:
+    """JSON has no NaN: what is not finite is null, as the loss of a skipped step."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def cut_text(text: str, limit_bytes: int = 400) -> str:

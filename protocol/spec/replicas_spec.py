@@ -8,11 +8,11 @@ computes which replica decides no bit.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from protocol.base import limits
+from protocol.base.fields import Bounded
 
 Codec = Literal["float32", "bfloat16", "int8", "int4", "topk"]
 DenseCodec = Literal["float32", "bfloat16", "int8", "int4"]
@@ -38,12 +38,6 @@ class Codecs(NamedTuple):
     sums: Literal["float32", "bfloat16"] = "float32"
 
 
-def _counted(count: int) -> int:
-    if count > limits.COUNTED_SAMPLES:
-        raise ValueError(f"expected a number of at most {limits.COUNTED_SAMPLES:g}")
-    return count
-
-
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -66,9 +60,7 @@ class ReplicasSpec(_Section):
     """
 
     count: int = Field(ge=1, le=256, description="K, whatever the number of workers")
-    inner_steps: Annotated[int, AfterValidator(_counted)] = Field(
-        ge=1, description="H: optimizer steps of each replica in a round"
-    )
+    inner_steps: Bounded = Field(ge=1, description="H: optimizer steps of each replica in a round")
     outer: OuterSpec = OuterSpec()
     inner_state: InnerState = Field(
         "reset",
@@ -79,7 +71,7 @@ class ReplicasSpec(_Section):
         description="of a replica's difference; topk: 64 of 4096, the rest is kept for later",
     )
     averages: DenseCodec = Field("float32", description="of the averaged difference, to workers")
-    boundary_every: Annotated[int, AfterValidator(_counted)] = Field(
+    boundary_every: Bounded = Field(
         0,
         ge=0,
         description="inner steps after which a replica's state is sent, so that no more of them "

@@ -29,6 +29,7 @@ from pydantic import (
 
 from protocol.base import limits
 from protocol.base.errors import MessageError, RunSpecError
+from protocol.base.fields import Bounded
 from protocol.spec.blob_list import Role
 from protocol.spec.init_from import begin_from
 from protocol.spec.replicas_spec import Codecs, ReplicasSpec
@@ -132,12 +133,6 @@ def _exact_optimizer(name: Any) -> Any:
     return name
 
 
-def _counted(count: int) -> int:
-    if count > limits.COUNTED_SAMPLES:
-        raise ValueError(f"expected a number of at most {limits.COUNTED_SAMPLES:g}")
-    return count
-
-
 TaskName = Annotated[
     str,
     AfterValidator(_known_task),
@@ -157,7 +152,6 @@ ScheduleName = Literal["constant", "linear", "cosine", "wsd"]
 DecayName = Literal["linear", "cosine", "1-sqrt"]
 LogMode = Literal["full", "checkpoint"]
 
-Bounded = Annotated[int, AfterValidator(_counted)]
 Count = Annotated[Bounded, Field(ge=1)]
 Every = Annotated[Bounded, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]

@@ -124,13 +124,13 @@ def optimizer_of(arguments: Any, steps: int, no_decay: tuple[str, ...]) -> dict[
     Raises:
         DataError: Schedule or optimizer cannot be had.
     """
-    schedule = _value(arguments.lr_scheduler_type)
+    schedule = word_of(arguments.lr_scheduler_type)
     if schedule not in _SCHEDULES:
         raise DataError(
             f"TrainingArguments.lr_scheduler_type={schedule!r} cannot be honoured: write one of "
             f"{', '.join(_SCHEDULES)}"
         )
-    optimizer = _value(arguments.optim)
+    optimizer = word_of(arguments.optim)
     if optimizer not in _OPTIMIZERS:
         raise DataError(
             f"TrainingArguments.optim={optimizer!r} cannot be honoured: write one of "
@@ -173,7 +173,7 @@ def every(strategy: Any, steps: Any, name: str, steps_per_epoch: int, of_run: in
     Raises:
         DataError: The strategy cannot be had.
     """
-    match _value(strategy):
+    match word_of(strategy):
         case "no":
             return 0
         case "steps":
@@ -187,5 +187,6 @@ def every(strategy: Any, steps: Any, name: str, steps_per_epoch: int, of_run: in
             )
 
 
-def _value(choice: Any) -> str:
+def word_of(choice: Any) -> str:
+    """Of an enumeration of transformers', or a plain one."""
     return str(getattr(choice, "value", choice))

@@ -17,7 +17,7 @@ from transformers.trainer_utils import TrainOutput
 
 from protocol.base.errors import DataError
 from samestep.fitting import fit
-from samestep.hf.arguments import every, optimizer_of, refuse_what_is_not_had, steps_of
+from samestep.hf.arguments import every, optimizer_of, refuse_what_is_not_had, steps_of, word_of
 from samestep.result import FitResult
 from samestep.user_task import UserTask
 
@@ -109,7 +109,7 @@ class SamestepMixin:
             waiting.append(row["loss"])
             trainer.state.global_step = step
             first = trainer.args.logging_first_step and step == 1
-            if _strategy(trainer.args.logging_strategy) == "steps" and (step % shown == 0 or first):
+            if word_of(trainer.args.logging_strategy) == "steps" and (step % shown == 0 or first):
                 trainer.log({"loss": sum(waiting) / len(waiting)})
                 waiting.clear()
             if "held_out_loss" in row:
@@ -118,10 +118,6 @@ class SamestepMixin:
 
 class Trainer(SamestepMixin, transformers.Trainer):  # type: ignore[misc]  # it ships no types
     """`transformers.Trainer`, trained by samestep."""
-
-
-def _strategy(choice: Any) -> str:
-    return str(getattr(choice, "value", choice))
 
 
 def _refuse_what_nobody_calls(trainer: Any, resume: Any, more: Mapping[str, Any]) -> None:
@@ -145,7 +141,7 @@ def _refuse_what_nobody_calls(trainer: Any, resume: Any, more: Mapping[str, Any]
                 f"the callback {type(callback).__name__} cannot be honoured: leave it out; the "
                 "loop is the coordinator's"
             )
-    if trainer.compute_metrics is not None and _strategy(trainer.args.eval_strategy) != "no":
+    if trainer.compute_metrics is not None and word_of(trainer.args.eval_strategy) != "no":
         raise DataError(
             "compute_metrics cannot be honoured while it trains: write eval_strategy='no', and "
             "call trainer.evaluate() after train()"
@@ -198,7 +194,7 @@ def _task(trainer: Any) -> UserTask:
     collate = trainer.data_collator
     if train is trainer.train_dataset:
         collate = trainer._get_collator_with_removed_columns(collate)  # noqa: SLF001 -- likewise
-    evaluates = _strategy(trainer.args.eval_strategy) != "no"
+    evaluates = word_of(trainer.args.eval_strategy) != "no"
     held_out = trainer.eval_dataset if evaluates else None
     losses = _Losses(trainer, collate([train[0]]))
     return UserTask(

@@ -146,7 +146,7 @@ class RunFiles:
     def want(self, names: tuple[str, ...], waiting: Compute | Evaluate | None) -> list[Action]:
         """Files for later are needed now; `waiting` is done once they are there."""
         if self._fetching is None:
-            return _give_up(f"the run's files {', '.join(names)} are not here")
+            return give_up(f"the run's files {', '.join(names)} are not here")
         return self._fetching.want(names, waiting)
 
     def in_the_users_words(self, text: str) -> str:
@@ -380,7 +380,7 @@ class Fetching:
         self._over = True
         reason = self.in_the_users_words(str(error))
         if self._built:
-            return [DropFiles(), *_give_up(reason, int(error.exit_code))]
+            return [DropFiles(), *give_up(reason, int(error.exit_code))]
         unready = Unready(
             run_id=self._run_id, reason=cut_text(reason), own=own, exit_code=int(error.exit_code)
         )
@@ -391,8 +391,8 @@ class Fetching:
         ]
 
 
-def _give_up(reason: str, exit_code: int = ExitCode.FAILED) -> list[Action]:
-    """A file that cannot be had in the middle of a run: others go on without this worker."""
+def give_up(reason: str, exit_code: int = ExitCode.FAILED) -> list[Action]:
+    """A file cannot be had in the middle of a run, or the device is of no use: others go on."""
     goodbye = Goodbye(reason=cut_text(reason), retry=False, exit_code=exit_code)
     return [Transmit(goodbye), Leave(reason, retry=False, exit_code=exit_code, failed=True)]
 

@@ -99,7 +99,7 @@ from worker.logic.actions import (
     Transmit,
 )
 from worker.logic.events import StepAttempt
-from worker.logic.fetching import FileEvent, RunFiles
+from worker.logic.fetching import FileEvent, RunFiles, give_up
 from worker.logic.uploads import Uploads
 
 _OF_THE_EPOCH: Final = (
@@ -357,11 +357,6 @@ class WorkerSession:
         del body
         return [CancelWork(), Leave(message.reason, message.retry, message.exit_code)]
 
-    def _fail(self, reason: str, exit_code: int) -> list[Action]:
-        """The device is of no use: others go on without it."""
-        goodbye = Goodbye(reason=cut_text(reason), retry=False, exit_code=exit_code)
-        return [Transmit(goodbye), Leave(reason, retry=False, exit_code=exit_code, failed=True)]
-
     def _devices_lost(self, event: events.DevicesLost) -> list[Action]:
         """What there was of the run's state is gone: come back, and get it from the coordinator."""
         goodbye = Goodbye(reason=cut_text(event.reason), retry=True, exit_code=ExitCode.OK)
@@ -376,8 +371,8 @@ class WorkerSession:
     def _device_failed(self, event: events.DeviceFailed) -> list[Action]:
         words = " ".join(str(event.error).split())
         if isinstance(event.error, BackendUnavailable | DeviceError | DataError):
-            return self._fail(words, event.error.exit_code)
-        return self._fail(f"the device failed: {words}", ExitCode.FAILED)
+            return give_up(words, event.error.exit_code)
+        return give_up(f"the device failed: {words}", ExitCode.FAILED)
 
     # A run's start and end.
 
@@ -429,7 +424,7 @@ class WorkerSession:
         exit_code = event.error.exit_code
         if isinstance(event.error, BackendUnavailable | DeviceError | ScriptDiffers):
             # This machine's matter, not the run's: leave, and let the run wait for another.
-            return self._fail(reason, exit_code)
+            return give_up(reason, exit_code)
         unready = Unready(
             run_id=self.run_id, reason=cut_text(reason), own=event.own, exit_code=exit_code
         )

@@ -7,24 +7,18 @@ what it is good for, not that keeping it is all the article asks.
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, ClassVar, Final, Literal, Union
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
 from coordinator.disk.canonical_json import canonical_json, json_digest
 from protocol.base import limits
-from protocol.base.fields import Digest, Number
+from protocol.base.fields import Digest, Number, finite_or_none
 from protocol.exact.tree import Node
-
-
-def _finite_or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
 
 Name = Annotated[str, Field(max_length=limits.NAME_CHARACTERS)]
 Words = Annotated[str, Field(max_length=2_000)]
-Figure = Annotated[float | None, BeforeValidator(_finite_or_none)]
+Figure = Annotated[float | None, BeforeValidator(finite_or_none)]
 """JSON has no NaN: what is not finite is null."""
 Nodes = dict[Name, tuple[tuple[Number, Number], ...]]
 """Nodes [lo, hi) of the reduction tree over a step's microbatches, by worker."""

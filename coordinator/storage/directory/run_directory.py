@@ -27,7 +27,13 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from coordinator.disk.canonical_json import json_digest
-from coordinator.disk.durable_file import remove_temporaries, replace_file, storing, sync_directory
+from coordinator.disk.durable_file import (
+    read_if_there,
+    remove_temporaries,
+    replace_file,
+    storing,
+    sync_directory,
+)
 from coordinator.run.outputs.restart import Terms
 from coordinator.storage.log.log_index import segment_files
 from protocol.base.errors import MessageError, Mismatch, StorageDamaged, UsageError
@@ -166,7 +172,7 @@ class RunDirectory:
             StorageDamaged: The file holds none.
             StorageFailed: It cannot be read.
         """
-        content = _read(self.terms_file)
+        content = read_if_there(self.terms_file)
         try:
             return Terms.model_validate_json(content) if content is not None else None
         except ValidationError as error:
@@ -210,7 +216,7 @@ class RunDirectory:
             StorageDamaged: There is a run, without that file.
             StorageFailed: It cannot be read.
         """
-        content = _read(self.run_file)
+        content = read_if_there(self.run_file)
         with storing("read", self.log):
             written = self.journal.exists() or bool(segment_files(self.log))
         if content is None and written:
@@ -238,7 +244,7 @@ class RunDirectory:
             StorageDamaged: The file holds none.
             StorageFailed: It cannot be read.
         """
-        content = _read(self.manifest_file)
+        content = read_if_there(self.manifest_file)
         try:
             return Manifest.from_bytes(content) if content is not None else None
         except MessageError as error:
@@ -252,7 +258,7 @@ class RunDirectory:
             StorageDamaged: It is not JSON, or no result of this run.
             StorageFailed: It cannot be read.
         """
-        content, run = _read(self.result_file), self.read_run()
+        content, run = read_if_there(self.result_file), self.read_run()
         if content is None:
             return None
         try:
@@ -292,8 +298,3 @@ def _seal(document: dict[str, Any]) -> str:
 def terms_bytes(terms: Terms) -> bytes:
     """What `terms.json` holds."""
     return terms.model_dump_json().encode()
-
-
-def _read(path: Path) -> bytes | None:
-    with storing("read", path):
-        return path.read_bytes() if path.exists() else None
