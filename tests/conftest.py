@@ -3,7 +3,7 @@ fails for its time: other work on the machine may have taken it."""
 
 from __future__ import annotations
 
-import os
+import itertools
 
 import pytest
 from hypothesis import settings
@@ -40,14 +40,17 @@ def pytest_runtest_call(item):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_home(tmp_path_factory):
-    """Daemons that a test starts inherit it."""
-    kept = {name: os.environ.pop(name, None) for name in ("SAMESTEP_TOKEN", "SAMESTEP_TOKEN_FILE")}
-    before = os.environ.get("SAMESTEP_HOME")
-    os.environ["SAMESTEP_HOME"] = str(tmp_path_factory.mktemp("home"))
-    yield
-    for name, value in {**kept, "SAMESTEP_HOME": before}.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+def _homes(tmp_path_factory):
+    """Where state directories are made; what modules share is in the first."""
+    homes = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("SAMESTEP_TOKEN", "SAMESTEP_TOKEN_FILE"):
+            patch.delenv(name, raising=False)
+        patch.setenv("SAMESTEP_HOME", str(homes / "0"))
+        yield (homes / str(number) for number in itertools.count(1))
+
+
+@pytest.fixture(autouse=True)
+def _own_home(_homes, monkeypatch):
+    """No test finds what another has left; daemons that it starts inherit it."""
+    monkeypatch.setenv("SAMESTEP_HOME", str(next(_homes)))

@@ -26,8 +26,9 @@ def test_a_plan_follows_from_its_seed_and_has_every_kind():
     assert all(0 < fault.after_step < SIZE.steps for fault in faults)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("size", [SIZE, pytest.param(MORE, marks=pytest.mark.slow, id="more")])
+@pytest.mark.parametrize("size", [SIZE, MORE], ids=["least", "more"])
 def test_faults_of_every_kind_leave_no_trace_in_the_result(tmp_path, request, size):
     seed = int(request.config.getoption("randomly_seed", default=1)) % 2**32
     outcome = run_campaign(tmp_path, seed, size, keep_log=True, anew=False)

@@ -109,6 +109,7 @@ def ended(machine, run_id, since):
     return json.loads(machine.path(f"{COORDINATOR_HOME}/runs/{run_id}/result.json").read_text())
 
 
+@pytest.mark.slow
 def test_devices_compute_for_users_that_exist_only_while_they_do(machine):
     """The CPU, and Vulkan where it is there (Mesa's compiles kernels and runs them at once)."""
     second = "cpu1" if isinstance(adapters(), str) else "vulkan0"
@@ -144,6 +145,7 @@ def test_killed_daemons_are_restarted_and_the_run_has_the_same_digest(cluster, d
     assert ended(cluster, run_id, since)["weights_digest"] == digest
 
 
+@pytest.mark.slow
 def test_stopped_processes_are_replaced_by_the_watchdog(cluster, digest):
     since, run_id = begin(cluster)
     stalled = (COORDINATOR, WORKERS[1])
@@ -156,6 +158,7 @@ def test_stopped_processes_are_replaced_by_the_watchdog(cluster, digest):
     assert ended(cluster, run_id, since)["weights_digest"] == digest
 
 
+@pytest.mark.slow
 def test_a_stop_drains_and_a_start_goes_on(cluster, digest):
     since, run_id = begin(cluster)
     cluster.run("systemctl", "stop", WORKERS[0])

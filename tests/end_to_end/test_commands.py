@@ -166,6 +166,7 @@ def test_a_named_backend_that_is_not_there_leaves_and_the_run_goes_on(tmp_path, 
         assert cluster.result()["workers"].keys() == {"w1"}
 
 
+@pytest.mark.slow
 def test_a_run_ends_when_no_local_worker_s_device_is_there(tmp_path, scripted):
     """With the device's reason, not only with that all have left."""
     job = (*scripted, "--local-workers", "2", "--backend", "cuda")

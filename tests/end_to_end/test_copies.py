@@ -6,48 +6,57 @@ import shutil
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.cluster import Cluster
 from tests.end_to_end.test_restart import ANYWHERE, LOCAL, one_line, result_of, run
 from tests.free_ports import free_address
 
 SPEC = """
 task: scripted
-steps: 60
+steps: 30
 batch: {samples: 8, microbatch: 1}
 checkpoint: {every: 10, copies: [%s]}
 """
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    """The directory of the same run, with no copies."""
+    directory: Path = tmp_path_factory.mktemp("undisturbed")
+    spec = directory / "run.yaml"
+    spec.write_text(SPEC % "")
+    out = directory / "out"
+    ended = run(*ANYWHERE, "--run", str(spec), *LOCAL, "--out", str(out))
+    assert ended.returncode == 0, ended.stderr
+    return out
 
 
 def kept(copies: Path) -> list[str]:
     return sorted(path.name for path in next(copies.iterdir()).iterdir())
 
 
-def test_a_run_goes_on_without_the_coordinator_s_disk(tmp_path):
+def test_a_run_goes_on_without_the_coordinator_s_disk(tmp_path, undisturbed):
     copies = tmp_path / "copies"
     spec = tmp_path / "run.yaml"
     spec.write_text(SPEC % copies)
     job = "--run", str(spec)
-    undisturbed = tmp_path / "undisturbed"
-    none = ("--set", "checkpoint.copies=[]")
-    ended = run(*ANYWHERE, *job, *none, *LOCAL, "--out", str(undisturbed))
-    assert ended.returncode == 0, ended.stderr
-
     at = ("--bind", free_address(), "--control", "127.0.0.1:0", "--expect-workers", "1")
     with Cluster(tmp_path / "lost", *at, *job) as first:
-        worker = first.held_worker("w0", 41, "--backend", "scripted")
+        worker = first.held_worker("w0", 21, "--backend", "scripted")
         worker.reached()
-        first.wait_for("checkpoint_copied", step=40)
+        first.wait_for("checkpoint_copied", step=20)
         first.coordinator.send_signal(signal.SIGKILL)
         first.wait_for_exit(first.coordinator)
         first.workers["w0"].kill()
     shutil.rmtree(tmp_path / "lost")
-    assert kept(copies)[-1] == "after-0000000040"
+    assert kept(copies)[-1] == "after-0000000020"
 
     elsewhere = tmp_path / "elsewhere"
     arguments = (*ANYWHERE, *LOCAL, "--out", str(elsewhere), "--resume")
     ended = run(*arguments, "--from", str(copies))
     assert ended.returncode == 0, ended.stderr
-    assert "goes on after step 40" in ended.stdout
+    assert "goes on after step 20" in ended.stdout
     for key in ("weights_digest", "losses"):
         assert result_of(elsewhere)[key] == result_of(undisturbed)[key]
     audited = run("audit", str(elsewhere))
@@ -57,21 +66,17 @@ def test_a_run_goes_on_without_the_coordinator_s_disk(tmp_path):
     assert "holds a run already" in one_line(again)
 
 
-def test_a_run_goes_on_from_a_worker_s_copy(tmp_path):
+def test_a_run_goes_on_from_a_worker_s_copy(tmp_path, undisturbed):
     """The coordinator's machine is gone; of its run there is what one worker keeps."""
     spec = tmp_path / "run.yaml"
     spec.write_text(SPEC % "tower")
     job = "--run", str(spec)
-    none = ("--set", "checkpoint.copies=[]")
-    ended = run(*ANYWHERE, *job, *none, *LOCAL, "--out", str(tmp_path / "undisturbed"))
-    assert ended.returncode == 0, ended.stderr
-
     address = free_address()
     at = ("--bind", address, "--control", "127.0.0.1:0", "--expect-workers", "1")
     with Cluster(tmp_path / "lost", *at, *job) as first:
-        worker = first.held_worker("tower", 41, "--backend", "scripted")
+        worker = first.held_worker("tower", 21, "--backend", "scripted")
         worker.reached()
-        first.wait_for("checkpoint_copied", step=40, to="tower")
+        first.wait_for("checkpoint_copied", step=20, to="tower")
         first.coordinator.send_signal(signal.SIGKILL)
         first.wait_for_exit(first.coordinator)
         shutil.rmtree(tmp_path / "lost" / "out")
@@ -81,9 +86,9 @@ def test_a_run_goes_on_from_a_worker_s_copy(tmp_path):
         ended = run(*arguments, "--expect-workers", "1")
         assert ended.returncode == 0, ended.stderr
         assert "waiting for worker 'tower'" in ended.stdout
-        assert "goes on after step 40" in ended.stdout
+        assert "goes on after step 20" in ended.stdout
         assert first.workers["tower"].wait(60) == 0
     for key in ("weights_digest", "losses"):
-        assert result_of(elsewhere)[key] == result_of(tmp_path / "undisturbed")[key]
+        assert result_of(elsewhere)[key] == result_of(undisturbed)[key]
     audited = run("audit", str(elsewhere))
     assert audited.returncode == 0, audited.stdout

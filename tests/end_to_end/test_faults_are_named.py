@@ -8,20 +8,20 @@ from tests.processes import start
 
 def test_a_flipped_bit_names_its_worker_and_continue_puts_it_right(tmp_path):
     spec = tmp_path / "run.yaml"
-    spec.write_text("task: scripted\nsteps: 60\nbatch: {samples: 12, microbatch: 1}\n")
+    spec.write_text("task: scripted\nsteps: 20\nbatch: {samples: 12, microbatch: 1}\n")
     job = ("--run", str(spec))
     with Cluster(tmp_path, "--expect-workers", "3", *job) as cluster:
         arguments = ("--coordinator", cluster.address["data"], "--backend", "scripted", "--name")
-        cluster.workers["odd"] = start("tests.odd_worker", "20", *arguments, "odd")
+        cluster.workers["odd"] = start("tests.odd_worker", "10", *arguments, "odd")
         # However late the odd one's answer is, they do not go on without it.
-        holds = [cluster.held_worker(name, 20, "--backend", "scripted") for name in ("w0", "w1")]
+        holds = [cluster.held_worker(name, 10, "--backend", "scripted") for name in ("w0", "w1")]
         halted = cluster.wait_for("halted")
         assert "'odd'" in halted["reason"]
         assert "'w0'" not in halted["reason"]
-        assert "after 20 steps" in halted["reason"]
+        assert "after 10 steps" in halted["reason"]
         status = cluster.ask("GET", "/status")
         assert status["phase"] == "halted"
-        assert status["step"] == 20
+        assert status["step"] == 10
         for hold in holds:
             hold.reached()
             hold.release()

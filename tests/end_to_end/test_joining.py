@@ -178,7 +178,7 @@ def test_a_worker_that_was_told_not_to_use_tls(tmp_path):
 
 def test_local_workers_need_nothing_and_no_argument_holds_a_token(tmp_path, own_home):
     spec = tmp_path / "run.yaml"
-    spec.write_text("task: scripted\nsteps: 200\nbatch: {samples: 4, microbatch: 1}\n")
+    spec.write_text("task: scripted\nsteps: 20\nbatch: {samples: 4, microbatch: 1}\n")
     arguments = ("--run", str(spec), "--local-workers", "2", "--backend", "scripted:5")
     with Cluster(tmp_path, "--bind", "0.0.0.0:0", *arguments) as cluster:
         cluster.wait_for("committed", step=1)

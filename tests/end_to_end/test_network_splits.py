@@ -87,6 +87,7 @@ def test_a_worker_that_is_cut_off_is_noticed_and_comes_back(tmp_path, reference)
     assert result["losses"] == reference["losses"]
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_is_cut_off_commits_nothing_and_all_come_back(tmp_path, reference):
     def story(split):
         cluster = split.cluster

@@ -14,7 +14,7 @@ from tests import processes
 from tests.cluster import Cluster
 from tests.free_ports import free_address
 
-STEPS = 120
+STEPS = 60
 LOCAL = ("--local-workers", "1", "--backend", "scripted")
 ANYWHERE = ("--bind", "127.0.0.1:0", "--control", "127.0.0.1:0")
 
@@ -25,7 +25,7 @@ def job(tmp_path_factory) -> tuple[str, ...]:
     spec = tmp_path_factory.mktemp("job") / "run.yaml"
     spec.write_text(
         f"task: scripted\nsteps: {STEPS}\nbatch: {{samples: 8, microbatch: 1}}\n"
-        "checkpoint: {every: 25}\n"
+        "checkpoint: {every: 12}\n"
     )
     return "--run", str(spec)
 
@@ -126,14 +126,14 @@ def test_a_drained_run_goes_on(job, tmp_path, finished):
     address = free_address()
     at = ("--bind", address, "--control", "127.0.0.1:0", "--expect-workers", "1", *job)
     with Cluster(tmp_path, *at, "--resume") as cluster:
-        worker = cluster.held_worker("w0", 31, "--backend", "scripted")
+        worker = cluster.held_worker("w0", 16, "--backend", "scripted")
         worker.reached()
         cluster.coordinator.terminate()
         cluster.wait_for("draining")
         worker.release()  # the step in progress is finished first
         drained = cluster.result()
         assert drained["outcome"] == "drained"
-        assert 30 < drained["steps"] < 120
+        assert 15 < drained["steps"] < STEPS
     with Cluster(tmp_path, *at, "--resume") as cluster:
         cluster.worker("w1", "--backend", "scripted")
         result = cluster.result()
@@ -146,7 +146,7 @@ def test_a_drained_run_goes_on(job, tmp_path, finished):
 def test_a_second_signal_ends_at_once_and_says_how_to_go_on(job, tmp_path, finished):
     with Cluster(tmp_path, "--expect-workers", "1", *job) as cluster:
         # The step in progress does not end.
-        cluster.held_worker("w0", 31, "--backend", "scripted").reached()
+        cluster.held_worker("w0", 16, "--backend", "scripted").reached()
         cluster.coordinator.terminate()
         cluster.wait_for("draining")
         cluster.coordinator.terminate()
@@ -166,15 +166,15 @@ def test_a_killed_coordinator_goes_on_with_the_same_worker(job, tmp_path, finish
         "--set", f"log={mode}", "--set", "checkpoint.keep_log=true", "--resume",
     )  # fmt: skip
     with Cluster(tmp_path, *at) as first:
-        worker = first.held_worker("w0", 61, "--backend", "scripted")
+        worker = first.held_worker("w0", 31, "--backend", "scripted")
         worker.reached()
-        first.wait_for("checkpoint", step=50)
+        first.wait_for("checkpoint", step=24)
         first.coordinator.send_signal(signal.SIGKILL)
         first.wait_for_exit(first.coordinator)
         with Cluster(tmp_path, *at) as second:
             worker.release()
             resumed = second.wait_for("worker_joined", worker="w0")
-            assert resumed["step"] >= (61 if mode == "full" else 50)
+            assert resumed["step"] >= (31 if mode == "full" else 24)
             result = second.result()
         first.wait_for_exit(first.workers["w0"])
     assert result["weights_digest"] == result_of(finished)["weights_digest"]
@@ -182,4 +182,4 @@ def test_a_killed_coordinator_goes_on_with_the_same_worker(job, tmp_path, finish
     audited = run("audit", str(tmp_path / "out"))
     assert audited.returncode == 0, audited.stdout
     if mode == "full":
-        assert "120 of 120 steps taken again" in audited.stdout
+        assert f"{STEPS} of {STEPS} steps taken again" in audited.stdout

@@ -109,6 +109,7 @@ def test_the_main_jobs_with_a_worker_killed_and_another_joining(tmp_path, refere
     assert disturbed["eval"] == alone["eval"]
 
 
+@pytest.mark.slow
 def test_regress_reaches_the_noise_free_solution(reference_directory):
     alone = undisturbed(reference_directory / "regress.yaml", "regress.yaml")
     assert alone["eval"]["mse"] <= 1e-6
@@ -149,6 +150,7 @@ def test_a_worker_joins_in_the_middle(tmp_path, reference_directory):
     assert result["weights_digest"] == alone["weights_digest"]
 
 
+@pytest.mark.slow
 def test_others_go_on_without_a_stopped_worker_and_it_comes_back(tmp_path, reference_directory):
     longer = (*DIGITS, "--set", "steps=60")
     alone = undisturbed(reference_directory / "longer", "digits.yaml", *longer)

@@ -14,7 +14,7 @@ from tests.small_decoder import decoder_run
 from worker.tasks.registry import build
 
 SHORT = (
-    "--set", "steps=4", "--set", "evaluate_every=0", "--set", "digits.hidden=[16]",
+    "--set", "steps=2", "--set", "evaluate_every=0", "--set", "digits.hidden=[16]",
     "--set", "batch.samples=24",
 )  # fmt: skip
 

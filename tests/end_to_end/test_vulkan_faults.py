@@ -13,7 +13,7 @@ from tests.faulty_vulkan import FaultyVulkan, compiled_layer
 from tests.small_decoder import decoder_run
 
 DIGITS = (
-    "--run", str(RUNS / "digits.yaml"), "--set", "steps=60", "--set", "evaluate_every=0",
+    "--run", str(RUNS / "digits.yaml"), "--set", "steps=24", "--set", "evaluate_every=0",
     "--set", "digits.hidden=[16]", "--set", "batch.samples=24",
 )  # fmt: skip
 DECODERS = ("causal-lm", "classify")
@@ -74,6 +74,7 @@ def last_words(cluster: Cluster, name: str) -> list[str]:
     return said.splitlines()
 
 
+@pytest.mark.slow
 def test_one_is_killed_in_the_middle_of_a_step_and_another_comes_late(tmp_path, job, alone):
     with Cluster(tmp_path, "--expect-workers", "2", *job) as cluster:
         first, second = (cluster.held_worker(f"w{n}", 6, *VULKAN) for n in range(2))

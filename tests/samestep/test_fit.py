@@ -72,13 +72,13 @@ def test_an_interrupt_drains_and_the_run_goes_on_with_the_same_bits():
             os.kill(os.getpid(), signal.SIGINT)
         return squares(module, batch)
 
-    whole = samestep.fit(line, steps=120, **FEW)
-    drained = samestep.fit(lambda: line(loss=loss), steps=120, directory="part", **FEW)
+    whole = samestep.fit(line, steps=40, **FEW)
+    drained = samestep.fit(lambda: line(loss=loss), steps=40, directory="part", **FEW)
     assert drained.outcome == "drained"
-    assert 0 < drained.steps < 120
-    rest = samestep.fit(line, steps=120, directory="part", resume=True, **FEW)
-    assert (rest.outcome, rest.steps, rest.digest) == ("finished", 120, whole.digest)
-    assert len(rest.history) == 120
+    assert 0 < drained.steps < 40
+    rest = samestep.fit(line, steps=40, directory="part", resume=True, **FEW)
+    assert (rest.outcome, rest.steps, rest.digest) == ("finished", 40, whole.digest)
+    assert len(rest.history) == 40
 
 
 def test_random_collators_draw_by_the_microbatchs_seed():

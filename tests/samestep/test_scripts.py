@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.processes import ROOT
 from tests.samestep.scripts import HEAD, RunningScript, close
 from tests.samestep.scripts import said as said_by
@@ -63,6 +65,7 @@ def test_whoever_joins_has_the_script_or_accepts_it_or_is_told_what_to_do(tmp_pa
     close(differs, accepts, plain)
 
 
+@pytest.mark.slow
 def test_two_fits_in_one_script_are_two_runs_for_all_who_run_it(tmp_path):
     script = written(
         tmp_path,

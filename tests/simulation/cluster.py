@@ -46,6 +46,9 @@ _WITH_FILES: Final = 0.2
 """How many of the runs read a file that workers fetch."""
 _FILE_BYTES: Final = (300, 10_000, 20_000)
 """One chunk, or several."""
+_PATH_CHARACTERS: Final = 200
+"""Of the directory: paths are sent and written, and what they take must not depend on where it
+is."""
 _LIMITS: Final = {
     "BODY_BYTES": 4096,
     "CHUNK_ELEMENTS": 8,
@@ -84,7 +87,7 @@ class Cluster:
 
     Args:
         seed: Decides everything.
-        root: An empty directory.
+        root: An empty directory; what happens does not depend on where it is.
         calm: Without disturbances.
         often: Disturbances that are to come more often than others, with + between them.
         runs: How many one after the other.
@@ -115,8 +118,9 @@ class Cluster:
         self.rng = rng = Random(seed)
         self.clock = Clock(rng)
         self.network = Network(self.clock)
-        self.root = root
-        (root / "coordinator").mkdir()
+        assert len(str(root)) < _PATH_CHARACTERS - 1, f"expected a shorter path than {root}"
+        self.root = root = root / ("-" * (_PATH_CHARACTERS - 1 - len(str(root))))
+        (root / "coordinator").mkdir(parents=True)
         self.disk = Disk(root / "coordinator", self.clock)
         self.events = 0
         self.disturbed: Counter[str] = Counter()

@@ -23,13 +23,14 @@ def _home(tmp_path_factory):
 
 @pytest.fixture
 def play(_home, monkeypatch):
-    """Plays a seed to its end, in a directory of its own: in memory, where there is room."""
+    """Plays a seed to its end, in a directory of its own: in memory, where there is room, unless a
+    test says where."""
     monkeypatch.setenv("SAMESTEP_HOME", str(_home))
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     memory = Path("/dev/shm")
+    where = memory if memory.is_dir() else None
 
-    def play(seed, **options):
-        where = memory if memory.is_dir() else None
+    def play(seed, where=where, **options):
         with tempfile.TemporaryDirectory(dir=where) as root:
             return Cluster(seed, Path(root), **options).run()
 

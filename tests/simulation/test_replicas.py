@@ -19,7 +19,7 @@ from worker.shell.stretches import OwnState, Stretches
 
 pytestmark = pytest.mark.simulation
 
-_SEEDS = Seeds("SAMESTEP_REPLICA_SEEDS", "12")
+_SEEDS = Seeds("SAMESTEP_REPLICA_SEEDS", "6")
 _ENOUGH_SEEDS = 300
 _CHECKS = ("other averages", "another loss", "one numeric signature and gave unlike")
 """Two that computed the same replica compare what it keeps, too."""
@@ -135,7 +135,13 @@ PLANTED: dict[str, tuple[list[tuple[Any, str, Any]], str, int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", PLANTED)
+QUICK = ("a wrong sign", "a stretch counted twice")
+"""What a plain run has."""
+
+
+@pytest.mark.parametrize(
+    "fault", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in PLANTED]
+)
 def test_a_planted_fault_is_caught(fault, play, monkeypatch, record_property):
     instead, often, first = PLANTED[fault]
     for owner, name, planted in instead:

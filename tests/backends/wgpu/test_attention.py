@@ -229,7 +229,13 @@ MODELS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("a padded Qwen3 with LoRA, added masks", marks=pytest.mark.slow),
+        "a BERT, truth values",
+    ],
+)
 def test_models_compute_attention_in_one_piece(device, name):
     make, implementation, loss, batch = MODELS[name]
     module = make(attn_implementation=implementation)
@@ -258,6 +264,7 @@ def trained(device: Any, job: Any, batch: Batch) -> tuple[VulkanProgram, Any]:
     return program, gradients(program, batch)
 
 
+@pytest.mark.slow
 def test_checkpointing_computes_the_same_bits(device):
     found = []
     for checkpoint in (False, True):

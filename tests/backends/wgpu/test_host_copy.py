@@ -64,9 +64,10 @@ def test_whole_numbers_stay():
     assert numbers.tolist() == [0, 1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base_dtype", "bits"),
-    [pytest.param("float32", 32, marks=pytest.mark.slow), ("int8", 8.5)],
+    [("float32", 32), ("int8", 8.5)],
 )
 def test_main_memory_holds_the_base_once_as_it_is_stored(device, base_dtype, bits):
     if not device.adapter.software:

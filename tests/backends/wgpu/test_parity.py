@@ -52,7 +52,8 @@ def test_a_whole_model_with_dropout_is_compared_in_two_shapes(backend):
     assert "(all; " in found
 
 
-@pytest.mark.parametrize("base", [pytest.param("float32", marks=pytest.mark.slow), "int4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("base", ["float32", "int4"])
 def test_of_a_model_that_torch_would_take_long_for_a_part_is_compared(backend, base, monkeypatch):
     """With its frozen weights as the device stores them; all layers are there again afterwards."""
     monkeypatch.setattr(parity, "_BUDGET_S", 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from backends.wgpu.capture.capture import capture_step
@@ -50,6 +51,7 @@ def test_depth_adds_no_shader():
     assert 30 < per_layer < 80
 
 
+@pytest.mark.slow
 def test_layers_that_compute_otherwise_are_told_apart():
     """GPT-2 can scale a layer's attention by its number."""
     import transformers

