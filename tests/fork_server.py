@@ -128,6 +128,7 @@ def _enter(networks: list[int]) -> None:
 
 
 def _import_all() -> None:
+    gc.disable()
     for name in PRELOADED:
         importlib.import_module(name)
     for name in PRELOADED_IF_THERE:
@@ -136,6 +137,7 @@ def _import_all() -> None:
         except ImportError:
             continue
     gc.freeze()  # children do not look through all of it, and share its memory
+    gc.enable()
 
 
 def main() -> None:

@@ -30,8 +30,8 @@ model:
     {model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1,
      num_attention_heads: 2, num_key_value_heads: 1, max_position_embeddings: 64}
 tokenizer: {vocab_size: 300}
-data: {train: %s, pattern: "*.md", max_tokens: 32}
-batch: {samples: 64, microbatch: 4}
+data: {train: %s, pattern: "cli.md", max_tokens: 32}
+batch: {samples: 16, microbatch: 4}
 capture: {top_k: 16}
 """
 
@@ -90,7 +90,7 @@ def test_the_result_is_sound_and_can_be_looked_at(undisturbed):
     assert audited.returncode == 0, audited.stdout
     index = read_index(undisturbed / "logits")
     assert index.facts.layout.top_k == 16
-    assert index.samples > 1000
+    assert index.samples > 100
 
 
 def test_a_finished_capture_that_cannot_go_back_is_left_as_it_is(undisturbed, tmp_path):
