@@ -31,8 +31,8 @@ checkpoint: {every: 20, keep_last: 100}
 """
 NEED_CARDS = re.compile(r"--gpus|vulkan")
 RUN_ELSEWHERE = re.compile(
-    r"sine|reviews|classify|curve|spam-1/adapter|teacher|student|--from COPIES|logits"
-    r"|--track|coordinator track|worker (data|merge|export|generate)"
+    r"sine|reviews|classify|curve|spam-1/adapter|teacher|student|--from (COPIES|tower)|logits"
+    r"|replicas|--track|coordinator track|worker (data|merge|export|generate)"
 )
 """The tutorial's below; the others have tests of their own."""
 ADDRESS = re.compile(r"(0\.0\.0\.0|127\.0\.0\.1|192\.168\.1\.20|HOST):(9000|PORT)")
@@ -127,7 +127,7 @@ def serves_one_run(typist: Typist) -> None:
     typist.types(r"coordinator report DIR.*")
     assert "<h1>Run" in (typist.directory / "report.html").read_text()
     assert "optimizer" in typist.types(r"coordinator schema")
-    typist.types(r"worker devices")
+    typist.types(r"worker devices( --json)?")
     typist.types(r"coordinator doctor.*", codes=(0, 1))
 
 
@@ -137,7 +137,9 @@ def is_served(typist: Typist, cluster: Cluster) -> None:
     (typist.directory / "join.token").touch(mode=0o600)
     (typist.directory / "join.token").write_text(token)
     typist.types(r"worker doctor.*", codes=(0, 1))
-    for number, (_, *words) in enumerate(typist.those(r"worker( --coordinator .*)?")):
+    for number, (_, *words) in enumerate(
+        typist.those(r"worker( --duty evaluate)?( --coordinator .*)?")
+    ):
         cluster.worker(f"w{number}", *words, "--backend", "scripted:20", "--name", f"w{number}")
         cluster.wait_for("worker_connected", worker=f"w{number}")
     first = typist.types(r"coordinator submit RUN.yaml --set .*", "--set", "steps=100000").strip()

@@ -504,7 +504,8 @@ def test_what_is_planted_is_called_like_what_it_replaces(fault):
     for owner, name, instead in PLANTED[fault].instead:
         if not callable(instead):
             continue
-        places, names = [], {}
+        places: list[None] = []
+        names: dict[str, None] = {}
         for parameter in inspect.signature(getattr(owner, name)).parameters.values():
             if parameter.kind is parameter.KEYWORD_ONLY:
                 names[parameter.name] = None
