@@ -83,9 +83,13 @@ def _make(kind: str, index: int) -> Backend:
         from backends.wgpu.backend import VulkanBackend  # noqa: PLC0415  (imports torch and wgpu)
 
         return VulkanBackend(index)
+    if kind == "cpu":
+        from backends.cpu import CpuBackend  # noqa: PLC0415  (imports torch)
+
+        return CpuBackend()
     from backends.eager.eager import EagerBackend  # noqa: PLC0415  (imports torch)
 
-    return EagerBackend("cuda" if kind == "cuda" else "mps" if kind == "mps" else "cpu", index)
+    return EagerBackend("cuda" if kind == "cuda" else "mps", index)
 
 
 def _device(kind: str, wanted: int | str | None) -> DeviceInfo:

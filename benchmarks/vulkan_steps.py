@@ -85,7 +85,7 @@ class Decoder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class Job:
     """One microbatch of something trained."""
 
     name: str
@@ -118,20 +118,20 @@ def job_row(
     backend: VulkanBackend, side: TorchSide, task: str, rounds: int, threads: int
 ) -> list[str]:
     """Microbatches of one of the runs in deploy/runs."""
-    return _row(backend, side, _job(task, threads), rounds)
+    return _row(backend, side, job_of(task, threads), rounds)
 
 
 def decoder_row(
     backend: VulkanBackend, side: TorchSide, decoder: Decoder, rounds: int, threads: int
 ) -> list[str]:
     """Microbatches of a decoder of a size that people fine-tune."""
-    job = _Job(str(decoder), decoder.trainable(threads), decoder.batch())
+    job = Job(str(decoder), decoder.trainable(threads), decoder.batch())
     return _row(backend, side, job, rounds)
 
 
 def sums_row(backend: VulkanBackend, task: str, rounds: int, threads: int) -> list[str]:
     """Nodes of `NODE_LEAVES` microbatches, their gradients added on the device and on the host."""
-    job = _job(task, threads)
+    job = job_of(task, threads)
     program = backend.compile(job.trainable, job.batch)
     leaves = [(job.batch, job.seed)] * NODE_LEAVES
     assert job.parameters is not None
@@ -167,7 +167,7 @@ def _all(stream: NodeStream) -> None:
         pass
 
 
-def _job(task: str, threads: int) -> _Job:
+def job_of(task: str, threads: int) -> Job:
     """What a run trains, and its first microbatch."""
     from worker.tasks.registry import build  # noqa: PLC0415  (transformers: seconds)
 
@@ -177,10 +177,10 @@ def _job(task: str, threads: int) -> _Job:
     batch = built.batch(order.microbatches(0)[0])
     shape = " x ".join(str(size) for size in next(iter(batch.arrays.values())).shape)
     seed = microbatch_seed(spec.seed, 0, 0)
-    return _Job(f"{task}, {shape}", built.trainable, batch, built.initial_parameters(), seed)
+    return Job(f"{task}, {shape}", built.trainable, batch, built.initial_parameters(), seed)
 
 
-def _row(backend: VulkanBackend, side: TorchSide, job: _Job, rounds: int) -> list[str]:
+def _row(backend: VulkanBackend, side: TorchSide, job: Job, rounds: int) -> list[str]:
     other = copy.deepcopy(job.trainable)
     start = time.perf_counter()
     ours = backend.compile(job.trainable, job.batch)
@@ -213,7 +213,7 @@ def _row(backend: VulkanBackend, side: TorchSide, job: _Job, rounds: int) -> lis
     ]
 
 
-def _gradients(program: Program, job: _Job) -> list[Array]:
+def _gradients(program: Program, job: Job) -> list[Array]:
     items = program.gradients([(job.batch, job.seed)])
     return [item.values for item in items if isinstance(item, BlockGradient)]
 

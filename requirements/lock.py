@@ -56,7 +56,7 @@ def main() -> None:
     """Resolve, then split into the sets."""
     torch = f"torch=={TORCH}\n"
     extras = ["--extra", "hf", "--extra", "digits", "--extra", "vulkan", "--extra", "logits"]
-    everything = _resolve([*extras, "--extra", "dev"], torch)
+    everything = _resolve([*extras, "--extra", "canonical", "--extra", "dev"], torch)
     for_running = _resolve(extras, torch).keys()
     coordinating = _resolve([], "setuptools\n").keys()  # which builds samestep itself
     sets: dict[str, list[str]] = {"run": [], "dev": [], "cuda": []}

@@ -110,10 +110,14 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
         "protocol.base", "protocol.host", "backends.base", "backends.wgpu.graph",
         "backends.wgpu.shaders", "backends.wgpu.capture", "backends.wgpu.lowering",
     ),
+    "backends.wgpu.canonical": (
+        "protocol.base", "protocol.host", "backends.wgpu.shaders", "backends.wgpu.lowering",
+        "backends.wgpu.device",
+    ),
     "backends.wgpu": (
         "protocol.base", "protocol.spec", "protocol.exact", "protocol.host", "backends.base",
         "backends.wgpu.graph", "backends.wgpu.shaders", "backends.wgpu.capture",
-        "backends.wgpu.lowering", "backends.wgpu.device",
+        "backends.wgpu.lowering", "backends.wgpu.device", "backends.wgpu.canonical",
     ),
     "backends": ("*",),
     "samestep.hf": ("protocol.base", "samestep"),

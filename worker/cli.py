@@ -220,12 +220,24 @@ def script(
 @app.command()
 def devices(
     as_json: Annotated[bool, typer.Option("--json", help="One document, for scripts.")] = False,
+    canonical: Annotated[
+        bool,
+        typer.Option("--canonical", help="Try which canonical arithmetic each device follows."),
+    ] = False,
 ) -> None:
     """Show what is here, what fits, and why a device is not usable."""
     from backends.registry import devices as all_devices
     from worker.device_table import device_document, device_lines
 
     found = all_devices()
+    if canonical:
+        from backends.canonical_devices import canonical_words
+
+        for info in (info for info in found if info.usable):
+            typer.echo(f"{info.backend} {info.index}: {info.name}")
+            for line in canonical_words(info):
+                typer.echo(f"  {line}")
+        return
     if as_json:
         typer.echo(json.dumps(device_document(found), indent=2))
         return

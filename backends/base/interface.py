@@ -10,17 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from protocol.base.errors import DataError
+from protocol.spec.arithmetic_spec import ArithmeticSpec
 from protocol.spec.manifest import Block
 from protocol.spec.run_spec import BaseDtype, ComputePrecision
 
 if TYPE_CHECKING:
     import torch
+
+NATIVE: Final = ArithmeticSpec()
 
 Array = NDArray[np.float32]
 Sums = Mapping[str, float]
@@ -81,6 +84,8 @@ class Trainable:
         threads: CPU threads.
         precision: What forward may compute in; parameters, gradients and sums are float32.
         base_dtype: What frozen weights are stored in; see `backends.base.frozen_base`.
+        arithmetic: By whose rules it is computed; where it is canonical, that and the results of a
+            probe decide the bits, and nothing of `Backend.signature`.
     """
 
     blocks: tuple[Block, ...]
@@ -92,6 +97,7 @@ class Trainable:
     threads: int = 1
     precision: ComputePrecision = "float32"
     base_dtype: BaseDtype = "float32"
+    arithmetic: ArithmeticSpec = NATIVE
 
 
 Leaf = tuple[Batch, int]

@@ -79,6 +79,11 @@ class EagerBackend:
                 loss does not add up over samples.
         """
         del others, evaluations  # a new shape takes no time
+        if trainable.arithmetic.is_canonical:
+            raise SamestepError(
+                f"the run's arithmetic is canonical, which torch on {self.device.type} does not "
+                "compute; take the card through its Vulkan driver: worker --backend vulkan"
+            )
         program = self._program(trainable)
         try:
             if trainable.rows is None:

@@ -19,6 +19,7 @@ import torch
 from blake3 import blake3
 
 from protocol.exact.subnormals import EXPECTED_BITS, FACTORS, GIVEN_BITS
+from protocol.host.processor import processor_name
 
 ALIGNMENT_BYTES: Final = 64
 """Kernels choose their path by it; tensors mapped from a file are aligned to 8 only."""
@@ -136,7 +137,7 @@ def device_name(device: torch.device) -> str:
     """The device's model name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return _cpu_name()
+    return processor_name()
 
 
 def _cuda_driver() -> str:
@@ -156,15 +157,3 @@ def _cuda_libraries() -> str:
         if (each.name or "").startswith("nvidia-")
     }
     return blake3("\n".join(sorted(found)).encode()).hexdigest(16)
-
-
-def _cpu_name() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
-    for line in text.splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            return value.strip()
-    return platform.processor() or platform.machine()

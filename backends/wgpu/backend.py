@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from backends.base.frozen_base import widen
 from backends.base.interface import Batch, DeviceInfo, Trainable
+from backends.wgpu.canonical_programs import canonical_on_device
+from backends.wgpu.compiled import compiled_program
 from backends.wgpu.device.adapters import Adapter, adapters
 from backends.wgpu.device.additions import differing_additions
 from backends.wgpu.device.device import Device
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.lowering.lowering import Templates
-from backends.wgpu.parity import Parity
 from backends.wgpu.program import VulkanProgram
-from protocol.base.errors import BackendUnavailable, SamestepError
+from protocol.base.errors import BackendUnavailable
 
 
 class VulkanBackend:
@@ -76,25 +76,11 @@ class VulkanBackend:
             SamestepError: The precision is not to be had, the step or an evaluation cannot be
                 captured, or an operator has no rule.
         """
-        if trainable.precision != "float32":
-            raise SamestepError(
-                f"expected model.precision float32, got {trainable.precision}: the vulkan backend "
-                "computes in float32 only"
+        batches = (example, *others)
+        if trainable.arithmetic.is_canonical:
+            return canonical_on_device(
+                self.device, self.tuner, trainable, batches, evaluations, adds=self.exact_additions
             )
-        if trainable.module is not None:
-            widen(trainable.module)
         template = Templates(not self.adapter.software, self.tuner.shader)
-        program = VulkanProgram(self.device, trainable, template, adds=self.exact_additions)
-        if trainable.rows is not None:
-            for batch in (example, *others):
-                program.rows(batch)
-            return program
-        parity = Parity(program, trainable, [example, *others])
-        program.check(example)
-        for other in others:
-            program.warm_up(other)
-        if trainable.evaluate is not None:
-            for part in evaluations:
-                program.evaluate(part)
-        program.parity = parity.check()
-        return program
+        adds = self.exact_additions
+        return compiled_program(self.device, trainable, template, batches, evaluations, adds=adds)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -29,10 +29,10 @@ from backends.wgpu.capture.additivity import refuse_loss_that_does_not_add_up
 from backends.wgpu.capture.capture import Capture, capture_forward, capture_step
 from backends.wgpu.capture.stand_in import StandIn
 from backends.wgpu.capture.substitution import named_tensors
-from backends.wgpu.device.device import Buffer, Device
 from backends.wgpu.device.packing import from_words, pack, seed_words, tensor_words
 from backends.wgpu.device.running import PlacedPlan, Running, Submission, nothing, submissions
 from backends.wgpu.device.sum_stack import Sources, SumStack, levels_of, merge_of
+from backends.wgpu.device.target import Buffer, ComputeTarget
 from backends.wgpu.device.weights import Weights
 from backends.wgpu.graph.whole_numbers import WholeNumbers
 from backends.wgpu.lowering.estimate import (
@@ -54,6 +54,9 @@ from protocol.spec.manifest import Block
 
 T = TypeVar("T")
 
+CANONICAL_TABLE_BYTES: Final = 2**27
+"""Of a part of a table, where no bit may depend on the device: what every adapter binds."""
+
 
 class VulkanProgram:
     """A torch module captured for the device. See `backends.base.interface.Program`.
@@ -72,7 +75,7 @@ class VulkanProgram:
 
     def __init__(
         self,
-        device: Device,
+        device: ComputeTarget,
         trainable: Trainable,
         template: Templates,
         *,
@@ -88,7 +91,8 @@ class VulkanProgram:
         self._blocks = trainable.blocks
         self._trained = [tensor.name for block in self._blocks for tensor in block.tensors]
         self._largest_bytes = largest_bytes or device.largest_buffer_bytes
-        self._weights = Weights(device, trainable, self._largest_bytes)
+        cut_bytes = CANONICAL_TABLE_BYTES if template.canonical else self._largest_bytes
+        self._weights = Weights(device, trainable, cut_bytes)
         self._slots: list[Buffer] = []
         self._results = [self._results_of(block) for block in self._blocks]
         sizes = [[4 * elements for elements in results] for results in reversed(self._results)]

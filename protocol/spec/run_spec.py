@@ -30,6 +30,7 @@ from pydantic import (
 from protocol.base import limits
 from protocol.base.errors import MessageError, RunSpecError
 from protocol.base.fields import Bounded
+from protocol.spec.arithmetic_spec import ArithmeticSpec
 from protocol.spec.blob_list import Role
 from protocol.spec.init_from import begin_from
 from protocol.spec.replicas_spec import Codecs, ReplicasSpec
@@ -531,6 +532,7 @@ class RunSpec(_Section):
     exactness: Exactness = Field(
         "prefer", description="require: workers of another numeric signature are refused"
     )
+    arithmetic: ArithmeticSpec = ArithmeticSpec()
     init_from: str | None = Field(
         None,
         description="a finished run, or a directory it left, to begin with: stands for "

@@ -119,7 +119,16 @@ class GroupBackend:
         others: Sequence[Batch] = (),
         evaluations: Sequence[Batch] = (),
     ) -> Program:
-        """On every rank."""
+        """On every rank.
+
+        Raises:
+            SamestepError: The run's arithmetic is canonical, or a rank cannot.
+        """
+        if trainable.arithmetic.is_canonical:
+            raise SamestepError(
+                "the run's arithmetic is canonical, and ranks of a group compute by torch's; start "
+                "a worker of its own for each device: worker --backend vulkan"
+            )
         batches = [example, *others, *evaluations]
         weights, arrays = batches_apart(batches)
         self._group.tell({"do": "compile", "weights": weights, "others": len(others)}, arrays)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 import numpy as np
@@ -86,6 +86,15 @@ def _build_failed(run_id: str, spec: RunSpec, error: Exception) -> BuildFailed:
     if words == NO_MEMORY:
         return BuildFailed(run_id, RunFailed(told), own=True)
     return BuildFailed(run_id, DataError(told))
+
+
+def _traits(backend: Backend, job: _Job) -> dict[str, str]:
+    """What decides a gradient's bits, beside the probe."""
+    kept = {"subnormals": "kept" if job.keeps_subnormals else "flushed"}
+    if job.spec.arithmetic.is_canonical:
+        return {"arithmetic": str(job.spec.arithmetic)}
+    versions = library_versions(job.task.trainable.module)
+    return {**backend.signature(job.spec.threads), **versions, **kept}
 
 
 def _batch(task: Task, samples: Sequence[int], seed: int) -> Batch:
@@ -325,11 +334,7 @@ class Engine:
         job.run_id = run_id
         job.asked.clear()
         backend = self._toolbox.backend()
-        traits = {
-            **backend.signature(spec.threads),
-            **library_versions(job.task.trainable.module),
-            "subnormals": "kept" if job.keeps_subnormals else "flushed",
-        }
+        traits = _traits(backend, job)
         parity = job.program.parity
         found = [f"probe {job.probe_digest[:12]}", *([parity] if parity else [])]
         found += [f"{key} {value}" for key, value in sorted(traits.items())]
@@ -363,7 +368,8 @@ class Engine:
         example, *others = microbatch_of_each_shape(task, batches)
         evaluations = evaluation_of_each_shape(task)
         try:
-            program = self._toolbox.backend().compile(task.trainable, example, others, evaluations)
+            trainable = replace(task.trainable, arithmetic=spec.arithmetic)
+            program = self._toolbox.backend().compile(trainable, example, others, evaluations)
         except SamestepError as error:
             raise _Unfit(error) from error
         replica, initial = Replica(manifest.blocks, spec.update), task.initial_parameters()

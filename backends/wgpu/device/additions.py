@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.wgpu.device.device import Copy, Device
+from backends.wgpu.device.target import ComputeTarget, Copy
 from backends.wgpu.shaders.sum_kernels import add, keep
 
 _RANDOM_CASES: Final = 60_000
@@ -61,7 +61,7 @@ def hard_cases() -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     return a[kept], b[kept]
 
 
-def differing_additions(device: Device) -> int:
+def differing_additions(device: ComputeTarget) -> int:
     """How many of the hard cases the device adds otherwise than IEEE 754 demands; 0 is exact."""
     a, b = hard_cases()
     buffers = [device.buffer(values.nbytes) for values in (a, b, a)]

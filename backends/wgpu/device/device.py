@@ -27,6 +27,7 @@ from wgpu.backends.wgpu_native import _api as native
 from wgpu.backends.wgpu_native._ffi import ffi, lib
 
 from backends.wgpu.device.adapters import Adapter
+from backends.wgpu.device.target import Buffer, Copy, Prepared, Readback
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
 from protocol.base.errors import DeviceError, SamestepError
 
@@ -44,23 +45,6 @@ _STORAGE = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsa
 _STAGING = wgpu.BufferUsage.MAP_READ | wgpu.BufferUsage.COPY_DST
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Buffer:
-    """Memory on the device, of a whole number of BUFFER_ALIGNMENT_BYTES."""
-
-    nbytes: int
-    handle: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """A part of a buffer to bring back; offset and size are multiples of 4."""
-
-    buffer: Buffer
-    nbytes: int
-    offset: int = 0
-
-
 @dataclass(slots=True)
 class Counts:
     """What went over the bus, for tests and benchmarks."""
@@ -70,20 +54,7 @@ class Counts:
     readbacks: int = 0
 
 
-class Prepared:
-    """Dispatches whose pipelines and bind groups are made: what a submission encodes."""
-
-    __slots__ = ("_kept", "calls")
-
-    def __init__(self, calls: list[tuple[Any, Any, int, int, int]], kept: list[Any]) -> None:
-        self.calls = calls
-        self._kept = kept
-
-    def __add__(self, other: Prepared) -> Prepared:
-        return Prepared(self.calls + other.calls, self._kept + other._kept)
-
-
-class Readback:
+class _Readback:
     """What a submission brings back, once it is done."""
 
     def __init__(self, device: Device, running: Future[_Mapping]) -> None:
@@ -168,6 +139,12 @@ class Device:
         with failures(self.adapter.name):
             return Buffer(size, self._device.create_buffer(size=size, usage=_STORAGE))
 
+    def uniform(self) -> Buffer:
+        """Sixteen bytes of zeros, for a uniform binding."""
+        usage = wgpu.BufferUsage.UNIFORM
+        with failures(self.adapter.name):
+            return Buffer(16, self._device.create_buffer(size=16, usage=usage))
+
     def upload(self, buffer: Buffer, values: NDArray[Any]) -> None:
         """Fill the buffer from its start; done before whatever is run after this call.
 
@@ -200,7 +177,7 @@ class Device:
         """Submit the dispatches, then copy these buffers back; returns at once."""
         self.counts.submissions += 1
         self.counts.readbacks += bool(copies)
-        return Readback(self, self._thread.submit(self._submit, prepared, tuple(copies)))
+        return _Readback(self, self._thread.submit(self._submit, prepared, tuple(copies)))
 
     def read(self, buffer: Buffer, nbytes: int = 0) -> NDArray[np.float32]:
         """The buffer's content now, after all that was asked for before."""

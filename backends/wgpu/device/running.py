@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from backends.base.interface import Array
 from backends.wgpu.capture.capture import Capture
-from backends.wgpu.device.device import Buffer, Copy, Device, Prepared, Readback
+from backends.wgpu.device.target import Buffer, ComputeTarget, Copy, Prepared, Readback
 from backends.wgpu.graph.whole_numbers import WholeNumbers
 from backends.wgpu.lowering.plan import Plan
 from protocol.base.errors import DeviceError
@@ -54,7 +54,9 @@ class PlacedPlan:
     whole_numbers: WholeNumbers
 
 
-def submissions(plan: Plan, buffers: Sequence[Buffer], device: Device) -> Iterator[Submission]:
+def submissions(
+    plan: Plan, buffers: Sequence[Buffer], device: ComputeTarget
+) -> Iterator[Submission]:
     """Cut a plan into what is submitted at once, and make pipelines and bind groups."""
     start = 0
     for segment in plan.segments:
@@ -82,7 +84,7 @@ class Running:
 
     def __init__(
         self,
-        device: Device,
+        device: ComputeTarget,
         parts: Sequence[Submission],
         upload: Buffer | None = None,
         words: NDArray[np.uint32] = _NOTHING,

@@ -11,7 +11,8 @@ from typing import Final
 
 import numpy as np
 
-from backends.wgpu.device.device import Copy, Device
+from backends.wgpu.device.device import Device
+from backends.wgpu.device.target import Copy
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
 from backends.wgpu.shaders.matmul import MatmulTraits
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from backends.wgpu.device.device import Buffer, Copy, Device
 from backends.wgpu.device.running import Submission
+from backends.wgpu.device.target import Buffer, ComputeTarget, Copy
 from backends.wgpu.shaders.dispatch import Dispatch
 from backends.wgpu.shaders.sum_kernels import add, keep, note_loss
 from protocol.base.limits import MICROBATCHES_PER_STEP
@@ -65,7 +65,7 @@ class SumStack:
         nbytes: For each block, last block first, the bytes of each of its tensors.
     """
 
-    def __init__(self, device: Device, nbytes: Sequence[Sequence[int]]) -> None:
+    def __init__(self, device: ComputeTarget, nbytes: Sequence[Sequence[int]]) -> None:
         self._device = device
         self._nbytes = nbytes
         self._levels: list[list[list[Buffer]]] = []

@@ -9,8 +9,8 @@ import torch
 from backends.base.interface import Array, Trainable
 from backends.base.node_stream import check_sizes
 from backends.wgpu.capture.substitution import named_tensors
-from backends.wgpu.device.device import Buffer, Device
 from backends.wgpu.device.packing import tensor_words
+from backends.wgpu.device.target import Buffer, ComputeTarget
 from backends.wgpu.graph.table_parts import RowPart, Tables, row_parts
 from backends.wgpu.lowering.host_copy import refuse_released, release
 from backends.wgpu.lowering.narrow_base import NarrowBase
@@ -27,7 +27,7 @@ class Weights:
             own.
     """
 
-    def __init__(self, device: Device, trainable: Trainable, largest_bytes: int) -> None:
+    def __init__(self, device: ComputeTarget, trainable: Trainable, largest_bytes: int) -> None:
         """Upload nothing yet.
 
         Args:

@@ -71,9 +71,15 @@ def simplified(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def constants(
-    graph: fx.GraphModule, known: Mapping[fx.Node, torch.Tensor]
+    graph: fx.GraphModule, known: Mapping[fx.Node, torch.Tensor], *, exactly: bool = False
 ) -> dict[fx.Node, torch.Tensor]:
-    """Values of the nodes that depend on nothing but `known` and the graph's own tensors."""
+    """Values of the nodes that depend on nothing but `known` and the graph's own tensors.
+
+    Args:
+        graph: What is traced.
+        known: Values of placeholders.
+        exactly: Leave out what torch computes with other bits on another processor.
+    """
     values: dict[fx.Node, Any] = {}
     folded: dict[fx.Node, torch.Tensor] = {}
     for node in graph.graph.nodes:
@@ -82,7 +88,11 @@ def constants(
         elif node.op == "get_attr":
             values[node] = folded[node] = getattr(graph, str(node.target))
             node.meta.setdefault("val", values[node])
-        elif node.op == "call_function" and _foldable(node, values):
+        elif (
+            node.op == "call_function"
+            and _foldable(node, values)
+            and not (exactly and _varies(node))
+        ):
             args = fx.map_arg(node.args, values.__getitem__)
             kwargs = fx.map_arg(node.kwargs, values.__getitem__)
             values[node] = folded[node] = node.target(*args, **kwargs)
@@ -97,6 +107,21 @@ def _foldable(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
         and _name(node) not in _UNKNOWN
         and all(above in values for above in node.all_input_nodes)
     )
+
+
+def _varies(node: fx.Node) -> bool:
+    """Whether torch's result depends on the processor: functions, and sums in no fixed order."""
+    return bool(node.meta["val"].is_floating_point()) and node.target in _INEXACT
+
+
+_INEXACT: Final = frozenset({
+    _aten.exp.default, _aten.exp2.default, _aten.expm1.default, _aten.log.default,
+    _aten.log2.default, _aten.log1p.default, _aten.sin.default, _aten.cos.default,
+    _aten.tanh.default, _aten.sigmoid.default, _aten.erf.default, _aten.rsqrt.default,
+    _aten.pow.Tensor_Scalar, _aten.pow.Tensor_Tensor, _aten.pow.Scalar, _aten.mm.default,
+    _aten.bmm.default, _aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default,
+    _aten.mean.dim, _aten.cumsum.default,
+})  # fmt: skip
 
 
 def _name(node: fx.Node) -> str:

@@ -31,14 +31,16 @@ class Templates:
     Attributes:
         cooperative: Whether workgroups share long sums: good on GPUs, not on a CPU.
         matmul: The template of matrix products.
+        canonical: Whether nothing that decides bits may depend on the device.
     """
 
     cooperative: bool
     matmul: MatmulShader
+    canonical: bool = False
 
     def fuses(self, sizes: AttentionSizes) -> bool:
         """Whether a trace shall keep attention of these sizes in one piece."""
-        return pays(sizes, cooperative=self.cooperative)
+        return pays(sizes, cooperative=self.cooperative and not self.canonical)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ def lower(
     for node, form in zip(inputs, forms, strict=False):  # the rest are read as they are
         mark(node, form)
     values = {node: value for node, value in zip(inputs, known, strict=True) if value is not None}
-    folded = passes.constants(graph, values)
+    folded = passes.constants(graph, values, exactly=template.canonical)
     outputs = _outputs(graph, folded)
     nodes = [node for node in graph.graph.nodes if node.op != "output"]
     _check(nodes, folded)

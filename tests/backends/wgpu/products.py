@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from backends.base.quantise import dequantise, quantise
-from backends.wgpu.device.device import Copy
+from backends.wgpu.device.target import Copy
 from backends.wgpu.shaders.dispatch import Dispatch
 from backends.wgpu.shaders.matmul import (
     MatmulProblem,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from backends.wgpu.device.additions import differing_additions, hard_cases
-from backends.wgpu.device.device import Copy
 from backends.wgpu.device.memory_heaps import memory_heaps
+from backends.wgpu.device.target import Copy
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
 from protocol.base.errors import DeviceError, ExitCode, SamestepError
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.wgpu.device.device import Copy
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.device.subgroups import matmul_traits
+from backends.wgpu.device.target import Copy
 from backends.wgpu.shaders.dispatch import Dispatch
 from backends.wgpu.shaders.matmul import (
     Lanes,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from backends.wgpu.device.device import Copy
 from backends.wgpu.device.running import Running, Submission
+from backends.wgpu.device.target import Copy
 from protocol.base.errors import DeviceError
 from tests.backends.wgpu.test_device import doubling
 

@@ -1,0 +1,29 @@
+"""Which devices here follow which conventions of canonical arithmetic, and why not: by trying."""
+
+from __future__ import annotations
+
+from backends.base.interface import DeviceInfo
+
+
+def canonical_words(info: DeviceInfo) -> list[str]:
+    """What a device can do in a run with `arithmetic: canonical`, a line each.
+
+    It takes a second or two for each device.
+    """
+    from backends.wgpu.canonical.compiler import why_not  # noqa: PLC0415  (imports torch)
+
+    if reason := why_not():
+        return [f"arithmetic canonical: no: {reason}"]
+    if info.backend == "cpu":
+        return ["arithmetic canonical: every convention"]
+    if info.backend != "vulkan":
+        return ["arithmetic canonical: no: take the card through Vulkan, --backend vulkan"]
+    from backends.wgpu.backend import VulkanBackend  # noqa: PLC0415  (opens devices)
+    from backends.wgpu.canonical.probe import followed  # noqa: PLC0415  (imports wgpu)
+
+    backend = VulkanBackend(info.index)
+    follows, departs = followed(backend.device, backend.tuner.shader)
+    return [
+        *(f"arithmetic canonical: {convention}" for convention in follows),
+        *(f"not canonical: {convention}: {found}" for convention, found in departs.items()),
+    ]

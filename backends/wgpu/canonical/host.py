@@ -1,0 +1,243 @@
+"""This CPU as a target of plans: kernels are compiled for it, and run by several threads.
+
+What `backends.wgpu.device.device.Device` is for a card. Submissions run one after the other, in a
+thread of their own; which instructions and how many threads compute decides no bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from backends.wgpu.canonical import products, team
+from backends.wgpu.canonical.c_text import FUSED, PRELUDE, SEPARATE, c_kernel
+from backends.wgpu.canonical.compiler import Instructions, compiled, instructions
+from backends.wgpu.canonical.convention import Convention
+from backends.wgpu.canonical.library import c_library, with_library
+from backends.wgpu.canonical.tree import read_module
+from backends.wgpu.device.adapters import Adapter
+from backends.wgpu.device.target import Buffer, Copy, Prepared
+from backends.wgpu.shaders.dispatch import Dispatch, Shader
+from backends.wgpu.shaders.matmul_problem import MatmulProblem
+from protocol.base.errors import DeviceError
+from protocol.host.processor import processor_name
+
+_ALIGNMENT_BYTES: Final = 64
+_LARGEST_BYTES: Final = 2**32 - 16
+"""Indices of kernels have 32 bits."""
+_PIECES: Final = 4
+"""Of a kernel for each thread, so that none waits long for the others."""
+_SHORTEST_PIECE: Final = 16
+"""Workgroups: fewer are not worth being told to another thread."""
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        ("run", ctypes.c_void_p), ("buffers", ctypes.c_void_p), ("bytes", ctypes.c_void_p),
+        ("groups", ctypes.c_size_t), ("piece", ctypes.c_size_t),
+        ("groups_x", ctypes.c_uint32), ("groups_y", ctypes.c_uint32),
+        ("groups_z", ctypes.c_uint32), ("unused", ctypes.c_uint32),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ProductShader(Shader):
+    """A matrix product, which a CPU computes by tiles of its own."""
+
+    problem: MatmulProblem
+
+
+def product_shader(problem: MatmulProblem) -> tuple[Shader, tuple[int, int, int]]:
+    """The template of matrix products for this target; the grid means nothing."""
+    return ProductShader(repr(problem), 3, problem), (1, 1, 1)
+
+
+class _Prepared(Prepared):
+    """Calls, and the same as C has them."""
+
+    __slots__ = ("array", "counters")
+
+    def __init__(self, calls: list[_Call], kept: list[Any]) -> None:
+        super().__init__(calls, kept)
+        self.array = (_Call * len(calls))(*calls)
+        self.counters = np.zeros((2, max(1, len(calls))), np.uint32)
+
+    def __add__(self, other: Prepared) -> Prepared:
+        return _Prepared(self.calls + other.calls, self._kept + other._kept)
+
+
+class _Readback:
+    def __init__(self, running: Future[list[NDArray[np.float32]]]) -> None:
+        self._running = running
+
+    def result(self) -> list[NDArray[np.float32]]:
+        return self._running.result()
+
+
+class CpuTarget:
+    """This CPU, computing by one convention."""
+
+    def __init__(
+        self, convention: Convention, threads: int = 1, made_for: Instructions | None = None
+    ) -> None:
+        """Compile what all programs need.
+
+        Args:
+            convention: Whose bits are computed.
+            threads: How many compute.
+            made_for: Instructions; by default the best that the processor has.
+
+        Raises:
+            BackendUnavailable: There is no compiler, or none for this processor.
+        """
+        self.convention, self.threads = convention, threads
+        self.made_for = made_for or instructions()
+        self.adapter = Adapter(processor_name(), "other", "CPU", "", 0, 0, 0, None)
+        defined = (
+            f"#define FUSED {int(convention.fused)}\n#define LANES {self.made_for.lanes}\n"
+            f"#define ROWS {self.made_for.rows}\n"
+        )
+        arithmetic = FUSED if convention.fused else SEPARATE
+        self._head = defined + PRELUDE + arithmetic + c_library()
+        library = compiled(self._head + team.TEXT + products.TEXT, self.made_for)
+        self._run_calls = library.run_calls
+        self._lay_out, self._products = (_address(library, x) for x in ("lay_out", "products"))
+        self._libraries = [library]
+        self._kernels: dict[str, int] = {}
+        self._room = self.buffer(4)
+        self._order = ThreadPoolExecutor(1, "canonical")
+        self._team = ThreadPoolExecutor(max(1, threads - 1), "canonical")
+
+    @property
+    def largest_buffer_bytes(self) -> int:
+        """Of one buffer."""
+        return _LARGEST_BYTES
+
+    def buffer(self, nbytes: int) -> Buffer:
+        """Zeroed memory of at least so many bytes.
+
+        Raises:
+            DeviceError: There is no more.
+        """
+        size = max(1, -(-nbytes // 16)) * 16
+        try:
+            whole = np.zeros(size + _ALIGNMENT_BYTES, np.uint8)
+        except MemoryError:
+            raise DeviceError(self.adapter.name, "out of memory") from None
+        start = -whole.ctypes.data % _ALIGNMENT_BYTES
+        return Buffer(size, whole[start : start + size])
+
+    def upload(self, buffer: Buffer, values: NDArray[Any]) -> None:
+        """Fill the buffer from its start; done before whatever is run after this call."""
+        flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+
+        def write() -> None:
+            buffer.handle[: flat.nbytes] = flat
+
+        self._order.submit(write).result()
+
+    def prepare(self, dispatches: Sequence[Dispatch], buffers: Sequence[Buffer]) -> Prepared:
+        """Compile the kernels that were not yet, and bind buffers."""
+        self._compile([each.shader for each in dispatches])
+        calls: list[_Call] = []
+        kept: list[Any] = []
+        for dispatch in dispatches:
+            bound = [buffers[n] for n in dispatch.buffers]
+            kept.append(bound)
+            if isinstance(dispatch.shader, ProductShader):
+                calls += self._product(dispatch.shader.problem, bound, kept)
+            else:
+                calls.append(self._kernel(dispatch, bound, kept))
+        return _Prepared(calls, kept)
+
+    def run(self, prepared: Prepared, copies: Sequence[Copy] = ()) -> _Readback:
+        """Begin the dispatches, then copy these buffers back; returns at once."""
+        return _Readback(self._order.submit(self._run, prepared, tuple(copies)))
+
+    def close(self) -> None:
+        """End the threads."""
+        self._order.shutdown(cancel_futures=True)
+        self._team.shutdown()
+
+    # What follows runs in the thread of submissions.
+
+    def _run(self, prepared: Prepared, copies: tuple[Copy, ...]) -> list[NDArray[np.float32]]:
+        if prepared.calls:
+            assert isinstance(prepared, _Prepared)
+            prepared.counters.fill(0)
+            taken, done = (ctypes.c_void_p(row.ctypes.data) for row in prepared.counters)
+            given = (
+                prepared.array, ctypes.c_size_t(len(prepared.calls)), taken, done,
+                ctypes.c_uint32(self.threads), ctypes.c_uint32(self.convention.flushes),
+            )  # fmt: skip
+            others = [self._team.submit(self._run_calls, *given) for _ in range(self.threads - 1)]
+            self._run_calls(*given)
+            wait(others)
+        return [
+            copy.buffer.handle[copy.offset : copy.offset + copy.nbytes].copy().view(np.float32)
+            for copy in copies
+        ]
+
+    def _compile(self, shaders: Sequence[Shader]) -> None:
+        new: dict[str, str] = {}
+        for shader in shaders:
+            if isinstance(shader, ProductShader) or shader.source in self._kernels:
+                continue
+            name = f"k{blake3(shader.source.encode()).hexdigest()[:24]}"
+            new[shader.source] = name
+        if not new:
+            return
+        texts = [c_kernel(with_library(read_module(text)), name) for text, name in new.items()]
+        library = compiled(self._head + "\n".join(texts), self.made_for)
+        self._libraries.append(library)
+        self._kernels |= {text: _address(library, name) for text, name in new.items()}
+
+    def _kernel(self, dispatch: Dispatch, bound: Sequence[Buffer], kept: list[Any]) -> _Call:
+        pointers = _pointers(bound)
+        sizes = (ctypes.c_uint32 * len(bound))(*(buffer.nbytes for buffer in bound))
+        kept += [pointers, sizes]
+        x, y, z = dispatch.grid
+        return self._call(
+            self._kernels[dispatch.shader.source], pointers, sizes, (x, y, z), _SHORTEST_PIECE
+        )
+
+    def _product(
+        self, problem: MatmulProblem, bound: Sequence[Buffer], kept: list[Any]
+    ) -> list[_Call]:
+        product = products.product_of(problem, self.made_for.lanes, self.made_for.rows)
+        if 4 * product.laid_words > self._room.nbytes:
+            self._room = self.buffer(4 * product.laid_words)
+        pointers, numbers = _pointers([*bound, self._room]), product.words()
+        kept += [self._room, pointers, numbers]
+        calls = []
+        if product.panels:
+            grid = product.panels, 1, 1
+            calls.append(self._call(self._lay_out, pointers, numbers, grid, 1))
+        grid = product.tiles, 1, 1
+        return [*calls, self._call(self._products, pointers, numbers, grid, 1)]
+
+    def _call(
+        self, run: int, pointers: Any, sizes: Any, grid: tuple[int, int, int], shortest: int
+    ) -> _Call:
+        groups = grid[0] * grid[1] * grid[2]
+        piece = max(shortest, -(-groups // (_PIECES * self.threads)))
+        return _Call(
+            run, ctypes.addressof(pointers), ctypes.addressof(sizes), groups, piece, *grid, 0
+        )
+
+
+def _pointers(buffers: Sequence[Buffer]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(buffers))(*(buffer.handle.ctypes.data for buffer in buffers))
+
+
+def _address(library: ctypes.CDLL, name: str) -> int:
+    address = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+    assert address is not None
+    return address

@@ -1,0 +1,226 @@
+"""Which convention a device follows: hard cases through canonical kernels, against this CPU.
+
+Random bits, signed zeros, subnormals, infinities, what is no number, and sums and products that lie
+halfway between two numbers, through every operator and function, and a matrix product. One bit that
+differs, and the device has no part in a run of that convention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.wgpu.canonical.convention import CONVENTIONS, Convention
+from backends.wgpu.canonical.host import CpuTarget, product_shader
+from backends.wgpu.canonical.vulkan import CanonicalDevice, float_bits
+from backends.wgpu.device.device import Device
+from backends.wgpu.device.target import ComputeTarget, Copy
+from backends.wgpu.lowering.kernels import MatmulShader
+from backends.wgpu.shaders.dispatch import Dispatch, Shader
+from backends.wgpu.shaders.functions import called
+from backends.wgpu.shaders.matmul import MatmulProblem, Operand
+from protocol.base.errors import SamestepError
+
+_CASES: Final = 2048
+_EDGES: Final = (
+    0x00000000, 0x00000001, 0x00000002, 0x00400000, 0x007FFFFF, 0x00800000, 0x00800001, 0x00FFFFFF,
+    0x01000000, 0x33800000, 0x33800001, 0x34000000, 0x3F000000, 0x3F7FFFFF, 0x3F800000, 0x3F800001,
+    0x40490FDB, 0x42B17218, 0x42B17219, 0x4B7FFFFF, 0x4B800000, 0x4B800001, 0x7E800000, 0x7F000000,
+    0x7F7FFFFF, 0x7F800000, 0x7FC00000,
+)  # fmt: skip
+_OPERATORS: Final = {
+    "a multiply-add": "fma(x, y, z)",
+    "a sum": "x + y",
+    "a product": "x * y",
+    "a product that is added": "x * y + z",
+    "a difference of products": "x * y - z * y",
+    "a quotient": "x / y",
+    "a square root": "sqrt(x)",
+    "a maximum": "larger(x, y)",
+    "a minimum": "smaller(x, y)",
+    "a comparison": "select(0.0, 1.0, x < y)",
+    "floor": "floor(x)",
+    "round": "round(x)",
+    "a whole number": "f32(i32(x))",
+    "exp": "exp(x)",
+    "exp2": "exp2(x)",
+    "log": "log(x)",
+    "log1p": "log_1_plus(x)",
+    "expm1": "exp_minus_1(x)",
+    "tanh": "hyperbolic_tangent(x)",
+    "erf": "erf(x)",
+    "sin": "sin(x)",
+    "cos": "cos(x)",
+    "a power": "power(x, y)",
+}
+_SIZES: Final = (16, 65, 24)
+"""Rows, terms and columns of the product."""
+
+
+def _kernel() -> Shader:
+    calls = called(" ".join(_OPERATORS.values()))
+    buffers = "".join(
+        f"@group(0) @binding({i}) var<storage, read> {name}: array<f32>;\n"
+        for i, name in enumerate("abc")
+    )
+    lines = "\n".join(
+        f"  out[i + {number * _CASES}u] = {text};"
+        for number, text in enumerate(_OPERATORS.values())
+    )
+    declared = "\n".join(calls)
+    return Shader(
+        f"""{buffers}@group(0) @binding(3) var<storage, read_write> out: array<f32>;
+{declared}
+@compute @workgroup_size(64)
+fn main(@builtin(global_invocation_id) id: vec3u) {{
+  let i = id.x;
+  if (i >= {_CASES}u) {{ return; }}
+  let x = a[i]; let y = b[i]; let z = c[i];
+{lines}
+}}
+""",
+        4,
+    )
+
+
+@cache
+def hard_cases() -> tuple[NDArray[np.float32], ...]:
+    """Three numbers for each case."""
+    draw = np.random.default_rng(0)
+    edges = np.array([*_EDGES, *(edge | 0x80000000 for edge in _EDGES)], np.uint32)
+    quarter = _CASES // 4
+    bits = draw.integers(0, 2**32, (3, _CASES), np.uint32)
+    bits[:, :quarter] = draw.choice(edges, (3, quarter))
+    some = draw.normal(size=(3, quarter)).astype(np.float32) * np.float32(8)
+    bits[:, quarter : 2 * quarter] = some.view(np.uint32)
+    # Few bits in each factor: products and sums that lie halfway.
+    half = draw.integers(0, 4096, (3, quarter)).astype(np.float32)
+    half *= np.exp2(draw.integers(-20, 20, (3, quarter))).astype(np.float32)
+    bits[:, 2 * quarter : 3 * quarter] = half.view(np.uint32)
+    found = bits.view(np.float32).copy()
+    with np.errstate(all="ignore"):  # what a multiply-add loses all but the last bits of
+        found[2, quarter : 2 * quarter] = -(found[0] * found[1])[quarter : 2 * quarter]
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a device computed otherwise.
+
+    Attributes:
+        operator: Of what.
+        given: The numbers that it was given, as bits.
+        got: What it made of them.
+        expected: What the convention says.
+    """
+
+    operator: str
+    given: tuple[int, ...]
+    got: int
+    expected: int
+
+    def __str__(self) -> str:
+        listed = ", ".join(f"0x{bits:08x}" for bits in self.given)
+        return f"{self.operator} of {listed} gives 0x{self.got:08x}, expected 0x{self.expected:08x}"
+
+
+def first_difference(
+    target: CanonicalDevice, matmul: MatmulShader, convention: Convention
+) -> Difference | None:
+    """The first of the hard cases that the device computes otherwise than this CPU, if any."""
+    cases = hard_cases()
+    got = _elements(target)
+    expected = _expected(convention)
+    names = [*_OPERATORS]
+    for number in np.flatnonzero(float_bits(got) != float_bits(expected[0]))[:1]:
+        operator, case = divmod(int(number), _CASES)
+        given = tuple(int(x.view(np.uint32)[case]) for x in cases)
+        bits = (int(values.view(np.uint32)[number]) for values in (got, expected[0]))
+        return Difference(names[operator], given, *bits)
+    product = _product(target, matmul)
+    for number in np.flatnonzero(float_bits(product) != float_bits(expected[1]))[:1]:
+        bits = (int(values.view(np.uint32)[number]) for values in (product, expected[1]))
+        return Difference("a matrix product", (int(number),), *bits)
+    return None
+
+
+@cache
+def _expected(convention: Convention) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    host = CpuTarget(convention)
+    try:
+        return _elements(host), _product(host, product_shader)
+    finally:
+        host.close()
+
+
+def _elements(target: ComputeTarget) -> NDArray[np.float32]:
+    nbytes = 4 * _CASES * len(_OPERATORS)
+    return _computed(target, [Dispatch(_kernel(), (0, 1, 2, 3), (_CASES // 64, 1, 1), "probe")],
+                     hard_cases(), nbytes)  # fmt: skip
+
+
+def _product(target: ComputeTarget, matmul: MatmulShader) -> NDArray[np.float32]:
+    m, k, n = _SIZES
+    problem = MatmulProblem(1, m, k, n, Operand((0, k, 1)), Operand((0, n, 1)))
+    shader, grid = matmul(problem)
+    draw = np.random.default_rng(1)
+    factors = [draw.normal(size=m * k), draw.normal(size=k * n)]
+    given = [x.astype(np.float32) for x in factors]
+    return _computed(target, [Dispatch(shader, (0, 1, 2), grid, "probe")], given, 4 * m * n)
+
+
+def _computed(
+    target: ComputeTarget,
+    dispatches: Sequence[Dispatch],
+    given: Sequence[NDArray[Any]],
+    nbytes: int,
+) -> NDArray[np.float32]:
+    buffers = [target.buffer(each.nbytes) for each in given] + [target.buffer(nbytes)]
+    for buffer, values in zip(buffers, given, strict=False):
+        target.upload(buffer, values)
+    prepared = target.prepare(dispatches, buffers)
+    return target.run(prepared, [Copy(buffers[-1], nbytes)]).result()[0]
+
+
+def followed(
+    device: Device, matmul: MatmulShader
+) -> tuple[list[Convention], dict[Convention, Difference]]:
+    """The conventions that a device follows, and where it departs from the others."""
+    follows, departs = [], {}
+    for convention in CONVENTIONS:
+        found = first_difference(CanonicalDevice(device, convention), matmul, convention)
+        if found is None:
+            follows.append(convention)
+        else:
+            departs[convention] = found
+    return follows, departs
+
+
+def refuse_unlike(target: CanonicalDevice, matmul: MatmulShader, convention: Convention) -> None:
+    """Whether the device follows the convention of a run.
+
+    Raises:
+        SamestepError: It does not; where, and what to write for one that it follows.
+    """
+    found = first_difference(target, matmul, convention)
+    if found is None:
+        return
+    device = target.device
+    follows, _ = followed(device, matmul)
+    advice = "it follows none: use a CPU, or arithmetic: native"
+    if follows:
+        other = follows[0]
+        advice = (
+            f"it follows {other}: set arithmetic.multiply_add="
+            f"{'fused' if other.fused else 'separate'} and arithmetic.subnormals="
+            f"{'flushed' if other.flushes else 'kept'} for the run"
+        )
+    raise SamestepError(
+        f"{device.adapter.name!r} does not compute by the run's arithmetic ({convention}): "
+        f"{found}; {advice}"
+    )

@@ -1,0 +1,263 @@
+"""Matrix products on a CPU: registers hold a tile of outputs, k rises, vectors run over outputs.
+
+out[b, m, n] = the sum over k, in rising order from zero, each term by one fma: what every kernel
+of `backends.wgpu.shaders.matmul` computes, in tiles that fit a CPU's registers. A sum is never cut:
+so neither tiles nor threads show in the bits.
+
+One text serves all products; a product is a row of numbers (`Product` below). The operand whose
+neighbours do not lie side by side along the vectors is laid out anew first, each panel of columns
+by itself; or the two operands change places, if that leaves less to lay out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Final
+
+from backends.wgpu.shaders.matmul_problem import MatmulProblem
+from backends.wgpu.shaders.matmul_side import Side, sides
+from backends.wgpu.shaders.narrow import Narrow
+
+_STORAGES: Final = {"f32": 0, "bf16": 1, "f16": 2, "int8": 3, "int4": 4}
+
+TEXT: Final = r"""
+typedef float vf __attribute__((ext_vector_type(LANES)));
+typedef float vu __attribute__((ext_vector_type(LANES), aligned(4)));
+#define COLUMNS (2 * LANES)
+typedef struct {
+  u64 batch, m, n, k;                   /* rows m are broadcast, columns n lie in vectors */
+  u64 a_batch, a_m, a_k, a_offset;      /* in elements */
+  u64 b_batch, b_k, b_n, b_offset;
+  u64 out_batch, out_m, out_n, out_offset;
+  u64 storage, group, scales, onto, laid, panels, row_tiles, a_at, b_at;
+} Product;
+
+INLINE float widened(const u32 *w, const Product *p, usize i) {
+  float x;
+  switch (p->storage) {
+    case 1: return f32_of_u32((w[i / 2] >> (i % 2 * 16)) << 16);
+    case 2: return widen_half((w[i / 2] >> (i % 2 * 16)) & 0xffffu);
+    case 3: x = (float)bits_i32((i32)w[i / 4], (u32)(i % 4 * 8), 8u); break;
+    default: x = (float)((i32)((w[i / 8] >> (i % 8 * 4)) & 15u) - 8); break;
+  }
+  return x * f32_of_u32(w[p->scales + i / p->group]);
+}
+
+/* Panels of columns: COLUMNS values for each k. */
+void lay_out(void *const *m, const u32 *numbers, usize first, usize last, u32 x, u32 y, u32 z) {
+  const Product *p = (const Product *)numbers;
+  (void)x; (void)y; (void)z;
+  for (usize at = first; at < last; at++) {
+    const usize batch = at / p->panels, panel = at % p->panels;
+    const usize j0 = panel * COLUMNS, k = p->k;
+    const usize width = p->n - j0 < COLUMNS ? p->n - j0 : COLUMNS;
+    const usize base = batch * p->b_batch + j0 * p->b_n + p->b_offset;
+    float *restrict to = (float *)m[3] + at * k * COLUMNS;
+    if (p->storage) {
+      const u32 *w = m[p->b_at];
+      for (usize t = 0; t < k; t++)
+        for (usize j = 0; j < COLUMNS; j++)
+          to[t * COLUMNS + j] = j < width ? widened(w, p, base + t * p->b_k + j * p->b_n) : 0.0f;
+      continue;
+    }
+    const float *restrict from = (const float *)m[p->b_at] + base;
+    if (width < COLUMNS)
+      for (usize i = 0; i < k * COLUMNS; i++) to[i] = 0.0f;
+    if (p->b_k == 1) {
+      usize t = 0;
+      for (; t + 8 <= k; t += 8)
+        for (usize j = 0; j < width; j++)
+          for (usize u = 0; u < 8; u++) to[(t + u) * COLUMNS + j] = from[j * p->b_n + t + u];
+      for (; t < k; t++)
+        for (usize j = 0; j < width; j++) to[t * COLUMNS + j] = from[j * p->b_n + t];
+    } else if (p->b_n == 1) {
+      for (usize t = 0; t < k; t++)
+        for (usize j = 0; j < width; j++) to[t * COLUMNS + j] = from[t * p->b_k + j];
+    } else {
+      for (usize t = 0; t < k; t++)
+        for (usize j = 0; j < width; j++) to[t * COLUMNS + j] = from[t * p->b_k + j * p->b_n];
+    }
+  }
+}
+
+#if FUSED
+#define TERM(a, b, c) __builtin_elementwise_fma((a), (b), (c))
+#else
+#define TERM(a, b, c) ((a) * (b) + (c))
+#endif
+
+INLINE void tile(usize rows, const float *a, usize a_m, usize a_k, const float *b, usize b_k,
+                 usize k, vf (*sums)[2]) {
+  vf s[ROWS][2];
+#pragma clang loop unroll(full)
+  for (usize i = 0; i < rows; i++) s[i][0] = s[i][1] = (vf)0.0f;
+  for (usize t = 0; t < k; t++) {
+    const vf b0 = *(const vu *)(b + t * b_k), b1 = *(const vu *)(b + t * b_k + LANES);
+#pragma clang loop unroll(full)
+    for (usize i = 0; i < rows; i++) {
+      const vf x = (vf)a[i * a_m + t * a_k];
+      s[i][0] = TERM(x, b0, s[i][0]);
+      s[i][1] = TERM(x, b1, s[i][1]);
+    }
+  }
+#pragma clang loop unroll(full)
+  for (usize i = 0; i < rows; i++) { sums[i][0] = s[i][0]; sums[i][1] = s[i][1]; }
+}
+
+static void any_tile(usize rows, const float *a, usize a_m, usize a_k, const float *b, usize b_k,
+                     usize k, vf (*sums)[2]) {
+  switch (rows) {
+#define ONE(r) case r: tile(r, a, a_m, a_k, b, b_k, k, sums); return;
+    ONE(1) ONE(2) ONE(3) ONE(4) ONE(5) ONE(6)
+#if ROWS > 6
+    ONE(7) ONE(8) ONE(9) ONE(10) ONE(11) ONE(12)
+#endif
+  }
+}
+
+void products(void *const *m, const u32 *numbers, usize first, usize last, u32 x, u32 y, u32 z) {
+  const Product *p = (const Product *)numbers;
+  (void)x; (void)y; (void)z;
+  for (usize at = first; at < last; at++) {
+    const usize row_tile = at % p->row_tiles, panel = at / p->row_tiles % p->panels;
+    const usize batch = at / p->row_tiles / p->panels;
+    const usize i0 = row_tile * ROWS, j0 = panel * COLUMNS;
+    const usize rows = p->m - i0 < ROWS ? p->m - i0 : ROWS;
+    const usize width = p->n - j0 < COLUMNS ? p->n - j0 : COLUMNS;
+    const float *a = (const float *)m[p->a_at] + batch * p->a_batch + i0 * p->a_m + p->a_offset;
+    const float *b;
+    usize b_k = COLUMNS;
+    if (p->laid) {
+      b = (const float *)m[3] + ((p->b_batch ? batch * p->panels : 0) + panel) * p->k * COLUMNS;
+    } else {
+      b = (const float *)m[p->b_at] + batch * p->b_batch + j0 + p->b_offset;
+      b_k = p->b_k;
+    }
+    vf sums[ROWS][2];
+    any_tile(rows, a, p->a_m, p->a_k, b, b_k, p->k, sums);
+    float *out = (float *)m[2] + batch * p->out_batch + i0 * p->out_m;
+    out += j0 * p->out_n + p->out_offset;
+    const float *s = (const float *)sums;
+    if (p->onto) {
+      for (usize i = 0; i < rows; i++)
+        for (usize j = 0; j < width; j++) {
+          float *to = out + i * p->out_m + j * p->out_n;
+          *to = *to + s[i * COLUMNS + j];
+        }
+    } else if (p->out_n == 1 && width == COLUMNS) {
+      for (usize i = 0; i < rows; i++)
+        for (usize j = 0; j < COLUMNS; j++) out[i * p->out_m + j] = s[i * COLUMNS + j];
+    } else if (p->out_n == 1) {
+      for (usize i = 0; i < rows; i++)
+        for (usize j = 0; j < width; j++) out[i * p->out_m + j] = s[i * COLUMNS + j];
+    } else {
+      for (usize j = 0; j < width; j++)
+        for (usize i = 0; i < rows; i++) out[i * p->out_m + j * p->out_n] = s[i * COLUMNS + j];
+    }
+  }
+}
+"""
+"""Needs `LANES`, `ROWS`, `FUSED` and the prelude; the kernels' signature, with a `Product` for
+sizes. Buffers: a, b, out, and room for what is laid out anew."""
+
+_FIELDS: Final = [
+    "batch",
+    "m",
+    "n",
+    "k",
+    "a_batch",
+    "a_m",
+    "a_k",
+    "a_offset",
+    "b_batch",
+    "b_k",
+    "b_n",
+    "b_offset",
+    "out_batch",
+    "out_m",
+    "out_n",
+    "out_offset",
+    "storage",
+    "group",
+    "scales",
+    "onto",
+    "laid",
+    "panels",
+    "row_tiles",
+    "a_at",
+    "b_at",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A product as the text above has it.
+
+    Attributes:
+        numbers: The structure's fields.
+        panels: Groups to lay out; 0 where all lie as they should.
+        tiles: Groups to compute.
+        laid_words: Room for what is laid out.
+    """
+
+    numbers: tuple[int, ...]
+    panels: int
+    tiles: int
+    laid_words: int
+
+    def words(self) -> ctypes.Array[ctypes.c_uint64]:
+        """The structure."""
+        return (ctypes.c_uint64 * len(self.numbers))(*self.numbers)
+
+
+def product_of(problem: MatmulProblem, lanes: int, rows: int) -> Product:
+    """How a product is computed with vectors of so many lanes, and tiles of so many rows."""
+    left, right = sides(problem)
+    ways = [_way(problem, left, right, lanes, rows, swap=False)]
+    if problem.b_form is None:
+        ways.append(_way(problem, right, left, lanes, rows, swap=True))
+    return min(ways, key=lambda way: _cost(way, problem, lanes))
+
+
+def _cost(way: Product, problem: MatmulProblem, lanes: int) -> float:
+    """Elements that are laid out, and products, padding among them."""
+    computed = way.tiles * problem.k * 2 * lanes * dict(zip(_FIELDS, way.numbers, strict=True))["k"]
+    del computed
+    fields = dict(zip(_FIELDS, way.numbers, strict=True))
+    products = fields["batch"] * fields["m"] * fields["panels"] * 2 * lanes * fields["k"]
+    return (
+        products / lanes
+        + 1.5 * way.laid_words
+        + (0.5 if fields["out_n"] != 1 else 0) * (fields["batch"] * fields["m"] * fields["n"])
+    )
+
+
+def _way(
+    problem: MatmulProblem, row: Side, column: Side, lanes: int, rows: int, *, swap: bool
+) -> Product:
+    into, width = problem.result, 2 * lanes
+    form = column.form
+    panels = -(-column.extent // width)
+    row_tiles = -(-row.extent // rows)
+    # What does not fill its last panel is laid out, so that nothing is read past its end.
+    laid = form is not None or column.outer != 1 or column.extent % width != 0
+    distinct = problem.batch if column.batch else 1
+    out = (1, into.row) if swap else (into.row, 1)
+    numbers = (
+        problem.batch, row.extent, column.extent, problem.k,
+        row.batch, row.outer, row.inner, row.offset,
+        column.batch, column.inner, column.outer, column.offset,
+        problem.m * problem.n, *out, into.offset,
+        *_stored(form), int(into.onto), int(laid), panels, row_tiles, int(swap), int(not swap),
+    )  # fmt: skip
+    return Product(
+        numbers,
+        distinct * panels if laid else 0,
+        problem.batch * panels * row_tiles,
+        distinct * panels * problem.k * width if laid else 0,
+    )
+
+
+def _stored(form: Narrow | None) -> tuple[int, int, int]:
+    return (0, 0, 0) if form is None else (_STORAGES[form.storage], form.group, form.scales)

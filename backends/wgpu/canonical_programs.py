@@ -1,0 +1,81 @@
+"""Programs whose arithmetic is canonical: on this CPU, and on a Vulkan device that follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from backends.base.interface import Batch, Trainable
+from backends.wgpu.canonical.convention import Convention
+from backends.wgpu.canonical.host import CpuTarget, product_shader
+from backends.wgpu.compiled import compiled_program
+from backends.wgpu.graph.values import NoRule
+from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.program import VulkanProgram
+from protocol.base.errors import SamestepError
+from protocol.spec.arithmetic_spec import ArithmeticSpec
+
+if TYPE_CHECKING:
+    from backends.wgpu.device.device import Device
+    from backends.wgpu.device.matmul_tuning import MatmulTuner
+
+
+def convention_of(spec: ArithmeticSpec) -> Convention:
+    """What a run spec asks for."""
+    return Convention(spec.multiply_add == "fused", spec.subnormals == "flushed")
+
+
+def canonical_on_host(
+    trainable: Trainable, batches: Sequence[Batch], evaluations: Sequence[Batch]
+) -> VulkanProgram:
+    """The task on this CPU; arguments as for `compiled_program`.
+
+    Raises:
+        SamestepError: It cannot be, with the reason.
+    """
+    host = CpuTarget(convention_of(trainable.arithmetic), trainable.threads)
+    template = Templates(cooperative=True, matmul=product_shader, canonical=True)
+    # Where subnormals count as zeros, node sums are the host's, whose additions keep them.
+    adds = not host.convention.flushes
+    with _in_its_words():
+        return compiled_program(host, trainable, template, batches, evaluations, adds=adds)
+
+
+def canonical_on_device(
+    device: Device,
+    tuner: MatmulTuner,
+    trainable: Trainable,
+    batches: Sequence[Batch],
+    evaluations: Sequence[Batch],
+    *,
+    adds: bool,
+) -> VulkanProgram:
+    """The task on a Vulkan device; arguments as for `compiled_program`.
+
+    Raises:
+        SamestepError: The device does not follow the run's convention, or as on the host.
+    """
+    from backends.wgpu.canonical.probe import refuse_unlike  # noqa: PLC0415
+    from backends.wgpu.canonical.vulkan import CanonicalDevice  # noqa: PLC0415  (imports wgpu)
+
+    convention = convention_of(trainable.arithmetic)
+    target = CanonicalDevice(device, convention)
+    refuse_unlike(target, tuner.shader, convention)
+    template = Templates(cooperative=True, matmul=tuner.shader, canonical=True)
+    with _in_its_words():
+        return compiled_program(target, trainable, template, batches, evaluations, adds=adds)
+
+
+@contextmanager
+def _in_its_words() -> Iterator[None]:
+    """What the compiled program refuses has no way round it on another device.
+
+    Raises:
+        SamestepError: The same, and what to do.
+    """
+    try:
+        yield
+    except NoRule as error:
+        told = str(error).partition(";")[0].replace("the vulkan backend", "canonical arithmetic")
+        raise SamestepError(f"{told}; use arithmetic: native for this model") from error

@@ -1,0 +1,139 @@
+"""Canonical arithmetic on this CPU against torch's eager mode, with the same threads, by turns.
+
+    python -m benchmarks.canonical [--threads 2] [--rounds 10] [--only steps|error]
+
+Steps are microbatches, forward and backward, of the run `sms-spam` (MiniLM with LoRA) and of a
+Llama of hidden size 256 and 6 layers at 8 x 128 tokens; beside time on the clock the ratio of CPU
+time, which other processes disturb less. Errors are those of gradients against the same model in
+float64, as a share of their norm, beside torch's own in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from backends.base.interface import Array, Batch, BlockGradient, Program, Trainable
+from backends.cpu import CpuBackend
+from benchmarks.machine import print_heading, print_table
+from benchmarks.turns import by_turns, ratios
+from benchmarks.vulkan_steps import job_of, microbatch, next_token_loss
+from protocol.spec.arithmetic_spec import ArithmeticSpec
+
+CANONICAL: Final = ArithmeticSpec(mode="canonical")
+_VOCABULARY: Final = 4096
+
+
+def llama(threads: int) -> tuple[str, Trainable, Batch, list[Array] | None, int]:
+    """The decoder that is measured, its name and its microbatch."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  (seconds)
+
+    from worker.models.blocks import cut_into_blocks  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=_VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=6,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=128, use_cache=False,
+    )  # fmt: skip
+    module: nn.Module = LlamaForCausalLM(config)
+    ids = np.random.default_rng(0).integers(0, _VOCABULARY, (8, 128))
+    task = Trainable(cut_into_blocks(module), module, next_token_loss, threads=threads)
+    return "llama 256, 6 layers, 8 x 128", task, Batch({"input_ids": ids}, 8.0), None, 0
+
+
+def jobs(threads: int) -> list[tuple[str, Trainable, Batch, list[Array] | None, int]]:
+    """What is measured."""
+    job = job_of("classify", threads)
+    return [
+        (job.name, job.trainable, job.batch, job.parameters, job.seed),
+        llama(threads),
+    ]
+
+
+def step_row(job: tuple[str, Trainable, Batch, list[Array] | None, int], rounds: int) -> list[str]:
+    """One microbatch by both, in turn."""
+    name, trainable, batch, parameters, seed = job
+    backend = CpuBackend()
+    theirs = backend.compile(copy.deepcopy(trainable), batch)
+    ours = backend.compile(replace(trainable, arithmetic=CANONICAL), batch)
+    for program in (ours, theirs):
+        if parameters is not None:
+            program.load(parameters)
+    sides = [partial(microbatch, program, batch, seed) for program in (ours, theirs)]
+    mine, torchs = by_turns(sides, rounds)
+    for program in (ours, theirs):
+        program.close()
+    return [
+        name,
+        f"{mine.median_ms:.0f} ({mine.spread_ms})",
+        f"{torchs.median_ms:.0f} ({torchs.spread_ms})",
+        ratios(mine.wall_s, torchs.wall_s),
+        ratios(mine.cpu_s, torchs.cpu_s),
+    ]
+
+
+def _gradients(program: Program, batch: Batch) -> Array:
+    items = program.gradients([(batch, 0)])
+    found = {item.block: item.values for item in items if isinstance(item, BlockGradient)}
+    return np.concatenate([found[block] for block in sorted(found)])
+
+
+def error_row(name: str, module: nn.Module, loss: Any, batch: Batch) -> list[str]:
+    """Errors of gradients against float64."""
+    from worker.models.blocks import cut_into_blocks  # noqa: PLC0415
+
+    blocks = cut_into_blocks(module)
+    exact = copy.deepcopy(module).double()
+    exact.train()
+    loss(exact, {key: torch.tensor(value) for key, value in batch.arrays.items()}).backward()
+    named = dict(exact.named_parameters())
+    tensors = [tensor for block in blocks for tensor in block.tensors]
+    parts = [named[tensor.name].grad for tensor in tensors]
+    expected = np.concatenate([
+        np.zeros(tensor.elements) if part is None else part.numpy().reshape(-1)
+        for tensor, part in zip(tensors, parts, strict=True)
+    ])  # fmt: skip
+    errors = []
+    for arithmetic in (CANONICAL, ArithmeticSpec()):
+        task = Trainable(blocks, copy.deepcopy(module), loss, arithmetic=arithmetic)
+        program = CpuBackend().compile(task, batch)
+        got = _gradients(program, batch)
+        program.close()
+        errors.append(float(np.linalg.norm(got - expected) / np.linalg.norm(expected)))
+    ours, theirs = errors
+    return [name, f"{ours:.1e}", f"{theirs:.1e}", f"{ours / theirs:.2f}"]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--only", choices=("steps", "error"))
+    options = parser.parse_args()
+    if options.only != "error":
+        print_heading("Canonical arithmetic on this CPU, and torch's, per microbatch")
+        head = ["step", "canonical ms", "torch ms", "ratio", "CPU time"]
+        rows = [step_row(job, options.rounds) for job in jobs(options.threads)]
+        print_table(head, rows)
+    if options.only != "steps":
+        from tests.backends.wgpu import small_models as models  # noqa: PLC0415
+
+        print_heading("Error of gradients against float64, as a share of the norm")
+        rows = [
+            error_row("llama", models.llama(), models.next_token_loss, models.text()),
+            error_row("qwen3", models.qwen3_with_lora(), models.next_token_loss, models.text()),
+            error_row("bert", models.bert(), models.class_loss, models.labelled()),
+        ]
+        print_table(["model", "canonical", "torch", "ratio"], rows)
+
+
+if __name__ == "__main__":
+    main()

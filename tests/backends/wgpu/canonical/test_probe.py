@@ -1,0 +1,42 @@
+"""Which convention a device follows, and what a run of another is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from backends.wgpu.canonical.convention import Convention
+from backends.wgpu.canonical.probe import first_difference, followed
+from backends.wgpu.device.device import Device
+from backends.wgpu.device.matmul_tuning import MatmulTuner
+from protocol.base.errors import SamestepError
+from protocol.spec.arithmetic_spec import ArithmeticSpec
+from tests.backends.wgpu.small_models import llama, next_token_loss, text, trainable
+
+pytest.importorskip("ziglang")
+
+
+def test_software_vulkan_rounds_products_and_keeps_subnormals(device: Device) -> None:
+    follows, departs = followed(device, MatmulTuner(device).shader)
+    assert follows == [Convention(fused=False)]
+    assert departs[Convention(fused=True)].operator == "a multiply-add"
+
+
+def test_a_run_of_another_convention_is_told_what_to_write() -> None:
+    from backends.wgpu.backend import VulkanBackend
+
+    task = trainable(llama(), next_token_loss, arithmetic=ArithmeticSpec(mode="canonical"))
+    with pytest.raises(SamestepError, match=r"a multiply-add of 0x.*multiply_add=separate"):
+        VulkanBackend().compile(task, text())
+
+
+def test_a_kernel_that_departs_is_named(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from backends.wgpu.canonical import wgsl_text
+    from backends.wgpu.canonical.vulkan import CanonicalDevice
+
+    worse = wgsl_text._CORRECTED.replace("q, rest != 0u);", "q + 2u, rest != 0u);")
+    monkeypatch.setattr(wgsl_text, "_CORRECTED", worse)
+    convention = Convention(fused=False)
+    target = CanonicalDevice(device, convention)
+    found = first_difference(target, MatmulTuner(device).shader, convention)
+    assert found is not None
+    assert found.operator == "a quotient"

@@ -1,0 +1,121 @@
+"""One digest: whatever number of threads, whatever instructions, and on a Vulkan device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from blake3 import blake3
+from torch import nn
+
+from backends.base.interface import Batch, BlockGradient, Loss, Program
+from backends.cpu import CpuBackend
+from backends.wgpu.canonical import compiler
+from backends.wgpu.device.adapters import adapters
+from protocol.base.errors import SamestepError
+from protocol.spec.arithmetic_spec import ArithmeticSpec
+from tests.backends.wgpu.small_models import (
+    bert,
+    class_loss,
+    labelled,
+    llama,
+    next_token_loss,
+    qwen3_with_lora,
+    text,
+    trainable,
+)
+
+pytest.importorskip("ziglang")
+
+Model = Callable[[], nn.Module]
+MODELS: dict[str, tuple[Model, Any, Batch, dict[str, Any]]] = {
+    "llama": (llama, next_token_loss, text(), {}),
+    "bert with dropout": (lambda: bert(0.1), class_loss, labelled(), {}),
+    "lora on int8": (qwen3_with_lora, next_token_loss, text(), {"base_dtype": "int8"}),
+}
+
+
+@contextmanager
+def instructions(name: str) -> Iterator[None]:
+    """As if this were all that the processor has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SAMESTEP_CPU_INSTRUCTIONS", name)
+        compiler.instructions.cache_clear()
+        yield
+    compiler.instructions.cache_clear()
+
+
+def digest(program: Program, batch: Batch) -> str:
+    """Of the gradients and the loss of a node of three microbatches."""
+    hasher = blake3()
+    for item in program.gradients([(batch, 1), (batch, 2), (batch, 3)]):
+        if isinstance(item, BlockGradient):
+            hasher.update(item.values.tobytes())
+        elif isinstance(item, Loss):
+            hasher.update(np.float64(item.loss_sum).tobytes())
+    return hasher.hexdigest()
+
+
+def on_backend(backend: Any, name: str, way: str, threads: int = 1) -> str:
+    """The digest of a model there."""
+    model, loss, batch, changes = MODELS[name]
+    keys = {"subnormals": "flushed"} if way == "flushed" else {"multiply_add": way}
+    arithmetic = ArithmeticSpec.model_validate({"mode": "canonical", **keys})
+    task = trainable(model(), loss, threads=threads, arithmetic=arithmetic, **changes)
+    program = backend.compile(task, batch)
+    try:
+        return digest(program, batch)
+    finally:
+        program.close()
+
+
+@cache
+def on_one_thread(name: str, way: str) -> str:
+    """What all others must give."""
+    return on_backend(CpuBackend(), name, way)
+
+
+QUICK = "bert with dropout"
+NAMES = [n if n == QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
+_WAYS = ("fused", "separate", "flushed")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_vulkan_device_gives_the_bits_of_the_cpu(name: str) -> None:
+    if isinstance(found := adapters(), str):
+        pytest.skip(found)
+    from backends.wgpu.backend import VulkanBackend
+
+    # Mesa's software device rounds the product of a multiply-add.
+    assert on_backend(VulkanBackend(), name, "separate") == on_one_thread(name, "separate")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_threads_decide_no_bit(name: str) -> None:
+    for threads in (2, 4):
+        assert on_backend(CpuBackend(), name, "separate", threads) == on_one_thread(
+            name, "separate"
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", _WAYS)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("made_for", ["scalar", "avx2", "avx512"])
+def test_instructions_decide_no_bit(name: str, way: str, made_for: str) -> None:
+    expected = on_one_thread(name, way)
+    try:
+        with instructions(made_for):
+            got = on_backend(CpuBackend(), name, way)
+    except SamestepError as error:
+        pytest.skip(str(error))
+    assert got == expected
+
+
+@pytest.mark.slow
+def test_the_two_ways_of_a_multiply_add_differ() -> None:
+    assert on_one_thread("llama", "fused") != on_one_thread("llama", "separate")
