@@ -1,11 +1,14 @@
-"""Frozen weights in fewer bits: bf16, f16, or whole numbers of 8 or 4 bits with scales by group.
+"""Frozen weights in fewer bits: bf16, f16, or numbers of 8 or 4 bits with scales by group.
 
-Symmetric, round to nearest, ties to even (Dettmers et al. 2022, arXiv:2208.07339, with groups
-along a row as in Frantar et al. 2023, arXiv:2210.17323): of a group's `group` neighbours in a row,
-the largest in size becomes 127 or 7. Plain numpy in a fixed order: the same everywhere.
+int8, int4: symmetric, round to nearest, ties to even (Dettmers et al. 2022, arXiv:2208.07339, with
+groups along a row as in Frantar et al. 2023, arXiv:2210.17323): of a group's `group` neighbours in
+a row, the largest in size becomes 127 or 7. nf4: the nearest of 16 values that part a normal
+distribution into equal shares (Dettmers et al. 2023, arXiv:2305.14314). q8_0, q4_0: llama.cpp's, 32
+to a scale of float16, so what a GGUF file has in them comes back as it was. Plain numpy in a fixed
+order: the same everywhere.
 
-`dequantise` is the truth for all backends: element (r, c) is its whole number times its group's
-scale, one float32 product. A device that widens weights as it reads them computes just that.
+`dequantise` is the truth for all backends: element (r, c) is its number times its group's scale,
+one float32 product. A device that widens weights as it reads them computes just that.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from backends.base.interface import Array
 from protocol.base.errors import DataError
 from protocol.spec.run_spec import BaseDtype
 
-Storage = Literal["f32", "bf16", "f16", "int8", "int4"]
+Storage = Literal["f32", "bf16", "f16", "int8", "int4", "nf4", "q8_0", "q4_0"]
 
 STORAGE: Final[dict[BaseDtype, Storage]] = {
     "float32": "f32",
@@ -28,11 +31,33 @@ STORAGE: Final[dict[BaseDtype, Storage]] = {
     "float16": "f16",
     "int8": "int8",
     "int4": "int4",
+    "nf4": "nf4",
+    "q8_0": "q8_0",
+    "q4_0": "q4_0",
 }
 
 GROUP: Final = 64
 """Elements per scale: 0.5 bit per weight."""
 
+NF4: Final = np.array(
+    [
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+        0.7229568362236023, 1.0,
+    ],
+    np.float32,
+)  # fmt: skip
+"""What the numbers 0 to 15 of nf4 stand for."""
+BITS: Final[dict[Storage, int]] = {
+    "f32": 32, "bf16": 16, "f16": 16, "int8": 8, "q8_0": 8, "int4": 4, "nf4": 4, "q4_0": 4,
+}  # fmt: skip
+
+_BETWEEN_NF4: Final = (NF4[1:] + NF4[:-1]) / np.float32(2)
+_LEAST_FLOAT16: Final = np.float32(2.0**-25)
+"""What is smaller is zero in float16."""
+_OF_GGUF: Final = ("q8_0", "q4_0")
+_GROUP_OF_GGUF: Final = 32
 _LARGEST: Final[dict[Storage, int]] = {"int8": 127, "int4": 7}
 _SMALLEST_GROUP: Final = 8
 
@@ -42,11 +67,11 @@ class Quantised:
     """A matrix in fewer bits.
 
     Attributes:
-        storage: Which.
+        storage: Which; q8_0 is int8 and q4_0 int4 with groups and scales of their own.
         rows: Of the matrix.
         columns: Of the matrix; the contiguous dimension.
         words: uint32, little-endian: the first element of a row in the lowest bits. int4 holds
-            its number plus 8.
+            its number plus 8, nf4 its place in `NF4`.
         scales: float32, (rows * columns / group); none for bf16 and f16.
         group: Neighbours in a row that share a scale; 0 for bf16 and f16.
     """
@@ -80,9 +105,9 @@ class Quantised:
         return self.words.nbytes + self.scales.nbytes
 
 
-def group_of(columns: int) -> int:
-    """The largest power of two, at most GROUP, that divides a row; 0 if it is below 8."""
-    group = GROUP
+def group_of(columns: int, storage: Storage = "int4") -> int:
+    """The largest power of two that divides a row, at most 64, for GGUF's 32; 0 if below 8."""
+    group = _GROUP_OF_GGUF if storage in _OF_GGUF else GROUP
     while columns % group:
         group //= 2
     return group if group >= _SMALLEST_GROUP else 0
@@ -99,7 +124,7 @@ def quantise(values: Array, storage: Storage) -> Quantised:
         DataError: A value is not finite, or not within float16 for f16.
     """
     rows, columns = values.shape
-    group = group_of(columns)
+    group = group_of(columns, storage)
     assert group, f"{columns} columns are no multiple of {_SMALLEST_GROUP}"
     if not np.isfinite(values).all():
         raise DataError(f"expected finite weights to store in {storage}, got inf or nan")
@@ -107,19 +132,75 @@ def quantise(values: Array, storage: Storage) -> Quantised:
     if storage in {"bf16", "f16"}:
         half = _bfloat16(values) if storage == "bf16" else _float16(values)
         return Quantised(storage, rows, columns, half.reshape(-1).view(np.uint32), none, 0)
-    largest = _LARGEST[storage]
     grouped = values.reshape(-1, group)
+    if storage == "q8_0":
+        whole, scales = _as_q8_0(grouped)
+    elif storage == "q4_0":
+        whole, scales = _as_q4_0(grouped)
+    elif storage == "nf4":
+        whole, scales = _as_nf4(grouped)
+    else:
+        whole, scales = _as_whole(grouped, _LARGEST[storage])
+    if BITS[storage] == 8:
+        words = np.ascontiguousarray(whole).reshape(-1).view(np.uint32)
+        return Quantised("int8", rows, columns, words, scales, group)
+    held: Storage = "nf4" if storage == "nf4" else "int4"
+    return Quantised(held, rows, columns, _nibbles(whole), scales, group)
+
+
+_Numbers = tuple[NDArray[np.int8], Array]
+"""(groups, group), and the scale of each group."""
+
+
+def _as_whole(grouped: Array, largest: int) -> _Numbers:
     scales = (np.abs(grouped).max(axis=1) / np.float32(largest)).astype(np.float32)
     # A group of zeros, or of values too small for a scale, is all zeros.
     divisors = np.where(scales > 0, scales, np.float32(1))[:, None]
-    whole = np.clip(np.rint(grouped / divisors), -largest, largest).astype(np.int8).reshape(-1)
-    if storage == "int8":
-        return Quantised(storage, rows, columns, whole.view(np.uint32), scales, group)
-    nibbles = (whole + 8).astype(np.uint32).reshape(-1, 8)
+    return np.clip(np.rint(grouped / divisors), -largest, largest).astype(np.int8), scales
+
+
+def _as_nf4(grouped: Array) -> _Numbers:
+    """Less 8, as the other forms of 4 bits are."""
+    scales = np.abs(grouped).max(axis=1)
+    divisors = np.where(scales > 0, scales, np.float32(1))[:, None]
+    places = np.searchsorted(_BETWEEN_NF4, grouped / divisors)
+    return (places - 8).astype(np.int8), scales
+
+
+def _as_q8_0(grouped: Array) -> _Numbers:
+    """As `gguf.quants` has it: halves away from zero."""
+    scales = np.abs(grouped).max(axis=1) / np.float32(127)
+    scaled = grouped * _inverse(scales)
+    below = np.floor(np.abs(scaled))
+    away = below + np.floor(np.float32(2) * (np.abs(scaled) - below))
+    return (np.sign(scaled) * away).astype(np.int8), _half_scales(scales)
+
+
+def _as_q4_0(grouped: Array) -> _Numbers:
+    """As `gguf.quants` has it: the largest in size is -8, whatever its sign."""
+    at = np.abs(grouped).argmax(axis=1)[:, None]
+    scales = (np.take_along_axis(grouped, at, axis=1) / np.float32(-8))[:, 0]
+    scaled = np.trunc(grouped.astype(np.float64) * _inverse(scales).astype(np.float64) + 8.5)
+    return (scaled.clip(0, 15) - 8).astype(np.int8), _half_scales(scales)
+
+
+def _inverse(scales: Array) -> Array:
+    """Of each group; 0 where its scale is none in float16, and so all of it zeros."""
+    there = np.abs(scales) >= _LEAST_FLOAT16
+    divisors = np.where(there, scales, np.float32(1))
+    return np.where(there, np.float32(1) / divisors, np.float32(0))[:, None]
+
+
+def _half_scales(scales: Array) -> Array:
+    return _float16(scales).view(np.float16).astype(np.float32)
+
+
+def _nibbles(whole: NDArray[np.int8]) -> NDArray[np.uint32]:
+    nibbles = (whole + np.int8(8)).astype(np.uint32).reshape(-1, 8)
     words = np.zeros(len(nibbles), np.uint32)
     for place in range(8):
         words |= nibbles[:, place] << np.uint32(4 * place)
-    return Quantised(storage, rows, columns, words, scales, group)
+    return words
 
 
 def dequantise(stored: Quantised) -> Array:
@@ -134,17 +215,18 @@ def dequantise(stored: Quantised) -> Array:
         whole = stored.words.view(np.int8).astype(np.float32)
     else:
         places = np.arange(8, dtype=np.uint32) * np.uint32(4)
-        nibbles = (stored.words[:, None] >> places) & np.uint32(15)
-        whole = nibbles.astype(np.float32).reshape(-1) - np.float32(8)
+        nibbles = ((stored.words[:, None] >> places) & np.uint32(15)).reshape(-1)
+        nf4 = stored.storage == "nf4"
+        whole = NF4[nibbles] if nf4 else nibbles.astype(np.float32) - np.float32(8)
     grouped = whole.reshape(-1, stored.group) * stored.scales[:, None]
     return grouped.astype(np.float32, copy=False).reshape(shape)
 
 
 def stored_bytes(rows: int, columns: int, storage: Storage) -> int:
     """What `quantise` would give, without doing it."""
-    bits = {"f32": 32, "bf16": 16, "f16": 16, "int8": 8, "int4": 4}[storage]
-    words = rows * columns * bits // 8
-    return words + (4 * rows * columns // group_of(columns) if storage in _LARGEST else 0)
+    words = rows * columns * BITS[storage] // 8
+    scaled = BITS[storage] <= 8
+    return words + (4 * rows * columns // group_of(columns, storage) if scaled else 0)
 
 
 def _bfloat16(values: Array) -> NDArray[np.uint16]:
@@ -159,5 +241,7 @@ def _bfloat16(values: Array) -> NDArray[np.uint16]:
 
 def _float16(values: Array) -> NDArray[np.uint16]:
     if np.abs(values).max(initial=0) > float(np.finfo(np.float16).max):
-        raise DataError("expected weights within float16 (65504), got larger ones: use bfloat16")
+        raise DataError(
+            "expected weights within float16 (65504), got larger ones: use bfloat16 or int8"
+        )
     return values.astype(np.float16).view(np.uint16)

@@ -15,6 +15,7 @@ from torch import nn
 
 from backends.base.frozen_base import frozen_base, widen
 from backends.base.quantise import (
+    NF4,
     STORAGE,
     Quantised,
     Storage,
@@ -27,6 +28,8 @@ from protocol.host.allocator import give_back_freed_memory
 from protocol.spec.run_spec import BaseDtype
 
 _ELEMENTS_AT_ONCE: Final = 1 << 18
+_PAIRS_OF_NF4: Final = torch.from_numpy(NF4[np.arange(256)[:, None] >> np.array([0, 4]) & 15])
+"""What a byte of nf4 stands for: (256, 2), the lower half first."""
 
 
 class NarrowWeight:
@@ -42,11 +45,12 @@ class NarrowWeight:
         self.device = device
         self._storage = stored.storage
         self._group = stored.group
-        kept = {"bf16": "int16", "f16": "float16", "int8": "int8", "int4": "uint8"}[stored.storage]
+        kept = {"bf16": "int16", "f16": "float16", "int8": "int8"}.get(stored.storage, "uint8")
         self._bits = torch.from_numpy(stored.words.view(kept)).to(device)
         if stored.storage == "bf16":
             self._bits = self._bits.view(torch.bfloat16)
         self._scales = torch.from_numpy(stored.scales).to(device)
+        self._pairs = _PAIRS_OF_NF4.to(device)
 
     @property
     def nbytes(self) -> int:
@@ -59,6 +63,8 @@ class NarrowWeight:
             whole.view(-1).copy_(self._bits)
             if self._storage != "int8":
                 return whole
+        elif self._storage == "nf4":
+            torch.index_select(self._pairs, 0, self._bits.int(), out=whole.view(-1, 2))
         else:  # the lower half of a byte comes first
             pairs = whole.view(-1, 2)
             pairs[:, 0] = self._bits & 15
@@ -156,15 +162,17 @@ def _quantised(weight: torch.Tensor, storage: Storage) -> Quantised:
     """In parts, so that little of it is wide at a time: no group reaches beyond a row."""
     rows, columns = weight.shape
     at_once = max(1, _ELEMENTS_AT_ONCE // columns)
-    group = 0 if storage in ("bf16", "f16") else group_of(columns)
+    group = 0 if storage in ("bf16", "f16") else group_of(columns, storage)
+    held = storage
     scales = np.empty(rows * columns // group if group else 0, np.float32)
     words = np.empty(stored_bytes(rows, columns, storage) // 4 - len(scales), np.uint32)
     for first in range(0, rows, at_once):
         some = weight[first : first + at_once]
         part = quantise(some.cpu().float().numpy(), storage)
+        held = part.storage
         words[first * len(words) // rows :][: len(part.words)] = part.words
         scales[first * len(scales) // rows :][: len(part.scales)] = part.scales
-    return Quantised(storage, rows, columns, words, scales, group)
+    return Quantised(held, rows, columns, words, scales, group)
 
 
 def _reads(layer: nn.Module, parameter: nn.Parameter) -> bool:

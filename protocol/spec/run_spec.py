@@ -134,6 +134,16 @@ def _exact_optimizer(name: Any) -> Any:
     return name
 
 
+def _offered_form(name: Any) -> Any:
+    asked = str(name).lower()
+    if re.fullmatch(r"i?q\d_.*|(mx|nv)?fp[48].*", asked) and asked not in {"q8_0", "q4_0"}:
+        raise ValueError(
+            f"{name} is not offered: its scales have scales or offsets of their own; take float32 "
+            "for just the file's values, or q8_0, q4_0, nf4, int8 or int4, which rounds them again"
+        )
+    return name
+
+
 TaskName = Annotated[
     str,
     AfterValidator(_known_task),
@@ -147,7 +157,10 @@ OptimizerName = Annotated[
     Literal["sgd", "momentum", "nesterov", "adamw", "lion", "schedule-free"],
     BeforeValidator(_exact_optimizer),
 ]
-BaseDtype = Literal["float32", "bfloat16", "float16", "int8", "int4"]
+BaseDtype = Annotated[
+    Literal["float32", "bfloat16", "float16", "int8", "int4", "nf4", "q8_0", "q4_0"],
+    BeforeValidator(_offered_form),
+]
 Exactness = Literal["require", "prefer"]
 ScheduleName = Literal["constant", "linear", "cosine", "wsd"]
 DecayName = Literal["linear", "cosine", "1-sqrt"]
@@ -191,10 +204,10 @@ class ModelSpec(_Section):
     dtype: Literal["float32"] = Field("float32", description="of weights, gradients and sums")
     base_dtype: BaseDtype = Field(
         "float32",
-        description="with lora: what the frozen layers' weights are stored in; int8 and int4 have "
-        "a scale for each 64 of a row (or the largest power of two below that divides it). "
-        "Every worker computes with the same rounded weights, and "
-        "keeps them in so few bits",
+        description="with lora: what the frozen layers' weights are stored in; int8, int4 and nf4 "
+        "have a scale for each 64 of a row (or the largest power of two below that divides it), "
+        "GGUF's q8_0 and q4_0 for each 32. Every worker computes with the same rounded weights, "
+        "and keeps them in so few bits",
     )
     precision: ComputePrecision = Field("float32", description="what forward may compute in")
     loss_scale: float = Field(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 import math
 import os
 import socket
@@ -37,6 +38,7 @@ from protocol.spec.manifest import Block
 from protocol.spec.run_spec import ModelSpec, RunSpec
 from worker.models import as_stored, main_memory
 
+_OTHERS_NARROW_FORMS: Final = ("bitsandbytes", "gptq", "awq")
 _DEVIATION: Final = 0.02
 """Of new weights, where the model's configuration names none (BERT's own)."""
 _HUB_TIMEOUT_S: Final = 5.0
@@ -246,6 +248,7 @@ def _load(kind: Any, spec: ModelSpec, seed: int, extra: Mapping[str, Any]) -> Pr
     place, keywords = locate(spec.source)
     if "gguf_file" not in keywords:
         keywords["use_safetensors"] = True  # never pickles
+        _refuse_others_narrow_forms(place, spec.source)
     main_memory.refuse_what_does_not_fit(place, base_dtype=spec.base_dtype)
     dtype = as_stored.dtype_of(place) if spec.base_dtype != "float32" else torch.float32
     model, report = _read(kind, spec, place, dtype, {**extra, **keywords})
@@ -260,6 +263,25 @@ def _load(kind: Any, spec: ModelSpec, seed: int, extra: Mapping[str, Any]) -> Pr
     _refuse_what_is_not_there(model, drawn, spec.source)
     _draw(model, drawn, seed)
     return _ready(model, spec)
+
+
+def _refuse_others_narrow_forms(place: str, source: str) -> None:
+    """What only a library's own kernels widen has other bits on each device.
+
+    Raises:
+        DataError: The checkpoint is so.
+    """
+    try:
+        config = json.loads((Path(place) / "config.json").read_bytes())
+        method = str(config["quantization_config"]["quant_method"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if method.partition("_")[0] in _OTHERS_NARROW_FORMS:
+        raise DataError(
+            f"the checkpoint {source!r} is stored by {method}, whose kernels alone can read it; "
+            "take the model that it was made of, which model.base_dtype nf4 (or int4, int8) then "
+            "holds in as few bits"
+        )
 
 
 def _read(

@@ -1,7 +1,7 @@
 """Weights stored in fewer bits, as shaders read them.
 
-A buffer holds what `Quantised.packed` gives: words, then scales. Element i of an int8 or int4
-buffer is its whole number times the scale of group `i / group`, one float32 product; bf16 and f16
+A buffer holds what `Quantised.packed` gives: words, then scales. Element i of an int8, int4 or
+nf4 buffer is its number times the scale of group `i / group`, one float32 product; bf16 and f16
 are widened. That is what `backends.base.quantise.dequantise` gives, bit for bit.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from backends.base.quantise import Quantised, Storage, group_of
+from backends.base.quantise import BITS, NF4, Quantised, Storage, group_of
 from protocol.base.errors import SamestepError
 
 _META = "narrow"
@@ -22,7 +22,7 @@ class Narrow:
     """How a buffer holds float32 values.
 
     Attributes:
-        storage: Any but f32.
+        storage: bf16, f16, int8, int4 or nf4.
         group: Elements per scale; 0 where there are none.
         scales: The word at which they begin.
     """
@@ -41,12 +41,15 @@ class Narrow:
         """How a matrix of this shape lies there."""
         if storage in {"bf16", "f16"}:
             return Narrow(storage, 0, rows * columns // 2)
-        return Narrow(storage, group_of(columns), rows * columns // (4 if storage == "int8" else 8))
+        held: Storage = "nf4" if storage == "nf4" else "int8" if BITS[storage] == 8 else "int4"
+        words = rows * columns * BITS[storage] // 32
+        return Narrow(held, group_of(columns, storage), words)
 
     def one(self, function: str, buffer: str) -> str:
         """WGSL of `function(i: u32) -> f32`, element i."""
         per, value = _ONE[self.storage]
-        return (
+        value = value.replace("NF4", f"{function}_nf4")
+        return self._table(function) + (
             f"fn {function}(i: u32) -> f32 {{ let w = {buffer}[i / {per}u]; "
             f"return {value}{self._scale(buffer)}; }}\n"
         )
@@ -54,10 +57,17 @@ class Narrow:
     def four(self, function: str, buffer: str) -> str:
         """WGSL of `function(i: u32) -> vec4f`, elements i to i + 3; i is a multiple of 4."""
         words, value = _FOUR[self.storage]
-        return (
+        value = value.replace("NF4", f"{function}_nf4")
+        return self._table(function) + (
             f"fn {function}(i: u32) -> vec4f {{ {words.replace('BUFFER', buffer)} "
             f"return {value}{self._scale(buffer)}; }}\n"
         )
+
+    def _table(self, function: str) -> str:
+        if self.storage != "nf4":
+            return ""
+        values = ", ".join(repr(float(value)) for value in NF4)
+        return f"var<private> {function}_nf4 = array<f32, 16>({values});\n"
 
     def _scale(self, buffer: str) -> str:
         if not self.group:
@@ -70,6 +80,7 @@ _ONE: dict[Storage, tuple[int, str]] = {
     "f16": (2, "unpack2x16float(w)[i % 2u]"),
     "int8": (4, "f32(extractBits(i32(w), (i % 4u) * 8u, 8u))"),
     "int4": (8, "f32(i32(extractBits(w, (i % 8u) * 4u, 4u)) - 8)"),
+    "nf4": (8, "NF4[extractBits(w, (i % 8u) * 4u, 4u)]"),
 }
 """Elements per word, and one of them."""
 
@@ -84,6 +95,10 @@ _FOUR: dict[Storage, tuple[str, str]] = {
     "int4": (
         "let w = vec4u(BUFFER[i / 8u] >> ((i % 8u) * 4u));",
         "vec4f((vec4i(w >> vec4u(0u, 4u, 8u, 12u)) & vec4i(15)) - 8)",
+    ),
+    "nf4": (
+        "let w = BUFFER[i / 8u] >> ((i % 8u) * 4u);",
+        "vec4f(NF4[w & 15u], NF4[(w >> 4u) & 15u], NF4[(w >> 8u) & 15u], NF4[(w >> 12u) & 15u])",
     ),
 }
 """The words that hold four elements, and those as a vector."""

@@ -26,7 +26,7 @@ def test_only_weights_of_frozen_linear_layers():
     assert list(frozen_base(Tied())) == ["frozen.weight"]
 
 
-@pytest.mark.parametrize("base_dtype", ["float32", "bfloat16", "float16", "int8", "int4"])
+@pytest.mark.parametrize("base_dtype", ["float32", "bfloat16", "float16", "int8", "int4", "nf4"])
 def test_a_rounded_module_holds_what_the_stored_form_stands_for(base_dtype):
     torch.manual_seed(1)
     module = Tied()

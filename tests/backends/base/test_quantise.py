@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from backends.base.quantise import dequantise, group_of, quantise, stored_bytes
+from backends.base.quantise import NF4, dequantise, group_of, quantise, stored_bytes
 from protocol.base.errors import DataError
 
 WHOLE = {"int8": 127, "int4": 7}
@@ -43,13 +43,46 @@ def test_float16_is_numpys():
     assert (dequantise(quantise(values, "f16")) == values.astype(np.float16)).all()
 
 
-@pytest.mark.parametrize("storage", ["bf16", "f16", "int8", "int4"])
+@pytest.mark.parametrize("storage", ["bf16", "f16", "int8", "int4", "q4_0"])
 def test_what_is_stored_stands_for_itself(storage):
     """Values that a form can hold come back as they were, and sizes are as foretold."""
     whole = np.arange(-7, 9, dtype=np.float32).clip(-7, 7).reshape(2, 8)
+    whole[:, 0] = [-8, 8] if storage == "q4_0" else whole[:, 0]
     stored = quantise(whole, storage)
     assert (dequantise(stored) == whole).all() or storage == "int8"
     assert stored.nbytes == stored_bytes(2, 8, storage)
+
+
+@given(matrices)
+def test_nf4_is_the_nearest_of_its_values(values):
+    stored = quantise(values, "nf4")
+    assert stored.nbytes == stored_bytes(*values.shape, "nf4")
+    grouped = values.reshape(-1, stored.group).astype(np.float64)
+    held = grouped / np.maximum(np.abs(grouped).max(axis=1, keepdims=True), 1e-300)
+    nearest = np.abs(held[..., None] - NF4).min(axis=-1)
+    found = dequantise(stored).reshape(grouped.shape) / np.maximum(
+        np.abs(grouped).max(axis=1, keepdims=True), 1e-300
+    )
+    assert (np.abs(found - held) <= nearest + 1e-6).all()
+
+
+def test_what_nf4_has_stays_as_it_is():
+    values = np.float32(3) * np.concatenate([NF4, NF4]).reshape(1, 32)
+    assert np.array_equal(dequantise(quantise(values, "nf4")), values)
+
+
+@pytest.mark.parametrize("storage", ["q8_0", "q4_0"])
+def test_gguf_s_forms_are_its_library_s_and_come_back_as_they_were(storage):
+    gguf = pytest.importorskip("gguf")
+    kind = gguf.GGMLQuantizationType[storage.upper()]
+    values = np.random.default_rng(0).standard_normal((16, 96)).astype(np.float32)
+    values[3, :32], values[4] = 0, values[4] * np.float32(1e-4)
+    theirs = gguf.dequantize(gguf.quantize(values, kind), kind)
+    found = quantise(values, storage)
+    assert found.group == 32
+    assert found.nbytes == stored_bytes(16, 96, storage)
+    assert np.array_equal(dequantise(found).view(np.uint32), theirs.view(np.uint32))
+    assert np.array_equal(dequantise(quantise(theirs, storage)), theirs)
 
 
 def test_the_layout_of_int4():

@@ -24,7 +24,7 @@ from worker.tasks.registry import build
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("storage", ["bf16", "f16", "int8", "int4"])
+@pytest.mark.parametrize("storage", ["bf16", "f16", "int8", "int4", "nf4", "q8_0", "q4_0"])
 @pytest.mark.parametrize("shape", [(3, 8), (5, 64), (64, 192)])
 def test_widened_on_a_device_is_what_numpy_says(storage, shape):
     values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
@@ -55,6 +55,9 @@ def gradients(spec: Any) -> list[bytes]:
         ("int8", {}),
         ("int4", {"precision": "bfloat16"}),
         ("int4", {"gradient_checkpointing": True}),
+        ("nf4", {}),
+        ("q8_0", {}),
+        ("q4_0", {"precision": "float16"}),
     ],
 )
 def test_a_run_has_the_bits_of_the_widened_base(tmp_path, monkeypatch, base_dtype, how):

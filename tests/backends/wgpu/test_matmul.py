@@ -139,7 +139,7 @@ def test_a_stride_of_zero_repeats_an_operand(device):
     assert it.error(it.on(device, MatmulTuner(device).choice(it.problem))) < 1e-5
 
 
-@pytest.mark.parametrize("storage", ["bf16", "f16", "int8", "int4"])
+@pytest.mark.parametrize("storage", ["bf16", "f16", "int8", "int4", "nf4", "q4_0"])
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("shape", [(20, 64, 24), (7, 192, 9)])
 def test_a_stored_weight_gives_the_bits_of_its_float32_values(device, storage, backward, shape):

@@ -62,7 +62,7 @@ def gradients(program, batch):
     return items[-1].loss_sum, [item.values for item in items[:-1]]
 
 
-@pytest.mark.parametrize("base_dtype", ["bfloat16", "float16", "int8", "int4"])
+@pytest.mark.parametrize("base_dtype", ["bfloat16", "float16", "int8", "int4", "nf4", "q4_0"])
 def test_gradients_are_those_of_the_cpu_with_the_same_weights(device, base_dtype):
     torch.manual_seed(5)
     module = Model()

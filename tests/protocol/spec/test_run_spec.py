@@ -553,3 +553,11 @@ def test_sizes_of_language_models_that_cannot_be(changes, text):
     with pytest.raises(RunSpecError, match=re.escape(text)) as caught:
         parse_run_spec(document)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("form", ["q4_k", "q4_K_M", "q5_0", "iq4_nl", "mxfp4", "fp8"])
+def test_a_form_of_the_base_that_is_not_offered_says_why_and_what_to_take(form):
+    text = f"{form} is not offered: its scales have scales or offsets of their own; take float32"
+    model = {"source": "m", "base_dtype": form}
+    with pytest.raises(RunSpecError, match=text):
+        parse_run_spec({"task": "causal-lm", "model": model, "data": {"train": "a"}, "steps": 1})

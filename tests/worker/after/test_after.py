@@ -10,12 +10,14 @@ import pytest
 import safetensors.numpy
 import torch
 
+from backends.base.frozen_base import frozen_base
+from backends.eager.narrow_linear import NarrowLinear, narrow_frozen_base
 from coordinator.disk.artifacts import write_json
 from coordinator.service.model_card import write_card
 from coordinator.storage.directory.run_directory import RunDirectory
 from protocol.base.errors import DataError, SamestepError
 from protocol.spec.model_card import read_card
-from protocol.spec.run_spec import load_run_spec
+from protocol.spec.run_spec import ModelSpec, load_run_spec
 from tests.commands import called
 from tests.small_chat import CHATML, chat_run
 from worker.after.exporting import export_gguf
@@ -24,6 +26,7 @@ from worker.after.generating import Sampling, choose, end_tokens
 from worker.after.gguf_file import STORAGES, write_gguf
 from worker.after.loading import load, probe
 from worker.after.merging import compare, merge
+from worker.models.pretrained import load_causal_lm
 from worker.tasks.registry import build
 
 
@@ -189,6 +192,24 @@ def test_gguf_is_read_by_transformers_as_the_same_model(run, tmp_path):
     words = "What is 3 plus 4? <|im_end|>"
     assert again.tokenizer(words)["input_ids"] == beside.tokenizer(words)["input_ids"]
     assert read_card(tmp_path / "g")
+
+
+def test_a_base_from_gguf_is_held_narrow_in_the_file_s_own_form(run, tmp_path):
+    """Every frozen matrix has the file's values, bit for bit."""
+    pytest.importorskip("gguf")
+    loaded = load(find(run.parent / "model"), None)
+    write_gguf(loaded.model, loaded.tokenizer, tmp_path / "m.gguf", "q8_0", "m")
+    source = str(tmp_path / "m.gguf")
+    model = load_causal_lm(ModelSpec(source=source, base_dtype="q8_0"), 0).model
+    model.requires_grad_(requires_grad=False)
+    names = frozen_base(model)
+    as_it_was = {name: model.get_parameter(name).detach().clone() for name in names}
+    narrow_frozen_base(model, "q8_0", torch.device("cpu"))
+    for name, values in as_it_was.items():
+        layer = model.get_submodule(name.removesuffix(".weight"))
+        assert isinstance(layer, NarrowLinear)
+        assert torch.equal(layer.weight, values)
+    assert len(as_it_was) == 15  # seven in each layer, and the head
 
 
 def test_gguf_in_fewer_bits_holds_what_the_library_makes_of_it(run, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from protocol.base.errors import DataError
 from protocol.spec.run_spec import ModelSpec
 from tests.small_chat import save_chat_model
 from worker.models.as_stored import dtype_of
@@ -51,3 +53,13 @@ def test_only_files_of_one_type_of_16_bits_count(models, tmp_path):
     assert dtype_of(str(tmp_path)) == torch.float32
     (tmp_path / "model.safetensors").write_bytes(b"no header")
     assert dtype_of(str(tmp_path)) == torch.float32
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "gptq"])
+def test_another_library_s_narrow_form_says_what_to_take(models, tmp_path, method):
+    config = json.loads((models / "first" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "load_in_4bit": True, "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(models / "first" / "model.safetensors")
+    with pytest.raises(DataError, match=f"stored by {method}, whose kernels alone"):
+        load_causal_lm(ModelSpec(source=str(tmp_path)), 0)
