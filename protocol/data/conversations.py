@@ -137,11 +137,12 @@ def _rows(
 
 def _table_rows(path: Path, wanted: Mapping[str, str]) -> Iterator[tuple[int, Record]]:
     rows = read_table(path, {*wanted.values()})
-    if not rows:
+    line, first = next(rows, (0, []))
+    if not first:
         return
-    header = column_names(rows[0][1])
-    check_columns(path, rows[0][0], header, wanted)
-    for number, cells in rows[1:]:
+    header = column_names(first)
+    check_columns(path, line, header, wanted)
+    for number, cells in rows:
         yield number, dict(zip(header, cells, strict=True))
 
 

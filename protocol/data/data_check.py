@@ -26,22 +26,24 @@ def check_data(spec: RunSpec) -> None:
     if spec.data is None:
         return
     if spec.task == "classify":
-        samples = len(read_labelled_text(spec.data).texts)
-        check_samples(samples - held_out(samples, spec.data.holdout), spec)
+        labelled = read_labelled_text(spec.data)
+        check_samples(trained_on(len(labelled.texts), spec.data), spec)
+        if spec.data.validation is not None:
+            read_labelled_text(validation_data(spec.data), labelled.names)
     elif spec.task == "dpo":
-        samples = len(read_preferences(spec.data).found)
-        check_samples(samples - held_out(samples, spec.data.holdout), spec)
+        check_samples(trained_on(len(read_preferences(spec.data).found), spec.data), spec)
+        if spec.data.validation is not None:
+            read_preferences(validation_data(spec.data))
     elif spec.task == "distil":
         samples = check_capture(spec).samples
-        check_samples(samples - held_out(samples, spec.data.holdout), spec)
+        check_samples(trained_on(samples, spec.data), spec)
     if spec.captures:
         logits_file.pyarrow_modules()  # the coordinator writes them
     if spec.task not in {"causal-lm", "teacher-logits"}:
         return
     if spec.data.format != "text":
         samples = len(read_conversations(spec.data))
-        apart = 0 if spec.captures else held_out(samples, spec.data.holdout)
-        check_samples(samples - apart, spec)
+        check_samples(samples if spec.captures else trained_on(samples, spec.data), spec)
     elif not sum(1 for text in documents(spec.data) if text.strip()):
         raise DataError(f"expected text in {spec.data.train!r}, found none")
     if spec.data.validation is not None:
@@ -78,6 +80,11 @@ def check_samples(train_samples: int, spec: RunSpec) -> None:
             f"expected at least {spec.batch.microbatch} training samples, a microbatch, got "
             f"{train_samples}; give more data, or lower it: --set batch.microbatch={train_samples}"
         )
+
+
+def trained_on(samples: int, data: DataSpec) -> int:
+    """How many samples of the training file are trained on: all, if another is measured on."""
+    return samples if data.validation is not None else samples - held_out(samples, data.holdout)
 
 
 def held_out(samples: int, fraction: float) -> int:

@@ -6,22 +6,24 @@ What parts the cells is seen from the header, whatever the file's name ends with
 from __future__ import annotations
 
 import csv
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from protocol.base.errors import DataError
-from protocol.data.text_file import read_lines
+from protocol.data.text_file import stream_lines
 
 _TAB: Final = "\t"
 _DELIMITERS: Final = (",", _TAB, ";", "|")
 
-Rows = list[tuple[int, list[str]]]
-"""The cells of each row, with the number of its last line."""
+Row = tuple[int, list[str]]
+"""The cells of a row, with the number of its last line."""
+Rows = list[Row]
 
 
-def read_table(path: Path, wanted: Collection[str]) -> Rows:
-    """Every row that is not empty, the header first.
+def read_table(path: Path, wanted: Collection[str]) -> Iterator[Row]:
+    """Every row that is not empty, the header first; one after the other, for tables larger than
+    memory.
 
     Args:
         path: The file.
@@ -30,75 +32,72 @@ def read_table(path: Path, wanted: Collection[str]) -> Rows:
     Raises:
         DataError: It is not UTF-8, or quotes or the number of columns are wrong somewhere.
     """
-    lines = read_lines(path)
-    return _cells(path, lines, _delimiter(path, lines, wanted))
+    delimiter = _delimiter(path, wanted)
+    quoting = csv.QUOTE_MINIMAL
+    if delimiter == _TAB and _quotes_are_text(path):
+        quoting = csv.QUOTE_NONE
+    yield from _rows(path, delimiter, quoting)
 
 
-def _delimiter(path: Path, lines: Sequence[str], wanted: Collection[str]) -> str:
+def _delimiter(path: Path, wanted: Collection[str]) -> str:
     """What parts the header into the columns asked for; without them what the name says."""
     usual = _TAB if path.suffix == ".tsv" else ","
-    first = next((line for line in lines if line.strip()), "")
+    first = next((line for line in stream_lines(path) if line.strip()), "")
     by_cells = {
         each: column_names(next(csv.reader([first], delimiter=each))) for each in _DELIMITERS
     }
     fitting = [each for each, cells in by_cells.items() if {*wanted} <= {*cells}]
     if fitting:
         return fitting[0]
-    if all(_TAB in line for line in lines if line.strip()):
+    if all(_TAB in line for line in stream_lines(path) if line.strip()):
         return _TAB
     return max((usual, *_DELIMITERS), key=lambda each: len(by_cells[each]))
 
 
-def _cells(path: Path, lines: Sequence[str], delimiter: str) -> Rows:
-    """The cells of every row that is not empty, with the number of its last line.
-
-    Raises:
-        DataError: Quotes or the number of columns are wrong somewhere.
-    """
-    quoted, fault = _read(path, lines, delimiter, quoting=csv.QUOTE_MINIMAL)
-    if delimiter != _TAB or not any(line[0] == '"' or '\t"' in line for line in lines if line):
-        return _sound(quoted, fault)
-    # A TSV file may hold quotes that only are part of the text.
-    plain, ragged = _read(path, lines, delimiter, quoting=csv.QUOTE_NONE)
-    if ragged is None and (fault is not None or len(quoted) < len(plain)):
-        columns = zip(*(row for _, row in plain), strict=True)
-        if not any(all(map(_is_quoted, column)) for column in columns):
-            return plain
-    return _sound(quoted, fault)
-
-
-def _sound(rows: Rows, fault: DataError | None) -> Rows:
-    if fault is not None:
-        raise fault
-    return rows
+def _quotes_are_text(path: Path) -> bool:
+    """A TSV file may hold quotes that only are part of the text: read as such it has more rows, and
+    no column of quoted cells alone."""
+    if not any(line[0] == '"' or '\t"' in line for line in stream_lines(path) if line):
+        return False
+    rows, quoted = 0, list[bool]()
+    try:
+        for _, cells in _rows(path, _TAB, csv.QUOTE_NONE):
+            there = [*map(_is_quoted, cells)]
+            quoted = [a and b for a, b in zip(quoted or there, there, strict=True)]
+            rows += 1
+    except DataError:
+        return False
+    if any(quoted):
+        return False
+    try:
+        return sum(1 for _ in _rows(path, _TAB, csv.QUOTE_MINIMAL)) < rows
+    except DataError:
+        return True
 
 
 def _is_quoted(cell: str) -> bool:
     return len(cell) > 1 and cell[0] == cell[-1] == '"'
 
 
-def _read(
-    path: Path, lines: Sequence[str], delimiter: str, quoting: Any
-) -> tuple[Rows, DataError | None]:
-    """Rows, and what is wrong behind them."""
-    table = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
-    rows: Rows = []
+def _rows(path: Path, delimiter: str, quoting: Any) -> Iterator[Row]:
+    table = csv.reader(stream_lines(path), delimiter=delimiter, quoting=quoting, strict=True)
+    columns = 0
     try:
         for row in table:
             if not row:
                 continue
-            rows.append((table.line_num, row))
-            if len(row) != len(rows[0][1]):
-                expected = f"expected {len(rows[0][1])} columns, got {len(row)}"
-                remedy = f"quote cells that hold {delimiter!r}"
-                place = f"{str(path)!r} line {table.line_num}"
-                return rows, DataError(f"{place}: {expected}; {remedy}, or write the data as JSONL")
+            columns = columns or len(row)
+            if len(row) != columns:
+                raise DataError(
+                    f"{str(path)!r} line {table.line_num}: expected {columns} columns, got "
+                    f"{len(row)}; quote cells that hold {delimiter!r}, or write the data as JSONL"
+                )
+            yield table.line_num, row
     except csv.Error as error:
-        return rows, DataError(
+        raise DataError(
             f"{str(path)!r} line {table.line_num} is not a table: {error}; is a quote left open, "
             "or not doubled inside a cell? JSONL knows no such question"
-        )
-    return rows, None
+        ) from None
 
 
 def column_names(cells: Sequence[str]) -> list[str]:

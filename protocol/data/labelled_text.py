@@ -43,11 +43,16 @@ class _Row:
     label: str
 
 
-def read_labelled_text(spec: DataSpec) -> LabelledText:
+def read_labelled_text(spec: DataSpec, known: Sequence[str] | None = None) -> LabelledText:
     """Read what the run spec names.
 
     Rows with the same text (spaces at both ends apart) and label count once. Labels are numbered
     by name; if all of them are whole numbers, by value.
+
+    Args:
+        spec: The section data.
+        known: The names of the labels in the order of their numbers, where others have given
+            them: of a file that is measured on.
 
     Raises:
         DataError: The file is not there, not UTF-8, empty, lacks a column, a label or a class, or
@@ -57,6 +62,11 @@ def read_labelled_text(spec: DataSpec) -> LabelledText:
     seen: dict[str, _Row] = {}
     rows = 0
     for row in _rows(path, spec):
+        if known is not None and row.label not in known:
+            raise DataError(
+                f"{str(path)!r} line {row.line}: expected a label of the training data, got "
+                f"{row.label!r}; there are {', '.join(known[:10])}"
+            )
         first = seen.setdefault(row.text, row)
         rows += 1
         if first.label != row.label:
@@ -66,10 +76,10 @@ def read_labelled_text(spec: DataSpec) -> LabelledText:
             )
     if not seen:
         raise DataError(f"expected samples in {str(path)!r}, found none")
-    names = _label_names({row.label for row in seen.values()}, len(seen), spec, path)
+    names = known or _label_names({row.label for row in seen.values()}, len(seen), spec, path)
     number = {name: index for index, name in enumerate(names)}
     labels = tuple(number[row.label] for row in seen.values())
-    return LabelledText(tuple(seen), labels, names, rows - len(seen))
+    return LabelledText(tuple(seen), labels, tuple(names), rows - len(seen))
 
 
 def _label_names(found: set[str], samples: int, spec: DataSpec, path: Path) -> tuple[str, ...]:
@@ -121,7 +131,7 @@ def _json_rows(path: Path, spec: DataSpec) -> Iterator[_Row]:
 
 
 def _table_rows(path: Path, spec: DataSpec) -> Iterator[_Row]:
-    rows = read_table(path, {spec.text, spec.label})
+    rows = [*read_table(path, {spec.text, spec.label})]
     if not rows:
         return
     header, body = _header(path, rows, spec)

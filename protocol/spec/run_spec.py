@@ -71,7 +71,7 @@ _IDLE_IN_CAPTURES: Final = (
 _KEYS_OF_DATA: Final = {
     "classify": {
         "train", "text", "label", "pattern", "holdout", "holdout_samples", "max_tokens",
-        "num_classes", "class_weights",
+        "validation", "num_classes", "class_weights",
     },
     "causal-lm": {
         "train", "text", "label", "pattern", "holdout", "holdout_samples", "max_tokens", "format",
@@ -79,7 +79,10 @@ _KEYS_OF_DATA: Final = {
     },
     "teacher-logits": {"train", "text", "pattern", "max_tokens", "format", *_CONVERSATION_KEYS},
     "distil": {"train", "holdout", "holdout_samples"},
-    "dpo": {"train", "holdout", "holdout_samples", "max_tokens", "columns", "chat_template"},
+    "dpo": {
+        "train", "validation", "holdout", "holdout_samples", "max_tokens", "columns",
+        "chat_template",
+    },
 }  # fmt: skip
 """What of the section data these tasks read; the others read all of it."""
 
@@ -300,7 +303,9 @@ class DataSpec(_Section):
         None, max_length=65_536, description="Jinja, instead of what the tokenizer brings along"
     )
     validation: str | None = Field(
-        None, description="of causal-lm: what is measured on, instead of a share; named as train"
+        None,
+        description="of causal-lm, classify and dpo: what is measured on, instead of a share; "
+        "named as train",
     )
     packing: bool = Field(
         default=False,
@@ -672,6 +677,8 @@ class RunSpec(_Section):
                 if "class" in key:
                     text = f"data.{key} is for task classify; {self.task} has no classes"
                 raise KeyFault(text, f"data.{key}")
+        if self.task in _KEYS_OF_DATA:
+            self._check_samples(self.data)
         self._check_data_format(self.data)
         if self.task == "dpo":
             self._check_preferences(self.model, self.data)
@@ -710,7 +717,6 @@ class RunSpec(_Section):
     def _check_data_format(self, data: DataSpec) -> None:
         if self.task not in _KEYS_OF_DATA or "format" not in _KEYS_OF_DATA[self.task]:
             return
-        self._check_samples(data)
         others = _CONVERSATION_KEYS if data.format == "text" else {"text", "label", "pattern"}
         for key in sorted(others):
             if getattr(data, key) == DataSpec.model_fields[key].default:

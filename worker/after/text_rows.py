@@ -55,10 +55,11 @@ def _rows(path: Path, column: str) -> Iterator[tuple[int, Any]]:
             yield number, record[column]
     elif path.suffix in (".csv", ".tsv"):
         rows = read_table(path, {column})
-        if rows:
-            header = column_names(rows[0][1])
-            _check(path, rows[0][0], header, column)
-            yield from ((number, cells[header.index(column)]) for number, cells in rows[1:])
+        line, first = next(rows, (0, []))
+        if first:
+            header = column_names(first)
+            _check(path, line, header, column)
+            yield from ((number, cells[header.index(column)]) for number, cells in rows)
     else:
         yield from ((n, text) for n, text in enumerate(read_lines(path), 1) if text.strip())
 

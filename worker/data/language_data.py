@@ -127,7 +127,7 @@ def _running_text(spec: RunSpec, data: DataSpec, fraction: float) -> LanguageDat
             "duplicates_removed": corpus.duplicates,
             "train_tokens": streams[0].elements,
             "unknown_tokens_per_thousand": unknown_per_thousand(tokenizer, train),
-            **_overlap(found, valid),
+            **({} if valid is None else overlap(found, valid)),
             **_packed_notes(trained),
         },
     )
@@ -166,10 +166,8 @@ def _validation_digest(valid: DiskTexts | None) -> dict[str, str]:
     return {} if valid is None else {"validation": documents_digest(valid)}
 
 
-def _overlap(found: DiskTexts, valid: DiskTexts | None) -> dict[str, int]:
-    """How much of what is measured on is trained on too."""
-    if valid is None:
-        return {}
+def overlap(found: Iterable[str], valid: Sequence[str]) -> dict[str, int]:
+    """How much of what is measured on is trained on too, for the manifest's notes."""
     known = {blake3(text.encode()).digest() for text in valid}
     both = sum(blake3(text.encode()).digest() in known for text in found)
     return {"validation_documents": len(valid), "of_them_trained_on_too": both}
@@ -233,7 +231,7 @@ def _conversations(spec: RunSpec, data: DataSpec, fraction: float, *, even: bool
             "unknown_tokens_per_thousand": unknown_in(
                 tokenizer, islice(said(), 0, None, asked_every)
             ),
-            **_overlap(found.documents, documents),
+            **({} if documents is None else overlap(found.documents, documents)),
             **_packed_notes(samples[0]),
         },
     )

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from backends.base.interface import Batch
 from protocol.base.errors import DataError
 from protocol.data.conversations import Conversation
+from protocol.data.data_check import validation_data
 from protocol.data.preferences import Pair, read_preferences
 from protocol.spec.run_spec import DataSpec, RunSpec
 from worker.data import holdout
 from worker.data.chat_template import ChatTemplate, Counted
-from worker.data.language_data import documents_digest
+from worker.data.language_data import documents_digest, overlap
 from worker.models.tokens import (
     NOTHING,
     Tokens,
@@ -62,11 +63,20 @@ def read_preference_data(spec: RunSpec) -> PreferenceData:
     assert spec.model is not None
     assert spec.model.source is not None
     assert spec.data is not None
-    read = read_preferences(spec.data)
+    data = spec.data
+    read = read_preferences(data)
     tokenizer = load_tokenizer(spec.model.source)
-    template = ChatTemplate(tokenizer, spec.data.chat_template, everything=False, else_all=False)
-    pairs = EncodedPairs.of(template, read.found, spec.data)
-    train, held_out = holdout.split(pairs.documents, spec.seed, spec.data.holdout)
+    template = ChatTemplate(tokenizer, data.chat_template, everything=False, else_all=False)
+    pairs = EncodedPairs.of(template, read.found, data)
+    train, held_out = holdout.split(pairs.documents, spec.seed, data.holdout)
+    digests, notes = dict[str, str](), dict[str, int]()
+    if data.validation is not None:
+        measured = validation_data(data)
+        documents, found = pairs.documents, read_preferences(measured).found
+        pairs = pairs.and_then(EncodedPairs.of(template, found, measured))
+        train, held_out = [*range(len(documents))], [*range(len(documents), len(pairs))]
+        digests["validation"] = documents_digest([pair.document for pair in found])
+        notes = overlap(documents, pairs.documents[len(documents) :])
     said = [pair.chosen.messages[-1].content for pair in read.found]
     return PreferenceData(
         tokenizer=tokenizer,
@@ -76,13 +86,15 @@ def read_preference_data(spec: RunSpec) -> PreferenceData:
         digests={
             **pairs.digests(len(tokenizer)),
             "data": documents_digest([pair.document for pair in read.found]),
+            **digests,
         },
         notes={
             "pairs": len(read.found),
             "duplicates_removed": read.duplicates,
             "pairs_truncated": pairs.truncated,
-            "left_out_as_no_answer_fits": len(read.found) - len(pairs),
+            "left_out_as_no_answer_fits": pairs.left_out,
             "unknown_tokens_per_thousand": unknown_per_thousand(tokenizer, said),
+            **notes,
         },
     )
 
@@ -95,11 +107,13 @@ class EncodedPairs:
         documents: What identifies each.
         pairs: Of each the chosen conversation and the rejected one, of any length.
         length: `data.max_tokens`: longer ones are cut.
+        left_out: How many pairs are not here.
     """
 
     documents: Sequence[str]
     pairs: Sequence[tuple[Answer, Answer]]
     length: int
+    left_out: int
 
     @staticmethod
     def of(template: ChatTemplate, found: Sequence[Pair], data: DataSpec) -> EncodedPairs:
@@ -131,7 +145,14 @@ class EncodedPairs:
                 f"reach both answers, found none; raise it: --set data.max_tokens={longest}"
             )
         documents, pairs = zip(*kept, strict=True)
-        return EncodedPairs(documents, pairs, length)
+        return EncodedPairs(documents, pairs, length, len(found) - len(kept))
+
+    def and_then(self, others: EncodedPairs) -> EncodedPairs:
+        """These, and behind them the others."""
+        return EncodedPairs(
+            [*self.documents, *others.documents], [*self.pairs, *others.pairs], self.length,
+            self.left_out + others.left_out,
+        )  # fmt: skip
 
     def __len__(self) -> int:
         return len(self.pairs)

@@ -14,12 +14,14 @@ from torch import nn
 
 from backends.base.interface import Array, Batch, Sums
 from protocol.base.errors import DataError
+from protocol.data.data_check import validation_data
 from protocol.data.labelled_text import LabelledText, read_labelled_text
 from protocol.exact.digest import digest_arrays
 from protocol.exact.samples import permutation
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import ClassWeights, RunSpec
 from worker.data import holdout
+from worker.data.language_data import overlap
 from worker.models import pretrained
 from worker.models.tokens import (
     Tokens,
@@ -52,15 +54,20 @@ class Classify:
         assert spec.data is not None
         data = read_labelled_text(spec.data)
         train, held_out = holdout.split(data.texts, spec.seed, spec.data.holdout)
+        texts, labels, valid = data.texts, data.labels, None
+        if spec.data.validation is not None:
+            valid = read_labelled_text(validation_data(spec.data), data.names)
+            texts, labels = texts + valid.texts, labels + valid.labels
+            train, held_out = [*range(len(data.texts))], [*range(len(data.texts), len(texts))]
         tokenizer = load_tokenizer(spec.model.source)
         self._padding = int(tokenizer.pad_token_id)
         loaded = pretrained.load_classifier(spec.model, data.names, self._padding, spec.seed)
         tuned = Tuned.of(loaded, spec.model, spec.lora, "SEQ_CLS", spec.seed)
         pretrained.check_length(loaded.config, spec.data.max_tokens)
-        self._tokens, cut = encode_cut(tokenizer, data.texts, spec.data.max_tokens)
+        self._tokens, cut = encode_cut(tokenizer, texts, spec.data.max_tokens)
         highest = max(self._padding, *(int(text.max()) for text in self._tokens))
         check_tokens(highest, loaded.vocabulary)
-        self._labels = np.array(data.labels, np.int64)
+        self._labels = np.array(labels, np.int64)
         self._max_tokens = spec.data.max_tokens
         self._train = np.array(train, np.int64)
         if len(np.unique(self._labels[train])) < 2:
@@ -92,11 +99,13 @@ class Classify:
                 **tuned.digests,
                 "tokenizer": digest_tokens(self._tokens, self._padding),
                 "data": _data_digest(data),
+                **({} if valid is None else {"validation": _data_digest(valid)}),
             },
             notes={
                 "duplicates_removed": data.duplicates,
                 "texts_truncated": cut,
                 "unknown_tokens_per_thousand": unknown_per_thousand(tokenizer, data.texts),
+                **({} if valid is None else overlap(data.texts, valid.texts)),
             },
             export=tuned.export({FILE: trained.document(), **tokenizer_files(tokenizer)}),
         )

@@ -56,7 +56,7 @@ def test_what_is_stored_stands_for_itself(storage):
 @given(matrices)
 def test_nf4_is_the_nearest_of_its_values(values):
     stored = quantise(values, "nf4")
-    assert stored.nbytes == stored_bytes(*values.shape, "nf4")
+    assert stored.nbytes == stored_bytes(values.shape[0], values.shape[1], "nf4")
     grouped = values.reshape(-1, stored.group).astype(np.float64)
     held = grouped / np.maximum(np.abs(grouped).max(axis=1, keepdims=True), 1e-300)
     nearest = np.abs(held[..., None] - NF4).min(axis=-1)

@@ -369,3 +369,57 @@ def test_padding_and_company_change_no_loss(tokenizers, tmp_path):
         total += float(mean) * sum(counted)
     assert sums["tokens"] == sum(sum(counted) for _, counted in turns(found))
     assert sums["loss_sum"] == pytest.approx(total, rel=1e-5)
+
+
+LONG = b"".join(line(ASKED | {"content": f"{n}?"}, SAID) for n in range(4))
+OTHER_MISTAKES: dict[str, tuple[bytes, dict[str, Any], dict[str, Any], str]] = {
+    "no validation file": (b"", {"validation": "nowhere.jsonl"}, {}, "expected a data file at"),
+    "a validation file's line": (
+        GOOD + line(ASKED), {"validation": "v.jsonl"}, {},
+        "v.jsonl' line 2: expected the assistant to speak last",
+    ),
+    "an empty validation file": (b"\n", {"validation": "v.jsonl"}, {}, "expected conversations in"),
+    "validation beside a share": (
+        GOOD, {"validation": "v.jsonl", "holdout": 0.1}, {}, "data.validation or data.holdout, got",
+    ),
+    "packing beside grouping": (
+        GOOD, {"packing": True, "group_by_length": True}, {}, "leave out data.group_by_length",
+    ),
+    "epochs beside steps": (GOOD, {}, {"epochs": 2}, "steps or epochs"),
+    "tokens of conversations": (GOOD, {}, {"batch": {"tokens": 512}}, "data.packing=true"),
+    "tokens beside samples": (
+        GOOD, {"packing": True}, {"batch": {"tokens": 512, "samples": 4}}, "got both",
+    ),
+    "tokens that are no multiple": (
+        GOOD, {"packing": True, "max_tokens": 256}, {"batch": {"tokens": 600}}, "take 512 or 768",
+    ),
+    "a scale that is no power of two": (
+        GOOD, {}, {"model": {"precision": "float16", "loss_scale": 1000}}, "a power of two, got",
+    ),
+    "weights for classes": (GOOD, {"class_weights": "balanced"}, {}, "is for task classify"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", OTHER_MISTAKES.values(), ids=list(OTHER_MISTAKES))
+def test_a_mistake_in_what_goes_together_is_one_line(tokenizers, tmp_path, mistake):
+    content, data, others, told = mistake
+    (tmp_path / "a.jsonl").write_bytes(LONG)
+    (tmp_path / "v.jsonl").write_bytes(content)
+    if "validation" in data:
+        data = {**data, "validation": str(tmp_path / data["validation"])}
+    document = document_of(tokenizers, {"train": str(tmp_path / "a.jsonl"), **data})
+    for key, value in others.items():
+        document[key] = {**document[key], **value} if key == "model" else value
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(document))
+    ended = called("worker", "data", str(path))
+    assert (ended.returncode, ended.stdout) == (2, ""), ended
+    assert len(ended.stderr.splitlines()) == 1
+    assert told in ended.stderr
+
+
+def test_more_than_forty_mistakes_are_named():
+    from tests.worker.tasks import test_dpo
+
+    assert len(MISTAKES) + len(OTHER_MISTAKES) >= 40
+    assert len({*MISTAKES, *OTHER_MISTAKES, *test_dpo.MISTAKES}) >= 60

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import csv
 import itertools
 import json
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from backends.base.interface import BlockGradient, Loss
 from protocol.base.errors import DataError
+from protocol.data.conversations import read_conversations
 from protocol.data.text_corpus import read_text_corpus
 from protocol.exact.samples import SampleOrder
 from protocol.spec.run_spec import DataSpec, parse_run_spec
@@ -204,3 +206,24 @@ def test_a_corpus_larger_than_the_memory_that_it_takes(tmp_path, form):
         assert windows.batch(np.array([5, len(windows) - 1])).weight > 512
     assert stream.elements > size // 9
     assert growth.peak_bytes < 32 * MIB
+
+
+@pytest.mark.parametrize("form", ["csv", "tsv", "parquet"])
+def test_tables_larger_than_the_memory_that_they_take(tmp_path, form):
+    path, size, answer = tmp_path / f"t.{form}", 16 * MIB, "word " * 800
+    names, rows = ["prompt", "completion"], range(size // 4096)
+    if form == "parquet":
+        pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        cells = [[f"{n}?" for n in rows], [f"{n} {answer}" for n in rows]]
+        pq.write_table(pa.table(cells, names=names), path, row_group_size=256, compression="none")
+        del cells
+    else:
+        with path.open("w", newline="") as file:
+            table = csv.writer(file, delimiter="," if form == "csv" else "\t")
+            table.writerows([names, *([f"{n}?", f"{n} {answer}"] for n in rows)])
+    data = DataSpec.model_validate({"train": str(path), "format": "prompt-completion"})
+    with measured_growth() as growth:
+        found = read_conversations(data)
+    assert len(found) == len(rows)
+    assert found[7].messages[1].content == f"7 {answer}"
+    assert growth.peak_bytes < 10 * MIB

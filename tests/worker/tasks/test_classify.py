@@ -16,6 +16,7 @@ import safetensors.torch
 from backends.base.interface import Array, Batch, BlockGradient, Loss
 from backends.registry import choose
 from protocol.base.errors import DataError
+from protocol.data.data_check import check_data
 from protocol.spec.run_spec import BatchSpec, DataSpec, LoraSpec, ModelSpec, RunSpec
 from protocol.spec.sources import model_source
 from worker.tasks.base import Task
@@ -494,3 +495,18 @@ def test_weights_mapped_from_a_file_give_the_bits_of_copies(texts, monkeypatch):
         program.close()
         made.append([i.values.tobytes() for i in items if isinstance(i, BlockGradient)])
     assert made[0] == made[1]
+
+
+def test_a_file_of_its_own_is_measured_on(tiny, texts, tmp_path):
+    path = tmp_path / "v.csv"
+    path.write_text("text,label\nyou won a prize,spam\nyou won prize number 3,spam\n")
+    task = build(spec_of(texts, tiny, validation=str(path)))
+    assert (task.manifest.train_samples, task.manifest.evaluation_parts) == (20, 1)
+    assert task.evaluation_batch(0).arrays["labels"].tolist() == [1, 1]
+    assert task.manifest.notes["of_them_trained_on_too"] == 1
+    assert "validation" in task.manifest.digests
+    path.write_text("text,label\nyou won,spam\nsee you,Ham\n")
+    told = r"v\.csv' line 3: expected a label of the training data, got 'Ham'; there are ham, spam"
+    for look in (build, check_data):
+        with pytest.raises(DataError, match=told):
+            look(spec_of(texts, tiny, validation=str(path)))

@@ -316,3 +316,16 @@ def test_pairs_that_do_not_fit_are_said(tmp_path):
     data = {"train": str(path), "max_tokens": 8, "holdout": 0}
     with pytest.raises(DataError, match="raise it"):
         build(load_run_spec(dpo_run(tmp_path, data=data)))
+
+
+def test_pairs_of_a_file_of_their_own_are_measured_on(spec, tmp_path):
+    rows = [preferences(3), preferences(41), preferences(42)]
+    valid = str(jsonl(tmp_path / "v.jsonl", rows))
+    assert spec.data is not None
+    data = spec.data.model_copy(update={"validation": valid, "holdout": 0.2})
+    task = build(spec.model_copy(update={"data": data}))
+    notes = task.manifest.notes
+    assert (task.manifest.train_samples, task.manifest.evaluation_parts) == (40, 1)
+    assert task.evaluation_batch(0).weight == 3
+    assert (notes["validation_documents"], notes["of_them_trained_on_too"]) == (3, 1)
+    assert task.manifest.digests["validation"] != task.manifest.digests["data"]
