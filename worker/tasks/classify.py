@@ -19,7 +19,7 @@ from protocol.data.labelled_text import LabelledText, read_labelled_text
 from protocol.exact.digest import digest_arrays
 from protocol.exact.samples import permutation
 from protocol.spec.manifest import Manifest
-from protocol.spec.run_spec import ClassWeights, RunSpec
+from protocol.spec.run_spec import ClassWeights, DataSpec, RunSpec
 from worker.data import holdout
 from worker.data.language_data import overlap
 from worker.models import pretrained
@@ -52,13 +52,11 @@ class Classify:
         assert spec.model is not None
         assert spec.model.source is not None
         assert spec.data is not None
-        data = read_labelled_text(spec.data)
-        train, held_out = holdout.split(data.texts, spec.seed, spec.data.holdout)
-        texts, labels, valid = data.texts, data.labels, None
-        if spec.data.validation is not None:
-            valid = read_labelled_text(validation_data(spec.data), data.names)
-            texts, labels = texts + valid.texts, labels + valid.labels
-            train, held_out = [*range(len(data.texts))], [*range(len(data.texts), len(texts))]
+        data, valid = _read(spec.data)
+        texts, labels = data.texts + valid.texts, data.labels + valid.labels
+        train, held_out = [*range(len(data.texts))], [*range(len(data.texts), len(texts))]
+        if spec.data.validation is None:
+            train, held_out = holdout.split(texts, spec.seed, spec.data.holdout)
         tokenizer = load_tokenizer(spec.model.source)
         self._padding = int(tokenizer.pad_token_id)
         loaded = pretrained.load_classifier(spec.model, data.names, self._padding, spec.seed)
@@ -79,17 +77,7 @@ class Classify:
         measured = holdout.measured(len(held_out), spec.data.holdout_samples, spec.seed)
         self._parts = self._held_out_parts([held_out[n] for n in measured], spec.seed)
         self._initial = tuned.initial_values()
-        # A worker's own directory for what it was sent is no part of the result.
-        source = spec.model.name or spec.model.source
-        trained = Trained(
-            task=spec.task,
-            labels=data.names,
-            max_tokens=spec.data.max_tokens,
-            seed=spec.seed,
-            model=spec.model.model_copy(update={"source": source, "name": None, "adapter": None}),
-            lora=spec.lora,
-            base_weights=loaded.weights_digest,
-        )
+        trained = _trained(spec, data.names, loaded.weights_digest)
         self.manifest = Manifest(
             blocks=tuned.blocks,
             train_samples=len(train),
@@ -99,13 +87,13 @@ class Classify:
                 **tuned.digests,
                 "tokenizer": digest_tokens(self._tokens, self._padding),
                 "data": _data_digest(data),
-                **({} if valid is None else {"validation": _data_digest(valid)}),
+                **({"validation": _data_digest(valid)} if valid.texts else {}),
             },
             notes={
                 "duplicates_removed": data.duplicates,
                 "texts_truncated": cut,
                 "unknown_tokens_per_thousand": unknown_per_thousand(tokenizer, data.texts),
-                **({} if valid is None else overlap(data.texts, valid.texts)),
+                **(overlap(data.texts, valid.texts) if valid.texts else {}),
             },
             export=tuned.export({FILE: trained.document(), **tokenizer_files(tokenizer)}),
         )
@@ -145,6 +133,31 @@ class Classify:
             return Batch(arrays, float(len(texts)))
         arrays["weights"] = self._weights[labels]
         return Batch(arrays, float(arrays["weights"].sum(dtype=np.float64)))
+
+
+def _read(data: DataSpec) -> tuple[LabelledText, LabelledText]:
+    """What is trained on, and the file that is measured on: empty where there is none."""
+    found = read_labelled_text(data)
+    if data.validation is None:
+        return found, LabelledText((), (), found.names)
+    return found, read_labelled_text(validation_data(data), found.names)
+
+
+def _trained(spec: RunSpec, names: tuple[str, ...], base_weights: str) -> Trained:
+    """What the result says of itself."""
+    assert spec.model is not None
+    assert spec.data is not None
+    # A worker's own directory for what it was sent is no part of the result.
+    source = spec.model.name or spec.model.source
+    return Trained(
+        task=spec.task,
+        labels=names,
+        max_tokens=spec.data.max_tokens,
+        seed=spec.seed,
+        model=spec.model.model_copy(update={"source": source, "name": None, "adapter": None}),
+        lora=spec.lora,
+        base_weights=base_weights,
+    )
 
 
 def padded(texts: Sequence[Tokens], padding: int, max_tokens: int) -> dict[str, NDArray[Any]]:
