@@ -1,7 +1,9 @@
 """`samestep.fit` of one machine against the loop that one would write: seconds per step.
 
 The same model, batches and microbatches, one thread. What a run's start and end take is left out:
-two lengths are measured, and their difference divided by the steps between.
+two lengths are measured, and their difference divided by the steps between. What `fit` adds is
+the exchange of the gradients and the commit: that goes by their bytes, whatever they took to
+compute. So there is a job with few bytes for what it computes, and one with many.
 """
 
 from __future__ import annotations
@@ -9,10 +11,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import math
 import os
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 import torch
@@ -22,22 +27,67 @@ from torch.utils.data import TensorDataset
 import samestep
 from benchmarks.machine import print_heading, print_table
 
-WIDTH, DEPTH, SAMPLES = 1024, 4, 4096
-BATCH, MICROBATCH = 256, 32
 RATE = 1e-3
+MICROBATCHES = 8
 
 
-def data() -> TensorDataset:
-    """Made up."""
-    x = torch.linspace(-1, 1, SAMPLES * 64).reshape(SAMPLES, 64)
-    return TensorDataset(x, (x.sum(1) > 0).long())
+class Residual(nn.Module):
+    """Two convolutions beside a way past them."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1),
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`: (samples, channels, height, width)."""
+        return nn.functional.relu(x + self.inner(x))
 
 
-def model() -> nn.Module:
-    """A multi-layer perceptron of some four million parameters."""
-    widths = [64, *[WIDTH] * DEPTH]
-    layers = [nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in zip(widths, widths[1:])]  # noqa: B905, RUF007
-    return nn.Sequential(*layers, nn.Linear(WIDTH, 2))
+def convolutions() -> nn.Module:
+    """Of some 300,000 parameters, each of which is used at every place of a picture."""
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 3, padding=1), *(Residual(64) for _ in range(4)),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 2),
+    )  # fmt: skip
+
+
+def perceptron() -> nn.Module:
+    """Of some 3 million parameters, each of which is used once for a sample."""
+    widths = [64, 1024, 1024, 1024, 1024]
+    layers = [nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in pairwise(widths)]
+    return nn.Sequential(*layers, nn.Linear(1024, 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is trained.
+
+    Attributes:
+        shape: Of a sample, which is made up.
+        steps: Of the longer of two runs.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    samples: int
+    batch: int
+    steps: int
+
+    def data(self) -> TensorDataset:
+        """All samples and their classes."""
+        x = torch.linspace(-1, 1, self.samples * math.prod(self.shape))
+        x = x.reshape(self.samples, *self.shape)
+        return TensorDataset(x, (x.flatten(1).sum(1) > 0).long())
+
+
+JOBS = (
+    Job("convolutions, 128 pictures of 24 x 24", convolutions, (3, 24, 24), 512, 128, 12),
+    Job("perceptron, 256 rows of 64", perceptron, (64,), 4096, 256, 60),
+)
 
 
 def loss(module: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
@@ -45,62 +95,67 @@ def loss(module: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     return nn.functional.cross_entropy(module(batch[0]), batch[1], reduction="sum")
 
 
-def fitted(steps: int) -> None:
+def fitted(job: Job, steps: int) -> None:
     """A run of `fit`."""
 
     def build() -> samestep.Task:
-        return samestep.Task(module=model(), train=data(), loss=loss)
+        return samestep.Task(module=job.model(), train=job.data(), loss=loss)
 
     with contextlib.redirect_stdout(io.StringIO()):
         samestep.fit(
-            build, steps=steps, batch=BATCH, microbatch=MICROBATCH, device="cpu",
-            optimizer={"name": "adamw", "lr": RATE}, settings={"checkpoint": {"every": 0}},
+            build, steps=steps, batch=job.batch, microbatch=job.batch // MICROBATCHES,
+            device="cpu", optimizer={"name": "adamw", "lr": RATE},
+            settings={"checkpoint": {"every": 0}},
         )  # fmt: skip
 
 
-def bare(steps: int) -> None:
+def bare(job: Job, steps: int) -> None:
     """The loop in plain PyTorch."""
-    module, samples = model(), data()
+    module, samples = job.model(), job.data()
     optimizer = torch.optim.AdamW(module.parameters(), lr=RATE, weight_decay=0.0)
+    microbatch = job.batch // MICROBATCHES
     for step in range(steps):
-        rows = torch.arange(step * BATCH, (step + 1) * BATCH) % SAMPLES
-        for lo in range(0, BATCH, MICROBATCH):
-            batch = [tensor[rows[lo : lo + MICROBATCH]] for tensor in samples.tensors]
-            (loss(module, batch) / BATCH).backward()  # type: ignore[no-untyped-call]
+        rows = torch.arange(step * job.batch, (step + 1) * job.batch) % job.samples
+        for lo in range(0, job.batch, microbatch):
+            batch = [tensor[rows[lo : lo + microbatch]] for tensor in samples.tensors]
+            (loss(module, batch) / job.batch).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 
 
-def step_s(train: Callable[[int], None], short: int, long: int) -> float:
+def step_s(train: Callable[[Job, int], None], job: Job) -> float:
     """Seconds of one step, start and end left out."""
     times = []
-    for steps in (short, long):
+    for steps in (3, 3 + job.steps):
         begun = time.perf_counter()
-        train(steps)
+        train(job, steps)
         times.append(time.perf_counter() - begun)
-    return (times[1] - times[0]) / (long - short)
+    return (times[1] - times[0]) / job.steps
+
+
+def row(job: Job, turns: int) -> tuple[str, ...]:
+    """A line of the table: both ways by turns."""
+    pairs = [(step_s(fitted, job), step_s(bare, job)) for _ in range(turns)]
+    ours, plain = (median(column) for column in zip(*pairs, strict=True))
+    ratio = median(a / b for a, b in pairs)
+    megabytes = sum(each.numel() for each in job.model().parameters()) * 4 / 1e6
+    return (
+        job.name, f"{megabytes:.1f}", f"{1e3 * ours:.1f}", f"{1e3 * plain:.1f}", f"{ratio:.3f}"
+    )  # fmt: skip
 
 
 def main() -> None:
     """Measure by turns, and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60)
     given = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("SAMESTEP_BIND", "127.0.0.1:0")
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
-        pairs = [
-            (step_s(fitted, 5, 5 + given.steps), step_s(bare, 5, 5 + given.steps))
-            for _ in range(given.turns)
-        ]
+        rows = [row(job, given.turns) for job in JOBS]
     print_heading("samestep.fit against the bare loop")
-    ours, plain = (median(column) for column in zip(*pairs, strict=True))
-    ratio = median(a / b for a, b in pairs)
-    print_table(
-        ("fit, ms a step", "bare loop, ms a step", "ratio"),
-        [(f"{1e3 * ours:.1f}", f"{1e3 * plain:.1f}", f"{ratio:.3f}")],
-    )
+    heads = ("job", "gradients, MB", "fit, ms a step", "bare loop, ms a step", "ratio")
+    print_table(heads, rows)
 
 
 if __name__ == "__main__":

@@ -358,7 +358,7 @@ def _audited(directory: Path) -> AuditResult:
 
     from coordinator.audit.audit import audit as audit_run
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, force_terminal=sys.stderr.isatty())
     columns = (*Progress.get_default_columns(), MofNCompleteColumn())
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal

@@ -120,7 +120,8 @@ async def _serve(options: CoordinatorOptions, journal: SystemJournal | None) -> 
         )
     )
     control = ControlPort(service)
-    console = _Console(highlight=False)
+    # A pipe is no terminal, also where a notebook asks for colours (FORCE_COLOR).
+    console = _Console(highlight=False, force_terminal=sys.stdout.isatty())
     progress = ProgressConsole(service, console, journal)
     supervisor = Supervisor()
     tracking = Tracking(options.trackers, partial(_run_in_progress, service), _say)

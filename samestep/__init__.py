@@ -8,6 +8,11 @@ for these three. Start reading with `fitting`. Imports worker, backends, protoco
 coordinator how to ask its control port; it starts the coordinator as a process.
 """
 
+from samestep.own_names import taken_names, words_for
+
+if _taken := taken_names():
+    raise ImportError(words_for(_taken[0]))
+
 from protocol import __version__
 from protocol.base.errors import SamestepError
 from samestep.fitting import fit

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from backends.base import draws
 from backends.base.interface import Array, Batch, Sums, Trainable
+from protocol.base import limits
 from protocol.base.errors import DataError, in_words, raised_words
 from protocol.exact.digest import digest_arrays
 from protocol.spec.manifest import Manifest, Metric
@@ -30,7 +31,7 @@ from samestep.refusals import (
     takes,
 )
 from samestep.user_task import UserTask
-from worker.models.blocks import cut_into_blocks
+from worker.models.blocks import cut_by_size
 
 _LOOKED_AT: Final = 64
 """Samples of a data set whose digest is taken, evenly spread; of tensors all are."""
@@ -64,7 +65,7 @@ class FittedTask:
         if frozen := _frozen(user):
             data["frozen_weights"] = digest_arrays(frozen)
         self.manifest = Manifest(
-            blocks=cut_into_blocks(user.module),
+            blocks=cut_by_size(user.module, limits.SMALL_CHUNK_ELEMENTS),
             train_samples=len(user.train),
             evaluation_parts=-(-held_out // self._part_samples),
             metrics=tuple(_metric(name) for name in ("loss", *user.metrics)),

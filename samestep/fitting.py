@@ -8,6 +8,7 @@ serves; or, started by `worker SCRIPT`, it joins a run of the same script.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import math
@@ -42,7 +43,7 @@ from samestep.own_coordinator import (
     show,
     usual_bind,
 )
-from samestep.own_worker import OwnWorker, WorkerEnded, told
+from samestep.own_worker import OwnWorker, StandsStill, WorkerEnded, told
 from samestep.refusals import optimizer_of
 from samestep.result import FitResult, read_history
 from worker.joining.credentials import WorkerCredentials
@@ -199,6 +200,11 @@ def _function(build: object) -> Callable[..., object]:
     return build
 
 
+def keeps_the_run(control: str | None) -> bool:
+    """Whether a `fit` of this process has a directory: it neither joins nor submits."""
+    return not _JOINING and not (control or os.environ.get("SAMESTEP_CONTROL"))
+
+
 def _number_before(directory: Path) -> int:
     """The how manieth fit the run in a directory is of; 0 without one."""
     try:
@@ -284,7 +290,7 @@ def _alone(call: script.Call, spec: RunSpec, how: _How) -> FitResult:
     happened: Happened = queue.SimpleQueue()
     bind = os.environ.get("SAMESTEP_BIND") or usual_bind()
     bind = _LISTENED[-1] if _LISTENED else bind
-    directory = Path(how.directory or _new_directory(spec.name))
+    directory = Path(how.directory or new_directory(Path("runs"), spec.name))
     options = [
         "--bind", bind, "--control", "127.0.0.1:0", "--expect-workers", str(how.expected),
         "--out", str(directory), *(["--resume"] if how.resume else []),
@@ -300,7 +306,7 @@ def _alone(call: script.Call, spec: RunSpec, how: _How) -> FitResult:
         credentials = WorkerCredentials(join_token_file(state_home()))
         worker = _worker(call, how.backend, address, credentials, happened)
         try:
-            code = _until_over(coordinator, worker, happened, alone=how.expected == 1)
+            code = _until_over(coordinator, worker, happened, directory, alone=how.expected == 1)
         finally:
             worker.end()
         if code:
@@ -309,9 +315,18 @@ def _alone(call: script.Call, spec: RunSpec, how: _How) -> FitResult:
 
 
 def _until_over(
-    coordinator: OwnCoordinator, worker: OwnWorker, happened: Happened, *, alone: bool
+    coordinator: OwnCoordinator,
+    worker: OwnWorker,
+    happened: Happened,
+    directory: Path,
+    *,
+    alone: bool,
 ) -> int:
-    """Show what is said until the coordinator has ended; its exit code."""
+    """Show what is said until the coordinator has ended; its exit code.
+
+    Raises:
+        RunFailed: The run has halted, and there is nobody else who waits for an operator.
+    """
     failed: Exception | None = None
     while True:
         try:
@@ -328,6 +343,12 @@ def _until_over(
                 if alone:
                     coordinator.drain()
                     coordinator.drain()
+            case StandsStill() if alone:
+                failed = RunFailed(
+                    f"halted: {event.reason}; once that is mended, fit(..., "
+                    f"directory={str(directory)!r}, resume=True) takes that step again"
+                )
+                coordinator.drain()
             case CoordinatorEnded():
                 if failed is not None and alone:
                     raise failed
@@ -336,7 +357,9 @@ def _until_over(
 
 def _say_how_to_join(call: script.Call, lines: list[str]) -> None:
     for line in lines:
-        joins = "worker --coordinator" in line and call.script.path is not None
+        joins = "worker --coordinator" in line
+        if joins and call.script.path is None:
+            continue  # nobody else has the model of a notebook
         show(Line(f"{line} {call.script.name}" if joins else line, fault=False))
 
 
@@ -356,10 +379,14 @@ def _say_nothing(text: str) -> None:
     """The coordinator tells of this worker too."""
 
 
-def _new_directory(name: str) -> Path:
-    """The first number that is free, as the coordinator would take."""
-    numbered = (Path("runs") / f"{name}-{number}" for number in itertools.count(1))
-    return next(path for path in numbered if not path.exists())
+def new_directory(below: Path, name: str) -> Path:
+    """One that is made here, with the first number that is free: two calls never have the same."""
+    for number in itertools.count(1):
+        path = below / f"{name}-{number}"
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path
+    raise AssertionError
 
 
 def _result(call: script.Call, directory: Path, *, joined: bool) -> FitResult:
@@ -469,7 +496,7 @@ def _as_joined(call: script.Call, worker: OwnWorker) -> FitResult:
         raise RunFailed(worker.over or "this worker left before the run was over")
     tensors = task.trained()
     task.load(tensors)
-    history = tuple({"step": step, "loss": loss} for step, loss in sorted(worker.losses.items()))
+    history = tuple(row for _, row in sorted(worker.rows.items()))
     steps = int(history[-1]["step"]) if history else 0
     return FitResult(
         task.user.module, history, {}, weights_digest(tensors), steps, "finished", None, joined=True

@@ -11,18 +11,21 @@ from pathlib import Path
 from protocol.base.errors import DataError, UsageError
 from samestep import script
 from samestep.fitting import Joining, join_from_now_on
+from samestep.own_names import files_of_our_names, words_for
 
 
 def run_script(path: Path, arguments: Sequence[str], joining: Joining) -> None:
     """Run it as `python SCRIPT ARGUMENTS...` would.
 
     Raises:
-        UsageError: There is no such script.
+        UsageError: There is no such script, or a file beside it has the name of a part of ours.
         DataError: It has ended without a `fit`.
         SamestepError: The run refused this worker, or failed.
     """
     if not path.is_file():
         raise UsageError(f"expected a script, found no file {str(path)!r}")
+    if taken := files_of_our_names(path.resolve().parent):
+        raise UsageError(words_for(taken[0]))
     join_from_now_on(joining)
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.resolve().parent))

@@ -14,7 +14,7 @@ from protocol.base.errors import ExitCode, text_of
 from protocol.host.event_loop import new_event_loop
 from protocol.spec.run_spec import RunSpec
 from protocol.wire.connection import Received
-from protocol.wire.messages import Commit, EndRun
+from protocol.wire.messages import Commit, EndRun, Halt
 from protocol.wire.transport import Channel
 from samestep.own_coordinator import Happened
 from worker.joining.credentials import WorkerCredentials
@@ -36,6 +36,17 @@ class WorkerEnded:
     error: Exception | None
 
 
+@dataclass(frozen=True, slots=True)
+class StandsStill:
+    """The run stands still until an operator says how it goes on.
+
+    Attributes:
+        reason: What was not finite, or asked for it.
+    """
+
+    reason: str
+
+
 class _Devices:
     """The engine's toolbox: see `worker.shell.engine.Toolbox`."""
 
@@ -55,7 +66,8 @@ class _Devices:
 class _OneRunClient(Client):
     """Leaves when the run that it took part in is over."""
 
-    losses: dict[int, float]
+    rows: dict[int, dict[str, float]]
+    halted: Callable[[str], None]
     over = ""
 
     def on_message(self, channel: Channel, received: Received) -> None:
@@ -63,17 +75,23 @@ class _OneRunClient(Client):
         super().on_message(channel, received)
         message, _ = received
         if isinstance(message, Commit):
-            self.losses[message.step + 1] = message.loss
+            step = message.step + 1
+            self.rows[step] = {"step": step, "loss": message.loss}
+            if message.scalars is not None:
+                self.rows[step]["learning_rate"] = message.scalars.learning_rate
         elif isinstance(message, EndRun):
             self.over = message.reason
             self.drain()
+        elif isinstance(message, Halt):
+            self.halted(message.reason)
 
 
 class OwnWorker:
     """Takes part in one run.
 
     Attributes:
-        losses: Of the steps that were committed while this worker took part, from 1.
+        rows: Loss and learning rate of the steps that were committed while this worker took part,
+            from 1.
         over: Why the run is over, as the coordinator said; empty before.
 
     Args:
@@ -92,7 +110,7 @@ class OwnWorker:
         tell: Callable[[str], None],
         happened: Happened,
     ) -> None:
-        self.losses: dict[int, float] = {}
+        self.rows: dict[int, dict[str, float]] = {}
         self._target, self._credentials, self._tell = target, credentials, tell
         self._devices = _Devices(target.backend, device)
         self._happened = happened
@@ -130,7 +148,8 @@ class OwnWorker:
 
     async def _serve(self) -> ExitCode:
         client = _OneRunClient(self._target, self._devices, self._credentials, self._tell)
-        client.losses = self.losses
+        client.rows = self.rows
+        client.halted = lambda reason: self._happened.put(StandsStill(reason))
         self._client, self._loop = client, asyncio.get_running_loop()
         self._begun.set()
         return await client.serve()

@@ -45,9 +45,9 @@ def task_of(built: object) -> UserTask:
             "return samestep.Task(module=..., train=..., loss=...)"
         )
     _check_module(built.module)
-    _check_data("train", built.train)
+    check_data("train", built.train)
     if built.held_out is not None:
-        _check_data("held_out", built.held_out)
+        check_data("held_out", built.held_out)
     if not callable(built.loss):
         raise DataError(
             "expected a loss, got none: write loss=lambda module, batch: ..., a sum over the batch"
@@ -87,7 +87,12 @@ def _check_module(module: object) -> None:
         raise DataError(str(error)) from None
 
 
-def _check_data(role: str, data: Any) -> None:
+def check_data(role: str, data: Any) -> None:
+    """See that a data set can be read by number.
+
+    Raises:
+        DataError: It cannot.
+    """
     if isinstance(data, DataLoader):
         raise DataError(
             f"expected a data set as {role}, got a DataLoader: give its dataset, and its "

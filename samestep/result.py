@@ -17,8 +17,9 @@ class FitResult:
 
     Attributes:
         module: The module that `build` made, trained, on the CPU, in evaluation mode.
-        history: A row for each step: `step` and `loss`, and the held-out figures after it where
-            they were measured, as `held_out_...`.
+        history: A row for each step: `step`, `loss`, `learning_rate` and `grad_norm` (before it is
+            cut; a worker that joined is not told), and the held-out figures after it where they
+            were measured, as `held_out_...`.
         metrics: The held-out figures at the end, by name.
         digest: Of the trained tensors, 64 hex digits: the same on every machine.
         steps: How many were taken.
@@ -48,6 +49,8 @@ def read_history(directory: Path) -> tuple[Mapping[str, float], ...]:
         if document.get("kind") == "commit" and isinstance(step, int):
             loss = document["loss"]
             rows[step + 1] = {"step": step + 1, "loss": float("nan") if loss is None else loss}
+            told = {"learning_rate": document.get("rate"), "grad_norm": document.get("norm")}
+            rows[step + 1] |= {name: value for name, value in told.items() if value is not None}
         if document.get("kind") == "evaluation" and step in rows:
             figures = {n: v for n, v in document["metrics"].items() if v is not None}
             rows[step] |= {f"held_out_{name}": value for name, value in figures.items()}

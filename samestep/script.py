@@ -24,16 +24,13 @@ from blake3 import blake3
 from protocol.base.errors import DataError, SamestepError, ScriptDiffers, ScriptMissing
 from protocol.spec.run_spec import RunSpec
 from samestep.fitted import FittedTask
+from samestep.own_names import ours
 from samestep.refusals import task_of
 
 TASK: Final = "samestep.script:FitTask"
 """What a run spec of `fit` names."""
 
 Build = Callable[..., object]
-
-_NOT_THE_USERS: Final = {
-    "__main__", "backends", "coordinator", "protocol", "samestep", "tests", "worker",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +74,11 @@ class Script:
         if self.path is None:
             return ""
         home, found = self.path.parent, {}
-        for name, module in list(sys.modules.items()):
+        for module in list(sys.modules.values()):
             path = Path(getattr(module, "__file__", None) or "")
-            own = name.partition(".")[0] not in _NOT_THE_USERS and "site-packages" not in path.parts
+            others = ours(path) or "site-packages" in path.parts
             beside = path != self.path and path.suffix == ".py" and path.is_relative_to(home)
-            if own and beside and path.is_file():
+            if beside and not others and path.is_file():
                 found[path.relative_to(home).as_posix()] = path
         hasher = blake3()
         for name, path in sorted(found.items()):

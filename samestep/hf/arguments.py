@@ -17,37 +17,47 @@ HONOURED: Final = frozenset({
     "max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps", "warmup_ratio", "optim",
     "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16",
     "label_smoothing_factor", "average_tokens_across_devices", "gradient_checkpointing",
-    "gradient_checkpointing_kwargs", "use_cache", "eval_strategy", "eval_steps", "save_strategy",
+    "gradient_checkpointing_kwargs", "activation_checkpointing", "activation_checkpointing_kwargs",
+    "use_cache", "eval_strategy", "eval_steps", "save_strategy",
     "save_steps", "save_total_limit", "seed", "data_seed", "use_cpu", "no_cuda",
     "remove_unused_columns", "label_names", "logging_strategy", "logging_steps",
     "logging_first_step", "full_determinism",
 })  # fmt: skip
 """They do here what they do there."""
 
-HARMLESS: Final = frozenset({
-    # How it is told.
-    "disable_tqdm", "log_level", "log_level_replica", "log_on_each_node", "logging_dir",
-    "logging_nan_inf_filter", "run_name", "project", "trackio_space_id", "trackio_bucket_id",
-    "trackio_static_space_id",
-    # How batches are fetched, and memory is kept: the same batches come of it.
-    "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers",
-    "dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order",
-    "torch_empty_cache_steps", "length_column_name", "skip_memory_metrics",
-    # Of processes that transformers would start or join.
-    "local_rank", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
-    "ddp_static_graph", "ddp_backend", "ddp_timeout", "save_on_each_node", "save_safetensors",
-    # Of `evaluate` and `predict`, which are transformers' own.
-    "per_device_eval_batch_size", "prediction_loss_only", "eval_do_concat_batches",
-    "eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics",
-    "batch_eval_metrics", "bf16_full_eval", "fp16_full_eval", "include_inputs_for_metrics",
-    # Of scripts, for themselves; and of the hub, where nothing is pushed.
-    "do_train", "do_eval", "do_predict", "hub_token", "hub_private_repo", "hub_model_id",
-    "hub_strategy", "hub_always_push", "hub_revision",
-    # Of a choice that is refused itself.
-    "metric_for_best_model", "greater_is_better", "liger_kernel_config", "torch_compile_backend",
-    "torch_compile_mode", "activation_checkpointing_kwargs", "fsdp_config",
-})  # fmt: skip
-"""They change nothing of what is trained."""
+_HARMLESS: Final = {
+    "it says how a run is told of": (
+        "disable_tqdm", "log_level", "log_level_replica", "log_on_each_node", "logging_dir",
+        "logging_nan_inf_filter", "run_name", "project", "trackio_space_id", "trackio_bucket_id",
+        "trackio_static_space_id", "skip_memory_metrics",
+    ),
+    "the same batches are made however they are fetched": (
+        "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers",
+        "dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order",
+        "torch_empty_cache_steps",
+    ),
+    "it is of processes that transformers would start or join": (
+        "local_rank", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
+        "ddp_static_graph", "ddp_backend", "ddp_timeout", "save_on_each_node", "save_safetensors",
+    ),
+    "it is of evaluate and predict, which are transformers' own": (
+        "per_device_eval_batch_size", "prediction_loss_only", "eval_do_concat_batches",
+        "eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics",
+        "batch_eval_metrics", "include_inputs_for_metrics",
+    ),
+    "scripts read it themselves": ("do_train", "do_eval", "do_predict"),
+    "nothing is pushed to the hub": (
+        "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push",
+        "hub_revision",
+    ),
+    "it is of a choice that is refused itself": (
+        "metric_for_best_model", "greater_is_better", "liger_kernel_config",
+        "torch_compile_backend", "torch_compile_mode",
+        "fsdp_config", "length_column_name",
+    ),
+}  # fmt: skip
+HARMLESS: Final = {name: why for why, names in _HARMLESS.items() for name in names}
+"""They change nothing of what is trained, and why."""
 
 REFUSED: Final[dict[str, str]] = {
     "lr_scheduler_kwargs": "schedules take no more than warmup_steps",
@@ -55,13 +65,14 @@ REFUSED: Final[dict[str, str]] = {
     "optim_target_modules": "the update is AdamW of all trainable tensors",
     "fp16": "write bf16=True, which needs no loss scaling",
     "tf32": "matrix products are exact in float32; leave it out",
-    "activation_checkpointing": "write gradient_checkpointing=True",
     "torch_compile": "leave it out: bits of compiled kernels differ from machine to machine",
     "use_liger_kernel": "leave it out",
     "neftune_noise_alpha": "leave it out: its noise is not seeded by the microbatch",
     "auto_find_batch_size": "say per_device_train_batch_size",
     "include_num_input_tokens_seen": "leave it out: nobody counts them",
     "report_to": "leave it out: the run's directory has the journal, `coordinator report` a page",
+    "bf16_full_eval": "leave it out: held-out data is measured in the precision of training",
+    "fp16_full_eval": "leave it out: held-out data is measured in the precision of training",
     "eval_delay": "leave it out",
     "eval_on_start": "call trainer.evaluate() before",
     "save_only_model": "leave it out: a run goes on from its checkpoints",
@@ -101,13 +112,16 @@ def refuse_what_is_not_had(arguments: Any, of_the_class: frozenset[str] = frozen
     Raises:
         DataError: One cannot be honoured; it is named.
     """
-    usual = type(arguments)(output_dir=arguments.output_dir, report_to="none")
+    usual = type(arguments)(
+        output_dir=arguments.output_dir, report_to="none",
+        use_cpu=arguments.use_cpu, bf16=arguments.bf16,
+    )  # fmt: skip
     for field in dataclasses.fields(arguments):
         name = field.name
         if name in HONOURED or name in HARMLESS or name in of_the_class:
             continue
         given, expected = getattr(arguments, name), getattr(usual, name)
-        if given == expected or (not given and not expected):
+        if given == expected or not (given or (expected and name not in REFUSED)):
             continue
         instead = REFUSED.get(name, "leave it out: this release of samestep does not know it")
         raise DataError(f"TrainingArguments.{name}={given!r} cannot be honoured: {instead}")

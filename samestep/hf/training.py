@@ -7,6 +7,7 @@ Everything but `train` is the class's own: what it makes of its arguments, its c
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -16,8 +17,16 @@ import transformers
 from transformers.trainer_utils import TrainOutput
 
 from protocol.base.errors import DataError
-from samestep.fitting import fit
-from samestep.hf.arguments import every, optimizer_of, refuse_what_is_not_had, steps_of, word_of
+from samestep.fitting import fit, keeps_the_run, new_directory
+from samestep.hf.arguments import (
+    every,
+    optimizer_of,
+    refuse_what_is_not_had,
+    steps_of,
+    word_of,
+)
+from samestep.hf.log import write_log
+from samestep.refusals import check_data
 from samestep.result import FitResult
 from samestep.user_task import UserTask
 
@@ -28,7 +37,11 @@ _NOT_OURS_TO_CALL: Final = (
 )  # fmt: skip
 """Methods of the loop, which a subclass may have changed and nobody would call."""
 
-_USUAL_CALLBACKS: Final = {"DefaultFlowCallback", "PrinterCallback", "ProgressCallback"}
+_OF_ITS_OWN_LOOP: Final = "NotebookProgressCallback"
+"""Shows a table that the class's own loop begins."""
+_USUAL_CALLBACKS: Final = {
+    "DefaultFlowCallback", "PrinterCallback", "ProgressCallback", _OF_ITS_OWN_LOOP,
+}  # fmt: skip
 _PROBE: Final = 1e-4
 
 
@@ -62,15 +75,13 @@ class SamestepMixin:
         """
         trainer: Any = self
         _refuse_what_nobody_calls(trainer, resume_from_checkpoint, more)
+        check_data("train_dataset", trainer.train_dataset)
         arguments, model = trainer.args, trainer.model
-        if arguments.gradient_checkpointing:
-            further = arguments.gradient_checkpointing_kwargs or {"use_reentrant": False}
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=further)
+        _checkpoint_activations(arguments, model)
+        begun_s = time.time()
         self.fitted = fit(lambda: _task(trainer), **self._arguments_of_fit())
-        self._take_over(self.fitted)
-        total = sum(row["loss"] for row in self.fitted.history) / max(1, len(self.fitted.history))
-        metrics = {f"eval_{name}": value for name, value in self.fitted.metrics.items()}
-        return TrainOutput(self.fitted.steps, total, {"train_loss": total, **metrics})
+        metrics = self._take_over(self.fitted, begun_s)
+        return TrainOutput(self.fitted.steps, metrics["train_loss"], metrics)
 
     def _arguments_of_fit(self) -> dict[str, Any]:
         trainer: Any = self
@@ -81,7 +92,8 @@ class SamestepMixin:
         save = every(
             arguments.save_strategy, arguments.save_steps, "save_strategy", per_epoch, steps
         )
-        settings = {"checkpoint": {"every": save, "keep_last": arguments.save_total_limit or 2}}
+        kept = arguments.save_total_limit or (steps // save + 2 if save else 1)
+        settings = {"checkpoint": {"every": save, "keep_last": kept}}
         given = {
             "steps": steps,
             "batch": batch,
@@ -89,7 +101,6 @@ class SamestepMixin:
             "optimizer": optimizer_of(arguments, steps, _no_decay(trainer)),
             "seed": arguments.seed,
             "precision": "bfloat16" if arguments.bf16 else "float32",
-            "directory": _new_below(Path(arguments.output_dir)),
             "evaluate_every": every(
                 arguments.eval_strategy, arguments.eval_steps or arguments.logging_steps,
                 "eval_strategy", per_epoch, steps,
@@ -97,23 +108,22 @@ class SamestepMixin:
             "settings": settings,
             **({"device": "cpu"} if arguments.use_cpu else {}),
         }  # fmt: skip
-        return given | self._of_fit
+        given |= self._of_fit
+        if "directory" not in given and keeps_the_run(given.get("control")):
+            given["directory"] = new_directory(Path(arguments.output_dir), "run")
+        return given
 
-    def _take_over(self, result: FitResult) -> None:
-        """The trainer's state and log, as after a run of its own."""
+    def _take_over(self, result: FitResult, begun_s: float) -> dict[str, float]:
+        """The trainer's state and log, as after a run of its own; what the run is summed up as."""
         trainer: Any = self
-        trainer.state.global_step = trainer.state.max_steps = result.steps
-        shown, waiting = max(1, int(trainer.args.logging_steps)), []
-        for row in result.history:
-            step = int(row["step"])
-            waiting.append(row["loss"])
-            trainer.state.global_step = step
-            first = trainer.args.logging_first_step and step == 1
-            if word_of(trainer.args.logging_strategy) == "steps" and (step % shown == 0 or first):
-                trainer.log({"loss": sum(waiting) / len(waiting)})
-                waiting.clear()
-            if "held_out_loss" in row:
-                trainer.log({"eval_loss": row["held_out_loss"]})
+        callbacks = trainer.callback_handler.callbacks
+        trainer.callback_handler.callbacks = [
+            each for each in callbacks if type(each).__name__ != _OF_ITS_OWN_LOOP
+        ]
+        try:
+            return write_log(trainer, len(trainer.train_dataset), result, begun_s)
+        finally:
+            trainer.callback_handler.callbacks = callbacks
 
 
 class Trainer(SamestepMixin, transformers.Trainer):  # type: ignore[misc]  # it ships no types
@@ -130,10 +140,11 @@ def _refuse_what_nobody_calls(trainer: Any, resume: Any, more: Mapping[str, Any]
         raise DataError(f"train({next(iter(more))}=...) cannot be honoured: leave it out")
     if trainer.model_init is not None:
         raise DataError("model_init cannot be honoured: make the model, and give it as model")
-    if trainer.optimizer is not None or trainer.lr_scheduler is not None:
+    own = (trainer.optimizer, trainer.lr_scheduler, trainer.optimizer_cls_and_kwargs)
+    if any(each is not None for each in own):
         raise DataError(
-            "optimizers=(...) cannot be honoured: say optim, learning_rate and lr_scheduler_type "
-            "in TrainingArguments"
+            "an optimizer or scheduler of one's own cannot be honoured: say optim, learning_rate "
+            "and lr_scheduler_type in TrainingArguments"
         )
     for callback in trainer.callback_handler.callbacks:
         if type(callback).__name__ not in _USUAL_CALLBACKS:
@@ -158,11 +169,14 @@ def _refuse_what_nobody_calls(trainer: Any, resume: Any, more: Mapping[str, Any]
                 )
 
 
-def _new_below(directory: Path) -> Path:
-    number = 1
-    while (path := directory / f"run-{number}").exists():
-        number += 1
-    return path
+def _checkpoint_activations(arguments: Any, model: Any) -> None:
+    """By whichever name transformers has it; a release with both keeps them alike."""
+    for name in ("activation_checkpointing", "gradient_checkpointing"):
+        if getattr(arguments, name, None):
+            further = {"use_reentrant": False, **(getattr(arguments, f"{name}_kwargs") or {})}
+            own = {key: further.pop(key) for key in ("every_n_layers", "offload") if key in further}
+            getattr(model, f"{name}_enable")(**{f"{name}_kwargs": further}, **own)
+            return
 
 
 def _no_decay(trainer: Any) -> tuple[str, ...]:

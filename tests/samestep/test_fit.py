@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import samestep
+from protocol.base.errors import SamestepError
+from samestep.fitting import new_directory
 from tests.cluster import Cluster
 
 X = torch.linspace(-1, 1, 24)[:, None]
@@ -53,6 +56,7 @@ def test_gives_the_trained_module_and_what_became_of_the_run(capsys):
     assert result.module is task.module
     assert (result.steps, result.outcome, result.joined) == (6, "finished", False)
     assert [row["step"] for row in result.history] == [1, 2, 3, 4, 5, 6]
+    assert {"loss", "learning_rate", "grad_norm"} <= set(result.history[0])
     assert "held_out_near" in result.history[2]
     assert result.metrics["near"] == 1.0
     with torch.no_grad():
@@ -81,6 +85,26 @@ def test_an_interrupt_drains_and_the_run_goes_on_with_the_same_bits():
     assert len(rest.history) == 40
 
 
+def test_a_halt_ends_the_call_and_the_run_goes_on_once_that_is_mended():
+    calls = itertools.count()
+
+    def once_not_finite(module, batch):
+        return squares(module, batch) * (float("nan") if next(calls) == 20 else 1.0)
+
+    whole = samestep.fit(line, steps=20, **FEW)
+    with pytest.raises(SamestepError, match=r"halted: .*non-finite.*resume=True") as caught:
+        samestep.fit(lambda: line(loss=once_not_finite), steps=20, name="nan", **FEW)
+    assert "directory='runs/nan-1'" in str(caught.value)
+    rest = samestep.fit(line, steps=20, directory="runs/nan-1", resume=True, name="nan", **FEW)
+    assert (rest.outcome, rest.digest) == ("finished", whole.digest)
+
+
+def test_two_calls_at_once_never_have_the_same_directory(tmp_path):
+    with ThreadPoolExecutor(8) as threads:
+        made = list(threads.map(lambda _: new_directory(tmp_path / "runs", "line"), range(40)))
+    assert len(set(made)) == 40
+
+
 def test_random_collators_draw_by_the_microbatchs_seed():
     def noisy(items):
         x = torch.stack([item[0] for item in items])
@@ -103,13 +127,17 @@ def test_random_collators_draw_by_the_microbatchs_seed():
 
 def test_in_a_notebook_where_there_is_no_file_and_a_loop_runs(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as Jupyter does
 
     async def cell():
         return samestep.fit(line, steps=2, **FEW)
 
     result = asyncio.run(cell())
     assert (result.outcome, result.steps) == ("finished", 2)
-    assert "training starts" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "training starts" in said
+    assert "\x1b" not in said
+    assert "worker --coordinator" not in said
 
 
 def test_gives_the_run_to_a_coordinator_that_serves(tmp_path):

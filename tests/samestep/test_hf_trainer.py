@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerState, TrainingArguments
 
 import samestep.hf
 from protocol.base.errors import SamestepError
 from protocol.exact.samples import SampleOrder
 from protocol.spec.run_spec import BatchSpec
 from samestep.hf.arguments import HARMLESS, HONOURED, REFUSED, refuse_what_is_not_had
+from tests.cluster import Cluster
 
 CONFIG = LlamaConfig(
     vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
     num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=16,
 )  # fmt: skip
 TEXTS = [[1 + (3 * n + k * k) % 31 for k in range(4 + n % 5)] for n in range(16)]
+ITEMS = [{"input_ids": text} for text in TEXTS]
 SET = {
     "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 2,
     "learning_rate": 1e-2, "lr_scheduler_type": "cosine", "warmup_steps": 2, "weight_decay": 0.1,
@@ -43,8 +48,7 @@ class InOurOrder(transformers.Trainer):
     """The stock Trainer, on the order of samples that samestep has."""
 
     def _get_train_sampler(self, *_):
-        batch = BatchSpec(samples=4, microbatch=2)
-        return _Epochs(SampleOrder(5, len(TEXTS), batch))
+        return _Epochs(SampleOrder(5, len(TEXTS), batch_of(self.args)))
 
 
 class _Epochs(torch.utils.data.Sampler[int]):
@@ -65,20 +69,46 @@ class _Epochs(torch.utils.data.Sampler[int]):
                 yield from samples
 
 
-def trained(kind, directory, **more):
+def made(kind, directory, data=ITEMS, **more):
     torch.manual_seed(0)
-    trainer = kind(
+    return kind(
         model=LlamaForCausalLM(CONFIG),
         args=TrainingArguments(output_dir=str(directory), **{**SET, **more}),
-        train_dataset=[{"input_ids": text} for text in TEXTS],
+        train_dataset=data,
         data_collator=collate,
     )
+
+
+def trained(kind, directory, **more):
+    trainer = made(kind, directory, **more)
     trainer.train()
     return trainer
 
 
+def batch_of(arguments) -> BatchSpec:
+    microbatch = arguments.per_device_train_batch_size
+    return BatchSpec(
+        samples=microbatch * arguments.gradient_accumulation_steps, microbatch=microbatch
+    )
+
+
 def losses(trainer) -> list[float]:
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def log_of(trainer) -> list[dict[str, float]]:
+    """Without what the clock and the device decide."""
+    return [
+        {n: v for n, v in row.items() if not re.search("runtime|per_second|total_flos", n)}
+        for row in trainer.state.log_history
+    ]
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SAMESTEP_BIND", "127.0.0.1:0")
+        return trained(samestep.hf.Trainer, tmp_path_factory.mktemp("ours"))
 
 
 @pytest.fixture(autouse=True)
@@ -86,22 +116,68 @@ def _anywhere(monkeypatch):
     monkeypatch.setenv("SAMESTEP_BIND", "127.0.0.1:0")
 
 
-def test_losses_are_those_of_the_stock_trainer_on_the_same_order(tmp_path):
-    stock = trained(InOurOrder, tmp_path / "stock")
-    ours = trained(samestep.hf.Trainer, tmp_path / "ours")
+def test_losses_are_those_of_the_stock_trainer_on_the_same_order(tmp_path, ours):
+    stock = trained(InOurOrder, tmp_path)
     assert len(losses(ours)) == 8
     assert losses(ours) == pytest.approx(losses(stock), rel=1e-5)
     for name, tensor in stock.model.named_parameters():
         torch.testing.assert_close(
             dict(ours.model.named_parameters())[name], tensor, rtol=1e-4, atol=1e-5
         )
-    assert ours.fitted.directory.is_relative_to(tmp_path / "ours")
+    assert ours.fitted.directory.parent == Path(ours.args.output_dir)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"logging_steps": 3, "logging_first_step": True},
+        {"logging_steps": 0.25},
+        {
+            "logging_strategy": "epoch",
+            "per_device_train_batch_size": 3,
+            "max_grad_norm": 0.0,
+            "gradient_checkpointing": True,
+        },
+        {"logging_strategy": "no"},
+    ],
+)
+def test_the_log_is_that_of_the_stock_trainer(tmp_path, ours, how):
+    stock = trained(InOurOrder, tmp_path / "stock", **how)
+    if "per_device_train_batch_size" in how:
+        ours = trained(samestep.hf.Trainer, tmp_path / "ours", **how)
+    else:
+        arguments = TrainingArguments(output_dir=str(tmp_path), **{**SET, **how})
+        ours.args, ours.state = arguments, TrainerState()
+        ours._take_over(ours.fitted, 0.0)
+    there, here = log_of(stock), log_of(ours)
+    assert [list(row) for row in here] == [list(row) for row in there]
+    for row, expected in zip(here, there, strict=True):
+        assert row == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_trainer_gives_its_run_to_a_coordinator_that_serves(tmp_path, monkeypatch):
+    with Cluster(tmp_path / "served", "--expect-workers", "1") as cluster:
+        monkeypatch.setenv("SAMESTEP_CONTROL", cluster.address["control"])
+        submitted = trained(samestep.hf.Trainer, tmp_path / "out", num_train_epochs=1)
+    assert len(losses(submitted)) == 4
+    assert not (tmp_path / "out" / "run-1").exists()
 
 
 def test_every_argument_is_in_one_list():
-    lists = (HONOURED, HARMLESS, frozenset(REFUSED))
+    lists = (HONOURED, HARMLESS, REFUSED)
     for field in dataclasses.fields(TrainingArguments):
         assert sum(field.name in each for each in lists) == 1, field.name
+
+
+@pytest.mark.parametrize(
+    "name", [each.name for each in dataclasses.fields(TrainingArguments) if each.name in REFUSED]
+)
+def test_what_is_refused_is_refused_where_it_is_set(tmp_path, name):
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to="none")
+    setattr(arguments, name, "set")
+    with pytest.raises(SamestepError, match=rf"TrainingArguments\.{name}='set' cannot be hono"):
+        refuse_what_is_not_had(arguments)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +189,7 @@ def test_every_argument_is_in_one_list():
         ({"load_best_model_at_end": True, "save_strategy": "no"}, "load_best_model_at_end=True"),
         ({"lr_scheduler_type": "polynomial"}, "write one of linear, cosine"),
         ({"optim": "adafactor"}, "write one of adamw_torch"),
+        ({"save_strategy": "best", "metric_for_best_model": "loss"}, "write no, steps or epoch"),
     ],
 )
 def test_what_cannot_be_honoured_is_named(tmp_path, arguments, named):
@@ -137,3 +214,22 @@ def test_a_loop_of_ones_own_is_named(tmp_path):
 
     with pytest.raises(SamestepError, match=r"Mine\.training_step cannot be honoured"):
         trained(Mine, tmp_path)
+
+
+class Streamed(torch.utils.data.IterableDataset[dict[str, list[int]]]):
+    def __iter__(self):
+        return itertools.cycle(ITEMS)
+
+
+@pytest.mark.parametrize("data", [None, Streamed()])
+def test_data_without_a_length_is_refused_in_one_line(tmp_path, data):
+    trainer = made(samestep.hf.Trainer, tmp_path, data, max_steps=2)
+    with pytest.raises(SamestepError, match="a length and items by number as train_dataset, got"):
+        trainer.train()
+
+
+def test_an_optimizer_of_ones_own_is_named(tmp_path):
+    trainer = made(samestep.hf.Trainer, tmp_path)
+    trainer.optimizer_cls_and_kwargs = (torch.optim.Adagrad, {"lr": 1.0})
+    with pytest.raises(SamestepError, match="an optimizer or scheduler of one's own cannot be"):
+        trainer.train()

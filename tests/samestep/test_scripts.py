@@ -26,6 +26,7 @@ def written(directory: Path, text: str) -> Path:
 
 def test_the_first_example_has_one_digest_alone_and_with_a_worker_that_is_killed(tmp_path):
     assert len(EXAMPLE.read_text().splitlines()) <= 20
+    assert EXAMPLE.read_text() in (ROOT / "README.md").read_text()
     alone = RunningScript(written(tmp_path, EXAMPLE.read_text()))
     expected = digests(alone.ended())
     assert len(expected) == 1

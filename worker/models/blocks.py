@@ -65,6 +65,29 @@ def cut_into_blocks(module: nn.Module) -> tuple[Block, ...]:
     )
 
 
+def cut_by_size(module: nn.Module, elements: int) -> tuple[Block, ...]:
+    """Likewise, but what has no repeated layers is cut into blocks of at least so many elements.
+
+    Registration order is taken for forward order here too: the gradients of what is computed last
+    travel while backward is at what came before.
+
+    Raises:
+        DataError: Nothing in the module is trainable.
+    """
+    blocks = cut_into_blocks(module)
+    if len(blocks) > 1:
+        return blocks
+    parts: list[list[TensorSpec]] = [[]]
+    for tensor in blocks[0].tensors:
+        if sum(each.elements for each in parts[-1]) >= elements:
+            parts.append([])
+        parts[-1].append(tensor)
+    return tuple(
+        Block(name=f"part.{number}", kind="block", tensors=tuple(part))
+        for number, part in enumerate(parts)
+    )
+
+
 def _outside_name(position: int, stacks: int) -> str:
     if not stacks:
         return "model"

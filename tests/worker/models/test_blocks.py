@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from protocol.base.errors import DataError
-from worker.models.blocks import cut_into_blocks
+from worker.models.blocks import cut_by_size, cut_into_blocks
 
 
 class Layer(nn.Module):
@@ -101,6 +101,18 @@ def test_a_plain_sequential_of_linears_is_a_stack():
 
 def test_a_model_without_layers_is_one_block():
     assert shape(nn.Linear(3, 1)) == [("model", "block", 2)]
+
+
+def test_a_model_without_layers_is_cut_by_size_where_that_is_asked_for():
+    unlike = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4), nn.Linear(4, 1))
+    assert len(cut_into_blocks(unlike)) == 1
+    cut = cut_by_size(unlike, 18)
+    assert [(block.name, block.elements) for block in cut] == [
+        ("part.0", 20), ("part.1", 20), ("part.2", 5),
+    ]  # fmt: skip
+    named = [tensor.name for block in cut for tensor in block.tensors]
+    assert named == [name for name, _ in unlike.named_parameters()]
+    assert cut_by_size(Model(), 1) == cut_into_blocks(Model())
 
 
 def test_nothing_trainable_is_an_error():

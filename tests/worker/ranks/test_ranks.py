@@ -98,17 +98,25 @@ def test_a_frozen_base_lies_across_the_ranks_and_all_members_agree(tmp_path):
 
 
 @pytest.mark.slow
-def test_torchrun_starts_a_group(tmp_path, plain_digest):
-    run = run_file(tmp_path, DIGITS)
-    with Cluster(tmp_path, "--expect-workers", "1", "--run", run) as cluster:
-        done = subprocess.run(
-            [
-                sys.executable, "-m", "torch.distributed.run", "--standalone",
-                "--nproc-per-node", "2", "-m", "worker", "--backend", "cpu",
-                "--coordinator", cluster.address["data"],
-            ],
-            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True, text=True, check=False, timeout=300,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert cluster.result()["weights_digest"] == plain_digest
+@pytest.mark.parametrize("options", [(), ("--shard",)])
+def test_two_members_that_torchrun_starts(tmp_path, plain_digest, options):
+    run = run_file(tmp_path, FROZEN if options else DIGITS)
+    with Cluster(tmp_path, "--expect-workers", "2", "--run", run) as cluster:
+        members = [
+            subprocess.Popen(
+                [
+                    sys.executable, "-m", "torch.distributed.run", "--standalone",
+                    "--nproc-per-node", "2", "-m", "worker", "--backend", "cpu",
+                    "--name", f"group-{number}", "--coordinator", cluster.address["data"],
+                    *options,
+                ],
+                cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+            for number in range(2)
+        ]  # fmt: skip
+        said = [member.communicate(timeout=300)[0] for member in members]
+        assert [member.returncode for member in members] == [0, 0], said
+        result = cluster.result()
+    assert result["outcome"] == "finished"  # digests are compared after every step
+    assert options or result["weights_digest"] == plain_digest
