@@ -63,6 +63,7 @@ def test_what_runs_is_the_wheel(installed, folder):
     assert done.stdout.startswith(str(installed.parent)), done.stderr
 
 
+@pytest.mark.slow
 def test_local_workers_are_those_of_the_wheel(installed, folder):
     job = ("--run", "run.yaml", "--local-workers", "2", "--backend", "scripted")
     ports = ("--bind", "127.0.0.1:0", "--control", "127.0.0.1:0", "--out", "out")

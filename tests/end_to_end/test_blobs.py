@@ -144,6 +144,7 @@ def test_submitting_a_run_whose_file_is_missing_is_refused(tmp_path, machine):
         }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_comes_back_elsewhere_still_has_the_files(tmp_path, machine, elsewhere):
     (machine / "run.yaml").write_text(
         f"task: {reading_task.NAME}\nsteps: 30\nbatch: {{samples: 4, microbatch: 1}}\n"

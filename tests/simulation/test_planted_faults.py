@@ -410,7 +410,7 @@ PLANTED = {
     "a lost worker's parts are forgotten": Planted(
         [(Evaluation, "lose", forgets_nothing)],
         "nothing can happen",
-        seed=10,
+        seed=15,
     ),
     "a draining worker is forgotten": Planted(
         [(Progress, "release", nothing)],

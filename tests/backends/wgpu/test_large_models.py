@@ -69,6 +69,7 @@ def foretold(value, few, more):
     return value(more) + (LAYERS - 4) * (value(more) - value(few)) / 2
 
 
+@pytest.mark.slow
 def test_qwen3_4b_in_int8_with_checkpointing_fits_in_8_gb():
     """By two and by four of its layers: all of them are accounted for below."""
     few, more = (account("int8", layers, checkpointing=True) for layers in (2, 4))

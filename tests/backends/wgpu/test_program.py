@@ -80,7 +80,9 @@ MODELS: dict[str, Any] = {
     "a BERT, embeddings too": (bert, class_loss, labelled),
     "fused attention": (lambda: llama(attn_implementation="sdpa"), next_token_loss, text),
 }  # fmt: skip
-LIKE_OTHERS = ("fused attention", "a Llama whose embeddings are its head")
+LIKE_OTHERS = (
+    "fused attention", "a Llama whose embeddings are its head", "a Qwen3 with LoRA",
+)  # fmt: skip
 """In test_attention and in test_split_tables, too."""
 
 
@@ -156,6 +158,7 @@ def test_what_an_evaluation_would_be_refused_for_is_found_before_training():
         )
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_computes_with_parts_of_the_model_is_refused(compiled):
     def evaluate(module: Any, arrays: Any) -> dict[str, float]:
         return {"norm": float(module.lm_head(arrays["input_ids"].float()).norm())}
