@@ -17,9 +17,15 @@ CHANGED = {
     "REPLAY_BYTES": 1 * MIB,
 }
 
-if __name__ == "__main__":
+
+def change() -> None:
+    """The limits of this process."""
     for name, value in CHANGED.items():
         setattr(limits, name, value)
+
+
+if __name__ == "__main__":
+    change()
     from coordinator.cli import main
 
     main()

@@ -241,17 +241,25 @@ _NUMBERS = itertools.count(1)
 
 
 class Worker:
-    """One worker process; what it says goes to a file in `logs`. `anew` as of `Coordinator`."""
+    """One worker process; what it says goes to a file in `logs`. `anew` and `module` as of
+    `Coordinator`."""
 
     def __init__(
-        self, address: str, name: str, backend: str, logs: Path, *, anew: bool = True
+        self,
+        address: str,
+        name: str,
+        backend: str,
+        logs: Path,
+        *,
+        anew: bool = True,
+        module: str = "worker",
     ) -> None:
         self.name = name
         self.stopped = False
         # A file of its own: one of the same name may still be writing to the last.
         self.log = logs / f"{name}-{next(_NUMBERS)}.log"
         self._process = start(
-            "worker", "--coordinator", address, "--name", name, "--backend", backend,
+            module, "--coordinator", address, "--name", name, "--backend", backend,
             "--retry-for", "120", stdout=self.log, stderr=self.log, anew=anew,
         )  # fmt: skip
 

@@ -39,7 +39,7 @@ from worker.shell import obtaining
 _MOST_EVENTS: Final = 400_000
 _LOOKS_EVERY_MS: Final = 500.0
 _QUIET_MS: Final = 120_000.0
-"""After so long without anything worth telling nothing will come any more."""
+"""After so long without a word from any worker nothing will come any more."""
 _LEAVES_IN_MS: Final = 60_000.0
 """So soon a worker that was asked to leave has left, where nobody is stalled or cut off."""
 _WITH_FILES: Final = 0.2
@@ -123,6 +123,7 @@ class Cluster:
         (root / "coordinator").mkdir(parents=True)
         self.disk = Disk(root / "coordinator", self.clock)
         self.events = 0
+        self.transmitted = 0
         self.disturbed: Counter[str] = Counter()
         self.workers: list[WorkerProcess] = []
         self.coordinators: list[CoordinatorProcess] = []
@@ -328,7 +329,10 @@ class Cluster:
             self.start_worker()
         if len(beside) < self._evaluators:
             self.start_worker(evaluates=True)
-        seen = (self.events, len(self.workers), len(self.coordinators), self.disturbed.total())
+        seen = (
+            self.events, self.transmitted, len(self.workers), len(self.coordinators),
+            self.disturbed.total(),
+        )  # fmt: skip
         now_ms = self.clock.now_ms
         stalled = any(
             now_ms < p.stalled_until_ms or p.side for p in (*self.workers, *self.coordinators)

@@ -255,6 +255,7 @@ class Probes:
     def _transmitted(self, client: Client, action: Any) -> None:
         message, worker = action.message, self._worker
         session = client._session
+        self._cluster.transmitted += 1
         if isinstance(message, GradientPayload | NodeLoss):
             place = (message.epoch, message.step, message.attempt, message.node)
             assert place not in worker.cancelled, "a cancelled node is sent"

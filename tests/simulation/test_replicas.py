@@ -82,14 +82,23 @@ def goes_on_from_an_earlier_round(self, place, replica, start):
     return begun[0] if begun else BEGIN(self, place, replica, start)
 
 
-def forgets_nothing(self):
+def forgets_nothing(self, committed=None):
     """What was begun of a round is there in the next."""
-    del self
+    for replica, (place, own) in self._left.items():
+        if place == committed:
+            self._own[replica] = (place.step + 1, own)
 
 
 def forgets_what_was_begun(self):
     """States of the replicas' own stay."""
-    self.round_over()
+    for place in [place for place, _ in self._left.values()]:
+        self.round_over(place)
+
+
+def left_by_any_attempt(self, committed=None):
+    """Whatever became of it."""
+    self._left = {k: (committed or place, own) for k, (place, own) in self._left.items()}
+    ROUND_OVER(self, committed)
 
 
 def own_of_the_round_before(self, step, replica):
@@ -105,6 +114,7 @@ def global_step_of_the_replica(self, round_, inner):
 
 
 PUT = TreeSum.put
+ROUND_OVER = Stretches.round_over
 OWN_OF = ReplicaStates._own_of
 
 PLANTED: dict[str, tuple[list[tuple[Any, str, Any]], str, int]] = {
@@ -125,6 +135,9 @@ PLANTED: dict[str, tuple[list[tuple[Any, str, Any]], str, int]] = {
     ),
     "what a skipped round would have left": (
         [(Stretches, "forget", forgets_what_was_begun)], "operator_halts+nonfinite", 3,
+    ),
+    "what a halted attempt has left": (
+        [(Stretches, "round_over", left_by_any_attempt)], "nonfinite", 0,
     ),
     "an own state of the round before": (
         [(ReplicaStates, "_own_of", own_of_the_round_before)], "kill", 0,

@@ -128,10 +128,11 @@ class CancelNode:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Take a step, or skip it without scalars."""
+    """Take a step, or skip it without scalars; `attempt` is the one that was committed."""
 
     averages: list[Array]
     scalars: StepScalars | None
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)

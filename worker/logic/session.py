@@ -694,7 +694,7 @@ class WorkerSession:
         task.place = task.sliced = task.averaged = task.committed = None
         task.drop_nodes()
         task.averages = {key: kept for key, kept in task.averages.items() if key[0] >= task.step}
-        return [CancelWork(), Apply(averages, commit.scalars)]
+        return [CancelWork(), Apply(averages, commit.scalars, commit.attempt)]
 
     def _slices_averaged(self, event: events.SlicesAveraged) -> list[Action]:
         """All of a step is here, maybe before its commit."""

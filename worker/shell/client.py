@@ -208,9 +208,11 @@ class Client:
         self._greet(channel)
         beating = self._loop.create_task(self._heartbeat(channel))
         stopping = self._loop.create_task(self._stop.wait())
-        await asyncio.wait((self._lost, stopping), return_when=asyncio.FIRST_COMPLETED)
-        beating.cancel()
-        stopping.cancel()
+        try:
+            await asyncio.wait((self._lost, stopping), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            beating.cancel()
+            stopping.cancel()
         if not self._lost.done():
             channel.goodbye("the worker ends", retry=False)
             return "stopped"

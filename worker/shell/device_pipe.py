@@ -106,7 +106,8 @@ def pack_order(action: act.DeviceAction, host: SharedMemory) -> Packed:
             return ["cancel node", *_packed_place(action.place), *action.node]
         case act.Apply():
             scalars = None if action.scalars is None else action.scalars.model_dump()
-            return ["apply", [_placed(values, host) for values in action.averages], scalars]
+            averages = [_placed(values, host) for values in action.averages]
+            return ["apply", averages, scalars, action.attempt]
         case act.LoadChunk():
             where = _placed(action.values, host)
             return ["load", action.kind, action.block, action.chunk, where]
@@ -140,9 +141,9 @@ def unpack_order(packed: Packed, host: SharedMemory) -> act.DeviceAction:
             *place, lo, hi = fields
             return act.CancelNode(StepAttempt(*place), Node(lo, hi))
         case "apply":
-            places, scalars = fields
+            places, scalars, attempt = fields
             averages = [host.array(Extent(*place)) for place in places]
-            return act.Apply(averages, scalars and StepScalars.model_validate(scalars))
+            return act.Apply(averages, scalars and StepScalars.model_validate(scalars), attempt)
         case "load":
             part, block, chunk, place = fields
             return act.LoadChunk(part, block, chunk, host.array(Extent(*place)))

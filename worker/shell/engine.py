@@ -216,7 +216,7 @@ class Engine:
             case act.CancelNode():
                 self.cancel_node(action.place, action.node)
             case act.Apply():
-                self.apply(action.averages, action.scalars, taken)
+                self.apply(action.averages, action.scalars, taken, attempt=action.attempt)
             case act.LoadChunk():
                 place = action.kind, action.block, action.chunk
                 self.load_chunk(*place, action.values, taken)
@@ -261,10 +261,15 @@ class Engine:
         self._cancelled = {*self._cancelled, (place, node)}
 
     def apply(
-        self, averages: list[Array], scalars: StepScalars | None, taken: Taken = _nobody_waits
+        self,
+        averages: list[Array],
+        scalars: StepScalars | None,
+        taken: Taken = _nobody_waits,
+        *,
+        attempt: int = 0,
     ) -> None:
         """Take the step, or skip it without scalars; gives Applied. Then `taken` is called."""
-        self._submit(lambda: self._apply(averages, scalars), taken)
+        self._submit(lambda: self._apply(averages, scalars, attempt), taken)
 
     def load_chunk(
         self, kind: PartKind, block: int, chunk: int, values: Array, taken: Taken = _nobody_waits
@@ -331,6 +336,8 @@ class Engine:
             job.whole = job.fresh = True
             if job.stretches is not None:
                 job.stretches.forget()
+        if job.stretches is not None:
+            job.stretches.begun_again()
         job.run_id = run_id
         job.asked.clear()
         backend = self._toolbox.backend()
@@ -553,7 +560,7 @@ class Engine:
     def _is_cancelled(self, generation: int, place: StepAttempt, node: Node) -> bool:
         return generation != self._generation or (place, node) in self._cancelled
 
-    def _apply(self, averages: list[Array], scalars: StepScalars | None) -> None:
+    def _apply(self, averages: list[Array], scalars: StepScalars | None, attempt: int) -> None:
         job, start_us = self._built(), now_us()
         self._await_digest()
         job.fresh = False
@@ -567,8 +574,8 @@ class Engine:
         else:
             job.replica.apply(averages, scalars)
             self._load(job)
-        if job.stretches is not None:
-            job.stretches.round_over()
+            if job.stretches is not None:
+                job.stretches.round_over(StepAttempt(job.replica.step - 1, attempt))
         if self._tracer is not None:
             self._tracer.span("apply step", "device", start_us, step=job.replica.step)
         self._report_digest(job.replica)

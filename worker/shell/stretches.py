@@ -103,6 +103,8 @@ class Stretches:
         self._steps: InnerSteps | None = None
         self._own: dict[int, tuple[int, OwnState]] = {}
         """By replica, with the round at whose start it is that."""
+        self._left: dict[int, tuple[StepAttempt, OwnState]] = {}
+        """By stretches of a round that is not committed: by replica, with the attempt."""
         self._reached: dict[tuple[StepAttempt, int], _Reached] = {}
         self._asked: set[tuple[StepAttempt, int]] = set()
 
@@ -112,8 +114,17 @@ class Stretches:
         self._own.clear()
         self.round_over()
 
-    def round_over(self) -> None:
-        """What was begun of a round is of no use in the next."""
+    def begun_again(self) -> None:
+        """A coordinator that was restarted counts attempts anew: none of before is its own."""
+        self._left.clear()
+
+    def round_over(self, committed: StepAttempt | None = None) -> None:
+        """What was begun of a round is of no use in the next; what its stretches have left is, if
+        theirs is the attempt that was committed: in another a device may have failed."""
+        for replica, (place, own) in self._left.items():
+            if place == committed:
+                self._own[replica] = (place.step + 1, own)
+        self._left.clear()
         self._reached.clear()
         self._asked.clear()
 
@@ -248,7 +259,7 @@ class Stretches:
         differences = self._differences(place.step, replica, start, state.parameters, rest)
         if self._replicas.carries:
             own = OwnState(state.moments if carried else [], rest)
-            self._own[replica] = (place.step + 1, own)
+            self._left[replica] = (place, own)
             yield MicrobatchRows(place, node, replica, own.to_bytes().reshape(1, -1))
         for number in reversed(range(len(self._blocks))):
             yield BlockSum(place, node, number, differences[number], 1.0)

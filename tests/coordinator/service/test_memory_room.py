@@ -85,7 +85,11 @@ def grown(tmp_path: Path, large: dict[str, Any], steps: int = 5) -> Growth:
 
     def hire(number: int) -> None:
         name = f"scripted:{3 * number}"
-        hired.append(Worker(coordinator.address, f"w{number}", name, tmp_path, anew=False))
+        worker = Worker(
+            coordinator.address, f"w{number}", name, tmp_path,
+            anew=False, module="tests.small_bodies",
+        )  # fmt: skip
+        hired.append(worker)
 
     with Coordinator(tmp_path / "c", arguments, "tests.small_buffers") as coordinator:
         coordinator.wait_for("the run", lambda event: event.name == "run_accepted")
