@@ -6,10 +6,10 @@
 
 `loss` trains `small-llama` synchronously and with K replicas, H inner steps and a codec, all on the
 same number of tokens; it writes each result as soon as it is there, and goes on where it was
-interrupted. The others need root: four hosts with links of a given speed (`benchmarks.hosts`), and
-devices that only wait. `utilisation` has a state of 540 MB and its inner steps divided by
-`--share`: all that decides the figure shrinks alike. `traffic` counts what the kernel says went
-through the links, for each sample that was trained on.
+interrupted. The others have four workers whose devices only wait. `utilisation` needs root: hosts
+with links of a given speed (`benchmarks.hosts`), a state of 540 MB and its inner steps divided by
+`--share`: all that decides the figure shrinks alike. `traffic` counts what goes through the
+coordinator's connections, for each sample that was trained on.
 """
 
 from __future__ import annotations
@@ -259,20 +259,28 @@ def measure_utilisation(share: int, rounds: int) -> None:
 
 
 def measure_traffic(share: int, rounds: int) -> None:
-    """Bytes of a sample's share of the links, against a synchronous run."""
-    if reason := why_not():
-        sys.exit(reason)
-    print_heading(f"bytes on each host's link for a sample, 4 hosts, state of 540 MB over {share}")
+    """Bytes of a sample that pass through the coordinator, against a synchronous run."""
+    print_heading(f"bytes through the coordinator for a sample, state of 540 MB over {share}")
     rows = []
     base = 0.0
     for way in WAYS:
         with tempfile.TemporaryDirectory() as name:
-            step = a_step(way.spec(share), 1000, 0.0, rounds, Path(name))
-        moved = (step.sent_bytes + step.received_bytes) / way.inner_steps
+            moved = through_coordinator(way, share, rounds, Path(name)) / way.inner_steps
         base = base or moved
         print(way.title, f"1/{base / moved:.0f}", flush=True)
-        rows.append([way.title, f"{moved / 1e3:.2f} kB", f"1/{base / moved:.0f}"])
-    print_table(["run", "sent and received", "against it"], rows)
+        rows.append([way.title, f"{moved / _HOSTS / 1e3:.2f} kB", f"1/{base / moved:.0f}"])
+    print_table(["run", "to and from it", "against it"], rows)
+
+
+def through_coordinator(way: Way, share: int, steps: int, directory: Path) -> float:
+    """Bytes of a step, both ways, over all workers: of so many steps beyond a first run of one."""
+    found = []
+    with Cluster([scripted(0.0)] * _HOSTS, directory) as cluster:
+        for count in (1, 1 + steps):
+            before = sum(cluster.through_coordinator())
+            cluster.run({**way.spec(share), "steps": count})
+            found.append(sum(cluster.through_coordinator()) - before)
+    return (found[1] - found[0]) / steps
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
