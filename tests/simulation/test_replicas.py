@@ -95,12 +95,6 @@ def forgets_what_was_begun(self):
         self.round_over(place)
 
 
-def left_by_any_attempt(self, committed=None):
-    """Whatever became of it."""
-    self._left = {k: (committed or place, own) for k, (place, own) in self._left.items()}
-    ROUND_OVER(self, committed)
-
-
 def own_of_the_round_before(self, step, replica):
     """The newest own state that is there is taken for this round's."""
     earlier = self._path / f"own-{step - 1}"
@@ -114,7 +108,6 @@ def global_step_of_the_replica(self, round_, inner):
 
 
 PUT = TreeSum.put
-ROUND_OVER = Stretches.round_over
 OWN_OF = ReplicaStates._own_of
 
 PLANTED: dict[str, tuple[list[tuple[Any, str, Any]], str, int]] = {
@@ -135,9 +128,6 @@ PLANTED: dict[str, tuple[list[tuple[Any, str, Any]], str, int]] = {
     ),
     "what a skipped round would have left": (
         [(Stretches, "forget", forgets_what_was_begun)], "operator_halts+nonfinite", 3,
-    ),
-    "what a halted attempt has left": (
-        [(Stretches, "round_over", left_by_any_attempt)], "nonfinite", 0,
     ),
     "an own state of the round before": (
         [(ReplicaStates, "_own_of", own_of_the_round_before)], "kill", 0,
