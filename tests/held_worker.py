@@ -22,9 +22,11 @@ def hold(steps: int, port: int) -> None:
     apply = Engine._apply
     held = False
 
-    def apply_and_wait(self: Engine, averages: list[Array], scalars: StepScalars | None) -> None:
+    def apply_and_wait(
+        self: Engine, averages: list[Array], scalars: StepScalars | None, attempt: int
+    ) -> None:
         nonlocal held
-        apply(self, averages, scalars)
+        apply(self, averages, scalars, attempt)
         taken = self._built().replica.step
         if taken >= steps and not held:
             held = True
