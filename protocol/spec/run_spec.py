@@ -668,6 +668,9 @@ class RunSpec(_Section):
                 "whole has no frozen base"
             )
             raise KeyFault(text, "model.base_dtype")
+        if self.model.base_dtype == "nf4" and self.arithmetic.is_canonical:
+            text = "canonical arithmetic widens no nf4: take model.base_dtype int4, or native"
+            raise KeyFault(text, "model.base_dtype", "arithmetic")
         if self.task == "classify" and self.data.text == self.data.label:
             text = f"expected two columns, got {self.data.text!r} for data.text and data.label"
             raise KeyFault(text, "data.text", "data.label")

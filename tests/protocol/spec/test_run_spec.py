@@ -561,3 +561,11 @@ def test_a_form_of_the_base_that_is_not_offered_says_why_and_what_to_take(form):
     model = {"source": "m", "base_dtype": form}
     with pytest.raises(RunSpecError, match=text):
         parse_run_spec({"task": "causal-lm", "model": model, "data": {"train": "a"}, "steps": 1})
+
+
+def test_canonical_arithmetic_widens_no_nf4():
+    document = {"task": "causal-lm", "data": {"train": "a"}, "steps": 1, "lora": {"r": 4}}
+    document |= {"model": {"source": "m", "base_dtype": "nf4"}}
+    assert parse_run_spec(document).model is not None
+    with pytest.raises(RunSpecError, match="canonical arithmetic widens no nf4"):
+        parse_run_spec({**document, "arithmetic": "canonical"})
