@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Final
 
 from backends.base.interface import Batch, DeviceInfo, Trainable
 from backends.wgpu.canonical_programs import canonical_on_device
@@ -15,6 +16,9 @@ from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
 from protocol.base.errors import BackendUnavailable
+
+_BINDINGS: Final = 16
+"""Of a shader: more would put together what fills a card by itself."""
 
 
 class VulkanBackend:
@@ -81,6 +85,8 @@ class VulkanBackend:
             return canonical_on_device(
                 self.device, self.tuner, trainable, batches, evaluations, adds=self.exact_additions
             )
-        template = Templates(not self.adapter.software, self.tuner.shader)
+        most = self.device.limits["max-storage-buffers-per-shader-stage"]
+        bindings = min(most, _BINDINGS)
+        template = Templates(not self.adapter.software, self.tuner.shader, bindings=bindings)
         adds = self.exact_additions
         return compiled_program(self.device, trainable, template, batches, evaluations, adds=adds)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 from torch import fx
 
-from backends.wgpu.graph.index import Coordinate, broadcast, plain, split
+from backends.wgpu.graph.index import Coordinate, broadcast, linear, plain, split
 from backends.wgpu.graph.opaque import PARTIAL
 from backends.wgpu.graph.values import (
     HALVES,
@@ -34,8 +34,14 @@ from backends.wgpu.lowering.matmul_factors import factors
 from backends.wgpu.lowering.placement import PLACEMENT, broadcast_shape, leading_indices
 from backends.wgpu.shaders.attention_tiles import attention_shader
 from backends.wgpu.shaders.dispatch import WORKGROUPS_PER_DIMENSION, Shader
-from backends.wgpu.shaders.kernel_text import KernelText, stored, where_there
-from backends.wgpu.shaders.matmul import MatmulProblem, Operand, dispatched, matmul_shader
+from backends.wgpu.shaders.kernel_text import KernelText, ReadElsewhere, stored, where_there
+from backends.wgpu.shaders.matmul import (
+    Finish,
+    MatmulProblem,
+    Operand,
+    dispatched,
+    matmul_shader,
+)
 from backends.wgpu.shaders.narrow import form_of, refuse_on_the_left
 
 _aten = torch.ops.aten
@@ -57,13 +63,13 @@ class Kernel:
 
     Attributes:
         reads: What the first bindings are.
-        writes: What the last one is.
+        writes: What the last ones are.
         label: The node and its module.
     """
 
     shader: Shader
     reads: tuple[fx.Node, ...]
-    writes: fx.Node
+    writes: tuple[fx.Node, ...]
     grid: tuple[int, int, int]
     label: str
 
@@ -109,6 +115,126 @@ class Emitter:
         if not (is_view(node) or is_copy(node) or target in _RULES):
             raise NoRule(node)
         return [self._elementwise(node)]
+
+    def reads(self, node: fx.Node) -> frozenset[fx.Node]:
+        """The buffers that its kernels read."""
+        return frozenset(read for kernel in self.kernels(node) for read in kernel.reads)
+
+    def may_lead(self, node: fx.Node) -> bool:
+        """Whether its kernel can compute more than the value, see `joined`."""
+        if not self.cooperative or node.meta["val"].dtype != torch.float32:
+            return False
+        if node.target in MATMULS:
+            return len([*factors(node)]) == 1 and len([*self._problems(node)]) == 1
+        if node.target not in REDUCTIONS:
+            return False
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return _Reduction.of(node, source).along_rows
+
+    def joined(self, members: Sequence[fx.Node], wanted: Collection[fx.Node]) -> Kernel:
+        """One kernel of several values, each of which only reads of those before it what its
+        invocation, or workgroup, has.
+
+        Args:
+            members: A product and elementwise values, or folds along rows and elementwise values.
+            wanted: Those of them that others read.
+
+        Raises:
+            ReadElsewhere: A value reads another in another place, or is of another kind.
+        """
+        for node in members[1:]:
+            folds = node.target in REDUCTIONS and members[0].target in REDUCTIONS
+            known = folds or is_copy(node) or node.target in _RULES
+            if not known or node.meta["val"].dtype != torch.float32:
+                raise ReadElsewhere
+        if members[0].target in MATMULS:
+            return self._finished_product(members, wanted)
+        return self._rows(members, wanted)
+
+    def _finished_product(self, members: Sequence[fx.Node], wanted: Collection[fx.Node]) -> Kernel:
+        """Values at the same places as a product's, from its sums in registers."""
+        product, *rest = members
+        count = elements_of(product)
+        text = self._text()
+        text.registers[product] = "i", "product"
+        stored: list[fx.Node] = []
+        for node in rest:
+            if elements_of(node) != count:
+                raise ReadElsewhere
+            value = text.computed(node, split(plain("i", count), shape_of(node)))
+            text.registers[node] = "i", text.let(value)
+            if node in wanted:
+                text.lines.append(f"e{len(stored)}[i] = {value};")
+                stored.append(node)
+        names = [f"e{n}" for n in range(len(stored))]
+        finish = Finish(*text.declared(), tuple(names), "\n".join(text.lines), product in wanted)
+        (problem,) = self._problems(product)
+        shader, grid = self.matmul(replace(problem, finish=finish))
+        a, b = (self._operand(each)[1] for each in next(factors(product))[:2])
+        writes = (*([product] if finish.stored else []), *stored)
+        label = " + ".join(map(_label, members))
+        return Kernel(shader, (a, b, *text.buffers), writes, grid, label)
+
+    def _rows(self, members: Sequence[fx.Node], wanted: Collection[fx.Node]) -> Kernel:
+        """A workgroup for each row: folds, whose results all invocations have, and values."""
+        source = members[0].args[0]
+        assert isinstance(source, fx.Node)
+        first = _Reduction.of(members[0], source)
+        rows, columns = first.outputs, first.terms
+        body = [f"let i = group.x + group.y * {WORKGROUPS_PER_DIMENSION}u;"]
+        body += [f"if (i >= {rows}u) {{ return; }}"]
+        text = self._text()
+        stored: list[fx.Node] = []
+        for number, node in enumerate(members):
+            name = f"e{len(stored)}"
+            if node.target in REDUCTIONS:
+                body += self._row_fold(node, text, number, (rows, columns))
+                text.registers[node] = "i", f"fold{number}"
+                if node in wanted:
+                    body.append(f"if (local.x == 0u) {{ {name}[i] = fold{number}; }}")
+                    stored.append(node)
+                continue
+            at = _along_rows(shape_of(node), rows, columns)
+            inside = text.scope()
+            value = inside.computed(node, at)
+            place = str(linear(at))
+            body += [f"for (var r = local.x; r < {columns}u; r += {_WORKGROUP}u) {{"]
+            body += [*inside.lines, f"{name}[{place}] = {value};", "}"]
+            text.registers[node] = place, f"{name}[{place}]"
+            stored.append(node)
+        shader = Shader(
+            text.module_of(body, len(stored)), len(text.buffers) + len(stored), len(stored)
+        )
+        label = " + ".join(map(_label, members))
+        return Kernel(shader, tuple(text.buffers), tuple(stored), _folded_grid(rows), label)
+
+    def _row_fold(
+        self, node: fx.Node, text: KernelText, number: int, sizes: tuple[int, int]
+    ) -> list[str]:
+        """`foldNUMBER`, in all invocations."""
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        fold = _Reduction.of(node, source)
+        if not fold.along_rows or (fold.outputs, fold.terms) != sizes:
+            raise ReadElsewhere
+        inside = text.scope()
+        value = inside.element(source, fold.coordinates(), fold.scalar)
+        lines = fold.shared_fold(inside.lines, value, f"sum{number}")
+        return [
+            *lines, "workgroupBarrier();", f"let fold{number} = {fold.result('shared_sums[0]')};",
+            "workgroupBarrier();",
+        ]  # fmt: skip
+
+    def _problems(self, node: fx.Node) -> Iterator[MatmulProblem]:
+        """Of a node of one product, one for each dispatch."""
+        for one, two, into in factors(node):
+            a, a_base = self._operand(one)
+            b, b_base = self._operand(two)
+            refuse_on_the_left(a_base, _label(node))
+            batch = shape_of(node)[0] if len(shape_of(node)) == 3 else 1
+            (m, k), n = shape_of(one)[-2:], shape_of(two)[-1]
+            yield from dispatched(MatmulProblem(batch, m, k, n, a, b, form_of(b_base), into))
 
     def _text(self) -> KernelText:
         return KernelText(_RULES, self.buffers, self.folded)
@@ -249,14 +375,14 @@ class Emitter:
             label = f"{_label(node)} {batch}x{m}x{k}x{n}"
             for part in dispatched(MatmulProblem(batch, m, k, n, a, b, form, into)):
                 shader, grid = self.matmul(part)
-                yield Kernel(shader, (a_base, b_base), node, grid, label)
+                yield Kernel(shader, (a_base, b_base), (node,), grid, label)
 
     def _attention(self, node: fx.Node) -> Kernel:
         problem, reads = attention_problem(node, self.buffers)
         shader, grid = attention_shader(problem)
         s = problem.sizes
         sizes = f"{s.batch}x{s.heads}x{s.queries}x{s.keys}x{s.size}"
-        return Kernel(shader, reads, node, grid, f"{_label(node)} {sizes}")
+        return Kernel(shader, reads, (node,), grid, f"{_label(node)} {sizes}")
 
     def _operand(self, node: fx.Node) -> tuple[Operand, fx.Node]:
         found = strided(node, self.buffers)
@@ -305,6 +431,12 @@ class _Reduction:
     def shared(self) -> bool:
         """Whether a workgroup may share one fold."""
         return self.part >= _COOPERATIVE_TERMS and "arg" not in self.name
+
+    @property
+    def along_rows(self) -> bool:
+        """Whether each fold is of what lies side by side, and shared by a workgroup."""
+        last = tuple(range(len(self.shape) - len(self.dims), len(self.shape)))
+        return self.shared and self.scalar == "f32" and self.parts == 1 and self.dims == last
 
     def coordinates(self) -> list[Coordinate]:
         """Of the term `r` of the output `i`; with parts, the last dimension of `i` counts them."""
@@ -357,20 +489,25 @@ class _Reduction:
 
     def cooperative(self, lines: Sequence[str], value: str) -> list[str]:
         """One workgroup per output: each invocation folds every so manieth term."""
-        width = WORKGROUPS_PER_DIMENSION
-        body = [f"let i = group.x + group.y * {width}u;", f"var sum = {self.start};"]
-        body += [f"if (i < {self.outputs}u) {{"]
+        body = [f"let i = group.x + group.y * {WORKGROUPS_PER_DIMENSION}u;"]
+        body += self.shared_fold(lines, value, "sum")
+        body += [f"if (local.x == 0u && i < {self.outputs}u) {{", self._store("shared_sums[0]")]
+        return [*body, "}"]
+
+    def shared_fold(self, lines: Sequence[str], value: str, name: str) -> list[str]:
+        """`shared_sums[0]` of the first invocation."""
+        body = [f"var {name} = {self.start};", f"if (i < {self.outputs}u) {{"]
         low, high = self._range()
         body += [f"for (var r = {low} + local.x; r < {high}; r += {_WORKGROUP}u) {{", *lines]
-        body += [f"sum = {self.fold('sum', value)};", "}", "}", "shared_sums[local.x] = sum;"]
+        body += [f"{name} = {self.fold(name, value)};", "}", "}"]
+        body += [f"shared_sums[local.x] = {name};"]
         step = _WORKGROUP // 2
         while step:
             joined = self.fold("shared_sums[local.x]", f"shared_sums[local.x + {step}u]")
             body += ["workgroupBarrier();", f"if (local.x < {step}u) {{"]
             body += [f"shared_sums[local.x] = {joined};", "}"]
             step //= 2
-        body += [f"if (local.x == 0u && i < {self.outputs}u) {{", self._store("shared_sums[0]")]
-        return [*body, "}"]
+        return body
 
     def _loop(self) -> str:
         low, high = self._range()
@@ -390,7 +527,7 @@ def _kernel(
     text: KernelText, node: fx.Node, body: Sequence[str], grid: tuple[int, int, int]
 ) -> Kernel:
     shader = Shader(text.module(body, scalar_of(node)), len(text.buffers) + 1)
-    return Kernel(shader, tuple(text.buffers), node, grid, _label(node))
+    return Kernel(shader, tuple(text.buffers), (node,), grid, _label(node))
 
 
 def _label(node: fx.Node) -> str:
@@ -401,6 +538,19 @@ def _label(node: fx.Node) -> str:
 def _refuse_long_loops(node: fx.Node, rounds: int) -> None:
     if rounds > _ROUNDS:
         raise NoRule(node, f"over {rounds} terms, more than {_ROUNDS}")
+
+
+def _along_rows(shape: tuple[int, ...], rows: int, columns: int) -> list[Coordinate]:
+    """Coordinates of element `r` of row `i`.
+
+    Raises:
+        ReadElsewhere: The shape has no such rows.
+    """
+    for place in range(len(shape) + 1):
+        if math.prod(shape[place:]) == columns and math.prod(shape[:place]) == rows:
+            outer, inner = shape[:place], shape[place:]
+            return [*split(plain("i", rows), outer), *split(plain("r", columns), inner)]
+    raise ReadElsewhere
 
 
 def _threads(count: int) -> tuple[list[str], tuple[int, int, int]]:

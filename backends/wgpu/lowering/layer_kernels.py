@@ -49,7 +49,7 @@ def lower_layer(kind: Kind, forms: Sequence[Narrow | None], template: Templates)
         NoRule: An operator has no rule.
     """
     holders = [node for node in kind.graph.graph.nodes if node.op == "placeholder"]
-    lowered = lower(kind.graph, [None] * len(holders), forms, template)
+    lowered = lower(kind.graph, [None] * len(holders), forms, template, kind.results)
     kernels = [step for step in lowered.steps if not isinstance(step, CallStep)]
     results = tuple(node for node in lowered.outputs[: kind.results] if node is not None)
     gradients = lowered.outputs[kind.results :]
@@ -61,8 +61,8 @@ def lower_layer(kind: Kind, forms: Sequence[Narrow | None], template: Templates)
         lowered.inputs,
         results,
         gradients,
-        tuple(forward),
-        tuple(rest),
+        tuple(template.joined(forward)),
+        tuple(template.joined(rest)),
         dict(lowered.constants),
         kind.checkpoint,
     )
@@ -71,7 +71,7 @@ def lower_layer(kind: Kind, forms: Sequence[Narrow | None], template: Templates)
 def _leading_to(kernels: list[Kernel], wanted: set[fx.Node]) -> list[Kernel]:
     found = []
     for kernel in reversed(kernels):
-        if kernel.writes in wanted:
+        if wanted & {*kernel.writes}:
             wanted |= {*kernel.reads}
             found.append(kernel)
     return found[::-1]

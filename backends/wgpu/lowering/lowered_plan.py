@@ -47,4 +47,4 @@ def lowered_plan(
     known = [*(constants.get(name) for name in capture.tensors), *[None] * others]
     with CallsOfTrace(capture.calls):  # a graph with mutations is traced once more
         outer = lower(capture.graph, known, base.forms(capture), templates)
-    return make_plan(capture, outer, layers, groups)
+    return make_plan(capture, outer, layers, groups, templates.joined)

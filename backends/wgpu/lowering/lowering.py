@@ -16,7 +16,9 @@ from backends.wgpu.graph.opaque import LAYER_FORWARD
 from backends.wgpu.graph.values import NoRule, scalar_of
 from backends.wgpu.graph.views import is_view, whole_buffer
 from backends.wgpu.lowering.fusion import LAYERS, decide, is_part
+from backends.wgpu.lowering.joins import Joins, Waiting
 from backends.wgpu.lowering.kernels import Emitter, Kernel, MatmulShader, is_known
+from backends.wgpu.lowering.together import together
 from backends.wgpu.shaders.attention_problem import AttentionSizes
 from backends.wgpu.shaders.narrow import Narrow, mark
 from protocol.base.errors import SamestepError
@@ -32,11 +34,22 @@ class Templates:
         cooperative: Whether workgroups share long sums: good on GPUs, not on a CPU.
         matmul: The template of matrix products.
         canonical: Whether nothing that decides bits may depend on the device.
+        bindings: Storage buffers that a shader may bind.
     """
 
     cooperative: bool
     matmul: MatmulShader
     canonical: bool = False
+    bindings: int = 8
+
+    @property
+    def joins(self) -> bool:
+        """Whether dispatches are made fewer: on a GPU each of them costs a wait."""
+        return self.cooperative and not self.canonical
+
+    def joined(self, kernels: Sequence[Kernel]) -> list[Kernel]:
+        """Those that do not wait for each other, together."""
+        return together(kernels, self.bindings) if self.joins else [*kernels]
 
     def fuses(self, sizes: AttentionSizes) -> bool:
         """Whether a trace shall keep attention of these sizes in one piece."""
@@ -82,6 +95,7 @@ def lower(
     known: Sequence[torch.Tensor | None],
     forms: Sequence[Narrow | None],
     template: Templates,
+    first: int = 0,
 ) -> Lowered:
     """Lower a graph.
 
@@ -90,6 +104,7 @@ def lower(
         known: For each placeholder its value, if that never changes.
         forms: For the first placeholders how their buffers hold them, if not as they are.
         template: How kernels are written for this device.
+        first: How many of the outputs shall be there before the rest is begun.
 
     Raises:
         NoRule: An operator has no rule.
@@ -106,19 +121,55 @@ def lower(
     _check(nodes, folded)
     fusion = decide(nodes, folded, [node for node in outputs if node is not None])
     emitter = Emitter(fusion.buffers, folded, template.cooperative, template.matmul)
-    steps: list[Kernel | CallStep] = []
+    joins = Joins(emitter, template.bindings, _above(outputs[:first]))
+    made: list[Waiting | fx.Node | CallStep] = []
     for node in nodes:
         if node.op != "call_function" or node in folded or is_part(node):
             continue
         if node.target in LAYERS:
-            steps.append(_call(node, fusion.buffers))
+            call = _call(node, fusion.buffers)
+            made += [*joins.before(call.reads), call]
         elif node in fusion.buffers:
-            steps += emitter.kernels(node)
+            made += joins.add(node)
+    made += joins.waiting
     # An output may be a view of the buffer that holds it.
     held = tuple(None if n is None else whole_buffer(n, fusion.buffers) for n in outputs)
+    steps = _written(made, emitter, held)
     read = {r for step in steps for r in step.reads} | {n for n in held if n is not None}
     constants = {node: value for node, value in folded.items() if node in read}
     return Lowered(tuple(inputs), held, tuple(_needed(steps, held)), constants)
+
+
+def _above(nodes: Sequence[fx.Node | None]) -> set[fx.Node]:
+    """The values, and all that they are computed of."""
+    found: set[fx.Node] = set()
+    left = [node for node in nodes if node is not None]
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += node.all_input_nodes
+    return found
+
+
+def _written(
+    made: Sequence[Waiting | fx.Node | CallStep], emitter: Emitter, held: Sequence[fx.Node | None]
+) -> list[Kernel | CallStep]:
+    """Steps: what joined kernels store is what others read."""
+    alone = {each: emitter.kernels(each) for each in made if isinstance(each, fx.Node)}
+    wanted: set[fx.Node] = {node for node in held if node is not None}
+    for each in made:
+        if isinstance(each, fx.Node):
+            wanted |= {read for kernel in alone[each] for read in kernel.reads}
+        else:
+            wanted |= {*each.reads}
+    steps: list[Kernel | CallStep] = []
+    for each in made:
+        if isinstance(each, fx.Node):
+            steps += alone[each]
+        else:
+            steps += [each] if isinstance(each, CallStep) else each.kernel(emitter, wanted)
+    return steps
 
 
 def _outputs(graph: fx.GraphModule, folded: Mapping[fx.Node, torch.Tensor]) -> list[fx.Node | None]:
@@ -185,7 +236,7 @@ def _needed(
     wanted: set[fx.Node] = {node for node in outputs if node is not None}
     kept: list[Kernel | CallStep] = []
     for step in reversed(steps):
-        if isinstance(step, CallStep) or step.writes in wanted:
+        if isinstance(step, CallStep) or wanted & {*step.writes}:
             wanted |= {*step.reads}
             kept.append(step)
     return kept[::-1]

@@ -11,6 +11,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Final
 
 import torch
@@ -83,6 +84,7 @@ def make_plan(
     outer: Lowered,
     layers: Sequence[LayerKernels],
     groups: Sequence[Sequence[int]],
+    joined: Callable[[Sequence[Kernel]], Sequence[Kernel]] = lambda kernels: kernels,
 ) -> Plan:
     """Flatten and allocate.
 
@@ -91,16 +93,16 @@ def make_plan(
         outer: Its graph, lowered.
         layers: For each layer call its kind's kernels.
         groups: Outputs that are read back together, in the order they are wanted.
+        joined: Puts kernels that follow each other into fewer dispatches.
     """
     builder = _Builder(layers)
     packed, words = builder.bind_inputs(capture, outer)
-    for step in outer.steps:
-        if isinstance(step, Kernel):
-            builder.kernel(step, builder.scope)
-        elif step.forward:
-            builder.layer_forward(step)
-        else:
-            builder.layer_backward(step)
+    for _, steps in groupby(outer.steps, type):
+        listed = [*steps]
+        for kernel in joined([step for step in listed if isinstance(step, Kernel)]):
+            builder.kernel(kernel, builder.scope)
+        for step in (step for step in listed if isinstance(step, CallStep)):
+            (builder.layer_forward if step.forward else builder.layer_backward)(step)
     outputs = tuple(None if node is None else builder.scope[node] for node in outer.outputs)
     segments = _segments(builder.dispatches, outputs, groups)
     places, slots = _allocate(builder, outputs, segments)
@@ -172,9 +174,10 @@ class _Builder:
 
     def kernel(self, kernel: Kernel, scope: dict[fx.Node, int]) -> None:
         """One dispatch, over the buffers that the scope says."""
-        if kernel.writes not in scope:
-            scope[kernel.writes] = self.new(elements_of(kernel.writes))
-        buffers = tuple(scope[node] for node in (*kernel.reads, kernel.writes))
+        for node in kernel.writes:
+            if node not in scope:
+                scope[node] = self.new(elements_of(node))
+        buffers = tuple(scope[node] for node in (*kernel.reads, *kernel.writes))
         self.dispatches.append(Dispatch(kernel.shader, buffers, kernel.grid, kernel.label))
 
     def layer_forward(self, step: CallStep) -> None:
@@ -232,7 +235,7 @@ def _segments(
     groups: Sequence[Sequence[int]],
 ) -> list[Segment]:
     """Each group is read back as soon as it and all before it are complete."""
-    written = {dispatch.buffers[-1]: at + 1 for at, dispatch in enumerate(dispatches)}
+    written = {n: at + 1 for at, dispatch in enumerate(dispatches) for n in dispatch.written}
     segments = []
     end = 0
     for group in groups:
@@ -262,9 +265,9 @@ def _allocate(
     places = dict(builder.fixed)
     take: Callable[[int], int] = lambda nbytes: _take(nbytes, slots, free)  # noqa: E731
     for at, dispatch in enumerate(builder.dispatches):
-        number = dispatch.buffers[-1]
-        if number not in places:
-            places[number] = Place(slot=take(builder.nbytes[number]))
+        for number in dispatch.written:
+            if number not in places:
+                places[number] = Place(slot=take(builder.nbytes[number]))
         for gone in ending[at]:
             slot = places[gone].slot
             if slot >= 0:

@@ -19,12 +19,13 @@ class Shader:
 
     Attributes:
         source: The module; its storage buffers are `@group(0) @binding(i)`.
-        bindings: How many there are. Binding i is the i-th buffer of a dispatch; the last one is
-            the output (read_write), unless a template says otherwise.
+        bindings: How many there are. Binding i is the i-th buffer of a dispatch.
+        writes: How many of them, the last ones, are outputs (read_write).
     """
 
     source: str
     bindings: int
+    writes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +43,8 @@ class Dispatch:
     buffers: tuple[int, ...]
     grid: tuple[int, int, int]
     label: str
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """The buffers that it fills, or adds to."""
+        return self.buffers[len(self.buffers) - self.shader.writes :]

@@ -31,12 +31,17 @@ from backends.wgpu.shaders.narrow import form_of
 Rule = Callable[["KernelText", fx.Node, Coordinates], str]
 
 
+class ReadElsewhere(Exception):
+    """A value that a kernel has in registers is wanted from another place."""
+
+
 class KernelText:
     """One kernel in the making.
 
     Attributes:
         lines: Statements, in order.
         buffers: What is read, by binding.
+        registers: Values that the kernel has: at which linear index, and their expressions.
     """
 
     def __init__(
@@ -47,11 +52,18 @@ class KernelText:
     ) -> None:
         self.lines: list[str] = []
         self.buffers: dict[fx.Node, str] = {}
+        self.registers: dict[fx.Node, tuple[str, str]] = {}
         self._rules = rules
         self._in_memory = buffers
         self._folded = folded
         self._known: dict[tuple[fx.Node, tuple[str, ...]], str] = {}
         self._names = 0
+
+    def scope(self) -> KernelText:
+        """Of an inner block: with statements of its own, over the same buffers and registers."""
+        inner = KernelText(self._rules, self._in_memory, self._folded)
+        inner.buffers, inner.registers = self.buffers, self.registers
+        return inner
 
     def let(self, expression: str) -> str:
         """A name for the expression's value."""
@@ -116,32 +128,49 @@ class KernelText:
             return self.computed(node, coordinates)
         shape = shape_of(node)
         sized = [c.sized(size) for c, size in zip(coordinates, shape, strict=True)]
+        if node in self.registers:
+            place, value = self.registers[node]
+            if str(linear(sized)) != place:
+                raise ReadElsewhere
+            return self.let(value)
         if form_of(node) is not None:
             return self.let(f"{self.buffer(node)}_at({linear(sized)})")
         read = f"{self.buffer(node)}[{linear(sized)}]"
         return self.let(f"({read} != 0u)" if scalar_of(node) == "bool" else read)
 
-    def module(self, body: Sequence[str], output: Scalar, workgroup: str = "64") -> str:
-        """The whole shader: declarations, helpers, and `main` around the body."""
-        text = "\n".join(f"  {line}" for line in body)
-        declared = [
-            f"@group(0) @binding({i}) var<storage, read> {name}: array<{_held(node)}>;"
-            for i, (node, name) in enumerate(self.buffers.items())
-        ]
-        declared.append(
-            f"@group(0) @binding({len(self.buffers)}) "
-            f"var<storage, read_write> out: array<{STORED[output]}>;"
-        )
-        if "shared_sums[" in text:
-            declared.append(f"var<workgroup> shared_sums: array<{output}, 64>;")
-        helpers = called(text)
-        helpers += [
+    def declared(self) -> tuple[tuple[str, ...], str]:
+        """Types of the buffers, in order, and the functions that the lines call."""
+        helpers = called("\n".join(self.lines)) + self._widening()
+        return tuple(f"array<{_held(node)}>" for node in self.buffers), "\n".join(helpers)
+
+    def _widening(self) -> list[str]:
+        return [
             form.one(f"{name}_at", name)
             for node, name in self.buffers.items()
             if (form := form_of(node)) is not None
         ]
+
+    def module(self, body: Sequence[str], output: Scalar) -> str:
+        """The whole shader: declarations, helpers, and `main` around the body."""
+        return self._module(body, {"out": STORED[output]}, output)
+
+    def module_of(self, body: Sequence[str], written: int) -> str:
+        """The same with so many outputs of float32, `e0`, `e1` and so on."""
+        return self._module(body, {f"e{i}": "f32" for i in range(written)}, "f32")
+
+    def _module(self, body: Sequence[str], outputs: Mapping[str, str], folded: Scalar) -> str:
+        text = "\n".join(f"  {line}" for line in body)
+        read = {name: ("read", _held(node)) for node, name in self.buffers.items()}
+        written = {name: ("read_write", held) for name, held in outputs.items()}
+        declared = [
+            f"@group(0) @binding({i}) var<storage, {access}> {name}: array<{held}>;"
+            for i, (name, (access, held)) in enumerate((read | written).items())
+        ]
+        if "shared_sums[" in text:
+            declared.append(f"var<workgroup> shared_sums: array<{folded}, 64>;")
+        helpers = called(text) + self._widening()
         entry = (
-            f"@compute @workgroup_size({workgroup})\n"
+            "@compute @workgroup_size(64)\n"
             "fn main(@builtin(global_invocation_id) id: vec3u,\n"
             "  @builtin(local_invocation_id) local: vec3u, @builtin(workgroup_id) group: vec3u) {"
         )

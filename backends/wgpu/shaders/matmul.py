@@ -16,11 +16,18 @@ from typing import Final
 
 from backends.wgpu.shaders.dispatch import Shader
 from backends.wgpu.shaders.matmul_lanes import Lanes, lanes_shader
-from backends.wgpu.shaders.matmul_problem import MatmulProblem, Operand, Result, dispatched
+from backends.wgpu.shaders.matmul_problem import (
+    Finish,
+    MatmulProblem,
+    Operand,
+    Result,
+    dispatched,
+)
 from backends.wgpu.shaders.matmul_side import sides
 from backends.wgpu.shaders.matmul_tiles import Tiles, tiles_shader
 
 __all__ = (
+    "Finish",
     "Lanes",
     "MatmulProblem",
     "MatmulTraits",
@@ -86,7 +93,7 @@ def matmul_shader(
 
 def candidates(problem: MatmulProblem, traits: MatmulTraits) -> tuple[Choice, ...]:
     """Kernels that fit the adapter, the one expected to be the quickest first."""
-    if traits.subgroup:
+    if traits.subgroup and problem.finish is None:
         ranked = sorted(_lanes(problem, traits), key=lambda lanes: _cost(problem, lanes, traits))
         return tuple(ranked)
     fitting = [

@@ -50,6 +50,25 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
+class Finish:
+    """What is computed of each output as soon as it is there, and stored at the same place.
+
+    Attributes:
+        bindings: WGSL types of what is read besides the operands, `b0`, `b1` and so on.
+        helpers: WGSL functions that the body calls.
+        writes: Names of what is written, of float32.
+        body: WGSL over `i`, the output's place, and `product`, its value.
+        stored: Whether the output itself is stored as well.
+    """
+
+    bindings: tuple[str, ...]
+    helpers: str
+    writes: tuple[str, ...]
+    body: str
+    stored: bool
+
+
+@dataclass(frozen=True, slots=True)
 class MatmulProblem:
     """out[b, m, n] = sum over k of a[b, m, k] * b[b, k, n], in float32.
 
@@ -62,6 +81,7 @@ class MatmulProblem:
         b: The right operand.
         b_form: How the right operand is stored, if not as float32.
         into: Where the output goes, if it is not a buffer of its own, (batch, m, n).
+        finish: What is computed of it besides.
     """
 
     batch: int
@@ -72,6 +92,7 @@ class MatmulProblem:
     b: Operand
     b_form: Narrow | None = None
     into: Result | None = None
+    finish: Finish | None = None
 
     @property
     def result(self) -> Result:
@@ -85,7 +106,7 @@ class MatmulProblem:
         into = None
         if self.into is not None and self.into != Result(self.n, onto=self.into.onto):
             into = Result(self.into.row, self.into.offset % _ALIGNMENT)
-        return replace(self, a=a, b=b, into=into)
+        return replace(self, a=a, b=b, into=into, finish=None)
 
 
 def _some(problem: MatmulProblem, first: int) -> MatmulProblem:

@@ -53,8 +53,7 @@ def tiles_shader(problem: MatmulProblem, tiles: Tiles) -> tuple[Shader, tuple[in
     source = f"""\
 @group(0) @binding(0) var<storage, read> a: array<{left.element_type(vector=_vector(left))}>;
 @group(0) @binding(1) var<storage, read> b: array<{right.element_type(vector=_vector(right))}>;
-@group(0) @binding(2) var<storage, read_write> out: \
-array<{"vec4f" if vector_out else "f32"}>;
+{_bindings(problem, "vec4f" if vector_out else "f32")}
 var<workgroup> left: array<vec4f, {tiles.depth * tiles.rows // 4}>;
 var<workgroup> right: array<vec4f, {tiles.depth * tiles.columns // 4}>;
 {left.functions(vector=_vector(left))}{right.functions(vector=_vector(right))}
@@ -80,7 +79,31 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_index) me
 {_store(problem, tiles, vector=vector_out)}
 }}
 """
-    return Shader(source, 3), (across, down, problem.batch)
+    finish = problem.finish
+    reads = 2 + (len(finish.bindings) if finish else 0)
+    writes = len(finish.writes) + finish.stored if finish else 1
+    return Shader(source, reads + writes, writes), (across, down, problem.batch)
+
+
+def _bindings(problem: MatmulProblem, element: str) -> str:
+    """What is bound after the operands, and `finish`."""
+    out = f"var<storage, read_write> out: array<{element}>;"
+    finish = problem.finish
+    if finish is None:
+        return f"@group(0) @binding(2) {out}"
+    read = [f"var<storage, read> b{i}: {kind};" for i, kind in enumerate(finish.bindings)]
+    written = [f"var<storage, read_write> {name}: array<f32>;" for name in finish.writes]
+    listed = [*read, *([out] if finish.stored else []), *written]
+    lines = [f"@group(0) @binding({i}) {each}" for i, each in enumerate(listed, 2)]
+    return "\n".join(
+        [
+            *lines,
+            finish.helpers,
+            "fn finish(i: u32, product: f32) {",
+            finish.body,
+            "}",
+        ]
+    )
 
 
 def _vector(side: Side) -> bool:
@@ -169,7 +192,13 @@ def _store(problem: MatmulProblem, tiles: Tiles, *, vector: bool) -> str:
     lines = []
     for sums, place, guard in _outputs(problem, tiles, vector=vector):
         value = f"{place} + {sums}" if problem.result.onto else sums
-        lines.append(f"  if ({guard}) {{ {place} = {value}; }}")
+        done = [f"{place} = {value};"]
+        if (finish := problem.finish) is not None:
+            first = place.removeprefix("out[").removesuffix("]").removesuffix(" / 4u")
+            each = [(f"{first} + {c}u", f"{sums}[{c}]") for c in range(4)]
+            done = done if finish.stored else []
+            done += [f"finish({i}, {x});" for i, x in (each if vector else [(first, sums)])]
+        lines.append(f"  if ({guard}) {{ {' '.join(done)} }}")
     return "\n".join(lines)
 
 

@@ -1,0 +1,98 @@
+"""Fewer dispatches, the same bits: what a card computes in one kernel is what it was in many."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from backends.base.interface import Batch
+from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.program import VulkanProgram
+from backends.wgpu.shaders.matmul import Tiles, matmul_shader
+from tests.backends.wgpu.small_models import (
+    assert_like_the_cpu,
+    bert,
+    class_loss,
+    gradients,
+    labelled,
+    llama,
+    next_token_loss,
+    text,
+    trainable,
+)
+
+WIDE = {"hidden_size": 128, "intermediate_size": 160, "num_attention_heads": 2}
+"""Rows that a workgroup shares."""
+ALONE, FEW, MANY = 0, 8, 16
+
+
+SMALL = Tiles(16, 64, 32, 4, 4)
+"""Compiled in a fraction of a second."""
+
+
+class Block(nn.Module):
+    """Products with biases, an activation and a residual, between norms; two of one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(128)
+        self.up, self.gate = nn.Linear(128, 20), nn.Linear(128, 20)
+        self.down = nn.Linear(20, 128, bias=False)
+
+    def forward(self, x):
+        y = self.norm(x)
+        y = nn.functional.gelu(self.up(y)) * self.gate(y)
+        return torch.softmax(self.down(y) + x, -1)
+
+
+def block_loss(module, arrays):
+    return (module(arrays["x"]) * arrays["y"]).sum()
+
+
+def results(device, job, batch, bindings, matmul):
+    """The gradients, and how many dispatches they took."""
+    program = VulkanProgram(device, job, Templates(True, matmul, bindings), adds=True)
+    program.check(batch)
+    found = gradients(program, batch)
+    dispatches = sum(len(ready.plan.dispatches) for ready in program._plans.values())
+    program.close()
+    return found, dispatches
+
+
+def test_one_block_in_fewer_dispatches_has_the_same_bits(device):
+    torch.manual_seed(0)
+    module = Block()
+    draws = np.random.default_rng(0)
+    arrays = {name: draws.normal(size=(2, 5, 128)).astype(np.float32) for name in "xy"}
+    batch = Batch(arrays, 2.0)
+
+    def small(problem):
+        return matmul_shader(problem, SMALL)
+
+    (alone, before), (few, after) = (
+        results(device, trainable(module, block_loss), batch, n, small) for n in (ALONE, FEW)
+    )
+    assert all(np.array_equal(few[number], values) for number, values in alone.items())
+    assert after < 0.7 * before
+    assert_like_the_cpu(module, trainable(module, block_loss).blocks, block_loss, batch, few)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+def test_the_bits_are_those_of_kernels_one_by_one(device, kind):
+    if kind == "decoder":
+        module, loss, batch = llama(**WIDE, num_key_value_heads=1), next_token_loss, text()
+    else:
+        module, loss, batch = bert(dropout=0.1, **WIDE), class_loss, labelled()
+    found, counts = {}, {}
+    for bindings in (ALONE, FEW, MANY):
+        job = trainable(module, loss)
+        found[bindings], counts[bindings] = results(device, job, batch, bindings, matmul_shader)
+    for bindings in (FEW, MANY):
+        for number, values in found[ALONE].items():
+            assert np.array_equal(found[bindings][number], values)
+    assert counts[MANY] <= counts[FEW] < 0.7 * counts[ALONE]
+    if kind == "decoder":
+        assert_like_the_cpu(module, job.blocks, loss, batch, found[MANY])
