@@ -11,7 +11,8 @@ reads what it writes and cannot join it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -20,79 +21,86 @@ from backends.wgpu.lowering.fusion import MATMULS, REDUCTIONS
 from backends.wgpu.lowering.kernels import Emitter, Kernel
 from backends.wgpu.shaders.kernel_text import ReadElsewhere
 
-
-@dataclass(eq=False, slots=True)
-class Waiting:
-    """A kernel that is not written yet.
-
-    Attributes:
-        members: What it computes: first a product, or a sum along rows.
-        reads: What it reads of what others compute.
-    """
-
-    members: list[fx.Node]
-    reads: Collection[fx.Node]
-
-    def kernel(self, emitter: Emitter, wanted: Collection[fx.Node]) -> list[Kernel]:
-        """It, with what others read of its values."""
-        if len(self.members) == 1:
-            return emitter.kernels(self.members[0])
-        return [emitter.joined(self.members, wanted)]
+Waiting = list[fx.Node]
+"""Of one kernel: first a product, or a fold along rows."""
 
 
 @dataclass(slots=True)
 class Joins:
-    """The kernels of one graph, most of which still wait.
+    """The kernels of one graph, some of which still wait.
 
     Attributes:
         emitter: Writes them.
         bindings: Storage buffers that a shader may bind.
+        reads: Of each value with a kernel, and of each call of a layer, the buffers that it reads.
+        held: The outputs.
         early: Values that must not wait for others: those of a layer's forward.
     """
 
     emitter: Emitter
     bindings: int
+    reads: Mapping[fx.Node, Collection[fx.Node]]
+    held: Collection[fx.Node | None]
     early: Collection[fx.Node]
-    waiting: list[Waiting] = field(default_factory=list)
+    _waiting: list[Waiting] = field(default_factory=list)
+    _readers: dict[fx.Node, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
 
-    def before(self, read: Collection[fx.Node]) -> Iterator[Waiting]:
-        """Those that must come now, for something reads these values."""
-        for each in [*self.waiting]:
-            if not {*each.members}.isdisjoint(read):
-                self.waiting.remove(each)
-                yield each
+    def __post_init__(self) -> None:
+        """Who reads each value."""
+        for node, read in self.reads.items():
+            for each in read:
+                self._readers[each].add(node)
 
-    def add(self, node: fx.Node) -> Iterator[Waiting | fx.Node]:
-        """What comes now: kernels that waited, and the value itself if it is one of its own."""
-        read = self.emitter.reads(node)
-        joined = self._joined(node, read)
+    def before(self, read: Collection[fx.Node]) -> Iterator[Kernel]:
+        """What must come now, for something reads these values."""
+        for members in [*self._waiting]:
+            if not {*members}.isdisjoint(read):
+                self._waiting.remove(members)
+                yield from self._kernels(members)
+
+    def add(self, node: fx.Node) -> Iterator[Kernel]:
+        """What comes now: kernels that waited, and the value's own if it is one by itself."""
+        read = self.reads[node]
+        joined = self._joined(node)
         if joined is not None:
-            self.waiting.remove(joined)  # it is none of those that must come before
+            self._waiting.remove(joined)  # it is none of those that must come before
         yield from self.before(read)
         if joined is not None:
-            joined.members.append(node)
-            joined.reads = {*joined.reads, *read} - {*joined.members}
-            self.waiting.append(joined)
-        elif self.emitter.may_lead(node):
-            self.waiting.append(Waiting([node], read))
+            self._waiting.append([*joined, node])
+        elif self._readers[node] and self.emitter.may_lead(node):
+            self._waiting.append([node])
         else:
-            yield node
+            yield from self.emitter.kernels(node)
 
-    def _joined(self, node: fx.Node, read: Collection[fx.Node]) -> Waiting | None:
+    def rest(self) -> Iterator[Kernel]:
+        """What still waits at the end."""
+        for members in self._waiting:
+            yield from self._kernels(members)
+
+    def _kernels(self, members: Waiting) -> list[Kernel]:
+        if len(members) == 1:
+            return self.emitter.kernels(members[0])
+        return [self.emitter.joined(members, self._wanted(members))]
+
+    def _wanted(self, members: Waiting) -> list[fx.Node]:
+        """Those that others read, too."""
+        return [node for node in members if node in self.held or self._readers[node] - {*members}]
+
+    def _joined(self, node: fx.Node) -> Waiting | None:
         """The last of those that can take it, if there is one."""
         if node.target in MATMULS:
             return None
-        for each in reversed(self.waiting):
-            beside = node.target in REDUCTIONS and each.members[0].target in REDUCTIONS
-            if {*each.members}.isdisjoint(read) and not beside:
+        for members in reversed(self._waiting):
+            beside = node.target in REDUCTIONS and members[0].target in REDUCTIONS
+            if {*members}.isdisjoint(self.reads[node]) and not beside:
                 continue
-            if (node in self.early) == (each.members[0] in self.early) and self._fits(each, node):
-                return each
+            if (node in self.early) == (members[0] in self.early) and self._fits([*members, node]):
+                return members
         return None
 
-    def _fits(self, waiting: Waiting, node: fx.Node) -> bool:
+    def _fits(self, members: Waiting) -> bool:
         try:
-            kernel = self.emitter.joined([*waiting.members, node], [*waiting.members, node])
+            kernel = self.emitter.joined(members, self._wanted(members))
         except ReadElsewhere:
             return False
         return kernel.shader.bindings <= self.bindings

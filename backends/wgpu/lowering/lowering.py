@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from backends.wgpu.graph.opaque import LAYER_FORWARD
 from backends.wgpu.graph.values import NoRule, scalar_of
 from backends.wgpu.graph.views import is_view, whole_buffer
 from backends.wgpu.lowering.fusion import LAYERS, decide, is_part
-from backends.wgpu.lowering.joins import Joins, Waiting
+from backends.wgpu.lowering.joins import Joins
 from backends.wgpu.lowering.kernels import Emitter, Kernel, MatmulShader, is_known
 from backends.wgpu.lowering.together import together
 from backends.wgpu.shaders.attention_problem import AttentionSizes
@@ -121,20 +121,23 @@ def lower(
     _check(nodes, folded)
     fusion = decide(nodes, folded, [node for node in outputs if node is not None])
     emitter = Emitter(fusion.buffers, folded, template.cooperative, template.matmul)
-    joins = Joins(emitter, template.bindings, _above(outputs[:first]))
-    made: list[Waiting | fx.Node | CallStep] = []
-    for node in nodes:
-        if node.op != "call_function" or node in folded or is_part(node):
-            continue
-        if node.target in LAYERS:
-            call = _call(node, fusion.buffers)
-            made += [*joins.before(call.reads), call]
-        elif node in fusion.buffers:
-            made += joins.add(node)
-    made += joins.waiting
     # An output may be a view of the buffer that holds it.
     held = tuple(None if n is None else whole_buffer(n, fusion.buffers) for n in outputs)
-    steps = _written(made, emitter, held)
+    calls = {node: _call(node, fusion.buffers) for node in nodes if node.target in LAYERS}
+    reads: dict[fx.Node, Collection[fx.Node]] = {node: call.reads for node, call in calls.items()}
+    for node in nodes:
+        if node.op != "call_function" or node in folded or is_part(node) or node in calls:
+            continue
+        if node in fusion.buffers:
+            reads[node] = emitter.reads(node)
+    joins = Joins(emitter, template.bindings, reads, held, _above(outputs[:first]))
+    steps: list[Kernel | CallStep] = []
+    for node in (node for node in nodes if node in reads):
+        if node in calls:
+            steps += [*joins.before(reads[node]), calls[node]]
+        else:
+            steps += joins.add(node)
+    steps += joins.rest()
     read = {r for step in steps for r in step.reads} | {n for n in held if n is not None}
     constants = {node: value for node, value in folded.items() if node in read}
     return Lowered(tuple(inputs), held, tuple(_needed(steps, held)), constants)
@@ -150,26 +153,6 @@ def _above(nodes: Sequence[fx.Node | None]) -> set[fx.Node]:
             found.add(node)
             left += node.all_input_nodes
     return found
-
-
-def _written(
-    made: Sequence[Waiting | fx.Node | CallStep], emitter: Emitter, held: Sequence[fx.Node | None]
-) -> list[Kernel | CallStep]:
-    """Steps: what joined kernels store is what others read."""
-    alone = {each: emitter.kernels(each) for each in made if isinstance(each, fx.Node)}
-    wanted: set[fx.Node] = {node for node in held if node is not None}
-    for each in made:
-        if isinstance(each, fx.Node):
-            wanted |= {read for kernel in alone[each] for read in kernel.reads}
-        else:
-            wanted |= {*each.reads}
-    steps: list[Kernel | CallStep] = []
-    for each in made:
-        if isinstance(each, fx.Node):
-            steps += alone[each]
-        else:
-            steps += [each] if isinstance(each, CallStep) else each.kernel(emitter, wanted)
-    return steps
 
 
 def _outputs(graph: fx.GraphModule, folded: Mapping[fx.Node, torch.Tensor]) -> list[fx.Node | None]:
