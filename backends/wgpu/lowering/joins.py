@@ -11,18 +11,50 @@ reads what it writes and cannot join it.
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
 
+from backends.wgpu.lowering.elementwise import ELEMENTWISE
 from backends.wgpu.lowering.fusion import MATMULS, REDUCTIONS
 from backends.wgpu.lowering.kernels import Emitter, Kernel
 from backends.wgpu.shaders.kernel_text import ReadElsewhere
 
 Waiting = list[fx.Node]
 """Of one kernel: first a product, or a fold along rows."""
+
+
+def ordered(
+    reads: Mapping[fx.Node, Collection[fx.Node]], early: Collection[fx.Node]
+) -> Iterator[fx.Node]:
+    """Values so that those that may join a kernel come before what ends its wait.
+
+    Args:
+        reads: Of each value what it reads, in an order in which they can be computed.
+        early: Values that come first.
+    """
+    missing = {node: {each for each in read if each in reads} for node, read in reads.items()}
+    readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node, needed in missing.items():
+        for each in needed:
+            readers[each].append(node)
+    places = {node: place for place, node in enumerate(reads)}
+
+    def urgency(node: fx.Node) -> tuple[bool, bool, int]:
+        return node not in early, node.target not in ELEMENTWISE, places[node]
+
+    ready = [(*urgency(node), node) for node, needed in missing.items() if not needed]
+    heapq.heapify(ready)
+    while ready:
+        *_, node = heapq.heappop(ready)
+        yield node
+        for reader in readers[node]:
+            missing[reader].remove(node)
+            if not missing[reader]:
+                heapq.heappush(ready, (*urgency(reader), reader))
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from backends.wgpu.graph.opaque import LAYER_FORWARD
 from backends.wgpu.graph.values import NoRule, scalar_of
 from backends.wgpu.graph.views import is_view, whole_buffer
 from backends.wgpu.lowering.fusion import LAYERS, decide, is_part
-from backends.wgpu.lowering.joins import Joins
+from backends.wgpu.lowering.joins import Joins, ordered
 from backends.wgpu.lowering.kernels import Emitter, Kernel, MatmulShader, is_known
 from backends.wgpu.lowering.together import together
 from backends.wgpu.shaders.attention_problem import AttentionSizes
@@ -124,15 +124,20 @@ def lower(
     # An output may be a view of the buffer that holds it.
     held = tuple(None if n is None else whole_buffer(n, fusion.buffers) for n in outputs)
     calls = {node: _call(node, fusion.buffers) for node in nodes if node.target in LAYERS}
-    reads: dict[fx.Node, Collection[fx.Node]] = {node: call.reads for node, call in calls.items()}
+    reads: dict[fx.Node, Collection[fx.Node]] = {}
     for node in nodes:
-        if node.op != "call_function" or node in folded or is_part(node) or node in calls:
-            continue
-        if node in fusion.buffers:
+        if node in calls:
+            reads[node] = {*calls[node].reads}
+        elif (
+            node.op == "call_function"
+            and node in fusion.buffers
+            and not (node in folded or is_part(node))
+        ):
             reads[node] = emitter.reads(node)
-    joins = Joins(emitter, template.bindings, reads, held, _above(outputs[:first]))
+    early = _above(outputs[:first])
+    joins = Joins(emitter, template.bindings, reads, held, early)
     steps: list[Kernel | CallStep] = []
-    for node in (node for node in nodes if node in reads):
+    for node in ordered(reads, early) if template.cooperative and not calls else reads:
         if node in calls:
             steps += [*joins.before(reads[node]), calls[node]]
         else:

@@ -31,7 +31,8 @@ def planned(module, loss, batch, *, fused: bool = False) -> Plan:
     """As a program does it, without a device."""
     names = [tensor.name for block in cut_into_blocks(module) for tensor in block.tensors]
     arrays = {name: torch.tensor(array) for name, array in batch.arrays.items()}
-    template = Templates(cooperative=True, matmul=matmul_shader)
+    bindings = 16 if fused else 8  # cards have them
+    template = Templates(cooperative=True, matmul=matmul_shader, bindings=bindings)
     capture = capture_step(module, loss, names, arrays, template.fuses if fused else written_out)
     kinds: dict[int, LayerKernels] = {}
     for kind in capture.kinds:
