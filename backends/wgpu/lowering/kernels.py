@@ -36,7 +36,7 @@ from backends.wgpu.shaders.attention_tiles import attention_shader
 from backends.wgpu.shaders.dispatch import WORKGROUPS_PER_DIMENSION, Shader
 from backends.wgpu.shaders.kernel_text import KernelText, ReadElsewhere, stored, where_there
 from backends.wgpu.shaders.matmul import (
-    Finish,
+    Epilogue,
     MatmulProblem,
     Operand,
     dispatched,
@@ -168,7 +168,7 @@ class Emitter:
                 text.lines.append(f"e{len(stored)}[i] = {value};")
                 stored.append(node)
         names = [f"e{n}" for n in range(len(stored))]
-        finish = Finish(*text.declared(), tuple(names), "\n".join(text.lines), product in wanted)
+        finish = Epilogue(*text.declared(), tuple(names), "\n".join(text.lines), product in wanted)
         (problem,) = self._problems(product)
         shader, grid = self.matmul(replace(problem, finish=finish))
         a, b = (self._operand(each)[1] for each in next(factors(product))[:2])

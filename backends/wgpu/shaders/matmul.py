@@ -17,7 +17,7 @@ from typing import Final
 from backends.wgpu.shaders.dispatch import Shader
 from backends.wgpu.shaders.matmul_lanes import Lanes, lanes_shader
 from backends.wgpu.shaders.matmul_problem import (
-    Finish,
+    Epilogue,
     MatmulProblem,
     Operand,
     Result,
@@ -27,7 +27,7 @@ from backends.wgpu.shaders.matmul_side import sides
 from backends.wgpu.shaders.matmul_tiles import Tiles, tiles_shader
 
 __all__ = (
-    "Finish",
+    "Epilogue",
     "Lanes",
     "MatmulProblem",
     "MatmulTraits",

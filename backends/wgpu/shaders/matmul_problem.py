@@ -50,7 +50,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class Epilogue:
     """What is computed of each output as soon as it is there, and stored at the same place.
 
     Attributes:
@@ -92,7 +92,7 @@ class MatmulProblem:
     b: Operand
     b_form: Narrow | None = None
     into: Result | None = None
-    finish: Finish | None = None
+    finish: Epilogue | None = None
 
     @property
     def result(self) -> Result:
