@@ -1,12 +1,15 @@
 """Every family of models that docs/vulkan.md names: gradients as on torch's CPU, or one clear line.
 
 Each is a tiny one of transformers' own, with padding on either side, its attention fused as on a
-card and written out as in software.
+card and written out as in software. The page's table is made of what is tested here:
+
+    SAMESTEP_REWRITE=1 python -m pytest tests/backends/wgpu/test_families.py -k page
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -95,6 +98,8 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
 WITHOUT_SDPA = {"Gemma 2", "GPT-Neo", "Bloom", "MPNet", "DeBERTa v2"}
 WRITTEN_OUT = {*((family, "eager") for family in (*WITHOUT_SDPA, "Falcon", "T5")), ("T5", "sdpa")}
 """In any case: their formulas, or learned biases, are their own."""
+PART_OF = {"T5": "'s encoder"}
+_TABLE = re.compile(r"\| family \| `model_type`.*?(?=\n\n)", re.DOTALL)
 EXPERTS = {
     "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
 }  # fmt: skip
@@ -189,11 +194,28 @@ def attention_in_one_piece(module: nn.Module, loss: Any, batch: Batch) -> bool:
     return any(node.target is ATTENTION for graph in graphs for node in graph.graph.nodes)
 
 
-def test_the_page_names_these():
-    text = " ".join(PAGE.read_text().split())
-    named = re.search(r"with padding on either side: (.*?)'s encoder\. What is refused", text)
-    assert named is not None
-    assert re.split("[,;] ", named[1]) == [*DECODERS, *ENCODERS]
+def table() -> str:
+    """Of the families, and what comes of each."""
+    rows = ["| family | `model_type` | gradients | attention on a card |", "|---|---|---|---|"]
+    for name, (kind, _) in (DECODERS | ENCODERS).items():
+        fused = {a for a in ("eager", "sdpa") if (name, a) not in WRITTEN_OUT}
+        fused -= {"sdpa"} if name in WITHOUT_SDPA else set()
+        whole = " and ".join(f"`{each}`" for each in sorted(fused))
+        piece = f"fused: {whole}" if fused else "written out"
+        rows.append(f"| {name}{PART_OF.get(name, '')} | `{kind}` | as torch's | {piece} |")
+    rows.append("| T5, encoder and decoder | `t5` | as torch's | written out |")
+    rows += [f"| {name} | `{kind}` | refused | |" for name, (kind, _, _) in REFUSED.items()]
+    return "\n".join(rows)
+
+
+def test_the_page_has_the_table_of_these():
+    text = PAGE.read_text("utf-8")
+    if os.environ.get("SAMESTEP_REWRITE"):
+        text = _TABLE.sub(lambda _: table(), text)
+        PAGE.write_text(text, "utf-8")
+    found = _TABLE.search(text)
+    assert found is not None
+    assert found[0] == table()
 
 
 @pytest.mark.slow
@@ -221,6 +243,32 @@ def test_gradients_are_those_of_the_cpu(compiled, family, cooperative, attention
     if cooperative:
         in_one_piece = attention_in_one_piece(module, loss, batch)
         assert in_one_piece == ((family, attention) not in WRITTEN_OUT)
+
+
+def translation_loss(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
+    logits = module(
+        input_ids=arrays["input_ids"], attention_mask=arrays["attention_mask"],
+        decoder_input_ids=arrays["input_ids"][:, :7],
+    ).logits  # fmt: skip
+    labels = arrays["labels"][:, :7].flatten()
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels, ignore_index=-100, reduction="sum"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cooperative", [True, False], ids=["fused", "written out"])
+def test_an_encoder_with_its_decoder(compiled, cooperative):
+    torch.manual_seed(0)
+    kind, sizes = ENCODERS["T5"]
+    given = {**SIZES, **sizes, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+    config = transformers.AutoConfig.for_model(kind, **given)
+    module = transformers.T5ForConditionalGeneration(config)  # type: ignore[arg-type]
+    job, batch = trainable(module, translation_loss), padded("right", decoder=True)
+    program = compiled(module, translation_loss, cooperative=cooperative)
+    program.check(batch)
+    got = gradients(program, batch)
+    assert_like_the_cpu(module, job.blocks, translation_loss, batch, got)
 
 
 def packed_loss(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
