@@ -63,7 +63,7 @@ class Joins:
 
     Attributes:
         emitter: Writes them.
-        bindings: Storage buffers that a shader may bind.
+        bindings: Storage buffers that a shader may bind; 0 where nothing is to be joined.
         reads: Of each value with a kernel, and of each call of a layer, the buffers that it reads.
         held: The outputs.
         early: Values that must not wait for others: those of a layer's forward.
@@ -99,7 +99,7 @@ class Joins:
         yield from self.before(read)
         if joined is not None:
             self._waiting.append([*joined, node])
-        elif self._readers[node] and self.emitter.may_lead(node):
+        elif self.bindings and self._readers[node] and self.emitter.may_lead(node):
             self._waiting.append([node])
         else:
             yield from self.emitter.kernels(node)

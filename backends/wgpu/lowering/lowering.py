@@ -135,9 +135,9 @@ def lower(
         ):
             reads[node] = emitter.reads(node)
     early = _above(outputs[:first])
-    joins = Joins(emitter, template.bindings, reads, held, early)
+    joins = Joins(emitter, template.bindings if template.joins else 0, reads, held, early)
     steps: list[Kernel | CallStep] = []
-    for node in ordered(reads, early) if template.cooperative and not calls else reads:
+    for node in ordered(reads, early) if template.joins and not calls else reads:
         if node in calls:
             steps += [*joins.before(reads[node]), calls[node]]
         else:
