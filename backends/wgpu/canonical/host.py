@@ -47,7 +47,7 @@ class _Call(ctypes.Structure):
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProductShader(Shader):
     """A matrix product, which a CPU computes by tiles of its own."""
 
@@ -56,7 +56,7 @@ class ProductShader(Shader):
 
 def product_shader(problem: MatmulProblem) -> tuple[Shader, tuple[int, int, int]]:
     """The template of matrix products for this target; the grid means nothing."""
-    return ProductShader(repr(problem), 3, problem), (1, 1, 1)
+    return ProductShader(repr(problem), 3, problem=problem), (1, 1, 1)
 
 
 class _Prepared(Prepared):
