@@ -53,7 +53,7 @@ def block_loss(module, arrays):
 
 def results(device, job, batch, bindings, matmul):
     """The gradients, and how many dispatches they took."""
-    program = VulkanProgram(device, job, Templates(True, matmul, bindings), adds=True)
+    program = VulkanProgram(device, job, Templates(True, matmul, bindings=bindings), adds=True)
     program.check(batch)
     found = gradients(program, batch)
     dispatches = sum(len(ready.plan.dispatches) for ready in program._plans.values())
