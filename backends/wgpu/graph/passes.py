@@ -274,7 +274,7 @@ def _split_variance(graph: fx.Graph, node: fx.Node) -> None:
         centred = add(graph, node, _aten.sub.Tensor, x, mean)
         square = add(graph, node, _aten.mul.Tensor, centred, centred)
         total = add(graph, node, _aten.sum.dim_IntList, square, dims, keep)
-        variance = add(graph, node, _aten.div.Scalar, total, float(count - less))
+        variance = add(graph, node, _aten.div.Scalar, total, float(max(count - less, 0)))
         if not keep:
             mean = add(graph, node, _aten.squeeze.dims, mean, dims)
     if node.target is _aten.var.correction:

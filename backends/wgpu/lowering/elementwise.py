@@ -40,6 +40,7 @@ _BINARY_OF_TRUTH: Final[dict[Any, str]] = {
     _aten.minimum.default: "({0} && {1})",
 }
 _MULTIPLIED: Final = frozenset({_aten.mul.Tensor, _aten.mul.Scalar})
+_DIVIDED: Final = frozenset({_aten.div.Tensor, _aten.div.Scalar})
 _SUBTRACTED: Final = frozenset({_aten.sub.Tensor, _aten.sub.Scalar})
 _RULES_OF_TRUTH: Final[dict[Any, str]] = {
     _aten.logical_and.default: "({0} && {1})",
@@ -99,12 +100,15 @@ def _binary(k: KernelText, node: fx.Node, at: Coordinates) -> str:
 
 
 def _of_written_zeros(target: Any, one: str, two: str) -> str:
-    """What a compiler would take for zero, though an operand may be infinite or no number."""
-    zeros = {literal(0.0, "f32"), literal(-0.0, "f32")}
+    """What a compiler would take for zero, though an operand may be infinite or no number; and a
+    division by zero, of which some make the dividend."""
+    zeros = {literal(zero, "f32"): zero for zero in (0.0, -0.0)}
     if target in _MULTIPLIED and (one in zeros or two in zeros):
         return f"times_zero({two if one in zeros else one})"
     if target in _SUBTRACTED and one == two:
         return f"times_zero({one})"
+    if target in _DIVIDED and two in zeros:
+        return f"({one} * {literal(math.copysign(math.inf, zeros[two]), 'f32')})"
     return ""
 
 

@@ -7,6 +7,7 @@ coordinates where it is needed.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
@@ -27,6 +28,8 @@ from backends.wgpu.graph.values import (
 from backends.wgpu.graph.views import Coordinates, above, is_copy, is_view, through
 from backends.wgpu.shaders.functions import called
 from backends.wgpu.shaders.narrow import form_of
+
+_NUMBER: Final = re.compile(r"[fi]32\(-?[\d.]+(?:e[+-]?\d+)?\)")
 
 Rule = Callable[["KernelText", fx.Node, Coordinates], str]
 
@@ -66,8 +69,8 @@ class KernelText:
         return inner
 
     def let(self, expression: str) -> str:
-        """A name for the expression's value."""
-        if expression.isidentifier():
+        """A name for the expression's value; numbers stay, so that rules see zeros."""
+        if expression.isidentifier() or _NUMBER.fullmatch(expression):
             return expression
         self._names += 1
         self.lines.append(f"let t{self._names} = {expression};")

@@ -6,6 +6,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -21,6 +22,7 @@ from backends.wgpu.device.packing import seed_words
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.parity import rounded_otherwise
 from backends.wgpu.program import VulkanProgram
+from backends.wgpu.shaders.matmul import Tiles, matmul_shader
 from protocol.base.errors import SamestepError
 from tests.backends.wgpu.random_programs import MOST_ELEMENTS, Text, data_of, make
 from worker.models.blocks import cut_into_blocks
@@ -68,8 +70,8 @@ def loss_of(module: Any, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.as_tensor(total)
 
 
-def compare(device: Device, text: Text) -> str:
-    """What came of it: "agreed", or the refusal.
+def compare(device: Device, text: Text, *, as_on_a_card: bool = False) -> str:
+    """What came of it: "agreed", or the refusal; with a card's kernels, or the device's.
 
     Raises:
         Untakable: See there.
@@ -78,7 +80,7 @@ def compare(device: Device, text: Text) -> str:
     program = make(text.module())
     return compare_class(
         device, program, shape=text.shape, seed=text.seed, layers=text.layers,
-        special=text.special,
+        special=text.special, as_on_a_card=as_on_a_card,
     )  # fmt: skip
 
 
@@ -90,6 +92,7 @@ def compare_class(
     seed: int,
     layers: int = 0,
     special: str = "",
+    as_on_a_card: bool = False,
 ) -> str:
     """As `compare`, of a class."""
     module = Model(program, layers, seed)
@@ -104,13 +107,26 @@ def compare_class(
         except Exception as error:
             raise Untakable(str(error)) from error
         module.zero_grad()
-        return _compared(device, module, blocks, batches)
+        return _compared(device, module, blocks, batches, as_on_a_card=as_on_a_card)
+
+
+def _templates(device: Device, *, as_on_a_card: bool) -> Templates:
+    """Those of the device, or a card's: small tiles, whose shaders compile quickly."""
+    if as_on_a_card:
+        small = partial(matmul_shader, choice=Tiles(16, 64, 32, 4, 4))
+        return Templates(cooperative=True, matmul=small, bindings=16)
+    return Templates(not device.adapter.software, MatmulTuner(device).shader)
 
 
 def _compared(
-    device: Device, module: nn.Module, blocks: Any, batches: Sequence[Mapping[str, torch.Tensor]]
+    device: Device,
+    module: nn.Module,
+    blocks: Any,
+    batches: Sequence[Mapping[str, torch.Tensor]],
+    *,
+    as_on_a_card: bool,
 ) -> str:
-    template = Templates(not device.adapter.software, MatmulTuner(device).shader)
+    template = _templates(device, as_on_a_card=as_on_a_card)
     try:
         compiled = VulkanProgram(device, Trainable(blocks, module, loss_of), template, adds=True)
         with contextlib.closing(compiled):

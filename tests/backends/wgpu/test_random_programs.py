@@ -1,7 +1,8 @@
 """Random modules agree with torch or are refused in one line: no wrong number, no driver's words.
 
 `SAMESTEP_PROGRAMS` says how many (20 in a plain run, always the same ones), `SAMESTEP_FIRST` which
-part of them comes first. In parts, so that several processes share them:
+part of them comes first. In parts, so that several processes share them; every second part has the
+kernels of a card:
 
     SAMESTEP_PROGRAMS=50000 python -m pytest -n auto tests/backends/wgpu/test_random_programs.py
 """
@@ -15,6 +16,7 @@ from typing import Final
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
+from backends.wgpu.lowering import kernels
 from tests.backends.wgpu.differential import Untakable, Wrong, compare
 from tests.backends.wgpu.random_programs import Text, programs, shrunk
 
@@ -25,10 +27,10 @@ LEAST_AGREEING: Final = 0.25
 """Of all: what refuses everything is never wrong."""
 
 
-def wrong(device, text: Text) -> str:
+def wrong(device, text: Text, *, as_on_a_card: bool) -> str:
     """What is wrong with it; empty if nothing is."""
     try:
-        compare(device, text)
+        compare(device, text, as_on_a_card=as_on_a_card)
     except Wrong as error:
         return str(error)
     except Untakable:
@@ -36,14 +38,17 @@ def wrong(device, text: Text) -> str:
     return ""
 
 
-def complaint(device, text: Text) -> str:
+def complaint(device, text: Text, **kernels: bool) -> str:
     """With the shortest program that shows it."""
-    least = shrunk(text, lambda shorter: bool(wrong(device, shorter)))
-    return f"{wrong(device, least)}; as a program that repeats it:\n\n{least}"
+    least = shrunk(text, lambda shorter: bool(wrong(device, shorter, **kernels)))
+    return f"{wrong(device, least, **kernels)}; as a program that repeats it:\n\n{least}"
 
 
 @pytest.mark.parametrize("part", range(FIRST, FIRST + -(-PROGRAMS // PER_PART)))
-def test_a_random_module_agrees_with_torch_or_is_refused(device, part):
+def test_a_random_module_agrees_with_torch_or_is_refused(device, part, monkeypatch):
+    as_on_a_card = part % 2 == 1
+    if as_on_a_card:
+        monkeypatch.setattr(kernels, "_COOPERATIVE_TERMS", 2)  # no row here has as many as a card's
     found: Counter[bool] = Counter()
     seen: set[str] = set()
 
@@ -58,9 +63,9 @@ def test_a_random_module_agrees_with_torch_or_is_refused(device, part):
             return
         seen.add(str(text))
         try:
-            found[compare(device, text) == "agreed"] += 1
+            found[compare(device, text, as_on_a_card=as_on_a_card) == "agreed"] += 1
         except Wrong:
-            pytest.fail(complaint(device, text), pytrace=False)
+            pytest.fail(complaint(device, text, as_on_a_card=as_on_a_card), pytrace=False)
         except Untakable:
             pass
 

@@ -5,6 +5,7 @@ The promise that a loss that is no number stops the run rests on none being drop
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -52,6 +53,9 @@ OF_ONE: Functions = {
     "as truth": lambda x: x.bool(),
     "differs": lambda x: x != 0,
     "times zero": lambda x: x * 0.0,
+    "times zeros": lambda x: x * torch.zeros_like(x),
+    "by zero": lambda x: x / 0.0,
+    "by a negative zero": lambda x: x / -0.0,
     "less itself": lambda x: x - x,
     "where": lambda x: torch.where(x > 0, x, NAN),
     "remainder": lambda x: x % -1.5,
@@ -86,6 +90,12 @@ FOLDS: Functions = {
 
 def test_functions_of_one(device):
     assert_alike(device, OF_ONE, EDGES)
+
+
+def test_the_variance_of_one_number_is_none(device):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_alike(device, {"variance": lambda x: x[:, None].var(1)}, EDGES)
 
 
 def test_functions_of_two(device):
