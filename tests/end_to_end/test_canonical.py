@@ -17,10 +17,7 @@ CANONICAL = (
     "--set", "arithmetic.mode=canonical", "--set", "arithmetic.multiply_add=separate",
     "--set", "exactness=require",
 )  # fmt: skip
-SHORT = (
-    "--set", "steps=4", "--set", "evaluate_every=0", "--set", "digits.hidden=[16]",
-    "--set", "batch.samples=24",
-)  # fmt: skip
+SHORT = ("--set", "steps=4", "--set", "evaluate_every=0")
 
 
 def train(
@@ -44,8 +41,8 @@ def a_device_is_there() -> None:
 
 def test_a_cpu_and_a_vulkan_device_are_exact_together(tmp_path):
     a_device_is_there()
-    together = train(tmp_path / "both", "digits.yaml", ("cpu", "vulkan"), *SHORT)
-    alone = train(tmp_path / "one", "digits.yaml", ("cpu",), *SHORT, "--set", "threads=2")
+    together = train(tmp_path / "both", "regress.yaml", ("cpu", "vulkan"), *SHORT)
+    alone = train(tmp_path / "one", "regress.yaml", ("cpu",), *SHORT, "--set", "threads=2")
     assert together["weights_digest"] == alone["weights_digest"]
     assert together["losses"] == alone["losses"]
 
@@ -57,17 +54,10 @@ def test_a_cpu_and_a_vulkan_device_are_exact_together(tmp_path):
 )
 def test_the_main_jobs(tmp_path, run):
     a_device_is_there()
-    few: tuple[str, ...] = (
-        "--set",
-        "steps=2",
-        "--set",
-        "evaluate_every=0",
-        "--set",
-        "batch.samples=8",
-    )
+    few: tuple[str, ...] = ("--set", "steps=2", "--set", "evaluate_every=0")
     few += {
-        "sms-spam.yaml": ("--set", "data.holdout=0.02"),
-        "small-llama.yaml": ("--set", "data.holdout_samples=8"),
+        "sms-spam.yaml": ("--set", "batch.samples=8", "--set", "data.holdout=0.02"),
+        "small-llama.yaml": ("--set", "batch.samples=8", "--set", "data.holdout_samples=8"),
     }.get(run, ())
     alone = train(tmp_path / "one", run, ("cpu",), *few)
     for place, backends, threads in (
