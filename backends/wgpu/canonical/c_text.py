@@ -219,6 +219,8 @@ class _Text:
         match given:
             case Literal():
                 return _literal(given)
+            case Name("local_x"):
+                return "local_x"
             case Name(name):
                 place = f"[{self.lane}]" if name in self.lanes else ""
                 return f"v_{name}{place}"
