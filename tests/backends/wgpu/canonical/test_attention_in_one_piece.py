@@ -37,8 +37,8 @@ def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tangent: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-        result = functional.scaled_dot_product_attention(*leaves, is_causal=True)
+        q, k, v = leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+        result = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return result.detach(), *torch.autograd.grad((result * tangent).sum(), leaves)
 
 
