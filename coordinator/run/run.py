@@ -11,7 +11,7 @@ which phase may follow which.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, Final
@@ -449,9 +449,9 @@ class Run:
         any more: from there on it gets all from the log."""
         return self._on(Event.FELL_BEHIND, worker, step)
 
-    def summarised(self, step: int, attempt: int, block: int, summary: Summary) -> list[Action]:
-        """Norm and digest of a large block's averages are there."""
-        return self._on(Event.SUMMARISED, step, attempt, block, summary)
+    def summarised(self, step: int, attempt: int, summaries: Mapping[int, Summary]) -> list[Action]:
+        """Norms and digests of some blocks' averages are there."""
+        return self._on(Event.SUMMARISED, step, attempt, summaries)
 
     def durable(self, step: int, own_digest: str | None = None) -> list[Action]:
         """The commit of this step is on disk: now all may hear of it.
@@ -749,12 +749,14 @@ class Run:
             averaged = [outcome, *progress.credit(round_), *round_.summarise()]
         return averaged + progress.release() + self._on(Event.ADVANCE)
 
-    def _summarised(self, step: int, attempt: int, block: int, summary: Summary) -> list[Action]:
+    def _summarised(
+        self, step: int, attempt: int, summaries: Mapping[int, Summary]
+    ) -> list[Action]:
         round_ = self._agreed.progress.round
         here = {"step": step, "attempt": attempt}
         if round_ is None or not here.items() <= round_.place.items():
             return []
-        round_.summarised(block, summary)
+        round_.summarised(summaries)
         return self._on(Event.ADVANCE)
 
     def _captured(self, member: Member, message: CapturedRows, content: Bytes) -> list[Action]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from coordinator.files.blob_server import BlobServer
 from coordinator.members.questions import Questions
 from coordinator.members.session import MemberSession
-from coordinator.run.exchange.summary import summary_of
+from coordinator.run.exchange.summary import Summary, summary_of
 from coordinator.run.outputs.actions import (
     Action,
     Adopt,
@@ -345,9 +344,11 @@ class Execution:
             session.channel.goodbye(reason, retry=True)
 
     async def _summarise(self, action: Summarise) -> None:
-        work = partial(summary_of, action.block, action.average)
-        summary = await asyncio.get_running_loop().run_in_executor(None, work)
-        self._do(self.run.summarised(action.step, action.attempt, action.number, summary))
+        def work() -> dict[int, Summary]:
+            return {number: summary_of(*given) for number, given in action.averages.items()}
+
+        summaries = await asyncio.get_running_loop().run_in_executor(None, work)
+        self._do(self.run.summarised(action.step, action.attempt, summaries))
 
     async def _persist(self, action: Persist) -> None:
         start, step = now_us(), action.record.commit.step

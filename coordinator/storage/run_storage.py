@@ -113,6 +113,9 @@ class RunStorage:
         self._captured: CapturedFiles | None = None
         self.replica_states: ReplicaStates | None = None
         self._lost: dict[tuple[int, int], SamestepError] = {}
+        self._appended: list[tuple[ChunkPlace, Array]] = []
+        self._appended_bytes = 0
+        self._writing: asyncio.TimerHandle | None = None
         self._terms: Terms | None = None
         self._journal: Journal | None = None
         self._unsynced = False
@@ -164,15 +167,31 @@ class RunStorage:
 
     def append(self, place: ChunkPlace, values: Array) -> None:
         """Append a chunk of averages, which must not change until the step is committed."""
+        self._appended.append((place, values))
+        self._appended_bytes += values.nbytes
+        if self._appended_bytes >= limits.LOGGED_TOGETHER_BYTES:
+            self._write_appended()
+        elif self._writing is None:
+            seconds = limits.LOGGED_TOGETHER_MS / 1000
+            self._writing = self._loop.call_later(seconds, self._write_appended)
+
+    def _write_appended(self) -> None:
+        chunks, self._appended, self._appended_bytes = self._appended, [], 0
+        if self._writing is not None:
+            self._writing.cancel()
+            self._writing = None
 
         def work() -> None:
-            try:
-                self._opened().append_chunk(place, values)
-            except SamestepError as error:
-                self._lost = {(place.step, place.attempt): error}
-                raise
+            for number, (place, values) in enumerate(chunks):
+                try:
+                    self._opened().append_chunk(place, values)
+                except SamestepError as error:
+                    left = {(place.step, place.attempt) for place, _ in chunks[number:]}
+                    self._lost = dict.fromkeys(left, error)
+                    raise
 
-        self._spawn("log", work)
+        if chunks:
+            self._spawn("log", work)
 
     def keep_boundary(self, message: Boundary, content: Bytes) -> None:
         """Write a piece of a boundary."""
@@ -202,6 +221,7 @@ class RunStorage:
             StorageFailed: It is not.
             RunFailed: The directory has another coordinator now.
         """
+        self._write_appended()
         terms, captured, states = self._terms, self._captured, self.replica_states
         if captured is not None:
             step = record.commit.step
@@ -558,6 +578,7 @@ class RunStorage:
 
     async def close(self) -> None:
         """Do what was asked for, then close the files."""
+        self._write_appended()
 
         def work() -> None:
             for thread in self._threads.values():

@@ -68,8 +68,12 @@ REPLAY_BYTES: Final = 64 * MIB
 """Of missed steps that a worker is sent before its whole state is taken to be the shorter way."""
 PARTIAL_SUMS_BYTES: Final = 64 * MIB
 """Of gradients that wait to be added to others; half of a step's, where that is more."""
-SUMMARISED_AT_ONCE_BYTES: Final = 512 * KIB
-"""Of averaged gradients, in the event loop; what is larger is for another thread."""
+SUMMARISED_AT_ONCE_BYTES: Final = 4 * MIB
+"""Of averaged gradients, in the event loop; what is more is for another thread."""
+LOGGED_TOGETHER_BYTES: Final = 8 * MIB
+LOGGED_TOGETHER_MS: Final = 5
+"""Averages that the thread of the log is woken for once: each time costs the event loop more than
+sending a chunk."""
 RECEIVED_AHEAD_BYTES: Final = 64 * MIB
 """Of state and averages that wait for a worker's engine, before it reads no more."""
 SEND_QUEUE_BYTES: Final = 64 * MIB

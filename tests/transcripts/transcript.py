@@ -319,8 +319,8 @@ def _text(action: act.Action) -> str:
             return f"all <- {_message(message)}{values}"
         case act.Replay(worker, step):
             return f"replay {worker} from step {step}"
-        case act.Summarise(_, _, number):
-            return f"summarise block {number}"
+        case act.Summarise(_, _, averages):
+            return f"summarise blocks {', '.join(map(str, averages))}"
         case act.Persist(record):
             return f"persist the commit of step {record.commit.step}"
         case act.MakeCheckpoint(step):

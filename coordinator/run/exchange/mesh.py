@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
+from coordinator.run.exchange.times import Member, Volume, sharded_s, star_s
 from coordinator.run.outputs.actions import Action, Send
+from protocol.exact.bfloat16 import ELEMENT_BYTES
 from protocol.exact.slices import SliceGrid, owned_by
 from protocol.spec.manifest import Block
 from protocol.spec.run_spec import ExchangeSpec
@@ -67,6 +69,12 @@ class Mesh:
         self._epoch = epoch
         self._way = exchange.way if secret else "star"
         self._grid = SliceGrid(blocks)
+        elements = sum(block.elements for block in blocks)
+        self._volume = Volume(
+            elements * ELEMENT_BYTES[exchange.precision],
+            elements * ELEMENT_BYTES[exchange.averages],
+            max(1, sum(block.chunks for block in blocks)),
+        )
         self._secret = secret
         self._hosts: dict[str, str] = {}
         self._doors: dict[str, Offer] = {}
@@ -262,13 +270,15 @@ class Mesh:
         hosts = {self._hosts.get(name, name) for name in active}
         if len(hosts) < _FEWEST_HOSTS:
             return f"a star: fewer than {_FEWEST_HOSTS} hosts"
-        star, sharded = expected_times(
-            [speeds[name] for name in members],
-            shares,
-            [self._hosts[name] == HERE for name in members],
-        )
+        total = sum(shares)
+        each = [
+            Member(speeds[name], share / total, here=self._hosts[name] == HERE)
+            for name, share in zip(members, shares, strict=True)
+        ]
+        star, sharded = star_s(self._volume, each), sharded_s(self._volume, each)
         if sharded > _PAYS * star:
-            return f"a star: it is expected to take {star / sharded:.2f} of a sharded exchange"
+            ms = f"{star * 1e3:.0f} ms, a sharded exchange {sharded * 1e3:.0f}"
+            return f"a star: it is expected to take {ms}"
         return ""
 
 
@@ -295,27 +305,3 @@ def _shares(speeds: Sequence[float]) -> list[float]:
 
 def _share(time: float, speed: float, count: int) -> float:
     return max(0.0, (time * speed - 1) / (count - 2))
-
-
-def expected_times(
-    speeds: Sequence[float], shares: Sequence[float], here: Sequence[bool]
-) -> tuple[float, float]:
-    """How long payloads and averages take, star and sharded, for a payload of one Mbit.
-
-    Args:
-        speeds: Of the members' links, Mbit/s.
-        shares: What each owns, where it is sharded.
-        here: Whether it is on the coordinator's machine.
-    """
-    count, total = len(speeds), sum(shares)
-    away = [speed for speed, is_here in zip(speeds, here, strict=True) if not is_here]
-    centre = max((s for s, is_here in zip(speeds, here, strict=True) if is_here), default=None)
-    # Without a member there the coordinator's link is not measured: as quick as the quickest.
-    star = max([len(away) / (centre or max(speeds)), *(1 / speed for speed in away)])
-    # No table without a member on the coordinator's machine: it gets each average once more.
-    extra = 0.0 if any(here) else 1.0
-    sharded = max(
-        (1 + (count - 2 + extra) * share / total) / speed
-        for speed, share in zip(speeds, shares, strict=True)
-    )
-    return star, sharded

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from operator import add
 from typing import Final
@@ -253,7 +253,6 @@ class Round:
             raise OutOfPlace("a payload for the coordinator, in a step whose slices have owners")
         # Sent is sent, even if it is not needed: the worker's lease is about what it still owes.
         share.came(message.node, self._first_bit[message.block] + message.chunk)
-        self._summarise()  # of what earlier payloads completed: it has been sent by now
         name = self._blocks[message.block].name
         part, what = (message.block, message.chunk), f"gradients in block {name!r}"
         # Before anything is added to the values, and also for what is dropped below as known.
@@ -349,7 +348,6 @@ class Round:
         self, sender: str, message: SliceAverage, values: Array
     ) -> list[Broadcast] | WrongAverage:
         """The values of a slice's average."""
-        self._summarise()
         found = self._sliced(message).came(sender, message, values)
         return found if isinstance(found, WrongAverage) else self._whole(found)
 
@@ -559,14 +557,14 @@ class Round:
         return missing
 
     def _summarise(self) -> None:
-        """Norm and digest of the blocks that are complete.
+        """Norm and digest of the blocks that are complete, a few at most.
 
-        Left to the next event, so that a block goes out to all before it is summarised.
+        Left to the end of the round, so that averages go out to all before it.
         """
-        while self._unsummarised:
-            number = self._unsummarised.pop()
+        for number in self._unsummarised:
             found = summary_of(self._blocks[number], self.averages[number])
             self._square_sums[number], self._digests[number] = found
+        self._unsummarised.clear()
 
     @property
     def summarises(self) -> bool:
@@ -574,22 +572,20 @@ class Round:
         return bool(self._summarising)
 
     def summarise(self) -> list[Summarise]:
-        """What of it takes long is for another thread: `summarised` follows."""
-        for number in self._unsummarised:
-            if self._blocks[number].elements * 4 > limits.SUMMARISED_AT_ONCE_BYTES:
-                self._summarising.add(number)
-        large = [number for number in self._unsummarised if number in self._summarising]
-        self._unsummarised = [n for n in self._unsummarised if n not in self._summarising]
-        step, attempt = self.place["step"], self.place["attempt"]
-        return [
-            Summarise(step, attempt, number, self._blocks[number], self.averages[number])
-            for number in large
-        ]
+        """What takes long is for another thread, many blocks at once: `summarised` follows."""
+        elements = sum(self._blocks[number].elements for number in self._unsummarised)
+        if elements * 4 <= limits.SUMMARISED_AT_ONCE_BYTES:
+            return []
+        numbers, self._unsummarised = self._unsummarised, []
+        self._summarising.update(numbers)
+        averages = {number: (self._blocks[number], self.averages[number]) for number in numbers}
+        return [Summarise(self.place["step"], self.place["attempt"], averages)]
 
-    def summarised(self, block: int, summary: Summary) -> None:
-        """Norm and digest of a large block are there."""
-        self._summarising.discard(block)
-        self._square_sums[block], self._digests[block] = summary
+    def summarised(self, summaries: Mapping[int, Summary]) -> None:
+        """Norms and digests of some blocks are there."""
+        for number, found in summaries.items():
+            self._summarising.discard(number)
+            self._square_sums[number], self._digests[number] = found
 
     def _check_place(self, worker: str, node: Node) -> Share:
         if not is_node(node, self.microbatches):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -114,14 +114,12 @@ class SendAverages:
 
 @dataclass(frozen=True, slots=True)
 class Summarise:
-    """Take norm and digest of a large block's averages, in another thread; `Run.summarised` says
-    what they are."""
+    """Take norms and digests of blocks' averages, by number, in another thread; `Run.summarised`
+    says what they are."""
 
     step: int
     attempt: int
-    number: int
-    block: Block
-    average: Array
+    averages: Mapping[int, tuple[Block, Array]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,6 +114,55 @@ def test_a_lost_owner_s_slices_are_averaged_by_another_from_sums_sent_again():
     assert [x.tobytes() for x in averages] == [x.tobytes() for x in expected()]
 
 
+def carried(shares, waiting, most=None):
+    """Carry messages, at most so many; gives those that are still on their way."""
+    while waiting and most != 0:
+        name, action = waiting.pop(0)
+        if isinstance(action, ToPeer) and name in shares and action.peer in shares:
+            made = shares[action.peer].receive(name, action.message, raw(action.body.copy()))
+            waiting += [(action.peer, each) for each in made]
+        most = None if most is None else most - 1
+    return waiting
+
+
+@pytest.mark.parametrize("lost", ["c", "bc"], ids=["one", "two at once"])
+def test_owners_that_die_at_any_stage_of_a_slice_leave_the_bits(lost):
+    """After each message in turn; what they had sent and what was sent to them is gone."""
+    nodes = {"a": Node(0, 1), "b": Node(1, 2), "c": Node(2, 3)}
+    both = [(one + other) + third for one, other, third in zip(*map(sums, range(3)), strict=True)]
+    means = [total * np.float32(1 / 3) for total in both]
+    parts = map(GRID.place, range(GRID.count))
+    told = b"".join(slice_digest(means[block][part]) for block, part in parts)
+    stage, waiting = 0, [("", None)]
+    while waiting:
+        shares = {name: share(name, table(*"abc"), microbatches=3) for name in "abc"}
+        begun = contributed(shares, nodes)
+        waiting = [(name, action) for name, actions in begun for action in actions]
+        waiting = carried(shares, waiting, stage)
+        on_their_way = [(name, action) for name, action in waiting if name not in lost]
+        for name in lost:
+            del shares[name]
+        left, before = list(shares), table(*"abc")
+        owners = [
+            left.index(owner) if (owner := before.owner(n)) in left else n % len(left)
+            for n in range(GRID.count)
+        ]
+        for name, each in shares.items():
+            after = each.own(2, table(*left, owners=owners))
+            on_their_way += [(name, action) for action in after]
+        again = contributed({"a": shares["a"]}, {"a": Node(0, 1)})  # known: it changes nothing
+        for name in lost:
+            for block, values in enumerate(sums(nodes[name].lo)):
+                again.append(("a", shares["a"].contribute(nodes[name], block, 1.0, values)))
+        on_their_way += [(name, action) for name, actions in again for action in actions]
+        assert carried(shares, on_their_way) == []
+        for each in shares.values():
+            (averages,) = taken(each.commit(PLACE, np.frombuffer(told, np.uint8)))
+            assert [x.tobytes() for x in averages] == [x.tobytes() for x in means]
+        stage += 1
+    assert stage > 2 * GRID.count
+
+
 def test_a_slice_that_is_not_what_the_coordinator_has_names_its_owner_and_is_not_taken():
     shares = {"a": share("a"), "b": share("b")}
     play(shares, contributed(shares, {"a": ONE, "b": OTHER}))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.run.exchange.mesh import Mesh, _shares, expected_times
+from coordinator.run.exchange.mesh import Mesh, _shares
 from protocol.spec.manifest import Block, TensorSpec
 from protocol.spec.run_spec import ExchangeSpec
 from protocol.wire.messages import DoorOpen, OpenDoor, Owners, Peers
@@ -126,19 +126,6 @@ def test_a_slow_link_owns_nothing_and_quick_ones_alike():
     assert max(quick) == pytest.approx(min(quick))
     assert sum(quick) == pytest.approx(1.0)
     assert _shares([100.0] * 4) == pytest.approx([0.25] * 4)
-
-
-@pytest.mark.parametrize(
-    ("speeds", "here", "ratio"),
-    [
-        ([1000.0] * 4, [True, False, False, False], 2.0),  # 3 payloads against 1.5
-        ([1000.0] * 8, [True] + [False] * 7, 4.0),  # 7 against 1.75
-        ([60.0, 1000.0, 1000.0, 1000.0], [False, True, False, False], 1.0),  # the slow link alone
-    ],
-)
-def test_what_each_way_is_expected_to_take(speeds, here, ratio):
-    star, sharded = expected_times(speeds, _shares(speeds), here)
-    assert star / sharded == pytest.approx(ratio, rel=0.01)
 
 
 def test_auto_chooses_by_what_was_measured():

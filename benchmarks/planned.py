@@ -1,0 +1,182 @@
+"""What the planner expects of an exchange, for more hosts and quicker links than this machine has.
+
+`python -m benchmarks.planned [--plot FILE] [--computes-s S]`. Plays the model by which
+`exchange.way: auto` decides (`coordinator.run.exchange.times`): star, sharded, and runs with
+replicas, whose rounds go over a star. Needs no network. What it says of rows of
+`benchmarks.shaped` is printed beside what those have measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from benchmarks.machine import print_heading, print_table
+from coordinator.run.exchange.times import Member, Volume, sharded_s, star_s
+
+_HOSTS: Final = (4, 8, 16, 32, 64)
+_MBITS: Final = (100, 1_000, 10_000, 25_000)
+_BYTES: Final = (5_300_000, 100_000_000, 540_000_000, 4_000_000_000)
+_PIECES: Final = {5_300_000: 12, 100_000_000: 48, 540_000_000: 140, 4_000_000_000: 1000}
+"""About the chunks of models of such a size."""
+_INNER_STEPS: Final = 100
+_INT8: Final = 0.266
+"""Bytes of a difference in int8, of those in float32; the average travels in bfloat16: 0.5."""
+_HIDDEN: Final = 2 / 3
+"""Of the computing is backward, behind which an exchange can hide."""
+_EXPOSED: Final = 0.25
+"""Of the computing may be added by an exchange, before replicas are the better way."""
+
+
+class Expected(NamedTuple):
+    """Seconds of each way, for a step; of a round with replicas the part of one inner step."""
+
+    star: float
+    sharded: float
+    replicas: float
+
+    def best(self, computes_s: float) -> str:
+        """The quicker synchronous way; replicas where that one holds a step up for long."""
+        quicker = min(self.star, self.sharded)
+        if quicker > (_HIDDEN + _EXPOSED) * computes_s and self.replicas < quicker:
+            return "replicas"
+        return "star" if self.star <= self.sharded else "sharded"
+
+
+def members_of(hosts: int, mbit: float) -> list[Member]:
+    """Equal ones, the coordinator beside the first."""
+    return [Member(mbit, 1 / hosts, here=host == 0) for host in range(hosts)]
+
+
+def expected(hosts: int, mbit: float, payload_bytes: int) -> Expected:
+    """Equal hosts, the coordinator on the first one's machine, float32 in both directions."""
+    members = members_of(hosts, mbit)
+    volume = Volume(payload_bytes, payload_bytes, _PIECES[payload_bytes])
+    round_ = Volume(int(payload_bytes * _INT8), payload_bytes // 2, _PIECES[payload_bytes])
+    return Expected(
+        star_s(volume, members),
+        sharded_s(volume, members),
+        star_s(round_, members) / _INNER_STEPS,
+    )
+
+
+class Measured(NamedTuple):
+    """A row of `benchmarks.shaped` whose wires are what limits it: the median of its rounds."""
+
+    hosts: int
+    mbit: int
+    star_ms: float
+    sharded_ms: float
+
+
+_MEASURED: Final = (Measured(3, 100, 1303.4, 593.6), Measured(4, 100, 1933.8, 720.8))
+
+
+def compared() -> Iterator[list[str]]:
+    """Expected and measured milliseconds."""
+    for each in _MEASURED:
+        found = expected(each.hosts, each.mbit, _BYTES[0])
+        for way, measured_ms in (("star", each.star_ms), ("sharded", each.sharded_ms)):
+            ms = 1e3 * getattr(found, way)
+            what = f"{each.hosts} hosts, {_link(each.mbit)}, {_size(_BYTES[0])}: {way}"
+            yield [what, f"{ms:.0f}", f"{measured_ms:.0f}", f"{ms / measured_ms:.2f}"]
+
+
+def rows(computes_s: float) -> Iterator[list[str]]:
+    """The lines of the table: of each link and size at 4, 16 and 64 hosts."""
+    for mbit in _MBITS:
+        for size in _BYTES:
+            for hosts in (4, 16, 64):
+                found = expected(hosts, mbit, size)
+                seconds = [f"{value:.3g}" for value in found]
+                what = f"{_link(mbit)}, {_size(size)}, {hosts} hosts"
+                yield [what, *seconds, found.best(computes_s)]
+
+
+def _link(mbit: int) -> str:
+    return f"{mbit / 1000:g} Gbit/s"
+
+
+def _size(payload_bytes: int) -> str:
+    gigabytes = payload_bytes / 1e9
+    return f"{gigabytes:g} GB" if gigabytes >= 1 else f"{payload_bytes / 1e6:g} MB"
+
+
+_WIDTH, _HEIGHT, _LEFT, _TOP = 200, 150, 50, 46
+_LOW, _HIGH = -3.0, 4.0
+"""Of the axis of seconds, as powers of ten."""
+_STYLES: Final = {
+    "star": "stroke:#c2410c",
+    "sharded": "stroke:#1d4ed8",
+    "replicas": "stroke:#15803d;stroke-dasharray:5 3",
+}
+
+
+def plot(computes_s: float) -> str:
+    """Seconds of a step's exchange by hosts, both logarithmic; a panel for each link and size."""
+    width = _LEFT + len(_MBITS) * _WIDTH + 10
+    height = _TOP + len(_BYTES) * _HEIGHT + 34
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
+        "<style>text { font: 11px sans-serif }</style>",
+        "<title>Seconds of a step's exchange by number of hosts</title>",
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    for number, (name, style) in enumerate(_STYLES.items()):
+        x = _LEFT + 130 * number
+        parts.append(f'<path d="M{x} 12h26" style="fill:none;stroke-width:2;{style}"/>')
+        told = f"{name}, a round's {_INNER_STEPS}th part" if name == "replicas" else name
+        parts.append(f'<text x="{x + 32}" y="16">{escape(told)}</text>')
+    for row, size in enumerate(_BYTES):
+        for column, mbit in enumerate(_MBITS):
+            parts += _panel(_LEFT + column * _WIDTH, _TOP + row * _HEIGHT, mbit, size, computes_s)
+    parts.append(f'<text x="{width / 2}" y="{height - 6}" text-anchor="middle">hosts</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _panel(left: float, top: float, mbit: int, size: int, computes_s: float) -> Iterator[str]:
+    wide, high = _WIDTH - 16, _HEIGHT - 34
+
+    def x(hosts: float) -> float:
+        return left + wide * math.log(hosts / _HOSTS[0]) / math.log(_HOSTS[-1] / _HOSTS[0])
+
+    def y(seconds: float) -> float:
+        return top + high * (_HIGH - math.log10(seconds)) / (_HIGH - _LOW)
+
+    found = [expected(hosts, mbit, size) for hosts in _HOSTS]
+    ends = " to ".join(dict.fromkeys(each.best(computes_s) for each in found))
+    yield f'<text x="{left}" y="{top - 5}">{_size(size)}, {_link(mbit)}: {ends}</text>'
+    yield f'<rect x="{left}" y="{top}" width="{wide}" height="{high}" fill="none" stroke="#999"/>'
+    line = f"M{left} {y(computes_s):.1f}h{wide}"
+    yield f'<path d="{line}" style="fill:none;stroke:#999;stroke-dasharray:2 3"/>'
+    for power in range(int(_LOW), int(_HIGH) + 1, 2):
+        mark = f"{10.0**power:g} s"
+        yield f'<text x="{left - 4}" y="{y(10.0**power) + 4:.1f}" text-anchor="end">{mark}</text>'
+    for hosts in _HOSTS:
+        yield f'<text x="{x(hosts):.1f}" y="{top + high + 12}" text-anchor="middle">{hosts}</text>'
+    for number, style in enumerate(_STYLES.values()):
+        both = zip(_HOSTS, found, strict=True)
+        places = " ".join(f"{x(hosts):.1f},{y(each[number]):.1f}" for hosts, each in both)
+        yield f'<polyline points="{places}" style="fill:none;stroke-width:2;{style}"/>'
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--plot", type=Path, help="write an SVG there")
+    parser.add_argument("--computes-s", type=float, default=1.0, help="of each step")
+    given = parser.parse_args()
+    print_heading("Expected seconds of a step's exchange, by the planner's model")
+    head = ["link, gradients, hosts", "star", "sharded", "replicas", "best"]
+    print_table(head, list(rows(given.computes_s)))
+    print_table(["on this machine", "expected ms", "measured ms", "ratio"], list(compared()))
+    if given.plot is not None:
+        given.plot.write_text(plot(given.computes_s))
+
+
+if __name__ == "__main__":
+    main()

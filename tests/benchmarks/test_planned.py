@@ -1,0 +1,30 @@
+"""What the planner expects of many hosts: the page's plot, and what was measured."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import planned
+from coordinator.run.exchange.times import Volume, sharded_s, star_s
+
+
+def test_the_page_has_the_plot_that_the_command_makes():
+    page = Path(__file__).parents[2] / "docs" / "images" / "ways.svg"
+    assert page.read_text() == planned.plot(1.0), "write it: python -m benchmarks.planned --plot"
+
+
+def test_what_was_measured_is_what_was_expected_within_15_percent():
+    for what, *_, ratio in planned.compared():
+        assert float(ratio) == pytest.approx(1, abs=0.15), what
+
+
+def test_the_table_names_the_best_way_of_each_row():
+    found = [line[-1] for line in planned.rows(1.0)]
+    assert len(found) == 48
+    assert set(found) <= {"star", "sharded", "replicas"}
+    assert found[0] == "sharded"
+    assert found[11] == "replicas"
+    assert planned.expected(4, 100, 5_300_000).star == star_s(
+        Volume(5_300_000, 5_300_000, 12), planned.members_of(4, 100)
+    )
+    assert sharded_s(Volume(1, 1, 1), planned.members_of(4, 100)) < 0.01
