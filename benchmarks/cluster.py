@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from benchmarks.hosts import Host
+from benchmarks.machine import peak_bytes
 from benchmarks.timeline import Timeline, read_trace
 from coordinator.operator.control_client import control_token
 from protocol.host.own_command import own_command, own_environment
@@ -160,6 +161,10 @@ class Cluster:
         # A process's clock by its number, made as in glibc's clock_getcpuclockid.
         own, *workers = (time.clock_gettime((~each.pid << 3) | 2) for each in self._processes)
         return own, sum(workers)
+
+    def peak_bytes(self) -> list[int]:
+        """The most memory that each process has had resident: the coordinator, then workers."""
+        return [peak_bytes(process.pid) for process in self._processes]
 
     def through_coordinator(self) -> tuple[int, int]:
         """Bytes that its process has received from the workers, and sent to them, so far."""

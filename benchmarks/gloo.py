@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.machine import peak_bytes
 from protocol.host.trace import now_us
 
 Times = list[tuple[float, float]]
@@ -128,11 +129,46 @@ def train(
     return times
 
 
+def train_llama(*, config: dict[str, Any], samples: int, tokens: int, steps: int) -> Times:
+    """Steps of DistributedDataParallel with AdamW, gradients clipped to norm 1, on drawn tokens.
+
+    Args:
+        config: Of the model, as a run spec has it.
+        samples: Of this rank, in a step.
+        tokens: Of a sample.
+        steps: How many.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 -- seconds
+
+    sizes = {key: value for key, value in config.items() if key != "model_type"}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **sizes))
+    replica = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)
+    times = []
+    for _ in range(steps):
+        start_us = now_us()
+        batch = torch.randint(0, config["vocab_size"], (samples, tokens))
+        replica(input_ids=batch, labels=batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append((start_us, now_us()))
+    return times
+
+
+def peak() -> Times:
+    """The most memory that this rank has had resident, as the end of a span."""
+    return [(0.0, float(peak_bytes()))]
+
+
 def serve(rank: int, world: int, store: str) -> None:
     """Do commands until there are no more."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    operations: dict[str, Callable[..., Times]] = {"all_reduce": all_reduce, "train": train}
+    operations: dict[str, Callable[..., Times]] = {
+        "all_reduce": all_reduce, "train": train, "train_llama": train_llama, "peak_bytes": peak,
+    }  # fmt: skip
     for line in sys.stdin:
         command = json.loads(line)
         times = operations[command.pop("do")](**command)

@@ -24,6 +24,13 @@ def describe() -> str:
     return f"{model}, {len(os.sched_getaffinity(0))} cores, Python {python}, {libraries}"
 
 
+def peak_bytes(pid: int | str = "self") -> int:
+    """The most memory that a process has had resident."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith("VmHWM:")]
+    return int(line.split()[1]) * 1024
+
+
 def print_heading(title: str) -> None:
     """What is measured, by which command, on what."""
     name = sys.orig_argv[sys.orig_argv.index("-m") + 1] if "-m" in sys.orig_argv else sys.argv[0]

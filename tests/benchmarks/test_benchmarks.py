@@ -12,6 +12,7 @@ import pytest
 from benchmarks import (
     diloco,
     durability,
+    full_llama,
     hostile,
     hosts,
     overlap,
@@ -232,3 +233,13 @@ def test_traffic_with_replicas_is_a_fraction_of_that_without(capsys):
     shares = dict(re.findall(r"^(.*) 1/(\d+)$", capsys.readouterr().out, re.MULTILINE))
     of_float32, of_int8 = (int(shares[f"H=500 {c} up, {c} down"]) for c in ("float32", "int8"))
     assert 200 < of_float32 < of_int8
+
+
+@pytest.mark.slow
+def test_full_llama_measures_both_sides_and_their_memory():
+    small = {"vocab_size": 2048, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
+    measured = full_llama.measure(2, 1, {**full_llama.CONFIG, **small})
+    assert len(measured.ours_ms) == len(measured.ddp_ms) > 0
+    assert min(measured.coordinator_bytes, measured.worker_bytes, measured.rank_bytes) > 1e7
+    assert len(full_llama.lines(measured)) == 5

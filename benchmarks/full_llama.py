@@ -1,0 +1,129 @@
+"""A Llama of 125 M parameters trained whole by two workers of one machine, against DDP over gloo.
+
+`python -m benchmarks.full_llama [--steps N] [--turns N]`. Both sides take a step on 2 x 32 tokens
+for each worker, AdamW and gradients clipped to norm 1, one thread each, by turns. Ours is the real
+commands, log on: from update to update. Memory is the most that each process has had resident.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from benchmarks.cluster import Cluster
+from benchmarks.machine import print_heading, print_table
+from benchmarks.ranks import Ranks, intervals_us
+from benchmarks.timeline import intervals_us as paces_us
+from benchmarks.timeline import step_times
+
+_WORKERS: Final = 2
+_TOKENS: Final = 32
+_SAMPLES: Final = 2
+"""Of each worker."""
+_WARMING_STEPS: Final = 2
+CONFIG: Final[dict[str, Any]] = {
+    "model_type": "llama",
+    "vocab_size": 50_304,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+
+
+def run_spec(steps: int, config: dict[str, Any]) -> dict[str, Any]:
+    """One microbatch for each worker."""
+    return {
+        "name": "full-llama",
+        "task": "causal-lm",
+        "model": {"config": config},
+        "tokenizer": {"vocab_size": 2048},
+        "data": {
+            "train": "python-stdlib", "holdout": 0.1, "holdout_samples": 16, "max_tokens": _TOKENS,
+        },
+        "batch": {"samples": _WORKERS * _SAMPLES, "microbatch": _SAMPLES},
+        "optimizer": {"name": "adamw", "lr": 1e-4, "weight_decay": 0.1, "clip_norm": 1.0},
+        "threads": 1,
+        "steps": steps,
+        "evaluate_every": 0,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Milliseconds of each step, warming ones left out, and the most memory of each process."""
+
+    ours_ms: list[float]
+    ddp_ms: list[float]
+    coordinator_bytes: int
+    worker_bytes: int
+    rank_bytes: int
+
+
+def measure(steps: int, turns: int, config: dict[str, Any] | None = None) -> Measured:
+    """Both by turns."""
+    config = config or CONFIG
+    intervals, ddp_us = [], []
+    command = {
+        "do": "train_llama", "config": config, "samples": _SAMPLES, "tokens": _TOKENS,
+        "steps": steps + _WARMING_STEPS,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        ours = Cluster(
+            [["worker", "--quiet", "--backend", "cpu"]] * _WORKERS, directory / "ours"
+        )  # fmt: skip
+        with ours, Ranks(_WORKERS, directory / "gloo") as ranks:
+            for _ in range(turns):
+                intervals.append(ours.run(run_spec(steps + _WARMING_STEPS, config)))
+                ddp_us += intervals_us(ranks.ask(command))[_WARMING_STEPS:]
+            coordinator_bytes, *of_workers = ours.peak_bytes()
+            peaks = ranks.ask({"do": "peak_bytes"})
+        timelines = ours.timelines()
+    ours_us = [
+        us
+        for run in intervals
+        for us in paces_us(step_times(timelines, run.start_us, run.end_us))[_WARMING_STEPS:]
+    ]
+    return Measured(
+        [us / 1e3 for us in ours_us],
+        [us / 1e3 for us in ddp_us],
+        coordinator_bytes,
+        max(of_workers),
+        max(int(of_rank[0][1]) for of_rank in peaks),
+    )
+
+
+def lines(measured: Measured) -> list[list[str]]:
+    """Of the table."""
+    ours, ddp = median(measured.ours_ms), median(measured.ddp_ms)
+    giga = 1e9
+    return [
+        ["DDP, step", f"{min(measured.ddp_ms):.0f}", f"{ddp:.0f} ms", "1.00"],
+        ["ours, step", f"{min(measured.ours_ms):.0f}", f"{ours:.0f} ms", f"{ours / ddp:.2f}"],
+        ["DDP, a rank's memory", "", f"{measured.rank_bytes / giga:.2f} GB", "1.00"],
+        ["ours, a worker's memory", "", f"{measured.worker_bytes / giga:.2f} GB",
+         f"{measured.worker_bytes / measured.rank_bytes:.2f}"],
+        ["ours, the coordinator's memory", "", f"{measured.coordinator_bytes / giga:.2f} GB", ""],
+    ]  # fmt: skip
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=8, help="in each turn")
+    parser.add_argument("--turns", type=int, default=2)
+    given = parser.parse_args()
+    print_heading("A Llama of 125 M parameters, trained whole by two workers of one machine")
+    print_table(["what", "min", "median", "ratio"], lines(measure(given.steps, given.turns)))
+
+
+if __name__ == "__main__":
+    main()
