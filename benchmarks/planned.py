@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from benchmarks.machine import print_heading, print_table
-from coordinator.run.exchange.times import Member, Volume, sharded_s, star_s
+from coordinator.run.exchange.times import MeshMember, Volume, sharded_s, star_s
 
 _HOSTS: Final = (4, 8, 16, 32, 64)
 _MBITS: Final = (100, 1_000, 10_000, 25_000)
@@ -47,9 +47,9 @@ class Expected(NamedTuple):
         return "star" if self.star <= self.sharded else "sharded"
 
 
-def members_of(hosts: int, mbit: float) -> list[Member]:
+def members_of(hosts: int, mbit: float) -> list[MeshMember]:
     """Equal ones, the coordinator beside the first."""
-    return [Member(mbit, 1 / hosts, here=host == 0) for host in range(hosts)]
+    return [MeshMember(mbit, 1 / hosts, here=host == 0) for host in range(hosts)]
 
 
 def expected(hosts: int, mbit: float, payload_bytes: int) -> Expected:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from coordinator.run.exchange.times import Member, Volume, sharded_s, star_s
+from coordinator.run.exchange.times import MeshMember, Volume, sharded_s, star_s
 from coordinator.run.outputs.actions import Action, Send
 from protocol.exact.bfloat16 import ELEMENT_BYTES
 from protocol.exact.slices import SliceGrid, owned_by
@@ -272,7 +272,7 @@ class Mesh:
             return f"a star: fewer than {_FEWEST_HOSTS} hosts"
         total = sum(shares)
         each = [
-            Member(speeds[name], share / total, here=self._hosts[name] == HERE)
+            MeshMember(speeds[name], share / total, here=self._hosts[name] == HERE)
             for name, share in zip(members, shares, strict=True)
         ]
         star, sharded = star_s(self._volume, each), sharded_s(self._volume, each)

@@ -27,7 +27,7 @@ _FIXED_S: Final = 0.003
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class MeshMember:
     """One host.
 
     Attributes:
@@ -61,7 +61,7 @@ class Volume:
     pieces: int
 
 
-def star_s(volume: Volume, members: Sequence[Member]) -> float:
+def star_s(volume: Volume, members: Sequence[MeshMember]) -> float:
     """All sums to the coordinator, and all averages from it; both directions at once."""
     away = [member for member in members if not member.here]
     # Without a member there the coordinator's link is not measured: as quick as the quickest.
@@ -79,7 +79,7 @@ def star_s(volume: Volume, members: Sequence[Member]) -> float:
     return _FIXED_S + max(_UNEVEN * (wire_s + last_s / volume.pieces), loop_s)
 
 
-def sharded_s(volume: Volume, members: Sequence[Member], cores: float = _MEMBER_CORES) -> float:
+def sharded_s(volume: Volume, members: Sequence[MeshMember], cores: float = _MEMBER_CORES) -> float:
     """Every sum to the owners of its slices, and averages from them to all.
 
     Args:

@@ -3,7 +3,7 @@
 import pytest
 
 from coordinator.run.exchange.mesh import _shares
-from coordinator.run.exchange.times import Member, Volume, sharded_s, star_s
+from coordinator.run.exchange.times import MeshMember, Volume, sharded_s, star_s
 
 SMALL = Volume(5_300_000, 5_300_000, 12)
 LARGE = Volume(100_000_000, 100_000_000, 48)
@@ -13,7 +13,7 @@ def members(speeds, here=0):
     shares = _shares(speeds)
     total = sum(shares)
     return [
-        Member(speed, share / total, here=number == here)
+        MeshMember(speed, share / total, here=number == here)
         for number, (speed, share) in enumerate(zip(speeds, shares, strict=True))
     ]
 
