@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -190,6 +190,15 @@ class Program(Protocol):
 
     def close(self) -> None:
         """Free the device's memory and threads."""
+
+
+@runtime_checkable
+class ComputesInPlace(Protocol):
+    """A program whose device reads main memory: it can do without weights of its own."""
+
+    def share(self, parameters: list[Array]) -> None:
+        """Compute from now on with the values in these arrays, one for each block, as they are
+        then; `load` copies what cannot be shared. Nobody changes them while a microbatch runs."""
 
 
 @dataclass(frozen=True, slots=True)

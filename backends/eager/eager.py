@@ -102,6 +102,8 @@ class EagerBackend:
 class EagerProgram(HostSummedProgram):
     """A torch module with its device thread."""
 
+    _shares = True
+
     def __init__(self, device: torch.device, trainable: Trainable) -> None:
         if trainable.module is None or trainable.loss is None:
             raise SamestepError(f"the {device.type} backend needs a torch module and a loss")
@@ -132,6 +134,12 @@ class EagerProgram(HostSummedProgram):
 
     def _load(self, parameters: list[Array]) -> None:
         self._thread.submit(self._copy_in, parameters).result()
+
+    def share(self, parameters: list[Array]) -> None:
+        """See `backends.base.interface.ComputesInPlace`; a card and a group have their own."""
+        check_sizes(parameters, self._blocks)
+        if self._device.type == "cpu" and self._shares:
+            self._thread.submit(self._share, parameters).result()
 
     def _begin(self, leaf: int, batch: Batch, seed: int) -> Microbatch:
         del leaf
@@ -254,10 +262,22 @@ class EagerProgram(HostSummedProgram):
 
     def _copy_in(self, parameters: list[Array]) -> None:
         with torch.no_grad():
-            for block, values in zip(self._blocks, parameters, strict=True):
-                for tensor, place in block.slices():
-                    source = torch.from_numpy(values[place].reshape(tensor.shape))
-                    self._parameters[tensor.name].copy_(source)
+            for target, source in self._pairs(parameters):
+                if target.data_ptr() != source.data_ptr():
+                    target.copy_(source)
+
+    def _share(self, parameters: list[Array]) -> None:
+        for target, source in self._pairs(parameters):
+            # Where a tensor begins can decide the bits of a product.
+            if source.data_ptr() % numerics.ALIGNMENT_BYTES == 0:
+                target.data = source
+
+    def _pairs(self, parameters: list[Array]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each trainable tensor, and what is given for it."""
+        for block, values in zip(self._blocks, parameters, strict=True):
+            for tensor, place in block.slices():
+                source = torch.from_numpy(values[place].reshape(tensor.shape))
+                yield self._parameters[tensor.name], source
 
     def _microbatch(
         self, batch: Batch, seed: int, put: Callable[[_Item], None], abandoned: threading.Event

@@ -34,6 +34,8 @@ class ShardedBackend(EagerBackend):
 class ShardedProgram(EagerProgram):
     """This rank's part of a module, with its device thread."""
 
+    _shares = False
+
     def _place(self, module: nn.Module) -> None:
         shard_frozen(module, self._device)
 

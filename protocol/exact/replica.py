@@ -106,11 +106,15 @@ class Replica:
     def reset(self, parameters: Sequence[Array]) -> None:
         """Begin anew from these values."""
         self.load_parameters(parameters)
+        self.clear_moments()
+        self.step = self.optimizer_step = 0
+
+    def clear_moments(self) -> None:
+        """As they are before the first update."""
         for kind, arrays in self._state.items():
             if kind != "parameters":
                 for array in arrays:
                     array.fill(0)
-        self.step = self.optimizer_step = 0
 
     def apply(self, averages: Sequence[Array], scalars: StepScalars) -> None:
         """Take one step: averaged gradients, one flat array per block, left as they are.

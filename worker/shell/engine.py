@@ -18,6 +18,7 @@ from backends.base.interface import (
     Backend,
     Batch,
     BlockGradient,
+    ComputesInPlace,
     Loss,
     LossRaised,
     NodeGradients,
@@ -385,6 +386,10 @@ class Engine:
         probe = (rows_probe if captures else probe_digest)(program, [example, *others])
         kept = program.keeps_subnormals()
         replica.load_parameters(initial)
+        del initial
+        # Evaluation loads averages, and a stretch loads its own: then they are two.
+        if isinstance(program, ComputesInPlace) and not replica.averages and not spec.replicas:
+            program.share(replica.parameters)
         start = replica.state_digest()
         self._job = _Job(spec, inputs, task, program, replica, order, start, probe, kept)
         if isinstance(order, StretchOrder):
@@ -583,6 +588,8 @@ class Engine:
     def _restore(self, step: int, optimizer_step: int) -> None:
         job = self._built()
         job.replica.restore(step, optimizer_step)
+        if not optimizer_step:
+            job.replica.clear_moments()
         job.whole = True
         self._load(job)
         self._report_digest(job.replica)
@@ -637,7 +644,11 @@ class Engine:
 
     def _copy_state(self) -> None:
         replica = self._built().replica
-        parts = [StatePart(p.kind, p.block, p.values.copy()) for p in replica.parts()]
+        parts = [
+            StatePart(part.kind, part.block, part.values.copy())
+            for part in replica.parts()
+            if replica.optimizer_step or part.kind == "parameters"  # no update yet: moments are 0
+        ]
         self._emit(StateCopied(parts, replica.step, replica.optimizer_step))
 
     def _built(self) -> _Job:

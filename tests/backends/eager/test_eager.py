@@ -16,6 +16,7 @@ from backends.base.interface import (
     Array,
     Batch,
     BlockGradient,
+    ComputesInPlace,
     Loss,
     LossRaised,
     Program,
@@ -24,6 +25,7 @@ from backends.base.interface import (
 from backends.eager import numerics
 from backends.eager.eager import EagerBackend
 from protocol.base.errors import SamestepError
+from protocol.exact.replica import aligned_zeros
 from protocol.spec.manifest import Block, TensorSpec
 
 SAMPLES, WIDTH = 6, 5
@@ -114,6 +116,39 @@ def test_gradients_are_those_of_plain_torch(kind):
     for number, values in expected.items():
         np.testing.assert_allclose(got[number], values, rtol=1e-5, atol=1e-6)
     assert not got[2].any(), "the unused layer has zeros"
+
+
+@pytest.mark.parametrize("kind", [Net, Tied])
+def test_weights_that_are_shared_are_those_of_the_arrays_and_give_the_same_bits(kind):
+    torch.manual_seed(0)
+    module = kind()
+    job = trainable(module)
+    given = [aligned_zeros(block.elements) for block in job.blocks]
+    names = dict(module.named_parameters())
+    for block, values in zip(job.blocks, given, strict=True):
+        for tensor, place in block.slices():
+            values[place] = names[tensor.name].detach().numpy().reshape(-1)
+    program = compiled(job)
+    assert isinstance(program, ComputesInPlace)
+    before = by_block(program, batch())
+    program.share(given)
+    after = by_block(program, batch())
+    assert {n: x.tobytes() for n, x in after.items()} == {n: x.tobytes() for n, x in before.items()}
+    shared = [
+        names[tensor.name].data_ptr() == values[place].ctypes.data
+        for block, values in zip(job.blocks, given, strict=True)
+        for tensor, place in block.slices()
+    ]
+    assert shared[0], "it begins where its block does"
+    assert not all(shared), "one of 25 values ends where the next would not be aligned"
+    for values in given:
+        np.multiply(values, np.float32(0.5), out=values)
+    program.load(given)
+    halved = {n: x.detach().numpy().copy() for n, x in names.items()}
+    for block, values in zip(job.blocks, given, strict=True):
+        for tensor, place in block.slices():
+            assert halved[tensor.name].reshape(-1).tobytes() == values[place].tobytes()
+    program.close()
 
 
 def test_gradients_are_sums_over_samples_not_means():
