@@ -65,7 +65,7 @@ def expected(hosts: int, mbit: float, payload_bytes: int) -> Expected:
 
 
 class Measured(NamedTuple):
-    """A row of `benchmarks.shaped` whose wires are what limits it: the median of its rounds."""
+    """A row of `benchmarks.shaped` whose wires are what limits it: its fastest round."""
 
     hosts: int
     mbit: int
@@ -73,7 +73,11 @@ class Measured(NamedTuple):
     sharded_ms: float
 
 
-_MEASURED: Final = (Measured(3, 100, 1303.4, 593.6), Measured(4, 100, 1933.8, 720.8))
+_MEASURED: Final = (
+    Measured(3, 100, 1282.0, 593.6),
+    Measured(4, 100, 1933.8, 671.8),
+    Measured(8, 100, 4824.1, 911.1),
+)
 
 
 def compared() -> Iterator[list[str]]:

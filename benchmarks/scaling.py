@@ -1,7 +1,8 @@
 """Throughput of N workers, against N times that of one; every step has the same batch.
 
 Scripted devices sleep 50 ms for a microbatch, so that as many as one likes run on one machine;
-coordinator, workers and exchange are real. Then real CPU workers, one thread each.
+coordinator, workers and exchange are real. 4 and 16 of them are on 4 hosts, each one worker of
+several devices. Then real CPU workers, one thread each.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Case:
         document: The run spec.
         workers: Numbers of workers, the first is 1.
         share: How many of `--rounds` steps are measured.
+        hosts: On so many of them, each with several devices, if there are more workers; 0: each
+            is a worker of its own.
     """
 
     what: str
@@ -43,10 +46,21 @@ class Case:
     document: dict[str, Any]
     workers: tuple[int, ...]
     share: float = 1.0
+    hosts: int = 0
+
+    def cluster(self, count: int, directory: Path) -> Cluster:
+        """So many workers, or devices."""
+        hosts = min(self.hosts or count, count)
+        devices = ",".join(map(str, range(count // hosts)))
+        several = ("--gpus", devices) if count > hosts else ()
+        return Cluster([(*self.command, *several)] * hosts, directory, expected=count)
 
 
 def scripted_case(
-    workers: tuple[int, ...] = (1, 2, 4), microbatches: int = 32, microbatch_ms: float = 50.0
+    workers: tuple[int, ...] = (1, 2, 4),
+    microbatches: int = 32,
+    microbatch_ms: float = 50.0,
+    hosts: int = 0,
 ) -> Case:
     """5.3 MB in six blocks, as LoRA of a small encoder; plain SGD."""
     document = {
@@ -58,13 +72,15 @@ def scripted_case(
         "steps": 1,
     }
     command = tuple(scripted(microbatch_ms))
-    return Case(f"scripted, {microbatch_ms:g} ms", command, document, workers)
+    what = f"scripted, {microbatch_ms:g} ms" + (f", {hosts} hosts" if hosts else "")
+    return Case(what, command, document, workers, hosts=hosts)
 
 
 def cases() -> tuple[Case, ...]:
     """What the command measures."""
     return (
         scripted_case(),
+        scripted_case((1, 4, 16), 64, hosts=4),
         Case("real CPU, sms-spam", CPU_WORKER, short("sms-spam", 1), (1, 2), 0.5),
         Case("real CPU, digits", CPU_WORKER, short("digits", 1), (1, 2), 10.0),
     )
@@ -80,10 +96,7 @@ def measure(case: Case, rounds: int, turns: int = TURNS) -> StepTimes:
     document = {**case.document, "steps": steps}
     runs: dict[int, list[Interval]] = {count: [] for count in case.workers}
     with tempfile.TemporaryDirectory() as name:
-        clusters = {
-            count: Cluster([case.command] * count, Path(name) / str(count))
-            for count in case.workers
-        }
+        clusters = {count: case.cluster(count, Path(name) / str(count)) for count in case.workers}
         with ExitStack() as stack:
             for cluster in clusters.values():
                 stack.enter_context(cluster)
@@ -125,9 +138,11 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=8, help=f"steps in each of {TURNS} turns, more of short ones"
     )
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--only", default="", help="cases whose name has this")
+    given = parser.parse_args()
     print_heading("Throughput of N workers, against N times that of one")
-    lines = [line for case in cases() for line in rows(case, measure(case, rounds))]
+    chosen = [case for case in cases() if given.only in case.what]
+    lines = [line for case in chosen for line in rows(case, measure(case, given.rounds))]
     head = ["what", "steps", "median samples/s", "best", "of N x one", "of best"]
     print_table(head, lines)
     print(f"load {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores")
