@@ -1,16 +1,25 @@
-"""Orders and reports between a host and the processes of its devices."""
+"""Orders and reports between a host and the processes of its devices; what of one that is killed
+while it writes is read."""
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
+import msgpack
+import numpy as np
+import pytest
+
+from protocol.base.errors import SharedMemoryFull
 from protocol.exact.tree import Node
+from protocol.host import shared_memory
+from protocol.host.shared_memory import SharedMemory
 from worker.logic import actions as act
 from worker.logic import events
-from worker.shell.device_pipe import Reports, pack_order, pack_report, unpack_order
+from worker.shell.device_pipe import Pipe, Reports, pack_order, pack_report, unpack_order
 
 NO_ARRAYS: Any = None
-PLACE = events.StepAttempt(3, 1, loss_scale=512.0)
+PLACE, NODE = events.StepAttempt(3, 1, loss_scale=512.0), Node(0, 2)
 
 
 def test_a_node_keeps_its_scale_of_losses_also_where_it_waits_for_files():
@@ -22,3 +31,41 @@ def test_a_node_keeps_its_scale_of_losses_also_where_it_waits_for_files():
     assert isinstance(told, events.FilesWanted)
     assert told.for_node is not None
     assert (told, told.for_node[0].loss_scale) == (wanted, 512.0)
+
+
+def framed(packed):
+    document = msgpack.packb(packed)
+    return len(document).to_bytes(4, "little") + document
+
+
+def block_sum(block):
+    return events.BlockSum(PLACE, NODE, block, np.full(1000, block, np.float32), 2.0)
+
+
+def test_of_a_device_that_is_killed_while_it_writes_only_whole_reports_are_read():
+    """At every byte of its last word."""
+    own = SharedMemory()
+    whole = framed(pack_report(block_sum(1), own))
+    last = framed(pack_report(block_sum(2), own))
+    for written in range(len(last)):
+        ours, its = socket.socketpair()
+        its.sendall(whole + last[:written])
+        its.close()  # as the system does
+        reports = Reports(own)
+        (event,) = [reports.unpack(packed) for packed in Pipe(ours).received()]
+        assert isinstance(event, events.BlockSum)
+        assert (event.place, event.node, event.block, event.weight) == (PLACE, NODE, 1, 2.0)
+        assert event.values.tolist() == [1.0] * 1000
+        ours.close()
+
+
+def test_what_has_no_room_in_shared_memory_is_one_line_and_nothing_is_told(monkeypatch):
+    own = SharedMemory()
+    monkeypatch.setattr(shared_memory, "_reserve", _no_room)
+    with pytest.raises(SharedMemoryFull, match="end other programs") as caught:
+        pack_report(block_sum(1), own)
+    assert "\n" not in str(caught.value)
+
+
+def _no_room(_, offset, size):
+    raise SharedMemoryFull(offset + size, 0)
