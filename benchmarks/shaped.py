@@ -89,7 +89,9 @@ ROWS: Final[dict[str, Row]] = {
     "2x1g": _apart(2, 1000, *_SMALL, 250),
     "4x1g": _apart(4, 1000, *_SMALL, 300),
     "8x1g": _apart(8, 1000, *_SMALL, 700),
+    "3x100m": _apart(3, 100, *_SMALL, 1500),
     "4x100m": _apart(4, 100, *_SMALL, 2000),
+    "8x100m": _apart(8, 100, *_SMALL, 5000),
     "4x10g": _apart(4, 10_000, *_LARGE, 2000),
     "slow": Row((1000, 1000, 1000, 60), (0, 1, 2, 3), Case(4, *_SMALL, 1000)),
 }
