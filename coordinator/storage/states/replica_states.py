@@ -13,6 +13,7 @@ checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ from coordinator.storage.states.own_files import (
     verified,
 )
 from protocol.base import limits
-from protocol.base.errors import StorageDamaged
+from protocol.base.errors import StorageDamaged, StorageFailed
 from protocol.wire.messages import Boundary, StretchRequest
 
 LATEST: Final = 4
@@ -154,7 +155,9 @@ class ReplicaStates:
 
         Raises:
             StorageFailed: The disk refuses.
+            RunFailed: The directory has another coordinator now.
         """
+        self._guard()
         replica, inner = message.replica, message.inner
         path = self._path / f"boundary-{replica}"
         with storing("write", path):
@@ -193,14 +196,27 @@ class ReplicaStates:
             pieces.append(self._own_of(request.step, replica))
         inner, at = 0, self._whole.get(replica)
         if at is not None and at.place[:2] == place:
-            path = self._path / f"boundary-{replica}"
-            boundary = verified(path, 0, path.stat().st_size)
-            if next(boundary) == at.digest:
+            boundary = self._boundary_of(replica, at.digest)
+            if boundary is not None:
                 pieces.append(boundary)
                 inner = at.place[2]
-            else:  # it is done without
-                boundary.close()
         return inner, itertools.chain.from_iterable(pieces)
+
+    def _boundary_of(self, replica: int, digest: bytes) -> Iterator[bytes] | None:
+        """None where it is not what was written, or gone: it is done without.
+
+        A coordinator that takes the directory over removes those of the one before, which may not
+        know of it yet.
+        """
+        path = self._path / f"boundary-{replica}"
+        with contextlib.suppress(StorageFailed):
+            with storing("read", path):
+                length = path.stat().st_size
+            boundary = verified(path, 0, length)
+            if next(boundary) == digest:
+                return boundary
+            boundary.close()
+        return None
 
     def _own_of(self, step: int, replica: int) -> Iterator[bytes]:
         path, told = self._directory.own_file(step), self._told.get(step)

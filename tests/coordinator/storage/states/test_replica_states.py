@@ -6,14 +6,14 @@ import pytest
 from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.storage.states.own_files import own_steps
 from coordinator.storage.states.replica_states import ReplicaStates
-from protocol.base.errors import StorageDamaged
+from protocol.base.errors import RunFailed, StorageDamaged
 from protocol.wire.messages import Boundary, StretchRequest
 
 OWN = 1000
 
 
-def states(tmp_path, every=0, own_bytes=OWN, **told):
-    return ReplicaStates(RunDirectory(tmp_path), own_bytes, every, lambda: None, **told)
+def states(tmp_path, every=0, own_bytes=OWN, guard=lambda: None, **told):
+    return ReplicaStates(RunDirectory(tmp_path), own_bytes, every, guard, **told)
 
 
 def content(seed, replicas=3):
@@ -118,6 +118,24 @@ def test_a_boundary_that_changed_is_done_without(tmp_path):
     reached(kept, 2, 10, [b"first", b"second"])
     (tmp_path / "replicas" / "boundary-1").write_bytes(b"firstsecone")
     assert asked(kept, 2, 1, own=False) == (0, b"")
+
+
+def test_boundaries_that_another_coordinator_removed_are_done_without(tmp_path):
+    """It took the directory over, and this one does not know yet."""
+    kept = states(tmp_path)
+    reached(kept, 2, 10, [b"first", b"second"])
+    states(tmp_path)
+    assert asked(kept, 2, 1, own=False) == (0, b"")
+
+
+def test_no_boundary_is_written_into_what_another_coordinator_has(tmp_path):
+    def refuses():
+        raise RunFailed("it has another coordinator")
+
+    kept = states(tmp_path, guard=refuses)
+    with pytest.raises(RunFailed):
+        reached(kept, 2, 10, [b"first", b"second"])
+    assert not [*tmp_path.rglob("boundary-*")]
 
 
 def test_those_of_checkpoints_and_of_the_last_rounds_are_kept(tmp_path):
