@@ -1,0 +1,55 @@
+"""From one run to the next by the commands alone: what a run left is gone on with, and used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster import Cluster
+from tests.commands import called
+from tests.small_chat import chat_run
+
+
+def trained(run: Path, out: Path, *more: str) -> dict[str, Any]:
+    with Cluster(out, "--expect-workers", "1", "--run", str(run), *more) as cluster:
+        cluster.worker("w0", "--backend", "cpu")
+        return cluster.result()
+
+
+@pytest.mark.slow  # in parts: tests/worker/models/test_adapter.py, test_epochs.py
+@pytest.mark.parametrize("key", ["init_from", "adapter"])
+def test_a_run_goes_on_with_what_another_left_and_stops_by_its_figure(tmp_path, key):
+    run = chat_run(tmp_path, evaluate_every=2)
+    first = trained(run, tmp_path / "first")
+    document = json.loads(run.read_text())
+    left = tmp_path / "first" / "out"
+    if key == "adapter":
+        document["model"]["adapter"] = str(left / "adapter")
+    else:
+        del document["model"], document["lora"]
+        document["init_from"] = str(left)
+    # No figure gets better by that much.
+    document |= {
+        "steps": 40, "seed": 8, "checkpoint": {"every": 2, "keep_last": 3},
+        "stop": {"figure": "loss_per_token", "patience": 2, "min_delta": 100.0},
+    }  # fmt: skip
+    run.write_text(json.dumps(document))
+    second = trained(run, tmp_path / "second")
+    assert second["losses"][0] < first["losses"][0]
+    assert second["steps"] == 6
+    out = tmp_path / "second" / "out"
+    adapters = [(out / name / "adapter_model.safetensors") for name in ("best", "adapter")]
+    assert all(path.is_file() for path in adapters), [*out.iterdir()]
+    with Cluster(tmp_path / "second", "--expect-workers", "1", "--resume", "--from-step", "2") as c:
+        c.worker("w0", "--backend", "cpu")
+        again = c.result()
+    assert again["weights_digest"] == second["weights_digest"]
+    for words in (
+        ("generate", str(out), "What is 3?", "--max-tokens", "4"),
+        ("merge", str(out), "--out", str(tmp_path / "merged")),
+    ):
+        done = called("worker", *words)
+        assert done.returncode == 0, done.stderr
