@@ -17,7 +17,7 @@ from protocol.base.byte_size import byte_size
 from protocol.host.memory import Memory, read_memory
 from protocol.spec.run_spec import BaseDtype
 
-TOLD: Final[tuple[BaseDtype, ...]] = ("float32", "bfloat16", "int8", "int4")
+TOLD: Final[tuple[BaseDtype, ...]] = tuple(STORAGE)
 BASE_SHARE: Final = 3 / 4
 """Of the memory."""
 _EMBEDDINGS: Final = 1 / 16
@@ -66,9 +66,12 @@ def device_lines(devices: Sequence[DeviceInfo]) -> Iterator[str]:
 
 
 def _parameters(fitting: Mapping[BaseDtype, int]) -> str:
-    one, *others = ((name, _billions(count)) for name, count in fitting.items())
-    more = "".join(f", {count} in {name}" for name, count in others)
-    return f"{one[1]} billion parameters in {one[0]}{more}"
+    """Those that take as many bits are told of together."""
+    alike = {
+        count: [n for n, other in fitting.items() if other == count] for count in fitting.values()
+    }
+    one, *others = (f"{_billions(count)} in {' or '.join(names)}" for count, names in alike.items())
+    return ", ".join([one.replace(" in ", " billion parameters in "), *others])
 
 
 def _billions(count: int) -> str:

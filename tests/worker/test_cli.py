@@ -59,7 +59,7 @@ def test_devices_says_of_each_whether_it_is_usable_and_why_not():
     assert all(": usable" in line or ": not usable: " in line for line in lines if line[0] != " ")
     assert re.fullmatch(
         r"  with lora a base fits of about \S+ billion parameters in float32, "
-        r"\S+ in bfloat16, \S+ in int8, \S+ in int4",
+        r"\S+ in bfloat16 or float16, \S+ in int8, \S+ in int4 or nf4, \S+ in q8_0, \S+ in q4_0",
         lines[-1],
     )
 

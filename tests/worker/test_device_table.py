@@ -24,8 +24,8 @@ from worker.device_table import (
 
 GIB = 2**30
 FITTING = (
-    "  with lora a base fits of about 28 billion parameters in float32, 53 in bfloat16, "
-    "91 in int8, 146 in int4"
+    "  with lora a base fits of about 28 billion parameters in float32, "
+    "53 in bfloat16 or float16, 91 in int8, 146 in int4 or nf4, 87 in q8_0, 136 in q4_0"
 )
 
 
@@ -57,7 +57,8 @@ def test_the_rule_is_what_a_model_takes(llama, base_dtype):
 def test_a_quarter_is_left():
     fitting = base_parameters(24 * GIB)
     assert {name: round(count / 1e9, 1) for name, count in fitting.items()} == {
-        "float32": 4.8, "bfloat16": 9.1, "int8": 15.5, "int4": 24.9,
+        "float32": 4.8, "bfloat16": 9.1, "float16": 9.1, "int8": 15.5, "int4": 24.9, "nf4": 24.9,
+        "q8_0": 14.8, "q4_0": 23.1,
     }  # fmt: skip
 
 
