@@ -40,6 +40,9 @@ _INNER_MS: Final = 664.0
 """32k tokens, 135 M parameters, 40 TFLOP/s."""
 _H: Final = 500
 _HOSTS: Final = 4
+_STEP_MS: Final = 100.0
+"""Of a device in a step or round whose traffic is counted: so long that each worker has its part.
+Two samples of one worker travel as one sum, and the step would send less than others do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +278,8 @@ def measure_traffic(share: int, rounds: int) -> None:
 def through_coordinator(way: Way, share: int, steps: int, directory: Path) -> float:
     """Bytes of a step, both ways, over all workers: of so many steps beyond a first run of one."""
     found = []
-    with Cluster([scripted(0.0)] * _HOSTS, directory) as cluster:
+    device = scripted(_STEP_MS / way.inner_steps)
+    with Cluster([device] * _HOSTS, directory) as cluster:
         for count in (1, 1 + steps):
             before = sum(cluster.through_coordinator())
             cluster.run({**way.spec(share), "steps": count})
