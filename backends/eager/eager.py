@@ -11,10 +11,12 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
+from torch.autograd.graph import increment_version
 
 from backends.base.interface import (
     Array,
@@ -263,7 +265,9 @@ class EagerProgram(HostSummedProgram):
     def _copy_in(self, parameters: list[Array]) -> None:
         with torch.no_grad():
             for target, source in self._pairs(parameters):
-                if target.data_ptr() != source.data_ptr():
+                if target.data_ptr() == source.data_ptr():
+                    increment_version(target)  # what keeps something that follows from it sees it
+                else:
                     target.copy_(source)
 
     def _share(self, parameters: list[Array]) -> None:
@@ -342,10 +346,24 @@ class EagerProgram(HostSummedProgram):
             loss: torch.Tensor = self._loss(self._module, arrays)
         return loss.float() if loss.dtype in {torch.bfloat16, torch.float16} else loss
 
-    def _computing(self) -> torch.autocast:
-        """Half precision where torch holds it safe, if asked for; reductions stay in float32."""
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Half precision where torch holds it safe, if asked for; reductions stay in float32.
+
+        Raises:
+            SamestepError: What is trained is not what it was: it may be the replica's own memory.
+        """
         half = torch.float16 if self._precision == "float16" else torch.bfloat16
-        return torch.autocast(self._device.type, half, enabled=self._precision != "float32")
+        before = self._versions()
+        with torch.autocast(self._device.type, half, enabled=self._precision != "float32"):
+            yield
+        for name, version in self._versions().items():
+            if version != before[name]:
+                raise _changed_in_forward(name)
+
+    def _versions(self) -> dict[str, int]:
+        """They count changes in place."""
+        return {name: value._version for name, value in self._parameters.items()}  # noqa: SLF001
 
     def _on_device(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The arrays as tensors with aligned storage of their own."""
@@ -355,10 +373,14 @@ class EagerProgram(HostSummedProgram):
         refuse_running_statistics(self._module)
         arrays = self._on_device(example)
         before = {name: value.clone() for name, value in self._module.named_buffers()}
+        trained = {name: _sum_of_bits(value) for name, value in self._parameters.items()}
         self._module.train()
         numerics.seed_everything(self._seed)
         loss = self._loss_of(arrays)
         self._find_unused = bool(unused_parameters(loss, self._parameters))
+        for name, value in self._parameters.items():
+            if _sum_of_bits(value) != trained[name]:  # by `.data`, which has no version
+                raise _changed_in_forward(name)
         for name, value in self._module.named_buffers():
             if name not in before or not torch.equal(before[name], value):
                 raise SamestepError(
@@ -381,6 +403,17 @@ class EagerProgram(HostSummedProgram):
             for half in (slice(0, samples // 2), slice(samples // 2, samples))
         )
         refuse_unlike(whole, parts, samples)
+
+
+def _sum_of_bits(values: torch.Tensor) -> int:
+    return int(values.detach().view(torch.int32).sum())
+
+
+def _changed_in_forward(name: str) -> SamestepError:
+    return SamestepError(
+        f"{name!r}, which is trained, is changed by the model's own code in forward or evaluation, "
+        "which no other replica could follow; compute with a changed copy of it"
+    )
 
 
 class _Abandoned(Exception):

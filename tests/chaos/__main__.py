@@ -45,12 +45,17 @@ def main() -> None:
     parser.add_argument(
         "--keep-log", action="store_true", help="keep all gradients: the audit replays every step"
     )
+    parser.add_argument(
+        "--sharded", action="store_true", help="workers average slices among themselves"
+    )
     given = parser.parse_args()
     size = size_for(given.minutes, given.coordinator_kills, given.worker_kills, given.stalls)
     print(f"seed {given.seed}: {size.steps} steps, {size.kinds.total()} faults; {describe()}")
     with tempfile.TemporaryDirectory() as name:
         directory = given.keep or Path(name)
-        outcome = run_campaign(directory, given.seed, size, given.log, keep_log=given.keep_log)
+        outcome = run_campaign(
+            directory, given.seed, size, given.log, keep_log=given.keep_log, sharded=given.sharded
+        )
     _print(outcome)
 
 
@@ -58,7 +63,10 @@ def _print(outcome: Outcome) -> None:
     print_table(*table(outcome))
     print(f"steps committed {outcome.steps}, done again {outcome.redone}; "
           f"a step that nothing disturbs takes {outcome.step_s:.3f} s")  # fmt: skip
-    print(f"starts of the coordinator {outcome.lives}; checkpoints cut {outcome.checkpoints_cut}")
+    print(
+        f"starts of the coordinator {outcome.lives}; checkpoints cut {outcome.checkpoints_cut}; "
+        f"slices given to owners {outcome.owners} times"
+    )
     seconds, kind, step = outcome.slowest
     print(f"slowest: {kind} in step {step}, {seconds:.2f} s")
     print(f"{outcome.wall_s:.0f} s from the first commit to the end; load {os.getloadavg()[0]:.1f}")

@@ -39,6 +39,7 @@ class Outcome:
         redone: Commits of steps that had been told to be committed before.
         lives: Of the coordinator.
         checkpoints_cut: Kills that came before the checkpoint was whole.
+        owners: How often slices were given to owners.
         loop_held_ms: Processor time that a coordinator's event loop was held at most; none where it
             was never over the limit.
         wall_s: From the first fault to the end of the run.
@@ -53,6 +54,7 @@ class Outcome:
     redone: int = 0
     lives: int = 0
     checkpoints_cut: int = 0
+    owners: int = 0
     wall_s: float = 0.0
     loop_held_ms: float = 0.0
     weights_digest: str = ""
@@ -67,8 +69,9 @@ def run_campaign(
     *,
     keep_log: bool = False,
     anew: bool = True,
+    sharded: bool = False,
 ) -> Outcome:
-    """Run it undisturbed with one worker, then with all the faults; compare, and audit.
+    """Run it undisturbed with one worker, a star, then with all the faults; compare, and audit.
 
     Unless `anew`, processes are forked off one that has imported all, which is quicker.
 
@@ -77,8 +80,11 @@ def run_campaign(
     """
     directory.mkdir(parents=True, exist_ok=True)
     spec = directory / "run.yaml"
-    spec.write_text(json.dumps(run_document(seed, size, log, keep_log=keep_log)))  # JSON is YAML
+    document = run_document(seed, size, log, keep_log=keep_log)
+    spec.write_text(json.dumps(document))  # JSON is YAML
     calm = _undisturbed(directory / "calm", spec, anew=anew)
+    document = run_document(seed, size, log, keep_log=keep_log, sharded=sharded)
+    spec.write_text(json.dumps(document))
     with Coordinator(
         directory / "chaos", ["--run", str(spec), "--expect-workers", str(WORKERS)], anew=anew
     ) as coordinator:
@@ -251,6 +257,10 @@ class _Campaign:
         outcome.steps = steps[-1] + 1
         outcome.redone = len(steps) - len(set(steps))
         outcome.lives = self.coordinator.life
+        outcome.owners = sum(
+            event.name == "owners" and bool(event.fields["owners"])
+            for event in self.coordinator.events
+        )
         outcome.wall_s = end_s - commits[0].at_s
         gaps = [
             (a.at_s, b.at_s)

@@ -94,7 +94,9 @@ def draw(seed: int, size: Size) -> list[Fault]:
     return [_fault(source, kind, step) for kind, step in zip(kinds, steps, strict=True)]
 
 
-def run_document(seed: int, size: Size, log: LogMode, *, keep_log: bool) -> dict[str, Any]:
+def run_document(
+    seed: int, size: Size, log: LogMode, *, keep_log: bool, sharded: bool = False
+) -> dict[str, Any]:
     """The run spec: small steps without torch, checkpoints and evaluations now and then.
 
     Its gradients have the values of a dense random sum, so one lost, doubled, or added in another
@@ -112,6 +114,7 @@ def run_document(seed: int, size: Size, log: LogMode, *, keep_log: bool) -> dict
         "evaluate_every": 50,
         "log": log,
         "checkpoint": {"every": 20, "keep_last": 2, "keep_log": keep_log},
+        "exchange": {"way": "sharded" if sharded else "star"},
     }
 
 

@@ -1,7 +1,7 @@
 """Real processes are killed and stopped; the run ends with the bits of one that was left alone.
 
 The release size: `python -m tests.chaos --minutes 30 --coordinator-kills 100 --worker-kills 400
---stalls 50`, with another `--seed` each time.
+--stalls 50`, with another `--seed` each time, and with `--sharded`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,16 @@ def test_a_plan_follows_from_its_seed_and_has_every_kind():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("size", [SIZE, MORE], ids=["least", "more"])
-def test_faults_of_every_kind_leave_no_trace_in_the_result(tmp_path, request, size):
+@pytest.mark.parametrize(
+    ("size", "sharded"),
+    [(SIZE, False), (MORE, False), (SIZE, True)],
+    ids=["least", "more", "sharded"],
+)
+def test_faults_of_every_kind_leave_no_trace_in_the_result(tmp_path, request, size, sharded):
     seed = int(request.config.getoption("randomly_seed", default=1)) % 2**32
-    outcome = run_campaign(tmp_path, seed, size, keep_log=True, anew=False)
+    outcome = run_campaign(tmp_path, seed, size, keep_log=True, anew=False, sharded=sharded)
     assert outcome.lives == 1 + size.coordinator_kills
     assert {kind: len(times) for kind, times in outcome.seconds.items()} == dict(size.kinds)
     assert "sound" in outcome.audit
+    assert (outcome.owners > size.worker_kills) == sharded
     assert outcome.loop_held_ms < 5 * limits.LOOP_HOLD_MS  # a busy machine makes all slower

@@ -54,6 +54,24 @@ def test_two_devices_of_one_host_are_one_member_with_the_same_bits(tmp_path):
         assert cluster.wait_for_exit(host) == 0
 
 
+@pytest.mark.slow
+def test_hosts_of_two_devices_that_own_slices_have_the_bits_of_the_star(tmp_path):
+    """A host's devices are one member of the links, beside one of the coordinator's own."""
+    job = ("--run", spec_of(tmp_path, 60))
+    with Cluster(tmp_path / "star", "--expect-workers", "1", *job) as cluster:
+        cluster.worker("w0", "--backend", "scripted")
+        star = digest(cluster)
+    job = (*job, "--set", "exchange.way=sharded")
+    with Cluster(tmp_path / "sharded", "--expect-workers", "5", *job) as cluster:
+        hosts = [cluster.worker(name, *TWO) for name in ("one", "other")]
+        hosts.append(cluster.worker("alone", "--backend", "scripted:2"))
+        assert digest(cluster) == star
+        owners = [set(event["owners"]) for event in cluster.every("owners")]
+        assert {"one", "other", "alone"} in owners
+        assert cluster.result()["workers"].keys() == {"one", "other", "alone"}
+        assert [cluster.wait_for_exit(host) for host in hosts] == [0, 0, 0]
+
+
 def test_a_device_s_process_that_is_killed_is_begun_again_and_the_host_stays(tmp_path):
     with Cluster(tmp_path / "one", "--expect-workers", "1", "--run", spec_of(tmp_path, 60)) as one:
         one.worker("w0", "--backend", "scripted")

@@ -151,6 +151,67 @@ def test_weights_that_are_shared_are_those_of_the_arrays_and_give_the_same_bits(
     program.close()
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def test_what_is_changed_in_shared_arrays_is_what_the_next_microbatch_computes_with(precision):
+    """Also where torch keeps a narrow copy of weights while it computes."""
+    torch.manual_seed(0)
+    first, second = Net(), Net()
+    job, other = (
+        trainable(module, precision=precision, evaluate=evaluate) for module in (first, second)
+    )
+    shared = [aligned_zeros(block.elements) for block in job.blocks]
+    sharing, copying = compiled(job), compiled(other)
+    assert isinstance(sharing, ComputesInPlace)
+    sharing.load(shared)
+    sharing.share(shared)
+    rng = np.random.default_rng(1)
+    for _ in range(2):
+        for values in shared:
+            values[:] = rng.standard_normal(len(values)).astype(np.float32)
+        sharing.load(shared)
+        copying.load([values.copy() for values in shared])
+        for program in (sharing, copying):
+            program.loss_scale = 512.0 if precision == "float16" else 1.0
+        got, expected = by_block(sharing, batch()), by_block(copying, batch())
+        assert [got[n].tobytes() for n in got] == [expected[n].tobytes() for n in got]
+        assert sharing.evaluate(batch()) == copying.evaluate(batch())
+    sharing.close()
+    copying.close()
+
+
+class Changing(Net):
+    """Keeps its weights small, by itself."""
+
+    def __init__(self, *, at_once: bool, by_data: bool) -> None:
+        super().__init__()
+        self.changes, self._by_data = at_once, by_data
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.changes:
+            weight = self.middle.weight
+            with torch.no_grad():
+                (weight.data if self._by_data else weight).clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+def test_a_model_that_changes_what_is_trained_is_refused(by_data):
+    with pytest.raises(SamestepError, match=r"'middle\.weight'.* is changed by the model's own"):
+        compiled(trainable(Changing(at_once=True, by_data=by_data)))
+
+
+def test_a_model_that_begins_to_change_what_is_trained_computes_no_more():
+    module = Changing(at_once=False, by_data=False)
+    program = compiled(trainable(module, evaluate=evaluate))
+    by_block(program, batch())
+    module.changes = True
+    with pytest.raises(SamestepError, match="is changed by the model's own code"):
+        by_block(program, batch())
+    with pytest.raises(SamestepError, match="is changed by the model's own code"):
+        program.evaluate(batch())
+    program.close()
+
+
 def test_gradients_are_sums_over_samples_not_means():
     torch.manual_seed(0)
     program = compiled(trainable(Net()))

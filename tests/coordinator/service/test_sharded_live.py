@@ -47,11 +47,14 @@ async def test_an_owner_that_is_lost_is_replaced_and_the_bits_stay(tmp_path):
     assert len(live.every("owners")) > 1
 
 
-async def test_what_it_takes_of_the_coordinator_does_not_grow_with_the_workers(tmp_path):
+@pytest.mark.parametrize(
+    "counts", [(2, 4), pytest.param((2, 4, 8, 16), marks=pytest.mark.slow)], ids=["few", "many"]
+)
+async def test_what_it_takes_of_the_coordinator_does_not_grow_with_the_workers(tmp_path, counts):
     """One set of averages and control a step: in a star it is two for each worker."""
     block_bytes, steps = 400_000, 12
     passed = {}
-    for workers in (2, 5):
+    for workers in counts:
         async with live_service(tmp_path / str(workers), workers) as live:
             for number in range(workers):
                 live.worker(f"w{number}", toolbox=Scripted(10.0))

@@ -1,0 +1,130 @@
+"""What a CPU computes in the replica's own memory, and what it computes elsewhere."""
+
+from __future__ import annotations
+
+import queue
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backends.base.interface import Array, Backend
+from backends.cpu import CpuBackend
+from protocol.exact.replica import Replica
+from protocol.exact.tree import Node
+from protocol.exact.update import step_scalars
+from protocol.spec.run_spec import RunSpec, parse_run_spec
+from tests.processes import PATIENCE_S
+from worker.logic import events
+from worker.logic.events import StepAttempt
+from worker.shell.engine import Engine
+from worker.tasks.base import Task
+from worker.tasks.registry import build
+
+SCHEDULE_FREE = {"name": "schedule-free", "lr": 0.1}
+REPLICAS = {"count": 2, "inner_steps": 2}
+
+
+def spec(**changes: Any) -> RunSpec:
+    """Of 8 features, after which the bias begins where it cannot be shared."""
+    return parse_run_spec(
+        {
+            "task": "regress",
+            "regress": {"samples": 32, "features": 8, "noise": 0.1},
+            "batch": {"samples": 8, "microbatch": 4},
+            "optimizer": {"name": "adamw", "lr": 0.1},
+            "steps": 8,
+            **changes,
+        }
+    )
+
+
+class _Toolbox:
+    def backend(self) -> Backend:
+        return CpuBackend()
+
+    def task(self, spec: RunSpec) -> Task:
+        return build(spec)
+
+
+class Device:
+    """An engine on the CPU, and beside it a replica that shares nothing."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.spec = spec
+        self._events: queue.Queue[events.Event] = queue.Queue()
+        self.engine = Engine(_Toolbox(), self._events.put)
+        self.engine.build("run", spec)
+        self.digest = self.until(events.Built)[0].state_digest
+        task = build(spec)
+        self.replica = Replica(task.manifest.blocks, spec.update)
+        self.replica.load_parameters(task.initial_parameters())
+
+    def until(self, kind: type) -> tuple[Any, list[Any]]:
+        before = []
+        while not isinstance(event := self._events.get(timeout=PATIENCE_S), kind):
+            before.append(event)
+        return event, before
+
+    def step(self, gradient: float, *, skip: bool = False) -> None:
+        """Both apply it, and have one digest."""
+        mine = self.replica
+        given = [np.full_like(values, gradient) for values in mine.parameters]
+        scalars = step_scalars(self.spec.update, mine.optimizer_step + 1, mine.step, 8, 1.0)
+        self.engine.apply(given, None if skip else scalars)
+        mine.skip() if skip else mine.apply(given, scalars)
+        assert self.until(events.Applied)[0].state_digest == mine.state_digest()
+
+    def gradients(self) -> list[Array]:
+        self.engine.compute(StepAttempt(self.replica.step, 0), 2, Node(0, 2))
+        return [each.values for each in self.until(events.NodeDone)[1]]
+
+    def evaluate(self) -> dict[str, float]:
+        self.engine.evaluate(self.replica.step, 0)
+        return dict(self.until(events.PartEvaluated)[0].sums)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"optimizer": SCHEDULE_FREE}, {"replicas": REPLICAS}],
+    ids=["shared", "averages", "replicas"],
+)
+def test_neither_computing_nor_evaluating_changes_the_replica(changes):
+    device = Device(spec(**changes))
+    assert device.digest == device.replica.state_digest()
+    for number in range(3):
+        if device.spec.replicas is None:
+            device.gradients()
+        else:  # a stretch, which takes steps of its own
+            device.engine.compute(StepAttempt(number, 0), 2, Node(0, 1))
+            device.until(events.NodeDone)
+        first = device.evaluate()
+        device.step(0.5)
+        assert device.evaluate() != first
+    device.engine.close()
+
+
+@pytest.mark.parametrize(
+    "arithmetic", ["native", pytest.param("canonical", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("skips", [False, True], ids=["steps", "none taken yet"])
+def test_a_worker_that_takes_another_s_state_computes_what_that_one_does(arithmetic, skips):
+    """Also back from a later state to one before the first update, whose moments are not sent."""
+    given = spec(arithmetic={"mode": arithmetic})
+    source, late = Device(given), Device(given)
+    source.step(0.5, skip=skips)
+    source.step(-0.25, skip=skips)
+    for gradient in (1.0, 2.0, 3.0):
+        late.step(gradient)
+    late.gradients()
+    source.engine.copy_state()
+    copied = source.until(events.StateCopied)[0]
+    for part in copied.parts:
+        late.engine.load_chunk(part.kind, part.block, 0, part.values)
+    late.engine.restore(copied.step, copied.optimizer_step)
+    assert late.until(events.Applied)[0].state_digest == source.replica.state_digest()
+    late.replica = source.replica
+    assert [x.tobytes() for x in late.gradients()] == [x.tobytes() for x in source.gradients()]
+    assert late.evaluate() == source.evaluate()
+    source.engine.close()
+    late.engine.close()
