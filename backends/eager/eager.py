@@ -378,8 +378,8 @@ class EagerProgram(HostSummedProgram):
         numerics.seed_everything(self._seed)
         loss = self._loss_of(arrays)
         self._find_unused = bool(unused_parameters(loss, self._parameters))
-        for name, value in self._parameters.items():
-            if _sum_of_bits(value) != trained[name]:  # by `.data`, which has no version
+        for name, weights in self._parameters.items():
+            if _sum_of_bits(weights) != trained[name]:  # by `.data`, which has no version
                 raise _changed_in_forward(name)
         for name, value in self._module.named_buffers():
             if name not in before or not torch.equal(before[name], value):

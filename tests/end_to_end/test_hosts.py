@@ -61,8 +61,8 @@ def test_hosts_of_two_devices_that_own_slices_have_the_bits_of_the_star(tmp_path
     with Cluster(tmp_path / "star", "--expect-workers", "1", *job) as cluster:
         cluster.worker("w0", "--backend", "scripted")
         star = digest(cluster)
-    job = (*job, "--set", "exchange.way=sharded")
-    with Cluster(tmp_path / "sharded", "--expect-workers", "5", *job) as cluster:
+    way = ("--set", "exchange.way=sharded")
+    with Cluster(tmp_path / "sharded", "--expect-workers", "5", *job, *way) as cluster:
         hosts = [cluster.worker(name, *TWO) for name in ("one", "other")]
         hosts.append(cluster.worker("alone", "--backend", "scripted:2"))
         assert digest(cluster) == star
