@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import struct
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -84,29 +88,83 @@ def logged_by_mlflow(directory: Path) -> list[tuple[int, float]]:
     return [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, "loss")]
 
 
-@pytest.mark.parametrize("name", TRACKERS)
-def test_every_step_is_told_once_over_two_processes(tmp_path, monkeypatch, name):
+def logged_by_wandb(directory: Path) -> list[tuple[int, float]]:
+    """From its files for `wandb sync`: a log of LevelDB's form after a head of 7 bytes."""
+    pb2 = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    files = (directory / "trackers" / "wandb").glob("wandb/offline-run-*/*.wandb")
+    found = []
+    for file in files:
+        for content in leveldb_records(file.read_bytes(), 7):
+            history = pb2.Record.FromString(content).history
+            items = {"".join([i.key, *i.nested_key]): i.value_json for i in history.item}
+            if "loss" in items:
+                found.append((int(items["_step"]), float(items["loss"])))
+    return sorted(found)
+
+
+def leveldb_records(content: bytes, at: int) -> Iterator[bytes]:
+    """A record is whole (1), or its parts are the first (2), middle ones (3) and the last (4)."""
+    parts = b""
+    while len(content) - at > 7:
+        if 32_768 - at % 32_768 < 7:
+            at += 32_768 - at % 32_768  # too little is left of the block for a head
+        _, length, kind = struct.unpack_from("<IHB", content, at)
+        parts += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in {1, 4}:
+            yield parts
+            parts = b""
+
+
+def logged_by_trackio(directory: Path) -> list[tuple[int, float]]:
+    """By a process of its own: where it keeps what, it decides when it is imported."""
+    reading = (
+        "import json; from trackio.sqlite_storage import SQLiteStorage as S; "
+        "[run] = S.get_runs('samestep'); print(json.dumps(S.get_logs('samestep', run)))"
+    )
+    place = {"TRACKIO_DIR": str((directory / "trackers" / "trackio").absolute())}
+    words = [sys.executable, "-c", reading]
+    environment = {**os.environ, **place}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    rows = json.loads(done.stdout.splitlines()[-1])
+    return sorted((int(row["step"]), float(row["loss"])) for row in rows if "loss" in row)
+
+
+LOGGED = {
+    "tensorboard": logged_by_tensorboard, "wandb": logged_by_wandb, "mlflow": logged_by_mlflow,
+    "trackio": logged_by_trackio,
+}  # fmt: skip
+HERE = [name for name in TRACKERS if importlib.util.find_spec(TRACKERS[name]) is not None]
+
+
+@pytest.fixture
+def no_server(monkeypatch):
+    """What they hold lies in the run's directory."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "run" / "trackers" / "trackio"))
-    if importlib.util.find_spec(TRACKERS[name]) is None:
+    monkeypatch.delenv("TRACKIO_DIR", raising=False)
+
+
+@pytest.mark.usefixtures("no_server")
+@pytest.mark.parametrize("name", TRACKERS)
+def test_every_step_is_told_once_over_two_processes(tmp_path, name):
+    if name not in HERE:
         pytest.skip(f"needs the extra {name}")
     run = run_in(tmp_path / "run", 3)
     assert "told 2 steps, and holds the run up to step 2" in fed(name, run)
     run_in(run, 6, ends=True)
     assert "told 4 steps, and holds the run up to step 6" in fed(name, run)
     assert "told 0 steps, and holds the run up to step 6" in fed(name, run)
-    read = {"tensorboard": logged_by_tensorboard, "mlflow": logged_by_mlflow}.get(name)
-    if read is not None:
-        assert read(run) == [(n, pytest.approx(1 / n)) for n in range(1, 7)]
+    assert LOGGED[name](run) == [(n, pytest.approx(1 / n)) for n in range(1, 7)]
 
 
-def test_a_coordinator_that_is_killed_goes_on_telling(tmp_path):
-    pytest.importorskip("tensorboard")
+@pytest.mark.usefixtures("no_server")
+@pytest.mark.skipif(not HERE, reason="needs the extra tensorboard, wandb, mlflow or trackio")
+def test_a_coordinator_that_is_killed_goes_on_telling_all_of_them(tmp_path):
     run = tmp_path / "run.yaml"
     run.write_text(RUN)
-    given = ("--expect-workers", "1", "--track", "tensorboard")
+    given = ["--expect-workers", "1", *(f"--track={name}" for name in HERE)]
     with Cluster(tmp_path, *given, "--run", str(run)) as cluster:
         cluster.worker("w0", "--backend", "scripted:5")
         cluster.wait_for("committed", step=9)
@@ -116,9 +174,10 @@ def test_a_coordinator_that_is_killed_goes_on_telling(tmp_path):
         cluster.worker("w0", "--backend", "scripted:1")
         result = cluster.result()
         assert cluster.wait_for_exit(cluster.coordinator) == 0
-    found = logged_by_tensorboard(tmp_path / "out")
-    assert [step for step, _ in found] == STEPS
-    assert [value for _, value in found] == pytest.approx(result["losses"])
+    for name in HERE:
+        found = LOGGED[name](tmp_path / "out")
+        assert [step for step, _ in found] == STEPS, name
+        assert [value for _, value in found] == pytest.approx(result["losses"]), name
 
 
 BROKEN = {
