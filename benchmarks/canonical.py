@@ -29,6 +29,10 @@ from protocol.spec.arithmetic_spec import ArithmeticSpec
 
 CANONICAL: Final = ArithmeticSpec(mode="canonical")
 _VOCABULARY: Final = 4096
+_FAMILIES: Final = (
+    "Llama", "Qwen3", "Mistral", "Gemma 2", "Phi", "GPT-2", "GPT-NeoX", "BERT", "DistilBERT",
+    "ModernBERT",
+)  # fmt: skip
 
 
 def llama(threads: int) -> tuple[str, Trainable, Batch, list[Array] | None, int]:
@@ -111,6 +115,20 @@ def error_row(name: str, module: nn.Module, loss: Any, batch: Batch) -> list[str
     return [name, f"{ours:.1e}", f"{theirs:.1e}", f"{ours / theirs:.2f}"]
 
 
+def error_rows() -> list[list[str]]:
+    """Of small models of ten families."""
+    from tests.backends.wgpu import test_families as families  # noqa: PLC0415  (seconds)
+
+    rows = []
+    for name in _FAMILIES:
+        decoder = name in families.DECODERS
+        kind, sizes = (families.DECODERS if decoder else families.ENCODERS)[name]
+        module = families.model(kind, sizes, "eager", decoder=decoder)
+        loss = families.decoder_loss if decoder else families.class_loss
+        rows.append(error_row(name, module, loss, families.padded("right", decoder=decoder)))
+    return rows
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -124,15 +142,8 @@ def main() -> None:
         rows = [step_row(job, options.rounds) for job in jobs(options.threads)]
         print_table(head, rows)
     if options.only != "steps":
-        from tests.backends.wgpu import small_models as models  # noqa: PLC0415
-
         print_heading("Error of gradients against float64, as a share of the norm")
-        rows = [
-            error_row("llama", models.llama(), models.next_token_loss, models.text()),
-            error_row("qwen3", models.qwen3_with_lora(), models.next_token_loss, models.text()),
-            error_row("bert", models.bert(), models.class_loss, models.labelled()),
-        ]
-        print_table(["model", "canonical", "torch", "ratio"], rows)
+        print_table(["model", "canonical", "torch", "ratio"], error_rows())
 
 
 if __name__ == "__main__":

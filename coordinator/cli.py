@@ -28,6 +28,7 @@ from protocol.wire.discovery import check_name
 
 if TYPE_CHECKING:
     from coordinator.audit.audit import AuditResult
+    from coordinator.audit.recomputed import Asked
 
 DEFAULT_BIND = "127.0.0.1:9000"
 DEFAULT_CONTROL = "127.0.0.1:9001"
@@ -336,7 +337,18 @@ def resume(
 
 
 @app.command()
-def audit(directory: RunPath) -> None:
+def audit(
+    directory: RunPath,
+    recompute: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Compute N random steps again on this CPU and compare bits: of a run with "
+            "canonical arithmetic, whose model and data are here.",
+        ),
+    ] = 0,
+) -> None:
     """Prove from a run's files that its samples counted once, and that every digest fits."""
     from coordinator.disk.claim import is_held
 
@@ -345,13 +357,20 @@ def audit(directory: RunPath) -> None:
             f"the run in {str(directory)!r} is in progress and its files change; audit it when it "
             "has ended, or drain it first"
         )
-    result = _audited(directory)
+    if recompute:
+        from coordinator.audit.recomputed import Asked
+        from coordinator.recomputing import Recomputing
+
+        with Recomputing(directory) as computing:
+            result = _audited(directory, Asked(recompute, computing))
+    else:
+        result = _audited(directory)
     for line in result.lines():
         typer.echo(line)
     raise typer.Exit(ExitCode.OK if result.ok else ExitCode.FAILED)
 
 
-def _audited(directory: Path) -> AuditResult:
+def _audited(directory: Path, asked: Asked | None = None) -> AuditResult:
     """An audit, with a bar for whoever waits at a terminal."""
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress
@@ -365,7 +384,7 @@ def _audited(directory: Path) -> AuditResult:
     ) as bar:
         task = bar.add_task("steps", total=None)
         return audit_run(
-            directory, lambda done, total: bar.update(task, completed=done, total=total)
+            directory, lambda done, total: bar.update(task, completed=done, total=total), asked
         )
 
 

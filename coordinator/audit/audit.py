@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from coordinator.audit.coverage import cover_samples
 from coordinator.audit.history import History, read_history
+from coordinator.audit.recomputed import Asked, Recomputed
 from coordinator.audit.state_proof import Progress, StateProof
 from coordinator.capture.captured_files import first_lost_step
 from coordinator.disk.canonical_json import json_digest
@@ -34,8 +35,9 @@ from protocol.exact.digest import weights_digest
 from protocol.spec.manifest import RESERVED, Manifest
 
 Check = Literal[
-    "journal", "head", "files", "inputs", "coverage", "checkpoints", "replicas", "digests", "result"
-]
+    "journal", "head", "files", "inputs", "coverage", "checkpoints", "replicas", "digests",
+    "recomputed", "result",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +91,13 @@ def _silent(done: int, total: int) -> None:
     """Nobody looks on."""
 
 
-def audit(path: Path, progress: Progress = _silent) -> AuditResult:
+def audit(path: Path, progress: Progress = _silent, asked: Asked | None = None) -> AuditResult:
     """Audit the run in a directory.
 
     Args:
         path: The directory.
         progress: Hears how many steps were taken again, of how many.
+        asked: Which steps to compute again, and how.
 
     Raises:
         UsageError: There is no run there, or it has not begun.
@@ -126,7 +129,7 @@ def audit(path: Path, progress: Progress = _silent) -> AuditResult:
         if evidence.manifest.capture is not None:
             _check_captured(evidence, evidence.manifest)
         _check_coverage(evidence, evidence.manifest)
-        proof = _check_states(evidence, evidence.manifest, progress)
+        proof = _check_states(evidence, evidence.manifest, progress, asked)
         _check_result(evidence, evidence.manifest, proof)
     return AuditResult(path, tuple(evidence.findings))
 
@@ -267,7 +270,9 @@ def _check_coverage(evidence: _Evidence, manifest: Manifest) -> None:
         evidence.note("coverage", ok=True, text=f"{text}, without their plans")
 
 
-def _check_states(evidence: _Evidence, manifest: Manifest, progress: Progress) -> StateProof:
+def _check_states(
+    evidence: _Evidence, manifest: Manifest, progress: Progress, asked: Asked | None
+) -> StateProof:
     root, run_id = evidence.directory.checkpoints, evidence.run.run_id
     whole: list[Checkpoint] = []
     for step in checkpoint_steps(root):
@@ -288,7 +293,23 @@ def _check_states(evidence: _Evidence, manifest: Manifest, progress: Progress) -
     if proof.steps < total:
         text += "; of the others no gradients are kept"
     evidence.note("digests", ok=not proof.faults, text=text)
+    if asked is not None:
+        recomputed = Recomputed(evidence.directory, evidence.run, manifest, whole, proof)
+        _check_recomputed(evidence, recomputed, asked)
     return proof
+
+
+def _check_recomputed(evidence: _Evidence, recomputed: Recomputed, asked: Asked) -> None:
+    """What is recomputed from the state before a step is what was committed."""
+    recomputed.compare(asked)
+    for fault in recomputed.faults:
+        evidence.note("recomputed", ok=False, text=fault)
+    total, could, done = len(evidence.history.commits), recomputed.could, recomputed.steps
+    text = f"{len(done)} of {total} steps computed again on this CPU, every bit compared: "
+    text += ", ".join(map(str, done)) or "none"
+    if len(done) < asked.steps and len(could) < total:
+        text += "; before the others no state is kept (checkpoint.keep_log=true keeps them all)"
+    evidence.note("recomputed", ok=bool(done) and not recomputed.faults, text=text)
 
 
 def _check_own_states(evidence: _Evidence, manifest: Manifest) -> None:

@@ -27,6 +27,8 @@ class StateProof:
 
     Attributes:
         faults: What differs, step by step.
+        taken: The steps that were taken again.
+        history: What the journal says.
         since: How many of them after the checkpoint that the last state is taken from.
         replica: The last state; None without any checkpoint that is whole.
     """
@@ -40,24 +42,24 @@ class StateProof:
         progress: Progress,
     ) -> None:
         self.since = 0
-        self._taken: set[int] = set()
+        self.taken: set[int] = set()
         self.faults: list[str] = []
         self.replica: Replica | None = None
         self._log = directory.log
         self._run = run
         self._manifest = manifest
-        self._history = history
+        self.history = history
         self._progress = progress
 
     @property
     def steps(self) -> int:
         """How many steps were taken again."""
-        return len(self._taken)
+        return len(self.taken)
 
     @property
     def reached_end(self) -> bool:
         """Whether the last state is that after the newest commit."""
-        return self.replica is not None and self.replica.step == len(self._history.commits)
+        return self.replica is not None and self.replica.step == len(self.history.commits)
 
     def replay(self, checkpoints: Sequence[Checkpoint]) -> None:
         """Take every step again; where the log has a gap, go on from the next checkpoint.
@@ -69,13 +71,13 @@ class StateProof:
             scan = scan_log(self._log, self._run.run_id, self._manifest)
             index = scan.index
             self._compare_lengths(index, max((c.info.step for c in checkpoints), default=0))
-            if self._history.end is not None:
+            if self.history.end is not None:
                 # A run that has ended has no step whose sync had not.
                 self.faults += [f"{cut}; bring it back from a copy" for cut in scan.cuts]
             for number, checkpoint in enumerate(checkpoints, 1):
                 following = checkpoints[number:]
-                until = min([c.info.step for c in following], default=len(self._history.commits))
-                self._from(checkpoint, index, min(until, len(self._history.commits)))
+                until = min([c.info.step for c in following], default=len(self.history.commits))
+                self._from(checkpoint, index, min(until, len(self.history.commits)))
             self._compare_end()
             self._read_others(index)
         except SamestepError as error:
@@ -101,13 +103,13 @@ class StateProof:
             ]
             self.faults += [f"step {logged.step}: {what}" for what in differences]
             take(self.replica, logged.record, averages)
-            self._taken.add(logged.step)
+            self.taken.add(logged.step)
             self.since += 1
-            self._progress(logged.step + 1, len(self._history.commits))
+            self._progress(logged.step + 1, len(self.history.commits))
 
     def _between_log_and_journal(self, replica: Replica, logged: LoggedStep) -> Iterator[str]:
         record, commit = logged.record, logged.record.commit
-        told = self._history.commit_of(logged.step)
+        told = self.history.commit_of(logged.step)
         assert told is not None
         older = told.rate is None  # or a skipped step
         rate = None if older or commit.scalars is None else commit.scalars.learning_rate
@@ -125,7 +127,7 @@ class StateProof:
             if mine != theirs:
                 yield f"the log has {name} {mine}, the journal {theirs}"
         state = replica.state_digest()
-        figures = self._history.figures.get(logged.step)
+        figures = self.history.figures.get(logged.step)
         for name, known, found in (
             ("log says that the state", record.state_before, state),
             ("journal says that the state", told.state_before, state),
@@ -156,7 +158,7 @@ class StateProof:
 
     def _compare_lengths(self, index: LogIndex, saved: int) -> None:
         """Log and checkpoints reach as far as the journal, which is written last."""
-        told, last = len(self._history.commits), -1 if index.last is None else index.last
+        told, last = len(self.history.commits), -1 if index.last is None else index.last
         kept = max(saved, last + 1)
         if told > kept + 1:  # the newest step's records may be a torn tail
             self.faults.append(
@@ -170,14 +172,14 @@ class StateProof:
 
     def _read_others(self, index: LogIndex) -> None:
         """Gradients that follow no checkpoint are at least what was written."""
-        for step in (s for steps in index.ranges() for s in steps if s not in self._taken):
+        for step in (s for steps in index.ranges() for s in steps if s not in self.taken):
             read_averages(next(index.following(step)), self._manifest.blocks)
 
     def _compare_end(self) -> None:
-        end = self._history.end
+        end = self.history.end
         if self.replica is None or end is None or not self.reached_end:
             return
-        figures = self._history.figures.get(self.replica.step)
+        figures = self.history.figures.get(self.replica.step)
         for what, told in (
             ("the run ended with", end[1].state_digest),
             ("the last figures are of", figures and figures.state_digest),

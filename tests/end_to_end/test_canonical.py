@@ -8,8 +8,15 @@ from typing import Any
 import pytest
 
 from backends.wgpu.device.adapters import adapters
+from coordinator.audit.audit import audit
+from coordinator.audit.recomputed import Asked, StepFound
+from coordinator.storage.directory.run_directory import RunDirectory
 from tests.cluster import RUNS, Cluster
+from tests.commands import called
+from tests.flipping_worker import ELEMENT
+from tests.processes import PATIENCE_S, start
 from tests.small_decoder import decoder_run
+from worker.recomputing import StepsAgain
 
 pytest.importorskip("ziglang")
 
@@ -17,7 +24,7 @@ CANONICAL = (
     "--set", "arithmetic.mode=canonical", "--set", "arithmetic.multiply_add=separate",
     "--set", "exactness=require",
 )  # fmt: skip
-SHORT = ("--set", "steps=4", "--set", "evaluate_every=0")
+SHORT = ("--set", "steps=4", "--set", "evaluate_every=0", "--set", "checkpoint.keep_log=true")
 
 
 def train(
@@ -41,10 +48,50 @@ def a_device_is_there() -> None:
 
 def test_a_cpu_and_a_vulkan_device_are_exact_together(tmp_path):
     a_device_is_there()
-    together = train(tmp_path / "both", "regress.yaml", ("cpu", "vulkan"), *SHORT)
-    alone = train(tmp_path / "one", "regress.yaml", ("cpu",), *SHORT, "--set", "threads=2")
-    assert together["weights_digest"] == alone["weights_digest"]
-    assert together["losses"] == alone["losses"]
+    train(tmp_path, "regress.yaml", ("cpu", "vulkan"), *SHORT)
+    kept = RunDirectory(tmp_path / "out")
+    run, manifest = kept.read_run(), kept.read_manifest()
+    assert run is not None
+    assert manifest is not None
+    steps = StepsAgain(run.spec.model_copy(update={"threads": 2}), manifest.digest())
+    found = audit(kept.path, asked=Asked(4, lambda *step: StepFound(*steps.step(*step))))
+    steps.close()
+    assert found.ok, found.lines()
+    assert "4 of 4 steps computed again" in "\n".join(found.lines())
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_is_found_by_computing_again_alone(tmp_path):
+    job = ("--run", str(RUNS / "regress.yaml"), *CANONICAL, *SHORT)
+    with Cluster(tmp_path, "--expect-workers", "1", *job) as cluster:
+        cluster.workers["w0"] = start(
+            "tests.flipping_worker", "2", "--coordinator", cluster.address["data"],
+            "--name", "w0", "--backend", "cpu",
+        )  # fmt: skip
+        assert cluster.result()["exact"]
+    run = str(tmp_path / "out")
+    assert called("coordinator", "audit", run).returncode == 0
+    ended = called("coordinator", "audit", run, "--recompute", "4")
+    assert ended.returncode == 1
+    bad = [line for line in ended.stdout.splitlines() if line.startswith("BAD")]
+    assert len(bad) == 3, bad
+    assert "step 2: recomputed, its gradients have digest" in bad[0]
+    place = f"block 'linear', tensor 'weight', element {ELEMENT} is"
+    assert f"step 2: recomputed, {place}" in bad[1]
+    assert "4 of 4 steps computed again" in bad[2]
+
+
+def test_a_device_of_another_convention_is_told_what_to_write(tmp_path):
+    a_device_is_there()
+    fused = ("--set", "arithmetic=canonical", *SHORT)
+    arguments = ("--expect-workers", "1", "--run", str(RUNS / "regress.yaml"), *fused)
+    with Cluster(tmp_path, *arguments) as cluster:
+        worker = cluster.worker("w0", "--backend", "vulkan")
+        _, told = worker.communicate(timeout=PATIENCE_S)
+    assert worker.returncode == 3
+    [line] = told.splitlines()
+    assert "a multiply-add of 0x" in line
+    assert "arithmetic.multiply_add=separate" in line
 
 
 @pytest.mark.slow

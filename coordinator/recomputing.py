@@ -1,0 +1,131 @@
+"""A process of the worker's that computes steps of a run again, for an audit to compare.
+
+What the two say to each other is in `worker.recomputing`, beside the model and torch.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.audit.recomputed import StepFound
+from coordinator.storage.directory.run_directory import RunDirectory, StoredRun
+from protocol.base.errors import SamestepError, UsageError, error_for
+from protocol.host.own_command import own_command, own_environment
+from protocol.spec.manifest import Manifest
+
+
+class Recomputing:
+    """Computes steps of one run; leave its context to end the process.
+
+    Args:
+        directory: The run's.
+
+    Raises:
+        UsageError: The run is none whose steps can be computed again with the same bits.
+        SamestepError: Its model or data are not here.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        kept = RunDirectory(directory)
+        run, self._manifest = _checked(kept.read_run(), kept.read_manifest(), directory)
+        self._words = tempfile.TemporaryFile()  # noqa: SIM115  (closed at exit)
+        self._worker = subprocess.Popen(  # noqa: S603  (our own command)
+            [*own_command("worker"), "recompute"], env=own_environment(),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words,
+        )  # fmt: skip
+        assert self._worker.stdin is not None
+        assert self._worker.stdout is not None
+        self._questions: IO[bytes] = self._worker.stdin
+        self._answers: IO[bytes] = self._worker.stdout
+        try:
+            spec = json.loads(run.spec.to_bytes())
+            self._ask({"spec": spec, "manifest_digest": self._manifest.digest()}, ())
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._worker.kill()
+        self._worker.communicate()
+        self._words.close()
+
+    def __call__(
+        self, step: int, loss_scale: float, parameters: Sequence[NDArray[np.float32]]
+    ) -> StepFound:
+        """A step that starts from these parameters.
+
+        Raises:
+            SamestepError: It cannot be computed here.
+        """
+        answer = self._ask({"step": step, "loss_scale": loss_scale}, parameters)
+        averages = [
+            np.frombuffer(self._read(4 * block.elements), np.float32)
+            for block in self._manifest.blocks
+        ]
+        return StepFound(float(answer["loss"]), averages)
+
+    def _ask(
+        self, document: dict[str, Any], arrays: Sequence[NDArray[np.float32]]
+    ) -> dict[str, Any]:
+        try:
+            self._questions.write(json.dumps(document).encode() + b"\n")
+            for array in arrays:
+                self._questions.write(array.tobytes())
+            self._questions.flush()
+        except BrokenPipeError:
+            raise self._ended() from None
+        line = self._answers.readline()
+        if not line.endswith(b"\n"):
+            raise self._ended()
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _read(self, count: int) -> bytes:
+        content = self._answers.read(count)
+        if len(content) < count:
+            raise self._ended()
+        return content
+
+    def _ended(self) -> SamestepError:
+        """What it said last."""
+        code = self._worker.wait()
+        self._words.seek(0)
+        lines = self._words.read().decode(errors="replace").strip().splitlines()
+        said = lines[-1].removeprefix("worker: ") if lines else f"it ended with {code}"
+        text = f"--recompute needs the run's model and data on this machine: {said}"
+        return error_for(code, text)
+
+
+def _checked(
+    run: StoredRun | None, manifest: Manifest | None, directory: Path
+) -> tuple[StoredRun, Manifest]:
+    if run is None or manifest is None:
+        raise UsageError(f"expected a run that has begun in {str(directory)!r}, found none")
+    if not run.spec.arithmetic.is_canonical:
+        raise UsageError(
+            "--recompute: expected a run with arithmetic=canonical, got native: only machines of "
+            "one signature compute its bits; leave --recompute out"
+        )
+    if run.spec.replicas is not None or manifest.capture is not None:
+        raise UsageError(
+            "--recompute: expected a run whose steps are of averaged gradients, got one with "
+            "replicas or that captures; leave --recompute out"
+        )
+    return run, manifest
