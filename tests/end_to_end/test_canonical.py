@@ -95,17 +95,10 @@ def test_a_device_of_another_convention_is_told_what_to_write(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1_800)
-@pytest.mark.parametrize(
-    "run", ["regress.yaml", "digits.yaml", "sms-spam.yaml", "small-llama.yaml"]
-)
-def test_the_main_jobs(tmp_path, run):
+@pytest.mark.parametrize("run", ["regress.yaml", "digits.yaml"])
+def test_threads_devices_and_mixtures_decide_no_bit(tmp_path, run):
     a_device_is_there()
-    few: tuple[str, ...] = ("--set", "steps=2", "--set", "evaluate_every=0")
-    few += {
-        "sms-spam.yaml": ("--set", "batch.samples=8", "--set", "data.holdout=0.02"),
-        "small-llama.yaml": ("--set", "batch.samples=8", "--set", "data.holdout_samples=8"),
-    }.get(run, ())
+    few = ("--set", "steps=2", "--set", "evaluate_every=0")
     alone = train(tmp_path / "one", run, ("cpu",), *few)
     for place, backends, threads in (
         ("threads", ("cpu",), 4), ("vulkan", ("vulkan",), 1), ("both", ("cpu", "vulkan"), 2),
@@ -113,6 +106,24 @@ def test_the_main_jobs(tmp_path, run):
         other = train(tmp_path / place, run, backends, *few, "--set", f"threads={threads}")
         assert other["weights_digest"] == alone["weights_digest"]
         assert other["losses"] == alone["losses"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1_800)
+@pytest.mark.parametrize(
+    ("run", "small"),
+    [
+        ("sms-spam.yaml", ("batch.samples=4", "data.holdout=0.002", "data.max_tokens=32")),
+        ("small-llama.yaml", ("batch.samples=8", "data.holdout_samples=8")),
+    ],
+)
+def test_a_language_model_on_a_device_has_the_digest_of_the_cpu(tmp_path, run, small):
+    a_device_is_there()
+    few = [word for key in ("steps=2", "evaluate_every=0", *small) for word in ("--set", key)]
+    alone = train(tmp_path / "one", run, ("cpu",), *few, "--set", "threads=2")
+    other = train(tmp_path / "vulkan", run, ("vulkan",), *few)
+    assert other["weights_digest"] == alone["weights_digest"]
+    assert other["losses"] == alone["losses"]
 
 
 @pytest.mark.slow
