@@ -15,6 +15,7 @@ from tests.backends.wgpu.small_models import llama, next_token_loss, text, train
 pytest.importorskip("ziglang")
 
 
+@pytest.mark.slow
 def test_software_vulkan_rounds_products_and_keeps_subnormals(device: Device) -> None:
     follows, departs = followed(device, MatmulTuner(device).shader)
     assert follows == [Convention(fused=False)]
@@ -29,6 +30,7 @@ def test_a_run_of_another_convention_is_told_what_to_write() -> None:
         VulkanBackend().compile(task, text())
 
 
+@pytest.mark.slow
 def test_a_kernel_that_departs_is_named(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     from backends.wgpu.canonical import wgsl_text
     from backends.wgpu.canonical.vulkan import CanonicalDevice

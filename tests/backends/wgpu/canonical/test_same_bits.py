@@ -94,12 +94,11 @@ def test_a_vulkan_device_gives_the_bits_of_the_cpu(name: str) -> None:
     assert on_backend(VulkanBackend(), name, "separate") == on_one_thread(name, "separate")
 
 
+@pytest.mark.parametrize("threads", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", NAMES)
-def test_threads_decide_no_bit(name: str) -> None:
-    for threads in (2, 4):
-        assert on_backend(CpuBackend(), name, "separate", threads) == on_one_thread(
-            name, "separate"
-        )
+def test_threads_decide_no_bit(name: str, threads: int) -> None:
+    there = on_backend(CpuBackend(), name, "separate", threads)
+    assert there == on_one_thread(name, "separate")
 
 
 @pytest.mark.slow
