@@ -14,7 +14,7 @@ from coordinator.storage.directory.run_directory import RunDirectory
 from tests.cluster import RUNS, Cluster
 from tests.commands import called
 from tests.flipping_worker import ELEMENT
-from tests.processes import PATIENCE_S, start
+from tests.processes import start
 from tests.small_decoder import decoder_run
 from worker.recomputing import StepsAgain
 
