@@ -30,8 +30,8 @@ from protocol.spec.arithmetic_spec import ArithmeticSpec
 CANONICAL: Final = ArithmeticSpec(mode="canonical")
 _VOCABULARY: Final = 4096
 _FAMILIES: Final = (
-    "Llama", "Qwen3", "Mistral", "Gemma 2", "Phi", "GPT-2", "GPT-NeoX", "BERT", "DistilBERT",
-    "ModernBERT",
+    "Llama", "Qwen3", "StableLM", "OLMo 2", "Phi", "GPT-2", "GPT-NeoX", "BERT", "DistilBERT",
+    "RoBERTa",
 )  # fmt: skip
 
 
