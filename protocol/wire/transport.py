@@ -20,11 +20,21 @@ from protocol.base import limits
 from protocol.base.errors import ProtocolError
 from protocol.base.fields import cut_text
 from protocol.wire.connection import Connection, Encoded, Phase, Received, encode
-from protocol.wire.messages import Cancel, Goodbye, Halt, Heartbeat, Message
+from protocol.wire.messages import (
+    Boundary,
+    Cancel,
+    CapturedRows,
+    Goodbye,
+    Halt,
+    Heartbeat,
+    Message,
+)
 
 _LAST_ANSWER: Final = struct.Struct("56xI")
 """Of `struct tcp_info`: tcpi_last_ack_recv, in milliseconds."""
 _URGENT = (Halt, Cancel, Heartbeat, Goodbye)
+_COMPUTED = (Boundary, CapturedRows)
+"""Pieces of one array as large as a state: all of it is there anyway, as of gradients."""
 
 
 class ChannelOwner(Protocol):
@@ -138,7 +148,7 @@ class Channel(asyncio.BufferedProtocol):
 
     def _count(self, encoded: Encoded, sign: int) -> None:
         self._waiting_bytes += sign * encoded.nbytes
-        if encoded.message.body != "values":
+        if encoded.message.body != "values" and not isinstance(encoded.message, _COMPUTED):
             self._queued_bytes += sign * encoded.nbytes
 
     def send(self, message: Message | Encoded) -> None:

@@ -38,6 +38,7 @@ from protocol.wire.authentication import NO_CERTIFICATE, answer, new_nonce, on_t
 from protocol.wire.connection import Body, Connection, Received, encode
 from protocol.wire.messages import (
     AveragedGradient,
+    Boundary,
     Challenge,
     CopyQuestion,
     Goodbye,
@@ -55,6 +56,7 @@ from worker.logic.fetching import FileEvent
 from worker.logic.session import WorkerSession
 from worker.peers.exchange import MakeLinks, PeerExchange, socket_links
 from worker.peers.share import AllAveraged, LastCame
+from worker.shell.boundary_turns import BoundaryTurns
 from worker.shell.engine import Engine, Taken, Toolbox
 from worker.shell.host_engine import HostEngine, Several
 from worker.shell.kept_copies import KeptCopies
@@ -118,6 +120,7 @@ class Client:
         self._session: WorkerSession | None = None
         self._trouble = f"connecting to {target.host}:{target.port}"
         self._channel: Channel | None = None
+        self._boundary_turns = BoundaryTurns()
         self._epochs: dict[str, int] = {}
         self._lost: asyncio.Future[str] = self._loop.create_future()
         self._leaving: act.Leave | None = None
@@ -487,10 +490,14 @@ class Client:
             self._channel.resume()
 
     def _transmit(self, action: act.Transmit) -> None:
-        if self._channel is None:
+        channel, message = self._channel, action.message
+        if channel is None:
             return
-        self._trace("send", action.message)
-        self._channel.send(encode(action.message, action.body))
+        turns = self._boundary_turns
+        if isinstance(message, Boundary) and turns.leaves_out(message, channel.waiting):
+            return
+        self._trace("send", message)
+        channel.send(encode(message, action.body))
 
     def _trace(self, direction: str, message: Message) -> None:
         gradient = isinstance(message, GradientPayload | AveragedGradient)

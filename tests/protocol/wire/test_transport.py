@@ -294,6 +294,30 @@ async def test_gradients_that_wait_for_a_slow_reader_drop_nobody_and_can_be_with
 
 
 @on_uvloop
+async def test_a_state_in_pieces_that_is_sent_at_once_drops_nobody(monkeypatch):
+    monkeypatch.setattr(limits, "SEND_QUEUE_BYTES", MIB)
+    monkeypatch.setattr(limits, "WRITE_HIGH_WATER_BYTES", MIB)
+    place = {"epoch": 1, "step": 0, "attempt": 0}
+    pieces = (
+        messages.Boundary(**place, replica=0, inner=1, chunk=0, last=False),
+        messages.CapturedRows(**place, lo=0, hi=1, microbatch=0, chunk=0),
+    )
+    async with serving() as served:
+        channel, _ = await connected(served.port)
+        channel.send(Heartbeat())
+        await served.owner.until_messages(1)
+        paused(served.channels[0])
+        for piece in pieces:
+            for _ in range(8):
+                channel.send(encode(piece, bytes(MIB)))
+        assert not channel.closed
+        assert channel.waiting_bytes > channel.queued_bytes == 0
+        served.channels[0].abort("done")
+        channel.abort("done")
+        await served.owner.until_lost()
+
+
+@on_uvloop
 async def test_nobody_waits_for_room_in_a_connection_that_is_over(monkeypatch):
     monkeypatch.setattr(limits, "WRITE_HIGH_WATER_BYTES", MIB)
     async with serving() as served:
