@@ -12,7 +12,7 @@ from protocol.data.conversations import read_conversations
 from protocol.data.labelled_text import read_labelled_text
 from protocol.data.preferences import read_preferences
 from protocol.data.text_corpus import documents
-from protocol.spec.adapter import check_adapter
+from protocol.spec.adapter import check_adapter, check_labels
 from protocol.spec.run_spec import DataSpec, RunSpec
 
 
@@ -27,6 +27,7 @@ def check_data(spec: RunSpec) -> None:
         return
     if spec.task == "classify":
         labelled = read_labelled_text(spec.data)
+        check_labels(spec, labelled.names)
         check_samples(trained_on(len(labelled.texts), spec.data), spec)
         if spec.data.validation is not None:
             read_labelled_text(validation_data(spec.data), labelled.names)

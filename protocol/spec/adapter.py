@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from protocol.base.errors import DataError
+from protocol.spec.earlier_run import EarlierRun
 from protocol.spec.manifest import ADAPTER_CONFIG
 from protocol.spec.run_spec import LoraSpec, RunSpec
 from protocol.spec.sources import model_source
@@ -16,6 +17,8 @@ from protocol.spec.sources import model_source
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 _UNLIKE: Final = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "layers_to_transform")
 """Kinds of LoRA that a run has not."""
+_SHOWN: Final = 10
+"""Labels in a message."""
 
 
 def adapter_directory(source: str) -> Path:
@@ -105,3 +108,66 @@ def check_adapter(spec: RunSpec) -> None:
             f"{source!r}: give that base, or, if it is the same, its name: "
             f"--set model.name={theirs}"
         )
+    _check_earlier(directory, spec, model.base_dtype)
+
+
+def _check_earlier(directory: Path, spec: RunSpec, base_dtype: str) -> None:
+    earlier = EarlierRun.that_left(directory)
+    rounded = earlier.model.get("base_dtype")
+    if rounded not in {None, base_dtype}:
+        raise DataError(
+            f"the adapter in {str(directory)!r} has model.base_dtype {rounded}, the run spec "
+            f"{base_dtype}: --set model.base_dtype={rounded}"
+        )
+    if earlier.tokenizer is not None and spec.tokenizer is None:
+        remedy = f"--set tokenizer.source={directory}"
+        if spec.task != "causal-lm":
+            remedy = f"worker merge {directory} --out NEW, and go on with NEW as model.source"
+        raise DataError(
+            f"the adapter in {str(directory)!r} was trained with another tokenizer than its "
+            f"base's: {remedy}"
+        )
+
+
+def check_labels(spec: RunSpec, labels: Sequence[str]) -> None:
+    """See that a head that was trained before is for the labels of the data, in their order.
+
+    Whatever a classify run of this software left says its labels; what others made does not.
+
+    Args:
+        spec: Names the adapter or model.
+        labels: Of the data, by number.
+
+    Raises:
+        DataError: It is for others; what to do.
+    """
+    model = spec.model
+    if model is None or model.source is None:
+        return
+    if model.adapter is not None:
+        what, place = "adapter", adapter_directory(model.adapter)
+    else:
+        what, place = "model", Path(model_source(model.source))
+    theirs = EarlierRun.that_left(place).labels
+    if not theirs or theirs == tuple(labels):
+        return
+    key = "init_from" if spec.init_from is not None else "model.adapter"
+    base = json.dumps(model.source) if what == "adapter" else "BASE (what it began with)"
+    anew = f"--set model.source={base}"
+    if what == "adapter" or spec.init_from is not None:
+        anew = f"leave out {key}, {anew}"
+    ours_shown, theirs_shown = _unlike(labels, theirs), _unlike(theirs, labels)
+    raise DataError(
+        f"the {what} in {str(place)!r} was trained for the labels {theirs_shown}, the data has "
+        f"{ours_shown}: give data with the same labels, or begin the head anew: {anew}"
+    )
+
+
+def _unlike(labels: Sequence[str], others: Sequence[str]) -> str:
+    """A list in brackets; of a long one some, from where it differs from another."""
+    if len(labels) <= _SHOWN:
+        return str([*labels])
+    first = next(
+        (n for n, pair in enumerate(zip(labels, others, strict=False)) if len({*pair}) > 1), 0
+    )
+    return f"{[*labels[first : first + _SHOWN]]} (from number {first}, of {len(labels)})"

@@ -9,10 +9,11 @@ from typing import Final
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from protocol.base.errors import DataError
+from protocol.spec.earlier_run import TRAINED
 from protocol.spec.manifest import ADAPTER_CONFIG
 from protocol.spec.run_spec import LoraSpec, ModelSpec
 
-FILE: Final = "samestep.json"
+FILE: Final = TRAINED
 
 
 class Trained(BaseModel):

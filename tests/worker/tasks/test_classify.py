@@ -17,7 +17,7 @@ from backends.base.interface import Array, Batch, BlockGradient, Loss
 from backends.registry import choose
 from protocol.base.errors import DataError
 from protocol.data.data_check import check_data
-from protocol.spec.run_spec import BatchSpec, DataSpec, LoraSpec, ModelSpec, RunSpec
+from protocol.spec.run_spec import BatchSpec, DataSpec, LoraSpec, ModelSpec, RunSpec, parse_run_spec
 from protocol.spec.sources import model_source
 from worker.tasks.base import Task
 from worker.tasks.prediction import classify
@@ -287,6 +287,28 @@ def test_pickled_weights_are_never_read(tiny, texts, tmp_path):
     torch.save(weights, pickled / "pytorch_model.bin")
     with pytest.raises(DataError, match=r"model\.safetensors"):
         build(spec_of(texts, source=str(pickled)))
+
+
+@pytest.mark.parametrize("lora", [LoraSpec(r=2), None])
+def test_a_trained_head_is_given_to_no_other_labels(tiny, texts, tmp_path, lora):
+    task = build(spec_of(texts, source=tiny, lora=lora))
+    left = str(export(task, task.initial_parameters(), tmp_path))
+    adapter, source = (left, tiny) if lora is not None else (None, left)
+    rows = Path(texts).read_text()
+    others = tmp_path / "others.jsonl"
+    others.write_text(rows.replace('"spam"', '"advertising"'))
+    for whole in {"init_from": left}, {"model": {"source": source, "adapter": adapter}}:
+        document = {"task": "classify", "steps": 1, "lora": lora and {"r": 2}, **whole}
+        again = parse_run_spec({**document, "data": {"train": texts}})
+        check_data(again)
+        assert build(again).manifest.blocks == task.manifest.blocks
+        expected = (
+            r"for the labels \['ham', 'spam'\], the data has \['advertising', 'ham'\]: give data "
+            "with the same labels, or begin the head anew: .*--set model.source="
+        )
+        with pytest.raises(DataError, match=expected) as caught:
+            check_data(parse_run_spec({**document, "data": {"train": str(others)}}))
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("lora", [LoraSpec(r=2), None])

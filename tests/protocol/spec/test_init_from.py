@@ -1,0 +1,152 @@
+"""What an earlier run's sections become in the next one, field by field."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.base.errors import DataError, RunSpecError
+from protocol.spec.adapter import check_adapter, check_labels
+from protocol.spec.init_from import COMPUTING, NOT_TAKEN, OF_BASE, ORIGIN
+from protocol.spec.run_spec import LoraSpec, ModelSpec, RunSpec, parse_run_spec
+
+COMPUTED = {
+    "dtype": "float32", "precision": "float16", "attention": "sdpa", "loss_scale": 1024.0,
+    "loss_scale_every": 7,
+}  # fmt: skip
+LORA = {"r": 3, "alpha": 5.0, "dropout": 0.25, "targets": ["v_proj"]}
+
+
+def left(run: Path, *, adapter: bool = True, own: bool = False, **changes: Any) -> Path:
+    """A finished run's directory, with what it left but the weights."""
+    base = run / "base"
+    result = run / ("adapter" if adapter else "model")
+    for each in base, result:
+        each.mkdir(parents=True)
+        (each / "tokenizer.json").write_text("{}")
+    (base / "config.json").write_text("{}")
+    model = {"source": str(base), "name": "a/base", "gradient_checkpointing": True, **COMPUTED}
+    if adapter:
+        model["base_dtype"] = "int4"
+        config = {
+            "peft_type": "LORA", "r": 3, "lora_alpha": 5, "lora_dropout": 0.25,
+            "target_modules": ["v_proj"], "base_model_name_or_path": "a/base",
+        }  # fmt: skip
+        (result / "adapter_config.json").write_text(json.dumps(config))
+        (result / "adapter_model.safetensors").write_text("")
+    else:
+        (result / "config.json").write_text("{}")
+    spec = {
+        "task": "causal-lm", "model": model, "lora": LORA if adapter else None,
+        "data": {"train": "x", "format": "messages", "chat_template": "{{ messages }}"}, **changes,
+    }  # fmt: skip
+    if own:
+        told = {**spec, "labels": ["no", "yes"], "model": {**model, "source": "a/base"}}
+        (result / "samestep.json").write_text(json.dumps(told))
+    (run / "run.json").write_text(json.dumps({"spec": spec}))
+    (run / "result.json").write_text("{}")
+    return result
+
+
+def next_run(found: Path, **changes: Any) -> RunSpec:
+    document = {
+        "task": "causal-lm", "steps": 1, "init_from": str(found),
+        "data": {"train": "x", "format": "messages"},
+    }  # fmt: skip
+    return parse_run_spec({**document, **changes})
+
+
+def test_every_field_of_the_model_is_taken_over_or_said_not_to_be():
+    groups = [*ORIGIN, *OF_BASE, *COMPUTING, *NOT_TAKEN]
+    assert sorted(groups) == sorted(ModelSpec.model_fields)
+    assert sorted(COMPUTED) == sorted(COMPUTING)
+    assert sorted(LORA) == sorted(LoraSpec.model_fields)
+    taken = {"model", "lora", "tokenizer", "data"}
+    of_training = {
+        "name", "task", "seed", "exactness", "arithmetic", "init_from", "capture", "distil", "dpo",
+        "regress", "digits", "scripted", "options", "batch", "optimizer", "exchange", "replicas",
+        "steps", "epochs", "evaluate_every", "log", "checkpoint", "stop", "threads",
+        "double_check_every",
+    }  # fmt: skip
+    assert taken | of_training == {*RunSpec.model_fields}
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_an_adapter_begins_with_all_that_it_computed_with(tmp_path, own):
+    found = left(tmp_path / "run", tokenizer={"source": "t", "vocab_size": 300}, own=own)
+    spec = next_run(found.parent)
+    assert spec.model is not None
+    assert spec.lora is not None
+    assert spec.model == ModelSpec.model_validate({
+        **COMPUTED, "base_dtype": "int4", "source": str(tmp_path / "run" / "base"),
+        "name": "a/base", "adapter": str(found),
+    })  # fmt: skip
+    assert spec.lora.model_dump(mode="json") == LORA
+    assert spec.tokenizer is not None
+    assert spec.tokenizer.source == str(found)
+    assert spec.data is not None
+    assert spec.data.chat_template == "{{ messages }}"
+    check_adapter(spec)
+
+
+def test_what_the_next_run_says_itself_stays_but_another_base_is_refused(tmp_path):
+    found = left(tmp_path / "run")
+    spec = next_run(
+        found, lora={"dropout": 0.5}, model={"precision": "float32", "attention": "eager"}
+    )
+    assert spec.model is not None
+    assert spec.lora is not None
+    assert (spec.model.precision, spec.model.attention) == ("float32", "eager")
+    assert (spec.lora.r, spec.lora.dropout, spec.tokenizer) == (3, 0.5, None)
+    check_adapter(spec)
+    text = "has model.base_dtype int4, the run spec nf4: --set model.base_dtype=int4"
+    with pytest.raises(DataError, match=re.escape(text)):
+        check_adapter(next_run(found, model={"base_dtype": "nf4"}))
+    named = {"source": str(tmp_path / "run" / "base"), "name": "a/base", "adapter": str(found)}
+    with pytest.raises(DataError, match=r"base_dtype int4, the run spec float32: --set"):
+        check_adapter(next_run(found, init_from=None, model=named, lora=LORA))
+
+
+def test_another_tokenizer_than_the_base_s_is_given_or_refused(tmp_path):
+    found = left(tmp_path / "run", tokenizer={"source": "t", "vocab_size": 300})
+    with pytest.raises(DataError, match=r"with another tokenizer .*: --set tokenizer\.source=/"):
+        check_adapter(next_run(found, tokenizer=None))
+    preferences = next_run(found, task="dpo", data={"train": "x"})
+    assert preferences.data is not None
+    assert preferences.data.chat_template == "{{ messages }}"
+    with pytest.raises(DataError, match=r"with another tokenizer .*: worker merge"):
+        check_adapter(preferences)
+
+
+def test_an_adapter_in_a_checkpoint_and_a_whole_model_begin_likewise(tmp_path):
+    found = left(tmp_path / "run")
+    step = tmp_path / "run" / "checkpoints" / "step-1"
+    step.mkdir(parents=True)
+    kept = found.rename(step / "adapter")
+    spec = next_run(kept)
+    assert spec.model is not None
+    assert spec.model.base_dtype == "int4"
+    whole = next_run(left(tmp_path / "whole", adapter=False))
+    assert whole.model == ModelSpec.model_validate({
+        **COMPUTED, "source": str(tmp_path / "whole" / "model"),
+    })  # fmt: skip
+    assert whole.lora is None
+
+
+def test_many_labels_are_shown_from_where_they_differ_and_a_damaged_record_is_one_line(tmp_path):
+    found = left(tmp_path / "run", own=True)
+    (record,) = found.glob("samestep.json")
+    labels = [f"l{number:02}" for number in range(30)]
+    document = json.loads(record.read_text())
+    record.write_text(json.dumps({**document, "labels": labels}))
+    spec = next_run(found)
+    check_labels(spec, labels)
+    with pytest.raises(DataError, match=r"\['l25', .*\(from number 25, of 30\), the data has .*x"):
+        check_labels(spec, [*labels[:25], "x", *labels[26:]])
+    record.write_text('{"labels": 3}')
+    with pytest.raises(RunSpecError, match="is not what a classify run writes"):
+        next_run(found)
