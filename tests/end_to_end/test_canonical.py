@@ -14,7 +14,7 @@ from coordinator.storage.directory.run_directory import RunDirectory
 from tests.cluster import RUNS, Cluster
 from tests.commands import called
 from tests.flipping_worker import ELEMENT
-from tests.processes import start
+from tests.processes import PATIENCE_S, start
 from tests.small_decoder import decoder_run
 from worker.recomputing import StepsAgain
 
@@ -105,6 +105,20 @@ def test_the_command_computes_again_in_a_process_of_its_own(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_device_of_another_convention_is_told_what_to_write(tmp_path):
+    a_device_is_there()
+    fused = ("--set", "arithmetic=canonical", *SHORT)
+    arguments = ("--expect-workers", "1", "--run", str(RUNS / "regress.yaml"), *fused)
+    with Cluster(tmp_path, *arguments) as cluster:
+        worker = cluster.worker("w0", "--backend", "vulkan")
+        _, told = worker.communicate(timeout=PATIENCE_S)
+    assert worker.returncode == 3
+    [line] = told.splitlines()
+    assert "a multiply-add of 0x" in line
+    assert "arithmetic.multiply_add=separate" in line
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["regress.yaml", "digits.yaml"])
 def test_threads_devices_and_mixtures_decide_no_bit(tmp_path, run):
     a_device_is_there()
@@ -141,12 +155,12 @@ def test_a_language_model_on_a_device_has_the_digest_of_the_cpu(tmp_path, run, s
 def test_one_is_killed_and_one_of_another_kind_comes_late(tmp_path, job):
     """LoRA on an int8 base, with dropout and checkpointing."""
     a_device_is_there()
-    run = decoder_run(job, tmp_path)
+    run = decoder_run(job, tmp_path, steps=5)
     alone = train(tmp_path / "one", run, ("cpu",))
     arguments = ("--expect-workers", "2", "--run", str(run), *CANONICAL)
     with Cluster(tmp_path / "two", *arguments) as cluster:
-        first = cluster.held_worker("w0", 6, "--backend", "cpu")
-        second = cluster.held_worker("w1", 6, "--backend", "vulkan")
+        first = cluster.held_worker("w0", 2, "--backend", "cpu")
+        second = cluster.held_worker("w1", 2, "--backend", "vulkan")
         first.reached()
         second.reached()
         cluster.workers["w1"].kill()
