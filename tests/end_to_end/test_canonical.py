@@ -14,7 +14,7 @@ from coordinator.storage.directory.run_directory import RunDirectory
 from tests.cluster import RUNS, Cluster
 from tests.commands import called
 from tests.flipping_worker import ELEMENT
-from tests.processes import PATIENCE_S, start
+from tests.processes import start
 from tests.small_decoder import decoder_run
 from worker.recomputing import StepsAgain
 
@@ -102,20 +102,6 @@ def test_the_command_computes_again_in_a_process_of_its_own(tmp_path):
     ended = called("coordinator", "audit", run, "--recompute", "4")
     assert ended.returncode == 1
     assert_the_flip_is_named(ended.stdout.splitlines())
-
-
-@pytest.mark.slow
-def test_a_device_of_another_convention_is_told_what_to_write(tmp_path):
-    a_device_is_there()
-    fused = ("--set", "arithmetic=canonical", *SHORT)
-    arguments = ("--expect-workers", "1", "--run", str(RUNS / "regress.yaml"), *fused)
-    with Cluster(tmp_path, *arguments) as cluster:
-        worker = cluster.worker("w0", "--backend", "vulkan")
-        _, told = worker.communicate(timeout=PATIENCE_S)
-    assert worker.returncode == 3
-    [line] = told.splitlines()
-    assert "a multiply-add of 0x" in line
-    assert "arithmetic.multiply_add=separate" in line
 
 
 @pytest.mark.slow

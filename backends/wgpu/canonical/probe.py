@@ -24,7 +24,7 @@ from backends.wgpu.lowering.kernels import MatmulShader
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
 from backends.wgpu.shaders.functions import called
 from backends.wgpu.shaders.matmul import MatmulProblem, Operand
-from protocol.base.errors import BackendUnavailable
+from protocol.base.errors import SamestepError
 
 _CASES: Final = 2048
 _EDGES: Final = (
@@ -205,7 +205,7 @@ def refuse_unlike(target: CanonicalDevice, matmul: MatmulShader, convention: Con
     """Whether the device follows the convention of a run.
 
     Raises:
-        BackendUnavailable: It does not; where, and what to write for one that it follows.
+        SamestepError: It does not; where, and what to write for one that it follows.
     """
     found = first_difference(target, matmul, convention)
     if found is None:
@@ -220,8 +220,7 @@ def refuse_unlike(target: CanonicalDevice, matmul: MatmulShader, convention: Con
             f"{'fused' if other.fused else 'separate'} and arithmetic.subnormals="
             f"{'flushed' if other.flushes else 'kept'} for the run"
         )
-    raise BackendUnavailable(
-        "vulkan",
+    raise SamestepError(
         f"{device.adapter.name!r} does not compute by the run's arithmetic ({convention}): "
-        f"{found}; {advice}",
+        f"{found}; {advice}"
     )
