@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import socket
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,10 @@ def _without_functions(*names: str) -> Callable[[], None]:
             delattr(os, name)
 
     return hide
+
+
+def _without_local_sockets() -> None:
+    del socket.SO_PEERCRED
 
 
 def _without_procfs() -> None:
@@ -68,6 +73,7 @@ LACKING: dict[str, Callable[[], None]] = {
     "users": _without_functions("fchown", "geteuid", "getuid", "getegid", "getgid"),
     "loop_signals": _without_loop_signals,
     "own_symbols": _without_own_symbols,
+    "local_sockets": _without_local_sockets,
 }
 
 if __name__ == "__main__":

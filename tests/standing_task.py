@@ -7,7 +7,7 @@ import ctypes
 from protocol.spec.run_spec import RunSpec
 from worker.tasks.scripted import Scripted
 
-STANDS_S = 2
+STANDS_S = 4
 NAME = "tests.standing_task:Stands"
 
 

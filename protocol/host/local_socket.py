@@ -23,11 +23,18 @@ _CREDENTIALS: Final = struct.Struct("3i")
 """Of `struct ucred`: process, user, group."""
 
 
+def is_offered() -> bool:
+    """Whether this system says whose process is at the other end; Linux does."""
+    return hasattr(socket, "SO_PEERCRED") and hasattr(os, "geteuid")
+
+
 def listen(host: str, port: int) -> socket.socket | None:
     """A listening socket beside the one of this address; None where the system has none."""
+    if not is_offered():
+        return None
     try:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    except (AttributeError, OSError):
+    except OSError:
         return None
     try:
         listener.bind(_name(host, port))
@@ -55,6 +62,8 @@ async def dial(host: str, port: int) -> tuple[socket.socket, bytes] | None:
         host: An address; a name other than localhost is another machine's, or is taken for that.
         port: Its port.
     """
+    if not is_offered():
+        return None
     for name in _names(host, port):
         endpoint = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:

@@ -91,7 +91,7 @@ class Channel(asyncio.BufferedProtocol):
         if self._transport is None:
             return False
         endpoint = self._transport.get_extra_info("socket")
-        if endpoint is not None and endpoint.family == socket.AF_UNIX:
+        if endpoint is not None and _is_unix(endpoint):
             return True
         own, other = (self._transport.get_extra_info(n) for n in ("sockname", "peername"))
         return bool(own and other and own[0] == other[0])
@@ -311,6 +311,8 @@ def reason_of(error: BaseException | None) -> str:
 
 def _unanswered_s(endpoint: socket.socket) -> float | None:
     """From Linux' `struct tcp_info`."""
+    if _is_unix(endpoint):
+        return 0.0  # One kernel at both ends; a process that is gone has closed it.
     kind = getattr(socket, "TCP_INFO", None)
     if kind is None:
         return None
@@ -321,9 +323,13 @@ def _unanswered_s(endpoint: socket.socket) -> float | None:
     return float(_LAST_ANSWER.unpack(info)[0] / 1000) if len(info) == _LAST_ANSWER.size else None
 
 
+def _is_unix(endpoint: socket.socket) -> bool:
+    return hasattr(socket, "AF_UNIX") and endpoint.family == socket.AF_UNIX
+
+
 def set_socket_options(endpoint: socket.socket) -> None:
     """No Nagle delay; a dead link is noticed by the kernel too."""
-    if endpoint.family == socket.AF_UNIX:
+    if _is_unix(endpoint):
         return
     endpoint.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+from copy import copy
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,7 @@ def test_the_log_is_that_of_the_stock_trainer(tmp_path, ours, how):
     if "per_device_train_batch_size" in how:
         ours = trained(samestep.hf.Trainer, tmp_path / "ours", **how)
     else:
+        ours = copy(ours)
         arguments = TrainingArguments(output_dir=str(tmp_path), **{**SET, **how})
         ours.args, ours.state = arguments, TrainerState()
         ours._take_over(ours.fitted, 0.0)

@@ -38,8 +38,8 @@ def test_each_side_accepts_the_other():
 
 def test_a_proof_has_these_bits():
     """Another implementation must come to the same; a change is one of the protocol's version."""
-    assert PROTOCOL_VERSION == 5
-    assert EXCHANGE.prove("worker", KEY).hex().startswith("904e590941cb2082")
+    assert PROTOCOL_VERSION == 6
+    assert EXCHANGE.prove("worker", KEY).hex().startswith("fe8031827143294f")
 
 
 OTHERS = {
