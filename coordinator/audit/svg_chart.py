@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from html import escape
 from typing import Final
@@ -114,7 +115,8 @@ class _Axis:
 
     def ticks(self) -> list[float]:
         """Round values, three to six of them."""
-        raw = max((self.high - self.low) / 6, 1.0 if self.whole else 0.0)
+        least = 1.0 if self.whole else sys.float_info.min
+        raw = max((self.high - self.low) / 6, least)
         magnitude = 10.0 ** math.floor(math.log10(raw))
         step = next(m for m in (1, 2, 5, 10) if m * magnitude >= raw) * magnitude
         first = math.ceil(self.low / step - 1e-9)

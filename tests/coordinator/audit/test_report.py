@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree as ET
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from coordinator.audit.audit import audit
@@ -169,6 +169,7 @@ def test_a_directory_without_a_run_is_told(tmp_path):
 values = st.floats(-1e30, 1e30) | st.sampled_from([math.nan, math.inf, 0.0, 1e-300])
 
 
+@example([0.0, 5e-324], False)
 @given(st.lists(values, max_size=40), st.booleans())
 def test_any_chart_is_svg_within_its_frame(ys, stairs):
     points = [(float(x), y) for x, y in enumerate(ys)]
