@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, Final
 
 import numpy as np
@@ -19,6 +20,7 @@ from protocol.base.errors import DataError, in_words, raised_words
 from protocol.exact.digest import digest_arrays
 from protocol.spec.manifest import Manifest, Metric
 from protocol.spec.run_spec import RunSpec
+from samestep.kept_state import kept_state, refuse_what_is_kept
 from samestep.nested import NestedBatches
 from samestep.refusals import (
     WITHIN,
@@ -35,6 +37,7 @@ from worker.models.blocks import cut_by_size
 
 _LOOKED_AT: Final = 64
 """Samples of a data set whose digest is taken, evenly spread; of tensors all are."""
+_ROOTS: Final = fields(UserTask)
 _WEIGHT: Final = "samestep.weight"
 """Beside a held-out batch's arrays: its weight."""
 
@@ -185,11 +188,14 @@ class FittedTask:
             )
         self._refuse_no_weight()
         batch, module = self._on_cpu(drawn[0]), self.user.module
-        losses = []
+        losses, kept = [], []
         for _ in range(2):
+            self._weight(self._collated(data, two, 1), len(two))
             with _seeded(0):
                 losses.append(check_loss(self._tried(module, batch, "together")).detach())
+            kept.append(kept_state({each.name: getattr(self.user, each.name) for each in _ROOTS}))
         refuse_own_draws(losses[0], losses[1])
+        refuse_what_is_kept(kept[0], kept[1])
         if digests[0] != digests[2] or len(data) < 2:
             return  # what is drawn anew cannot be compared with itself; the device tries halves
         mode = module.training

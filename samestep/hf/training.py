@@ -55,6 +55,9 @@ class SamestepMixin:
     honoured_by_the_class: ClassVar[frozenset[str]] = frozenset()
     """Further fields of its training arguments that the class makes use of before it trains."""
 
+    only_own_names: ClassVar[bool] = True
+    """See `samestep.kept_state`: a Trainer counts what is of no effect on what is trained."""
+
     fitted: FitResult | None = None
     """What the run gave, once it is over."""
 

@@ -29,11 +29,10 @@ def build(loss=squares):
 """
 WHOLE = "whole = samestep.fit(build, **given)"
 INTERRUPTED = """
-calls = 0
-
 def waits(module, batch):
-    global calls
-    calls += 1
+    with open("calls", "ab") as file:  # a loss that keeps a counter is refused
+        file.write(b".")
+        calls = file.tell()
     if calls == 60:
         open("gate", "rb").read(1)  # a pipe: until the test has seen that the run drains
     return squares(module, batch)

@@ -1,0 +1,295 @@
+"""What a user's model, loss, collator and data set keep from one call to the next.
+
+A microbatch is computed by whoever is free, so what it gives must not depend on what was computed
+before. Numbers, texts, arrays and generators that can be reached are written down after one call
+and after another on the same samples: what has changed is a counter, or a generator of its own.
+Caches are not: an entry may come or go, as may whatever is set by the first call and stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import itertools
+import logging
+import operator
+import random
+import sysconfig
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache, partial
+from pathlib import Path
+from types import (
+    BuiltinMethodType,
+    CodeType,
+    FunctionType,
+    GeneratorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+    SimpleNamespace,
+)
+from typing import Any, Final
+
+import numpy as np
+import torch
+from blake3 import blake3
+from torch import nn
+
+from protocol.base.errors import DataError
+from samestep.own_names import ours
+
+State = dict[str, int | str]
+"""By the way to it: a value as text, or the length of a list or set, which may grow."""
+
+_OBJECTS: Final = 50_000
+"""Looked at in all, the nearest first."""
+_ENTRIES: Final = 256
+"""Looked at of a container, the first ones."""
+_ELEMENTS: Final = 4096
+"""Looked at of an array, evenly spread."""
+_SHOWN: Final = 60
+
+_PLAIN = bool, int, float, complex, str, bytes, bytearray, array, np.generic, type(None)
+_METHODS = MethodType | BuiltinMethodType | MethodWrapperType
+_LEFT_ALONE = ModuleType, io.IOBase, logging.Logger, logging.Handler, torch.dtype, torch.device
+_LIBRARY: Final = tuple(
+    Path(sysconfig.get_paths()[name]).resolve() for name in ("stdlib", "purelib", "platlib")
+)
+
+_Found = Iterator[tuple[str, object]]
+
+
+def kept_state(roots: Mapping[str, object]) -> State:
+    """All that can be reached from `roots` and may change, by the way to it from their names."""
+    return _Walk().all(roots)
+
+
+def refuse_what_is_kept(before: State, after: State) -> None:
+    """Refuse what has changed between two calls on the same samples.
+
+    Raises:
+        DataError: Something has; it is named.
+    """
+    for path, was in before.items():
+        now = after.get(path, was)
+        shrunk = isinstance(was, int) and isinstance(now, int) and now < was
+        if shrunk or (isinstance(was, str) and now != was):
+            raise DataError(
+                f"expected a model, loss, collator and data set that keep nothing from one call "
+                f"to the next, got {path}, which goes from {_shown(was)} to {_shown(now)} on the "
+                "same samples: leave out the counter, and draw from torch's, numpy's or Python's "
+                "global generator, which are seeded for each microbatch"
+            )
+
+
+def _shown(value: int | str) -> str:
+    text = str(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+class _Walk:
+    """Goes once to every object, near ones first."""
+
+    def __init__(self) -> None:
+        self._state: State = {}
+        self._seen: dict[int, object] = {}
+        self._next: deque[tuple[str, object, bool]] = deque()
+
+    def all(self, roots: Mapping[str, object]) -> State:
+        self._next.extend((name, root, True) for name, root in roots.items())
+        while self._next and len(self._seen) < _OBJECTS:
+            path, value, counts = self._next.popleft()
+            self._look(path, value, counts=counts)
+        return self._state
+
+    def _look(self, path: str, value: object, *, counts: bool) -> None:
+        """Write down what `value` is, or what it holds; numbers of a library's own do not count."""
+        if isinstance(value, _PLAIN):
+            if counts:
+                self._state[path] = repr(value)
+            return
+        if id(value) in self._seen or isinstance(value, _LEFT_ALONE):
+            return
+        self._seen[id(value)] = value  # held, so that no other object has its id meanwhile
+        drawn = _generator(value)
+        if drawn is not None:
+            self._state[path] = drawn
+        elif isinstance(value, torch.Tensor | np.ndarray):
+            if counts:
+                self._state[path] = _elements(value)
+        else:
+            counts = _users(value, above=counts)
+            if counts and isinstance(value, list | deque | set):
+                self._state[f"len({path})"] = len(value)
+            self._next.extend((way, held, counts) for way, held in _held(path, value))
+
+
+def _generator(value: object) -> str | None:
+    """Where a generator or a count stands; None if it is none."""
+    stands: object
+    match value:
+        case random.SystemRandom():
+            return None  # stands nowhere
+        case random.Random():
+            stands = value.getstate()
+        case np.random.Generator():
+            stands = value.bit_generator.state
+        case np.random.BitGenerator():
+            stands = value.state
+        case np.random.RandomState():
+            stands = value.get_state()
+        case torch.Generator():
+            stands = value.get_state().numpy().tobytes()
+        case itertools.count():
+            return repr(value)
+        case _:
+            return None
+    with np.printoptions(threshold=100_000):
+        return f"{type(value).__name__} at {blake3(repr(stands).encode()).hexdigest(8)}"
+
+
+def _elements(value: torch.Tensor | np.ndarray[Any, Any]) -> int | str:
+    """Digest of an array's elements, of some if there are many; not of what an update changes."""
+    if isinstance(value, nn.Parameter) and value.requires_grad:
+        return 0
+    try:
+        if isinstance(value, torch.Tensor):
+            flat = value.detach().reshape(-1)
+            some = flat[:: max(1, flat.numel() // _ELEMENTS)].cpu().contiguous()
+            raw = some.view(torch.uint8).numpy().tobytes()
+        elif value.dtype.hasobject:
+            raw = repr(value.flat[:_ENTRIES].tolist()).encode()
+        else:
+            raw = np.ascontiguousarray(value.flat[:: max(1, value.size // _ELEMENTS)]).tobytes()
+    except Exception:  # noqa: BLE001 -- without elements of its own: meta, sparse, a subclass
+        return 0
+    return f"{type(value).__name__} of {tuple(value.shape)} {blake3(raw).hexdigest(8)}"
+
+
+def _users(value: object, *, above: bool) -> bool:
+    """Whether numbers that an object holds count: those of the user's, and of any model."""
+    if isinstance(value, list | tuple | deque | set | dict | partial | _METHODS):
+        return above
+    if isinstance(value, FunctionType):
+        return _of_user(value.__code__.co_filename)
+    if isinstance(value, nn.Module | SimpleNamespace | Iterator):
+        return True
+    kind = value if isinstance(value, type) else type(value)
+    return any(True for _ in _users_functions(kind)) or kind.__module__ == "__main__"
+
+
+def _held(path: str, value: Any) -> _Found:
+    """What an object holds, and the way to it."""
+    match value:
+        case dict():
+            for key, each in itertools.islice(value.items(), _ENTRIES):
+                plain = isinstance(key, str | int | float | tuple)
+                yield f"{path}[{key!r}]" if plain else f"{path}[{type(key)} {id(key)}]", each
+        case list() | tuple() | deque():
+            for number, each in enumerate(itertools.islice(value, _ENTRIES)):
+                yield f"{path}[{number}]", each
+        case partial():
+            yield from ((path, value.func), (path, value.args), (path, value.keywords))
+        case MethodType():
+            yield from ((path, value.__self__), (path, value.__func__))
+        case BuiltinMethodType() | MethodWrapperType():
+            yield path, value.__self__
+        case FunctionType():
+            yield from _of_function(path, value)
+        case type():
+            yield from _of_class(value)
+        case GeneratorType():
+            if value.gi_frame is not None:
+                yield f"{path} (where it stands)", value.gi_frame.f_lasti
+                yield from _named(path, value.gi_frame.f_locals)
+        case Iterator():
+            yield f"{path} (what is left)", operator.length_hint(value, -1)
+            yield from ((path, each) for each in gc.get_referents(value))
+            yield from _of_instance(path, value)
+        case _:
+            yield from _of_instance(path, value)
+
+
+def _named(path: str, named: Mapping[str, object]) -> _Found:
+    return ((f"{path}.{name}", each) for name, each in list(named.items()))
+
+
+def _of_instance(path: str, value: object) -> _Found:
+    """Attributes; of one that says so those alone that the user's own classes speak of."""
+    kind = type(value)
+    attributes = dict(getattr(value, "__dict__", {}))
+    if getattr(kind, "only_own_names", False):
+        names = {n for each in _users_functions(kind) for n in _names(each.__code__)}
+        attributes = {name: each for name, each in attributes.items() if name in names}
+    yield from _named(path, attributes)
+    for slot in (s for each in kind.__mro__ for s in _slots(each)):
+        if hasattr(value, slot):
+            yield f"{path}.{slot}", getattr(value, slot)
+    yield kind.__name__, kind
+
+
+def _slots(kind: type) -> Iterable[str]:
+    slots = vars(kind).get("__slots__", ()) if _functions(kind) else ()
+    named = (slots,) if isinstance(slots, str) else slots
+    return [name for name in named if not name.startswith("__")]
+
+
+def _of_class(kind: type) -> _Found:
+    """Attributes and functions of the user's classes that one is made of."""
+    for each in kind.__mro__:
+        if any(_of_user(f.__code__.co_filename) for f in _functions(each)):
+            for name, value in list(vars(each).items()):
+                if not name.startswith("__") and not hasattr(type(value), "__get__"):
+                    yield f"{each.__name__}.{name}", value
+            yield from ((f"{each.__name__}.{f.__name__}", f) for f in _functions(each))
+
+
+def _functions(kind: type) -> list[FunctionType]:
+    found = []
+    for value in list(vars(kind).values()):
+        inner = getattr(value, "fget", None) or getattr(value, "__func__", value)
+        if isinstance(inner, FunctionType):
+            found.append(inner)
+    return found
+
+
+def _users_functions(kind: type) -> Iterator[FunctionType]:
+    for each in kind.__mro__:
+        yield from (f for f in _functions(each) if _of_user(f.__code__.co_filename))
+
+
+def _of_function(path: str, function: FunctionType) -> _Found:
+    """Defaults, attributes, what it closes over; of the user's also the globals it speaks of."""
+    yield f"{path} (its defaults)", function.__defaults__
+    yield f"{path} (its defaults)", function.__kwdefaults__
+    yield from _named(path, function.__dict__)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # nothing in it yet
+            yield f"{path}.{name}", cell.cell_contents
+    if not _of_user(function.__code__.co_filename):
+        return
+    names = _names(function.__code__)
+    for name in names & function.__globals__.keys():
+        value = function.__globals__[name]
+        if isinstance(value, ModuleType) and _of_user(getattr(value, "__file__", None) or "<"):
+            both = names & vars(value).keys()
+            yield from ((f"{name}.{each}", vars(value)[each]) for each in both)
+        yield f"the global {name}", value
+
+
+def _names(code: CodeType) -> set[str]:
+    """Globals and attributes that a function speaks of, and those inside of it."""
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return set(code.co_names).union(*map(_names, inner))
+
+
+@lru_cache(maxsize=4096)
+def _of_user(file: str) -> bool:
+    """Whether code is the user's: neither Python's, nor installed, nor ours."""
+    if file.startswith("<"):
+        return not file.startswith(("<frozen", "<string", "<__array"))  # a prompt, a notebook
+    path = Path(file).resolve()
+    return not (ours(path) or any(path.is_relative_to(home) for home in _LIBRARY))
