@@ -30,7 +30,7 @@ from coordinator.storage.directory.journal_records import (
 )
 from coordinator.storage.directory.run_directory import RunDirectory
 from protocol.base.errors import UsageError
-from protocol.spec.run_spec import TASK_SECTIONS
+from protocol.spec.idle_keys import OWN_SECTIONS, TASK_SECTIONS
 
 _MOST_ROWS: Final = 2_000
 _MOST_CHARTS: Final = 4
@@ -340,9 +340,8 @@ def _inputs(history: History) -> str:
 
 def _used(spec: dict[str, Any]) -> dict[str, Any]:
     """Less the sections that the run's task has no use for."""
-    own = {"options"}.union(*TASK_SECTIONS.values()) - TASK_SECTIONS.keys()
-    unused = {"options"}.union(*TASK_SECTIONS.values())
-    unused -= set(TASK_SECTIONS.get(str(spec.get("task")), own))
+    own = OWN_SECTIONS - TASK_SECTIONS.keys()
+    unused = OWN_SECTIONS - set(TASK_SECTIONS.get(str(spec.get("task")), own))
     return {key: value for key, value in spec.items() if key not in unused}
 
 

@@ -576,14 +576,14 @@ class Run:
         return actions + self._agreed.admission.request_state() + self._start_if_enough()
 
     def _figure_missing(self, manifest: Manifest) -> str:
-        """Why the run can never stop by its figure; empty if it can."""
-        names = [metric.name for metric in manifest.metrics]
-        if self.spec.stop is None or self.spec.stop.figure in names:
+        """Why the run can neither stop by its figure nor keep its best; empty if it can."""
+        stop, metric = self.spec.stop, self.spec.checkpoint.metric
+        key, figure = ("stop.figure", stop.figure) if stop else ("checkpoint.metric", metric)
+        names = [each.name for each in manifest.metrics]
+        if figure is None or figure in names:
             return ""
         there = f"it measures {', '.join(names)}" if names else "it measures nothing"
-        return (
-            f"stop.figure: expected a figure of this task, got {self.spec.stop.figure!r}; {there}"
-        )
+        return f"{key}: expected a figure of this task, got {figure!r}; {there}"
 
     def _planned(self) -> list[Action]:
         """What a capture is going to be."""

@@ -18,10 +18,10 @@ from protocol.base.errors import DataError
 from protocol.spec import sources
 from protocol.spec.adapter import ADAPTER_WEIGHTS, adapter_directory
 from protocol.spec.blob_list import Form, Role, name_fault
+from protocol.spec.idle_keys import TASK_SECTIONS
 from protocol.spec.manifest import ADAPTER_CONFIG
 from protocol.spec.run_spec import (
     LOGITS_SUFFIX,
-    TASK_SECTIONS,
     DataSpec,
     RunSpec,
     source_of,

@@ -6,6 +6,7 @@ that name the nearest known one.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import math
@@ -32,6 +33,14 @@ from protocol.base.errors import MessageError, RunSpecError
 from protocol.base.fields import Bounded
 from protocol.spec.arithmetic_spec import ArithmeticSpec
 from protocol.spec.blob_list import Role
+from protocol.spec.idle_keys import (
+    CONVERSATION_KEYS,
+    KEYS_OF_DATA,
+    OWN_SECTIONS,
+    TASK_SECTIONS,
+    TEXT_KEYS,
+    idle_keys,
+)
 from protocol.spec.init_from import begin_from
 from protocol.spec.replicas_spec import Codecs, ReplicasSpec
 from protocol.spec.run_spec_text import (
@@ -39,21 +48,10 @@ from protocol.spec.run_spec_text import (
     KeyFault,
     apply_override,
     explain,
+    few,
     read_yaml,
     yaml_fault,
 )
-
-TASK_SECTIONS: Final = {
-    "regress": {"regress"},
-    "digits": {"digits"},
-    "classify": {"model", "lora", "data"},
-    "causal-lm": {"model", "lora", "data", "tokenizer"},
-    "teacher-logits": {"model", "data", "tokenizer", "capture"},
-    "distil": {"model", "lora", "data", "distil"},
-    "dpo": {"model", "lora", "data", "dpo"},
-    "scripted": {"scripted"},
-}
-"""The tasks that come along, and which of the sections below each of them reads."""
 
 LOGITS_SUFFIX: Final = ".parquet"
 """Of files of captured logits."""
@@ -62,30 +60,10 @@ _KINDS: Final = {list: "list", str: "text", int: "number", float: "number", bool
 _OWN_TASK: Final = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
 
 
-_CONVERSATION_KEYS: Final = {"columns", "loss", "chat_template"}
 _IDLE_IN_CAPTURES: Final = (
     "optimizer", "exchange", "evaluate_every", "checkpoint.metric", "model.gradient_checkpointing",
 )  # fmt: skip
 """Of training and measuring alone."""
-
-_KEYS_OF_DATA: Final = {
-    "classify": {
-        "train", "text", "label", "pattern", "holdout", "holdout_samples", "max_tokens",
-        "validation", "num_classes", "class_weights",
-    },
-    "causal-lm": {
-        "train", "text", "label", "pattern", "holdout", "holdout_samples", "max_tokens", "format",
-        "validation", "packing", "group_by_length", *_CONVERSATION_KEYS,
-    },
-    "teacher-logits": {"train", "text", "pattern", "max_tokens", "format", *_CONVERSATION_KEYS},
-    "distil": {"train", "holdout", "holdout_samples"},
-    "dpo": {
-        "train", "validation", "holdout", "holdout_samples", "max_tokens", "columns",
-        "chat_template",
-    },
-}  # fmt: skip
-"""What of the section data these tasks read; the others read all of it."""
-
 
 COLUMNS_OF_FORMAT: Final[dict[str, tuple[str, ...]]] = {
     "text": (),
@@ -456,13 +434,6 @@ class OptimizerSpec(_Section):
             if not self.betas[0]:
                 text = "optimizer schedule-free averages by betas[0]: expected it above 0"
                 raise KeyFault(text, "optimizer.betas")
-        fields = type(self).model_fields
-        idle = ["decay_ratio", "decay"] if self.schedule != "wsd" else []
-        idle += ["min_lr_ratio"] if self.schedule == "constant" else []
-        for key in idle:
-            if getattr(self, key) != fields[key].default:
-                text = f"optimizer.{key} does nothing with schedule {self.schedule}: leave it out"
-                raise KeyFault(text, f"optimizer.{key}")
         return self
 
 
@@ -610,7 +581,7 @@ class RunSpec(_Section):
         self._check_alone()
         if self.task not in TASK_SECTIONS:
             return self
-        for section in sorted(set().union(*TASK_SECTIONS.values(), {"options"})):
+        for section in sorted(OWN_SECTIONS):
             fits = section in TASK_SECTIONS[self.task]
             if not fits and getattr(self, section) != type(self).model_fields[section].default:
                 text = f"task {self.task} has no use for the section {section!r}"
@@ -674,13 +645,13 @@ class RunSpec(_Section):
         if self.task == "classify" and self.data.text == self.data.label:
             text = f"expected two columns, got {self.data.text!r} for data.text and data.label"
             raise KeyFault(text, "data.text", "data.label")
-        for key in sorted(_DATA_KEYS - _KEYS_OF_DATA.get(self.task, _DATA_KEYS)):
+        for key in sorted(_DATA_KEYS - KEYS_OF_DATA.get(self.task, _DATA_KEYS)):
             if getattr(self.data, key) != DataSpec.model_fields[key].default:
                 text = f"task {self.task} has no use for data.{key}"
                 if "class" in key:
                     text = f"data.{key} is for task classify; {self.task} has no classes"
                 raise KeyFault(text, f"data.{key}")
-        if self.task in _KEYS_OF_DATA:
+        if self.task in KEYS_OF_DATA:
             self._check_samples(self.data)
         self._check_data_format(self.data)
         if self.task == "dpo":
@@ -718,9 +689,9 @@ class RunSpec(_Section):
         self._check_columns(data, PREFERENCE_COLUMNS, "task dpo")
 
     def _check_data_format(self, data: DataSpec) -> None:
-        if self.task not in _KEYS_OF_DATA or "format" not in _KEYS_OF_DATA[self.task]:
+        if self.task not in KEYS_OF_DATA or "format" not in KEYS_OF_DATA[self.task]:
             return
-        others = _CONVERSATION_KEYS if data.format == "text" else {"text", "label", "pattern"}
+        others = CONVERSATION_KEYS if data.format == "text" else TEXT_KEYS
         for key in sorted(others):
             if getattr(data, key) == DataSpec.model_fields[key].default:
                 continue
@@ -933,6 +904,7 @@ def parse_run_spec(document: object, overrides: Sequence[str] = (), origin: str 
         raise RunSpecError(f"expected plain keys and values{where}") from None
     for override in overrides:
         apply_override(merged, override)
+    said = copy.deepcopy(merged)
     begin_from(merged)
     if merged.get("task") in ("classify", "dpo"):
         merged.setdefault("lora", {})
@@ -947,13 +919,14 @@ def parse_run_spec(document: object, overrides: Sequence[str] = (), origin: str 
         merged.setdefault("steps", limits.COUNTED_SAMPLES)
     try:
         # Strict JSON mode: lists stand for tuples, yet "8" is not taken for 8.
-        return RunSpec.model_validate_json(json.dumps(merged), strict=True)
+        spec = RunSpec.model_validate_json(json.dumps(merged), strict=True)
+        told = few(idle_keys(spec, said, overrides))
     except ValidationError as error:
         told = explain(RunSpec, error, overrides)
+    if told:
         # What was set is not the file's mistake.
-        raise RunSpecError(
-            told if told.endswith(")") and "(from --set" in told else told + where
-        ) from None
+        raise RunSpecError(told if told.endswith(")") and "(from --set" in told else told + where)
+    return spec
 
 
 def _count_samples_of_tokens(document: dict[str, Any], where: str) -> None:

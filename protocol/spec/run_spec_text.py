@@ -143,9 +143,19 @@ def explain(model: type[BaseModel], error: ValidationError, overrides: Sequence[
     found = error.errors()
     # A misspelt key comes before the key that is missing for it.
     found.sort(key=lambda one: one["type"] != "extra_forbidden")
-    told = dict.fromkeys(_explained(model, one, overrides) for one in found)
+    return few([*dict.fromkeys(_explained(model, one, overrides) for one in found)])
+
+
+def few(told: Sequence[str]) -> str:
+    """The first few mistakes in one line, and how many more there are."""
     more = f"; and {len(told) - _TOLD} more" if len(told) > _TOLD else ""
-    return "; ".join([*told][:_TOLD]) + more
+    return "; ".join(told[:_TOLD]) + more
+
+
+def set_by(keys: Iterable[str], overrides: Sequence[str]) -> list[str]:
+    """Those `key=value` pairs that set one of the keys, or something in it."""
+    starts = tuple(f"{key}{end}" for key in keys for end in "=.")
+    return [each for each in overrides if f"{each}=".startswith(starts)]
 
 
 def _explained(model: type[BaseModel], one: Any, overrides: Sequence[str]) -> str:
@@ -163,11 +173,7 @@ def _explained(model: type[BaseModel], one: Any, overrides: Sequence[str]) -> st
             text = f"{place}: {got}, {text}" if text.endswith("?") else f"{place}: {text}, {got}"
     fault = (one.get("ctx") or {}).get("error")
     to_blame = fault.keys if isinstance(fault, KeyFault) else (place,) if place else ()
-    said = [
-        each
-        for each in overrides
-        if f"{each}=".startswith(tuple(f"{key}{end}" for key in to_blame for end in "=."))
-    ]
+    said = set_by(to_blame, overrides)
     return f"{text} (from --set {said[-1]})" if said else text
 
 

@@ -160,7 +160,6 @@ def optimizer_of(arguments: Any, steps: int, no_decay: tuple[str, ...]) -> dict[
         "lr": arguments.learning_rate,
         "schedule": _SCHEDULES[schedule],
         "warmup_steps": warmup,
-        "warmup_from_zero": bool(warmup),
         "clip_norm": arguments.max_grad_norm or None,
     }
     if document["name"] == "adamw":
@@ -168,8 +167,11 @@ def optimizer_of(arguments: Any, steps: int, no_decay: tuple[str, ...]) -> dict[
             "betas": [arguments.adam_beta1, arguments.adam_beta2],
             "eps": arguments.adam_epsilon,
             "weight_decay": arguments.weight_decay,
-            "no_decay": list(no_decay),
         }
+    if document.get("weight_decay"):
+        document["no_decay"] = list(no_decay)
+    if warmup:
+        document["warmup_from_zero"] = True
     return document
 
 

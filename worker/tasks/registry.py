@@ -8,7 +8,8 @@ from typing import Final
 
 from protocol.base.errors import DataError
 from protocol.data.data_check import check_samples
-from protocol.spec.run_spec import TASK_SECTIONS, RunSpec
+from protocol.spec.idle_keys import TASK_SECTIONS
+from protocol.spec.run_spec import RunSpec
 from worker.tasks.base import Task
 
 _EXTRAS: Final = {

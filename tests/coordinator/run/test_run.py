@@ -8,7 +8,7 @@ import pytest
 from coordinator.run.outputs.actions import Dismiss, Finish, Send
 from coordinator.run.run import Event, Run, RunPhase
 from protocol.base.errors import ExitCode, OutOfPlace
-from protocol.spec.run_spec import RunSpec
+from protocol.spec.run_spec import CheckpointSpec, RunSpec, StopSpec
 from protocol.wire.messages import Drain, Heartbeat, StartRun
 from tests.transcripts.transcript import Stage
 
@@ -50,6 +50,22 @@ def test_what_belongs_to_a_step_is_out_of_place_before_the_first_one(message):
     (refused,) = stage.command(word, plain, {})
     assert refused.startswith("OutOfPlace")
     assert "before the first step" in refused
+
+
+@pytest.mark.parametrize(
+    ("key", "given"),
+    [
+        ("stop.figure", {"stop": StopSpec(figure="nonsense")}),
+        ("checkpoint.metric", {"checkpoint": CheckpointSpec(metric="nonsense")}),
+    ],
+)
+def test_a_figure_that_the_task_does_not_measure_ends_the_run_before_it_starts(key, given):
+    stage = Stage(workers="1")
+    stage.run.spec = stage.run.spec.model_copy(update=given)
+    stage.command("invite", ["ann"], {})
+    told = " ".join(stage.command("ready", ["ann"], {}))
+    assert f"{key}: expected a figure of this task, got 'nonsense'; it measures mean" in told
+    assert stage.run.phase is RunPhase.OVER
 
 
 def test_an_invitation_carries_the_run_spec():
