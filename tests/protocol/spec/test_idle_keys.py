@@ -140,7 +140,7 @@ def test_a_key_that_another_makes_idle_is_refused_even_with_its_default(key):
             told = refusal(with_keys(base, {**beside, each: usual(each)}))
             # Where it is not the default, `RunSpec` may have said so before.
             assert each in told or f"leave out {each.partition('.')[0]}" in told
-    assert parse_run_spec(with_keys(base, beside))
+    assert parse_run_spec(with_keys(base, beside)).steps
 
 
 @pytest.mark.parametrize(
