@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset, default_collate
 from backends.base import draws
 from backends.base.interface import Array, Batch, Sums, Trainable
 from protocol.base import limits
-from protocol.base.errors import DataError, in_words, raised_words
+from protocol.base.errors import DataError, SamestepError, in_words, raised_words
 from protocol.exact.digest import digest_arrays
 from protocol.spec.manifest import Manifest, Metric
 from protocol.spec.run_spec import RunSpec
@@ -26,6 +26,8 @@ from samestep.refusals import (
     WITHIN,
     NarrowSeen,
     check_loss,
+    check_metric,
+    check_precision,
     check_weight,
     in_float64,
     refuse_no_sum,
@@ -62,6 +64,7 @@ class FittedTask:
         self._part_samples = spec.batch.microbatch
         held_out = 0 if user.held_out is None else len(user.held_out)
         self._refuse_what_cannot_be_trained()
+        self._refuse_what_cannot_be_measured()
         data = {"data": _data_digest(self, user.train)}
         if held_out:
             data["held_out"] = _data_digest(self, user.held_out)
@@ -81,7 +84,7 @@ class FittedTask:
             evaluate=self._evaluate,
             seed=spec.seed,
             threads=spec.threads,
-            precision=spec.options.get("precision", "float32"),
+            precision=check_precision(spec.options.get("precision", "float32")),
         )
         self._initial = self._parameters()
 
@@ -137,11 +140,13 @@ class FittedTask:
         weight = float(given.pop(_WEIGHT))
         batch = self._nested.together(given)
         assert self.user.loss is not None
-        sums = {"loss": float(self.user.loss(module, batch)), "loss of": weight}
+        with _told_as("the loss of held-out samples"):
+            sums = {"loss": float(self.user.loss(module, batch)), "loss of": weight}
         for name, metric in self.user.metrics.items():
-            value = metric(module, batch)
-            above, below = value if isinstance(value, tuple) else (value, self._count(given))
-            sums |= {name: float(above), f"{name} of": float(below)}
+            with _told_as(f"the metric {name!r}"):
+                value = metric(module, batch)
+            above, below = check_metric(name, metric, value)
+            sums |= {name: above, f"{name} of": self._count(given) if below is None else below}
         return sums
 
     def _count(self, arrays: Mapping[str, Any]) -> int:
@@ -206,6 +211,24 @@ class FittedTask:
         finally:
             module.train(mode)
 
+    def _refuse_what_cannot_be_measured(self) -> None:
+        """By the first held-out batch."""
+        user = self.user
+        if user.held_out is None:
+            if user.metrics:
+                raise DataError(
+                    f"the metric {next(iter(user.metrics))!r} has nothing to measure: give "
+                    "held_out, or leave out metrics"
+                )
+            return
+        module, mode = user.module, user.module.training
+        module.eval()
+        try:
+            with torch.no_grad(), _seeded(0):
+                self._evaluate(module, self._on_cpu(self.evaluation_batch(0).arrays))
+        finally:
+            module.train(mode)
+
     def _refuse_no_weight(self) -> None:
         """Some samples of the data must count: those that are looked at, until one does."""
         data = self.user.train
@@ -259,6 +282,17 @@ class FittedTask:
     @staticmethod
     def _on_cpu(arrays: Mapping[str, NDArray[Any]]) -> dict[str, torch.Tensor]:
         return {name: torch.tensor(values) for name, values in arrays.items()}
+
+
+@contextlib.contextmanager
+def _told_as(what: str) -> Iterator[None]:
+    """What the user's own code raises is its fault, and not the device's; no memory is that's."""
+    try:
+        yield
+    except (SamestepError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise DataError(f"{what} raised {raised_words(error)}") from error
 
 
 def _frozen(user: UserTask) -> dict[str, NDArray[Any]]:

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import queue
+import shutil
 import socket
 import tempfile
 import threading
@@ -32,8 +33,9 @@ from protocol.base.duty import Duty
 from protocol.base.errors import DataError, ExitCode, RunFailed, UsageError
 from protocol.exact.digest import weights_digest
 from protocol.host.secret_file import join_token_file, state_home
-from protocol.spec.run_spec import RunSpec, parse_run_spec
+from protocol.spec.run_spec import TASK_SECTIONS, RunSpec, parse_run_spec
 from samestep import script
+from samestep.arguments import Arguments
 from samestep.fitted import FittedTask
 from samestep.own_coordinator import (
     CoordinatorEnded,
@@ -50,9 +52,13 @@ from worker.joining.credentials import WorkerCredentials
 from worker.shell.client import Target
 
 _OWN_KEYS: Final = {
-    "name", "task", "seed", "batch", "optimizer", "steps", "evaluate_every", "options", "data",
+    "name", "task", "seed", "batch", "optimizer", "steps", "epochs", "evaluate_every", "options",
+    "data",
 }  # fmt: skip
+_OF_OTHER_TASKS: Final = {"init_from"}.union(*TASK_SECTIONS.values()) - _OWN_KEYS
 _SUBMIT_TIMEOUT_S: Final = 600.0
+_GO_ON: Final = "; go on with it: "
+"""In a line of the coordinator, before its advice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,68 +133,14 @@ def fit(
     Raises:
         SamestepError: Something cannot be used, in one line that says what to write instead.
     """
-    wanted = _Wanted(
-        options, steps, epochs, batch, microbatch, optimizer, seed, evaluate_every, precision, name,
-        settings,
+    arguments = Arguments.of(
+        options=options, steps=steps, epochs=epochs, batch=batch, microbatch=microbatch,
+        optimizer=optimizer, seed=seed, evaluate_every=evaluate_every, precision=precision,
+        workers=workers, device=device, directory=directory, resume=resume, control=control,
+        name=name, settings=settings,
     )  # fmt: skip
-    how = _How(workers, device, directory, resume, control)
     with script.called(script.Script.running(), _function(build)) as call, _torch_as_it_was():
-        return _join(call, _JOINING[0]) if _JOINING else _begin(call, wanted, how)
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """The arguments of `fit` that a run spec is made of."""
-
-    options: Mapping[str, object] | None
-    steps: int | None
-    epochs: float | None
-    batch: int
-    microbatch: int | None
-    optimizer: object
-    seed: int
-    evaluate_every: int
-    precision: str
-    name: str | None
-    settings: Mapping[str, object] | None
-
-    def document(self, of: script.Script, call: int) -> dict[str, Any]:
-        """The run spec but for its steps."""
-        said = {"name": of.name, "digest": of.digest, "call": call}
-        return {
-            **_further(self.settings),
-            "task": script.TASK,
-            "name": self.name or _run_name(of),
-            "seed": self.seed,
-            "batch": _batch(self.batch, self.microbatch),
-            "optimizer": optimizer_of(self.optimizer),
-            "evaluate_every": self.evaluate_every,
-            "options": {
-                "script": said,
-                "options": _plain(self.options or {}),
-                "precision": self.precision,
-            },
-            **({} if of.path is None else {"data": {"train": str(of.path)}}),
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class _How:
-    """The others: who takes part, and where the run is kept."""
-
-    workers: int | None
-    device: str | None
-    directory: Path | str | None
-    resume: bool
-    control: str | None
-
-    @property
-    def expected(self) -> int:
-        return self.workers or int(os.environ.get("SAMESTEP_EXPECT_WORKERS", "1"))
-
-    @property
-    def backend(self) -> str:
-        return self.device or os.environ.get("SAMESTEP_BACKEND", "auto")
+        return _join(call, _JOINING[0]) if _JOINING else _begin(call, arguments)
 
 
 def _function(build: object) -> Callable[..., object]:
@@ -214,14 +166,53 @@ def _number_before(directory: Path) -> int:
         return 0  # whoever reads it for the run will say what is wrong with it
 
 
-def _begin(call: script.Call, wanted: _Wanted, how: _How) -> FitResult:
-    if how.resume and how.directory is not None:
-        call.number = _number_before(Path(how.directory)) or call.number
-    document = wanted.document(call.script, call.number)
-    spec, task = _built(call, document, wanted.steps, wanted.epochs)
-    call.ready = (spec, task)
-    served = how.control or os.environ.get("SAMESTEP_CONTROL")
-    return _submitted(call, spec, how, served) if served else _alone(call, spec, how)
+def _begin(call: script.Call, arguments: Arguments) -> FitResult:
+    _refuse_what_does_not_go_together(call, arguments)
+    try:
+        if arguments.resume and arguments.directory is not None:
+            call.number = _number_before(Path(arguments.directory)) or call.number
+        spec, task = _built(call, arguments)
+        call.ready = (spec, task)
+        served = arguments.served
+        if served is not None:
+            return _submitted(call, spec, arguments, served)
+        return _alone(call, spec, arguments)
+    except KeyboardInterrupt:
+        show(Line("samestep: interrupted; nothing of this fit goes on", fault=True))
+        if call.script.path is None:
+            raise  # a notebook goes on with its other cells
+        raise SystemExit(ExitCode.INTERRUPTED) from None
+
+
+def _refuse_what_does_not_go_together(call: script.Call, arguments: Arguments) -> None:
+    """Before anything is built.
+
+    Raises:
+        UsageError: Something would be without effect, or begin what was to go on.
+    """
+    if arguments.options and not script.takes_options(call.build):
+        raise UsageError(
+            "options: expected build to take them, got one that takes none: write "
+            "def build(options), or leave them out"
+        )
+    if arguments.served is not None:
+        if arguments.resume or arguments.directory is not None or arguments.workers is not None:
+            raise UsageError(
+                "workers, directory and resume are for a coordinator of one's own; one that serves "
+                "was told how many workers to wait for and where it keeps runs, and goes on with "
+                "one by `coordinator resume RUN`"
+            )
+    elif arguments.resume and arguments.directory is None:
+        raise UsageError(
+            "resume: expected the directory of the run to go on with, got none: write "
+            "fit(..., directory=DIR, resume=True)"
+        )
+    elif arguments.resume and not Path(arguments.directory).is_dir():
+        raise UsageError(
+            f"resume: expected a run to go on with in {str(arguments.directory)!r}, found no such "
+            "directory; leave out resume=True to begin one there"
+        )
+    _ = arguments.backend, arguments.expected_workers
 
 
 def join_from_now_on(joining: Joining) -> None:
@@ -232,8 +223,26 @@ def join_from_now_on(joining: Joining) -> None:
 # The run spec.
 
 
-def _batch(samples: int, microbatch: int | None) -> dict[str, int]:
-    return {"samples": samples, "microbatch": microbatch or max(1, samples // 8)}
+def _document(arguments: Arguments, of: script.Script, call: int) -> dict[str, Any]:
+    """The run spec but for its steps."""
+    microbatch = arguments.microbatch
+    if microbatch is None:
+        microbatch = max(1, arguments.batch // 8)
+    return {
+        **_further(arguments.settings),
+        "task": script.TASK,
+        "name": _run_name(of) if arguments.name is None else arguments.name,
+        "seed": arguments.seed,
+        "batch": {"samples": arguments.batch, "microbatch": microbatch},
+        "optimizer": optimizer_of(arguments.optimizer),
+        "evaluate_every": arguments.evaluate_every,
+        "options": {
+            "script": {"name": of.name, "digest": of.digest, "call": call},
+            "options": _plain(arguments.options or {}),
+            "precision": arguments.precision,
+        },
+        **({} if of.path is None else {"data": {"train": str(of.path)}}),
+    }
 
 
 def _further(settings: Mapping[str, object] | None) -> dict[str, Any]:
@@ -242,6 +251,11 @@ def _further(settings: Mapping[str, object] | None) -> dict[str, Any]:
         raise DataError(
             f"settings: expected further keys of a run spec, got {both[0]!r}: fit has that as an "
             "argument of its own"
+        )
+    if idle := sorted(_OF_OTHER_TASKS & set(given)):
+        raise DataError(
+            f"settings: a script has no use for {idle[0]!r}: its model and its data are what build "
+            "gives, so leave it out"
         )
     return given
 
@@ -264,13 +278,11 @@ def _run_name(of: script.Script) -> str:
     return plain.strip("-")[:48] or "fit"
 
 
-def _built(
-    call: script.Call, document: dict[str, Any], steps: int | None, epochs: float | None
-) -> tuple[RunSpec, FittedTask]:
+def _built(call: script.Call, arguments: Arguments) -> tuple[RunSpec, FittedTask]:
     """The task, built here before anything starts, and the whole run spec."""
-    if (steps is None) == (epochs is None):
-        raise DataError("expected either steps= or epochs=: how long is to be trained?")
-    first = parse_run_spec({**document, "steps": steps or 1})
+    document = _document(arguments, call.script, call.number)
+    steps = arguments.steps
+    first = parse_run_spec({**document, "steps": 1 if steps is None else steps})
     task = script.build_task(call.build, first, call.script)
     samples = task.manifest.train_samples
     if samples < first.batch.microbatch:
@@ -278,40 +290,60 @@ def _built(
             f"expected at least a microbatch of {first.batch.microbatch} training samples, got "
             f"{samples}: lower batch= or microbatch="
         )
-    if epochs is not None:
-        steps = max(1, math.ceil(epochs * math.ceil(samples / first.batch.samples)))
-    return first.model_copy(update={"steps": steps}), task
+    if arguments.epochs is None:
+        return first, task
+    steps = math.ceil(arguments.epochs * math.ceil(samples / first.batch.samples))
+    return parse_run_spec({**document, "steps": steps}), task
 
 
 # With a coordinator of one's own.
 
 
-def _alone(call: script.Call, spec: RunSpec, how: _How) -> FitResult:
+def _alone(call: script.Call, spec: RunSpec, arguments: Arguments) -> FitResult:
     happened: Happened = queue.SimpleQueue()
     bind = os.environ.get("SAMESTEP_BIND") or usual_bind()
     bind = _LISTENED[-1] if _LISTENED else bind
-    directory = Path(how.directory or new_directory(Path("runs"), spec.name))
+    alone = arguments.expected_workers == 1
     options = [
-        "--bind", bind, "--control", "127.0.0.1:0", "--expect-workers", str(how.expected),
-        "--out", str(directory), *(["--resume"] if how.resume else []),
+        "--bind", bind, "--control", "127.0.0.1:0",
+        "--expect-workers", str(arguments.expected_workers),
+        *(["--resume"] if arguments.resume else []),
     ]  # fmt: skip
     document = json.loads(spec.to_bytes())
     with (
+        _own_directory(arguments.directory, spec.name) as directory,
         tempfile.TemporaryDirectory(prefix="samestep-") as home,
-        OwnCoordinator(document, Path(home), options, happened) as coordinator,
+        OwnCoordinator(
+            document, Path(home), [*options, "--out", str(directory)], happened
+        ) as coordinator,
     ):
         address = coordinator.listening()
         _LISTENED[:] = [f"{bind.rpartition(':')[0]}:{address[1]}"]
         _say_how_to_join(call, coordinator.first_lines)
         credentials = WorkerCredentials(join_token_file(state_home()))
-        worker = _worker(call, how.backend, address, credentials, happened)
+        worker = _worker(call, arguments.backend, address, credentials, happened)
         try:
-            code = _until_over(coordinator, worker, happened, directory, alone=how.expected == 1)
+            code = _until_over(coordinator, worker, happened, directory, alone=alone)
         finally:
             worker.end()
         if code:
             raise coordinator.error(code)
     return _result(call, directory, joined=False)
+
+
+@contextmanager
+def _own_directory(given: Path | str | None, name: str) -> Iterator[Path]:
+    """The one that is given, or a new one: gone again if nothing was trained at an interrupt."""
+    if given is not None:
+        yield Path(given)
+        return
+    directory = new_directory(Path("runs"), name)
+    try:
+        yield directory
+    except KeyboardInterrupt:
+        if not (directory / "checkpoints").exists():
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
 
 
 def _until_over(
@@ -336,7 +368,7 @@ def _until_over(
             continue
         match event:
             case Line():
-                show(event)
+                show(_with_our_way_on(event, directory))
             case WorkerEnded(error=Exception() as error) if not worker.over:
                 show(Line(f"samestep: {told(error)}", fault=True))
                 failed = error
@@ -345,14 +377,24 @@ def _until_over(
                     coordinator.drain()
             case StandsStill() if alone:
                 failed = RunFailed(
-                    f"halted: {event.reason}; once that is mended, fit(..., "
-                    f"directory={str(directory)!r}, resume=True) takes that step again"
+                    f"halted: {event.reason}; once that is mended, {_way_on(directory)} takes that "
+                    "step again"
                 )
                 coordinator.drain()
             case CoordinatorEnded():
                 if failed is not None and alone:
                     raise failed
                 return event.exit_code
+
+
+def _way_on(directory: Path) -> str:
+    return f"fit(..., directory={str(directory)!r}, resume=True)"
+
+
+def _with_our_way_on(line: Line, directory: Path) -> Line:
+    """The coordinator names its own command, with ports that were free this time."""
+    text, advice, _ = line.text.partition(_GO_ON)
+    return Line(f"{text}{advice}{_way_on(directory)}", line.fault) if advice else line
 
 
 def _say_how_to_join(call: script.Call, lines: list[str]) -> None:
@@ -365,14 +407,15 @@ def _say_how_to_join(call: script.Call, lines: list[str]) -> None:
 
 def _worker(
     call: script.Call,
-    device: str,
+    backend: tuple[str, int | str | None],
     address: tuple[str, int],
     credentials: WorkerCredentials,
     happened: Happened,
 ) -> OwnWorker:
     host = socket.gethostname().partition(".")[0] or "worker"
-    target = Target(*address, f"{host}-{call.script.name}", device, 300.0)
-    return OwnWorker(target, None, credentials, _say_nothing, happened)
+    name, device = backend
+    target = Target(*address, f"{host}-{call.script.name}", name, 300.0)
+    return OwnWorker(target, device, credentials, _say_nothing, happened)
 
 
 def _say_nothing(text: str) -> None:
@@ -407,16 +450,11 @@ def _result(call: script.Call, directory: Path, *, joined: bool) -> FitResult:
 # With a coordinator that serves.
 
 
-def _submitted(call: script.Call, spec: RunSpec, how: _How, control: str) -> FitResult:
-    if how.resume or how.directory is not None:
-        raise UsageError(
-            "directory and resume are for a coordinator of one's own; one that serves keeps runs "
-            "where it was told, and goes on with one by `coordinator resume RUN`"
-        )
+def _submitted(call: script.Call, spec: RunSpec, arguments: Arguments, control: str) -> FitResult:
     status = _answer(request(control, "GET", "/status"))
     address = parse_address(status["address"], "--control", 9000)
     happened: Happened = queue.SimpleQueue()
-    worker = _worker(call, how.backend, address, WorkerCredentials(), happened)
+    worker = _worker(call, arguments.backend, address, WorkerCredentials(), happened)
     try:
         document = {"run": json.loads(spec.to_bytes())}
         answer = _answer(request(control, "POST", "/submit", document, _SUBMIT_TIMEOUT_S))

@@ -10,6 +10,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from pathlib import PurePath
 from typing import Any, Final
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from backends.base.trainable_checks import refuse_running_statistics
 from protocol.base.errors import DataError, SamestepError
+from protocol.spec.run_spec import Precision
 from samestep.user_task import UserTask
 
 WITHIN: Final = 1e-3
@@ -31,6 +33,8 @@ _FLOAT64_ELEMENTS: Final = 1 << 27
 
 OPTIMIZERS: Final = {"SGD": "sgd", "AdamW": "adamw", "Adam": "adamw"}
 """torch's classes, and what the same is called here."""
+
+PRECISIONS: Final[tuple[Precision, ...]] = ("float32", "bfloat16")
 
 
 def task_of(built: object) -> UserTask:
@@ -153,6 +157,48 @@ def check_weight(value: object) -> float:
             "samples or tokens of the batch that count"
         )
     return weight
+
+
+def check_metric(
+    name: str, metric: Callable[..., Any], value: object
+) -> tuple[float, float | None]:
+    """What a metric gave: a sum, and what it is divided by; None for the number of samples.
+
+    Raises:
+        DataError: It is neither a number nor a pair of numbers.
+    """
+    try:
+        if not isinstance(value, tuple):
+            return _number(value), None
+        above, below = value
+        return _number(above), _number(below)
+    except (TypeError, ValueError, RuntimeError):
+        shown = " ".join(repr(value).split())[:100]
+        code = getattr(metric, "__code__", None)
+        where = f" in {PurePath(code.co_filename).name}, line {code.co_firstlineno}" if code else ""
+        raise DataError(
+            f"expected the metric {name!r}{where} to give a number, or a pair of numbers to be "
+            f"divided, got {shown}"
+        ) from None
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str | bytes):
+        raise TypeError
+    return float(value)
+
+
+def check_precision(given: object) -> Precision:
+    """What a script may compute in.
+
+    Raises:
+        DataError: It is nothing that is offered.
+    """
+    for each in PRECISIONS:
+        if isinstance(given, str) and given == each:
+            return each
+    why = ": it needs its losses scaled, which is for tasks that come along" * (given == "float16")
+    raise DataError(f"precision: expected {' or '.join(PRECISIONS)}, got {given!r}{why}")
 
 
 def refuse_own_draws(first: torch.Tensor, second: torch.Tensor) -> None:

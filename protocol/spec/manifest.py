@@ -116,8 +116,9 @@ class Block(_Frozen):
 class Ratio(_Frozen):
     """Evaluation sums over evaluation sums: (sum of a_i * s_i) / (sum of b_i * s_i).
 
-    So accuracy is correct / samples, and F1 is 2 tp / (2 tp + fp + fn). Zero over zero is zero;
-    without any b_i it is the numerator, for plain counts.
+    So accuracy is correct / samples, and F1 is 2 tp / (2 tp + fp + fn). Without any b_i it is the
+    numerator, for plain counts. Over zero it is no number; but zero for a share (every s_i above
+    is below too), as of a class that nobody has or was taken for.
     """
 
     numerator: dict[Small, float] = {}
@@ -129,7 +130,9 @@ class Ratio(_Frozen):
         if not self.denominator:
             return above
         below = sum(factor * sums.get(name, 0.0) for name, factor in self.denominator.items())
-        return above / below if below else 0.0
+        if below:
+            return above / below
+        return 0.0 if self.numerator.keys() <= self.denominator.keys() else math.nan
 
 
 class Metric(Ratio):

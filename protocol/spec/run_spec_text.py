@@ -165,7 +165,7 @@ def _explained(model: type[BaseModel], one: Any, overrides: Sequence[str]) -> st
     elif one["type"] == "missing":
         text = f"the key {place!r} is missing"
     else:
-        text = _in_words(one)
+        text = expected_words(one)
         got = f"got {json.dumps(one['input'], default=str)[:80]}"
         if place and " got " in text:
             text = f"{place}: {text}"
@@ -177,7 +177,8 @@ def _explained(model: type[BaseModel], one: Any, overrides: Sequence[str]) -> st
     return f"{text} (from --set {said[-1]})" if said else text
 
 
-def _in_words(one: Any) -> str:
+def expected_words(one: Any) -> str:
+    """What was expected, out of one of pydantic's errors."""
     limits = one.get("ctx") or {}
     if one["type"] in _BOUNDS:
         bound, words = _BOUNDS[one["type"]]

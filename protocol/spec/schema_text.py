@@ -10,18 +10,23 @@ from typing import Any, Final
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from protocol.base.errors import UsageError
 from protocol.spec.run_spec import RunSpec
 from protocol.spec.run_spec_text import section_of
 
-_SHOWN: Final = 12
+_SHOWN: Final = 5
 """Keys like the one that was asked for."""
 
 
 def schema_lines(like: str = "") -> list[str]:
-    """All keys in the order of the sections, or those nearest to `like`."""
+    """All keys in the order of the sections, or those that are meant by `like`.
+
+    Raises:
+        UsageError: None is; it names those most like it.
+    """
     rows = list(_rows(RunSpec, ""))
     if like:
-        rows = _nearest(rows, like)
+        rows = _meant(rows, like)
     wide, default = (max(len(row[column]) for row in rows) for column in (0, 1))
     return [f"{key:{wide}}  {value:{default}}  {text}".rstrip() for key, value, text in rows]
 
@@ -62,16 +67,26 @@ def _bound(constraint: Any) -> str:
     return ""
 
 
-def _nearest(rows: list[tuple[str, str, str]], like: str) -> list[tuple[str, str, str]]:
-    """Those that hold the word, else those most like it."""
+def _meant(rows: list[tuple[str, str, str]], like: str) -> list[tuple[str, str, str]]:
+    """Those that hold the word, else those of its initials or with it in their meaning."""
     holding = [row for row in rows if like.lower() in row[0].lower()]
     if holding:
         return holding
     initials = "".join(word[:1] for word in like.split("_"))
+    words = like.replace("_", " ")
+    found = [row for row in rows if _last(row) == initials or words in row[2]]
+    if found:
+        return found
+    near = sorted(rows, key=lambda row: _closeness(like, row), reverse=True)[:_SHOWN]
+    raise UsageError(
+        f"no key of a run spec is called {like!r}; most like it: "
+        f"{', '.join(row[0] for row in near)}; `coordinator schema --text` shows all"
+    )
 
-    def closeness(row: tuple[str, str, str]) -> float:
-        last = row[0].rpartition(".")[2]
-        alike = difflib.SequenceMatcher(None, like, last).ratio()
-        return max(alike, float(last == initials), float(like.replace("_", " ") in row[2]))
 
-    return sorted(rows, key=closeness, reverse=True)[:_SHOWN]
+def _last(row: tuple[str, str, str]) -> str:
+    return row[0].rpartition(".")[2]
+
+
+def _closeness(like: str, row: tuple[str, str, str]) -> float:
+    return difflib.SequenceMatcher(None, like, _last(row)).ratio()

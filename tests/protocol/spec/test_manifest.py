@@ -79,7 +79,10 @@ def test_chunk_counts(elements, chunks):
 def test_a_ratio():
     accuracy = MANIFEST.metrics[0]
     assert accuracy.value({"correct": 3, "samples": 4}) == 0.75
-    assert accuracy.value({}) == 0.0
+    assert math.isnan(accuracy.value({}))
+    assert math.isnan(accuracy.value({"correct": 3}))
+    share = Ratio(numerator={"hit": 2}, denominator={"hit": 2, "missed": 1})
+    assert share.value({}) == 0.0
     assert accuracy.value({"samples": 4}) == 0.0
 
 

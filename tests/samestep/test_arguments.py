@@ -1,0 +1,205 @@
+"""Arguments of `fit` that cannot be used: one line each, before anything is built or started."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import samestep
+from protocol.base.errors import SamestepError
+from samestep.arguments import Arguments
+from samestep.fitted import FittedTask
+from samestep.fitting import _with_our_way_on
+from samestep.own_coordinator import Line, OwnCoordinator
+from tests.samestep.specs import SPEC
+
+X = torch.linspace(-1, 1, 8)[:, None]
+DATA = TensorDataset(X, 2 * X)
+WHOLE = "expected a whole number, got"
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def never():
+    raise AssertionError("it was built")
+
+
+def task(**other):
+    return samestep.Task(**{
+        "module": nn.Linear(1, 1), "train": DATA,
+        "loss": lambda module, batch: ((module(batch[0]) - batch[1]) ** 2).sum(), **other,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"steps": 0}, "steps: expected a number of at least 1, got 0"),
+        ({"steps": "four"}, f"steps: {WHOLE} 'four'"),
+        ({"steps": 2.5}, f"steps: {WHOLE} 2.5"),
+        ({"steps": True}, f"steps: {WHOLE} True"),
+        ({"steps": None}, "expected either steps= or epochs="),
+        ({"epochs": 1}, "expected either steps= or epochs="),
+        ({"steps": None, "epochs": 0}, "epochs: expected a number above 0, got 0"),
+        ({"steps": None, "epochs": -3}, "epochs: expected a number above 0, got -3"),
+        ({"steps": None, "epochs": "2"}, "epochs: expected a number, got '2'"),
+        ({"steps": None, "epochs": math.inf}, "epochs: expected a finite number, got inf"),
+        ({"steps": None, "epochs": math.nan}, "epochs: expected a finite number, got nan"),
+        ({"batch": "64"}, f"batch: {WHOLE} '64'"),
+        ({"batch": None}, f"batch: {WHOLE} None"),
+        ({"batch": 0}, "batch: expected a number of at least 1, got 0"),
+        ({"microbatch": 0}, "microbatch: expected a number of at least 1, got 0"),
+        ({"workers": 0}, "workers: expected a number of at least 1, got 0"),
+        ({"workers": "two"}, f"workers: {WHOLE} 'two'"),
+        ({"seed": -1}, "seed: expected a number of at least 0, got -1"),
+        ({"seed": None}, f"seed: {WHOLE} None"),
+        ({"seed": 2**63}, "seed: expected a number below"),
+        ({"evaluate_every": -1}, "evaluate_every: expected a number of at least 0, got -1"),
+        ({"precision": "fp16"}, "precision: expected float32 or bfloat16, got 'fp16'$"),
+        ({"precision": "float16"}, "precision: .* got 'float16': it needs its losses scaled"),
+        ({"precision": torch.bfloat16}, "precision: .* got torch.bfloat16"),
+        ({"device": "tpu"}, "device: expected a backend out of auto, .* got 'tpu'"),
+        ({"device": "cuda0-3"}, "device: expected one device, .* got 'cuda0-3'"),
+        ({"device": ""}, "device: .* got ''"),
+        ({"directory": ""}, "directory: expected a path, got ''"),
+        ({"directory": 3}, "directory: expected a path, got 3"),
+        ({"resume": "yes"}, "resume: expected true or false, got 'yes'"),
+        ({"control": ""}, "control: .* got ''"),
+        ({"name": ""}, "name: .* got ''"),
+        ({"settings": [1]}, r"settings: expected keys and values, got \[1\]"),
+        ({"options": "a"}, "options: expected keys and values, got 'a'"),
+        ({"options": {"a": 1}}, r"options: .* takes none: write def build\(options\)"),
+        ({"resume": True}, "resume: expected the directory of the run to go on with, got none"),
+        ({"resume": True, "directory": "typo"}, "resume: .* in 'typo', found no such directory"),
+        ({"control": "127.0.0.1:1", "workers": 2}, "workers, directory and resume are for"),
+        ({"control": "127.0.0.1:1", "directory": "x"}, "workers, directory and resume are for"),
+        ({"settings": {"epochs": 2}}, "'epochs': fit has that as an argument"),
+        ({"settings": {"lora": {"r": 4}}}, "settings: a script has no use for 'lora'"),
+        ({"settings": {"model": {"source": "x"}}}, "settings: a script has no use for 'model'"),
+        ({"settings": {"capture": {"top_k": 3}}}, "settings: a script has no use for 'capture'"),
+        ({"settings": {"init_from": "x"}}, "settings: a script has no use for 'init_from'"),
+    ],
+)  # fmt: skip
+def test_is_refused_in_one_line_that_names_it(given, told, tmp_path):
+    with pytest.raises(SamestepError, match=told) as raised:
+        samestep.fit(never, **{"steps": 1, **given})
+    assert "\n" not in str(raised.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("SAMESTEP_EXPECT_WORKERS", "abc"), ("SAMESTEP_EXPECT_WORKERS", "0"),
+                        ("SAMESTEP_BACKEND", "tpu")],
+)  # fmt: skip
+def test_what_the_environment_says_is_named_by_its_variable(name, value, monkeypatch):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SamestepError, match=f"{name}: expected .*, got '{value}'"):
+        samestep.fit(never, steps=1)
+
+
+def test_numbers_of_numpy_and_one_device_of_several_are_taken():
+    none = ("options", "microbatch", "workers", "directory", "control", "name", "settings", "steps")
+    usual = {"optimizer": "sgd", "evaluate_every": 0, "precision": "float32", "resume": False}
+    given = Arguments.of(
+        **dict.fromkeys(none),
+        **usual,
+        epochs=np.int64(2),
+        batch=np.int32(8),
+        seed=np.uint8(3),
+        device="cuda1",
+    )
+    assert (given.epochs, given.batch, given.seed) == (2, 8, 3)
+    assert given.backend == ("cuda", 1)
+
+
+def fails(_, batch):
+    return [][len(batch)]
+
+
+def no_number(*_):
+    return "many"
+
+
+@pytest.mark.parametrize(
+    ("metric", "told"),
+    [
+        (fails, r"the metric 'near' raised IndexError: .* in test_arguments.py, line \d+$"),
+        (no_number, r"the metric 'near' in test_arguments.py, line \d+ to give .* got 'many'"),
+        (lambda *_: None, "the metric 'near' in .* got None"),
+        (lambda *_: (1, 2, 3), r"the metric 'near' in .* got \(1, 2, 3\)"),
+        (lambda _, batch: batch[0], "the metric 'near' in .* got tensor"),
+    ],
+)
+def test_a_metric_is_tried_on_the_first_batch(metric, told):
+    with pytest.raises(SamestepError, match=told):
+        FittedTask(task(held_out=DATA, metrics={"near": metric}), SPEC, {})
+
+
+def test_a_metric_without_data_and_one_that_fails_later_are_named():
+    with pytest.raises(SamestepError, match="the metric 'near' has nothing to measure"):
+        FittedTask(task(metrics={"near": no_number}), SPEC, {})
+    calls = itertools.count()
+    later = FittedTask(
+        task(held_out=DATA, metrics={"near": lambda *_: [1.0][next(calls)]}), SPEC, {}
+    )
+    arrays = {n: torch.tensor(a) for n, a in later.evaluation_batch(1).arrays.items()}
+    with pytest.raises(SamestepError, match="the metric 'near' raised IndexError"):
+        later._evaluate(later.user.module, arrays)
+
+
+@pytest.mark.parametrize("pair", [(1, 0), (0, 0)])
+def test_a_pair_over_zero_is_no_figure(pair):
+    fitted = FittedTask(task(held_out=DATA, metrics={"near": lambda *_: pair}), SPEC, {})
+    arrays = {n: torch.tensor(a) for n, a in fitted.evaluation_batch(0).arrays.items()}
+    sums = dict(fitted._evaluate(fitted.user.module, arrays))
+    figures = {each.name: each.value(sums) for each in fitted.manifest.metrics}
+    assert math.isnan(figures["near"])
+    assert math.isfinite(figures["loss"])
+
+
+def test_a_worker_refuses_a_precision_that_a_coordinator_says():
+    spec = SPEC.model_copy(update={"options": {"precision": "float16"}})
+    with pytest.raises(SamestepError, match="precision: expected float32 or bfloat16"):
+        FittedTask(task(), spec, {})
+
+
+def test_the_way_on_is_that_of_the_script(tmp_path):
+    said = "drained: a worker left; go on with it: coordinator --resume --out r --bind 1.2.3.4:5"
+    line = _with_our_way_on(Line(said, fault=False), tmp_path)
+    assert line.text == (
+        f"drained: a worker left; go on with it: fit(..., directory={str(tmp_path)!r}, resume=True)"
+    )
+
+
+@pytest.mark.parametrize("where", ["build", "start"])
+def test_an_interrupt_before_the_start_is_one_line_and_leaves_nothing(
+    where, tmp_path, monkeypatch, capsys
+):
+    def interrupted(*_):
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait(60)
+
+    def build():
+        if where == "build":
+            interrupted()
+        return task()
+
+    monkeypatch.setenv("SAMESTEP_BIND", "127.0.0.1:0")
+    monkeypatch.setattr(OwnCoordinator, "listening", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        samestep.fit(build, steps=1, batch=4, device="cpu")
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "samestep: interrupted; nothing of this fit goes on\n"
+    assert not list((tmp_path / "runs").glob("*"))
