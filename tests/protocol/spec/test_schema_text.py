@@ -1,3 +1,6 @@
+import pytest
+
+from protocol.base.errors import UsageError
 from protocol.spec.run_spec import RunSpec
 from protocol.spec.schema_text import schema_lines
 
@@ -16,3 +19,10 @@ def test_every_key_has_its_line_with_default_and_meaning():
 def test_keys_are_found_by_what_one_types():
     assert schema_lines("learning_rate")[0].split()[0] == "optimizer.lr"
     assert {line.split()[0] for line in schema_lines("microbatch")} == {"batch.microbatch"}
+
+
+def test_a_key_that_there_is_not_is_an_error_with_those_like_it():
+    with pytest.raises(UsageError, match="no key of a run spec is called 'chekpoint'.* checkpoint"):
+        schema_lines("chekpoint")
+    with pytest.raises(UsageError, match="no key of a run spec is called 'zzz'"):
+        schema_lines("zzz")
