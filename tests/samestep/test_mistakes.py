@@ -118,7 +118,7 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
         (task()(), {}, r"got UserTask: write def build\(\)"),
         (unfinished, {}, "build raised KeyError: 'weights'"),
         (task(), {"optimizer": SGD}, r'write optimizer={"name": "sgd", "lr": 0.5}'),
-        (lambda options: options, {"options": {"model": SGD}}, "make models and tensors inside build"),
+        (lambda options: options, {"options": {"model": SGD}}, "models and tensors inside build"),
         (task(), {"epochs": 1}, "expected either steps= or epochs="),
         (task(), {"batch": 64}, "at least a microbatch.*lower batch= or microbatch="),
         (task(), {"microbatch": 64}, "microbatch <= samples, got 64 > 4"),

@@ -22,7 +22,9 @@ def test_keys_are_found_by_what_one_types():
 
 
 def test_a_key_that_there_is_not_is_an_error_with_those_like_it():
-    with pytest.raises(UsageError, match="no key of a run spec is called 'chekpoint'.* checkpoint"):
+    with pytest.raises(
+        UsageError, match=r"no key of a run spec is called 'chekpoint'.* checkpoint"
+    ):
         schema_lines("chekpoint")
     with pytest.raises(UsageError, match="no key of a run spec is called 'zzz'"):
         schema_lines("zzz")
