@@ -33,7 +33,8 @@ from protocol.base.duty import Duty
 from protocol.base.errors import DataError, ExitCode, RunFailed, UsageError
 from protocol.exact.digest import weights_digest
 from protocol.host.secret_file import join_token_file, state_home
-from protocol.spec.run_spec import TASK_SECTIONS, RunSpec, parse_run_spec
+from protocol.spec.idle_keys import TASK_SECTIONS
+from protocol.spec.run_spec import RunSpec, parse_run_spec
 from samestep import script
 from samestep.arguments import Arguments
 from samestep.fitted import FittedTask
