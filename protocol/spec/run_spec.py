@@ -934,13 +934,15 @@ def _count_samples_of_tokens(document: dict[str, Any], where: str) -> None:
     batch, data = document.get("batch"), document.get("data")
     if not isinstance(batch, dict) or not isinstance(batch.get("tokens"), int):
         return
-    if batch.get("samples") is not None:
+    length = data.get("max_tokens") if isinstance(data, dict) else None
+    length = length if isinstance(length, int) else DataSpec.model_fields["max_tokens"].default
+    samples = max(1, batch["tokens"] // max(1, length))
+    # The canonical document says both.
+    if batch.get("samples", samples) not in (None, samples):
         raise RunSpecError(
             f"expected batch.samples or batch.tokens, got both: leave out one of them{where}"
         )
-    length = data.get("max_tokens") if isinstance(data, dict) else None
-    length = length if isinstance(length, int) else DataSpec.model_fields["max_tokens"].default
-    batch["samples"] = max(1, batch["tokens"] // max(1, length))
+    batch["samples"] = samples
 
 
 def parse_run_spec_bytes(document: bytes) -> RunSpec:

@@ -529,13 +529,14 @@ def test_a_batch_in_tokens_is_as_many_samples_as_they_fill():
     spec = parse_run_spec({**LANGUAGE, "batch": {"tokens": 256}})
     assert (spec.batch.samples, spec.batch.tokens) == (8, 256)
     assert parse_run_spec_bytes(spec.to_bytes()) == spec
+    assert parse_run_spec(json.loads(spec.to_bytes())) == spec, "as it is submitted"
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
         ({"batch": {"tokens": 250}}, "a multiple of data.max_tokens, 32, got 250: take 224 or 256"),
-        ({"batch": {"tokens": 256, "samples": 8}}, "expected batch.samples or batch.tokens"),
+        ({"batch": {"tokens": 256, "samples": 9}}, "expected batch.samples or batch.tokens"),
         ({"batch": {"tokens": 256}, "data.format": "messages"}, "have unlike lengths"),
         ({"data.group_by_length": True}, "all of one length: leave out data.group_by_length"),
         (
