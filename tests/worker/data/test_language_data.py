@@ -388,7 +388,7 @@ OTHER_MISTAKES: dict[str, tuple[bytes, dict[str, Any], dict[str, Any], str]] = {
     "epochs beside steps": (GOOD, {}, {"epochs": 2}, "steps or epochs"),
     "tokens of conversations": (GOOD, {}, {"batch": {"tokens": 512}}, "data.packing=true"),
     "tokens beside samples": (
-        GOOD, {"packing": True}, {"batch": {"tokens": 512, "samples": 5}}, "got both",
+        GOOD, {"packing": True}, {"batch": {"tokens": 512, "samples": 4}}, "got both",
     ),
     "tokens that are no multiple": (
         GOOD, {"packing": True, "max_tokens": 256}, {"batch": {"tokens": 600}}, "take 512 or 768",
