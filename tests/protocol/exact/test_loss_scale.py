@@ -25,7 +25,7 @@ def test_it_is_doubled_after_so_many_steps_up_to_a_bound():
 
 def test_nothing_is_scaled_in_other_precisions():
     for precision in ("float32", "bfloat16"):
-        spec = spec_of(precision=precision, loss_scale_every=1)
+        spec = spec_of(precision=precision)
         assert not scales(spec)
         assert (first_scale(spec), scale_after(spec, 1.0, 1)) == (1.0, 1.0)
 
