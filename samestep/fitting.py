@@ -41,8 +41,10 @@ from samestep.fitted import FittedTask
 from samestep.own_coordinator import (
     CoordinatorEnded,
     Happened,
+    Interrupted,
     Line,
     OwnCoordinator,
+    interrupts_into,
     show,
     usual_bind,
 )
@@ -324,7 +326,8 @@ def _alone(call: script.Call, spec: RunSpec, arguments: Arguments) -> FitResult:
         credentials = WorkerCredentials(join_token_file(state_home()))
         worker = _worker(call, arguments.backend, address, credentials, happened)
         try:
-            code = _until_over(coordinator, worker, happened, directory, alone=alone)
+            with interrupts_into(happened):
+                code = _until_over(coordinator, worker, happened, directory, alone=alone)
         finally:
             worker.end()
         if code:
@@ -362,12 +365,9 @@ def _until_over(
     """
     failed: Exception | None = None
     while True:
-        try:
-            event = happened.get()
-        except KeyboardInterrupt:
-            coordinator.drain()
-            continue
-        match event:
+        match event := happened.get():
+            case Interrupted():
+                coordinator.drain()
             case Line():
                 show(_with_our_way_on(event, directory))
             case WorkerEnded(error=Exception() as error) if not worker.over:
@@ -460,7 +460,8 @@ def _submitted(call: script.Call, spec: RunSpec, arguments: Arguments, control: 
         document = {"run": json.loads(spec.to_bytes())}
         answer = _answer(request(control, "POST", "/submit", document, _SUBMIT_TIMEOUT_S))
         show(Line(f"run {answer['run_id']} submitted; coordinator status tells more", fault=False))
-        _follow(worker, happened)
+        with interrupts_into(happened):
+            _follow(worker, happened)
         status = _answer(request(control, "GET", "/status"))
     finally:
         worker.end()
@@ -481,13 +482,11 @@ def _follow(worker: OwnWorker, happened: Happened) -> None:
     """
     interrupted = False
     while True:
-        try:
-            event = happened.get()
-        except KeyboardInterrupt:
+        event = happened.get()
+        if isinstance(event, Interrupted):
             interrupted = True
             worker.drain()
-            continue
-        if isinstance(event, WorkerEnded):
+        elif isinstance(event, WorkerEnded):
             if event.error is not None and not worker.over:
                 raise event.error
             if interrupted and not worker.over:
@@ -523,7 +522,8 @@ def _join(call: script.Call, joining: Joining) -> FitResult:
     )
     worker = OwnWorker(target, joining.device, joining.credentials, joining.tell, happened)
     try:
-        _follow(worker, happened)
+        with interrupts_into(happened):
+            _follow(worker, happened)
     finally:
         worker.end()
     return _as_joined(call, worker)

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -40,8 +40,32 @@ class CoordinatorEnded:
     exit_code: int
 
 
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """Somebody wants this process to leave."""
+
+
 Happened = queue.SimpleQueue[Any]
-"""What comes from the coordinator and from the worker of this process, in its order."""
+"""What comes from the coordinator, the worker of this process and its signals, in its order."""
+
+
+@contextlib.contextmanager
+def interrupts_into(happened: Happened) -> Iterator[None]:
+    """Meanwhile what would raise KeyboardInterrupt is something that happened instead: raised
+    between two events, or in the midst of one, it would end the run that it is to drain."""
+    ours = threading.current_thread() is threading.main_thread()
+    numbers = [
+        number
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if ours and signal.getsignal(number) is signal.default_int_handler
+    ]
+    for number in numbers:
+        signal.signal(number, lambda *_: happened.put(Interrupted()))
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.default_int_handler)
 
 
 class OwnCoordinator:

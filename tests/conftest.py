@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -34,9 +36,14 @@ MOST_STARTED = {"forked": 30, "anew": 2}
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Bound the processes that a test starts."""
+    """Bound the processes that a test starts; an interrupt of its own ends it alone."""
     before = dict(started)
-    result = yield
+    try:
+        result = yield
+    except KeyboardInterrupt:
+        if "interrupt" not in item.fixturenames:
+            raise
+        pytest.fail("the interrupt that the test has sent came out of it")
     for how, most in MOST_STARTED.items():
         begun = started[how] - before[how]
         if begun > most and item.get_closest_marker("slow") is None:
@@ -45,6 +52,12 @@ def pytest_runtest_call(item):
                 "start fewer, or mark it slow and keep a smaller one"
             )
     return result
+
+
+@pytest.fixture
+def interrupt():
+    """Sends this process what Ctrl-C does; no test does so otherwise (see `tests/test_tidy.py`)."""
+    return lambda *_: os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.fixture(scope="session", autouse=True)

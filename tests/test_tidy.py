@@ -104,6 +104,17 @@ def sizes(path: str, source: str) -> Iterator[str]:
                 yield f"{path}:{node.lineno} {node.name} has {lines} lines"
 
 
+def interrupts_by_the_fixture(path: str, source: str) -> Iterator[str]:
+    """One that is sent otherwise, and comes out of a test, ends all tests of its process."""
+    if not path.startswith("tests/") or path == "tests/conftest.py":
+        return
+    for node in house.nodes(source):
+        if isinstance(node, ast.Call | ast.Raise) and ast.unparse(node).startswith(
+            ("os.kill(os.getpid()", "signal.raise_signal", "raise KeyboardInterrupt")
+        ):
+            yield f"{path}:{node.lineno} interrupts the test process: use the fixture `interrupt`"
+
+
 def no_place_of_ours(path: str, text: str) -> Iterator[str]:
     for number, line in enumerate(text.splitlines(), 1):
         if found := FOREIGN.search(line):
@@ -115,6 +126,7 @@ PYTHON_CHECKS: tuple[Check, ...] = (
     no_unsafe_loading,
     telling_names,
     sizes,
+    interrupts_by_the_fixture,
 )
 
 
@@ -241,6 +253,7 @@ def test_the_questions_are_answered_by_files_that_are_there():
         (no_unsafe_loading, "worker/x.py", "torch.load(name)"),
         (telling_names, "worker/string_utils.py", ""),
         (sizes, "worker/x.py", "def f():\n" + "    x = 1\n" * FUNCTION_LINES),
+        (interrupts_by_the_fixture, "tests/test_x.py", "os.kill(os.getpid(), 2)"),
         (no_place_of_ours, "README.md", "see /" + "tmp/out"),
         (no_place_of_ours, "deploy/x.sh", "https://pypi" + ".org/simple"),
     ],

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import sys
+import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,8 +17,11 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from protocol.base.errors import SamestepError
+from samestep import fitting
 from samestep.fitting import new_directory
+from samestep.own_coordinator import show
 from tests.cluster import Cluster
+from tests.processes import PATIENCE_S
 
 X = torch.linspace(-1, 1, 24)[:, None]
 FEW: dict[str, Any] = {
@@ -75,14 +77,30 @@ def calls_before():
         return file.tell() - 1
 
 
-def test_an_interrupt_drains_and_the_run_goes_on_with_the_same_bits():
+SENT = threading.Event()
+"""The interrupt of the test below."""
+
+
+def test_an_interrupt_drains_and_the_run_goes_on_with_the_same_bits(interrupt, monkeypatch):
+    """It comes while a line is shown: in the midst of what the caller of `fit` does."""
+
+    def show_slowly(line):
+        if "training starts" in line.text:
+            SENT.wait(PATIENCE_S)
+        show(line)
+
     def loss(module, batch):
         if calls_before() == 20:
-            os.kill(os.getpid(), signal.SIGINT)
+            interrupt()
+            SENT.set()
         return squares(module, batch)
 
+    SENT.clear()
+
     whole = samestep.fit(line, steps=40, **FEW)
-    drained = samestep.fit(lambda: line(loss=loss), steps=40, directory="part", **FEW)
+    with monkeypatch.context() as patch:
+        patch.setattr(fitting, "show", show_slowly)
+        drained = samestep.fit(lambda: line(loss=loss), steps=40, directory="part", **FEW)
     assert drained.outcome == "drained"
     assert 0 < drained.steps < 40
     rest = samestep.fit(line, steps=40, directory="part", resume=True, **FEW)

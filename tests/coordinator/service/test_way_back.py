@@ -110,6 +110,10 @@ async def test_a_step_that_is_not_kept_is_refused_with_those_that_are(tmp_path):
     assert not directory.set_aside.exists()
 
 
+class KilledError(BaseException):
+    """Nobody expects it."""
+
+
 @pytest.mark.parametrize("moves", [0, 1, 2, 4])
 async def test_a_crash_on_the_way_back_leaves_a_run_that_goes_on(tmp_path, monkeypatch, moves):
     run_id, reference = await finished(tmp_path)
@@ -120,13 +124,13 @@ async def test_a_crash_on_the_way_back_leaves_a_run_that_goes_on(tmp_path, monke
         nonlocal done
         done += 1
         if done > moves:
-            raise KeyboardInterrupt
+            raise KilledError
         move(*given)
 
     claim = hold(directory.path)
     with monkeypatch.context() as patch:
         patch.setattr(way_back, "_move", killed)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KilledError):
             go_back(directory, 10, claim.epoch)
     claim.release()
     if moves:
