@@ -54,6 +54,8 @@ from protocol.spec.manifest import Block
 
 T = TypeVar("T")
 
+_WORDS: Final = 400
+"""Characters of a reason that is not ours."""
 CANONICAL_TABLE_BYTES: Final = 2**27
 """Of a part of a table, where no bit may depend on the device: what every adapter binds."""
 
@@ -474,11 +476,18 @@ def _refused(what: str) -> Iterator[None]:
     except SamestepError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = _shortened(" ".join(str(error).split()))
         raise SamestepError(
             f"the vulkan backend cannot {what}: {type(error).__name__}: {reason}; use a cpu or "
             "cuda worker for this model"
         ) from error
+
+
+def _shortened(words: str) -> str:
+    """Its beginning, which says where, and its end, where a driver says what."""
+    return (
+        words if len(words) <= _WORDS else f"{words[: _WORDS // 3]} ... {words[-2 * _WORDS // 3 :]}"
+    )
 
 
 def _tensors(batch: Batch) -> dict[str, torch.Tensor]:

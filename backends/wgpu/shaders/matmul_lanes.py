@@ -155,7 +155,7 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
         for c in range(self.lanes.columns):
             for t in range(terms):
                 index = side.index(base, f"near{c}", f"k + {t}u")
-                value = f"{side.name}[{index}]" if self._is_f32 else f"{side.name}1({index})"
+                value = f"{side.name}[{index}]" if self._is_f32 else f"{side.name}_one({index})"
                 if self.column_pairs_k:
                     if t % 2 == 0:
                         lines.append(f"    let p{t}_{c} = {side.name}[({index}) / 2u];")
@@ -166,11 +166,11 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
                     value = f"{'high' if c % 2 else 'low'}(p{t}_{c // 2 * 2})"
                 elif self.fours_k:
                     if t == 0:
-                        lines.append(f"    let p0_{c} = {side.name}4({index});")
+                        lines.append(f"    let p0_{c} = {side.name}_four({index});")
                     value = f"p0_{c}[{t}]"
                 elif self.fours:
                     if c % 4 == 0:
-                        lines.append(f"    let p{t}_{c} = {side.name}4({index});")
+                        lines.append(f"    let p{t}_{c} = {side.name}_four({index});")
                     value = f"p{t}_{c // 4 * 4}[{c % 4}]"
                 lines.append(f"    let y{t}_{c} = {value};")
         return "\n".join(lines)

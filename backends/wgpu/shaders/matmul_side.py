@@ -64,8 +64,11 @@ class Side:
         return "vec4f" if vector else "f32"
 
     def functions(self, *, vector: bool) -> str:
-        """WGSL: `NAME1(i)`, element i; where `vector`, `NAME4(i)`, elements i to i + 3."""
-        one, four = f"{self.name}1", f"{self.name}4"
+        """WGSL: `NAME_one(i)`, element i; where `vector`, `NAME_four(i)`, elements i to i + 3.
+
+        No name here is a letter and a number: a kernel's other buffers are called so.
+        """
+        one, four = f"{self.name}_one", f"{self.name}_four"
         if self.form is not None:
             text = self.form.one(one, self.name)
             return text + self.form.four(four, self.name) if vector else text

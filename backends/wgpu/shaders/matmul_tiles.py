@@ -140,7 +140,7 @@ def _block(side: Side, outer: str) -> str:
         within = f"min(k, {side.k - 4}u)"
         rows = [f"min({outer} + {i}u, {last}u)" for i in range(4)]
         reads = [
-            f"      let w{i} = {side.name}4({side.index(base, row, within)});"
+            f"      let w{i} = {side.name}_four({side.index(base, row, within)});"
             for i, row in enumerate(rows)
         ]
         turned = [f"vec4f(w0[{t}], w1[{t}], w2[{t}], w3[{t}])" for t in range(4)]
@@ -154,10 +154,10 @@ def _block(side: Side, outer: str) -> str:
         k = f"min(k + {t}u, {side.k - 1}u)"
         if side.along_outer(4):
             index = side.index(base, f"min({outer}, {side.extent - 4}u)", k)
-            value = f"{side.name}4({index})"
+            value = f"{side.name}_four({index})"
         else:
             parts = [
-                f"{side.name}1({side.index(base, f'min({outer} + {i}u, {last}u)', k)})"
+                f"{side.name}_one({side.index(base, f'min({outer} + {i}u, {last}u)', k)})"
                 for i in range(4)
             ]
             value = f"vec4f({', '.join(parts)})"

@@ -1,7 +1,8 @@
 """Several shaders as one, side by side: each workgroup runs the body of the one that it belongs to.
 
 What a body computes is not touched, so the bits stay. Names of one shader that others have as well
-are told apart by a prefix; workgroup memory of the same name is shared, for a workgroup runs only
+are told apart by a prefix, and none is one that a body may give to a value of its own, which would
+hide the buffer; workgroup memory of the same name is shared, for a workgroup runs only
 one of the bodies. Shaders whose workgroups differ in size, or in what memory they share, are not
 put together: each would hold the registers and memory of the largest.
 """
@@ -111,14 +112,16 @@ def side_by_side(
     declared: dict[int, str] = {}
     for part, numbers in zip(parts, bound, strict=True):
         for (access, _, kind), number in zip(part.bindings, numbers, strict=True):
-            declared[number] = f"var<storage, {access}> s{number}: {kind};"
+            declared[number] = f"var<storage, {access}> bound{number}: {kind};"
     shared = _shared([shader for shader, _ in shaders])
     lines = [f"@group(0) @binding({number}) {declared[number]}" for number in range(count)]
     lines += [f"var<workgroup> {name}: array<{k}, {n}>;" for name, (k, n) in shared.items()]
     bodies, first = [], 0
     for number, (part, numbers, (_, grid)) in enumerate(zip(parts, bound, shaders, strict=True)):
-        names = {name: f"p{number}_{name}" for name in part.names}
-        names |= {name: f"s{at}" for (_, name, _), at in zip(part.bindings, numbers, strict=True)}
+        names = {name: f"part{number}_{name}" for name in part.names}
+        names |= {
+            name: f"bound{at}" for (_, name, _), at in zip(part.bindings, numbers, strict=True)
+        }
         names |= {n: f"{n}_{k}" for n, (k, _) in part.shared.items() if shared[n][0] != k}
         if part.helpers:
             lines.append(_renamed(part.helpers, names))

@@ -16,9 +16,9 @@ def opened() -> Iterator[object]:
     found = adapters()
     if isinstance(found, str):
         pytest.skip(found)
-    from backends.wgpu.device.device import Device
+    from tests.backends.wgpu.checked_shaders import CheckedDevice
 
-    made = Device(found[0])
+    made = CheckedDevice(found[0])
     yield made
     made.close()
 

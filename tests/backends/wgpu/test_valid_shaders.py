@@ -1,0 +1,66 @@
+"""Every shader that can be written is one: it validates, and hides none of its own names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from backends.wgpu.shaders.attention_problem import AttentionProblem, AttentionSizes, Part, View
+from backends.wgpu.shaders.attention_tiles import attention_shader
+from backends.wgpu.shaders.dispatch import Shader
+from backends.wgpu.shaders.matmul import Epilogue, matmul_shader
+from backends.wgpu.shaders.narrow import Narrow
+from backends.wgpu.shaders.side_by_side import side_by_side
+from tests.backends.wgpu.checked_shaders import hidden_names
+from tests.backends.wgpu.products import SMALL_TILES, TILES, product
+
+PARTS: tuple[Part, ...] = ("queries", "keys")
+READ = 20
+"""More buffers than any product of a model goes on with."""
+
+
+def assert_valid(device, shader: Shader) -> None:
+    assert not hidden_names(shader.source)
+    device._device.create_shader_module(code=shader.source)
+
+
+def finish(*, stored: bool) -> Epilogue:
+    """Reads as many buffers as there may be."""
+    body = [f"let t{i} = b{i}[i];" for i in range(READ)]
+    body.append(f"e0[i] = product + {' + '.join(f't{i}' for i in range(READ))};")
+    return Epilogue(("array<f32>",) * READ, "", ("e0",), "\n".join(body), stored)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("storage", ["", "bf16", "int8", "nf4"])
+@pytest.mark.parametrize("columns", [64, 63])
+def test_a_product_goes_on_with_any_number_of_buffers(device, columns, storage, stored):
+    """As vectors of four and one by one."""
+    form = Narrow.of_shape(64, columns + 1, storage) if storage else None
+    problem = replace(product(1, 9, 64, columns).problem, b_form=form, finish=finish(stored=stored))
+    for tiles in (SMALL_TILES, TILES[0]):
+        shader, _ = matmul_shader(problem, tiles)
+        assert shader.bindings == 3 + READ + stored
+        assert_valid(device, shader)
+
+
+def gradients_of_one_projection(part: Part, *, masked: bool) -> tuple[Shader, tuple[int, int, int]]:
+    """Attention whose queries, keys and values lie in one buffer."""
+    sizes = AttentionSizes(1, 1, 1, 40, 40, 8)
+    query, key, value = (View((960, 8, 24, 1), 8 * n) for n in range(3))
+    mask = View((1600, 1600, 40, 1), 0) if masked else None
+    tangent, delta = View((320, 8, 8, 1), 0), View((40, 40, 1), 0)
+    return attention_shader(
+        AttentionProblem(part, sizes, query, key, value, mask, False, tangent, delta, 1.0, False)
+    )
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_kernels_side_by_side_read_their_buffers(device, masked):
+    """The scores of a block were named as the buffers were: the wrong number, and no error."""
+    shaders = [gradients_of_one_projection(part, masked=masked) for part in PARTS]
+    read = [0, 0, 0, *range(1, 4 + masked)]
+    bound = [[*read, max(read) + 1 + n] for n in range(2)]
+    shader, _ = side_by_side(shaders, bound, 2)
+    assert_valid(device, shader)
