@@ -79,15 +79,20 @@ class Case:
 
 def cases(total: int) -> list[Case]:
     """All that is compared, the most telling first; only those of whole rounds."""
-    found = []
+    found = [Case(replicas, 0) for replicas in (2, 4)]
     for replicas in (2, 4):
-        found.append(Case(replicas, 0))
-        for inner_steps in (30, 100, 500):
-            found += [Case(replicas, inner_steps), Case(replicas, inner_steps, "reset")]
-            found += [
-                Case(replicas, inner_steps, "carry", codec) for codec in ("int8", "int4", "topk")
-            ]
+        found += [Case(replicas, inner_steps) for inner_steps in (100, 500, 30)]
+    found += _codecs(2, 100)
+    for replicas in (2, 4):
+        found += [Case(replicas, inner_steps, "reset") for inner_steps in (100, 500, 30)]
+    found += [*_codecs(2, 500), *_codecs(2, 30)]
+    found += [case for inner_steps in (100, 500, 30) for case in _codecs(4, inner_steps)]
     return [case for case in found if total >= 2 * max(case.inner_steps, 1)]
+
+
+def _codecs(replicas: int, inner_steps: int) -> list[Case]:
+    narrow = ("int8", "int4", "topk")
+    return [Case(replicas, inner_steps, "carry", codec) for codec in narrow]
 
 
 def trained(case: Case, total: int, directory: Path) -> dict[str, Any]:
