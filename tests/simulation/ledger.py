@@ -113,7 +113,7 @@ class Ledger:
         Args:
             record: The commit, and whose nodes are in it.
             averages: What they make.
-            since: The step that the coordinator went on with.
+            since: The first step that it commits so.
         """
         commit = record.commit
         assert commit.step - since < _MOST_ON_TRUST, "too many steps rest on the workers"

@@ -130,7 +130,9 @@ class Probes:
         if execution is None or progress is None or not progress.agreement.catching_up:
             return
         assert progress.round is not None
-        coordinator.ledger.trusts(record, progress.round.averages, since=execution.started_step)
+        if coordinator.trust[0] is not execution:
+            coordinator.trust = execution, record.commit.step
+        coordinator.ledger.trusts(record, progress.round.averages, since=coordinator.trust[1])
 
     def _syncs(self, _log: Any, _record: Any) -> None:
         coordinator = self._coordinator

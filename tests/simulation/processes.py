@@ -45,6 +45,7 @@ class CoordinatorProcess(Process):
         pace_ms: How long a job on disk or on the replica may take.
         at_commit: What is to happen while the next commit is on its way to the disk.
         at_sync: How it is to end between the next commit's writing and its sync.
+        trust: The run whose steps its replica does not yet compare, and the first such step.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -53,6 +54,7 @@ class CoordinatorProcess(Process):
         self.pace_ms = cluster.rng.choice((1.0, 10.0, 60.0))
         self.at_commit: Any = None
         self.at_sync: Any = None
+        self.trust: tuple[Execution | None, int] = (None, 0)
         self.machine = SimulatedMachine(
             self, lambda: self.pace_ms * cluster.disk.slowness, cluster.rng.choice(_CATCH_UP_MS)
         )

@@ -86,11 +86,14 @@ def test_a_long_run_in_which_leases_and_measured_speeds_act(seed, play):
     "first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (8, 16, 24, 32))]
 )
 def test_evaluators_change_no_bit_and_nobody_waits_for_them(first, play):
-    reports: Counter[str] = Counter()
     for seed in range(first, first + 8):
-        told = play(seed, evaluators=1 + seed % 2, steps=12)
-        reports += told.reports
-    assert reports["evaluated_late"], "no figure has come beside training"
+        assert play(seed, evaluators=1 + seed % 2, steps=12).outcomes
+
+
+def test_figures_come_beside_training(play):
+    """While others go on, in one of a few schedules."""
+    played = (play(seed, evaluators=1 + seed % 2, steps=12) for seed in range(16))
+    assert any(told.reports["evaluated_late"] for told in played)
 
 
 def test_a_calm_cluster_with_an_evaluator_finishes(play):
