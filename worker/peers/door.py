@@ -1,7 +1,8 @@
 """Where other members come in: a listening socket, its certificate, and the handshake.
 
 As at the coordinator a stranger costs little: few are inside at once, for a few seconds, with
-headers of 256 bytes and no bodies, and nobody gets in who does not know the key of a pair.
+headers of 256 bytes and no bodies, and nobody gets in who does not know the key of a pair. Whoever
+comes meanwhile waits in the system's queue: all members of a run come at about one time.
 """
 
 from __future__ import annotations
@@ -77,13 +78,11 @@ class Door:
     def _accept(self) -> None:
         assert self._listener is not None
         while True:
+            self._strangers.acquire()
             try:
                 endpoint, _ = self._listener.accept()
             except OSError:
                 return  # closed
-            if not self._strangers.acquire(blocking=False):
-                endpoint.close()
-                continue
             threading.Thread(target=self._greet, args=(endpoint,), daemon=True).start()
 
     def _greet(self, endpoint: socket.socket) -> None:

@@ -39,10 +39,9 @@ from protocol.wire.peers import HERE, Peer, PeerList
 from protocol.wire.transport import reason_of, set_socket_options
 from worker.peers.door import Door
 from worker.peers.proof import answer
-from worker.peers.wire import Wire
+from worker.peers.wire import Wire, wait_closed
 
 _AGAIN_S: Final = (0.2, 1.0, 5.0)
-"""Between attempts to reach a peer."""
 _PROBES: Final = 2
 """The better one counts: the other may have waited for a processor."""
 _QUEUED_BYTES: Final = 2 * limits.PEER_EARLY_BYTES
@@ -90,6 +89,8 @@ class _Link:
         self.peer = peer
         self.over = threading.Event()
         self.broken = threading.Event()
+        self.knows_us = threading.Event()
+        """It has come to this door; one that was told of members later turns others away first."""
         self.sending: Wire | None = None
         self.receiving: Wire | None = None
         self.mbit = 0.0
@@ -186,6 +187,7 @@ class SocketLinks:
     def _end(self, link: _Link) -> None:
         link.over.set()
         link.broken.set()
+        link.knows_us.set()
         link.queue.put((2, next(self._counter), None))
         for wire in link.wires():
             wire.close()
@@ -194,18 +196,35 @@ class SocketLinks:
 
     def _dial(self, link: _Link) -> None:
         """Make the connections that are this member's to make, again and again."""
-        pauses = itertools.chain(_AGAIN_S, itertools.repeat(_AGAIN_S[-1]))
+        pauses = _pauses_s()
         while not link.over.is_set():
             link.broken.clear()
+            link.knows_us.clear()
             try:
                 for sends in self._mine_to_dial(link.peer):
                     self._take(link, self._dialled(link.peer, sends=sends), sends=sends)
             except (OSError, SamestepError) as error:
-                self._break(link, reason_of(error))
-                link.over.wait(next(pauses))
+                self._failed(link, reason_of(error))
+                link.knows_us.wait(next(pauses))
                 continue
-            link.broken.wait()
-            link.over.wait(_AGAIN_S[0])
+            self._watch(link)
+            pauses = _pauses_s()
+            link.over.wait(next(pauses))
+
+    def _watch(self, link: _Link) -> None:
+        """Until the link is over. Nothing is read where it is sent, so the end of that is seen by
+        nobody else until something is sent, and the peer would wait for that for ever."""
+        with self._lock:
+            wire = link.sending
+            try:
+                watched = wire.watched() if wire is not None else None
+            except OSError:  # closed meanwhile
+                watched = None
+        if watched is not None:
+            wait_closed(watched)
+            if link.sending is wire:
+                self._break(link, reason_of(None))
+        link.broken.wait()
 
     def _mine_to_dial(self, peer: Peer) -> list[bool]:
         """Whether this member dials to send, and to receive."""
@@ -258,19 +277,29 @@ class SocketLinks:
         if link is None:
             wire.close()
             return
+        link.knows_us.set()
         try:
             self._take(link, wire, sends=not hello.sends)
         except (OSError, SamestepError) as error:
-            self._break(link, reason_of(error))
+            self._failed(link, reason_of(error))
 
     def _take(self, link: _Link, wire: Wire, *, sends: bool) -> None:
-        """A connection is made: see how quick it is, then use it."""
+        """A connection is made: see how quick it is, then use it.
+
+        Raises:
+            OSError: It breaks before that.
+            SamestepError: What comes is no probe.
+        """
         wire.connection.blocks, wire.connection.exchange = self._blocks, self._exchange
-        if sends:
-            link.mbit = _probed(wire)
-        else:
-            self._answer_probe(wire)
-        wire.endpoint.settimeout(None)
+        try:
+            if sends:
+                link.mbit = _probed(wire)
+            else:
+                self._answer_probe(wire)
+            wire.endpoint.settimeout(None)
+        except BaseException:
+            wire.close()
+            raise
         with self._lock:
             before = link.sending if sends else link.receiving
             if sends:
@@ -296,6 +325,13 @@ class SocketLinks:
             if not isinstance(probe, PeerProbe):
                 raise OutOfPlace(f"expected a PeerProbe, got {type(probe).__name__}")
             wire.send(encode(PeerProbe(), b""))
+
+    def _failed(self, link: _Link, reason: str) -> None:
+        """A connection was not made; one of the other direction may well be there, and stays."""
+        with self._lock:
+            known = self._links.get(link.peer.name) is link and not link.linked
+        if known:
+            self._owner.on_unlinked(link.peer.name, reason)
 
     def _break(self, link: _Link, reason: str) -> None:
         """Nothing gets through any more: both connections are made anew."""
@@ -359,3 +395,8 @@ def _probed(wire: Wire) -> float:
             raise OutOfPlace("expected the answer to a PeerProbe")
         taken_s.append(time.monotonic() - start_s)
     return limits.PEER_PROBE_BYTES * 8e-6 / max(min(taken_s), 1e-4)
+
+
+def _pauses_s() -> Iterator[float]:
+    """Between attempts to reach a peer."""
+    return itertools.chain(_AGAIN_S, itertools.repeat(_AGAIN_S[-1]))

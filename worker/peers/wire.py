@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import socket
 
 from protocol.wire.connection import Connection, Encoded, Received, Role
@@ -48,9 +50,27 @@ class Wire:
             self._come = self.connection.buffer_updated(count)
         return self._come.pop(0)
 
+    def watched(self) -> int | None:
+        """A descriptor for `wait_closed`; None where the system tells nobody of an end unread.
+
+        Raises:
+            OSError: This end is closed.
+        """
+        return os.dup(self.endpoint.fileno()) if hasattr(select, "POLLRDHUP") else None
+
     def close(self) -> None:
         """At once; whoever reads or writes in another thread gets an OSError."""
         with contextlib.suppress(OSError):
             self.endpoint.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):
             self.endpoint.close()
+
+
+def wait_closed(watched: int) -> None:
+    """Until a connection is closed at either end, although nobody reads it."""
+    poll = select.poll()
+    poll.register(watched, select.POLLRDHUP)
+    try:
+        poll.poll()
+    finally:
+        os.close(watched)

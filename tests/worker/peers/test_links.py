@@ -15,9 +15,10 @@ from protocol.spec.replicas_spec import Codecs
 from protocol.wire import tls
 from protocol.wire.authentication import new_nonce
 from protocol.wire.connection import encode
-from protocol.wire.messages import Challenge, Goodbye, PeerHello, SliceSum
+from protocol.wire.messages import Challenge, Goodbye, PeerHello, PeerWelcome, SliceSum
 from protocol.wire.peers import Peer, PeerList, pair_key
 from tests.message_samples import BLOCKS, PLACE
+from worker.peers import links
 from worker.peers.links import SocketLinks
 from worker.peers.proof import answer
 from worker.peers.wire import Wire
@@ -35,6 +36,7 @@ class Member:
         self.links = SocketLinks(
             name, BLOCKS, Codecs(), self, coordinator="127.0.0.1", encrypted=encrypted
         )
+        self.links._start = self._started
         self.listens = listens
         self.port, self.fingerprint = self.links.listen() if listens else (0, bytes(32))
 
@@ -48,6 +50,10 @@ class Member:
     def know(self, *others):
         peers = tuple(other.as_peer(self.name) for other in others)
         self.links.know(PeerList(me=self.name, listens=self.listens, peers=peers))
+
+    def _started(self, work, link, what):
+        SocketLinks._start(self.links, work, link, what)
+        self.heard.put(("started", what, link.peer.name))
 
     def on_slice(self, peer, received):
         self.heard.put(("slice", peer, received))
@@ -133,9 +139,9 @@ def test_who_is_named_no_more_is_left(members):
     assert other.next("unlinked")[0] == "one"
 
 
-def knock(member, hello, key):
+def knock(member, hello, key, endpoint=None):
     """What comes of saying this at its door, with this key."""
-    endpoint = socket.create_connection(("127.0.0.1", member.port), PATIENCE_S)
+    endpoint = endpoint or socket.create_connection(("127.0.0.1", member.port), PATIENCE_S)
     with tls.client_context().wrap_socket(endpoint) as secured:
         wire = Wire(secured, "dialler")
         wire.send(encode(hello))
@@ -183,15 +189,52 @@ def test_an_answer_with_another_certificate_is_told_nothing(members):
     assert "another certificate" in one.next("unlinked")[1]
 
 
-def test_more_strangers_than_may_be_inside_are_shut_out(members):
-    (owner,) = members("owner")
-    with contextlib.ExitStack() as stack:
-        for _ in range(limits.PEER_STRANGERS_CONNECTIONS):
-            stack.enter_context(socket.create_connection(("127.0.0.1", owner.port)))
-        one_more = stack.enter_context(socket.create_connection(("127.0.0.1", owner.port)))
-        one_more.settimeout(PATIENCE_S)
-        with contextlib.suppress(OSError):
-            assert one_more.recv(1) == b""
+def test_while_strangers_are_inside_a_member_waits_and_comes_in(members):
+    """All members of a run come at one time: nobody is to take a full door for a broken link."""
+    owner, other = members("owner", "other")
+    owner.links.know(PeerList(me="owner", listens=True, peers=(unreachable(other, "owner"),)))
+    address = ("127.0.0.1", owner.port)
+    inside = [socket.create_connection(address) for _ in range(limits.PEER_STRANGERS_CONNECTIONS)]
+    waits = socket.create_connection(address, PATIENCE_S)
+    for stranger in inside:
+        stranger.close()
+    key = pair_key(SECRET, "other", "owner")
+    assert isinstance(knock(owner, hello("other", "owner"), key, waits), PeerWelcome)
+
+
+def unreachable(member, other):
+    """As a peer of the other's, at a port where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        return member.as_peer(other).model_copy(update={"port": closed.getsockname()[1]})
+
+
+def test_who_is_turned_away_comes_again_as_soon_as_the_other_knows_it(members, monkeypatch):
+    """On a busy machine some are told of all members seconds after others."""
+    monkeypatch.setattr(links, "_AGAIN_S", (10 * PATIENCE_S,))
+    early, late = members("early", "late")
+    late.know()
+    early.know(late)
+    assert "is no peer of 'late'" in early.next("unlinked")[1]
+    late.know(early)
+    early.next("linked")
+    late.next("linked")
+
+
+def test_one_direction_that_cannot_be_made_leaves_the_other_until_that_is_closed(members):
+    one, other = members("one", "other")
+    listing = PeerList(me="other", listens=True, peers=(unreachable(one, "other"),))
+    other.links.know(listing)
+    one.know(other)
+    while other.next("started")[0] != "from":
+        pass
+    assert other.next("unlinked")[0] == "one"
+    receiving = other.links._links["one"].receiving
+    assert receiving is not None
+    assert receiving.endpoint.fileno() > 0, "it is open"
+    # The other knows better now, and begins anew; of the old link it is the end that reads nothing
+    # that has to notice.
+    other.know(one)
+    other.next("linked")
 
 
 def test_no_older_tls(members):
