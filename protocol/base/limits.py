@@ -33,7 +33,7 @@ message."""
 PEER_EARLY_BYTES: Final = 256 * MIB
 """Of sums that come before their step, or before the table that they follow."""
 OWNER_LEASE_MS: Final = 2_000
-"""How long an owner may be silent while nothing is waited for but its averages."""
+"""How long an owner may be silent at least while nothing is waited for but its averages."""
 
 # Connections.
 UNAUTHENTICATED_CONNECTIONS: Final = 64

@@ -6,6 +6,7 @@ constants only keep noise and first steps, which warm up, from counting as laten
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
@@ -19,6 +20,7 @@ from protocol.base import limits
 _PATIENCE: Final = 3.0
 """How many times what is expected of a worker it may take."""
 _LEASE_FLOOR_MS: Final = 500.0
+_SILENCES_KEPT: Final = 16
 _FIRST_LEASE_MS: Final = 5_000.0
 """For one of whom nothing was measured yet."""
 
@@ -74,12 +76,20 @@ class Leases:
 
 
 class OwnerLease:
-    """Whether a step waits for one owner of slices alone, and for how long."""
+    """Whether a step waits for one owner of slices alone, and for how long.
+
+    Slices of a silent owner go to others, to whom all is sent again: on a machine or a link that
+    is merely slow that would only make it slower. So a lease follows how long owners were silent
+    before they gave a sign after all, and is twice as long after each that was over in a step.
+    """
 
     def __init__(self) -> None:
         self._now_ms = 0.0
         self._since_ms = 0.0
         self._seen: tuple[str, int] | None = None
+        self._place: dict[str, int] = {}
+        self._over = 0
+        self._silences_ms: deque[float] = deque(maxlen=_SILENCES_KEPT)
 
     def tick(self, now_ms: float) -> None:
         """Time goes on. A gap in the ticks counts for no lease."""
@@ -89,18 +99,33 @@ class OwnerLease:
         self._now_ms = now_ms
 
     def late(self, round_: Round) -> str | None:
-        """The owner that everything waits for and that has given no sign for a lease."""
-        sliced = round_.sliced
-        collecting = {} if sliced is None else sliced.collecting()
-        owing = [name for name, count in collecting.items() if count]
-        if sliced is None or len(owing) != 1 or len(collecting) == 1:
-            self._seen = None
-            return None
-        seen = (owing[0], collecting[owing[0]])
-        if seen != self._seen:
-            self._seen, self._since_ms = seen, self._now_ms
+        """The owner that everything waits for and that has given no sign for a lease: its slices
+        are to go to others now."""
+        if round_.place != self._place:
+            self._place, self._over = round_.place, 0
         silent_ms = self._now_ms - self._since_ms
-        return owing[0] if silent_ms > limits.OWNER_LEASE_MS else None
+        seen = self._waited_for(round_)
+        if seen != self._seen:
+            if self._seen is not None:
+                self._silences_ms.append(silent_ms)
+            self._seen, self._since_ms = seen, self._now_ms
+            return None
+        if seen is None or silent_ms <= self._lease_ms:
+            return None
+        self._over += 1
+        self._seen = None
+        return seen[0]
+
+    @property
+    def _lease_ms(self) -> float:
+        measured_ms = _PATIENCE * max(self._silences_ms, default=0.0)
+        return 2.0**self._over * max(limits.OWNER_LEASE_MS, measured_ms)
+
+    def _waited_for(self, round_: Round) -> tuple[str, int] | None:
+        """The only owner whose averages are still to come, and how many."""
+        collecting = {} if round_.sliced is None else round_.sliced.collecting()
+        owing = [(name, count) for name, count in collecting.items() if count]
+        return owing[0] if len(owing) == 1 and len(collecting) > 1 else None
 
 
 class Stragglers:

@@ -1,14 +1,22 @@
 """Who is late, by what was measured of itself and by what others do."""
 
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from coordinator.run.exchange.round import Round
-from coordinator.run.workers.leases import Leases, Stragglers
+from coordinator.run.workers.leases import Leases, OwnerLease, Stragglers
 from coordinator.run.workers.membership import Membership
+from protocol.base import limits
+from protocol.exact.slices import slice_digest
 from protocol.exact.tree import Node
-from protocol.wire.messages import NodeLoss
+from protocol.spec.manifest import Block, TensorSpec
+from protocol.wire.messages import NodeLoss, SliceAverage, SliceDone
+from protocol.wire.peers import OwnerTable
 
 TICK_MS = 100.0
+MOST: Final = limits.SLICE_ELEMENTS
+"""Of a slice."""
 
 
 def test_who_owes_nothing_is_not_silent_and_who_has_just_signed_is_for_no_time():
@@ -75,3 +83,61 @@ def test_one_of_whom_nothing_was_measured_has_its_first_lease_whatever_others_ne
     assert race.late == []
     race.wait(100)
     assert race.late == ["ann"]
+
+
+class Owners:
+    """A step whose slices two members own, of which one has sent its averages."""
+
+    def __init__(self) -> None:
+        self.lease = OwnerLease()
+        self._now_ms = 0.0
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        blocks = (
+            Block(name="b", kind="block", tensors=(TensorSpec(name="w", shape=(4 * MOST,)),)),
+        )
+        table = OwnerTable(members=("ann", "bob"), owners=(0, 1, 1, 1), scribe=None)
+        self.round = Round(blocks, 1, 1, step, 0, owners=(1, table))
+        self.average("ann", 0)
+
+    def average(self, owner: str, number: int) -> None:
+        assert self.round.sliced is not None
+        values = np.zeros(MOST, np.float32)
+        place = {**self.round.place, "owners": self.round.sliced.number, "slice": number}
+        self.round.slice_average(owner, SliceAverage(**place), values)
+        done = SliceDone(**place, digest=slice_digest(values))
+        self.round.slice_done(owner, done, ((owner, Node(0, 1)),))
+
+    def late_after_ms(self) -> float:
+        """When an owner that gives no sign is late."""
+        begun_ms = self._now_ms
+        while self.wait(TICK_MS) is None:
+            assert self._now_ms < begun_ms + 10 * 60_000
+        return self._now_ms - begun_ms
+
+    def wait(self, ms: float) -> str | None:
+        late = None
+        for _ in range(int(ms / TICK_MS)):
+            self._now_ms += TICK_MS
+            self.lease.tick(self._now_ms)
+            late = late or self.lease.late(self.round)
+        return late
+
+
+def test_an_owner_has_longer_where_owners_were_silent_before_they_gave_a_sign():
+    owners = Owners()
+    for number in (1, 2):
+        assert owners.wait(1_900) is None
+        owners.average("bob", number)
+    assert owners.late_after_ms() > 3 * 1_700
+
+
+def test_each_owner_of_a_step_has_twice_as_long_as_the_one_before():
+    owners = Owners()
+    first, second, third = (owners.late_after_ms() for _ in range(3))
+    assert first < 2_500
+    assert 1.8 * first < second < 2.2 * first
+    assert 1.8 * second < third < 2.2 * second
+    owners.begin(1)
+    assert owners.late_after_ms() < 2_500
