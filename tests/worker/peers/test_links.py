@@ -27,16 +27,23 @@ PATIENCE_S = 60.0
 SECRET = bytes(range(32))
 
 
+class WatchedLinks(SocketLinks):
+    """Its owner hears of each thread that begins."""
+
+    def _start(self, work, link, what):
+        super()._start(work, link, what)
+        self._owner.heard.put(("started", what, link.peer.name))
+
+
 class Member:
     """One member's links, and what it hears of them."""
 
     def __init__(self, name, *, encrypted=True, listens=True):
         self.name = name
         self.heard: queue.Queue[tuple[object, ...]] = queue.Queue()
-        self.links = SocketLinks(
+        self.links = WatchedLinks(
             name, BLOCKS, Codecs(), self, coordinator="127.0.0.1", encrypted=encrypted
         )
-        self.links._start = self._started
         self.listens = listens
         self.port, self.fingerprint = self.links.listen() if listens else (0, bytes(32))
 
@@ -50,10 +57,6 @@ class Member:
     def know(self, *others):
         peers = tuple(other.as_peer(self.name) for other in others)
         self.links.know(PeerList(me=self.name, listens=self.listens, peers=peers))
-
-    def _started(self, work, link, what):
-        SocketLinks._start(self.links, work, link, what)
-        self.heard.put(("started", what, link.peer.name))
 
     def on_slice(self, peer, received):
         self.heard.put(("slice", peer, received))
