@@ -28,11 +28,13 @@ SECRET = bytes(range(32))
 
 
 class WatchedLinks(SocketLinks):
-    """Its owner hears of each thread that begins."""
+    """Of each thread that begins is heard."""
+
+    heard: queue.Queue[tuple[object, ...]]
 
     def _start(self, work, link, what):
         super()._start(work, link, what)
-        self._owner.heard.put(("started", what, link.peer.name))
+        self.heard.put(("started", what, link.peer.name))
 
 
 class Member:
@@ -44,6 +46,7 @@ class Member:
         self.links = WatchedLinks(
             name, BLOCKS, Codecs(), self, coordinator="127.0.0.1", encrypted=encrypted
         )
+        self.links.heard = self.heard
         self.listens = listens
         self.port, self.fingerprint = self.links.listen() if listens else (0, bytes(32))
 
