@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from operator import add
 from typing import NamedTuple, Self
+
+import numpy as np
 
 from backends.base.interface import (
     Array,
@@ -25,6 +28,17 @@ from protocol.spec.manifest import Block
 from protocol.spec.run_spec import Precision
 
 
+Parts = tuple[Array, ...]
+"""A block's gradient as one flat float32 array for each of its tensors: to be read only."""
+
+
+class BlockParts(NamedTuple):
+    """The gradient of one block over one microbatch, as autograd has left it."""
+
+    block: int
+    values: Parts
+
+
 class Microbatch(NamedTuple):
     """One that a device has begun with.
 
@@ -33,7 +47,7 @@ class Microbatch(NamedTuple):
         stop: Abandons it; returns when the device works on it no more. Called by any thread.
     """
 
-    items: Iterator[NodeItem]
+    items: Iterator[NodeItem | BlockParts]
     stop: Callable[[], None]
 
 
@@ -57,29 +71,28 @@ class HostSums:
         self._losses = TreeSum[float](leaves, add)
         self._weights = TreeSum[float](leaves, add)
 
-    def add(self, leaf: int, block: int, values: Array) -> Array | None:
+    def add(self, leaf: int, block: int, values: Array | Parts) -> Array | None:
         """Add one microbatch's gradient of one block.
 
         Args:
             leaf: The microbatch's number in the node.
             block: The block's number.
-            values: Flat float32; the sum's own from now on, it adds into it.
+            values: Flat float32; the sum's own from now on, it adds into it. Parts are only read.
 
         Returns:
             The node's sum of the block after its last leaf, the caller's own; else None.
         """
-        assert values.dtype == "float32"
-        assert values.flags.writeable
         if self._precision == "bfloat16":
-            values = rounded(values)
+            values = rounded(_joined(values))
         self._blocks[block].put(Node(leaf, leaf + 1), values)
         total = self._blocks[block].total
-        if total is not None:  # its memory is the receiver's, not this node's to the end
-            self._blocks[block] = self._nothing()
-        return total
+        if total is None:
+            return None
+        self._blocks[block] = self._nothing()  # its memory is the receiver's, not this node's
+        return _joined(total)
 
-    def _nothing(self) -> TreeSum[Array]:
-        return TreeSum(self._leaves, ADDITIONS[self._precision])
+    def _nothing(self) -> TreeSum[Array | Parts]:
+        return TreeSum(self._leaves, partial(_sum_of, ADDITIONS[self._precision]))
 
     def add_loss(self, leaf: int, loss_sum: float, weight: float) -> Loss | None:
         """Add one microbatch's loss sum and weight, in float64; gives the node's after its last."""
@@ -87,6 +100,31 @@ class HostSums:
         self._weights.put(Node(leaf, leaf + 1), weight)
         loss, total = self._losses.total, self._weights.total
         return None if loss is None or total is None else Loss(loss, total)
+
+
+def _joined(values: Array | Parts) -> Array:
+    """Flat, and the caller's own."""
+    if isinstance(values, tuple):
+        return np.concatenate(values)
+    assert values.dtype == "float32"
+    assert values.flags.writeable
+    return values
+
+
+def _sum_of(
+    add: Callable[[Array, Array], Array], left: Array | Parts, right: Array | Parts
+) -> Array:
+    """Left + right, into left; where that is in parts, the first sum is what joins them."""
+    if not isinstance(right, tuple):
+        return add(_joined(left), right)
+    into = np.empty(sum(map(len, right)), np.float32) if isinstance(left, tuple) else left
+    lo = 0
+    with np.errstate(over="ignore", invalid="ignore"):  # found as non-finite later
+        for number, part in enumerate(right):
+            here = into[lo : lo + len(part)]
+            lo += len(part)
+            np.add(left[number] if isinstance(left, tuple) else here, part, out=here)
+    return into
 
 
 class NodeStream:
@@ -124,7 +162,10 @@ class NodeStream:
             item = next(self._microbatch.items, None)
             if item is None:
                 self._go_on()
-            elif (given := item if self.sums is None else self._added(self.sums, item)) is not None:
+            elif self.sums is None:
+                assert not isinstance(item, BlockParts), "who adds by itself gives whole blocks"
+                return item
+            elif (given := self._added(self.sums, item)) is not None:
                 return given
 
     def close(self) -> None:
@@ -145,10 +186,10 @@ class NodeStream:
                 raise StopIteration
             self._microbatch = self._begin(self._leaf, *self._leaves[self._leaf])
 
-    def _added(self, sums: HostSums, item: NodeItem) -> NodeItem | None:
+    def _added(self, sums: HostSums, item: NodeItem | BlockParts) -> NodeItem | None:
         if isinstance(item, Loss):
             return sums.add_loss(self._leaf, item.loss_sum, item.weight)
-        assert isinstance(item, BlockGradient)
+        assert isinstance(item, BlockGradient | BlockParts)
         total = sums.add(self._leaf, item.block, item.values)
         return BlockAdded(item.block) if total is None else BlockGradient(item.block, total)
 

@@ -13,15 +13,16 @@ import torch
 from protocol.base.errors import SamestepError
 from protocol.spec.manifest import Block, TensorSpec
 
-Emit = Callable[[int, torch.Tensor], None]
-"""Takes a block's number and its gradient: flat float32 on the device, the receiver's own."""
+Emit = Callable[[int, list[torch.Tensor]], None]
+"""Takes a block's number and its tensors' gradients: flat float32 on the device, to be read only:
+autograd gives two tensors one memory where nothing but their shapes differs."""
 
 
 class BlockOrder:
     """One microbatch's blocks, from first gradient to last block out.
 
     A tensor's own work is little, since it comes between two matrix products: a gradient is kept
-    as it is, and a block is put together in one go.
+    as it is.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class BlockOrder:
     def _finish(self) -> None:
         number, self._next = self._next, self._next - 1
         held, self._gradients[number] = self._gradients[number], {}
-        self._emit(number, torch.cat([self._piece(held, t) for t in self._blocks[number].tensors]))
+        self._emit(number, [self._piece(held, t) for t in self._blocks[number].tensors])
 
     def _piece(self, held: Mapping[str, torch.Tensor], tensor: TensorSpec) -> torch.Tensor:
         gradient = held.get(tensor.name)

@@ -30,7 +30,7 @@ from backends.base.interface import (
     Sums,
     Trainable,
 )
-from backends.base.node_stream import HostSummedProgram, Microbatch, check_sizes
+from backends.base.node_stream import BlockParts, HostSummedProgram, Microbatch, check_sizes
 from backends.base.trainable_checks import (
     refuse_running_statistics,
     refuse_unlike,
@@ -248,11 +248,12 @@ class EagerProgram(HostSummedProgram):
         assert parameter.grad is not None
         if self._keeps_gradients:
             return
+        gradient, parameter.grad = parameter.grad, None
         if self.loss_scale != 1.0:
-            parameter.grad.mul_(1.0 / self.loss_scale)  # exact: it is a power of two
+            # Exact: it is a power of two. Not in place: what flows on may have the same memory.
+            gradient = gradient * (1.0 / self.loss_scale)
         if self._order is not None:
-            self._order.add(number, name, parameter.grad)
-        parameter.grad = None
+            self._order.add(number, name, gradient)
 
     def _forward_reached(self, module: torch.nn.Module, inputs: Any) -> None:
         del module, inputs
@@ -319,11 +320,12 @@ class EagerProgram(HostSummedProgram):
                 f"the model or its loss raised {raised_words(error)}", batch
             ) from error
 
-    def _emit(self, put: Callable[[_Item], None], number: int, flat: torch.Tensor) -> None:
+    def _emit(self, put: Callable[[_Item], None], number: int, parts: list[torch.Tensor]) -> None:
         """Hand a block to the receiver; from CUDA it is copied beside the running backward."""
         if self._copies is None:
-            put(BlockGradient(number, flat.numpy()))
+            put(BlockParts(number, tuple(part.cpu().numpy() for part in parts)))
             return
+        flat = torch.cat(parts)
         host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
         self._copies.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._copies):
@@ -420,12 +422,12 @@ class _Abandoned(Exception):
     """Ends forward or backward of a microbatch that nobody wants any more."""
 
 
-_Item = BlockGradient | tuple[int, torch.Tensor, torch.cuda.Event] | Future[Loss]
+_Item = BlockParts | tuple[int, torch.Tensor, torch.cuda.Event] | Future[Loss]
 
 
 def _items(
     out: queue.SimpleQueue[_Item], abandoned: threading.Event
-) -> Iterator[BlockGradient | Loss]:
+) -> Iterator[BlockParts | BlockGradient | Loss]:
     """What the device thread puts out; its errors are raised here."""
     while not abandoned.is_set():
         item = out.get()
@@ -434,11 +436,12 @@ def _items(
         if isinstance(item, Future):
             yield item.result()
             return
-        if isinstance(item, tuple):
+        if isinstance(item, BlockParts):
+            yield item
+        else:
             number, host, copied = item
             copied.synchronize()
-            item = BlockGradient(number, host.numpy())
-        yield item
+            yield BlockGradient(number, host.numpy())
 
 
 def _enter_device_thread(device: torch.device, threads: int) -> None:

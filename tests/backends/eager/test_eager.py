@@ -316,6 +316,44 @@ def test_a_loss_without_graph_counts_as_zeros():
     assert loss == Loss(0.0, 0.0)
 
 
+class Positions(nn.Module):
+    """Autograd gives `first` and `added` one memory for their gradients: a view is between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(1, WIDTH))
+        self.added = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first * x + self.added.unsqueeze(0)
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 4.0])
+def test_a_gradient_whose_memory_flows_on_through_the_graph_is_left_as_it_is(loss_scale):
+    module = Positions()
+    leaves = [(batch(1, seed), seed) for seed in range(3)]
+    expected = []
+    for name in ("first", "added"):
+        parts = [
+            torch.autograd.grad(
+                loss_sum(module, {n: torch.tensor(a) for n, a in each.arrays.items()}),
+                getattr(module, name),
+            )[0].ravel()
+            for each, _ in leaves
+        ]
+        expected.append(parts[0] + parts[1] + parts[2])
+    program = EagerBackend("cpu").compile(trainable(Positions()), batch(1))
+    program.loss_scale = loss_scale
+    given = {
+        item.block: item.values
+        for item in program.gradients(leaves)
+        if isinstance(item, BlockGradient)
+    }
+    for number, values in enumerate(expected):
+        assert given[number].tobytes() == values.numpy().tobytes()
+    program.close()
+
+
 def test_an_error_in_the_device_thread_reaches_the_receiver():
     program = compiled(trainable(Net()))
     whole = by_block(program, batch())
