@@ -39,14 +39,28 @@ def choose(name: str, wanted: int | str | None = None) -> BackendChoice:
 
         return BackendChoice(ScriptedBackend(microbatch_ms), "scripted was asked for by name")
     if kind != "auto":
-        info = _device(kind, wanted)
-        if not info.usable:
-            raise BackendUnavailable(kind, info.reason)
+        info = _named(kind, wanted)
         reason = f"{kind} was asked for by name{_among_others(kind, wanted)}"
         if info.software:
             reason += "; it is software, for tests: --backend cpu is several times as quick"
         return BackendChoice(_make(kind, info.index), reason)
     return _auto(wanted)
+
+
+def refuse_missing(name: str, wanted: int | str | None = None) -> None:
+    """See that a device that is asked for by name is here, before anything else is done.
+
+    Args:
+        name: As of `choose`.
+        wanted: Likewise.
+
+    Raises:
+        UsageError: There is no such name.
+        BackendUnavailable: It cannot be had here, with the reason.
+    """
+    kind, _ = parse_backend(name)
+    if kind not in {"auto", "cpu", "scripted"}:
+        _named(kind, wanted)
 
 
 def devices() -> list[DeviceInfo]:
@@ -55,6 +69,13 @@ def devices() -> list[DeviceInfo]:
     # Told where there may be one: a row of it on every other machine would be noise.
     macs = [mps] if sys.platform == "darwin" else []
     return [*_cuda_devices(), *macs, *_vulkan_devices(), _cpu_device()]
+
+
+def _named(kind: str, wanted: int | str | None) -> DeviceInfo:
+    info = _device(kind, wanted)
+    if not info.usable:
+        raise BackendUnavailable(kind, info.reason)
+    return info
 
 
 def _auto(wanted: int | str | None) -> BackendChoice:

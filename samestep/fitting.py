@@ -27,6 +27,7 @@ from typing import Any, Final, Literal
 import torch
 from safetensors.numpy import load_file
 
+from backends.registry import refuse_missing
 from coordinator.operator.control_client import request
 from protocol.base.address import parse_address
 from protocol.base.duty import Duty
@@ -59,6 +60,8 @@ _OWN_KEYS: Final = {
     "data",
 }  # fmt: skip
 _OF_OTHER_TASKS: Final = {"init_from"}.union(*TASK_SECTIONS.values()) - _OWN_KEYS
+_IN_FLOAT16: Final = {"config": {"model_type": "script"}, "precision": "float16"}
+"""A section `model`: by it the coordinator scales losses. What the model is says the script."""
 _SUBMIT_TIMEOUT_S: Final = 600.0
 _GO_ON: Final = "; go on with it: "
 """In a line of the coordinator, before its advice."""
@@ -101,7 +104,7 @@ def fit(
     optimizer: object = "adamw",
     seed: int = 0,
     evaluate_every: int = 0,
-    precision: Literal["float32", "bfloat16"] = "float32",
+    precision: Literal["float32", "bfloat16", "float16"] = "float32",
     workers: int | None = None,
     device: str | None = None,
     directory: Path | str | None = None,
@@ -123,7 +126,8 @@ def fit(
         optimizer: `adamw`, `momentum` or `sgd`, or such a section of a run spec as a mapping.
         seed: Of initial values, order of samples, dropout, and random collators.
         evaluate_every: Steps between two measurements on `held_out`; 0: at the end only.
-        precision: What forward may compute in.
+        precision: What forward may compute in. In float16 losses are scaled, and a step that
+            overflows is taken again with half the scale.
         workers: Begin when so many are there. Default: $SAMESTEP_EXPECT_WORKERS, or 1.
         device: Of this worker. Default: $SAMESTEP_BACKEND, or auto.
         directory: Of the run. Default: a new one in `runs/`.
@@ -192,6 +196,7 @@ def _refuse_what_does_not_go_together(call: script.Call, arguments: Arguments) -
 
     Raises:
         UsageError: Something would be without effect, or begin what was to go on.
+        BackendUnavailable: The device that was asked for is not here.
     """
     if arguments.options and not script.takes_options(call.build):
         raise UsageError(
@@ -215,7 +220,8 @@ def _refuse_what_does_not_go_together(call: script.Call, arguments: Arguments) -
             f"resume: expected a run to go on with in {str(arguments.directory)!r}, found no such "
             "directory; leave out resume=True to begin one there"
         )
-    _ = arguments.backend, arguments.expected_workers
+    refuse_missing(*arguments.backend)
+    _ = arguments.expected_workers
 
 
 def join_from_now_on(joining: Joining) -> None:
@@ -232,6 +238,8 @@ def _document(arguments: Arguments, of: script.Script, call: int) -> dict[str, A
     if microbatch is None:
         microbatch = max(1, arguments.batch // 8)
     return {
+        # A step waits for no gradients to be written; settings={"log": "full"} keeps them.
+        "log": "checkpoint",
         **_further(arguments.settings),
         "task": script.TASK,
         "name": _run_name(of) if arguments.name is None else arguments.name,
@@ -244,6 +252,7 @@ def _document(arguments: Arguments, of: script.Script, call: int) -> dict[str, A
             "options": _plain(arguments.options or {}),
             "precision": arguments.precision,
         },
+        **({"model": _IN_FLOAT16} if arguments.precision == "float16" else {}),
         **({} if of.path is None else {"data": {"train": str(of.path)}}),
     }
 
@@ -292,6 +301,11 @@ def _built(call: script.Call, arguments: Arguments) -> tuple[RunSpec, FittedTask
         raise DataError(
             f"expected at least a microbatch of {first.batch.microbatch} training samples, got "
             f"{samples}: lower batch= or microbatch="
+        )
+    if arguments.evaluate_every and task.user.held_out is None:
+        raise DataError(
+            f"evaluate_every: expected something to measure on, got {arguments.evaluate_every} and "
+            "no held_out: give samestep.Task(held_out=...), or leave out evaluate_every"
         )
     if arguments.epochs is None:
         return first, task
@@ -437,6 +451,7 @@ def _result(call: script.Call, directory: Path, *, joined: bool) -> FitResult:
     document = json.loads((directory / "result.json").read_text(encoding="utf-8"))
     task = call.built
     assert task is not None, "whoever has computed has built"
+    task.refuse_what_draws_otherwise_now()
     task.load(load_file(directory / task.manifest.export.directory / "model.safetensors"))
     digest = weights_digest(task.trained())
     if digest != document["weights_digest"]:
@@ -533,6 +548,7 @@ def _as_joined(call: script.Call, worker: OwnWorker) -> FitResult:
     task = call.built
     if task is None or not worker.over:
         raise RunFailed(worker.over or "this worker left before the run was over")
+    task.refuse_what_draws_otherwise_now()
     tensors = task.trained()
     task.load(tensors)
     history = tuple(row for _, row in sorted(worker.rows.items()))

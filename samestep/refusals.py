@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from backends.base.trainable_checks import refuse_running_statistics
 from protocol.base.errors import DataError, SamestepError
-from protocol.spec.run_spec import Precision
+from protocol.spec.run_spec import ComputePrecision
 from samestep.user_task import UserTask
 
 WITHIN: Final = 1e-3
@@ -34,7 +34,7 @@ _FLOAT64_ELEMENTS: Final = 1 << 27
 OPTIMIZERS: Final = {"SGD": "sgd", "AdamW": "adamw", "Adam": "adamw"}
 """torch's classes, and what the same is called here."""
 
-PRECISIONS: Final[tuple[Precision, ...]] = ("float32", "bfloat16")
+PRECISIONS: Final[tuple[ComputePrecision, ...]] = get_args(ComputePrecision)
 
 
 def task_of(built: object) -> UserTask:
@@ -188,7 +188,7 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def check_precision(given: object) -> Precision:
+def check_precision(given: object) -> ComputePrecision:
     """What a script may compute in.
 
     Raises:
@@ -197,8 +197,8 @@ def check_precision(given: object) -> Precision:
     for each in PRECISIONS:
         if isinstance(given, str) and given == each:
             return each
-    why = ": it needs its losses scaled, which is for tasks that come along" * (given == "float16")
-    raise DataError(f"precision: expected {' or '.join(PRECISIONS)}, got {given!r}{why}")
+    *others, last = PRECISIONS
+    raise DataError(f"precision: expected {', '.join(others)} or {last}, got {given!r}")
 
 
 def refuse_own_draws(first: torch.Tensor, second: torch.Tensor) -> None:

@@ -67,12 +67,12 @@ def task(**other):
         ({"seed": None}, f"seed: {WHOLE} None"),
         ({"seed": 2**63}, "seed: expected a number below"),
         ({"evaluate_every": -1}, "evaluate_every: expected a number of at least 0, got -1"),
-        ({"precision": "fp16"}, "precision: expected float32 or bfloat16, got 'fp16'$"),
-        ({"precision": "float16"}, "precision: .* got 'float16': it needs its losses scaled"),
+        ({"precision": "fp16"}, "precision: expected float32, bfloat16 or float16, got 'fp16'$"),
         ({"precision": torch.bfloat16}, "precision: .* got torch.bfloat16"),
         ({"device": "tpu"}, "device: expected a backend out of auto, .* got 'tpu'"),
         ({"device": "cuda0-3"}, "device: expected one device, .* got 'cuda0-3'"),
         ({"device": ""}, "device: .* got ''"),
+        ({"device": "cuda99"}, "backend 'cuda' is not usable here"),
         ({"directory": ""}, "directory: expected a path, got ''"),
         ({"directory": 3}, "directory: expected a path, got 3"),
         ({"resume": "yes"}, "resume: expected true or false, got 'yes'"),
@@ -172,8 +172,8 @@ def test_a_pair_over_zero_is_no_figure(pair):
 
 
 def test_a_worker_refuses_a_precision_that_a_coordinator_says():
-    spec = SPEC.model_copy(update={"options": {"precision": "float16"}})
-    with pytest.raises(SamestepError, match="precision: expected float32 or bfloat16"):
+    spec = SPEC.model_copy(update={"options": {"precision": "float64"}})
+    with pytest.raises(SamestepError, match="precision: expected float32, bfloat16 or float16"):
         FittedTask(task(), spec, {})
 
 

@@ -120,6 +120,31 @@ def test_a_halt_ends_the_call_and_the_run_goes_on_once_that_is_mended():
     assert (rest.outcome, rest.digest) == ("finished", whole.digest)
 
 
+def test_data_that_is_another_after_the_run_is_refused():
+    """By a counter where nothing looks for one: in a file."""
+
+    def collate(items):
+        x, y = (torch.stack(each) for each in zip(*items, strict=True))
+        return [x, y + (calls_before() > 40)]
+
+    with pytest.raises(SamestepError, match="another batch for the same samples than before"):
+        samestep.fit(lambda: line(collate=collate), steps=20, **FEW)
+
+
+def test_float16_scales_its_losses_and_takes_a_step_that_overflows_again(capsys):
+    """An error of some 1000 times the first scale, 65536, is none in float16."""
+    far = TensorDataset(X, 1000 * X)
+    wide, half = (
+        samestep.fit(lambda: line(train=far), steps=6, precision=precision, **FEW)
+        for precision in ("float32", "float16")
+    )
+    said = capsys.readouterr().out
+    assert "step 0: overflow in float16; again with scale 32768" in said
+    for mine, exact in zip(half.history, wide.history, strict=True):
+        assert mine["loss"] == pytest.approx(exact["loss"], rel=1e-2)
+    assert half.digest != wide.digest
+
+
 def test_two_calls_at_once_never_have_the_same_directory(tmp_path):
     with ThreadPoolExecutor(8) as threads:
         made = list(threads.map(lambda _: new_directory(tmp_path / "runs", "line"), range(40)))

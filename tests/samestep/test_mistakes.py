@@ -121,6 +121,7 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
         (lambda options: options, {"options": {"model": SGD}}, "models and tensors inside build"),
         (task(), {"epochs": 1}, "expected either steps= or epochs="),
         (task(), {"batch": 64}, "at least a microbatch.*lower batch= or microbatch="),
+        (task(), {"evaluate_every": 1}, r"got 1 and no held_out: give samestep\.Task\(held_out"),
         (task(), {"microbatch": 64}, "microbatch <= samples, got 64 > 4"),
         (task(), {"settings": {"seed": 1}}, "'seed': fit has that as an argument"),
         (task(), {"settings": {"checkpont": {}}}, "did you mean 'checkpoint'"),
