@@ -27,7 +27,6 @@ from protocol.exact.tree_sum import ADDITIONS, TreeSum
 from protocol.spec.manifest import Block
 from protocol.spec.run_spec import Precision
 
-
 Parts = tuple[Array, ...]
 """A block's gradient as one flat float32 array for each of its tensors: to be read only."""
 

@@ -40,9 +40,9 @@ def naive_float(node: Node, leaves: dict[int, float]) -> float:
 nodes = st.builds(lambda size: Node(0, size), st.integers(1, 70))
 
 
-@given(nodes, st.integers(1, 3), st.integers(0, 2**32 - 1), st.integers(0, 2**70 - 1))
+@given(nodes, st.integers(1, 3), st.integers(0, 2**32 - 1))
 @pytest.mark.parametrize(("precision", "rounding"), [("float32", exactly), ("bfloat16", nearest)])
-def test_sums_are_the_trees_bit_for_bit(precision, rounding, node, blocks, seed, in_parts):
+def test_sums_are_the_trees_bit_for_bit(precision, rounding, node, blocks, seed):
     rng = np.random.default_rng(seed)
     scale = np.float32(10) ** rng.integers(-6, 6, size=(node.leaves, blocks, 1)).astype(np.float32)
     values = (rng.standard_normal((node.leaves, blocks, 5)) * scale).astype(np.float32)
@@ -51,7 +51,7 @@ def test_sums_are_the_trees_bit_for_bit(precision, rounding, node, blocks, seed,
         last = leaf == node.hi - 1
         for block in reversed(range(blocks)):
             given_values = mine = values[leaf - node.lo, block].copy()
-            if in_parts >> leaf & 1:
+            if seed >> leaf % 32 & 1:
                 mine.flags.writeable = False
                 given_values = (mine[:2], mine[2:2], mine[2:])
             total = sums.add(leaf, block, given_values)
