@@ -18,7 +18,7 @@ from protocol.data.data_check import check_data
 from protocol.spec.blob_list import BlobFile, BlobList, BlobSource, document_digest
 from protocol.spec.file_digest import lasting_identity, open_file_digest, open_plain
 from protocol.spec.run_files import ROLES, SourceFiles, refuse_links_out, source_files
-from protocol.spec.run_spec import RunSpec
+from protocol.spec.run_spec import RunSpec, source_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,9 @@ def index_blobs(spec: RunSpec) -> BlobIndex | None:
         return None
     listed = tuple(_hash(files, blobs) for files in found)
     if spec.task == "distil":
-        check_digests(spec, next(source.files for source in listed if source.role == "data"))
+        for source in listed:
+            if source.role in {"data", "validation"}:
+                check_digests(str(source_of(spec, source.role)), source.files)
     try:
         listing = BlobList(sources=listed)
     except ValidationError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 from protocol.base.errors import DataError
 from protocol.data.capture_index import CaptureIndex, read_index
@@ -12,22 +13,63 @@ from protocol.spec.blob_list import BlobFile
 from protocol.spec.capture_layout import CaptureLayout
 from protocol.spec.run_spec import DistilSpec, RunSpec
 
+_SHOWN: Final = 60
+
 
 def check_capture(spec: RunSpec) -> CaptureIndex:
     """See that the capture is whole and that this student can learn from it.
 
     Raises:
-        DataError: A file is missing or has another size, the student has another tokenizer, or the
-            temperature is not one of the capture's.
+        DataError: A file is missing or has another size, the student has another tokenizer, the
+            temperature is not one of the capture's, or what is measured on is unlike it.
     """
     assert spec.data is not None
-    directory = Path(spec.data.train).expanduser()
+    index = _whole(spec.data.train)
+    if spec.data.validation is not None:
+        check_alike(index, _whole(spec.data.validation), spec.data.validation)
+    check_temperature(spec.distil, index.facts.layout)
+    _check_tokenizers(spec, index)
+    return index
+
+
+def check_alike(trained_on: CaptureIndex, measured_on: CaptureIndex, place: str) -> None:
+    """See that a student of one capture can be measured on another.
+
+    Args:
+        trained_on: The one.
+        measured_on: The other.
+        place: Of the other.
+
+    Raises:
+        DataError: It is of another teacher, or keeps something else.
+    """
+    for name, own in trained_on.facts:
+        other = getattr(measured_on.facts, name)
+        if other != own:
+            raise DataError(
+                f"the capture in {place!r}, data.validation, is unlike the one that is trained on: "
+                f"its {name} is {_shown(other)} and not {_shown(own)}; capture both in one way"
+            )
+
+
+def _shown(value: object) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _whole(source: str) -> CaptureIndex:
+    """The index of a capture whose files are all there.
+
+    Raises:
+        DataError: One is not, or has another size.
+    """
+    directory = Path(source).expanduser()
     index = read_index(directory)
     for file in index.files:
         path = directory / file.name
         if not path.is_file():
             raise DataError(
-                f"the capture in {spec.data.train!r} lacks {file.name!r}, one of its "
+                f"the capture in {source!r} lacks {file.name!r}, one of its "
                 f"{len(index.files)} files; bring it back from a copy, or capture anew"
             )
         size = path.stat().st_size
@@ -36,26 +78,23 @@ def check_capture(spec: RunSpec) -> CaptureIndex:
                 f"{str(path)!r} has {size} bytes, the capture lists it with {file.size}; bring it "
                 "back from a copy, or capture anew"
             )
-    check_temperature(spec.distil, index.facts.layout)
-    _check_tokenizers(spec, index)
     return index
 
 
-def check_digests(spec: RunSpec, found: tuple[BlobFile, ...]) -> None:
+def check_digests(source: str, found: tuple[BlobFile, ...]) -> None:
     """See that the files are those that the capture has written.
 
     Args:
-        spec: Of a student.
-        found: What its data are here.
+        source: The capture, as a run spec names it.
+        found: What its files are here.
 
     Raises:
         DataError: One is not.
     """
-    assert spec.data is not None
     digests = {file.name: file.digest for file in found}
-    for file in read_index(Path(spec.data.train).expanduser()).files:
+    for file in read_index(Path(source).expanduser()).files:
         if digests.get(file.name) != file.digest:
-            raise changed(file.name, spec.data.train)
+            raise changed(file.name, source)
 
 
 def changed(name: str, directory: str) -> DataError:

@@ -42,7 +42,7 @@ KEYS_OF_DATA: Final = {
         "validation", "packing", "group_by_length", *CONVERSATION_KEYS,
     },
     "teacher-logits": {"train", "text", "pattern", "max_tokens", "format", *CONVERSATION_KEYS},
-    "distil": {"train", "holdout", "holdout_samples"},
+    "distil": {"train", "validation", "holdout", "holdout_samples"},
     "dpo": {
         "train", "validation", "holdout", "holdout_samples", "max_tokens", "columns",
         "chat_template",

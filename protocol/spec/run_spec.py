@@ -282,8 +282,8 @@ class DataSpec(_Section):
     )
     validation: str | None = Field(
         None,
-        description="of causal-lm, classify and dpo: what is measured on, instead of a share; "
-        "named as train",
+        description="of causal-lm, classify, distil and dpo: what is measured on, instead of a "
+        "share; named as train",
     )
     packing: bool = Field(
         default=False,

@@ -1,7 +1,7 @@
 """A student learns what a teacher said of each next token: a decoder, whole or with LoRA.
 
 The text is the capture's, as tokens; the last samples of it, which the capture has put in an order
-of chance, are held out.
+of chance, are held out, or those of another capture are measured on.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import nn
 
 from backends.base.interface import Array, Batch, Sums
 from protocol.base.errors import DataError
-from protocol.data.capture_check import tokenizers_differ
+from protocol.data.capture_check import check_alike, tokenizers_differ
 from protocol.data.captured_rows import Records, record_dtype
-from protocol.data.data_check import held_out
+from protocol.data.data_check import trained_on
 from protocol.data.vocabulary import TOKENIZER, vocabulary_digest
 from protocol.exact.digest import digest_arrays
 from protocol.spec.manifest import Manifest, Metric
@@ -66,9 +66,15 @@ class Distil:
         self._initial = tuned.initial_values()
         files = {} if tokenizer is None else tokenizer_files(tokenizer)
         samples = self._samples.index.samples
-        self._train = samples - held_out(samples, spec.data.holdout)
-        self._measured = self._train + holdout.measured(
-            samples - self._train, spec.data.holdout_samples, spec.seed
+        self._train = trained_on(samples, spec.data)
+        self._held_out = self._samples
+        if spec.data.validation is not None:
+            self._held_out = CapturedSamples(Path(spec.data.validation))
+            check_alike(self._samples.index, self._held_out.index, spec.data.validation)
+        own = self._held_out is not self._samples
+        first = 0 if own else self._train
+        self._measured = first + holdout.measured(
+            self._held_out.index.samples - first, spec.data.holdout_samples, spec.seed
         )
         self._part_samples = max(1, _PART_TOKENS // layout.tokens)
         self.manifest = Manifest(
@@ -81,6 +87,7 @@ class Distil:
                 "teacher": facts.teacher,
                 "vocabulary": facts.tokenizer,
                 "data": _files_digest(self._samples),
+                **({"validation": _files_digest(self._held_out)} if own else {}),
             },
             notes={
                 "captured_samples": samples,
@@ -112,7 +119,7 @@ class Distil:
 
     def evaluation_batch(self, part: int) -> Batch:
         """About `_PART_TOKENS` held-out tokens; errors as of `batch`."""
-        return self._batch(self._samples.read(self._part(part)))
+        return self._batch(self._held_out.read(self._part(part)))
 
     def missing(self, samples: Sequence[int]) -> tuple[str, ...]:
         """See `worker.tasks.base.ReadsFiles`."""
@@ -120,6 +127,8 @@ class Distil:
 
     def missing_of_part(self, part: int) -> tuple[str, ...]:
         """See `worker.tasks.base.ReadsFiles`."""
+        if self._held_out is not self._samples:
+            return ()  # a capture of its own is fetched before the run begins
         return self._samples.missing(self._part(part))
 
     def blank(self, samples: int) -> Batch:

@@ -14,7 +14,9 @@ from backends.base.interface import BlockGradient, Loss
 from backends.eager.eager import EagerBackend
 from backends.wgpu.backend import VulkanBackend
 from backends.wgpu.device.adapters import adapters
-from protocol.base.errors import DataError
+from coordinator.files.blob_index import index_blobs
+from protocol.base.errors import DataError, SamestepError
+from protocol.data.data_check import check_data
 from protocol.exact.samples import SampleOrder
 from protocol.spec.capture_layout import CaptureLayout
 from protocol.spec.run_spec import RunSpec, parse_run_spec
@@ -157,6 +159,37 @@ def test_files_that_are_not_here_are_told(logits, tmp_path):
     assert task.missing([0, 31, 32]) == ("00000.parquet",)
     assert task.missing([40]) == ()
     assert task.missing_of_part(0) == ("00002.parquet",)
+
+
+def test_another_capture_is_measured_on(logits, tmp_path):
+    other = capture_of(tmp_path / "other", LAYOUT, 2, steps_of_a_file=4)
+    spec = spec_of(logits, data={"train": str(logits), "validation": str(other)})
+    task = build(spec)
+    assert isinstance(task, Distil)
+    assert task.manifest.train_samples == 72
+    assert task.manifest.evaluation_parts == 1
+    expected = CapturedSamples(other).read(range(16))["input_ids"]
+    assert (task.evaluation_batch(0).arrays["input_ids"] == expected[:, :-1]).all()
+    assert task.missing_of_part(0) == ()
+    files = index_blobs(spec)
+    assert files is not None
+    named = {source.role: [file.name for file in source.files] for source in files.listing.sources}
+    assert named["validation"] == ["00000.parquet", "capture.json"]
+    (other / "00000.parquet").unlink()
+    with pytest.raises(DataError, match=r"the capture in '.*other/logits' lacks '00000.parquet'"):
+        check_data(spec)
+
+
+def test_a_capture_that_is_unlike_the_other_measures_nothing(logits, tmp_path):
+    shorter = LAYOUT.model_copy(update={"tokens": 11})
+    other = capture_of(tmp_path, shorter, 2, steps_of_a_file=4)
+    spec = spec_of(logits, data={"train": str(logits), "validation": str(other)})
+    for check in (check_data, build):
+        with pytest.raises(DataError, match=r"data.validation, is unlike .*: its layout is"):
+            check(spec)
+    both = {"train": str(logits), "validation": str(other), "holdout": 0.5}
+    with pytest.raises(SamestepError, match=r"data.validation or data.holdout, got both"):
+        spec_of(logits, data=both)
 
 
 def test_a_student_without_the_teacher_s_vocabulary_is_refused(logits):
