@@ -10,6 +10,7 @@ from protocol.base import limits
 MIB = limits.MIB
 CHANGED = {
     "PARTIAL_SUMS_BYTES": 4 * MIB,
+    "BOUNDARIES_BYTES": 4 * MIB,
     "WRITE_HIGH_WATER_BYTES": 1 * MIB,
     "SEND_AHEAD_BYTES": 1 * MIB,
     "BODY_BYTES": 1 * MIB,

@@ -80,6 +80,7 @@ from protocol.wire.connection import Received, codec_of, encode
 from protocol.wire.messages import (
     AveragedGradient,
     BlobRequest,
+    Boundary,
     Commit,
     EndRun,
     GradientPayload,
@@ -88,6 +89,7 @@ from protocol.wire.messages import (
     StateChunk,
     StretchState,
 )
+from protocol.wire.transport import Channel
 
 Command = Literal["submit", "halt", "continue", "skip_step", "checkpoint", "drain", "give_up"]
 
@@ -216,9 +218,18 @@ class Execution:
                     body = self._values(message, raw)
         self._trace_payload(session.name, message)
         self._handle(lambda: self.run.receive(session.name, message, body))
+        if isinstance(message, Boundary) and not self._storage.boundary_room.is_set():
+            session.channel.pause()
+            self._spawn(self._read_on(session.channel))
         if isinstance(message, Ready) and self.run.manifest is not None:
             session.channel.connection.blocks = self.run.manifest.blocks
             session.channel.connection.exchange = self._exchange
+
+    async def _read_on(self, channel: Channel) -> None:
+        try:
+            await self._storage.boundary_room.wait()
+        finally:
+            channel.resume()
 
     def _values(self, message: Message, raw: Bytes) -> Array:
         codec = codec_of(message, self._exchange)

@@ -10,6 +10,7 @@ A run with K replicas holds more, for a stretch that has been computed is not to
     K/2 P + P         differences that wait for others to be added to, in float32
     K S               what replicas have of their own, until it is on disk: S is as many times P as
                       the inner optimizer has moments, if they are carried, and P more with topk
+    64 MiB            boundaries that wait for the disk, if any are sent within a round
 
 P is four bytes for each trained parameter. So with AdamW it is 5.5 P, whatever the number of
 workers, of those that join, and of those that read slowly. Nothing else is as large as P: a
@@ -63,6 +64,7 @@ class NeededMemory:
         if spec.replicas is not None:
             own = spec.replicas.count * own_state_bytes(spec, manifest)
             waiting = -(-spec.replicas.count // 2) * parameters + parameters + own
+            waiting += limits.BOUNDARIES_BYTES if spec.replicas.boundary_every else 0
         return cls(
             parameters=parameters,
             replica=parameters * (1 + moment_count(spec.update)),

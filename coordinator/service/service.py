@@ -450,7 +450,8 @@ class Service:
                 continue
             for session in list(self.sessions.values()):
                 silent_s = self._machine.now_s() - session.channel.last_received_s
-                if silent_s * 1000 > self._patience_ms(session):
+                unread = session.channel.paused
+                if silent_s * 1000 > self._patience_ms(session) and not unread:
                     session.channel.abort(f"silent for {silent_s:.0f} s")
                 elif session.check.revoked:
                     reason = f"the key of {session.check.name!r} was revoked"

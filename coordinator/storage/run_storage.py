@@ -128,6 +128,9 @@ class RunStorage:
         self._needed: dict[object, int] = {}
         self._good = 0
         self._held: int | None = None
+        self._boundary_bytes = 0
+        self._boundary_room = asyncio.Event()
+        self._boundary_room.set()
 
     # The gradient log.
 
@@ -194,10 +197,30 @@ class RunStorage:
             self._spawn("log", work)
 
     def keep_boundary(self, message: Boundary, content: Bytes) -> None:
-        """Write a piece of a boundary."""
+        """Write a piece of a boundary; see `boundary_room`."""
         states = self.replica_states
         assert states is not None, "a run without replicas refuses it"
-        self._spawn("capture", lambda: states.write_boundary(message, content))
+        self._count_boundary(content.nbytes)
+
+        def work() -> None:
+            try:
+                states.write_boundary(message, content)
+            finally:
+                self._loop.call_soon_threadsafe(self._count_boundary, -content.nbytes)
+
+        self._spawn("capture", work)
+
+    def _count_boundary(self, nbytes: int) -> None:
+        self._boundary_bytes += nbytes
+        if self._boundary_bytes < limits.BOUNDARIES_BYTES:
+            self._boundary_room.set()
+        else:
+            self._boundary_room.clear()
+
+    @property
+    def boundary_room(self) -> asyncio.Event:
+        """Set while few pieces of boundaries wait for the disk, where workers send them faster."""
+        return self._boundary_room
 
     async def answer_stretch(self, message: StretchRequest) -> tuple[int, AsyncIterator[bytes]]:
         """See `ReplicaStates.answer`; raises as that does, also while it is read."""

@@ -68,6 +68,8 @@ REPLAY_BYTES: Final = 64 * MIB
 """Of missed steps that a worker is sent before its whole state is taken to be the shorter way."""
 PARTIAL_SUMS_BYTES: Final = 64 * MIB
 """Of gradients that wait to be added to others; half of a step's, where that is more."""
+BOUNDARIES_BYTES: Final = 64 * MIB
+"""Of replicas' boundaries that wait for the disk, before no more is read of who sends them."""
 SUMMARISED_AT_ONCE_BYTES: Final = 4 * MIB
 """Of averaged gradients, in the event loop; what is more is for another thread."""
 LOGGED_TOGETHER_BYTES: Final = 8 * MIB

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from coordinator.storage.states.replica_states import ReplicaStates
+from protocol.base import limits
 from protocol.exact.stretches import StretchOrder
 from protocol.exact.tree_sum import TreeSum
+from protocol.wire.transport import Channel
 from tests.simulation.seeds import Seeds
 from worker.shell.stretches import OwnState, Stretches
 
@@ -38,6 +40,18 @@ def test_the_bits_of_the_undisturbed_rounds_and_an_end(first, play, simulated):
             raise AssertionError(f"seed {seed}, often {often!r}: {error!r}") from error
         counts.update(schedules=1, events=told.events, **told.disturbances)
     simulated(counts + Counter(ms=round((time.process_time() - since_s) * 1000)))
+
+
+def test_who_sends_boundaries_faster_than_the_disk_waits(play, monkeypatch):
+    """Nothing more is read of it, and it is not taken for lost."""
+    monkeypatch.setattr(limits, "BOUNDARIES_BYTES", 1)
+    paused = []
+    pause = Channel.pause
+    monkeypatch.setattr(Channel, "pause", lambda channel: (paused.append(channel), pause(channel)))
+    for seed in range(4):
+        told = play(seed, replicas=True, often="slow_disk", calm=not seed % 2)
+        assert told.outcomes
+    assert paused
 
 
 DIFFERENCES = Stretches._differences

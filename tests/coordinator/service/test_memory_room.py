@@ -117,12 +117,12 @@ def test_replicas_take_no_more_than_is_told(tmp_path, monkeypatch, inner_state):
     large = document(
         scripted={"blocks": 100, "block_bytes": BLOCK_BYTES, "samples": 64}, replicas=replicas
     )
-    growth = grown(tmp_path, large, 2)
+    growth = grown(tmp_path, large, 1)
     for name, value in CHANGED.items():
         monkeypatch.setattr(limits, name, value)
     told = needed(large, WORKERS + JOINERS)
     own = 3 * 2 * 100 * MIB if inner_state == "carry" else 0
-    assert told.replica + told.gradients == (2 + 2 + 3) * 100 * MIB + own
+    assert told.replica + told.gradients == (2 + 2 + 3) * 100 * MIB + own + 4 * MIB
     assert growth.peak_bytes <= told.total + BASE_BYTES
 
 
