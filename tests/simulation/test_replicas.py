@@ -47,7 +47,12 @@ def test_who_sends_boundaries_faster_than_the_disk_waits(play, monkeypatch):
     monkeypatch.setattr(limits, "BOUNDARIES_BYTES", 1)
     paused = []
     pause = Channel.pause
-    monkeypatch.setattr(Channel, "pause", lambda channel: (paused.append(channel), pause(channel)))
+
+    def noticing(channel):
+        paused.append(channel)
+        pause(channel)
+
+    monkeypatch.setattr(Channel, "pause", noticing)
     for seed in range(4):
         told = play(seed, replicas=True, often="slow_disk", calm=not seed % 2)
         assert told.outcomes
