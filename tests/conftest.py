@@ -6,22 +6,35 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import shlex
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from tests.processes import begin_fork_server, started
+from tests.processes import ADDRESS, begin_fork_server, started
 
+# A test starts processes that would each compile all of our modules.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 settings.register_profile("loaded machine", deadline=None)
 settings.load_profile("loaded machine")
 
 
 def pytest_configure(config):
-    """One server for all that run tests at a time."""
+    """One server for all that run tests at a time, from which they come themselves."""
     gc.disable()
-    if not hasattr(config, "workerinput"):
-        begin_fork_server()
+    if ADDRESS not in os.environ:
+        begin_fork_server(*config.args)
+
+
+def pytest_xdist_setupnodes(specs):
+    for spec in specs:
+        spec.python = shlex.join(
+            [sys.executable, str(Path(__file__).with_name("forked_python.py"))]
+        )
 
 
 def pytest_collection_finish():

@@ -1,9 +1,10 @@
-"""`python -m tests.fork_server FD`: forks off processes of the two commands, imports done.
+"""`python -m tests.fork_server FD [PATHS...]`: forks off processes, imports done.
 
 A worker spends up to eight seconds of processor on importing torch, transformers and scikit-learn,
-a coordinator one on the rest, and the tests start hundreds of them. Here that is done once: FD is
-a socket that listens, and each request on a connection to it (see `tests.processes`) becomes a
-child that goes on as `python -m MODULE ARGUMENTS...` would. It ends when its standard input does.
+a coordinator one on the rest, a process of tests ten more on the tests, and hundreds are started.
+Here that is done once: FD is a socket that listens, and each request on a connection to it (see
+`tests.processes`) becomes a child that goes on as `python -m MODULE ARGUMENTS...` would, or as
+`python -c CODE` with the tests of PATHS. It ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ import selectors
 import socket
 import sys
 import threading
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 PRELOADED = (
@@ -62,7 +67,6 @@ class Server:
                     connection, _ = self._door.accept()
                     self._open[connection.fileno()] = connection
                     self._selector.register(connection, selectors.EVENT_READ)
-                    _import_all()
                 elif (request := self._answer(self._open[key.fd])) is not None:
                     return request
 
@@ -74,20 +78,21 @@ class Server:
             del self._open[connection.fileno()]
             connection.close()
             return None
-        out, err, told = files
+        *standard, told = files
         request: dict[str, Any] = json.loads(text)
+        _import_all(with_tests=request["code"] is not None)
         # Before the answer: a thread's network may end with it.
         networks = [os.open(path, os.O_RDONLY) for path in request["networks"]]
         pid = os.fork()
         if pid == 0:
             self._close_all()
             os.close(told)
-            for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (out, 1), (err, 2)):
+            for target, source in enumerate(standard):
                 os.dup2(source, target)
                 os.close(source)
             _enter(networks)
             return request
-        for each in (out, err, *networks):
+        for each in (*standard, *networks):
             os.close(each)
         follower = os.pidfd_open(pid)
         self._ends[follower] = (pid, told)
@@ -112,7 +117,7 @@ class Server:
 
 
 def _request(connection: socket.socket) -> tuple[bytes, array.array[int]]:
-    text, ancillary, _, _ = connection.recvmsg(REQUEST_BYTES, socket.CMSG_LEN(3 * 4))
+    text, ancillary, _, _ = connection.recvmsg(REQUEST_BYTES, socket.CMSG_LEN(4 * 4))
     files = array.array("i")
     for _, _, data in ancillary:
         files.frombytes(data)
@@ -127,8 +132,11 @@ def _enter(networks: list[int]) -> None:
         os.close(each)
 
 
-def _import_all() -> None:
+@cache
+def _import_all(*, with_tests: bool) -> None:
     gc.disable()
+    if with_tests:
+        _import_tests(sys.argv[2:])
     for name in PRELOADED:
         importlib.import_module(name)
     for name in PRELOADED_IF_THERE:
@@ -140,6 +148,19 @@ def _import_all() -> None:
     gc.enable()
 
 
+def _import_tests(paths: list[str]) -> None:
+    """As pytest does, which does not import again what is imported. It comes before all else:
+    asserts of its plugins are rewritten as they are imported. What fails here fails in a child."""
+    import pytest
+
+    alone = ["--collect-only", "-n", "0", "-s", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    with contextlib.ExitStack() as silent:
+        nowhere = silent.enter_context(Path(os.devnull).open("w"))
+        silent.enter_context(contextlib.redirect_stdout(nowhere))
+        silent.enter_context(contextlib.redirect_stderr(nowhere))
+        pytest.main([*alone, *paths])
+
+
 def main() -> None:
     """Serve; in a child become the command."""
     request = Server(socket.socket(fileno=int(sys.argv[1]))).serve()
@@ -148,14 +169,19 @@ def main() -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["cwd"])
+    if (code := request["code"]) is not None:
+        sys.argv = ["-c"]
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        _end(_run(lambda: exec(code, vars(main))))
     sys.argv = [request["module"], *request["arguments"]]
-    _end(_run(request["module"]))
+    module = request["module"]
+    _end(_run(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True)))
 
 
-def _run(module: str) -> int:
+def _run(run: Callable[[], object]) -> int:
     """The exit code, as the interpreter would give it."""
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        run()
     except SystemExit as ended:
         if isinstance(ended.code, str):
             sys.stderr.write(f"{ended.code}\n")

@@ -23,7 +23,7 @@ from typing import IO, Any, Protocol
 from tests.fork_server import REQUEST_BYTES
 
 ROOT = Path(__file__).parent.parent
-_ADDRESS = "TESTS_FORK_SERVER"
+ADDRESS = "TESTS_FORK_SERVER"
 """The variable of the environment that says where the fork server listens."""
 PATIENCE_S = 400.0
 """For whatever has to come: only a test that fails waits so long."""
@@ -100,6 +100,7 @@ def start(
                 text=True,
             )
         request = {
+            "code": None,
             "module": module,
             "arguments": arguments,
             "environment": everyone,
@@ -212,41 +213,63 @@ class _Server:
     ) -> _Forked:
         """A child that does this; its output and errors go to the files, or to pipes."""
         told, their_told = os.pipe()
+        their_in = os.open(os.devnull, os.O_RDONLY)
         out, their_out = (None, os.dup(stdout.fileno())) if stdout else os.pipe()
         err, their_err = (None, os.dup(stderr.fileno())) if stderr else os.pipe()
-        theirs = (their_out, their_err, their_told)
+        pid = self.begin(request, (their_in, their_out, their_err, their_told))
+        return _Forked(pid, out, err, told)
+
+    def begin(self, request: Mapping[str, Any], theirs: tuple[int, int, int, int]) -> int:
+        """The number of a child that does this, with these for its standard files, and the last
+        to say how it has ended. They are closed here."""
         files = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", theirs))
         with self._lock:
             self._requests.sendmsg([json.dumps(request).encode()], [files])
             for each in theirs:
                 os.close(each)
-            pid = int(self._requests.recv(16))
-        return _Forked(pid, out, err, told)
+            return int(self._requests.recv(16))
 
 
 @cache
 def _server() -> _Server:
-    if _ADDRESS not in os.environ:
+    if ADDRESS not in os.environ:
         begin_fork_server()
-    return _Server(os.environ[_ADDRESS])
+    return _Server(os.environ[ADDRESS])
 
 
-def begin_fork_server() -> None:
-    """Have one for this process and its children; it imports nothing before somebody asks it."""
+def begin_fork_server(*tests: str) -> None:
+    """Have one for this process and its children; it imports nothing before somebody asks it.
+
+    Args:
+        tests: Where those are that processes of tests will run.
+    """
     directory = tempfile.TemporaryDirectory(prefix="samestep-")
     path = f"{directory.name}/fork-server"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
         door.bind(path)
         door.listen()
         server = subprocess.Popen(
-            [sys.executable, "-m", "tests.fork_server", str(door.fileno())],
-            cwd=ROOT, pass_fds=[door.fileno()], stdin=subprocess.PIPE,
+            [sys.executable, "-m", "tests.fork_server", str(door.fileno()), *tests],
+            pass_fds=[door.fileno()], stdin=subprocess.PIPE,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
-    os.environ[_ADDRESS] = path
+    os.environ[ADDRESS] = path
 
     def end() -> None:
         server.communicate()  # nothing: it ends with its standard input
         directory.cleanup()
 
     atexit.register(end)
+
+
+def go_on_as_a_child_of_the_server(code: str) -> int:
+    """Be `python -c CODE` with all imported; the exit code."""
+    told, their_told = os.pipe()
+    request = {
+        "code": code, "module": "", "arguments": (), "environment": dict(os.environ),
+        "cwd": str(Path.cwd()), "networks": [],
+    }  # fmt: skip
+    _server().begin(request, (os.dup(0), os.dup(1), os.dup(2), their_told))
+    for each in range(3):
+        os.close(each)
+    return int(os.read(told, 16) or 1)

@@ -108,6 +108,8 @@ def interrupts_by_the_fixture(path: str, source: str) -> Iterator[str]:
     """One that is sent otherwise, and comes out of a test, ends all tests of its process."""
     if not path.startswith("tests/") or path == "tests/conftest.py":
         return
+    if not any(word in source for word in ("getpid", "raise_signal", "KeyboardInterrupt")):
+        return
     for node in house.nodes(source):
         if isinstance(node, ast.Call | ast.Raise) and ast.unparse(node).startswith(
             ("os.kill(os.getpid()", "signal.raise_signal", "raise KeyboardInterrupt")

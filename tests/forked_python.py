@@ -1,0 +1,12 @@
+"""`python forked_python.py -u -c CODE`: what xdist is told to run as Python, to have its processes
+forked off a server that has imported all."""
+
+import os
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parent.parent)
+    from tests.processes import go_on_as_a_child_of_the_server
+
+    os._exit(go_on_as_a_child_of_the_server(sys.argv[sys.argv.index("-c") + 1]))
