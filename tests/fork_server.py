@@ -29,13 +29,18 @@ from types import ModuleType
 from typing import Any
 
 PRELOADED = (
-    "torch", "torch.nn.functional", "wgpu.backends.wgpu_native", "backends.eager.eager",
-    "backends.scripted", "coordinator.main", "worker.main", "worker.shell.engine",
+    "torch", "torch.nn.functional", "wgpu.backends.wgpu_native", "backends.cpu",
+    "backends.eager.eager", "backends.scripted", "backends.wgpu.backend", "coordinator.cli",
+    "coordinator.main", "coordinator.members.announcement", "coordinator.short_forms",
+    "coordinator.token_cli", "encodings.idna", "encodings.utf_8_sig", "protocol.wire.certificate",
+    "worker.cli", "worker.joining.discovery", "worker.main", "worker.shell.engine",
+    "worker.tasks.regress",
 )  # fmt: skip
 """Nothing of them may start a thread, or read what the environment says of one process."""
 PRELOADED_IF_THERE = (
-    "sklearn.datasets", "transformers.models.auto", "peft", "worker.tasks.classify",
-    "worker.tasks.causal_lm",
+    "sklearn.datasets", "transformers.models.auto", "transformers.models.bert.modeling_bert",
+    "transformers.models.llama.modeling_llama", "peft", "peft.utils.transformers_weight_conversion",
+    "worker.tasks.classify", "worker.tasks.causal_lm", "worker.tasks.digits",
 )  # fmt: skip
 """Likewise, of extras that may not be installed."""
 
@@ -91,6 +96,8 @@ class Server:
                 os.dup2(source, target)
                 os.close(source)
             _enter(networks)
+            if request["session"]:
+                os.setsid()
             return request
         for each in (*standard, *networks):
             os.close(each)

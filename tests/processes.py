@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -106,9 +106,26 @@ def start(
             "environment": everyone,
             "cwd": str(cwd),
             "networks": [] if network is None else [str(network)],
+            "session": False,
         }
         started["forked"] += 1
         return _server().start(request, out, err)
+
+
+def forked_popen(
+    command: Sequence[str], *, env: Mapping[str, str], start_new_session: bool, **pipes: object
+) -> Process:
+    """What `subprocess.Popen` does with an `own_command`, all three standard files being pipes."""
+    assert command[:3] == [sys.executable, "-P", "-m"], command
+    assert pipes == {
+        **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE), "text": True,
+    }, pipes  # fmt: skip
+    request = {
+        "code": None, "module": command[3], "arguments": command[4:], "environment": dict(env),
+        "cwd": str(Path.cwd()), "networks": [], "session": start_new_session,
+    }  # fmt: skip
+    started["forked"] += 1
+    return _server().start(request, None, None, with_input=True)
 
 
 def ended(
@@ -141,9 +158,12 @@ def _network_of_this_thread() -> Path | None:
 class _Forked:
     """A child of the server: how it ended comes through a pipe."""
 
-    def __init__(self, pid: int, out: int | None, err: int | None, told: int) -> None:
+    def __init__(
+        self, pid: int, into: int | None, out: int | None, err: int | None, told: int
+    ) -> None:
         self.pid = pid
         self.returncode: int | None = None
+        self.stdin: IO[str] | None = None if into is None else os.fdopen(into, "w")
         self.stdout: IO[str] | None = None if out is None else os.fdopen(out)
         self.stderr: IO[str] | None = None if err is None else os.fdopen(err)
         self._told = told
@@ -209,15 +229,21 @@ class _Server:
         atexit.register(self._requests.close)
 
     def start(
-        self, request: Mapping[str, Any], stdout: IO[str] | None, stderr: IO[str] | None
+        self,
+        request: Mapping[str, Any],
+        stdout: IO[str] | None,
+        stderr: IO[str] | None,
+        *,
+        with_input: bool = False,
     ) -> _Forked:
         """A child that does this; its output and errors go to the files, or to pipes."""
         told, their_told = os.pipe()
-        their_in = os.open(os.devnull, os.O_RDONLY)
+        nothing = None if with_input else os.open(os.devnull, os.O_RDONLY)
+        their_in, into = os.pipe() if nothing is None else (nothing, None)
         out, their_out = (None, os.dup(stdout.fileno())) if stdout else os.pipe()
         err, their_err = (None, os.dup(stderr.fileno())) if stderr else os.pipe()
         pid = self.begin(request, (their_in, their_out, their_err, their_told))
-        return _Forked(pid, out, err, told)
+        return _Forked(pid, into, out, err, told)
 
     def begin(self, request: Mapping[str, Any], theirs: tuple[int, int, int, int]) -> int:
         """The number of a child that does this, with these for its standard files, and the last
@@ -267,7 +293,7 @@ def go_on_as_a_child_of_the_server(code: str) -> int:
     told, their_told = os.pipe()
     request = {
         "code": code, "module": "", "arguments": (), "environment": dict(os.environ),
-        "cwd": str(Path.cwd()), "networks": [],
+        "cwd": str(Path.cwd()), "networks": [], "session": False,
     }  # fmt: skip
     _server().begin(request, (os.dup(0), os.dup(1), os.dup(2), their_told))
     for each in range(3):
