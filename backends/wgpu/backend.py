@@ -12,6 +12,7 @@ from backends.wgpu.compiled import compiled_program
 from backends.wgpu.device.adapters import Adapter, adapters
 from backends.wgpu.device.additions import differing_additions
 from backends.wgpu.device.device import Device
+from backends.wgpu.device.halves import changed_halves
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
@@ -57,6 +58,15 @@ class VulkanBackend:
         """Whether the device may add node sums: see `backends.wgpu.device.additions`."""
         return differing_additions(self.device) == 0
 
+    @cached_property
+    def no_halves(self) -> str:
+        """Why a model cannot compute in float16 here; empty where it can."""
+        if "shader-f16" not in self.device.features:
+            return f"{self.adapter.name!r} has no float16 (Vulkan's shaderFloat16)"
+        if changed := changed_halves(self.device):
+            return f"{self.adapter.name!r} changes {changed} of the 65,536 numbers of float16"
+        return ""
+
     def signature(self, threads: int) -> Mapping[str, str]:
         """Adapter, driver and compiler: what decides the bits of a shader's results."""
         del threads  # the device has its own
@@ -89,4 +99,7 @@ class VulkanBackend:
         bindings = min(most, _BINDINGS)
         template = Templates(not self.adapter.software, self.tuner.shader, bindings=bindings)
         adds = self.exact_additions
-        return compiled_program(self.device, trainable, template, batches, evaluations, adds=adds)
+        no_halves = self.no_halves if trainable.precision == "float16" else ""
+        return compiled_program(
+            self.device, trainable, template, batches, evaluations, adds=adds, no_halves=no_halves
+        )

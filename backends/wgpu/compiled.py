@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
 
 from backends.base.frozen_base import widen
 from backends.base.interface import Batch, Trainable
@@ -11,6 +13,9 @@ from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.parity import Parity
 from backends.wgpu.program import VulkanProgram
 from protocol.base.errors import SamestepError
+from protocol.spec.run_spec import ComputePrecision
+
+_FLOAT32_ONLY: Final = "canonical arithmetic is that of float32"
 
 
 def compiled_program(
@@ -21,6 +26,7 @@ def compiled_program(
     evaluations: Sequence[Batch],
     *,
     adds: bool,
+    no_halves: str = _FLOAT32_ONLY,
 ) -> VulkanProgram:
     """Capture the step for batches like these, and upload the weights.
 
@@ -31,16 +37,14 @@ def compiled_program(
         batches: At least one: microbatches of each shape.
         evaluations: Held-out parts, one of each shape.
         adds: Whether node sums may be added there.
+        no_halves: Why there is no float16; empty where there is.
 
     Raises:
         SamestepError: The precision is not to be had, the step or an evaluation cannot be
             captured, or an operator has no rule.
     """
-    if trainable.precision != "float32":
-        raise SamestepError(
-            f"expected model.precision float32, got {trainable.precision}: the vulkan backend "
-            "computes in float32 only"
-        )
+    _refuse_precision(trainable.precision, no_halves)
+    template = replace(template, halves=trainable.precision == "float16")
     if trainable.module is not None:
         widen(trainable.module)
     program = VulkanProgram(target, trainable, template, adds=adds)
@@ -58,3 +62,11 @@ def compiled_program(
             program.evaluate(part)
     program.parity = parity.check()
     return program
+
+
+def _refuse_precision(precision: ComputePrecision, no_halves: str) -> None:
+    if precision == "float32" or (precision == "float16" and not no_halves):
+        return
+    ways = "float32" if no_halves else "float32 or float16"
+    why = no_halves if no_halves and precision == "float16" else "the vulkan backend has no other"
+    raise SamestepError(f"expected model.precision {ways}, got {precision}: {why}")

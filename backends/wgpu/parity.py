@@ -27,6 +27,10 @@ from protocol.base.errors import SamestepError
 
 WITHIN: Final = 1e-4
 """The largest difference, as a share of a tensor's norm: float32 in another order gives 1e-6."""
+WITHIN_HALVES: Final = 1e-2
+"""In float16: a sum that is rounded the other way is off by 5e-4, and what follows from it too."""
+_SCALES: Final = (256.0, 1.0)
+"""Of a loss in float16: the first that torch's gradients are finite with."""
 _FLOOR: Final = 1e-2
 """Of the largest gradient's norm: below it, what is zero in exact arithmetic is rounding."""
 _ROUNDINGS: Final = 10.0
@@ -41,6 +45,8 @@ _PASSES: Final = 6
 
 class Compiled(Runs, Protocol):
     """What is asked of a program."""
+
+    loss_scale: float
 
     def values(self) -> dict[str, torch.Tensor]:
         """Of each tensor that the module has now, as the device is to have it, by all its names."""
@@ -60,12 +66,13 @@ class Compiled(Runs, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A microbatch and what torch makes of it."""
+    """A microbatch and what torch makes of it; the scale of a loss in float16, else 0."""
 
     batch: Batch
     seed: int
     capture: Capture
     expected: Mapping[str, Array]
+    scale: float
 
 
 class Parity:
@@ -86,6 +93,8 @@ class Parity:
         self._module: nn.Module = trainable.module
         self._loss = trainable.loss
         self._trained = [tensor.name for block in trainable.blocks for tensor in block.tensors]
+        self._halves = trainable.precision == "float16"
+        self._within = WITHIN_HALVES if self._halves else WITHIN
         self._seconds = 0.0
         two = _two(batches)
         widest = max(two, key=_rows)
@@ -105,9 +114,18 @@ class Parity:
         with self._part.alone():
             capture = self._captured(batch)
             began = time.perf_counter()
-            expected = self._on_host(capture, batch, seed)
+            expected, scale = self._finite(capture, batch, seed)
         self._seconds += time.perf_counter() - began
-        return _Case(batch, seed, capture, expected)
+        return _Case(batch, seed, capture, expected, scale)
+
+    def _finite(self, capture: Capture, batch: Batch, seed: int) -> tuple[dict[str, Array], float]:
+        """What torch makes of it, and the scale of its loss."""
+        found: dict[str, Array] = {}
+        for scale in _SCALES if self._halves else (0.0,):
+            found = self._on_host(capture, batch, seed, scale)
+            if all(np.isfinite(value).all() for value in found.values()):
+                break
+        return found, scale
 
     def _captured(self, batch: Batch) -> Capture:
         """Of the part that is compared."""
@@ -119,11 +137,11 @@ class Parity:
         return self._captures[shapes]
 
     def _on_host(
-        self, capture: Capture, batch: Batch, seed: int, rounding: int = 0
+        self, capture: Capture, batch: Batch, seed: int, scale: float, rounding: int = 0
     ) -> dict[str, Array]:
         names = [name for name in self._trained if name in self._values]
         values = rounded_otherwise(self._values, rounding) if rounding else self._values
-        step = HostStep(self._module, self._loss, values, names, capture.calls)
+        step = HostStep(self._module, self._loss, values, names, capture.calls, scale=scale)
         arrays = {name: torch.from_numpy(array) for name, array in batch.arrays.items()}
         found = step.run(arrays, _seeds(seed, capture))
         return {n: x.numpy().reshape(-1) for n, x in zip(["", *names], found, strict=True)}
@@ -139,42 +157,50 @@ class Parity:
             with self._part.alone():
                 got = self._on_device(case)
                 name, apart = difference(case.expected, got)
-                if apart > WITHIN and not self._is_rounding(case, apart):
+                if apart > self._within and not self._is_rounding(case, apart):
                     raise SamestepError(self._refusal(case, name, apart))
             worst = max(worst, apart)
         seconds = self._seconds + time.perf_counter() - began
         return f"gradients within {worst:.1e} of torch's ({self._part}; {seconds:.1f} s)"
 
     def _on_device(self, case: _Case) -> dict[str, Array]:
-        if not self._part:
-            return self._program.computed(case.batch, case.seed)
-        return self._program.computed_once(case.capture, case.batch, case.seed)
+        self._program.loss_scale = case.scale or 1.0
+        try:
+            if not self._part:
+                return self._program.computed(case.batch, case.seed)
+            return self._program.computed_once(case.capture, case.batch, case.seed)
+        finally:
+            self._program.loss_scale = 1.0
 
     def _is_rounding(self, case: _Case, apart: float) -> bool:
         """Whether torch's own answer moves about as far with the last bits of the weights."""
         again, *moved = (
-            difference(case.expected, self._on_host(case.capture, case.batch, case.seed, number))[1]
-            for number in range(3)
+            difference(case.expected, self._again(case, number))[1] for number in range(3)
         )
         return again == 0.0 and apart <= _ROUNDINGS * max(moved)
+
+    def _again(self, case: _Case, rounding: int = 0) -> dict[str, Array]:
+        return self._on_host(case.capture, case.batch, case.seed, case.scale, rounding)
 
     def _refusal(self, case: _Case, name: str, apart: float) -> str:
         what = f"the gradient of {name!r}" if name else "the loss"
         return (
             f"the vulkan backend computes {what} otherwise than torch, by {apart:.1e} of its norm "
-            f"where {WITHIN:g} is allowed: {self._culprit(case)}; use a cpu or cuda worker for "
-            "this model"
+            f"where {self._within:g} is allowed: {self._culprit(case)}; use a cpu or cuda worker "
+            "for this model"
         )
 
     def _culprit(self, case: _Case) -> str:
         """What is to blame, as far as can be told."""
-        if difference(case.expected, self._on_host(case.capture, case.batch, case.seed))[1]:
+        if difference(case.expected, self._again(case))[1]:
             return "in torch, too, it gives other numbers each time"
+        if self._halves:
+            return "which operator cannot be told in float16 (try model.precision: float32)"
         try:
             opened = self._program.capture(case.batch, closes=False)
             seeds = _seeds(case.seed, opened)
             found = odd_operator(
-                self._program, opened, self._values, case.batch, seeds, case.seed, WITHIN
+                self._program, opened, self._values, case.batch, seeds, case.seed, self._within
             )
             if found:
                 return f"its {found}"
@@ -182,7 +208,7 @@ class Parity:
             got = self._program.computed_once(opened, case.batch, case.seed)
         except (SamestepError, RuntimeError) as error:
             return f"the operator cannot be told ({' '.join(str(error).split())[:200]})"
-        if self._draws_alike(case) and difference(case.expected, got)[1] <= WITHIN:
+        if self._draws_alike(case) and difference(case.expected, got)[1] <= self._within:
             return "it takes layers for alike that are not"
         return "no operator by itself, but several in one kernel"
 

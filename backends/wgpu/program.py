@@ -26,7 +26,7 @@ from backends.base.interface import (
 from backends.base.node_stream import Microbatch, NodeStream, added_on_host
 from backends.base.trainable_checks import refuse_running_statistics, trained_parameters
 from backends.wgpu.capture.additivity import refuse_loss_that_does_not_add_up
-from backends.wgpu.capture.capture import Capture, capture_forward, capture_step
+from backends.wgpu.capture.capture import SCALE, Capture, capture_forward, capture_step
 from backends.wgpu.capture.stand_in import StandIn
 from backends.wgpu.capture.substitution import named_tensors
 from backends.wgpu.device.packing import from_words, pack, seed_words, tensor_words
@@ -149,7 +149,10 @@ class VulkanProgram:
         there = named_tensors(module)
         trained = [name for name in self._trained if name in there]
         arrays = _tensors(batch)
-        return capture_step(module, self._loss, trained, arrays, fuses, closes=closes)
+        halves = self._template.halves
+        return capture_step(
+            module, self._loss, trained, arrays, fuses, closes=closes, halves=halves
+        )
 
     def take(self, batch: Batch, capture: Capture) -> None:
         """Use this capture for batches like this one."""
@@ -190,7 +193,7 @@ class VulkanProgram:
                 self._once = self._ready(capture, groups, trained)
                 self.estimates.pop()
             ready = self._once
-            words = _packed(ready, batch.arrays, seed)
+            words = self._packed(ready, batch.arrays, seed)
             arrays = Running(self._device, ready.submissions, ready.upload, words).next()
         assert arrays is not None
         left = iter(arrays)
@@ -234,7 +237,7 @@ class VulkanProgram:
             return Microbatch(self._nothing(batch), lambda: None)
         with self._lock:
             ready = self._step(batch)
-            words = _packed(ready, batch.arrays, seed)
+            words = self._packed(ready, batch.arrays, seed)
             running = Running(self._device, ready.submissions, ready.upload, words)
             self._running = running
         return Microbatch(self._items(ready, running, batch.weight), running.stop)
@@ -273,10 +276,11 @@ class VulkanProgram:
         with self._lock:
             if key not in self._plans:
                 fuses = self._template.fuses
-                capture = capture_forward(self._weights.module, args, kwargs, fuses)
+                halves = self._template.halves
+                capture = capture_forward(self._weights.module, args, kwargs, fuses, halves=halves)
                 self._plans[key] = self._ready(capture, [list(range(len(capture.outputs)))])
             ready = self._plans[key]
-            words = _packed(ready, arrays, 0)
+            words = self._packed(ready, arrays, 0)
             results = Running(self._device, ready.submissions, ready.upload, words).next()
         assert results is not None
         assert ready.capture.results is not None
@@ -317,7 +321,7 @@ class VulkanProgram:
             if ready is None:
                 self._running = Running(self._device, self._summing[key])
             else:
-                words = _packed(ready, batch.arrays, seed)
+                words = self._packed(ready, batch.arrays, seed)
                 self._running = Running(self._device, self._summing[key], ready.upload, words)
             self._adding = not merge.last
             return self._running
@@ -384,6 +388,18 @@ class VulkanProgram:
             yield BlockGradient(number, np.zeros(self._blocks[number].elements, np.float32))
         yield Loss(0.0, batch.weight)
 
+    def _packed(
+        self, ready: PlacedPlan, arrays: Mapping[str, NDArray[Any]], seed: int
+    ) -> NDArray[np.uint32]:
+        """What is uploaded for a microbatch."""
+        plan, capture = ready.plan, ready.capture
+        if SCALE in capture.arrays:
+            scale = np.array([self.loss_scale, 1.0 / self.loss_scale], np.float32)
+            arrays = {**arrays, SCALE: scale}
+        ready.whole_numbers.refuse_what_does_not_fit(arrays)
+        words = seed_words(seed, capture.seeds)
+        return pack(capture.arrays, plan.packed, plan.words, arrays, words)
+
     def _step(self, batch: Batch) -> PlacedPlan:
         shapes = _shapes(batch)
         if shapes not in self._plans:
@@ -442,7 +458,7 @@ class VulkanProgram:
             elif place.tensor:
                 buffers.append(self._weights.buffer(place.tensor))
             elif place.constant is not None:
-                words = tensor_words(place.constant)
+                words = tensor_words(place.constant, halves=self._template.halves)
                 buffers.append(self._device.buffer(words.nbytes))
                 self._device.upload(buffers[-1], words)
             else:
@@ -501,12 +517,6 @@ def _shapes(batch: Batch) -> Any:
 def _is_empty(batch: Batch) -> bool:
     """Whether it has no samples at all."""
     return any(array.shape[:1] == (0,) for array in batch.arrays.values())
-
-
-def _packed(ready: PlacedPlan, arrays: Mapping[str, NDArray[Any]], seed: int) -> NDArray[np.uint32]:
-    plan, capture = ready.plan, ready.capture
-    ready.whole_numbers.refuse_what_does_not_fit(arrays)
-    return pack(capture.arrays, plan.packed, plan.words, arrays, seed_words(seed, capture.seeds))
 
 
 def _described(leaf: Any) -> str:

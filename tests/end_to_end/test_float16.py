@@ -5,23 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from backends.wgpu.device.adapters import adapters
 from tests.cluster import Cluster
 from tests.commands import called
 from tests.end_to_end.test_conversations import float16_run
 
 
-def train(run: Path, out: Path, workers: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def train(
+    run: Path, out: Path, workers: int, backend: str
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     with Cluster(out, "--expect-workers", str(workers), "--run", str(run)) as cluster:
         for number in range(workers):
-            cluster.worker(f"w{number}", "--backend", "cpu")
+            cluster.worker(f"w{number}", "--backend", backend)
         result = cluster.result()
         return result, cluster.every("loss_scale_halved")
 
 
-def test_one_worker_and_two_halve_the_scale_alike_and_lose_no_batch(tmp_path):
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("vulkan", marks=pytest.mark.slow)])
+def test_one_worker_and_two_halve_the_scale_alike_and_lose_no_batch(tmp_path, backend):
+    if backend == "vulkan" and isinstance(why := adapters(), str):
+        pytest.skip(why)
     run = float16_run(tmp_path)
-    alone, halved = train(run, tmp_path / "1", 1)
-    together, halved_again = train(run, tmp_path / "2", 2)
+    alone, halved = train(run, tmp_path / "1", 1, backend)
+    together, halved_again = train(run, tmp_path / "2", 2, backend)
     assert alone["outcome"] == "finished"
     assert together["weights_digest"] == alone["weights_digest"]
     assert together["losses"] == alone["losses"]

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 
+from backends.wgpu.capture.half_products import computes_in_half, rounded_to_half
 from backends.wgpu.graph.opaque import ATTENTION, ATTENTION_KEYS, ATTENTION_QUERIES
 from backends.wgpu.shaders.attention_problem import AttentionSizes
 from backends.wgpu.shaders.attention_tiles import rounds
@@ -60,7 +61,8 @@ def sizes_of(
         return None
     if max(batch, heads) > WORKGROUPS_PER_DIMENSION:
         return None
-    floats = {query.dtype, key.dtype, value.dtype} == {torch.float32}
+    known = {torch.float32, torch.float16} if computes_in_half() else {torch.float32}
+    floats = {query.dtype, key.dtype, value.dtype} <= known
     if mask is not None and (mask.requires_grad or mask.dtype not in {torch.bool, torch.float32}):
         return None
     fitting = key.shape[0] == batch and key.shape[3] == size and heads % groups == 0
@@ -98,8 +100,10 @@ def fused_attention(
     """
     if mask is not None:
         mask = mask.expand(*query.shape[:3], key.shape[2])
+    if computes_in_half():
+        query, key, value = map(rounded_to_half, (query, key, value))
     result: torch.Tensor = _Fused.apply(query, key, value, mask, scale, causal)  # type: ignore[no-untyped-call]
-    return result
+    return result.half() if computes_in_half() else result
 
 
 class _Fused(torch.autograd.Function):

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from backends.wgpu.capture.attention import Fuses, written_out
 from backends.wgpu.capture.draws import refuse_foreign_draws, refuse_undrawn
+from backends.wgpu.capture.half_products import half_products
 from backends.wgpu.capture.layer_call import LayerCall, Like, closed_layers, refuse_changed
 from backends.wgpu.capture.model_attention import own_attention, sdpa_can_be_traced
 from backends.wgpu.capture.rewrites import Rewrites
@@ -31,6 +32,8 @@ from protocol.base.errors import SamestepError
 
 Arrays = Mapping[str, torch.Tensor]
 
+SCALE: Final = "the loss's scale"
+"""The array of a step in float16 that holds it and its reciprocal."""
 _SEEDS: Final = 4_096
 """More than the calls of any model that draw; only those in use are uploaded."""
 
@@ -96,6 +99,7 @@ def capture_step(
     fuses: Fuses = written_out,
     *,
     closes: bool = True,
+    halves: bool = False,
 ) -> Capture:
     """Loss and gradients of a training step.
 
@@ -106,6 +110,8 @@ def capture_step(
         arrays: Of the shapes and types to trace for; their values are not looked at.
         fuses: Which attention stays in one piece.
         closes: Whether a call of a repeated layer is one node.
+        halves: Whether products are computed in float16. Then there is one array more, `SCALE`:
+            what the loss is multiplied by before backward, and what gradients are afterwards.
 
     Returns:
         Outputs of the graph: the loss, then for each name of `trained` its gradient or None.
@@ -115,14 +121,12 @@ def capture_step(
     """
 
     def step(given: Arrays, named: Arrays) -> list[torch.Tensor | None]:
-        value = loss(module, given)
+        scale = given.get(SCALE)
+        value = loss(module, {name: x for name, x in given.items() if name != SCALE})
+        value = value.float() if halves else value
         if value.dim():
             raise SamestepError(f"expected a loss that is one sum, got shape {tuple(value.shape)}")
-        grads: Sequence[torch.Tensor | None] = [None] * len(trained)
-        if value.requires_grad:
-            wanted = [named[name] for name in trained]
-            grads = torch.autograd.grad(value, wanted, allow_unused=True)
-        return [value.detach(), *grads]
+        return [value.detach(), *_gradients(value, [named[name] for name in trained], scale)]
 
     found: list[ModelResult | None] = []
 
@@ -133,12 +137,25 @@ def capture_step(
 
     with (
         prepared(module, train=True, fuses=fuses) as checkpoint,
+        half_products(wanted=halves),
         module.register_forward_hook(note),
     ):
         trace = _Trace(module, frozenset(trained), checkpoint, fuses, closes)
-        captured = trace.capture(step, arrays)
+        scaled = {SCALE: torch.ones(2)} if halves else {}
+        captured = trace.capture(step, {**arrays, **scaled})
     captured.model_results = tuple(found)
     return captured
+
+
+def _gradients(
+    value: torch.Tensor, wanted: Sequence[torch.Tensor], scale: torch.Tensor | None
+) -> Sequence[torch.Tensor | None]:
+    if not value.requires_grad:
+        return [None] * len(wanted)
+    if scale is None:
+        return torch.autograd.grad(value, wanted, allow_unused=True)
+    found: Any = torch.autograd.grad(value, wanted, scale[0], allow_unused=True)
+    return [None if grad is None else grad * scale[1] for grad in found]
 
 
 def capture_forward(
@@ -146,6 +163,8 @@ def capture_forward(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     fuses: Fuses = written_out,
+    *,
+    halves: bool = False,
 ) -> Capture:
     """A call of the module in evaluation mode; outputs of the graph are its tensors, flat.
 
@@ -163,9 +182,9 @@ def capture_forward(
         with torch.no_grad():
             results, spec = pytree.tree_flatten(module(*again, **words))
         found.append(spec)
-        return results
+        return pytree.tree_map(_in_float32, results) if halves else results
 
-    with prepared(module, train=False, fuses=fuses):
+    with prepared(module, train=False, fuses=fuses), half_products(wanted=halves):
         trace = _Trace(module, frozenset(), checkpoint=False, fuses=fuses)
         captured = trace.capture(forward, arrays)
     captured.results = found[-1]
@@ -265,6 +284,11 @@ class _Trace:
         (last,) = (node for node in graph.graph.nodes if node.op == "output")
         outputs = tuple(None if n is None else Like.of(n.meta["val"]) for n in last.args[0])
         return Capture(graph, names, tuple(arrays), kinds, calls, len(used_seeds), outputs)
+
+
+def _in_float32(value: Any) -> Any:
+    half = isinstance(value, torch.Tensor) and value.dtype == torch.float16
+    return value.float() if half else value
 
 
 def _fake(tensor: torch.Tensor, *, trained: bool = False) -> torch.Tensor:

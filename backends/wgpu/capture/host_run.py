@@ -15,6 +15,7 @@ from torch import nn
 
 from backends.wgpu.capture.attention import written_out
 from backends.wgpu.capture.capture import Arrays
+from backends.wgpu.capture.half_products import half_products
 from backends.wgpu.capture.layer_call import LayerCall, repeated_layers
 from backends.wgpu.capture.rewrites import Rewrites
 from backends.wgpu.capture.substitution import substituted
@@ -32,6 +33,7 @@ class HostStep:
         values: Of each of the module's tensors, under every name it has.
         trained: Names of the trainable tensors.
         calls: The layer calls of the step's capture.
+        scale: What the loss is multiplied by before backward, of a step in float16; else 0.
     """
 
     def __init__(
@@ -41,12 +43,15 @@ class HostStep:
         values: Mapping[str, torch.Tensor],
         trained: Sequence[str],
         calls: Sequence[LayerCall],
+        *,
+        scale: float = 0.0,
     ) -> None:
         reference.register()
         self._module = module
         self._loss = loss
         self._trained = trained
         self._calls = calls
+        self._scale = scale
         leaves: dict[int, torch.Tensor] = {}
         wanted = {id(values[name]) for name in trained}
         for value in values.values():
@@ -69,12 +74,17 @@ class HostStep:
         with ExitStack() as stack:
             stack.enter_context(_training(self._module))
             stack.enter_context(substituted(self._module, self._values))
+            stack.enter_context(half_products(wanted=bool(self._scale)))
             stack.enter_context(self._layers_draw(iter(seeds[1:])))
             stack.enter_context(_Draws(seeds[0]))
             stack.enter_context(torch.enable_grad())
             value = self._loss(self._module, arrays)
+            value = value.float() if self._scale else value
+            started = torch.tensor(self._scale) if self._scale else None
             if value.requires_grad:
-                grads = torch.autograd.grad(value, wanted, allow_unused=True)
+                grads = torch.autograd.grad(value, wanted, started, allow_unused=True)
+        if self._scale:
+            grads = [None if grad is None else grad / self._scale for grad in grads]
         pairs = zip(grads, wanted, strict=True)
         found = (torch.zeros_like(leaf) if grad is None else grad for grad, leaf in pairs)
         return [value.detach(), *(each.detach() for each in found)]

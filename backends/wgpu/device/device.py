@@ -269,7 +269,7 @@ class Device:
     def _pipeline(self, shader: Shader, label: str) -> tuple[Any, Any]:
         made = self._pipelines.get(shader.source)
         if made is None:
-            module = self._device.create_shader_module(label=label, code=shader.source)
+            module = self._device.create_shader_module(label=label, code=shader.module)
             pipeline = self._device.create_compute_pipeline(
                 label=label, layout="auto", compute={"module": module, "entry_point": "main"}
             )

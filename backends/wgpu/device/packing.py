@@ -65,9 +65,12 @@ def to_words(array: NDArray[Any], name: str = "a tensor") -> Words:
     return flat.astype(np.int32).view(np.uint32)
 
 
-def tensor_words(tensor: torch.Tensor) -> Words:
-    """A tensor of a module or a constant of a graph."""
+def tensor_words(tensor: torch.Tensor, *, halves: bool = False) -> Words:
+    """A tensor of a module or a constant of a graph; `halves`: float16 stays so."""
     value = tensor.detach()
+    if halves and value.dtype == torch.float16:
+        bits = np.ascontiguousarray(value.numpy()).reshape(-1).view(np.uint16)
+        return np.concatenate([bits, np.zeros(-bits.size % 2, np.uint16)]).view(np.uint32)
     return to_words((value.float() if value.dtype.is_floating_point else value).numpy())
 
 

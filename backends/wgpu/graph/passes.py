@@ -248,15 +248,22 @@ def _split_long(graph: fx.Graph, node: fx.Node) -> None:
     with graph.inserting_before(node):
         if fold == "any":
             source = add(graph, node, _aten.ne.Scalar, source, 0)
-        elif (dtype := node.meta["val"].dtype) != source.meta["val"].dtype:
+        elif (dtype := _summed_in(node)) != source.meta["val"].dtype:
             source = add(graph, node, _aten._to_copy.default, source, dtype=dtype)  # noqa: SLF001
         parts = add(graph, node, PARTIAL, source, dims, math.isqrt(terms), stage)
         total = add(graph, node, _STAGES[fold], parts, [len(shape) - len(dims)])
         if fold == "mean":
             total = add(graph, node, _aten.mul.Tensor, total, 1.0 / terms)
         result = add(graph, node, _aten.view.default, total, list(shape_of(node)))
+        if fold != "any" and node.meta["val"].dtype == torch.float16:
+            result = add(graph, node, _aten._to_copy.default, result, dtype=torch.float16)  # noqa: SLF001
     node.replace_all_uses_with(result)
     graph.erase_node(node)
+
+
+def _summed_in(node: fx.Node) -> torch.dtype:
+    dtype: torch.dtype = node.meta["val"].dtype
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def _split_variance(graph: fx.Graph, node: fx.Node) -> None:

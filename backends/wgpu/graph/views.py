@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from backends.wgpu.graph.halves import is_half, is_rounding, is_widening
 from backends.wgpu.graph.index import (
     ZERO,
     Coordinate,
@@ -56,19 +57,31 @@ def through(node: fx.Node, coordinates: Coordinates) -> Coordinates:
 
 @dataclass(frozen=True, slots=True)
 class Strided:
-    """A tensor as a strided view of a buffer, in elements."""
+    """A tensor as a strided view of a buffer, in elements; `rounds`: each rounded to float16."""
 
     base: fx.Node
     strides: tuple[int, ...]
     offset: int
+    rounds: bool = False
 
 
-def strided(node: fx.Node, buffers: Collection[fx.Node]) -> Strided | None:
-    """How the node lies in the nearest of `buffers` above it, if one strided view says so."""
+def strided(
+    node: fx.Node, buffers: Collection[fx.Node], *, widens: bool = False, rounds: bool = False
+) -> Strided | None:
+    """How the node lies in the nearest of `buffers` above it, if one strided view says so.
+
+    Args:
+        node: A tensor.
+        buffers: Values that lie in memory.
+        widens: Whether what reads it can widen float16.
+        rounds: Whether it can also round an input of the graph to that.
+    """
     chain = []
-    base = node
+    base, rounding = node, False
     while base not in buffers:
-        if is_own(base) or not (is_view(base) or is_copy(base)):
+        if rounds and is_rounding(base) and _is_input(above(base)):
+            rounding = True
+        elif is_own(base) or not (is_view(base) or is_copy(base) or (widens and is_widening(base))):
             return None
         chain.append(base)
         base = above(base)
@@ -78,7 +91,13 @@ def strided(node: fx.Node, buffers: Collection[fx.Node]) -> Strided | None:
             tensor = _applied(step, tensor)
     except RuntimeError:
         return None
-    return Strided(base, tuple(tensor.stride()), int(tensor.storage_offset()))
+    return Strided(base, tuple(tensor.stride()), int(tensor.storage_offset()), rounding)
+
+
+def _is_input(node: fx.Node) -> bool:
+    while is_view(node):
+        node = above(node)
+    return node.op == "placeholder" and not is_half(node)
 
 
 def whole_buffer(node: fx.Node, buffers: Collection[fx.Node]) -> fx.Node | None:
@@ -97,7 +116,7 @@ def whole_buffer(node: fx.Node, buffers: Collection[fx.Node]) -> fx.Node | None:
 
 
 def _applied(step: fx.Node, tensor: torch.Tensor) -> torch.Tensor:
-    if is_copy(step):
+    if is_copy(step) or is_widening(step) or is_rounding(step):
         return tensor
     if step.target in _RESHAPES:
         return tensor.view(shape_of(step))

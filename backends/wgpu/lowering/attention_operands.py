@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from torch import fx
 
+from backends.wgpu.graph.halves import is_half
 from backends.wgpu.graph.opaque import ATTENTION, ATTENTION_KEYS, ATTENTION_QUERIES
 from backends.wgpu.graph.values import scalar_of, shape_of
 from backends.wgpu.graph.views import strided
@@ -25,8 +26,8 @@ def attention_problem(
     """What the node computes, and its inputs' buffers in the order of bindings."""
     tensors: list[Any] = list(node.args[:-2])
     scale, causal = node.args[-2:]
-    found = [None if x is None else strided(x, buffers) for x in tensors]
-    views = [None if x is None else View(x.strides, x.offset) for x in found]
+    found = [None if x is None else strided(x, buffers, widens=True) for x in tensors]
+    views = [None if x is None else View(x.strides, x.offset, is_half(x.base)) for x in found]
     query, key, value, mask, *more = views
     _packed, tangent, delta = more or (None, None, None)
     assert query is not None

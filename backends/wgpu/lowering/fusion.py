@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from backends.wgpu.graph.halves import is_widening
 from backends.wgpu.graph.opaque import (
     ATTENTION,
     ATTENTION_KEYS,
@@ -28,7 +29,15 @@ from backends.wgpu.graph.opaque import (
     UNIFORM,
 )
 from backends.wgpu.graph.values import elements_of
-from backends.wgpu.graph.views import above, is_copy, is_own, is_view, strided, whole_buffer
+from backends.wgpu.graph.views import (
+    Strided,
+    above,
+    is_copy,
+    is_own,
+    is_view,
+    strided,
+    whole_buffer,
+)
 
 _aten = torch.ops.aten
 
@@ -126,7 +135,7 @@ def decide(nodes: Iterable[fx.Node], folded: Collection[fx.Node], kept: list[fx.
     for node in fusion.nodes:  # what a product reads may have been kept in pieces only
         if node.op == "call_function" and node.target in _STRIDED and node not in folded:
             for operand in node.all_input_nodes:
-                if strided(operand, fusion.buffers) is None:
+                if read_where_it_lies(operand, fusion.buffers, node) is None:
                     fusion.buffers.add(operand)
     for node in kept:
         _whole(fusion, node)
@@ -171,7 +180,7 @@ def _consider(fusion: Fusion, node: fx.Node, readers: set[Any]) -> None:
     target = node.target
     if target in _STRIDED:
         for operand in node.all_input_nodes:
-            _strided_operand(fusion, operand)
+            _strided_operand(fusion, operand, node)
         _keep(fusion, node)
     elif target in REDUCTIONS | SCATTERS | SCANS:
         # One element takes a loop over many: a reader would run it for every element of its own.
@@ -191,20 +200,27 @@ def _is_kept(node: fx.Node, readers: set[Any], cost: int) -> bool:
         return not is_copy(node)  # a copy of what lies in a buffer may be that buffer
     if any(r.target in _STRIDED for r in readers):
         # A product reads each element many times over; but a strided view without the copy.
-        return not is_copy(node)
+        return not (is_copy(node) or is_widening(node))
     return (len(readers) > 1 and cost > _SHARED_COST) or cost > _CHAIN_COST
 
 
-def _strided_operand(fusion: Fusion, operand: fx.Node) -> None:
+def read_where_it_lies(
+    operand: fx.Node, buffers: Collection[fx.Node], reader: fx.Node
+) -> Strided | None:
+    """An operand of a product or of attention, if that can read it from one of the buffers."""
+    return strided(operand, buffers, widens=True, rounds=reader.target in MATMULS)
+
+
+def _strided_operand(fusion: Fusion, operand: fx.Node, reader: fx.Node) -> None:
     """What a product reads lies in a buffer with strides: below its views, else by itself."""
-    if strided(operand, fusion.buffers) is not None:
+    if read_where_it_lies(operand, fusion.buffers, reader) is not None:
         return
     root = operand
-    while is_view(root) and root not in fusion.folded:
+    while (is_view(root) or is_widening(root)) and root not in fusion.folded:
         root = above(root)
     if root not in fusion.buffers and not is_copy(root):
         _keep(fusion, root)
-    if strided(operand, fusion.buffers) is None:
+    if read_where_it_lies(operand, fusion.buffers, reader) is None:
         _keep(fusion, operand)
 
 

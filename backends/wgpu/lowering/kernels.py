@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from backends.wgpu.graph.halves import is_half
 from backends.wgpu.graph.index import Coordinate, broadcast, linear, plain, split
 from backends.wgpu.graph.opaque import PARTIAL
 from backends.wgpu.graph.values import (
@@ -34,9 +35,17 @@ from backends.wgpu.lowering.matmul_factors import factors
 from backends.wgpu.lowering.placement import PLACEMENT, broadcast_shape, leading_indices
 from backends.wgpu.shaders.attention_tiles import attention_shader
 from backends.wgpu.shaders.dispatch import WORKGROUPS_PER_DIMENSION, Shader
-from backends.wgpu.shaders.kernel_text import KernelText, ReadElsewhere, stored, where_there
+from backends.wgpu.shaders.kernel_text import (
+    KernelText,
+    ReadElsewhere,
+    held_type,
+    rounded,
+    stored,
+    where_there,
+)
 from backends.wgpu.shaders.matmul import (
     Epilogue,
+    Held,
     MatmulProblem,
     Operand,
     dispatched,
@@ -100,7 +109,7 @@ class Emitter:
             NoRule: The operator has none.
         """
         target = node.target
-        if node.meta["val"].dtype in HALVES and target in _SUMS:
+        if node.meta["val"].dtype in HALVES and target in _SUMS and not _sums_in_float32(node):
             raise NoRule(node, f"in {str(node.meta['val'].dtype).removeprefix('torch.')}")
         if target in MATMULS:
             return [*self._products(node)]
@@ -146,7 +155,8 @@ class Emitter:
         for node in members[1:]:
             folds = node.target in REDUCTIONS and members[0].target in REDUCTIONS
             known = folds or is_copy(node) or node.target in _RULES
-            if not known or node.meta["val"].dtype != torch.float32:
+            half = is_half(node) and not folds
+            if not known or not (half or node.meta["val"].dtype == torch.float32):
                 raise ReadElsewhere
         if members[0].target in MATMULS:
             return self._finished_product(members, wanted)
@@ -158,21 +168,21 @@ class Emitter:
         count = elements_of(product)
         text = self._text()
         text.registers[product] = "i", "product"
-        stored: list[fx.Node] = []
+        written: list[fx.Node] = []
         for node in rest:
             if elements_of(node) != count:
                 raise ReadElsewhere
             value = text.computed(node, split(plain("i", count), shape_of(node)))
             text.registers[node] = "i", text.let(value)
             if node in wanted:
-                text.lines.append(f"e{len(stored)}[i] = {value};")
-                stored.append(node)
-        names = [f"e{n}" for n in range(len(stored))]
-        finish = Epilogue(*text.declared(), tuple(names), "\n".join(text.lines), product in wanted)
+                text.lines.append(f"e{len(written)}[i] = {stored(value, node)};")
+                written.append(node)
+        types = tuple(held_type(node) for node in written)
+        finish = Epilogue(*text.declared(), types, "\n".join(text.lines), product in wanted)
         (problem,) = self._problems(product)
         shader, grid = self.matmul(replace(problem, finish=finish))
         a, b = (self._operand(each)[1] for each in next(factors(product))[:2])
-        writes = (*([product] if finish.stored else []), *stored)
+        writes = (*([product] if finish.stored else []), *written)
         label = " + ".join(map(_label, members))
         return Kernel(shader, (a, b, *text.buffers), writes, grid, label)
 
@@ -185,29 +195,29 @@ class Emitter:
         body = [f"let i = group.x + group.y * {WORKGROUPS_PER_DIMENSION}u;"]
         body += [f"if (i >= {rows}u) {{ return; }}"]
         text = self._text()
-        stored: list[fx.Node] = []
+        written: list[fx.Node] = []
         for number, node in enumerate(members):
-            name = f"e{len(stored)}"
+            name = f"e{len(written)}"
             if node.target in REDUCTIONS:
                 body += self._row_fold(node, text, number, (rows, columns))
                 text.registers[node] = "i", f"fold{number}"
                 if node in wanted:
                     body.append(f"if (local.x == 0u) {{ {name}[i] = fold{number}; }}")
-                    stored.append(node)
+                    written.append(node)
                 continue
             at = _along_rows(shape_of(node), rows, columns)
             inside = text.scope()
             value = inside.computed(node, at)
             place = str(linear(at))
             body += [f"for (var r = local.x; r < {columns}u; r += {_WORKGROUP}u) {{"]
-            body += [*inside.lines, f"{name}[{place}] = {value};", "}"]
-            text.registers[node] = place, f"{name}[{place}]"
-            stored.append(node)
-        shader = Shader(
-            text.module_of(body, len(stored)), len(text.buffers) + len(stored), len(stored)
-        )
+            body += [*inside.lines, f"{name}[{place}] = {stored(value, node)};", "}"]
+            read = f"{name}[{place}]"
+            text.registers[node] = place, f"f32({read})" if is_half(node) else read
+            written.append(node)
+        count = len(written)
+        shader = Shader(text.module_of(body, written), len(text.buffers) + count, count)
         label = " + ".join(map(_label, members))
-        return Kernel(shader, tuple(text.buffers), tuple(stored), _folded_grid(rows), label)
+        return Kernel(shader, tuple(text.buffers), tuple(written), _folded_grid(rows), label)
 
     def _row_fold(
         self, node: fx.Node, text: KernelText, number: int, sizes: tuple[int, int]
@@ -246,7 +256,7 @@ class Emitter:
         guard, grid = _threads(count)
         at = split(plain("i", count), shape_of(node))
         value = text.computed(node, at) if same is None else text.element(same, at)
-        body = [*guard, *text.lines, f"out[i] = {stored(value, scalar_of(node))};"]
+        body = [*guard, *text.lines, f"out[i] = {stored(value, node)};"]
         return _kernel(text, node, body, grid)
 
     def _reduction(self, node: fx.Node) -> Kernel:
@@ -385,10 +395,13 @@ class Emitter:
         return Kernel(shader, reads, (node,), grid, f"{_label(node)} {sizes}")
 
     def _operand(self, node: fx.Node) -> tuple[Operand, fx.Node]:
-        found = strided(node, self.buffers)
+        found = strided(node, self.buffers, widens=True, rounds=True)
         assert found is not None, node
         strides = (0, *found.strides) if len(found.strides) == 2 else found.strides
-        return Operand((strides[0], strides[1], strides[2]), found.offset), found.base
+        narrow = form_of(found.base) is not None  # its few bits are not rounded once more
+        held: Held = "f16" if is_half(found.base) else "f32"
+        held = "rounded" if found.rounds and not narrow else held
+        return Operand((strides[0], strides[1], strides[2]), found.offset, held), found.base
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,7 +479,7 @@ class _Reduction:
     def result(self, folded: str) -> str:
         if self.name == "mean":
             return f"({folded} * {literal(1.0 / self.terms, 'f32')})"
-        return stored(folded, self.scalar)
+        return stored(rounded(folded, self.node) if is_half(self.node) else folded, self.node)
 
     def serial(self, lines: Sequence[str], value: str) -> list[str]:
         """One invocation per output."""
@@ -523,10 +536,15 @@ class _Reduction:
         return f"out[i] = {self.result(folded)};"
 
 
+def _sums_in_float32(node: fx.Node) -> bool:
+    """Whether a value in float16 is summed in float32, and the sum rounded."""
+    return is_half(node) and node.target in REDUCTIONS and node.target is not PARTIAL
+
+
 def _kernel(
     text: KernelText, node: fx.Node, body: Sequence[str], grid: tuple[int, int, int]
 ) -> Kernel:
-    shader = Shader(text.module(body, scalar_of(node)), len(text.buffers) + 1)
+    shader = Shader(text.module(body, node), len(text.buffers) + 1)
     return Kernel(shader, tuple(text.buffers), (node,), grid, _label(node))
 
 

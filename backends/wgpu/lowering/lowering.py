@@ -12,6 +12,7 @@ from torch import fx
 
 from backends.wgpu.capture.attention import pays
 from backends.wgpu.graph import passes
+from backends.wgpu.graph.halves import hold_halves
 from backends.wgpu.graph.opaque import LAYER_FORWARD
 from backends.wgpu.graph.values import NoRule, scalar_of
 from backends.wgpu.graph.views import is_view, whole_buffer
@@ -35,12 +36,15 @@ class Templates:
         matmul: The template of matrix products.
         canonical: Whether nothing that decides bits may depend on the device.
         bindings: Storage buffers that a shader may bind.
+        halves: Whether products are computed with operands of float16, and what is of that type is
+            held in two bytes.
     """
 
     cooperative: bool
     matmul: MatmulShader
     canonical: bool = False
     bindings: int = 8
+    halves: bool = False
 
     @property
     def joins(self) -> bool:
@@ -118,6 +122,8 @@ def lower(
     folded = passes.constants(graph, values, exactly=template.canonical)
     outputs = _outputs(graph, folded)
     nodes = [node for node in graph.graph.nodes if node.op != "output"]
+    if template.halves:
+        hold_halves(nodes)
     _check(nodes, folded)
     fusion = decide(nodes, folded, [node for node in outputs if node is not None])
     emitter = Emitter(fusion.buffers, folded, template.cooperative, template.matmul)

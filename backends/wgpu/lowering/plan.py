@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from backends.wgpu.capture.capture import Capture
+from backends.wgpu.graph.halves import words_of
 from backends.wgpu.graph.values import elements_of
 from backends.wgpu.lowering.kernels import Kernel
 from backends.wgpu.lowering.layer_kernels import LayerKernels
@@ -176,7 +177,7 @@ class _Builder:
         """One dispatch, over the buffers that the scope says."""
         for node in kernel.writes:
             if node not in scope:
-                scope[node] = self.new(elements_of(node))
+                scope[node] = self.new(words_of(node, elements_of(node)))
         buffers = tuple(scope[node] for node in (*kernel.reads, *kernel.writes))
         self.dispatches.append(Dispatch(kernel.shader, buffers, kernel.grid, kernel.label))
 
@@ -190,7 +191,8 @@ class _Builder:
         self.saved[step.call] = dict(scope)
         for place, outer_node in step.writes.items():
             inner_node = layer.results[place]
-            scope[inner_node] = self.scope[outer_node] = self.new(elements_of(inner_node))
+            words = words_of(inner_node, elements_of(inner_node))
+            scope[inner_node] = self.scope[outer_node] = self.new(words)
         for kernel in layer.forward:
             self.kernel(kernel, scope)
         if not layer.checkpoint:
@@ -205,7 +207,7 @@ class _Builder:
             scope[inner] = self.scope[outer]
         for place, outer_node in step.writes.items():
             inner_node = layer.gradients[place]
-            words = elements_of(outer_node)
+            words = words_of(outer_node, elements_of(outer_node))
             if inner_node is None:
                 self.scope[outer_node] = self.fix(Place(constant=torch.zeros(words)), words)
             else:

@@ -32,10 +32,11 @@ class AttentionSizes:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor in a buffer: strides and offset, in elements."""
+    """A tensor in a buffer: strides and offset, in elements; `half`: of float16."""
 
     strides: tuple[int, ...]
     offset: int
+    half: bool = False
 
     def at(self, *indices: str) -> str:
         """The address of an element, as WGSL of type u32."""

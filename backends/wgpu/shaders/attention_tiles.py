@@ -205,13 +205,18 @@ class _Kernel:
         return literal(self.problem.scale, "f32")
 
     def _element(self, view: View) -> str:
+        if view.half:
+            return "vec4<f16>" if view.in_fours else "f16"
         return "vec4f" if view.in_fours else "f32"
 
     def _four(self, name: str, view: View) -> str:
         """WGSL of `name4(at)`: four neighbours of a vector."""
         if view.in_fours:
-            return f"fn {name}4(at: u32) -> vec4f {{ return {name}[at / 4u]; }}"
-        each = ", ".join(f"{name}[at + {i * view.strides[-1]}u]" for i in range(4))
+            four = f"{name}[at / 4u]"
+            four = f"vec4f({four})" if view.half else four
+            return f"fn {name}4(at: u32) -> vec4f {{ return {four}; }}"
+        one = "f32({})" if view.half else "{}"
+        each = ", ".join(one.format(f"{name}[at + {i * view.strides[-1]}u]") for i in range(4))
         return f"fn {name}4(at: u32) -> vec4f {{ return vec4f({each}); }}"
 
     def _address(self, name: str, row: str, column: str) -> str:

@@ -6,11 +6,15 @@ made, compared and counted anywhere.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Final
 
 WORKGROUPS_PER_DIMENSION: Final = 65_535
 """What every adapter offers; a larger grid is folded into its next dimension."""
+
+
+_HALF: Final = re.compile(r"\bf16\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,11 @@ class Shader:
     source: str
     bindings: int
     writes: int = 1
+
+    @property
+    def module(self) -> str:
+        """The source as a device takes it: what it needs beyond WGSL's core comes first."""
+        return f"enable f16;\n{self.source}" if _HALF.search(self.source) else self.source
 
 
 @dataclass(frozen=True, slots=True)

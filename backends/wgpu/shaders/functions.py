@@ -31,6 +31,21 @@ def _factorials(count: int) -> list[float]:
     return found
 
 
+def to_float16(name: str) -> str:
+    """WGSL of a function that rounds to nearest, ties to even; below the smallest normal number in
+    steps of the smallest of all."""
+    return f"""\
+fn {name}(x: f32) -> f32 {{
+  let bits = bitcast<u32>(x);
+  if ((bits & 0x7fffffffu) >= 0x7f800000u) {{ return x; }}
+  if (abs(x) < 0x1p-14f) {{ return round(x * 0x1p24f) * 0x1p-24f; }}
+  let rounded = (bits + 0xfffu + ((bits >> 13u) & 1u)) & 0xffffe000u;
+  let past = (rounded & 0x7fffffffu) > 0x477fe000u;
+  return bitcast<f32>(select(rounded, 0x7f800000u | (bits & 0x80000000u), past));
+}}
+"""
+
+
 FUNCTIONS: Final[Mapping[str, str]] = {
     "infinity": "fn infinity(sign: u32) -> f32 { return bitcast<f32>(0x7f800000u | sign); }",
     "not_a_number": """\
@@ -160,16 +175,7 @@ fn erf(given: f32) -> f32 {
   q = fma(q, s, -1.42647390514189e-02);
   return x * p / q;
 }""",
-    # To nearest, ties to even; below the smallest normal number in steps of the smallest of all.
-    "to_float16": """\
-fn to_float16(x: f32) -> f32 {
-  if (!is_finite(x)) { return x; }
-  if (abs(x) < 0x1p-14f) { return round(x * 0x1p24f) * 0x1p-24f; }
-  let bits = bitcast<u32>(x);
-  let rounded = (bits + 0xfffu + ((bits >> 13u) & 1u)) & 0xffffe000u;
-  let past = (rounded & 0x7fffffffu) > 0x477fe000u;
-  return bitcast<f32>(select(rounded, 0x7f800000u | (bits & 0x80000000u), past));
-}""",
+    "to_float16": to_float16("to_float16"),
     "to_bfloat16": """\
 fn to_bfloat16(x: f32) -> f32 {
   if (!is_finite(x)) { return x; }

@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from backends.wgpu.graph.halves import is_half
 from backends.wgpu.graph.index import Coordinate, broadcast, linear
 from backends.wgpu.graph.values import (
     STORED,
@@ -139,6 +140,7 @@ class KernelText:
         if form_of(node) is not None:
             return self.let(f"{self.buffer(node)}_at({linear(sized)})")
         read = f"{self.buffer(node)}[{linear(sized)}]"
+        read = f"f32({read})" if is_half(node) else read
         return self.let(f"({read} != 0u)" if scalar_of(node) == "bool" else read)
 
     def declared(self) -> tuple[tuple[str, ...], str]:
@@ -153,13 +155,14 @@ class KernelText:
             if (form := form_of(node)) is not None
         ]
 
-    def module(self, body: Sequence[str], output: Scalar) -> str:
+    def module(self, body: Sequence[str], output: fx.Node) -> str:
         """The whole shader: declarations, helpers, and `main` around the body."""
-        return self._module(body, {"out": STORED[output]}, output)
+        return self._module(body, {"out": held_type(output)}, scalar_of(output))
 
-    def module_of(self, body: Sequence[str], written: int) -> str:
-        """The same with so many outputs of float32, `e0`, `e1` and so on."""
-        return self._module(body, {f"e{i}": "f32" for i in range(written)}, "f32")
+    def module_of(self, body: Sequence[str], written: Sequence[fx.Node]) -> str:
+        """The same with these outputs, `e0`, `e1` and so on."""
+        held = {f"e{i}": held_type(node) for i, node in enumerate(written)}
+        return self._module(body, held, "f32")
 
     def _module(self, body: Sequence[str], outputs: Mapping[str, str], folded: Scalar) -> str:
         text = "\n".join(f"  {line}" for line in body)
@@ -181,12 +184,19 @@ class KernelText:
 
 
 def _held(node: fx.Node) -> str:
-    return "u32" if form_of(node) is not None else STORED[scalar_of(node)]
+    return "u32" if form_of(node) is not None else held_type(node)
 
 
-def stored(expression: str, scalar: Scalar) -> str:
-    """A value as its buffer keeps it."""
-    return f"select(0u, 1u, {expression})" if scalar == "bool" else expression
+def held_type(node: fx.Node) -> str:
+    """The type of the elements of a value's buffer."""
+    return "f16" if is_half(node) else STORED[scalar_of(node)]
+
+
+def stored(expression: str, node: fx.Node) -> str:
+    """A value as its buffer keeps it; one in float16 is rounded to that already."""
+    if is_half(node):
+        return f"f16({expression})"
+    return f"select(0u, 1u, {expression})" if scalar_of(node) == "bool" else expression
 
 
 def where_there(value: str, there: Sequence[str], scalar: Scalar) -> str:

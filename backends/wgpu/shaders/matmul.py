@@ -18,6 +18,7 @@ from backends.wgpu.shaders.dispatch import Shader
 from backends.wgpu.shaders.matmul_lanes import Lanes, lanes_shader
 from backends.wgpu.shaders.matmul_problem import (
     Epilogue,
+    Held,
     MatmulProblem,
     Operand,
     Result,
@@ -28,6 +29,7 @@ from backends.wgpu.shaders.matmul_tiles import Tiles, tiles_shader
 
 __all__ = (
     "Epilogue",
+    "Held",
     "Lanes",
     "MatmulProblem",
     "MatmulTraits",
@@ -93,7 +95,7 @@ def matmul_shader(
 
 def candidates(problem: MatmulProblem, traits: MatmulTraits) -> tuple[Choice, ...]:
     """Kernels that fit the adapter, the one expected to be the quickest first."""
-    if traits.subgroup and problem.finish is None:
+    if traits.subgroup and problem.finish is None and problem.in_float32:
         ranked = sorted(_lanes(problem, traits), key=lambda lanes: _cost(problem, lanes, traits))
         return tuple(ranked)
     fitting = [

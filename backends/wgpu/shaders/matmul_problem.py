@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Literal
 
 from backends.wgpu.shaders.dispatch import WORKGROUPS_PER_DIMENSION
 from backends.wgpu.shaders.narrow import Narrow
@@ -16,6 +16,11 @@ _ALIGNMENT: Final = 8
 """Elements: what matters of an offset is whether so many can be read at once."""
 
 
+Held = Literal["f32", "f16", "rounded"]
+"""How an operand's elements lie in memory, and whether they are rounded to float16 when they are
+read."""
+
+
 @dataclass(frozen=True, slots=True)
 class Operand:
     """A strided view of a buffer, in elements.
@@ -24,10 +29,12 @@ class Operand:
         strides: Of (batch, m, k) for the left operand, (batch, k, n) for the right one; 0 where
             one value stands for all.
         offset: Of element (0, 0, 0).
+        held: As what.
     """
 
     strides: tuple[int, int, int]
     offset: int = 0
+    held: Held = "f32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,7 @@ class Epilogue:
     Attributes:
         bindings: WGSL types of what is read besides the operands, `b0`, `b1` and so on.
         helpers: WGSL functions that the body calls.
-        writes: Names of what is written, of float32.
+        writes: WGSL types of what is written, `e0`, `e1` and so on.
         body: WGSL over `i`, the output's place, and `product`, its value.
         stored: Whether the output itself is stored as well.
     """
@@ -77,9 +84,9 @@ class MatmulProblem:
         m: Rows of the left operand.
         k: What is summed over.
         n: Columns of the right operand.
-        a: The left operand, float32.
+        a: The left operand.
         b: The right operand.
-        b_form: How the right operand is stored, if not as float32.
+        b_form: How the right operand is stored, if in few bits; it is not rounded then.
         into: Where the output goes, if it is not a buffer of its own, (batch, m, n).
         finish: What is computed of it besides.
     """
@@ -98,6 +105,11 @@ class MatmulProblem:
     def result(self) -> Result:
         """Where the output goes; products of a batch lie one after the other."""
         return self.into or Result(self.n)
+
+    @property
+    def in_float32(self) -> bool:
+        """Whether no operand has to do with float16."""
+        return self.a.held == self.b.held == "f32"
 
     @property
     def alike(self) -> MatmulProblem:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backends.wgpu.shaders.matmul_problem import MatmulProblem
+from backends.wgpu.shaders.functions import to_float16
+from backends.wgpu.shaders.matmul_problem import Held, MatmulProblem
 from backends.wgpu.shaders.narrow import Narrow
 
 
@@ -24,7 +25,8 @@ class Side:
         outer: Stride of the outer dimension.
         inner: Stride of k.
         offset: Of the first element.
-        form: How it is stored, if not as float32.
+        form: How it is stored, if in few bits.
+        held: How it lies in memory otherwise, and is read.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Side:
     inner: int
     offset: int
     form: Narrow | None = None
+    held: Held = "f32"
 
     def along_k(self, elements: int) -> bool:
         """Whether so many consecutive elements along k lie side by side, aligned."""
@@ -61,6 +64,8 @@ class Side:
         """WGSL type of the binding's array."""
         if self.form is not None:
             return "u32"
+        if self.held == "f16":
+            return "vec4<f16>" if vector else "f16"
         return "vec4f" if vector else "f32"
 
     def functions(self, *, vector: bool) -> str:
@@ -72,16 +77,25 @@ class Side:
         if self.form is not None:
             text = self.form.one(one, self.name)
             return text + self.form.four(four, self.name) if vector else text
-        if vector:
-            return f"fn {four}(i: u32) -> vec4f {{ return {self.name}[i / 4u]; }}\n"
-        return f"fn {one}(i: u32) -> f32 {{ return {self.name}[i]; }}\n"
+        value = f"{self.name}[i / 4u]" if vector else f"{self.name}[i]"
+        text = ""
+        if self.held == "f16":
+            value = f"vec4f({value})" if vector else f"f32({value})"
+        elif self.held == "rounded":
+            nearest = f"{self.name}_rounded"
+            text = to_float16(nearest)
+            parts = ", ".join(f"{nearest}(x[{n}])" for n in range(4))
+            value = f"vec4f({parts})" if vector else f"{nearest}({value})"
+        read = f"let x = {self.name}[i / 4u]; " if self.held == "rounded" and vector else ""
+        kind, name = ("vec4f", four) if vector else ("f32", one)
+        return f"{text}fn {name}(i: u32) -> {kind} {{ {read}return {value}; }}\n"
 
 
 def sides(problem: MatmulProblem) -> tuple[Side, Side]:
     """The left operand, whose outer dimension is m, and the right one, whose outer one is n."""
     a_batch, a_m, a_k = problem.a.strides
     b_batch, b_k, b_n = problem.b.strides
-    left = Side("a", problem.m, problem.k, a_batch, a_m, a_k, problem.a.offset)
+    left = Side("a", problem.m, problem.k, a_batch, a_m, a_k, problem.a.offset, held=problem.a.held)
     right = Side(
         "b",
         problem.n,
@@ -91,5 +105,6 @@ def sides(problem: MatmulProblem) -> tuple[Side, Side]:
         b_k,
         problem.b.offset,
         problem.b_form,
+        problem.b.held,
     )
     return left, right

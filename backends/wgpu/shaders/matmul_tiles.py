@@ -92,7 +92,9 @@ def _bindings(problem: MatmulProblem, element: str) -> str:
     if finish is None:
         return f"@group(0) @binding(2) {out}"
     read = [f"var<storage, read> b{i}: {kind};" for i, kind in enumerate(finish.bindings)]
-    written = [f"var<storage, read_write> {name}: array<f32>;" for name in finish.writes]
+    written = [
+        f"var<storage, read_write> e{i}: array<{kind}>;" for i, kind in enumerate(finish.writes)
+    ]
     listed = [*read, *([out] if finish.stored else []), *written]
     lines = [f"@group(0) @binding({i}) {each}" for i, each in enumerate(listed, 2)]
     return "\n".join(

@@ -1,4 +1,4 @@
-"""What the run spec's precision is to a Vulkan device: float32, or a refusal in one line."""
+"""A precision that a Vulkan device does not have is refused in one line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from worker.shell.engine import Engine
 from worker.tasks.regress import Regress
 
 PATIENCE_S = 60.0
-LINE = "expected model.precision float32, got bfloat16: the vulkan backend computes in float32 only"
+LINE = "expected model.precision float32 or float16, got bfloat16: the vulkan backend has no other"
 SPEC = RunSpec(
     task="regress", steps=1, batch=BatchSpec(samples=8, microbatch=8),
     optimizer=OptimizerSpec(name="sgd", lr=0.1),

@@ -22,14 +22,14 @@ READ = 20
 
 def assert_valid(device, shader: Shader) -> None:
     assert not hidden_names(shader.source)
-    device._device.create_shader_module(code=shader.source)
+    device._device.create_shader_module(code=shader.module)
 
 
 def finish(*, stored: bool) -> Epilogue:
     """Reads as many buffers as there may be."""
     body = [f"let t{i} = b{i}[i];" for i in range(READ)]
     body.append(f"e0[i] = product + {' + '.join(f't{i}' for i in range(READ))};")
-    return Epilogue(("array<f32>",) * READ, "", ("e0",), "\n".join(body), stored)
+    return Epilogue(("array<f32>",) * READ, "", ("f32",), "\n".join(body), stored)
 
 
 @pytest.mark.parametrize("stored", [True, False])

@@ -1,0 +1,119 @@
+"""`model.precision: float16`: what of a model is computed in it, as torch's autocast does on cards.
+
+A matrix product's operands are rounded to float16, multiplied and summed in float32, and the sum is
+rounded to float16: so torch computes it, and so do we. Here that is written in plain operators, for
+torch on the CPU as for a trace. Norms, softmax, losses and sums take what is in float16 in float32;
+everything else is computed in the type that it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+_PRODUCTS: Final = frozenset({
+    "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "addmv", "addbmm",
+    "baddbmm", "einsum", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
+    "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention",
+})  # fmt: skip
+"""By name: of torch's functions, of a tensor's methods and of `torch.nn.functional`."""
+_IN_FLOAT32: Final = frozenset({
+    "softmax", "log_softmax", "softmin", "softplus", "layer_norm", "rms_norm", "group_norm",
+    "instance_norm", "normalize", "norm", "vector_norm", "cosine_similarity", "cdist", "pdist",
+    "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div",
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss",
+    "poisson_nll_loss", "gaussian_nll_loss", "margin_ranking_loss", "hinge_embedding_loss",
+    "triplet_margin_loss", "multi_margin_loss", "multilabel_margin_loss", "soft_margin_loss",
+    "multilabel_soft_margin_loss", "sum", "mean", "prod", "cumsum", "cumprod", "logsumexp",
+    "logcumsumexp", "var", "std", "var_mean", "std_mean", "exp", "exp2", "expm1", "log", "log2",
+    "log10", "log1p", "pow", "__pow__", "__rpow__", "rsqrt", "reciprocal", "sinh", "cosh", "tan",
+    "asin", "acos", "erfinv",
+})  # fmt: skip
+"""What torch's autocast computes in float32 on a card."""
+_BIASES: Final = frozenset({"bias", "attn_mask", "input"})
+
+_entered: list[HalfProducts] = []
+
+
+class HalfProducts(TorchFunctionMode):
+    """While it is entered, products are computed so."""
+
+    def __enter__(self) -> Any:
+        """Known from then on to `rounded_to_half`."""
+        _entered.append(self)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *given: object) -> None:
+        _entered.pop()
+        super().__exit__(*given)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Round what a product takes and gives; widen what is to be computed in float32."""
+        del types
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in _PRODUCTS:
+            return _product(func, name, args, kwargs)
+        if name in _IN_FLOAT32:
+            args, kwargs = pytree.tree_map(_widened, (tuple(args), dict(kwargs)))
+        return func(*args, **kwargs)
+
+
+def computes_in_half() -> bool:
+    """Whether products are computed so just now."""
+    return bool(_entered)
+
+
+@contextmanager
+def half_products(*, wanted: bool) -> Iterator[None]:
+    """`HalfProducts`, or nothing."""
+    if not wanted:
+        yield
+        return
+    with HalfProducts():
+        yield
+
+
+def rounded_to_half(x: torch.Tensor) -> torch.Tensor:
+    """The nearest in float16, in float32."""
+    return x.half().float()
+
+
+def _product(
+    func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """With operands rounded; what is added to the sums stays in float32."""
+    added = {"linear": {2}, "bilinear": {3}, "scaled_dot_product_attention": {3}}.get(name, set())
+    added = {2} if name.startswith("conv") else added
+    added = {0} if name in {"addmm", "addmv", "addbmm", "baddbmm"} else added
+    operands = [
+        _widened(x) if place in added else pytree.tree_map(_operand, x)
+        for place, x in enumerate(args)
+    ]
+    words = {
+        key: _widened(x) if key in _BIASES - {"input"} else pytree.tree_map(_operand, x)
+        for key, x in kwargs.items()
+    }
+    result = func(*operands, **words)
+    floats = isinstance(result, torch.Tensor) and result.dtype == torch.float32
+    return result.half() if floats else result
+
+
+def _operand(x: Any) -> Any:
+    if not isinstance(x, torch.Tensor) or x.dtype not in {torch.float32, torch.float16}:
+        return x
+    return rounded_to_half(x)
+
+
+def _widened(x: Any) -> Any:
+    return x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.float16 else x

@@ -1,0 +1,246 @@
+"""`model.precision: float16` on a device: what torch makes of the same products, in two bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from backends.base.interface import Batch
+from backends.wgpu.backend import VulkanBackend
+from backends.wgpu.capture.half_products import half_products
+from backends.wgpu.device import halves
+from backends.wgpu.device.adapters import adapters
+from backends.wgpu.lowering.elementwise import ELEMENTWISE
+from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.program import VulkanProgram
+from backends.wgpu.shaders.matmul import Tiles, matmul_shader
+from backends.wgpu.shaders.matmul_problem import Held
+from protocol.base.errors import SamestepError
+from tests.backends.wgpu.products import SMALL_TILES, TILES, product
+from tests.backends.wgpu.small_models import (
+    assert_like_the_cpu,
+    bert,
+    class_loss,
+    gradients,
+    labelled,
+    llama,
+    next_token_loss,
+    qwen3_with_lora,
+    text,
+    trainable,
+)
+
+WITHIN = 3e-3
+"""A sum that is rounded the other way is off by 5e-4, and what follows from it too."""
+SCALE = 256.0
+REST = [(True, True), (False, False), (False, True)]
+
+
+@pytest.fixture(scope="module")
+def backend():
+    if isinstance(why := adapters(), str):
+        pytest.skip(why)
+    made = VulkanBackend()
+    if made.no_halves:
+        pytest.skip(made.no_halves)
+    return made
+
+
+class Block(nn.Module):
+    """Products, a bias, an activation and a residual behind a norm; maybe attention."""
+
+    def __init__(self, *, attends: bool) -> None:
+        super().__init__()
+        self.attends = attends
+        self.norm = nn.LayerNorm(128)
+        self.up = nn.Linear(128, 48 if attends else 16)
+        self.down = nn.Linear(16, 128, bias=False)
+
+    def forward(self, x):
+        y = self.up(self.norm(x))
+        if self.attends:
+            q, k, v = (each.unflatten(-1, (2, 8)).transpose(1, 2) for each in y.chunk(3, -1))
+            y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            y = y.transpose(1, 2).flatten(2)
+        return x + nn.functional.gelu(self.down(y))
+
+
+def squares(module: nn.Module, arrays: Any) -> torch.Tensor:
+    return (module(arrays["x"]) * arrays["y"]).sum()
+
+
+def batch() -> Batch:
+    draws = np.random.default_rng(0)
+    arrays = {name: draws.normal(size=(2, 8, 128)).astype(np.float32) for name in "xy"}
+    return Batch(arrays, 2.0)
+
+
+def expected(module: nn.Module, loss: Any, given: Batch) -> dict[str, torch.Tensor]:
+    """As torch computes it in float16 on this CPU."""
+    arrays = {name: torch.from_numpy(array) for name, array in given.arrays.items()}
+    module.zero_grad()
+    with half_products(wanted=True):
+        value = loss(module, arrays).float() * SCALE
+    value.backward()
+    return {n: p.grad / SCALE for n, p in module.named_parameters() if p.grad is not None}
+
+
+def program_of(device, module, loss, *, precision="float16", cooperative=True):
+    small = partial(matmul_shader, choice=Tiles(16, 64, 32, 4, 4))
+    templates = Templates(cooperative, small, bindings=16, halves=precision == "float16")
+    job = trainable(module, loss, precision=precision)
+    program = VulkanProgram(device, job, templates, adds=True)
+    program.loss_scale = SCALE if precision == "float16" else 1.0
+    return job, program
+
+
+@pytest.mark.parametrize(
+    ("cooperative", "attends"),
+    [(True, False), *(pytest.param(*each, marks=pytest.mark.slow) for each in REST)],
+)
+def test_gradients_are_torchs_in_float16(device, backend, cooperative, attends):
+    """As on a card, and as in software."""
+    del backend
+    torch.manual_seed(0)
+    module = Block(attends=attends)
+    job, program = program_of(device, module, squares, cooperative=cooperative)
+    program.check(batch())
+    got, wanted = gradients(program, batch()), expected(module, squares, batch())
+    apart = []
+    for number, block in enumerate(job.blocks):
+        for tensor, place in block.slices():
+            value = wanted[tensor.name].numpy().reshape(-1)
+            apart.append(float(np.linalg.norm(got[number][place] - value)))
+            assert apart[-1] <= WITHIN * np.linalg.norm(value), tensor.name
+    with pytest.raises(AssertionError):  # it is not float32 that was computed
+        assert_like_the_cpu(module, job.blocks, squares, batch(), got)
+    (ready,) = program._plans.values()
+    assert any("enable f16" in each.shader.module for each in ready.plan.dispatches)
+    program.close()
+
+
+def test_what_is_in_float16_takes_two_bytes(device, backend):
+    del backend
+    found = {}
+    for precision in ("float32", "float16"):
+        module = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(6)))
+        _, program = program_of(device, module, squares, precision=precision)
+        program.check(batch())
+        (ready,) = program._plans.values()
+        weights = 128 * 128 * 4
+        found[precision] = sum(size for size in ready.plan.slots if size < weights)
+        program.close()
+    assert found["float16"] < 0.7 * found["float32"]
+
+
+def test_gradients_that_overflow_are_not_finite_and_half_the_scale_is_enough(device, backend):
+    del backend
+    torch.manual_seed(0)
+    module = nn.Linear(128, 128)
+    _, program = program_of(device, module, squares)
+    program.check(batch())
+    largest = float(np.abs(batch().arrays["y"]).max())
+    found = []
+    for scale in (2.0 ** np.ceil(np.log2(65_504 / largest)), 2.0**5, 1.0):
+        program.loss_scale = scale
+        found.append(np.concatenate([*gradients(program, batch()).values()]))
+    overflowed, one, other = found
+    assert not np.isfinite(overflowed).all()
+    assert np.isfinite(one).all()
+    assert np.linalg.norm(one - other) < WITHIN * np.linalg.norm(other)
+    program.close()
+
+
+@pytest.mark.parametrize("held", ["f16", "rounded"])
+@pytest.mark.parametrize("tiles", [SMALL_TILES, TILES[0]], ids=["small", "usual"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_product_widens_or_rounds_its_operands(device, backend, held: Held, tiles, turned):
+    """Summed in float32: the bits are those of the same numbers in float32."""
+    del backend
+    for columns in (36, 35):  # in fours and one by one
+        plain = product(2, 20, 24, columns, a_turned=turned, b_turned=not turned)
+        rounded = [x.astype(np.float16).astype(np.float32) for x in plain.bindings]
+        given = [x.astype(np.float16) for x in plain.bindings] if held == "f16" else plain.bindings
+        operands = {
+            "a": replace(plain.problem.a, held=held),
+            "b": replace(plain.problem.b, held=held),
+        }
+        ours = replace(plain, problem=replace(plain.problem, **operands), bindings=given)
+        wanted = replace(plain, bindings=rounded).on(device, tiles)
+        assert np.array_equal(ours.on(device, tiles).view(np.uint32), wanted.view(np.uint32))
+
+
+def test_every_float16_goes_to_float32_and_back(device, backend, monkeypatch):
+    del backend
+    assert halves.changed_halves(device) == 0
+    monkeypatch.setattr(
+        halves, "_NARROW", replace(halves._NARROW, source=halves._NARROW.source.replace(
+            "f16(given[id.x])", "f16(clamp(given[id.x], -65504.0, 65504.0))"
+        )),
+    )  # fmt: skip
+    assert halves.changed_halves(device) >= 2, "infinities became numbers"
+
+
+@pytest.mark.parametrize(("lacks", "reason"), [
+    ("feature", "has no float16"), ("infinity", "changes 2 of the 65,536 numbers of float16"),
+])  # fmt: skip
+def test_a_device_without_float16_refuses_in_one_line(lacks, reason, monkeypatch):
+    if isinstance(why := adapters(), str):
+        pytest.skip(why)
+    backend = VulkanBackend()
+    if lacks == "feature":
+        monkeypatch.setattr(backend.device, "features", frozenset())
+    else:
+        monkeypatch.setattr("backends.wgpu.backend.changed_halves", lambda _: 2)
+    job = trainable(nn.Linear(128, 128), squares, precision="float16")
+    with pytest.raises(SamestepError, match=f"expected .*precision float32, got float16.*{reason}"):
+        backend.compile(job, batch())
+    backend.device.close()
+
+
+def test_the_comparison_with_torch_knows_the_precision(backend, monkeypatch):
+    """What is right in float16 passes; what is wrong does not."""
+    module = nn.Sequential(nn.Linear(128, 20), nn.Tanh(), nn.Linear(20, 128))
+    program = backend.compile(trainable(module, squares, precision="float16"), batch())
+    assert float(program.parity.split()[2]) < WITHIN
+    assert program.loss_scale == 1.0
+    program.close()
+    rule = ELEMENTWISE[torch.ops.aten.tanh.default]
+    wrong = {torch.ops.aten.tanh.default: lambda *given: f"({rule(*given)} * 1.05)"}
+    monkeypatch.setattr("backends.wgpu.lowering.kernels._RULES", {**ELEMENTWISE, **wrong})
+    with pytest.raises(SamestepError, match=r"otherwise than torch, by .* where 0\.01 is allowed"):
+        backend.compile(trainable(module, squares, precision="float16"), batch())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["a decoder", "an encoder", "LoRA on few bits"])
+@pytest.mark.parametrize("cooperative", [True, False], ids=["as on a card", "as in software"])
+def test_models_of_transformers(device, backend, kind, cooperative):
+    makes: dict[str, Any] = {
+        "a decoder": (llama, next_token_loss, text, "float32"),
+        "an encoder": (bert, class_loss, labelled, "float32"),
+        "LoRA on few bits": (qwen3_with_lora, next_token_loss, text, "int8"),
+    }
+    make, loss, given, base = makes[kind]
+    job = trainable(make(attn_implementation="sdpa"), loss, precision="float16", base_dtype=base)
+    if not cooperative:
+        program = backend.compile(job, given())
+        assert float(program.parity.split()[2]) < WITHIN
+        program.close()
+        return
+    _, program = program_of(device, make(attn_implementation="sdpa"), loss)
+    program.check(given())
+    got, wanted = gradients(program, given()), expected(make(), loss, given())
+    norm = max(float(x.norm()) for x in wanted.values())
+    for number, block in enumerate(job.blocks):
+        for tensor, place in block.slices():
+            value = wanted[tensor.name].numpy().reshape(-1)
+            floor = max(float(np.linalg.norm(value)), 1e-2 * norm)
+            assert np.linalg.norm(got[number][place] - value) <= 2 * WITHIN * floor, tensor.name
+    program.close()
