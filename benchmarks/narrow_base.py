@@ -24,10 +24,12 @@ import transformers
 from backends.registry import choose
 from protocol.host.own_command import own_environment
 from protocol.spec.run_spec import load_run_spec
+from worker.after.gguf_file import write_gguf
 from worker.tasks.registry import build
 
 ROOT: Final = Path(__file__).parents[1]
-KINDS: Final = ("float32", "bfloat16", "int8", "int4")
+KINDS: Final = ("float32", "bfloat16", "int8", "int4", "nf4", "q8_0", "q4_0")
+FROM_GGUF: Final = "int4 of a GGUF file"
 _MIB: Final = 1 << 20
 
 
@@ -35,9 +37,9 @@ def main() -> None:
     """Print a line for each kind."""
     with tempfile.TemporaryDirectory() as directory:
         run = write_run(Path(directory))
-        peaks = {kind: peak_bytes(run, kind) for kind in KINDS}
+        peaks = {kind: peak_bytes(run, kind) for kind in (*KINDS, FROM_GGUF)}
     for kind, peak in peaks.items():
-        print(f"{kind:9} {peak / _MIB:6.0f} MiB  {peak / peaks['float32']:.2f} of float32's")
+        print(f"{kind:19} {peak / _MIB:6.0f} MiB  {peak / peaks['float32']:.2f} of float32's")
 
 
 def write_run(directory: Path) -> Path:
@@ -57,6 +59,8 @@ def write_run(directory: Path) -> Path:
     start.to(torch.bfloat16).save_pretrained(model)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (model / name).write_text(task.manifest.export.files[name])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    write_gguf(start, tokenizer, directory / "model.gguf", "f16", "model")
     document = json.loads(spec.model_dump_json())
     document |= {"model": {"source": str(model)}, "tokenizer": None, "lora": {"r": 8}}
     document["data"]["max_tokens"] = 64
@@ -76,7 +80,9 @@ def peak_bytes(run: Path, kind: str) -> int:
 
 def measure(run: Path, kind: str) -> int:
     """Train two microbatches; the most anonymous memory above that at the beginning."""
-    spec = load_run_spec(run, [f"model.base_dtype={kind}"])
+    kind, _, of_gguf = kind.partition(" ")
+    source = [f"model.source={run.parent / 'model.gguf'}"] if of_gguf else []
+    spec = load_run_spec(run, [f"model.base_dtype={kind}", *source])
     backend = choose("cpu").backend
     importlib.import_module("peft")
     before, most, over = anonymous_bytes(), [0], threading.Event()

@@ -28,6 +28,8 @@ from protocol.host.allocator import give_back_freed_memory
 from protocol.spec.run_spec import BaseDtype
 
 _ELEMENTS_AT_ONCE: Final = 1 << 18
+_PLACES_AT_ONCE: Final = 1 << 16
+"""Of nf4, as indices: few enough to leave no hole in memory; see `Bench`."""
 _PAIRS_OF_NF4: Final = torch.from_numpy(NF4[np.arange(256)[:, None] >> np.array([0, 4]) & 15])
 """What a byte of nf4 stands for: (256, 2), the lower half first."""
 
@@ -64,7 +66,11 @@ class NarrowWeight:
             if self._storage != "int8":
                 return whole
         elif self._storage == "nf4":
-            torch.index_select(self._pairs, 0, self._bits.int(), out=whole.view(-1, 2))
+            pairs = whole.view(-1, 2)
+            at_once = _PLACES_AT_ONCE if self.device.type == "cpu" else len(self._bits)
+            for lo in range(0, len(self._bits), at_once):
+                part = slice(lo, lo + at_once)
+                torch.index_select(self._pairs, 0, self._bits[part].int(), out=pairs[part])
         else:  # the lower half of a byte comes first
             pairs = whole.view(-1, 2)
             pairs[:, 0] = self._bits & 15

@@ -6,6 +6,7 @@ mapped: so its pages are the system's, and count for nobody.
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
 import weakref
@@ -61,6 +62,26 @@ class DiskFile:
             parts.append(part)
             at += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def mapped(self, content: memoryview) -> memoryview:
+        """Write at the end, and give what was written as memory that is the file's own.
+
+        Args:
+            content: Bytes, at least one.
+
+        Raises:
+            StorageFailed: The disk refuses.
+        """
+        self._flush()
+        lo = self._written + -self._written % mmap.ALLOCATIONGRANULARITY
+        try:
+            done = 0
+            while done < len(content):
+                done += os.pwrite(self._fd, content[done:], lo + done)
+            self._written = lo + done
+            return memoryview(mmap.mmap(self._fd, done, offset=lo))
+        except OSError as error:
+            raise self._failed(error) from None
 
     def pieces(self) -> Iterator[bytes]:
         """All of it, in order."""

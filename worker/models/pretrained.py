@@ -17,6 +17,7 @@ import urllib.parse
 import urllib.request
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,13 +31,19 @@ from transformers.utils import logging as transformers_logging
 
 from backends.base import draws
 from backends.base.interface import Array
-from protocol.base.errors import NO_MEMORY, DataError, MainMemoryTooSmall, in_words
+from protocol.base.errors import (
+    NO_MEMORY,
+    DataError,
+    MainMemoryTooSmall,
+    SamestepError,
+    in_words,
+)
 from protocol.exact.digest import digest_arrays
 from protocol.exact.update import moment_count
 from protocol.spec import sources
 from protocol.spec.manifest import Block
 from protocol.spec.run_spec import ModelSpec, RunSpec
-from worker.models import as_stored, main_memory
+from worker.models import as_stored, gguf_weights, main_memory
 
 _OTHERS_NARROW_FORMS: Final = ("bitsandbytes", "gptq", "awq")
 _DEVIATION: Final = 0.02
@@ -240,17 +247,19 @@ def quiet() -> None:
     huggingface_hub.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    gguf_weights.without_bar()
 
 
 def _load(kind: Any, spec: ModelSpec, seed: int, extra: Mapping[str, Any]) -> Pretrained:
     assert spec.source is not None
     quiet()
     place, keywords = locate(spec.source)
+    narrow, dtype = spec.base_dtype != "float32", torch.float32
     if "gguf_file" not in keywords:
         keywords["use_safetensors"] = True  # never pickles
         _refuse_others_narrow_forms(place, spec.source)
-    main_memory.refuse_what_does_not_fit(place, base_dtype=spec.base_dtype)
-    dtype = as_stored.dtype_of(place) if spec.base_dtype != "float32" else torch.float32
+        main_memory.refuse_what_does_not_fit(place, base_dtype=spec.base_dtype)
+        dtype = as_stored.dtype_of(place) if narrow else dtype
     model, report = _read(kind, spec, place, dtype, {**extra, **keywords})
     drawn = {*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])}
     if dtype != torch.float32 and not as_stored.widen_but_the_base(model, drawn):
@@ -288,16 +297,20 @@ def _read(
     kind: Any, spec: ModelSpec, place: str, dtype: torch.dtype, keywords: Mapping[str, Any]
 ) -> tuple[Any, Any]:
     assert spec.source is not None
+    of_gguf = "gguf_file" in keywords and spec.base_dtype != "float32"
     try:
-        return tuple(
-            kind.from_pretrained(
-                place,
-                dtype=dtype,
-                attn_implementation=spec.attention,
-                output_loading_info=True,
-                **keywords,
+        with gguf_weights.put_aside() if of_gguf else nullcontext():
+            return tuple(
+                kind.from_pretrained(
+                    place,
+                    dtype=dtype,
+                    attn_implementation=spec.attention,
+                    output_loading_info=True,
+                    **keywords,
+                )
             )
-        )
+    except SamestepError:
+        raise
     except Exception as error:  # (half a file raises errors of all kinds)
         if in_words(error) == NO_MEMORY:
             raise

@@ -26,6 +26,7 @@ from worker.after.generating import Sampling, choose, end_tokens
 from worker.after.gguf_file import STORAGES, write_gguf
 from worker.after.loading import load, probe
 from worker.after.merging import compare, merge
+from worker.models import gguf_weights
 from worker.models.pretrained import load_causal_lm
 from worker.tasks.registry import build
 
@@ -210,6 +211,26 @@ def test_a_base_from_gguf_is_held_narrow_in_the_file_s_own_form(run, tmp_path):
         assert isinstance(layer, NarrowLinear)
         assert torch.equal(layer.weight, values)
     assert len(as_it_was) == 15  # seven in each layer, and the head
+
+
+def test_a_base_from_gguf_is_never_wide_in_memory(run, tmp_path, capfd):
+    """Each matrix that is to be narrow is mapped from a file without a name once it is wide."""
+    pytest.importorskip("gguf")
+    loaded = load(find(run.parent / "model"), None)
+    write_gguf(loaded.model, loaded.tokenizer, tmp_path / "m.gguf", "f16", "m")
+    (tmp_path / "model.safetensors").write_bytes(b"of another model, and no business of this one")
+    spec = ModelSpec(source=str(tmp_path / "m.gguf"), base_dtype="int4")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf_weights, "_SMALL_BYTES", 0)
+        aside = load_causal_lm(spec, 0)
+    beside = load_causal_lm(spec, 0)
+    assert aside.weights_digest == beside.weights_digest
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    files = [[int(at, 16) for at in m[0].split("-")] for m in maps if m[-1] == "(deleted)"]
+    aside.model.requires_grad_(requires_grad=False)
+    for parameter in frozen_base(aside.model).values():
+        assert any(lo <= parameter.data_ptr() < hi for lo, hi in files)
+    assert "GGUF" not in capfd.readouterr().err
 
 
 def test_gguf_in_fewer_bits_holds_what_the_library_makes_of_it(run, tmp_path):
