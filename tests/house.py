@@ -76,7 +76,7 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
     "coordinator": ("*",),
     "worker.logic": (*_LOGIC, "backends.base"),
     "worker.joining": _SHELL,
-    "worker.models": (*_LOGIC, "protocol.host", "backends.base"),
+    "worker.models": (*_LOGIC, "protocol.data", "protocol.host", "backends.base"),
     "worker.data": (*_LOGIC, "protocol.data", "backends.base", "worker.models"),
     "worker.distillation": (*_LOGIC, "protocol.data"),
     "worker.tasks": (
