@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from tests.processes import ADDRESS, begin_fork_server, started
+from tests.quick_disk import wait_for_no_disk
 
 # A test starts processes that would each compile all of our modules.
 sys.dont_write_bytecode = False
@@ -26,6 +27,7 @@ settings.load_profile("loaded machine")
 def pytest_configure(config):
     """One server for all that run tests at a time, from which they come themselves."""
     gc.disable()
+    wait_for_no_disk()
     if ADDRESS not in os.environ:
         begin_fork_server(*config.args)
 

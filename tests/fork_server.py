@@ -28,6 +28,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tests.quick_disk import wait_for_no_disk
+
 PRELOADED = (
     "torch", "torch.nn.functional", "wgpu.backends.wgpu_native", "backends.cpu",
     "backends.eager.eager", "backends.scripted", "backends.wgpu.backend", "coordinator.cli",
@@ -170,6 +172,7 @@ def _import_tests(paths: list[str]) -> None:
 
 def main() -> None:
     """Serve; in a child become the command."""
+    wait_for_no_disk()
     request = Server(socket.socket(fileno=int(sys.argv[1]))).serve()
     if request is None:
         return
