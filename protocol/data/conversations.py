@@ -28,7 +28,8 @@ _ROLES: Final = ("system", "user", "assistant")
 _NEED_NOT_BE: Final = ("input",)
 _PARQUET: Final = ".parquet"
 _TABLES: Final = (".csv", ".tsv")
-_ROWS_AT_ONCE: Final = 1_024
+_ROWS_AT_ONCE: Final = 64
+_BUFFER_BYTES: Final = 1 << 18
 _DIGEST_BYTES: Final = 16
 
 
@@ -73,9 +74,13 @@ class Conversations:
         return len(self.documents)
 
     def __getitem__(self, number: int) -> Conversation:
-        said = json.loads(self.documents[number])
-        messages = tuple(ChatMessage(role, content) for role, content in said)
-        return Conversation(messages, f"{self.where} {self.rows[number]}")
+        return conversation_of(self.documents[number], f"{self.where} {self.rows[number]}")
+
+
+def conversation_of(document: str, place: str) -> Conversation:
+    """The one whose `document` this is."""
+    said = json.loads(document)
+    return Conversation(tuple(ChatMessage(role, content) for role, content in said), place)
 
 
 def read_conversations(spec: DataSpec) -> Conversations:
@@ -152,7 +157,8 @@ def _parquet_rows(
     pa, pq = pyarrow_modules()
     number = 0
     try:
-        with pq.ParquetFile(path) as file:
+        # Page by page: else whole columns of a group are read at once, and all may be one group.
+        with pq.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
             there = list(file.schema_arrow.names)
             check_columns(path, 1, there, wanted)
             used = [name for name in names if name in there]

@@ -32,7 +32,7 @@ def check_data(spec: RunSpec) -> None:
         if spec.data.validation is not None:
             read_labelled_text(validation_data(spec.data), labelled.names)
     elif spec.task == "dpo":
-        check_samples(trained_on(len(read_preferences(spec.data).found), spec.data), spec)
+        check_samples(trained_on(len(read_preferences(spec.data)), spec.data), spec)
         if spec.data.validation is not None:
             read_preferences(validation_data(spec.data))
     elif spec.task == "distil":

@@ -7,14 +7,18 @@ the columns asked for are then `text` and `label`.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from blake3 import blake3
+
 from protocol.base.errors import DataError
-from protocol.data.delimited import Rows, column_names, read_table
+from protocol.data.delimited import column_names, read_table
+from protocol.data.disk_texts import DiskTexts
 from protocol.data.text_file import check_columns, json_records, shown
 from protocol.spec import sources
 from protocol.spec.run_spec import DataSpec
@@ -24,14 +28,18 @@ LABEL_CHARACTERS: Final = 90
 _MANY: Final = 20
 """More labels than these, and more than half as many as samples, are ids or texts."""
 _HEADERLESS: Final = ("label", "text")
+_DIGEST_BYTES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class LabelledText:
-    """Texts with their labels as numbers into `names`; no text comes twice."""
+    """Texts with their labels as numbers into `names`; no text comes twice.
 
-    texts: tuple[str, ...]
-    labels: tuple[int, ...]
+    Those that are read from a file are on disk: they may be larger than memory.
+    """
+
+    texts: Sequence[str]
+    labels: Sequence[int]
     names: tuple[str, ...]
     duplicates: int = field(default=0, compare=False)
 
@@ -59,7 +67,9 @@ def read_labelled_text(spec: DataSpec, known: Sequence[str] | None = None) -> La
             gives one text two labels.
     """
     path = sources.text_source(spec.train)
-    seen: dict[str, _Row] = {}
+    texts, lines, labels = DiskTexts(), array("q"), array("q")
+    seen: dict[bytes, int] = {}
+    there: dict[str, int] = {}
     rows = 0
     for row in _rows(path, spec):
         if known is not None and row.label not in known:
@@ -67,19 +77,25 @@ def read_labelled_text(spec: DataSpec, known: Sequence[str] | None = None) -> La
                 f"{str(path)!r} line {row.line}: expected a label of the training data, got "
                 f"{row.label!r}; there are {', '.join(known[:10])}"
             )
-        first = seen.setdefault(row.text, row)
         rows += 1
-        if first.label != row.label:
+        label = there.setdefault(row.label, len(there))
+        first = seen.setdefault(blake3(row.text.encode()).digest(_DIGEST_BYTES), len(texts))
+        if first == len(texts):
+            texts.append(row.text)
+            lines.append(row.line)
+            labels.append(label)
+        elif labels[first] != label:
             raise DataError(
-                f"{str(path)!r} line {row.line}: expected the label {first.label!r} that line "
-                f"{first.line} gives to the same text, got {row.label!r}; keep one of them"
+                f"{str(path)!r} line {row.line}: expected the label {[*there][labels[first]]!r} "
+                f"that line {lines[first]} gives to the same text, got {row.label!r}; keep one of "
+                "them"
             )
-    if not seen:
+    if not rows:
         raise DataError(f"expected samples in {str(path)!r}, found none")
-    names = known or _label_names({row.label for row in seen.values()}, len(seen), spec, path)
-    number = {name: index for index, name in enumerate(names)}
-    labels = tuple(number[row.label] for row in seen.values())
-    return LabelledText(tuple(seen), labels, tuple(names), rows - len(seen))
+    names = known or _label_names({*there}, len(texts), spec, path)
+    number = [{name: index for index, name in enumerate(names)}[name] for name in there]
+    labels = array("q", (number[label] for label in labels))
+    return LabelledText(texts, labels, tuple(names), rows - len(texts))
 
 
 def _label_names(found: set[str], samples: int, spec: DataSpec, path: Path) -> tuple[str, ...]:
@@ -131,26 +147,30 @@ def _json_rows(path: Path, spec: DataSpec) -> Iterator[_Row]:
 
 
 def _table_rows(path: Path, spec: DataSpec) -> Iterator[_Row]:
-    rows = [*read_table(path, {spec.text, spec.label})]
-    if not rows:
+    asked = {spec.text, spec.label}
+    rows = read_table(path, asked)
+    line, first = next(rows, (0, []))
+    if not first:
         return
-    header, body = _header(path, rows, spec)
+    header: Sequence[str] = column_names(first)
+    if asked == {*_HEADERLESS} and len(header) == 2 and not asked & {*header}:
+        every = (row[0].strip() for _, row in read_table(path, asked))
+        if _is_a_label(header[0], every):
+            header, rows = _HEADERLESS, read_table(path, asked)
+    check_columns(path, line, header, {"text": spec.text, "label": spec.label})
     text, label = header.index(spec.text), header.index(spec.label)
-    for number, row in body:
+    for number, row in rows:
         yield _row(path, number, row[text], row[label])
 
 
-def _header(path: Path, rows: Rows, spec: DataSpec) -> tuple[Sequence[str], Rows]:
-    """Column names, and the rows below them."""
-    line, first = rows[0][0], column_names(rows[0][1])
-    asked = {spec.text, spec.label}
-    if asked == {*_HEADERLESS} and len(first) == 2 and not asked & {*first}:
-        # A header of other names would be a label that comes once.
-        labels = Counter(row[0].strip() for _, row in rows)
-        if labels[first[0]] > 1 and len(labels) <= LABELS:
-            return _HEADERLESS, rows
-    check_columns(path, line, first, {"text": spec.text, "label": spec.label})
-    return first, rows[1:]
+def _is_a_label(first: str, every: Iterable[str]) -> bool:
+    """Of the first cells of all rows: a header of other names would be a label that comes once."""
+    labels = Counter[str]()
+    for each in every:
+        labels[each] += 1
+        if len(labels) > LABELS:
+            return False
+    return labels[first] > 1
 
 
 def _row(path: Path, number: int, text: Any, label: Any) -> _Row:

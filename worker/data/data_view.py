@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any, Final
 
@@ -61,9 +61,9 @@ def _pairs(spec: RunSpec, samples: int) -> Iterator[str]:
             yield ""
     yield from _legend(samples)
     for part, numbers in (("training", data.train), ("held-out", data.held_out)):
-        pairs = [data.pairs.pair(number) for number in numbers.tolist()]
-        yield from _lengths(f"{part} pairs, chosen", [chosen for chosen, _ in pairs])
-        yield from _lengths(f"{part} pairs, rejected", [rejected for _, rejected in pairs])
+        for side, answer in enumerate(("chosen", "rejected")):
+            those = (data.pairs.pair(number)[side] for number in numbers.tolist())
+            yield from _lengths(f"{part} pairs, {answer}", those)
     yield from _told(data.notes)
 
 
@@ -93,8 +93,8 @@ def _drawn(training_samples: int, samples: int, seed: int) -> list[int]:
     return holdout.measured(training_samples, samples, seed).tolist() if samples else []
 
 
-def _all(samples: Samples) -> list[Sample]:
-    return [samples.sample(number) for number in range(len(samples))]
+def _all(samples: Samples) -> Iterator[Sample]:
+    return (samples.sample(number) for number in range(len(samples)))
 
 
 def _legend(samples: int) -> Iterator[str]:
@@ -102,14 +102,15 @@ def _legend(samples: int) -> Iterator[str]:
         yield f"{_OPEN} {_CLOSE}: tokens with loss"
 
 
-def _lengths(what: str, samples: Sequence[Sample]) -> Iterator[str]:
-    if not samples:
+def _lengths(what: str, samples: Iterable[Sample]) -> Iterator[str]:
+    counts = [(len(tokens), int(marks.sum())) for tokens, marks in samples]
+    if not counts:
         return
-    lengths = np.sort([len(tokens) for tokens, _ in samples])
-    total, counted = int(lengths.sum()), sum(int(marks.sum()) for _, marks in samples)
+    lengths = np.sort([tokens for tokens, _ in counts])
+    total, counted = int(lengths.sum()), sum(with_loss for _, with_loss in counts)
     points = [int(lengths[round(share * (len(lengths) - 1))]) for share in (0.0, 0.5, 0.9, 1.0)]
     yield (
-        f"{what}: {len(samples)}; tokens of each: least {points[0]}, half {points[1]}, nine tenths "
+        f"{what}: {len(counts)}; tokens of each: least {points[0]}, half {points[1]}, nine tenths "
         f"{points[2]}, most {points[3]}"
     )
     yield f"{what}: {total} tokens, {counted} with loss ({100 * counted / total:.1f} %)"

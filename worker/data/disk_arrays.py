@@ -47,6 +47,11 @@ class DiskArrays(Sequence[NDArray[Any]]):
         return ends[1:] - ends[:-1]
 
     @property
+    def highest(self) -> int:
+        """Of all elements, of which there is one."""
+        return max(int(piece.max()) for piece in self.pieces())
+
+    @property
     def starts(self) -> NDArray[np.int64]:
         """Where each begins among all."""
         return np.array(self._ends[:-1], np.int64)

@@ -114,7 +114,7 @@ def _running_text(spec: RunSpec, data: DataSpec, fraction: float) -> LanguageDat
         tokenizer=tokenizer,
         train=trained,
         held_out=held,
-        highest=max(map(_highest, there)),
+        highest=max(stream.highest for stream in there),
         digests={
             "tokenizer": digest_stored(
                 there, [stream.elements for stream in there], len(tokenizer)
@@ -156,10 +156,6 @@ def _text_samples(stream: DiskArrays, spec: RunSpec, data: DataSpec) -> Samples:
             CutDocuments.of(stream, data.max_tokens), data.max_tokens, spec.seed
         )
     return Windows(stream, data.max_tokens)
-
-
-def _highest(tokens: DiskArrays) -> int:
-    return max(int(piece.max()) for piece in tokens.pieces())
 
 
 def _validation_digest(valid: DiskTexts | None) -> dict[str, str]:
@@ -217,7 +213,7 @@ def _conversations(spec: RunSpec, data: DataSpec, fraction: float, *, even: bool
         tokenizer=tokenizer,
         train=samples[0],
         held_out=samples[1],
-        highest=max(_highest(part.tokens) for part in both if len(part)),
+        highest=max(part.tokens.highest for part in both if len(part)),
         digests={
             "tokenizer": digest_stored([p.tokens for p in both], lengths, len(tokenizer)),
             "counted_tokens": digest_stored([p.counted for p in both], lengths, 0),
@@ -426,7 +422,7 @@ def documents_digest(documents: Sequence[str]) -> str:
 
 
 def digest_stored(arrays: Sequence[DiskArrays], lengths: Sequence[int], padding: int) -> str:
-    """As `digest_tokens` has it."""
+    """Of what a tokenizer made of all texts: that is what decides, not how it is stored."""
     return digest_arrays({
         "lengths": np.array(lengths, np.int64),
         "ids": joined(arrays),

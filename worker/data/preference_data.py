@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -13,21 +14,25 @@ from backends.base.interface import Batch
 from protocol.base.errors import DataError
 from protocol.data.conversations import Conversation
 from protocol.data.data_check import validation_data
-from protocol.data.preferences import Pair, read_preferences
+from protocol.data.disk_texts import Chosen
+from protocol.data.preferences import Pair, Preferences, read_preferences
 from protocol.spec.run_spec import DataSpec, RunSpec
 from worker.data import holdout
 from worker.data.chat_template import ChatTemplate, Counted
-from worker.data.language_data import documents_digest, overlap
+from worker.data.disk_arrays import DiskArrays
+from worker.data.language_data import digest_stored, documents_digest, overlap
 from worker.models.tokens import (
     NOTHING,
     Tokens,
-    digest_tokens,
     load_tokenizer,
-    unknown_per_thousand,
+    sampled_every,
+    unknown_in,
 )
 
 _PADDING_TOKENS: Final = 16
 """Pairs are padded to a multiple of this: few shapes, little waste."""
+_ENCODED_AT_ONCE: Final = 256
+"""Pairs."""
 
 Answer = tuple[Tokens, Counted]
 """A conversation's tokens, and which of them are its last answer."""
@@ -67,17 +72,19 @@ def read_preference_data(spec: RunSpec) -> PreferenceData:
     read = read_preferences(data)
     tokenizer = load_tokenizer(spec.model.source)
     template = ChatTemplate(tokenizer, data.chat_template, everything=False, else_all=False)
-    pairs = EncodedPairs.of(template, read.found, data)
-    train, held_out = holdout.split(pairs.documents, spec.seed, data.holdout)
+    pairs = EncodedPairs(data.max_tokens)
+    documents = pairs.add(template, read, data)
     digests, notes = dict[str, str](), dict[str, int]()
-    if data.validation is not None:
+    if data.validation is None:
+        train, held_out = holdout.split(documents, spec.seed, data.holdout)
+    else:
         measured = validation_data(data)
-        documents, found = pairs.documents, read_preferences(measured).found
-        pairs = pairs.and_then(EncodedPairs.of(template, found, measured))
+        found = read_preferences(measured)
+        others = pairs.add(template, found, measured)
         train, held_out = [*range(len(documents))], [*range(len(documents), len(pairs))]
-        digests["validation"] = documents_digest([pair.document for pair in found])
-        notes = overlap(documents, pairs.documents[len(documents) :])
-    said = [pair.chosen.messages[-1].content for pair in read.found]
+        digests["validation"] = documents_digest(found.documents)
+        notes = overlap(documents, others)
+    looked_at = range(0, len(read), sampled_every(len(read)))
     return PreferenceData(
         tokenizer=tokenizer,
         pairs=pairs,
@@ -85,102 +92,92 @@ def read_preference_data(spec: RunSpec) -> PreferenceData:
         held_out=np.array(held_out, np.int64),
         digests={
             **pairs.digests(len(tokenizer)),
-            "data": documents_digest([pair.document for pair in read.found]),
+            "data": documents_digest(read.documents),
             **digests,
         },
         notes={
-            "pairs": len(read.found),
+            "pairs": len(read),
             "duplicates_removed": read.duplicates,
             "pairs_truncated": pairs.truncated,
             "left_out_as_no_answer_fits": pairs.left_out,
-            "unknown_tokens_per_thousand": unknown_per_thousand(tokenizer, said),
+            "unknown_tokens_per_thousand": unknown_in(
+                tokenizer, (read[n].chosen.messages[-1].content for n in looked_at)
+            ),
             **notes,
         },
     )
 
 
-@dataclass(frozen=True, slots=True)
 class EncodedPairs:
-    """Those pairs both of whose answers begin within `length` tokens.
+    """Those pairs both of whose answers begin within `length` tokens; on disk.
 
     Attributes:
-        documents: What identifies each.
-        pairs: Of each the chosen conversation and the rejected one, of any length.
         length: `data.max_tokens`: longer ones are cut.
         left_out: How many pairs are not here.
     """
 
-    documents: Sequence[str]
-    pairs: Sequence[tuple[Answer, Answer]]
-    length: int
-    left_out: int
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.left_out = 0
+        # Of each pair the chosen conversation, then the rejected one, of any length.
+        self._tokens = DiskArrays("<u4", np.int64)
+        self._counted = DiskArrays(np.uint8, np.bool_)
 
-    @staticmethod
-    def of(template: ChatTemplate, found: Sequence[Pair], data: DataSpec) -> EncodedPairs:
-        """Render and encode.
+    def add(self, template: ChatTemplate, found: Preferences, data: DataSpec) -> Sequence[str]:
+        """Render and encode these, some at a time, behind those that are here.
+
+        Returns:
+            What identifies each that is used.
 
         Raises:
             DataError: The template refuses a conversation or makes both of a pair the same, or no
                 pair is left.
         """
-        length = data.max_tokens
-        chosen = _encode(template, [pair.chosen for pair in found])
-        rejected = _encode(template, [pair.rejected for pair in found])
-        every = list(zip(chosen, rejected, strict=True))
-        for pair, ((liked, _), (other, _)) in zip(found, every, strict=True):
-            if np.array_equal(liked, other):
-                raise DataError(
-                    f"{pair.chosen.place}: expected chosen and rejected to differ, got the same "
-                    "tokens of both by the chat template; leave the row out"
-                )
-        kept = [
-            (pair.document, answers)
-            for pair, answers in zip(found, every, strict=True)
-            if all(marks[1:length].any() for _, marks in answers)
-        ]
+        kept, longest = list[int](), 0
+        for number, answers in enumerate(_encoded(template, found)):
+            longest = max(longest, *(len(ids) for ids, _ in answers))
+            if all(marks[1 : self.length].any() for _, marks in answers):
+                kept.append(number)
+                for ids, marks in answers:
+                    self._tokens.append(ids)
+                    self._counted.append(marks)
         if not kept:
-            longest = max(len(ids) for answers in every for ids, _ in answers)
             raise DataError(
-                f"expected pairs in {data.train!r} whose first data.max_tokens = {length} tokens "
-                f"reach both answers, found none; raise it: --set data.max_tokens={longest}"
+                f"expected pairs in {data.train!r} whose first data.max_tokens = {self.length} "
+                "tokens reach both answers, found none; raise it: --set "
+                f"data.max_tokens={longest}"
             )
-        documents, pairs = zip(*kept, strict=True)
-        return EncodedPairs(documents, pairs, length, len(found) - len(kept))
-
-    def and_then(self, others: EncodedPairs) -> EncodedPairs:
-        """These, and behind them the others."""
-        return EncodedPairs(
-            [*self.documents, *others.documents], [*self.pairs, *others.pairs], self.length,
-            self.left_out + others.left_out,
-        )  # fmt: skip
+        self.left_out += len(found) - len(kept)
+        return Chosen(found.documents, kept)
 
     def __len__(self) -> int:
-        return len(self.pairs)
+        return len(self._tokens) // 2
 
     def pair(self, number: int) -> tuple[Answer, Answer]:
         """The chosen conversation and the rejected one, each at most `length` tokens."""
         chosen, rejected = (
-            (ids[: self.length], counts[: self.length]) for ids, counts in self.pairs[number]
+            (self._tokens[at][: self.length], self._counted[at][: self.length])
+            for at in (2 * number, 2 * number + 1)
         )
         return chosen, rejected
 
     @property
     def truncated(self) -> int:
         """How many were cut."""
-        return sum(any(len(ids) > self.length for ids, _ in pair) for pair in self.pairs)
+        longer = self._tokens.lengths.reshape(-1, 2) > self.length
+        return int(longer.any(axis=1).sum())
 
     @property
     def highest(self) -> int:
         """Of all tokens."""
-        return max(int(ids.max()) for pair in self.pairs for ids, _ in pair)
+        return self._tokens.highest
 
     def digests(self, padding: int) -> dict[str, str]:
         """Of the tokens, and of which of them count."""
-        tokens = [ids for pair in self.pairs for ids, _ in pair]
-        counted = [marks.astype(np.int64) for pair in self.pairs for _, marks in pair]
+        lengths = self._tokens.lengths.tolist()
         return {
-            "tokenizer": digest_tokens(tokens, padding),
-            "counted_tokens": digest_tokens(counted, 0),
+            "tokenizer": digest_stored([self._tokens], lengths, padding),
+            "counted_tokens": digest_stored([self._counted], lengths, 0),
         }
 
     def batch(self, rows: NDArray[np.int64]) -> Batch:
@@ -197,7 +194,25 @@ class EncodedPairs:
         return Batch({"input_ids": inputs, "labels": labels}, float(len(pairs)))
 
 
-def _encode(template: ChatTemplate, conversations: Sequence[Conversation]) -> list[Answer]:
+def _encoded(template: ChatTemplate, found: Preferences) -> Iterator[tuple[Answer, Answer]]:
+    pairs = iter(found)
+    while some := [*islice(pairs, _ENCODED_AT_ONCE)]:
+        chosen = _answers(template, [pair.chosen for pair in some])
+        rejected = _answers(template, [pair.rejected for pair in some])
+        for pair, liked, other in zip(some, chosen, rejected, strict=True):
+            _refuse_the_same(pair, liked, other)
+            yield liked, other
+
+
+def _refuse_the_same(pair: Pair, liked: Answer, other: Answer) -> None:
+    if np.array_equal(liked[0], other[0]):
+        raise DataError(
+            f"{pair.chosen.place}: expected chosen and rejected to differ, got the same tokens of "
+            "both by the chat template; leave the row out"
+        )
+
+
+def _answers(template: ChatTemplate, conversations: Sequence[Conversation]) -> list[Answer]:
     """Only the last answer counts: those before are a part of the prompt."""
     rendered = [template.render(each) for each in conversations]
     return [*template.encode([replace(each, spans=each.spans[-1:]) for each in rendered])]

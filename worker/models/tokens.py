@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from protocol.base.errors import DataError
-from protocol.exact.digest import digest_arrays
 from worker.models.pretrained import locate, quiet, refusal
 
 END_OF_TEXT: Final = "<|endoftext|>"
@@ -155,44 +154,43 @@ def unknown_in(tokenizer: Any, texts: Iterable[str]) -> int:
     return 1000 * unknown // len(tokens)
 
 
-def encode_cut(tokenizer: Any, texts: Sequence[str], max_tokens: int) -> tuple[list[Tokens], int]:
-    """Tokens of each text with the model's own marks, cut to `max_tokens`; and how many were cut.
+def encode_cut(
+    tokenizer: Any, texts: Iterable[str], max_tokens: int
+) -> Iterator[tuple[Tokens, bool]]:
+    """Tokens of each text with the model's own marks, cut to `max_tokens`, and whether they were
+    cut; some texts are in memory at once.
 
     Raises:
         DataError: The tokenizer makes nothing of a text.
     """
-    encoded = tokenizer(list(texts), truncation=True, max_length=max_tokens)
-    tokens = [np.array(ids, np.int64) for ids in encoded["input_ids"]]
-    if not all(len(text) for text in tokens):
-        raise DataError("expected text in every sample; the tokenizer makes nothing of one")
-    return tokens, sum(1 for one in encoded.encodings or () if one.overflowing)
+    for some in _some_at_a_time(texts):
+        encoded = tokenizer(some, truncation=True, max_length=max_tokens)
+        for number, ids in enumerate(encoded["input_ids"]):
+            if not ids:
+                raise DataError("expected text in every sample; the tokenizer makes nothing of one")
+            cut = encoded.encodings is not None and bool(encoded.encodings[number].overflowing)
+            yield np.array(ids, np.int64), cut
 
 
 def encode_each(tokenizer: Any, texts: Iterable[str]) -> Iterator[Tokens]:
     """The tokens of each text, with the end token behind it; some texts are in memory at once."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for some in _some_at_a_time(texts):
+        found = tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]
+        yield from (np.array([*ids, *end], np.int64) for ids in found)
+
+
+def _some_at_a_time(texts: Iterable[str]) -> Iterator[list[str]]:
     waiting: list[str] = []
     characters = 0
-
-    def encoded() -> Iterator[Tokens]:
-        if waiting:
-            found = tokenizer(waiting, add_special_tokens=False, verbose=False)["input_ids"]
-            yield from (np.array([*ids, *end], np.int64) for ids in found)
-
     for text in texts:
         waiting.append(text)
         characters += len(text)
         if characters >= _ENCODED_CHARACTERS:
-            yield from encoded()
+            yield waiting
             waiting, characters = [], 0
-    yield from encoded()
-
-
-def digest_tokens(tokens: Sequence[Tokens], padding: int) -> str:
-    """Of what a tokenizer made of all texts: that is what decides, not how it is stored."""
-    lengths = np.array([len(text) for text in tokens], np.int64)
-    ids = np.concatenate(tokens)
-    return digest_arrays({"lengths": lengths, "ids": ids, "padding": np.array([padding])})
+    if waiting:
+        yield waiting
 
 
 def tokenizer_files(tokenizer: Any) -> dict[str, str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -16,17 +17,17 @@ from backends.base.interface import Array, Batch, Sums
 from protocol.base.errors import DataError
 from protocol.data.data_check import validation_data
 from protocol.data.labelled_text import LabelledText, read_labelled_text
-from protocol.exact.digest import digest_arrays
+from protocol.exact.digest import Streamed, digest_arrays
 from protocol.exact.samples import permutation
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import ClassWeights, DataSpec, RunSpec
 from worker.data import holdout
-from worker.data.language_data import overlap
+from worker.data.disk_arrays import DiskArrays
+from worker.data.language_data import digest_stored, overlap
 from worker.models import pretrained
 from worker.models.tokens import (
     Tokens,
     check_tokens,
-    digest_tokens,
     encode_cut,
     load_tokenizer,
     tokenizer_files,
@@ -53,19 +54,19 @@ class Classify:
         assert spec.model.source is not None
         assert spec.data is not None
         data, valid = _read(spec.data)
-        texts, labels = data.texts + valid.texts, data.labels + valid.labels
-        train, held_out = [*range(len(data.texts))], [*range(len(data.texts), len(texts))]
+        samples = len(data.texts) + len(valid.texts)
+        train, held_out = [*range(len(data.texts))], [*range(len(data.texts), samples)]
         if spec.data.validation is None:
-            train, held_out = holdout.split(texts, spec.seed, spec.data.holdout)
+            train, held_out = holdout.split(data.texts, spec.seed, spec.data.holdout)
         tokenizer = load_tokenizer(spec.model.source)
         self._padding = int(tokenizer.pad_token_id)
         loaded = pretrained.load_classifier(spec.model, data.names, self._padding, spec.seed)
         tuned = Tuned.of(loaded, spec.model, spec.lora, "SEQ_CLS", spec.seed)
         pretrained.check_length(loaded.config, spec.data.max_tokens)
-        self._tokens, cut = encode_cut(tokenizer, texts, spec.data.max_tokens)
-        highest = max(self._padding, *(int(text.max()) for text in self._tokens))
-        check_tokens(highest, loaded.vocabulary)
-        self._labels = np.array(labels, np.int64)
+        texts = itertools.chain(data.texts, valid.texts)
+        self._tokens, cut = encoded(tokenizer, texts, spec.data.max_tokens)
+        check_tokens(max(self._padding, self._tokens.highest), loaded.vocabulary)
+        self._labels = np.array([*data.labels, *valid.labels], np.int64)
         self._max_tokens = spec.data.max_tokens
         self._train = np.array(train, np.int64)
         if len(np.unique(self._labels[train])) < 2:
@@ -85,9 +86,11 @@ class Classify:
             metrics=class_metrics(data.names, _commonest(self._labels[train])),
             digests={
                 **tuned.digests,
-                "tokenizer": digest_tokens(self._tokens, self._padding),
-                "data": _data_digest(data),
-                **({"validation": _data_digest(valid)} if valid.texts else {}),
+                "tokenizer": digest_stored(
+                    [self._tokens], self._tokens.lengths.tolist(), self._padding
+                ),
+                "data": data_digest(data),
+                **({"validation": data_digest(valid)} if valid.texts else {}),
             },
             notes={
                 "duplicates_removed": data.duplicates,
@@ -119,7 +122,8 @@ class Classify:
     def _held_out_parts(self, held_out: list[int], seed: int) -> list[NDArray[np.int64]]:
         """Texts of like length together: less padding. Workers are given neighbouring parts, so
         short and long ones are mixed."""
-        ranked = sorted(held_out, key=lambda number: (len(self._tokens[number]), number))
+        lengths = self._tokens.lengths
+        ranked = sorted(held_out, key=lambda number: (lengths[number], number))
         rows = np.array(ranked, np.int64)
         parts = [rows[at : at + PART_SAMPLES] for at in range(0, len(rows), PART_SAMPLES)]
         return [parts[number] for number in permutation(seed, 0, len(parts))]
@@ -203,10 +207,28 @@ def _commonest(labels: NDArray[np.int64]) -> int:
     return int(np.bincount(labels).argmax())
 
 
-def _data_digest(data: LabelledText) -> str:
-    """Of texts, labels and label names, in order."""
-    document = json.dumps([data.texts, data.labels, data.names]).encode()
-    return digest_arrays({"document": np.frombuffer(document, np.uint8)})
+def encoded(tokenizer: Any, texts: Iterable[str], max_tokens: int) -> tuple[DiskArrays, int]:
+    """Tokens of each text, on disk, and how many were cut."""
+    tokens, cut = DiskArrays("<u4", np.int64), 0
+    for ids, was_cut in encode_cut(tokenizer, texts, max_tokens):
+        tokens.append(ids)
+        cut += was_cut
+    return tokens, cut
+
+
+def data_digest(data: LabelledText) -> str:
+    """Of texts, labels and label names, in order: of a JSON document that is never there whole."""
+    parts = (np.frombuffer(part.encode(), np.uint8) for part in _document(data))
+    size = sum(map(len, _document(data)))
+    return digest_arrays({"document": Streamed(np.dtype(np.uint8), (size,), parts)})
+
+
+def _document(data: LabelledText) -> Iterator[str]:
+    """As `json.dumps` writes it: ASCII."""
+    yield "[["
+    for number, text in enumerate(data.texts):
+        yield ", " * (number > 0) + json.dumps(text)
+    yield f"], {json.dumps([*data.labels])}, {json.dumps(data.names)}]"
 
 
 def logits_of(

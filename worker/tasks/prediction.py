@@ -69,7 +69,8 @@ def classify(
             "weights have another digest; get that model's files again"
         )
     # As a run reads its data: the spaces around a text are no part of it.
-    encoded, _ = encode_cut(tokenizer, [text.strip() for text in texts], trained.max_tokens)
+    stripped = [text.strip() for text in texts]
+    encoded = [ids for ids, _ in encode_cut(tokenizer, stripped, trained.max_tokens)]
     check_tokens(max(int(tokens.max()) for tokens in encoded), loaded.vocabulary)
     batches = []
     for tokens in encoded:

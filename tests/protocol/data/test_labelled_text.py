@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,13 @@ def read(tmp_path):
     def read_it(name: str, content: str | bytes, **spec: Any) -> LabelledText:
         path = Path(tmp_path / name)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return read_labelled_text(DataSpec(train=str(path), **spec))
+        return in_memory(read_labelled_text(DataSpec(train=str(path), **spec)))
 
     return read_it
+
+
+def in_memory(found: LabelledText) -> LabelledText:
+    return replace(found, texts=tuple(found.texts), labels=tuple(found.labels))
 
 
 def jsonl(*pairs: tuple[object, object]) -> str:

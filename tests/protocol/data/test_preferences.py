@@ -36,7 +36,7 @@ def spec_of(directory: Path, *rows: object, **more: Any) -> DataSpec:
     ],
 )
 def test_every_form_is_the_same_pair(tmp_path, row):
-    [pair] = read_preferences(spec_of(tmp_path, row)).found
+    [pair] = read_preferences(spec_of(tmp_path, row))
     assert [(m.role, m.content) for m in pair.chosen.messages] == [
         ("user", "2 + 2?"),
         ("assistant", "4"),
@@ -49,7 +49,7 @@ def test_columns_may_have_other_names_and_pairs_come_once(tmp_path):
     row = {"q": "2 + 2?", "good": "4", "bad": "5"}
     names = {"prompt": "q", "chosen": "good", "rejected": "bad"}
     read = read_preferences(spec_of(tmp_path, row, row, columns=names))
-    assert (len(read.found), read.duplicates) == (1, 1)
+    assert (len(read), read.duplicates) == (1, 1)
 
 
 @pytest.mark.parametrize(

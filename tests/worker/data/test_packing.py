@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import csv
 import itertools
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,16 +15,13 @@ from hypothesis import strategies as st
 
 from backends.base.interface import BlockGradient, Loss
 from protocol.base.errors import DataError
-from protocol.data.conversations import read_conversations
-from protocol.data.text_corpus import read_text_corpus
 from protocol.exact.samples import SampleOrder
-from protocol.spec.run_spec import DataSpec, parse_run_spec
-from tests.resident_memory import MIB, measured_growth
+from protocol.spec.run_spec import parse_run_spec
 from tests.small_chat import conversation, jsonl, save_chat_tokenizer
 from worker.data.disk_arrays import DiskArrays
-from worker.data.language_data import CutDocuments, Windows, read_language_data
+from worker.data.language_data import CutDocuments, read_language_data
 from worker.data.packing import PackedSamples, check_packing, packed
-from worker.models.tokens import NOTHING, encode_each
+from worker.models.tokens import NOTHING
 from worker.tasks.registry import build
 
 LLAMA = {
@@ -179,45 +174,3 @@ def test_a_file_of_its_own_is_measured_on(chat, tmp_path):
     assert (len(data.train), len(data.held_out)) == (12, 2)
     assert data.digests["validation"] != data.digests["data"]
     assert data.notes["of_them_trained_on_too"] == 1
-
-
-class Bytes:
-    """A tokenizer of every eighth byte."""
-
-    eos_token_id = 0
-
-    def __call__(self, texts: list[str], **_: Any) -> dict[str, Any]:
-        return {"input_ids": [list(text.encode()[::8]) for text in texts]}
-
-
-@pytest.mark.parametrize("form", ["t.txt", "t.jsonl"])
-def test_a_corpus_larger_than_the_memory_that_it_takes(tmp_path, form):
-    path, size = tmp_path / form, 48 * MIB
-    with path.open("w") as file:
-        for number in range(size // 4096):
-            line = f"{number} " + "word " * 818 + "\n"
-            file.write(line if form == "t.txt" else json.dumps({"text": line}) + "\n")
-    with measured_growth() as growth:
-        corpus = read_text_corpus(DataSpec(train=str(path)))
-        stream = DiskArrays("<u4", np.int64)
-        for tokens in encode_each(Bytes(), corpus.documents):
-            stream.append(tokens)
-        windows = Windows(stream, 512)
-        assert windows.batch(np.array([5, len(windows) - 1])).weight > 512
-    assert stream.elements > size // 9
-    assert growth.peak_bytes < 32 * MIB
-
-
-@pytest.mark.parametrize("form", ["csv", "tsv"])
-def test_tables_larger_than_the_memory_that_they_take(tmp_path, form):
-    path, size, answer = tmp_path / f"t.{form}", 16 * MIB, "word " * 800
-    names, rows = ["prompt", "completion"], range(size // 4096)
-    with path.open("w", newline="") as file:
-        table = csv.writer(file, delimiter="," if form == "csv" else "\t")
-        table.writerows([names, *([f"{n}?", f"{n} {answer}"] for n in rows)])
-    data = DataSpec.model_validate({"train": str(path), "format": "prompt-completion"})
-    with measured_growth() as growth:
-        found = read_conversations(data)
-    assert len(found) == len(rows)
-    assert found[7].messages[1].content == f"7 {answer}"
-    assert growth.peak_bytes < 10 * MIB

@@ -1,0 +1,156 @@
+"""Data larger than the memory that they take: each task's, in each kind of file that it reads."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+from protocol.base.limits import MIB
+from protocol.data.conversations import read_conversations
+from protocol.data.labelled_text import read_labelled_text
+from protocol.data.preferences import read_preferences
+from protocol.data.text_corpus import read_text_corpus
+from protocol.exact.digest import digest_arrays
+from protocol.spec.run_spec import DataSpec
+from tests.resident_memory import measured_growth
+from worker.data import holdout
+from worker.data.chat_template import ChatTemplate, Counted, Rendered
+from worker.data.disk_arrays import DiskArrays
+from worker.data.language_data import Turns, Windows
+from worker.data.preference_data import EncodedPairs
+from worker.models.tokens import Tokens, encode_each
+from worker.tasks.classify import data_digest, encoded
+
+SIZE: Final = 24 * MIB
+ROWS: Final = SIZE // 4096
+WORDS: Final = "word " * 800
+
+
+class Bytes:
+    """A tokenizer of every eighth byte."""
+
+    eos_token_id = 0
+
+    def __call__(self, texts: list[str], **_: Any) -> Any:
+        ids = [list(text.encode()[::8]) for text in texts]
+        return Encoded({"input_ids": ids})
+
+
+class Encoded(dict[str, Any]):
+    encodings = None
+
+
+class Plain(ChatTemplate):
+    """A template that says what is said, and tokens of every eighth byte; the last half counts."""
+
+    def __init__(self) -> None:
+        pass
+
+    def render(self, conversation: Any) -> Rendered:
+        return Rendered("".join(each.content for each in conversation.messages), ((0, 1),))
+
+    def encode(self, rendered: Sequence[Rendered]) -> Iterator[tuple[Tokens, Counted]]:
+        for each in rendered:
+            ids = np.frombuffer(each.text.encode()[::8], np.uint8).astype(np.int64)
+            yield ids, np.arange(len(ids)) >= len(ids) // 2
+
+
+def written(path: Path, rows: Iterable[Mapping[str, str]]) -> Path:
+    """The rows in the form that the file's name says, one after the other."""
+    if path.suffix == ".parquet":
+        pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        # One group, as whoever writes a table at once has it.
+        pq.write_table(pa.Table.from_pylist([*rows]), path, row_group_size=ROWS, compression="none")
+        return path
+    with path.open("w", newline="") as file:
+        if path.suffix == ".jsonl":
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+            return path
+        table = csv.writer(file, delimiter="," if path.suffix == ".csv" else "\t")
+        for number, row in enumerate(rows):
+            if not number:
+                table.writerow(row.keys())
+            table.writerow(row.values())
+    return path
+
+
+@pytest.mark.parametrize("form", ["t.txt", "t.jsonl"])
+def test_running_text(tmp_path, form):
+    path, size = tmp_path / form, 48 * MIB
+    with path.open("w") as file:
+        for number in range(size // 4096):
+            line = f"{number} {WORDS}{'word ' * 18}\n"
+            file.write(line if form == "t.txt" else json.dumps({"text": line}) + "\n")
+    with measured_growth() as growth:
+        corpus = read_text_corpus(DataSpec(train=str(path)))
+        stream = DiskArrays("<u4", np.int64)
+        for tokens in encode_each(Bytes(), corpus.documents):
+            stream.append(tokens)
+        windows = Windows(stream, 512)
+        assert windows.batch(np.array([5, len(windows) - 1])).weight > 512
+    assert stream.elements > size // 9
+    assert growth.peak_bytes < 32 * MIB
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv", "tsv", "parquet"])
+def test_conversations(tmp_path, form):
+    rows = ({"prompt": f"{n}?", "completion": f"{n} {WORDS}"} for n in range(ROWS))
+    path = written(tmp_path / f"t.{form}", rows)
+    data = DataSpec.model_validate({"train": str(path), "format": "prompt-completion"})
+    with measured_growth() as growth:
+        found = read_conversations(data)
+        turns = Turns.encode(Plain(), (found[n] for n in range(len(found))), 4096, 16)
+    assert len(turns) == len(found) == ROWS
+    assert found[7].messages[1].content == f"7 {WORDS}"
+    assert growth.peak_bytes < SIZE // 2
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv", "tsv"])
+def test_labelled_text(tmp_path, form):
+    rows = ({"text": f"{n} {WORDS}".strip(), "label": "ab"[n % 2]} for n in range(ROWS))
+    path = written(tmp_path / f"t.{form}", rows)
+    with measured_growth() as growth:
+        found = read_labelled_text(DataSpec(train=str(path)))
+        train, _ = holdout.split(found.texts, 0, 0.2)
+        tokens, cut = encoded(Bytes(), found.texts, 4096)
+        data_digest(found)
+    assert (len(tokens), cut, len(train)) == (ROWS, 0, ROWS - round(ROWS * 0.2))
+    assert found.texts[7] == f"7 {WORDS}".strip()
+    assert found.labels[7] == 1
+    assert growth.peak_bytes < SIZE // 2
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv", "tsv", "parquet"])
+def test_pairs(tmp_path, form):
+    half = WORDS[: len(WORDS) // 2]
+    rows = (
+        {"prompt": f"{n}?", "chosen": f"{n} {half}", "rejected": f"-{n} {half}"}
+        for n in range(ROWS)
+    )
+    data = DataSpec(train=str(written(tmp_path / f"t.{form}", rows)), max_tokens=4096)
+    pairs = EncodedPairs(data.max_tokens)
+    with measured_growth() as growth:
+        found = read_preferences(data)
+        documents = pairs.add(Plain(), found, data)
+        pairs.digests(0)
+    assert len(documents) == len(pairs) == len(found) == ROWS
+    assert found[7].rejected.messages[-1].content == f"-7 {half}"
+    assert len(pairs.pair(7)[0][0]) > 250
+    assert growth.peak_bytes < SIZE // 2
+
+
+def test_a_digest_of_labelled_text_is_that_of_its_json(tmp_path):
+    path = tmp_path / "t.jsonl"
+    rows = [{"text": f'é "{n}"', "label": "cab"[n % 3]} for n in range(5)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_labelled_text(DataSpec(train=str(path)))
+    texts = [row["text"] for row in rows]
+    document = json.dumps([texts, [2, 0, 1, 2, 0], ["a", "b", "c"]]).encode()
+    expected = digest_arrays({"document": np.frombuffer(document, np.uint8)})
+    assert data_digest(found) == expected
