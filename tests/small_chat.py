@@ -134,3 +134,22 @@ def dpo_run(directory: Path, **changes: Any) -> Path:
     path = directory / "run.yaml"
     path.write_text(json.dumps(spec))
     return path
+
+
+def packed_run(directory: Path) -> Path:
+    """A small Llama from scratch, on documents packed side by side."""
+    lines = [f"{n} and {m} is {n + m}." * (1 + n % 3) for n in range(40) for m in range(3)]
+    data = {"train": str(jsonl(directory / "sums.jsonl", [{"text": line} for line in lines]))}
+    config = {
+        "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    }  # fmt: skip
+    spec = {
+        "name": "packed", "task": "causal-lm", "seed": 7, "steps": 4,
+        "model": {"config": config}, "tokenizer": {"vocab_size": 300},
+        "data": {**data, "holdout": 0.2, "packing": True, "max_tokens": 64},
+        "batch": {"samples": 7, "microbatch": 2}, "optimizer": {"name": "adamw", "lr": 5e-3},
+    }  # fmt: skip
+    path = directory / "run.yaml"
+    path.write_text(json.dumps(spec))
+    return path

@@ -11,31 +11,12 @@ import pytest
 from protocol.spec.model_card import read_card
 from tests.cluster import Cluster
 from tests.commands import called
-from tests.small_chat import chat_run, dpo_run, jsonl
+from tests.small_chat import chat_run, dpo_run, packed_run
 
 
 def int4_run(directory: Path) -> Path:
     """Conversations, and a base that stays in 4 bits."""
     return chat_run(directory, model={"source": str(directory / "model"), "base_dtype": "int4"})
-
-
-def packed_run(directory: Path) -> Path:
-    """A small Llama from scratch, on documents packed side by side."""
-    lines = [f"{n} and {m} is {n + m}." * (1 + n % 3) for n in range(40) for m in range(3)]
-    data = {"train": str(jsonl(directory / "sums.jsonl", [{"text": line} for line in lines]))}
-    config = {
-        "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-    }  # fmt: skip
-    spec = {
-        "name": "packed", "task": "causal-lm", "seed": 7, "steps": 4,
-        "model": {"config": config}, "tokenizer": {"vocab_size": 300},
-        "data": {**data, "holdout": 0.2, "packing": True, "max_tokens": 64},
-        "batch": {"samples": 7, "microbatch": 2}, "optimizer": {"name": "adamw", "lr": 5e-3},
-    }  # fmt: skip
-    path = directory / "run.yaml"
-    path.write_text(json.dumps(spec))
-    return path
 
 
 def float16_run(directory: Path) -> Path:

@@ -10,6 +10,7 @@ import pytest
 from backends.wgpu.device.adapters import adapters
 from protocol.spec.run_spec import load_run_spec
 from tests.cluster import RUNS, Cluster
+from tests.small_chat import packed_run
 from tests.small_decoder import decoder_run
 from worker.tasks.registry import build
 
@@ -101,6 +102,21 @@ def lengths(run: Path) -> set[int]:
     task = build(load_run_spec(run))
     count = task.manifest.train_samples
     return {task.batch([n]).arrays["input_ids"].shape[1] for n in range(count)}
+
+
+@pytest.mark.slow
+def test_packed_documents_on_one_two_and_a_cpu(tmp_path):
+    """From scratch, several in a sample: no attention across, positions begin anew."""
+    run = packed_run(tmp_path)
+    alone = train(tmp_path / "one", run, ("vulkan",))
+    together = train(tmp_path / "two", run, ("vulkan", "vulkan"))
+    assert together["exact"]
+    assert all(together["workers"].values())
+    assert together["weights_digest"] == alone["weights_digest"]
+    assert together["losses"] == alone["losses"]
+    assert together["eval"] == alone["eval"]
+    on_cpu = train(tmp_path / "cpu", run, ("cpu",))
+    assert alone["losses"] == pytest.approx(on_cpu["losses"], rel=1e-4)
 
 
 @pytest.mark.slow
