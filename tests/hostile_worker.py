@@ -70,7 +70,7 @@ class HostileWorker:
         if self._here:
             found = await local_socket.dial("127.0.0.1", self._port)
             assert found is not None
-            self._reader, self._writer = await asyncio.open_unix_connection(sock=found[0])
+            self._reader, self._writer = await asyncio.open_unix_connection(sock=found.endpoint)
             return self
         self._reader, self._writer = await asyncio.open_connection(
             "127.0.0.1", self._port, ssl=tls.client_context(), local_addr=(self._host, 0)

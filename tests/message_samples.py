@@ -102,6 +102,7 @@ EXAMPLES: dict[type[Message], Message] = {
         messages.Continue(**PLACE),
         messages.Drain(),
         messages.EndRun(run_id="r", reason="over"),
+        messages.MemoryReturned(places=(0, 8192)),
         messages.Goodbye(reason="bye", retry=False, exit_code=0),
         messages.BlobRequest(run_id="r", digest=DIGEST, offset=4),
         messages.BlobChunk(run_id="r", digest=DIGEST, offset=4),
@@ -254,6 +255,7 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
     messages.Continue: _in_step,
     messages.Drain: {},
     messages.EndRun: {"run_id": _small, "reason": _text},
+    messages.MemoryReturned: {"places": st.lists(_number, max_size=64).map(tuple)},
     messages.Goodbye: {
         "reason": _text, "retry": st.booleans(), "exit_code": st.integers(0, 125)
     },

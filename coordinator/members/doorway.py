@@ -8,18 +8,22 @@ that it came from is known before anything is read from it.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 from coordinator.members.listening import bind_failure, descriptors
 from protocol.base import limits
 from protocol.base.errors import Mismatch, UsageError
 from protocol.host import local_socket
+from protocol.host.lent_memory import Lender
 from protocol.wire import frames
 from protocol.wire.connection import encode
 from protocol.wire.messages import Goodbye
+from protocol.wire.transport import Channel
 
 _BACKLOG: Final = 1024
 """In the kernel, until the loop comes to them: a flood must not drown a newcomer's first packet,
@@ -72,15 +76,22 @@ class Doorway:
         for listener in self._listeners:
             self._loop.add_reader(listener, self._accept, listener)
 
-    def open_here(self, fingerprint: bytes) -> None:
-        """Listen to this user's own processes on this machine, too: they do without TLS."""
+    def open_here(self, fingerprint: bytes, lender: Lender | None) -> None:
+        """Listen to this user's own processes on this machine, too: they do without TLS.
+
+        Args:
+            fingerprint: Of the certificate.
+            lender: Has memory to share with them; None: this system has none.
+        """
         for host, port in {listener.getsockname()[:2] for listener in self._listeners}:
             listener = local_socket.listen(host, port)
             if listener is not None:
                 self._listeners.append(listener)
-                self._loop.add_reader(listener, self._accept_here, listener, fingerprint)
+                self._loop.add_reader(listener, self._accept_here, listener, fingerprint, lender)
 
-    def _accept_here(self, listener: socket.socket, fingerprint: bytes) -> None:
+    def _accept_here(
+        self, listener: socket.socket, fingerprint: bytes, lender: Lender | None
+    ) -> None:
         for _ in range(_AT_ONCE):
             try:
                 endpoint, _ = listener.accept()
@@ -88,12 +99,28 @@ class Doorway:
                 return
             endpoint.setblocking(False)
             spare = endpoint.fileno() < descriptors() - limits.RESERVED_FILES
-            known = spare and local_socket.welcome(endpoint, fingerprint)
-            channel = self._greet(HERE) if known else None
+            channel = self._welcomed(endpoint, fingerprint, lender) if spare else None
             if channel is None:
                 endpoint.close()
                 continue
             self._enters(self._loop.create_task(self._enter_here(endpoint, channel)))
+
+    def _welcomed(
+        self, endpoint: socket.socket, fingerprint: bytes, lender: Lender | None
+    ) -> asyncio.BaseProtocol | None:
+        """The channel of one that is of the same user; it has memory in common with this process,
+        unless there are no descriptors left for that."""
+        memory, descriptors = None, list[int]()
+        if lender is not None:
+            with suppress(OSError):
+                memory, descriptors = lender.to_one()
+        known = local_socket.welcome(endpoint, fingerprint, descriptors)
+        for descriptor in descriptors[1:]:
+            os.close(descriptor)
+        channel = self._greet(HERE) if known else None
+        if isinstance(channel, Channel):
+            channel.connection.memory = memory
+        return channel
 
     async def _enter_here(self, endpoint: socket.socket, channel: asyncio.BaseProtocol) -> None:
         try:

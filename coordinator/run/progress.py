@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from coordinator.run.exchange.double_check import Differing, chosen_double
 from coordinator.run.exchange.mesh import Mesh
-from coordinator.run.exchange.round import NonFinite, Round
+from coordinator.run.exchange.round import Allocate, NonFinite, Round, new_array
 from coordinator.run.outputs.actions import (
     Action,
     ApplyStep,
@@ -117,6 +117,7 @@ class Progress:
         members: Who takes part.
         resumption: Where a restart goes on from; None for a new run.
         mesh: The members that reach each other; None: all send to the coordinator.
+        allocate: Makes arrays for averages, of so many elements.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Progress:
         resumption: Resumption | None = None,
         *,
         mesh: Mesh | None = None,
+        allocate: Allocate = new_array,
     ) -> None:
         self.step = 0
         self.attempt = 0
@@ -148,6 +150,7 @@ class Progress:
         self._members = members
         self._order = order_of_steps(spec, manifest.train_samples, manifest.row_groups)
         self.mesh = mesh or Mesh("", epoch, spec.exchange, manifest.blocks, b"")
+        self._allocate = allocate
         self._owner_lease = OwnerLease()
         self._sent_again: dict[str, int] = {}
         if resumption is not None:
@@ -214,6 +217,7 @@ class Progress:
             exchange=self._spec.codecs,
             stretches=self._spec.replicas is not None,
             owners=None if table is None else (self.mesh.number, table),
+            allocate=self._allocate,
         )
         self.round = round_
         leaving = self.release()

@@ -20,7 +20,7 @@ import numpy as np
 
 from coordinator.run.exchange.double_check import Differing
 from coordinator.run.exchange.mesh import Mesh
-from coordinator.run.exchange.round import NonFinite
+from coordinator.run.exchange.round import Allocate, NonFinite, new_array
 from coordinator.run.exchange.sliced import WrongAverage
 from coordinator.run.exchange.summary import Summary
 from coordinator.run.held_out.evaluation import Evaluation
@@ -259,6 +259,7 @@ class Run:
         expect_workers: How many must be ready before the start.
         resumption: Where a restart goes on from; None for a new run.
         secret: For the keys of members that exchange slices; empty: they do not.
+        allocate: Makes arrays for averages, of so many elements.
     """
 
     def __init__(
@@ -270,6 +271,7 @@ class Run:
         resumption: Resumption | None = None,
         *,
         secret: bytes = b"",
+        allocate: Allocate = new_array,
     ) -> None:
         self.run_id = run_id
         self.spec = spec
@@ -289,6 +291,7 @@ class Run:
         self.unfit: dict[str, str] = {}
         self.outcome: Outcome | None = None
         self._secret = secret
+        self._allocate = allocate
         self._odd: set[str] = set()
         self._skip_asked = False
         self._drain_asked = False
@@ -312,7 +315,15 @@ class Run:
         mesh = Mesh(self.run_id, self.epoch, spec.exchange, manifest.blocks, self._secret)
         self.settled = Settled(
             manifest,
-            Progress(spec, self.epoch, manifest, self.members, resumption, mesh=mesh),
+            Progress(
+                spec,
+                self.epoch,
+                manifest,
+                self.members,
+                resumption,
+                mesh=mesh,
+                allocate=self._allocate,
+            ),
             Admission(self.run_id, self.spec.exactness, self.members, manifest),
         )
         return self.settled

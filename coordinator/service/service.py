@@ -7,6 +7,7 @@ import ssl
 import uuid
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +21,7 @@ from coordinator.members.credentials import CoordinatorCredentials
 from coordinator.members.doorway import HERE, Doorway, Greet
 from coordinator.members.session import JoinCheck, MemberSession
 from coordinator.members.strangers import Strangers
+from coordinator.run.exchange.round import new_array
 from coordinator.run.outputs.actions import Finish
 from coordinator.run.outputs.facts import Fact
 from coordinator.run.run import Run
@@ -40,7 +42,15 @@ from coordinator.service.listener import (
 from coordinator.storage.kept_files import hold
 from coordinator.storage.run_storage import RunStorage
 from protocol.base import limits
-from protocol.base.errors import ExitCode, OutOfPlace, SamestepError, UsageError
+from protocol.base.errors import (
+    ExitCode,
+    OutOfPlace,
+    SamestepError,
+    SharedMemoryFull,
+    UsageError,
+)
+from protocol.exact.update import Array
+from protocol.host.lent_memory import Lender, can_lend
 from protocol.host.loop_watch import LoopWatch
 from protocol.host.machine import Machine
 from protocol.host.trace import Tracer
@@ -120,6 +130,7 @@ class Service:
         self.listeners: list[Listener] = []
         self._joining = Strangers()
         self._doorway: Entrance | None = None
+        self._lender: Lender | None = None
         self._ticking: list[asyncio.Task[None]] = []
         self._claim: Claim | None = None
         self._running: AcceptedRun | None = None
@@ -150,7 +161,8 @@ class Service:
         await self._doorway.open("--bind", *self.settings.bind)
         self.address = self._doorway.address
         if context is not None and isinstance(self._doorway, Doorway):
-            self._doorway.open_here(self.credentials.fingerprint)
+            self._lender = Lender() if can_lend() else None
+            self._doorway.open_here(self.credentials.fingerprint, self._lender)
         self._ticking = [loop.create_task(self._beat()), loop.create_task(self._tick())]
 
     async def stop(self) -> None:
@@ -178,6 +190,8 @@ class Service:
         if self._claim is not None:
             self._claim.release()
             self._claim = None
+        if self._lender is not None:
+            self._lender.close()
         if self._tracer is not None:
             self._tracer.close()
 
@@ -368,6 +382,16 @@ class Service:
 
     # Runs.
 
+    def _allocate(self, elements: int) -> Array:
+        """Memory for averages: workers of this machine read them where they are made. Where there
+        is no more of it, whoever is to be sent them is told so."""
+        if self._lender is not None and any(
+            session.channel.connection.memory for session in self.sessions.values()
+        ):
+            with suppress(SharedMemoryFull):
+                return self._lender.allocate(elements)
+        return new_array(elements)
+
     def _start_next(self) -> None:
         if self.current is not None or not self.waiting:
             return
@@ -375,6 +399,8 @@ class Service:
         accepted.directory.reopen()
         stored, epoch, restart = accepted.stored, accepted.claim.epoch, accepted.restart
         self._running = accepted
+        if self._lender is not None:
+            self._lender.trim()
         run = Run(
             stored.run_id,
             stored.spec,
@@ -382,6 +408,7 @@ class Service:
             self.settings.expect_workers,
             restart.resumption if restart is not None else None,
             secret=new_key(),
+            allocate=self._allocate,
         )
         run.blobs = accepted.blobs.digest if accepted.blobs is not None else None
         storage = RunStorage(

@@ -13,12 +13,16 @@ import asyncio
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Final, NamedTuple
+
+from protocol.host.lent_memory import LentMemory, borrowed
 
 FINGERPRINT_BYTES: Final = 32
 _BUFFER_BYTES: Final = 4 << 20
 _TIMEOUT_S: Final = 2.0
+_MOST_DESCRIPTORS: Final = 2
 _CREDENTIALS: Final = struct.Struct("3i")
 """Of `struct ucred`: process, user, group."""
 
@@ -45,18 +49,38 @@ def listen(host: str, port: int) -> socket.socket | None:
     return listener
 
 
-def welcome(endpoint: socket.socket, fingerprint: bytes) -> bool:
-    """Tell one that was accepted whom it has found, if it is of the same user."""
+def welcome(endpoint: socket.socket, fingerprint: bytes, descriptors: Sequence[int] = ()) -> bool:
+    """Tell one that was accepted whom it has found, if it is of the same user.
+
+    Args:
+        endpoint: Where it is.
+        fingerprint: Of this side's certificate.
+        descriptors: Of memory for both; see `lent_memory`.
+    """
     if not is_same_user(endpoint):
         return False
     _enlarge(endpoint)
     with suppress(OSError):
-        return endpoint.send(fingerprint) == len(fingerprint)
+        return socket.send_fds(endpoint, [fingerprint], list(descriptors)) == len(fingerprint)
     return False
 
 
-async def dial(host: str, port: int) -> tuple[socket.socket, bytes] | None:
-    """Whoever listens beside this port on this machine, and its fingerprint; None if nobody.
+class Found(NamedTuple):
+    """Who listens on this machine.
+
+    Attributes:
+        endpoint: The way there.
+        fingerprint: Of the certificate that it has over TLS.
+        memory: For what is large; None if it has given none.
+    """
+
+    endpoint: socket.socket
+    fingerprint: bytes
+    memory: LentMemory | None
+
+
+async def dial(host: str, port: int) -> Found | None:
+    """Whoever listens beside this port on this machine; None if nobody.
 
     Args:
         host: An address; a name other than localhost is another machine's, or is taken for that.
@@ -70,10 +94,10 @@ async def dial(host: str, port: int) -> tuple[socket.socket, bytes] | None:
             endpoint.connect(name)
             if is_same_user(endpoint):
                 async with asyncio.timeout(_TIMEOUT_S):
-                    fingerprint = await _read(endpoint)
+                    fingerprint, memory = await _read(endpoint)
                 if len(fingerprint) == FINGERPRINT_BYTES:
                     _enlarge(endpoint)
-                    return endpoint, fingerprint
+                    return Found(endpoint, fingerprint, memory)
         except (OSError, TimeoutError):
             pass
         endpoint.close()
@@ -87,14 +111,16 @@ def is_same_user(endpoint: socket.socket) -> bool:
     return bool(user == os.geteuid())
 
 
-async def _read(endpoint: socket.socket) -> bytes:
-    loop, got = asyncio.get_running_loop(), b""
-    while len(got) < FINGERPRINT_BYTES:
-        data = await loop.sock_recv(endpoint, FINGERPRINT_BYTES - len(got))
-        if not data:
-            break
-        got += data
-    return got
+async def _read(endpoint: socket.socket) -> tuple[bytes, LentMemory | None]:
+    """Fingerprint and memory: they were sent in one go, and come so."""
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(endpoint, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(endpoint)
+    data, descriptors, _, _ = socket.recv_fds(endpoint, FINGERPRINT_BYTES, _MOST_DESCRIPTORS)
+    return data, borrowed(descriptors)
 
 
 def _enlarge(endpoint: socket.socket) -> None:

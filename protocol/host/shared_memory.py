@@ -8,6 +8,7 @@ out its parts; all others are told where they lie.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import threading
@@ -17,12 +18,13 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.base.errors import SharedMemoryFull
+from protocol.base.errors import OutOfPlace, SharedMemoryFull
 from protocol.host.memory import read_memory
 
 _SPAN_BYTES: Final = 1 << 40
 """Of addresses, not of memory."""
 _PAGE_BYTES: Final = mmap.PAGESIZE
+_LENGTH_STAYS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Extent(NamedTuple):
@@ -41,12 +43,18 @@ class SharedMemory:
     Args:
         fd: Of one that is there already; None makes a new one.
         writable: Whether this process may write to it.
+        sealed: Whether nobody may make it shorter: what lay behind its end would be mapped still,
+            and to read it there would end the process.
     """
 
-    def __init__(self, fd: int | None = None, *, writable: bool = True) -> None:
+    def __init__(
+        self, fd: int | None = None, *, writable: bool = True, sealed: bool = False
+    ) -> None:
         if fd is None:
-            fd = os.memfd_create("samestep", os.MFD_CLOEXEC)
+            fd = os.memfd_create("samestep", os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING * sealed))
             os.ftruncate(fd, _SPAN_BYTES)
+        if sealed:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _LENGTH_STAYS)
         self.fd = fd
         access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
         self._map = mmap.mmap(fd, _SPAN_BYTES, mmap.MAP_SHARED, access)
@@ -68,23 +76,45 @@ class SharedMemory:
         """
         size = max(1, -(-length // _PAGE_BYTES)) * _PAGE_BYTES
         with self._lock:
-            while self._given_back:  # by finalizers, which may run anywhere and so take no lock
-                old = self._given_back.popleft()
-                if old.offset in self._once:
-                    self._once.remove(old.offset)
-                    self._map.madvise(mmap.MADV_REMOVE, old.offset, old.length)
-                else:
-                    self._free.setdefault(old.length, []).append(old.offset)
+            self._sort_out()
             if self._free.get(size):
                 return Extent(self._free[size].pop(), length)
             _reserve(self.fd, self._end, size)
             offset, self._end = self._end, self._end + size
         return Extent(offset, length)
 
+    def trim(self) -> None:
+        """The system has back the pages of all parts that nobody uses."""
+        with self._lock:
+            self._sort_out()
+            for length, offsets in self._free.items():
+                for offset in offsets:
+                    self._map.madvise(mmap.MADV_REMOVE, offset, length)
+            self._free.clear()
+
+    def _sort_out(self) -> None:
+        """What finalizers have given back: they may run anywhere, and so take no lock."""
+        while self._given_back:
+            old = self._given_back.popleft()
+            if old.offset in self._once:
+                self._once.remove(old.offset)
+                self._map.madvise(mmap.MADV_REMOVE, old.offset, old.length)
+            else:
+                self._free.setdefault(old.length, []).append(old.offset)
+
     def give_back(self, place: Extent) -> None:
         """Nobody uses this part any more. Any thread may say so, at any time."""
         size = max(1, -(-place.length // _PAGE_BYTES)) * _PAGE_BYTES
         self._given_back.append(Extent(place.offset, size))
+
+    def check(self, place: Extent) -> None:
+        """See whether a place that another process has told may be one.
+
+        Raises:
+            OutOfPlace: It lies outside, or no float32 can lie there.
+        """
+        if place.offset % 4 or place.offset + place.length > _SPAN_BYTES:
+            raise OutOfPlace(f"expected a place in shared memory, got {place}")
 
     def close(self) -> None:
         """No child is to inherit it any more; it stays mapped as long as it is used."""

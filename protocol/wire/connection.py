@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from enum import Enum
 from functools import cached_property
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, Protocol
+from weakref import ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +56,7 @@ from protocol.wire.messages import (
     Hello,
     Linked,
     LinkTraffic,
+    MemoryReturned,
     Message,
     NodeLoss,
     NonBlockGradientPayload,
@@ -119,7 +121,7 @@ FROM_WORKER: Final[dict[Phase, frozenset[type[Message]]]] = {
         CapturedRows, NonFiniteNode, StepApplied, EvalResult, Heartbeat, Drain, Goodbye,
         BlobRequest, CopiesHeld, CopyPiece, CopyDone, StretchProgress, Boundary, StretchRequest,
         DoorOpen, Linked, LinkTraffic, Unlinked, SliceSum, SliceAverage, SliceDone, SumsArrived,
-        SumNotFinite, SlicesWanted, WrongSlice, DeviceNote,
+        SumNotFinite, SlicesWanted, WrongSlice, DeviceNote, MemoryReturned,
     }),
     Phase.CLOSED: frozenset(),
 }  # fmt: skip
@@ -133,7 +135,7 @@ FROM_COORDINATOR: Final[dict[Phase, frozenset[type[Message]]]] = {
         StartRun, StateRequest, StateChunk, StepPlan, AveragedBlockGradient,
         AveragedNonBlockGradient, Commit, Assign, Cancel, Credit, EvalPlan, Heartbeat, Halt,
         Continue, EndRun, Goodbye, BlobChunk, CopyList, CopyPiece, CopyRead, CopyRemove,
-        StretchState, OpenDoor, Peers, Owners, SliceSum, SliceDigests,
+        StretchState, OpenDoor, Peers, Owners, SliceSum, SliceDigests, MemoryReturned,
     }),
     Phase.CLOSED: frozenset(),
 }  # fmt: skip
@@ -175,9 +177,39 @@ _LEADS_TO: Final[dict[type[Message], Phase]] = {
     Goodbye: Phase.CLOSED,
 }
 
+_SHARED: Final = (
+    BlockGradientPayload, NonBlockGradientPayload, AveragedBlockGradient, AveragedNonBlockGradient,
+    SliceAverage,
+)  # fmt: skip
+"""What comes in each step, and is kept for no longer than that."""
 _SCRATCH_BYTES: Final = 64 * limits.KIB
 _STRANGERS_SCRATCH_BYTES: Final = 2 * limits.UNAUTHENTICATED_HEADER_BYTES
 """As long as frames are small: many may be in the handshake at once."""
+
+
+class Lending(Protocol):
+    """Memory that both ends of a connection map; see `protocol.host.lent_memory`.
+
+    Attributes:
+        least_bytes: What is shorter goes through the connection.
+    """
+
+    least_bytes: int
+
+    def copy(self, raw: memoryview) -> Body:
+        """A copy where the peer can read it."""
+
+    def lend(self, values: Body) -> int | None:
+        """Where it lies in this end's memory; it stays until it is returned."""
+
+    def returned(self, offsets: tuple[int, ...]) -> None:
+        """The peer needs these no more."""
+
+    def borrow(self, offset: int, length: int) -> Body:
+        """What the peer has put there."""
+
+    def unneeded(self, at_least: int = 1) -> tuple[int, ...]:
+        """What was borrowed and is needed no more, if that is so many places."""
 
 
 class Received(NamedTuple):
@@ -199,6 +231,7 @@ class Encoded:
         self.message = message
         self._header = message.to_header()
         self._raw = raw
+        self._copy: ref[Body] | None = None
         self.nbytes = frames.frame_bytes(self._header, raw)
 
     @cached_property
@@ -207,6 +240,25 @@ class Encoded:
         is sent at once is not read at once."""
         head = frames.encode_head(self.message.tag, self._header, self._raw)
         return (head,) if self._raw is None or not len(self._raw) else (head, self._raw)
+
+    def shared(self, memory: Lending) -> bytes | None:
+        """What is written where the body is to lie in memory that the peer reads; None if it is to
+        go through the connection. One that lies there for one peer does so for all.
+
+        Raises:
+            SharedMemoryFull: There is no room.
+        """
+        raw = self._raw
+        if not isinstance(self.message, _SHARED) or raw is None or len(raw) < memory.least_bytes:
+            return None
+        values = self._copy() if self._copy is not None else None
+        offset = memory.lend(np.frombuffer(raw, np.uint8) if values is None else values)
+        if offset is None:
+            values = memory.copy(raw)
+            self._copy = ref(values)
+            offset = memory.lend(values)
+            assert offset is not None, "it was copied there"
+        return frames.encode_shared(self.message.tag, self._header, len(raw), offset)
 
 
 def _bytes_of(body: NDArray[np.generic] | bytes) -> memoryview:
@@ -230,6 +282,8 @@ class Connection:
         blocks: Set once the manifest is known; from then on a gradient's size is checked against
             it before a byte of it is read. Unknown again when a worker is ready for a run.
         exchange: How gradients travel; set with the blocks.
+        memory: That the peer shares; None: whatever is sent goes through the connection.
+        shared_bytes: Of bodies that have come that way.
     """
 
     def __init__(self, role: Role) -> None:
@@ -238,6 +292,8 @@ class Connection:
         self.blocks: tuple[Block, ...] | None = None
         self._grid: SliceGrid | None = None
         self.exchange = Codecs()
+        self.memory: Lending | None = None
+        self.shared_bytes = 0
         self._receivable, self._sendable = _TALKS[role]
         self._scratch = bytearray(_STRANGERS_SCRATCH_BYTES)
         self._filled = 0
@@ -332,10 +388,14 @@ class Connection:
             if len(view) - at < prefix.head_bytes:
                 break
             header = bytes(view[at + frames.PREFIX_BYTES :][: prefix.header_bytes])
-            if prefix.body_bytes:
+            if prefix.body_bytes and not prefix.is_shared:
                 frames.check_marker(view[at + prefix.head_bytes - 5 :], prefix.body_bytes)
             message = self._check(prefix, header)
             at += prefix.head_bytes
+            if prefix.is_shared:
+                place = bytes(view[at - frames.PLACE_BYTES : at])
+                self._accept_shared(prefix, header, message, place, received)
+                continue
             if message.body == "none" or not prefix.body_bytes:
                 self._accept(prefix, header, message, None, received)
                 continue
@@ -371,6 +431,24 @@ class Connection:
         (prefix, header, message), body = self._pending, self._body
         self._body = self._pending = None
         self._accept(prefix, header, message, body, received)
+
+    def _accept_shared(
+        self,
+        prefix: frames.Prefix,
+        header: bytes,
+        message: Message,
+        place: bytes,
+        received: list[Received],
+    ) -> None:
+        """A message whose body lies in memory that the peer shares."""
+        kind = type(message).__name__
+        if self.memory is None or not isinstance(message, _SHARED) or not prefix.body_bytes:
+            raise FrameError(f"{kind}: its body is said to lie in memory that is not shared")
+        if frames.checksum_of(header, place) != prefix.checksum:
+            raise FrameError(f"{kind}: the checksum does not fit its bytes")
+        body = self.memory.borrow(frames.decode_place(place), prefix.body_bytes)
+        self.shared_bytes += prefix.body_bytes
+        received.append(Received(message, body))
 
     def _accept(
         self,

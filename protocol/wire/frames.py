@@ -11,6 +11,13 @@
     ...     5      msgpack bin32 marker with the body's length, if there is a body
     ...     ...    body: raw bytes (float32 little-endian for gradients, else a JSON document)
 
+Between two processes of one machine that share memory a body may lie there instead. Such a frame
+begins with b"sm", the body's length is as ever, and in place of marker and body there is
+
+    ...     8      where the body lies in the sender's memory, big-endian
+
+The checksum is over header and place then: the body crosses nothing that could change it.
+
 The prefix bounds everything before a byte is allocated. The checksum finds a flipped bit that
 stays finite: it would reach all replicas alike and never be seen.
 """
@@ -31,10 +38,13 @@ Buffer = bytes | bytearray | memoryview
 _PREFIX = struct.Struct(">2sBBHIQ")
 _BODY_MARKER = struct.Struct(">BI")
 _BIN32 = 0xC6
+_PLACE = struct.Struct(">Q")
 MAGIC = b"ss"
+MAGIC_SHARED = b"sm"
 
 PREFIX_BYTES = _PREFIX.size
 MARKER_BYTES = _BODY_MARKER.size
+PLACE_BYTES = _PLACE.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +55,13 @@ class Prefix:
     header_bytes: int
     body_bytes: int
     checksum: int
+    is_shared: bool = False
 
     @property
     def head_bytes(self) -> int:
         """Bytes of the frame before its body starts."""
-        return PREFIX_BYTES + self.header_bytes + (MARKER_BYTES if self.body_bytes else 0)
+        after = PLACE_BYTES if self.is_shared else MARKER_BYTES if self.body_bytes else 0
+        return PREFIX_BYTES + self.header_bytes + after
 
 
 def frame_bytes(header: bytes, body: Buffer | None) -> int:
@@ -77,6 +89,20 @@ def encode_head(tag: int, header: bytes, body: Buffer | None) -> bytes:
     return prefix + header + marker
 
 
+def encode_shared(tag: int, header: bytes, body_bytes: int, offset: int) -> bytes:
+    """A whole frame whose body lies in shared memory."""
+    place = _PLACE.pack(offset)
+    checksum = checksum_of(header, place)
+    prefix = _PREFIX.pack(MAGIC_SHARED, PROTOCOL_VERSION, tag, len(header), body_bytes, checksum)
+    return prefix + header + place
+
+
+def decode_place(data: Buffer) -> int:
+    """Where a body lies in shared memory."""
+    offset: int = _PLACE.unpack_from(data)[0]
+    return offset
+
+
 def decode_prefix(data: Buffer, header_limit_bytes: int, body_limit_bytes: int) -> Prefix:
     """Read the first `PREFIX_BYTES` of a frame.
 
@@ -85,7 +111,7 @@ def decode_prefix(data: Buffer, header_limit_bytes: int, body_limit_bytes: int) 
         VersionMismatch: The other side speaks another version.
     """
     magic, version, tag, header_bytes, body_bytes, checksum = _PREFIX.unpack_from(data)
-    if magic != MAGIC:
+    if magic not in (MAGIC, MAGIC_SHARED):
         raise FrameError(f"expected a samestep frame, got bytes that start with {magic!r}")
     if version != PROTOCOL_VERSION:
         raise VersionMismatch(PROTOCOL_VERSION, version)
@@ -93,7 +119,7 @@ def decode_prefix(data: Buffer, header_limit_bytes: int, body_limit_bytes: int) 
         raise FrameError(f"expected a header of <= {header_limit_bytes} bytes, got {header_bytes}")
     if body_bytes > body_limit_bytes:
         raise FrameError(f"expected a body of <= {body_limit_bytes} bytes, got {body_bytes}")
-    return Prefix(tag, header_bytes, body_bytes, checksum)
+    return Prefix(tag, header_bytes, body_bytes, checksum, magic == MAGIC_SHARED)
 
 
 def check_marker(data: Buffer, body_bytes: int) -> None:

@@ -694,6 +694,13 @@ class EndRun(Message):
     reason: Text
 
 
+class MemoryReturned(Message):
+    """Either side: what you have put into shared memory at these places I need no more."""
+
+    tag = 62
+    places: Annotated[tuple[Number, ...], Field(max_length=64)]
+
+
 class Goodbye(Message):
     """Either side: I close this connection, and why; whether to come back."""
 
@@ -714,7 +721,7 @@ MESSAGES: dict[int, type[Message]] = {
         StretchProgress, Boundary, StretchRequest, StretchState,
         OpenDoor, DoorOpen, Peers, Linked, Unlinked, Owners, SliceSum, SliceAverage,
         SliceDone, SumsArrived, SumNotFinite, SliceDigests, SlicesWanted, WrongSlice, PeerHello,
-        PeerWelcome, PeerProbe, LinkTraffic, NonFiniteNode, DeviceNote,
+        PeerWelcome, PeerProbe, LinkTraffic, NonFiniteNode, DeviceNote, MemoryReturned,
     )
 }  # fmt: skip
 

@@ -13,12 +13,13 @@ import contextlib
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol, cast
 
 from protocol.base import limits
-from protocol.base.errors import ProtocolError
+from protocol.base.errors import OutOfPlace, ProtocolError, SharedMemoryFull
 from protocol.base.fields import cut_text
+from protocol.wire import frames
 from protocol.wire.connection import Connection, Encoded, Phase, Received, encode
 from protocol.wire.messages import (
     Boundary,
@@ -27,12 +28,15 @@ from protocol.wire.messages import (
     Goodbye,
     Halt,
     Heartbeat,
+    MemoryReturned,
     Message,
 )
 
 _LAST_ANSWER: Final = struct.Struct("56xI")
 """Of `struct tcp_info`: tcpi_last_ack_recv, in milliseconds."""
 _URGENT = (Halt, Cancel, Heartbeat, Goodbye)
+_MANY_PLACES: Final = 16
+"""That are returned without waiting for something else to be sent."""
 _COMPUTED = (Boundary, CapturedRows)
 """Pieces of one array as large as a state: all of it is there anyway, as of gradients."""
 
@@ -56,7 +60,7 @@ class Channel(asyncio.BufferedProtocol):
         self.connection = connection
         self.peer = "?"
         self.last_received_s = clock()
-        self.bytes_received = 0
+        self._bytes_received = 0
         self.bytes_sent = 0
         self._clock = clock
         self._owner = owner
@@ -104,6 +108,11 @@ class Channel(asyncio.BufferedProtocol):
         """
         endpoint = self._transport.get_extra_info("socket") if self._transport else None
         return None if endpoint is None else _unanswered_s(endpoint)
+
+    @property
+    def bytes_received(self) -> int:
+        """With what has come through memory that the peer shares."""
+        return self._bytes_received + self.connection.shared_bytes
 
     @property
     def queued_bytes(self) -> int:
@@ -233,16 +242,34 @@ class Channel(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self.last_received_s = self._clock()
-        self.bytes_received += nbytes
+        self._bytes_received += nbytes
         if self._closing:
             return
         try:
             for received in self.connection.buffer_updated(nbytes):
                 if self._closing:  # what came before has ended it
                     return
-                self._owner.on_message(self, received)
+                self._hear(received)
         except ProtocolError as error:
             self._refuse(error)
+
+    def _hear(self, received: Received) -> None:
+        memory = self.connection.memory
+        if isinstance(received.message, MemoryReturned):
+            if memory is None:
+                raise OutOfPlace("MemoryReturned on a connection that shares none")
+            memory.returned(received.message.places)
+            return
+        self._owner.on_message(self, received)
+        del received  # what is needed no more after that is returned with what is sent next
+        if memory is not None and (places := memory.unneeded(_MANY_PLACES)):
+            self._return(places)
+
+    def _return(self, places: tuple[int, ...]) -> None:
+        """The peer may use this memory again."""
+        if self._transport is not None and not self._closing:
+            returned = self.connection.send(MemoryReturned(places=places))
+            self._transport.writelines(returned.buffers)
 
     def eof_received(self) -> bool:
         try:
@@ -297,7 +324,27 @@ class Channel(asyncio.BufferedProtocol):
             self._count(encoded, -1)
             self._wake()
             self.bytes_sent += encoded.nbytes
-            transport.writelines(encoded.buffers)
+            try:
+                buffers = self._buffers(encoded)
+            except SharedMemoryFull as error:
+                self.abort(str(error))
+                return
+            transport.writelines(buffers)
+
+    def _buffers(self, encoded: Encoded) -> Sequence[frames.Buffer]:
+        """What is written for it: with shared memory not its body, but where that lies.
+
+        Raises:
+            SharedMemoryFull: There is no room.
+        """
+        memory = self.connection.memory
+        if memory is None:
+            return encoded.buffers
+        shared = encoded.shared(memory)
+        buffers = encoded.buffers if shared is None else (shared,)
+        if places := memory.unneeded():
+            return (*encode(MemoryReturned(places=places)).buffers, *buffers)
+        return buffers
 
 
 def reason_of(error: BaseException | None) -> str:

@@ -236,8 +236,9 @@ class Client:
         if not self._credentials.plaintext and self._machine.has_sockets:
             here = await local_socket.dial(self._target.host, self._target.port)
         if here is not None:
-            endpoint, self._certificate = here
+            endpoint, self._certificate, memory = here
             channel = Channel(Connection("worker"), self, self._machine.now_s)
+            channel.connection.memory = memory
             await self._loop.create_unix_connection(lambda: channel, sock=endpoint)
             return channel
         self._certificate = None

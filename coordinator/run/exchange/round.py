@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from operator import add
 from typing import Final
@@ -52,6 +52,14 @@ from protocol.wire.peers import OwnerTable
 _FLOAT32: Final = Codecs()
 _MOST_COUNTED_NODES: Final = 16_384
 """In a commit's record; there are more only where very many were given out twice."""
+
+
+Allocate = Callable[[int], Array]
+
+
+def new_array(elements: int) -> Array:
+    """For averages, where nobody reads them in their place."""
+    return np.empty(elements, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +153,7 @@ class Round:
         exchange: Codecs = _FLOAT32,
         stretches: bool = False,
         owners: tuple[int, OwnerTable] | None = None,
+        allocate: Allocate = new_array,
     ) -> None:
         self.microbatches = microbatches
         self._exchange = exchange
@@ -155,7 +164,7 @@ class Round:
         self.kept = kept
         self.double_check = DoubleCheck()
         self.doubled: tuple[str, str, Node] | None = None
-        self.averages = [np.empty(block.elements, np.float32) for block in blocks]
+        self.averages = [allocate(block.elements) for block in blocks]
         self.inner: dict[str, tuple[int, int]] = {}
         self.begun = False
         self.uploads = 0

@@ -2,6 +2,7 @@
 
 import pytest
 
+from coordinator.service import service
 from coordinator.service.chronicle import record_of
 from coordinator.storage.directory.journal_records import Owned
 from tests.live_service import Scripted, live_service, scripted_spec
@@ -33,6 +34,26 @@ async def test_sharded_has_the_bits_of_the_star(precision, tmp_path):
     sharded, live = await trained(tmp_path / "sharded", "sharded", **exchange)
     assert sharded["weights_digest"] == star["weights_digest"]
     assert live.every("owners")[-1]["owners"].keys() == {"w0", "w1", "w2"}
+
+
+@pytest.mark.parametrize("way", ["star", "sharded"])
+async def test_shared_memory_changes_no_bit_and_is_used_where_it_can_be(way, tmp_path, monkeypatch):
+    digests = {}
+    for shared in (True, False):
+        if not shared:
+            monkeypatch.setattr(service, "can_lend", lambda: False)
+        run = scripted_spec(
+            steps=4, exchange={"way": way},
+            scripted={"blocks": 2, "block_bytes": 400_000, "samples": 64},
+        )  # fmt: skip
+        async with live_service(tmp_path / str(shared), 2) as live:
+            for number in range(2):
+                live.worker(f"w{number}", toolbox=Scripted(1.0))
+            result = await live.result(live.service.submit(run))
+            digests[shared] = result["weights_digest"]
+            used = [s.channel.connection.shared_bytes for s in live.service.sessions.values()]
+            assert any(used) == shared
+    assert digests[True] == digests[False]
 
 
 async def test_an_owner_that_is_lost_is_replaced_and_the_bits_stay(tmp_path):

@@ -46,7 +46,8 @@ async def test_only_who_listens_at_that_address_of_this_machine_is_found(host, d
         if here is None:
             accepting.cancel()
             return
-        endpoint, fingerprint = here
+        endpoint, fingerprint, memory = here
+        assert memory is None, "none was given"
         assert fingerprint == FINGERPRINT
         endpoint.close()
         (await accepting).close()

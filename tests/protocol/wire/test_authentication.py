@@ -38,7 +38,7 @@ def test_each_side_accepts_the_other():
 
 def test_a_proof_has_these_bits():
     """Another implementation must come to the same; a change is one of the protocol's version."""
-    assert PROTOCOL_VERSION == 6
+    assert PROTOCOL_VERSION == 7
     assert EXCHANGE.prove("worker", KEY).hex().startswith("fe8031827143294f")
 
 

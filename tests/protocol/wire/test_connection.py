@@ -37,7 +37,7 @@ ONLY_WORKER = {
     "SlicesWanted", "WrongSlice", "CopiesHeld", "CopyDone", "StretchProgress", "Boundary",
     "StretchRequest", "NonFiniteNode", "DeviceNote",
 }  # fmt: skip
-BOTH = {"StateChunk", "CopyPiece", "SliceSum", "Heartbeat", "Goodbye"}
+BOTH = {"StateChunk", "CopyPiece", "SliceSum", "Heartbeat", "Goodbye", "MemoryReturned"}
 BETWEEN_WORKERS = {"SliceSum", "SliceAverage", "PeerProbe", "Heartbeat", "Goodbye"}
 IN_HANDSHAKE = {
     ("worker", Phase.GREETING): {"Hello", "Goodbye"},

@@ -100,6 +100,7 @@ def test_tags_are_what_they_were():
                 "LinkTraffic",
                 "NonFiniteNode",
                 "DeviceNote",
+                "MemoryReturned",
             ],
             start=1,
         )
@@ -126,7 +127,7 @@ def test_the_bits_of_a_nan_are_kept(bits):
     assert decode_message(messages.NodeLoss.tag, broken).to_header() == broken
 
 
-@pytest.mark.parametrize("tag", [0, 62, 100, 255])
+@pytest.mark.parametrize("tag", [0, 63, 100, 255])
 def test_an_unknown_tag(tag):
     with pytest.raises(MessageError, match=f"expected a known message, got tag {tag}"):
         decode_message(tag, b"\x80")

@@ -1,0 +1,159 @@
+"""Gradients between two processes of one user on one machine: they lie in memory that both map.
+
+A way has two such memories, each with one side that puts something there and says where it lies,
+and another that reads it there and says when it needs it no more. Both are made by the side that
+listens, and have no name: they are given away over the Unix socket (unix(7), SCM_RIGHTS), may not
+be made shorter by anyone, and are gone with the last process that maps them. What the coordinator
+lends may be read there and not written to.
+
+A side that ends in the middle of writing has told nobody of what it wrote; what it has told of is
+whole, and stays as long as the other side maps it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter, deque
+from contextlib import suppress
+from typing import Final
+from weakref import finalize
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.base.errors import OutOfPlace
+from protocol.host.shared_memory import Extent, SharedMemory
+
+Bytes = NDArray[np.uint8]
+LEAST_BYTES: Final = 32 * 1024
+"""What is shorter goes through the socket: that takes less than to say where it lies."""
+_MOST_PLACES: Final = 64
+"""That are told at once to be needed no more."""
+
+
+def can_lend() -> bool:
+    """Whether this system has what it takes."""
+    return hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
+
+
+class LentMemory:
+    """One side of a way.
+
+    Attributes:
+        least_bytes: What is shorter goes through the socket.
+
+    Args:
+        own: Where this side puts what it sends.
+        other: Where the other side does.
+    """
+
+    def __init__(self, own: SharedMemory, other: SharedMemory) -> None:
+        self.least_bytes = LEAST_BYTES
+        self._own = own
+        self._other = other
+        self._lent: dict[int, Bytes] = {}
+        self._times: Counter[int] = Counter()
+        self._unneeded: deque[Extent] = deque()
+
+    def copy(self, raw: memoryview) -> Bytes:
+        """A copy of some bytes where the other side can read them, as long as there is a view.
+
+        Raises:
+            SharedMemoryFull: There is no room.
+        """
+        place = self._own.put(np.frombuffer(raw, np.uint8))
+        return self._own.leased(place, self._own.give_back, np.uint8)
+
+    def lend(self, values: Bytes) -> int | None:
+        """The place of what lies in this side's memory; it stays until the other side says that it
+        needs it no more. None for what lies elsewhere."""
+        place = self._own.place_of(values)
+        if place is None:
+            return None
+        self._lent[place.offset] = values
+        self._times[place.offset] += 1
+        return place.offset
+
+    def returned(self, offsets: tuple[int, ...]) -> None:
+        """The other side needs these no more.
+
+        Raises:
+            OutOfPlace: It was not lent them.
+        """
+        for offset in offsets:
+            if offset not in self._lent:
+                raise OutOfPlace(f"memory at {offset} was not lent")
+            self._times[offset] -= 1
+            if not self._times[offset]:
+                del self._lent[offset], self._times[offset]
+
+    def borrow(self, offset: int, length: int) -> Bytes:
+        """What the other side has put there; it is needed until no view of it is left.
+
+        Raises:
+            OutOfPlace: It lies outside of the memory.
+        """
+        place = Extent(offset, length)
+        self._other.check(place)
+        return self._other.leased(place, self._unneeded.append, np.uint8)
+
+    def unneeded(self, at_least: int = 1) -> tuple[int, ...]:
+        """What was borrowed and is needed no more, if that is so many places."""
+        if len(self._unneeded) < at_least:
+            return ()
+        found: list[int] = []
+        with suppress(IndexError):
+            while len(found) < _MOST_PLACES:
+                found.append(self._unneeded.popleft().offset)
+        return tuple(found)
+
+
+class Lender:
+    """Lends one memory to many: what all are sent lies there once."""
+
+    def __init__(self) -> None:
+        self._own = SharedMemory(sealed=True)
+        self._readable = os.open(f"/proc/self/fd/{self._own.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def to_one(self) -> tuple[LentMemory, list[int]]:
+        """This side of a new way, and the descriptors for the other side: of what it may read, and
+        of what it may write; the second is to be closed once it is sent.
+
+        Raises:
+            OSError: There are no more descriptors.
+        """
+        theirs = SharedMemory(sealed=True)
+        return LentMemory(self._own, theirs), [self._readable, theirs.fd]
+
+    def allocate(self, elements: int) -> NDArray[np.float32]:
+        """Flat float32 that is lent without a copy.
+
+        Raises:
+            SharedMemoryFull: There is no room.
+        """
+        return self._own.new_array(elements)
+
+    def trim(self) -> None:
+        """What nobody uses now goes back to the system: other sizes are wanted from now on."""
+        self._own.trim()
+
+    def close(self) -> None:
+        """Nobody is lent anything any more; what is mapped stays."""
+        os.close(self._readable)
+        self._own.close()
+
+
+def borrowed(descriptors: list[int]) -> LentMemory | None:
+    """The other side of a way, of the descriptors that were sent; None if they are not two."""
+    if len(descriptors) != 2:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return None
+    readable, writable = descriptors
+    other = SharedMemory(readable, writable=False)
+    other.close()
+    own = SharedMemory(writable)
+    memory = LentMemory(own, other)
+    finalize(memory, own.close)
+    return memory
