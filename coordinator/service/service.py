@@ -192,6 +192,7 @@ class Service:
             self._claim = None
         if self._lender is not None:
             self._lender.close()
+            self._lender = None
         if self._tracer is not None:
             self._tracer.close()
 

@@ -28,6 +28,11 @@ from protocol.host.shared_memory import Extent, SharedMemory
 Bytes = NDArray[np.uint8]
 LEAST_BYTES: Final = 32 * 1024
 """What is shorter goes through the socket: that takes less than to say where it lies."""
+_MOST_COPIED_BYTES: Final = 128 << 20
+"""Copies that wait for the other side; beyond that it reads from the socket as fast as it can."""
+_LARGE_BYTES: Final = 512 << 10
+"""Such a part counts as this process's memory only as long as it is read. Smaller ones come again
+and again at the same place, and it takes longer to map them anew than to have them counted."""
 _MOST_PLACES: Final = 64
 """That are told at once to be needed no more."""
 
@@ -52,18 +57,27 @@ class LentMemory:
         self.least_bytes = LEAST_BYTES
         self._own = own
         self._other = other
+        self._copied_bytes = 0
         self._lent: dict[int, Bytes] = {}
         self._times: Counter[int] = Counter()
         self._unneeded: deque[Extent] = deque()
 
-    def copy(self, raw: memoryview) -> Bytes:
+    def copy(self, raw: memoryview) -> Bytes | None:
         """A copy of some bytes where the other side can read them, as long as there is a view.
+        None if much waits to be read there already.
 
         Raises:
             SharedMemoryFull: There is no room.
         """
+        if self._copied_bytes + len(raw) > _MOST_COPIED_BYTES:
+            return None
+        self._copied_bytes += len(raw)
         place = self._own.put(np.frombuffer(raw, np.uint8))
-        return self._own.leased(place, self._own.give_back, np.uint8)
+        return self._own.leased(place, self._give_back_copy, np.uint8)
+
+    def _give_back_copy(self, place: Extent) -> None:
+        self._copied_bytes -= place.length
+        self._own.give_back(place)
 
     def lend(self, values: Bytes) -> int | None:
         """The place of what lies in this side's memory; it stays until the other side says that it
@@ -96,7 +110,12 @@ class LentMemory:
         """
         place = Extent(offset, length)
         self._other.check(place)
-        return self._other.leased(place, self._unneeded.append, np.uint8)
+        return self._other.leased(place, self._read, np.uint8)
+
+    def _read(self, place: Extent) -> None:
+        if place.length >= _LARGE_BYTES:
+            self._other.forget(place)
+        self._unneeded.append(place)
 
     def unneeded(self, at_least: int = 1) -> tuple[int, ...]:
         """What was borrowed and is needed no more, if that is so many places."""

@@ -116,6 +116,13 @@ class SharedMemory:
         if place.offset % 4 or place.offset + place.length > _SPAN_BYTES:
             raise OutOfPlace(f"expected a place in shared memory, got {place}")
 
+    def forget(self, place: Extent) -> None:
+        """This process has read it: its pages stay where they are and count for it no more."""
+        start = -(-place.offset // _PAGE_BYTES) * _PAGE_BYTES
+        length = (place.offset + place.length - start) // _PAGE_BYTES * _PAGE_BYTES
+        if length > 0:
+            self._map.madvise(mmap.MADV_DONTNEED, start, length)
+
     def close(self) -> None:
         """No child is to inherit it any more; it stays mapped as long as it is used."""
         os.close(self.fd)

@@ -196,8 +196,8 @@ class Lending(Protocol):
 
     least_bytes: int
 
-    def copy(self, raw: memoryview) -> Body:
-        """A copy where the peer can read it."""
+    def copy(self, raw: memoryview) -> Body | None:
+        """A copy where the peer can read it; None if much waits there already."""
 
     def lend(self, values: Body) -> int | None:
         """Where it lies in this end's memory; it stays until it is returned."""
@@ -255,6 +255,8 @@ class Encoded:
         offset = memory.lend(np.frombuffer(raw, np.uint8) if values is None else values)
         if offset is None:
             values = memory.copy(raw)
+            if values is None:
+                return None
             self._copy = ref(values)
             offset = memory.lend(values)
             assert offset is not None, "it was copied there"

@@ -14,6 +14,9 @@ from protocol.base.errors import OutOfPlace
 from protocol.host.lent_memory import Lender, LentMemory, borrowed
 from protocol.host.own_command import own_environment
 
+HALF_BYTES = 64 << 20
+"""Of what may wait."""
+
 
 @pytest.fixture
 def sides():
@@ -31,7 +34,9 @@ def raw(*values):
 
 
 def lent(memory: LentMemory, values) -> int:
-    offset = memory.lend(memory.copy(values))
+    copied = memory.copy(values)
+    assert copied is not None
+    offset = memory.lend(copied)
     assert offset is not None
     return offset
 
@@ -116,6 +121,19 @@ def test_of_one_that_is_killed_while_it_writes_what_it_has_told_stays(sides):
         process.send_signal(signal.SIGKILL)
     body = listens.borrow(offset, 200_000).view(np.float32)
     assert body.tobytes() == np.arange(50_000, dtype=np.float32).tobytes()
+
+
+def test_only_so_much_waits_there_at_once(sides):
+    _, listens, dials = sides
+    raw = memoryview(bytes(HALF_BYTES))
+    places = [lent(dials, raw) for _ in range(2)]
+    assert dials.copy(raw) is None
+    body = listens.borrow(places[0], HALF_BYTES)
+    assert not body.any()
+    del body
+    gc.collect()
+    dials.returned(listens.unneeded())
+    assert dials.copy(raw) is not None
 
 
 def test_memory_that_nobody_uses_goes_back_to_the_system(sides):
