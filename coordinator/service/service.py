@@ -50,7 +50,7 @@ from protocol.base.errors import (
     UsageError,
 )
 from protocol.exact.update import Array
-from protocol.host.lent_memory import Lender, can_lend
+from protocol.host.lent_memory import Lender, new_lender
 from protocol.host.loop_watch import LoopWatch
 from protocol.host.machine import Machine
 from protocol.host.trace import Tracer
@@ -161,7 +161,7 @@ class Service:
         await self._doorway.open("--bind", *self.settings.bind)
         self.address = self._doorway.address
         if context is not None and isinstance(self._doorway, Doorway):
-            self._lender = Lender() if can_lend() else None
+            self._lender = new_lender()
             self._doorway.open_here(self.credentials.fingerprint, self._lender)
         self._ticking = [loop.create_task(self._beat()), loop.create_task(self._tick())]
 

@@ -37,9 +37,14 @@ _MOST_PLACES: Final = 64
 """That are told at once to be needed no more."""
 
 
-def can_lend() -> bool:
-    """Whether this system has what it takes."""
-    return hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
+def new_lender() -> Lender | None:
+    """Memory to lend to others; None where this system has none, or no addresses for it."""
+    if not (hasattr(os, "memfd_create") and hasattr(socket, "send_fds")):
+        return None
+    try:
+        return Lender()
+    except OSError:
+        return None
 
 
 class LentMemory:
@@ -164,13 +169,21 @@ class Lender:
 
 
 def borrowed(descriptors: list[int]) -> LentMemory | None:
-    """The other side of a way, of the descriptors that were sent; None if they are not two."""
+    """The other side of a way, of the descriptors that were sent; None if they are not two.
+
+    Raises:
+        OSError: There are no addresses for so much.
+    """
     if len(descriptors) != 2:
         for descriptor in descriptors:
             os.close(descriptor)
         return None
     readable, writable = descriptors
-    other = SharedMemory(readable, writable=False)
+    try:
+        other = SharedMemory(readable, writable=False)
+    except OSError:
+        os.close(writable)
+        raise
     other.close()
     own = SharedMemory(writable)
     memory = LentMemory(own, other)

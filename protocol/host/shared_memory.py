@@ -57,7 +57,11 @@ class SharedMemory:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _LENGTH_STAYS)
         self.fd = fd
         access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-        self._map = mmap.mmap(fd, _SPAN_BYTES, mmap.MAP_SHARED, access)
+        try:
+            self._map = mmap.mmap(fd, _SPAN_BYTES, mmap.MAP_SHARED, access)
+        except OSError:  # a limit of addresses, such as that of ulimit -v
+            os.close(fd)
+            raise
         self._map.madvise(mmap.MADV_DONTDUMP)
         self._writable = writable
         self._whole = np.frombuffer(self._map, np.uint8)

@@ -41,7 +41,7 @@ async def test_shared_memory_changes_no_bit_and_is_used_where_it_can_be(way, tmp
     digests = {}
     for shared in (True, False):
         if not shared:
-            monkeypatch.setattr(service, "can_lend", lambda: False)
+            monkeypatch.setattr(service, "new_lender", lambda: None)
         run = scripted_spec(
             steps=4, exchange={"way": way},
             scripted={"blocks": 2, "block_bytes": 400_000, "samples": 64},

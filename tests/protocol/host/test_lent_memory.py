@@ -90,6 +90,18 @@ def test_what_was_not_lent_is_not_taken_back_and_what_lies_outside_is_not_read(s
             listens.borrow(*place)
 
 
+def test_where_there_are_no_addresses_for_it_there_is_none():
+    limited = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 36, 1 << 36))\n"
+        "from protocol.host.lent_memory import new_lender; print(new_lender())"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", limited],
+        env=own_environment(), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert ran.stdout.strip() == "None"
+
+
 def test_nobody_can_cut_off_what_another_reads():
     lender = Lender()
     _, descriptors = lender.to_one()
