@@ -6,6 +6,7 @@ Everything but `train` is the class's own: what it makes of its arguments, its c
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import time
 from collections.abc import Mapping
@@ -67,7 +68,7 @@ class SamestepMixin:
         given = {**dict(zip(("model", "args"), arguments, strict=False)), **named}
         if given.get("args") is not None:
             refuse_what_is_not_had(given["args"], self.honoured_by_the_class)
-        self._of_fit = dict(samestep or {})
+        self._of_fit = _for_fit(samestep)
         super().__init__(*arguments, **named)
 
     def train(self, resume_from_checkpoint: Any = None, **more: Any) -> TrainOutput:
@@ -127,6 +128,28 @@ class SamestepMixin:
             return write_log(trainer, len(trainer.train_dataset), result, begun_s)
         finally:
             trainer.callback_handler.callbacks = callbacks
+
+
+def _for_fit(given: object) -> dict[str, Any]:
+    """What the trainer's argument `samestep` has for `fit`.
+
+    Raises:
+        DataError: It is no such thing.
+    """
+    if given is None:
+        return {}
+    known = sorted(set(inspect.signature(fit).parameters) - {"build", "options"})
+    if not isinstance(given, Mapping):
+        raise DataError(
+            f"samestep: expected arguments of fit by name, got {type(given).__name__}: write "
+            'samestep={"workers": 2}'
+        )
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise DataError(f"samestep: expected an argument of fit, got {name!r}; {hint}")
+    return dict(given)
 
 
 class Trainer(SamestepMixin, transformers.Trainer):  # type: ignore[misc]  # it ships no types

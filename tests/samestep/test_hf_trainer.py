@@ -218,6 +218,19 @@ def test_a_loop_of_ones_own_is_named(tmp_path):
         trained(Mine, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"worker": 2}, "expected an argument of fit, got 'worker'; did you mean 'workers'?"),
+        ({"lora": {}}, "expected an argument of fit, got 'lora'; there are batch, control"),
+        ([2], "expected arguments of fit by name, got list: write samestep="),
+    ],
+)
+def test_what_fit_has_no_use_for_is_named(tmp_path, given, told):
+    with pytest.raises(SamestepError, match=f"samestep: {re.escape(told)}"):
+        samestep.hf.Trainer(args=TrainingArguments(output_dir=str(tmp_path)), samestep=given)
+
+
 class Streamed(torch.utils.data.IterableDataset[dict[str, list[int]]]):
     def __iter__(self):
         return itertools.cycle(ITEMS)
