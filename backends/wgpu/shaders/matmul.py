@@ -44,7 +44,7 @@ __all__ = (
 Choice = Lanes | Tiles
 
 _TILES: Final = (
-    Tiles(64, 64, 16, 4, 4),
+    Tiles(64, 64, 16, 8, 4),
     Tiles(128, 128, 16, 8, 8),
     Tiles(128, 64, 16, 8, 4),
     Tiles(64, 128, 16, 4, 8),

@@ -1,18 +1,28 @@
 """Matrix product by tiles in workgroup memory: for real GPUs, and right on every adapter.
 
 A workgroup computes `rows` x `columns` outputs. Per step of k it brings both operands' tiles into
-workgroup memory as vec4 along m and n, in blocks of 4 x 4 that are transposed on the way where k
-is the contiguous dimension; then each invocation adds 4i x 4j products in registers.
+workgroup memory as vec4 along m and n, in blocks of 4 x 4 that are turned on the way where k is the
+contiguous dimension; then each invocation adds its outputs' products in registers. The next step's
+blocks are read from memory before that, and are in registers when they are wanted.
+
+Workgroup memory has 32 banks of 4 bytes, and serves the vec4 of eight neighbours at once if all lie
+in different ones. So the rows of a tile are an odd number of vec4 long, neighbours store two blocks
+along k and four along the other dimension, and the columns of an invocation lie as far apart as
+those of all its neighbours reach. `benchmarks.vulkan_counts` counts what is served twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from backends.wgpu.shaders.dispatch import Shader
 from backends.wgpu.shaders.matmul_problem import MatmulProblem
 from backends.wgpu.shaders.matmul_side import Side, sides
+
+_UNROLLED: Final = 4
+"""Terms of a round of the inner loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +49,24 @@ class Tiles:
         return self.rows // self.own_rows * (self.columns // self.own_columns)
 
     @property
+    def across(self) -> int:
+        """Invocations beside each other along n."""
+        return self.columns // self.own_columns
+
+    @property
+    def blocks(self) -> int:
+        """Of 4 x 4, in both tiles: what the invocations bring."""
+        return self.depth // 4 * (self.rows + self.columns) // 4
+
+    @property
     def workgroup_bytes(self) -> int:
         """Of workgroup memory."""
-        return 4 * self.depth * (self.rows + self.columns)
+        return 16 * self.depth * (_padded(self.rows) + _padded(self.columns))
+
+
+def _padded(width: int) -> int:
+    """Vec4 of a tile's row, an odd number."""
+    return width // 4 + 1 - width // 4 % 2
 
 
 def tiles_shader(problem: MatmulProblem, tiles: Tiles) -> tuple[Shader, tuple[int, int, int]]:
@@ -54,8 +79,8 @@ def tiles_shader(problem: MatmulProblem, tiles: Tiles) -> tuple[Shader, tuple[in
 @group(0) @binding(0) var<storage, read> a: array<{left.element_type(vector=_vector(left))}>;
 @group(0) @binding(1) var<storage, read> b: array<{right.element_type(vector=_vector(right))}>;
 {_bindings(problem, "vec4f" if vector_out else "f32")}
-var<workgroup> left: array<vec4f, {tiles.depth * tiles.rows // 4}>;
-var<workgroup> right: array<vec4f, {tiles.depth * tiles.columns // 4}>;
+var<workgroup> left: array<vec4f, {tiles.depth * _padded(tiles.rows)}>;
+var<workgroup> right: array<vec4f, {tiles.depth * _padded(tiles.columns)}>;
 {left.functions(vector=_vector(left))}{right.functions(vector=_vector(right))}
 @compute @workgroup_size({tiles.invocations})
 fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_index) me: u32) {{
@@ -63,17 +88,24 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_index) me
   let b_base = {right.base("group.z")};
   let first_m = group.y * {tiles.rows}u;
   let first_n = group.x * {tiles.columns}u;
-  let my_m = me / {tiles.columns // tiles.own_columns}u * {tiles.own_rows // 4}u;
-  let my_n = me % {tiles.columns // tiles.own_columns}u * {tiles.own_columns // 4}u;
+  let my_m = me / {tiles.across}u * {tiles.own_rows // 4}u;
+  let my_n = me % {tiles.across}u;
 {_sums(tiles)}
-  for (var k0 = 0u; k0 < {problem.k}u; k0 += {tiles.depth}u) {{
-{_bring(left, "left", "first_m", tiles.rows, tiles)}
-{_bring(right, "right", "first_n", tiles.columns, tiles)}
-    workgroupBarrier();
-    for (var k = 0u; k < {tiles.depth}u; k++) {{
-{_products(tiles)}
+{_held(tiles)}
+  for (var k0 = 0u; k0 < {problem.k + tiles.depth}u; k0 += {tiles.depth}u) {{
+    if (k0 < {problem.k}u) {{
+{_read((left, right), tiles)}
     }}
-    workgroupBarrier();
+    if (k0 > 0u) {{
+      for (var k = 0u; k < {tiles.depth}u; k += {_UNROLLED}u) {{
+{_products(tiles)}
+      }}
+      workgroupBarrier();
+    }}
+    if (k0 < {problem.k}u) {{
+{_store_tiles(tiles)}
+      workgroupBarrier();
+    }}
   }}
 {_places(problem, tiles)}
 {_store(problem, tiles, vector=vector_out)}
@@ -117,22 +149,69 @@ def _sums(tiles: Tiles) -> str:
     return "\n".join(f"  var {name} = vec4f(0.0);" for name in names)
 
 
-def _bring(side: Side, into: str, start: str, width: int, tiles: Tiles) -> str:
-    """Blocks of 4 x 4, each by one invocation; what lies past k's end is zero in both tiles."""
-    count = width // 4 * (tiles.depth // 4)
-    # Neighbours read along the contiguous dimension.
-    if side.inner == 1:
-        place = f"let r = q / {tiles.depth // 4}u * 4u; let t = q % {tiles.depth // 4}u * 4u;"
-    else:
-        place = f"let r = q % {width // 4}u * 4u; let t = q / {width // 4}u * 4u;"
-    store = " ".join(f"{into}[(t + {t}u) * {width // 4}u + r / 4u] = v{t};" for t in range(4))
-    return f"""\
-    for (var q = me; q < {count}u; q += {tiles.invocations}u) {{
-      {place}
-      let k = k0 + t;
-{_block(side, f"{start} + r")}
-      {store}
-    }}"""
+def _held(tiles: Tiles) -> str:
+    """What waits for the next step: an invocation's blocks."""
+    names = (f"p{u}_{t}" for u in range(_turns(tiles)) for t in range(4))
+    return "\n".join(f"  var {name} = vec4f(0.0);" for name in names)
+
+
+def _turns(tiles: Tiles) -> int:
+    """Blocks of an invocation, at most."""
+    return -(-tiles.blocks // tiles.invocations)
+
+
+def _each_block(tiles: Tiles, of: Callable[[int, str, int], str]) -> str:
+    """For each of an invocation's blocks what `of` says of its number, tile and width.
+
+    `r` and `t` are the block's places along the outer dimension and k.
+    """
+    first = tiles.depth // 4 * tiles.rows // 4
+    lines = []
+    for u in range(_turns(tiles)):
+        low, high = u * tiles.invocations, (u + 1) * tiles.invocations
+        begins = [
+            f"if (me + {low}u < {first}u) {{" if low < first < high else "{",
+            f"if (me + {low}u < {tiles.blocks}u) {{" if high > tiles.blocks else "{",
+        ]
+        parts = [("left", tiles.rows, 0)] * (low < first) + [("right", tiles.columns, first)] * (
+            high > first
+        )
+        for number, (name, width, start) in enumerate(parts):
+            begin = begins[0] if name == "left" else begins[1]
+            begin = f"else {begin}" if number and begin.startswith("if") else begin
+            begin = "else {" if number and begin == "{" else begin
+            places = f"let q = me + {low}u - {start}u; {_place(width)}"
+            lines.append(f"{begin} {places}\n{of(u, name, width)}\n}}")
+    return "\n".join(lines)
+
+
+def _place(width: int) -> str:
+    """Neighbours have two blocks along k, then go along the outer dimension."""
+    fours = width // 4
+    return f"let r = q / 2u % {fours}u * 4u; let t = (q % 2u + q / {2 * fours}u * 2u) * 4u;"
+
+
+def _read(both: tuple[Side, Side], tiles: Tiles) -> str:
+    """Into registers; what lies past k's end is zero in both tiles."""
+    side_of = dict(zip(("left", "right"), both, strict=True))
+
+    def block(number: int, name: str, _width: int) -> str:
+        outer = f"{'first_m' if name == 'left' else 'first_n'} + r"
+        kept = " ".join(f"p{number}_{t} = v{t};" for t in range(4))
+        return f"let k = k0 + t;\n{_block(side_of[name], outer)}\n{kept}"
+
+    return _each_block(tiles, block)
+
+
+def _store_tiles(tiles: Tiles) -> str:
+    """From registers into workgroup memory."""
+
+    def block(number: int, name: str, width: int) -> str:
+        return " ".join(
+            f"{name}[(t + {t}u) * {_padded(width)}u + r / 4u] = p{number}_{t};" for t in range(4)
+        )
+
+    return _each_block(tiles, block)
 
 
 def _block(side: Side, outer: str) -> str:
@@ -168,18 +247,22 @@ def _block(side: Side, outer: str) -> str:
 
 
 def _products(tiles: Tiles) -> str:
-    lines = [
-        f"      let x{i} = left[k * {tiles.rows // 4}u + my_m + {i}u];"
-        for i in range(tiles.own_rows // 4)
-    ]
-    lines += [
-        f"      let y{j} = right[k * {tiles.columns // 4}u + my_n + {j}u];"
-        for j in range(tiles.own_columns // 4)
-    ]
-    for i in range(tiles.own_rows):
-        for j in range(tiles.own_columns // 4):
-            c = f"c{i}_{j}"
-            lines.append(f"      {c} = fma(vec4f(x{i // 4}[{i % 4}]), y{j}, {c});")
+    """So many terms of every sum, in their order."""
+    lines = []
+    for u in range(_UNROLLED):
+        lines += [
+            f"      let x{u}_{i} = left[(k + {u}u) * {_padded(tiles.rows)}u + my_m + {i}u];"
+            for i in range(tiles.own_rows // 4)
+        ]
+        lines += [
+            f"      let y{u}_{j} = right[(k + {u}u) * {_padded(tiles.columns)}u + my_n"
+            f" + {j * tiles.across}u];"
+            for j in range(tiles.own_columns // 4)
+        ]
+        for i in range(tiles.own_rows):
+            for j in range(tiles.own_columns // 4):
+                c = f"c{i}_{j}"
+                lines.append(f"      {c} = fma(vec4f(x{u}_{i // 4}[{i % 4}]), y{u}_{j}, {c});")
     return "\n".join(lines)
 
 
@@ -211,7 +294,7 @@ def _outputs(
     m, n = problem.m, problem.n
     for i in range(tiles.own_rows):
         for j in range(tiles.own_columns // 4):
-            column = f"first_n + (my_n + {j}u) * 4u"
+            column = f"first_n + (my_n + {j * tiles.across}u) * 4u"
             at = f"out_base + m{i} * {problem.result.row}u + {column}"
             if vector:
                 yield f"c{i}_{j}", f"out[({at}) / 4u]", f"m{i} < {m}u && {column} < {n}u"

@@ -163,11 +163,40 @@ def _check(
     inputs = [{**batch, "x": x} for x in _nearly(batch["x"])]
     expected, *others = (step.run(given, seeds) for step, given in zip(steps, inputs, strict=True))
     scale = max(_size(value) for value in expected[1:])
+    exact: list[torch.Tensor] | None = None
     for place, name in enumerate(["", *names]):
         wanted = expected[place].flatten().double().numpy()
         near = [other[place].flatten().double().numpy() for other in others]
         floor = 1e-3 * scale if place else 0.0
-        _check_one(name or "the loss", got[name].astype(np.float64), wanted, near, floor)
+        given = (name or "the loss", got[name].astype(np.float64), wanted)
+        try:
+            _check_one(*given, near, floor)
+        except Wrong:
+            # What torch itself loses to rounding shows beside float64, if it can compute in that.
+            with contextlib.suppress(RuntimeError):
+                exact = exact or _in_float64(module, batch, names, capture, seeds)
+            if exact is None:
+                raise
+            _check_one(*given, [*near, exact[place].flatten().numpy()], floor)
+
+
+def _in_float64(
+    module: nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    names: Sequence[str],
+    capture: Any,
+    seeds: torch.Tensor,
+) -> list[torch.Tensor]:
+    values = named_tensors(module)
+    wide = {id(value): _wide(value) for value in values.values()}
+    doubles = {name: wide[id(value)] for name, value in values.items()}
+    step = HostStep(module, loss_of, doubles, names, capture.calls)
+    found = step.run({name: _wide(value) for name, value in batch.items()}, seeds)
+    return [value.double() for value in found]
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    return value.double() if value.is_floating_point() else value
 
 
 def _nearly(x: torch.Tensor) -> Iterator[torch.Tensor]:

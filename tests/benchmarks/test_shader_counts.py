@@ -1,0 +1,54 @@
+"""What is counted of kernels, and that those of cards serve nothing twice."""
+
+from __future__ import annotations
+
+import pytest
+
+from backends.wgpu.shaders.dispatch import Shader
+from backends.wgpu.shaders.matmul import matmul_shader
+from benchmarks.shader_counts import Counts, counts_of
+from tests.backends.wgpu.products import TILES, product
+
+STEPS, SIZE = 5, 128
+
+
+def strided(vectors: int) -> Shader:
+    """Eight neighbours read vec4 that are so many apart, in each of ten rounds."""
+    source = f"""\
+@group(0) @binding(0) var<storage, read_write> out: array<vec4f>;
+var<workgroup> held: array<vec4f, 64>;
+@compute @workgroup_size(8)
+fn main(@builtin(local_invocation_index) me: u32) {{
+  for (var k = 0u; k < 10u; k++) {{
+    let x = held[me * {vectors}u];
+    workgroupBarrier();
+    out[me / 4u] = x;
+  }}
+}}
+"""
+    return Shader(source, 1)
+
+
+@pytest.mark.parametrize(("vectors", "turns"), [(0, 1), (1, 1), (2, 2), (4, 4), (8, 8), (5, 1)])
+def test_what_lies_in_one_bank_is_served_one_after_the_other(vectors, turns):
+    moved = 10 * 2 * 16
+    assert counts_of(strided(vectors), (3, 1, 1)) == Counts(10, moved, 10, 10 * turns).times(3)
+
+
+@pytest.mark.parametrize("tiles", TILES, ids=str)
+def test_a_products_kernels_have_no_bank_conflicts_and_two_barriers_a_step(tiles):
+    """In every layout; and of its invocations three quarters bring something at least."""
+    for turned in range(4):
+        it = product(
+            1, SIZE, STEPS * tiles.depth, SIZE, a_turned=turned % 2 == 1, b_turned=turned > 1
+        )
+        shader, grid = matmul_shader(it.problem, tiles)
+        found = counts_of(shader, grid)
+        groups = SIZE // tiles.rows * (SIZE // tiles.columns)
+        assert found.served == found.accesses
+        assert found.barriers == 2 * STEPS * groups
+        operands = groups * STEPS * tiles.depth * (tiles.rows + tiles.columns)
+        assert found.bytes_moved == 4 * (operands + SIZE * SIZE)
+    assert tiles.blocks % tiles.invocations in {0, tiles.invocations // 2} or (
+        tiles.blocks >= 0.75 * tiles.invocations
+    )
