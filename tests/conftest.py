@@ -39,12 +39,34 @@ def pytest_xdist_setupnodes(specs):
         )
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Each process begins with its share of the tests that wait for other processes: what is left
+    for the end is short. Tests of one file stay together, for what they share."""
+    files = [[*tests] for _, tests in itertools.groupby(items, key=lambda item: item.path)]
+    shares: list[list[pytest.Item]] = [
+        [] for _ in range(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    ]
+    for tests in files:
+        if LONG & {*tests[0].path.parts}:
+            min(shares, key=len).extend(tests)
+    rest = [item for tests in files for item in tests if not LONG & {*item.path.parts}]
+    each = -(-len(items) // len(shares))
+    for share in shares:
+        missing = max(0, each - len(share))
+        share.extend(rest[:missing])
+        del rest[:missing]
+    items[:] = [*itertools.chain(*shares), *rest]
+
+
 def pytest_collection_finish():
     """What has been imported stays: to look through all of it takes a second each time."""
     gc.freeze()
     gc.enable()
 
 
+LONG = {"deploy", "end_to_end", "ranks"}
+"""Folders of tests that wait for other processes."""
 MOST_STARTED = {"forked": 30, "anew": 2}
 """By one test that is not slow: what keeps a plain run within minutes, however the tests grow."""
 

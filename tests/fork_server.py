@@ -114,7 +114,8 @@ class Server:
         self._selector.unregister(follower)
         os.close(follower)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        os.write(told, b"%d" % code)
+        with contextlib.suppress(BrokenPipeError):  # whoever asked for it has ended before
+            os.write(told, b"%d" % code)
         os.close(told)
 
     def _close_all(self) -> None:

@@ -197,7 +197,7 @@ def test_replicas_compare_runs_on_as_many_tokens():
             whole = total - total % alone
             assert taken == whole * case.replicas * 12
     assert len(replicas.cases(2000)) == 32
-    assert replicas.cases(60)[1].name == "K=2 H=30 carry float32"
+    assert "K=2 H=30 carry float32" in {case.name for case in replicas.cases(60)}
 
 
 def test_replicas_are_shown_as_a_table_and_a_plot(tmp_path, capsys, monkeypatch):

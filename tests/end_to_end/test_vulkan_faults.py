@@ -97,13 +97,17 @@ def test_devices_are_lost_and_run_out_of_memory(tmp_path, tmp_path_factory, job,
     faulty = {name: FaultyVulkan(layer, tmp_path / name) for name in ("lost", "full", "never")}
     faulty["never"].fill()
     with Cluster(tmp_path / "run", "--expect-workers", "3", *job) as cluster:
-        cluster.worker("steady", *VULKAN)
-        for name, driver in faulty.items():
-            cluster.worker(name, *VULKAN, environment=driver.environment)
-        cluster.wait_for("committed", step=3)
+        steady = cluster.held_worker("steady", 4, *VULKAN)
+        lost = cluster.held_worker("lost", 8, *VULKAN, environment=faulty["lost"].environment)
+        for name in ("full", "never"):
+            cluster.worker(name, *VULKAN, environment=faulty[name].environment)
+        steady.reached()
         faulty["full"].fill()
+        steady.release()
         cluster.wait_for("worker_lost", worker="full")
+        lost.reached()
         faulty["lost"].lose()
+        lost.release()
         cluster.wait_for("worker_lost", worker="lost")
         assert is_undisturbed(cluster, alone)
         assert cluster.handed_over(), cluster.events()
