@@ -67,6 +67,9 @@ REDUCTIONS: Final = frozenset({
     PARTIAL,
 })  # fmt: skip
 LAYERS: Final = frozenset({LAYER_FORWARD, LAYER_BACKWARD})
+_EXTREMES: Final = frozenset({
+    _aten.amax.default, _aten.amin.default, _aten.argmax.default, _aten.argmin.default,
+})  # fmt: skip
 
 _COSTLY: Final = frozenset({
     _aten.exp.default,
@@ -201,6 +204,9 @@ def _is_kept(node: fx.Node, readers: set[Any], cost: int) -> bool:
     if any(r.target in _STRIDED for r in readers):
         # A product reads each element many times over; but a strided view without the copy.
         return not (is_copy(node) or is_widening(node))
+    if len(readers) > 1 and any(r.target in _EXTREMES for r in readers if r != "output"):
+        # Backward asks which element it was: computed twice, it may differ in its last bit.
+        return True
     return (len(readers) > 1 and cost > _SHARED_COST) or cost > _CHAIN_COST
 
 

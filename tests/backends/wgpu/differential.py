@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,6 +78,8 @@ def compare(device: Device, text: Text, *, as_on_a_card: bool = False) -> str:
         Untakable: See there.
         Wrong: Numbers differ, or something is raised that is no refusal.
     """
+    if text.special and re.search(r"(std|var)_mean\(", str(text)):
+        raise Untakable("torch's running mean makes NaN of an infinity, where a mean is one")
     program = make(text.module())
     return compare_class(
         device, program, shape=text.shape, seed=text.seed, layers=text.layers,

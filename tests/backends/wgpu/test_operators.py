@@ -299,3 +299,19 @@ def test_gradients_of_running_sums_and_flips(device):
     expected = torch.autograd.grad(function(*leaves), leaves)
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=RTOL, atol=ATOL)
+
+
+@pytest.mark.parametrize("fold", ["amax", "amin"])
+def test_the_gradient_of_an_extreme_goes_to_the_element_that_it_is(device, fold):
+    """Which backward finds by comparing: a product computed twice may differ in its last bit."""
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = getattr(x * y * 0.1, fold)(0)
+        return found
+
+    given = drawn(9, 7), drawn(9, 7, seed=1)
+    got = gradients_on_device(device, function, given)
+    leaves = [x.clone().requires_grad_() for x in given]
+    expected = torch.autograd.grad(function(*leaves).sum(), leaves)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=RTOL, atol=ATOL)
