@@ -33,6 +33,7 @@ from protocol.base.address import parse_address
 from protocol.base.duty import Duty
 from protocol.base.errors import DataError, ExitCode, RunFailed, UsageError
 from protocol.exact.digest import weights_digest
+from protocol.host.allocator import give_back_freed_memory, keep_freed_memory
 from protocol.host.secret_file import join_token_file, state_home
 from protocol.spec.idle_keys import TASK_SECTIONS
 from protocol.spec.run_spec import RunSpec, parse_run_spec
@@ -146,7 +147,8 @@ def fit(
         workers=workers, device=device, directory=directory, resume=resume, control=control,
         name=name, settings=settings,
     )  # fmt: skip
-    with script.called(script.Script.running(), _function(build)) as call, _torch_as_it_was():
+    running = script.called(script.Script.running(), _function(build))
+    with running as call, _torch_as_it_was(), _memory_kept():
         return _join(call, _JOINING[0]) if _JOINING else _begin(call, arguments)
 
 
@@ -556,6 +558,17 @@ def _as_joined(call: script.Call, worker: OwnWorker) -> FitResult:
     return FitResult(
         task.user.module, history, {}, weights_digest(tensors), steps, "finished", None, joined=True
     )
+
+
+@contextmanager
+def _memory_kept() -> Iterator[None]:
+    """Each step's arrays are as large as those of the step before: what they lay in is not given
+    back in between. A backend's thread and the engine's would fault in all of it anew."""
+    keep_freed_memory()
+    try:
+        yield
+    finally:
+        give_back_freed_memory()
 
 
 @contextmanager
