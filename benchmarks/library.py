@@ -3,9 +3,9 @@
 The same model, batches and microbatches, one thread. What a run's start and end take is left out:
 two lengths are measured, and their difference divided by the steps between. Each way is taken once
 before that: whichever came first would fault in the pages that both use, a tenth of a step of
-convolutions. `fit` keeps freed memory in its process, so from then on the bare loop has that too. What `fit` adds is
-the exchange of the gradients and the commit: that goes by their bytes, whatever they took to
-compute. So there is a job with few bytes for what it computes, and one with many.
+convolutions. `fit` keeps freed memory in its process, so from then on the bare loop has that too.
+What `fit` adds is the exchange of the gradients and the commit: that goes by their bytes, whatever
+they took to compute. So there is a job with few bytes for what it computes, and one with many.
 """
 
 from __future__ import annotations

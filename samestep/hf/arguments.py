@@ -176,9 +176,18 @@ def optimizer_of(arguments: Any, steps: int, no_decay: tuple[str, ...]) -> dict[
 
 
 def steps_of(arguments: Any, samples: int) -> int:
-    """Optimizer steps of a run over so many samples."""
+    """Optimizer steps of a run over so many samples.
+
+    Raises:
+        DataError: There would be none.
+    """
     if arguments.max_steps > 0:
         return int(arguments.max_steps)
+    if arguments.num_train_epochs <= 0:
+        raise DataError(
+            f"TrainingArguments.num_train_epochs={arguments.num_train_epochs} cannot be honoured: "
+            "a run has a step; write a number above 0, or max_steps"
+        )
     step_samples = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
     return max(1, math.ceil(float(arguments.num_train_epochs) * -(-samples // int(step_samples))))
 
