@@ -78,3 +78,38 @@ def test_what_someone_has_to_mend_first_is_not_tried_again(unit):
     assert line is not None
     final = {ExitCode.USAGE, ExitCode.NOT_AUTHORISED, ExitCode.MISMATCH}
     assert {int(code) for code in line[1].split()} == final
+
+
+def settings_of(unit: Path) -> dict[str, list[str]]:
+    """Keys of the section Service, each with all that is said of it."""
+    found: dict[str, list[str]] = {}
+    service = unit.read_text().partition("[Service]\n")[2].partition("\n[")[0]
+    for key, value in re.findall(r"^(\w+)=(.*)$", service, re.MULTILINE):
+        found.setdefault(key, []).append(value)
+    return found
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_a_stop_drains_and_one_that_hangs_is_replaced_and_tells_where_it_stood(unit):
+    """That daemons do their part: test_restart.py, test_commands.py and test_supervisor.py; with
+    systemd itself, slow ones of test_booted_units.py."""
+    said = settings_of(unit)
+    assert said["Type"] == ["notify"]
+    assert said["KillMode"] == ["mixed"]  # SIGTERM, which drains, to the daemon alone
+    assert not {"KillSignal", "SendSIGKILL", "RestartKillSignal", "WatchdogSignal"} & {*said}
+    assert re.fullmatch(r"[2-9]min", said["TimeoutStopSec"][0]), "a step can take long"
+    assert int(said["WatchdogSec"][0]) >= 30
+    assert said["Restart"][0] in {"always", "on-failure"}
+    assert "PYTHONFAULTHANDLER=1" in said["Environment"]
+
+
+def test_workers_have_the_devices_of_their_backends_and_coordinators_none():
+    coordinator, worker = (settings_of(unit) for unit in UNITS)
+    assert worker["DevicePolicy"] == coordinator["DevicePolicy"] == ["closed"]
+    assert {"char-nvidia rw", "char-nvidia-uvm rw", "char-drm rw", "char-kfd rw"} <= {
+        *worker["DeviceAllow"]
+    }
+    assert worker["SupplementaryGroups"] == ["render video"]
+    assert "PrivateDevices" not in worker
+    assert coordinator["PrivateDevices"] == ["yes"]
+    assert "DeviceAllow" not in coordinator
