@@ -92,6 +92,12 @@ class SamestepMixin:
         arguments, samples = trainer.args, len(_columns_of_model(trainer, trainer.train_dataset))
         microbatch = arguments.per_device_train_batch_size
         batch = microbatch * arguments.gradient_accumulation_steps
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+            if getattr(arguments, name) < 1:
+                raise DataError(
+                    f"TrainingArguments.{name}={getattr(arguments, name)} cannot be honoured: "
+                    "write 1 or more"
+                )
         steps, per_epoch = steps_of(arguments, samples), -(-samples // batch)
         save = every(
             arguments.save_strategy, arguments.save_steps, "save_strategy", per_epoch, steps

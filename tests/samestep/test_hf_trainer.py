@@ -191,6 +191,7 @@ def test_what_is_refused_is_refused_where_it_is_set(tmp_path, name):
         ({"load_best_model_at_end": True, "save_strategy": "no"}, "load_best_model_at_end=True"),
         ({"lr_scheduler_type": "polynomial"}, "write one of linear, cosine"),
         ({"optim": "adafactor"}, "write one of adamw_torch"),
+        ({"per_device_train_batch_size": 0}, "train_batch_size=0 cannot be honoured: write 1"),
         ({"max_steps": -1, "num_train_epochs": 0}, "num_train_epochs=0 cannot be honoured"),
         ({"save_strategy": "best", "metric_for_best_model": "loss"}, "write no, steps or epoch"),
     ],
