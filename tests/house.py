@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Final
 
@@ -165,19 +164,22 @@ def room_of(name: str, path: Path) -> str:
     return name if path.name == "__init__.py" else name.rsplit(".", 1)[0]
 
 
-@cache
+@lru_cache(1)  # of all modules together they are millions, and whatever collects garbage meets them
 def nodes(source: str) -> tuple[ast.AST, ...]:
     """All that a module's text consists of."""
     return tuple(ast.walk(ast.parse(source)))
 
 
-def imported(source: str) -> Iterator[tuple[int, str, tuple[str, ...]]]:
+@cache
+def imported(source: str) -> tuple[tuple[int, str, tuple[str, ...]], ...]:
     """Line, module and names of every absolute import, wherever it stands."""
+    found: list[tuple[int, str, tuple[str, ...]]] = []
     for node in nodes(source):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name, ()) for alias in node.names)
+            found += ((node.lineno, alias.name, ()) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.lineno, node.module, tuple(alias.name for alias in node.names)
+            found.append((node.lineno, node.module, tuple(alias.name for alias in node.names)))
+    return tuple(found)
 
 
 def imports_between_modules() -> dict[str, set[str]]:
