@@ -390,7 +390,8 @@ class Service:
             session.channel.connection.memory for session in self.sessions.values()
         ):
             with suppress(SharedMemoryFull):
-                return self._lender.allocate(elements)
+                if (shared := self._lender.allocate(elements)) is not None:
+                    return shared
         return new_array(elements)
 
     def _start_next(self) -> None:

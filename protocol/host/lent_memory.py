@@ -28,8 +28,11 @@ from protocol.host.shared_memory import Extent, SharedMemory
 Bytes = NDArray[np.uint8]
 LEAST_BYTES: Final = 32 * 1024
 """What is shorter goes through the socket: that takes less than to say where it lies."""
-_MOST_COPIED_BYTES: Final = 128 << 20
+_MOST_COPIED_BYTES: Final = 4 << 20
 """Copies that wait for the other side; beyond that it reads from the socket as fast as it can."""
+_MOST_AVERAGES_BYTES: Final = 8 << 20
+"""Of averages that are made where they are read, and of what nobody uses: beside more a checkpoint
+would have no room."""
 _LARGE_BYTES: Final = 512 << 10
 """Such a part counts as this process's memory only as long as it is read. Smaller ones come again
 and again at the same place, and it takes longer to map them anew than to have them counted."""
@@ -137,7 +140,8 @@ class Lender:
     """Lends one memory to many: what all are sent lies there once."""
 
     def __init__(self) -> None:
-        self._own = SharedMemory(sealed=True)
+        self._own = SharedMemory(sealed=True, keep_bytes=_MOST_AVERAGES_BYTES)
+        self._averages_bytes = 0
         self._readable = os.open(f"/proc/self/fd/{self._own.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def to_one(self) -> tuple[LentMemory, list[int]]:
@@ -150,13 +154,21 @@ class Lender:
         theirs = SharedMemory(sealed=True)
         return LentMemory(self._own, theirs), [self._readable, theirs.fd]
 
-    def allocate(self, elements: int) -> NDArray[np.float32]:
-        """Flat float32 that is lent without a copy.
+    def allocate(self, elements: int) -> NDArray[np.float32] | None:
+        """Flat float32 that is lent without a copy; None if there is much of that already.
 
         Raises:
             SharedMemoryFull: There is no room.
         """
-        return self._own.new_array(elements)
+        if self._averages_bytes + 4 * elements > _MOST_AVERAGES_BYTES:
+            return None
+        place = self._own.new(4 * elements)
+        self._averages_bytes += place.length
+        return self._own.leased(place, self._give_back)
+
+    def _give_back(self, place: Extent) -> None:
+        self._averages_bytes -= place.length
+        self._own.give_back(place)
 
     def trim(self) -> None:
         """What nobody uses now goes back to the system: other sizes are wanted from now on."""

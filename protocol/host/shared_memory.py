@@ -45,10 +45,16 @@ class SharedMemory:
         writable: Whether this process may write to it.
         sealed: Whether nobody may make it shorter: what lay behind its end would be mapped still,
             and to read it there would end the process.
+        keep_bytes: Of parts that nobody uses; more goes back to the system.
     """
 
     def __init__(
-        self, fd: int | None = None, *, writable: bool = True, sealed: bool = False
+        self,
+        fd: int | None = None,
+        *,
+        writable: bool = True,
+        sealed: bool = False,
+        keep_bytes: int = _SPAN_BYTES,
     ) -> None:
         if fd is None:
             fd = os.memfd_create("samestep", os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING * sealed))
@@ -71,6 +77,8 @@ class SharedMemory:
         self._free: dict[int, list[int]] = {}
         self._given_back: deque[Extent] = deque()
         self._once: set[int] = set()
+        self._keep_bytes = keep_bytes
+        self._free_bytes = 0
 
     def new(self, length: int) -> Extent:
         """A part of the memory for so many bytes, which nobody uses.
@@ -82,6 +90,7 @@ class SharedMemory:
         with self._lock:
             self._sort_out()
             if self._free.get(size):
+                self._free_bytes -= size
                 return Extent(self._free[size].pop(), length)
             _reserve(self.fd, self._end, size)
             offset, self._end = self._end, self._end + size
@@ -95,15 +104,17 @@ class SharedMemory:
                 for offset in offsets:
                     self._map.madvise(mmap.MADV_REMOVE, offset, length)
             self._free.clear()
+            self._free_bytes = 0
 
     def _sort_out(self) -> None:
         """What finalizers have given back: they may run anywhere, and so take no lock."""
         while self._given_back:
             old = self._given_back.popleft()
-            if old.offset in self._once:
-                self._once.remove(old.offset)
+            if old.offset in self._once or self._free_bytes + old.length > self._keep_bytes:
+                self._once.discard(old.offset)
                 self._map.madvise(mmap.MADV_REMOVE, old.offset, old.length)
             else:
+                self._free_bytes += old.length
                 self._free.setdefault(old.length, []).append(old.offset)
 
     def give_back(self, place: Extent) -> None:

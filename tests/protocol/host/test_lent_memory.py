@@ -14,7 +14,7 @@ from protocol.base.errors import OutOfPlace
 from protocol.host.lent_memory import Lender, LentMemory, borrowed
 from protocol.host.own_command import own_environment
 
-HALF_BYTES = 64 << 20
+HALF_BYTES = 2 << 20
 """Of what may wait."""
 
 
@@ -133,6 +133,15 @@ def test_of_one_that_is_killed_while_it_writes_what_it_has_told_stays(sides):
         process.send_signal(signal.SIGKILL)
     body = listens.borrow(offset, 200_000).view(np.float32)
     assert body.tobytes() == np.arange(50_000, dtype=np.float32).tobytes()
+
+
+def test_only_so_many_averages_are_made_there(sides):
+    lender, _, _ = sides
+    averages = [lender.allocate(1 << 19) for _ in range(5)]
+    assert [each is None for each in averages] == [False] * 4 + [True]
+    del averages
+    gc.collect()
+    assert lender.allocate(1 << 21) is not None
 
 
 def test_only_so_much_waits_there_at_once(sides):
