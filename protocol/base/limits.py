@@ -62,6 +62,12 @@ LOOP_HOLD_MS: Final = 100
 LOOP_WATCH_INTERVAL_MS: Final = 25
 LOOP_HOLD_TOLD_EVERY_S: Final = 10.0
 WRITE_HIGH_WATER_BYTES: Final = 8 * MIB
+LENT_COPIES_BYTES: Final = 4 * MIB
+"""Of that, where the peer reads in memory which both map: copies that lie there for it. Beyond them
+it reads from the socket as fast as it can."""
+LENT_AVERAGES_BYTES: Final = 8 * MIB
+"""Of averages that are made where such peers read them, and of room there that nobody uses: with
+more a checkpoint would find no room."""
 SEND_AHEAD_BYTES: Final = BODY_BYTES
 """What waits behind that when more of a state or of the log is sent to a worker."""
 REPLAY_BYTES: Final = 64 * MIB

@@ -22,17 +22,13 @@ from weakref import finalize
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.base import limits
 from protocol.base.errors import OutOfPlace
 from protocol.host.shared_memory import Extent, SharedMemory
 
 Bytes = NDArray[np.uint8]
 LEAST_BYTES: Final = 32 * 1024
 """What is shorter goes through the socket: that takes less than to say where it lies."""
-_MOST_COPIED_BYTES: Final = 4 << 20
-"""Copies that wait for the other side; beyond that it reads from the socket as fast as it can."""
-_MOST_AVERAGES_BYTES: Final = 8 << 20
-"""Of averages that are made where they are read, and of what nobody uses: beside more a checkpoint
-would have no room."""
 _LARGE_BYTES: Final = 512 << 10
 """Such a part counts as this process's memory only as long as it is read. Smaller ones come again
 and again at the same place, and it takes longer to map them anew than to have them counted."""
@@ -77,7 +73,7 @@ class LentMemory:
         Raises:
             SharedMemoryFull: There is no room.
         """
-        if self._copied_bytes + len(raw) > _MOST_COPIED_BYTES:
+        if self._copied_bytes + len(raw) > limits.LENT_COPIES_BYTES:
             return None
         self._copied_bytes += len(raw)
         place = self._own.put(np.frombuffer(raw, np.uint8))
@@ -140,7 +136,7 @@ class Lender:
     """Lends one memory to many: what all are sent lies there once."""
 
     def __init__(self) -> None:
-        self._own = SharedMemory(sealed=True, keep_bytes=_MOST_AVERAGES_BYTES)
+        self._own = SharedMemory(sealed=True, keep_bytes=limits.LENT_AVERAGES_BYTES)
         self._averages_bytes = 0
         self._readable = os.open(f"/proc/self/fd/{self._own.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
@@ -160,7 +156,7 @@ class Lender:
         Raises:
             SharedMemoryFull: There is no room.
         """
-        if self._averages_bytes + 4 * elements > _MOST_AVERAGES_BYTES:
+        if self._averages_bytes + 4 * elements > limits.LENT_AVERAGES_BYTES:
             return None
         place = self._own.new(4 * elements)
         self._averages_bytes += place.length

@@ -225,7 +225,8 @@ class Channel(asyncio.BufferedProtocol):
         # uvloop's transports have the methods but not the base class.
         transport = cast("asyncio.Transport", transport)
         self._transport = transport
-        transport.set_write_buffer_limits(high=limits.WRITE_HIGH_WATER_BYTES)
+        lent_bytes = limits.LENT_COPIES_BYTES if self.connection.memory is not None else 0
+        transport.set_write_buffer_limits(high=limits.WRITE_HIGH_WATER_BYTES - lent_bytes)
         address = transport.get_extra_info("peername")
         self.peer = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "this machine"
         endpoint = transport.get_extra_info("socket")
