@@ -17,7 +17,7 @@ from backends.nvidia_driver import is_older, least_driver
 from backends.registry import devices
 from protocol.base.byte_size import byte_size
 from protocol.base.device_name import parse_backend
-from protocol.host.doctor import Finding, failure, ok, warning
+from protocol.command.doctor import Finding, failure, ok, warning
 
 _DISPLAYS: Final = "0x03"
 """PCI class of display controllers."""

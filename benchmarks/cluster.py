@@ -21,7 +21,7 @@ from benchmarks.hosts import Host
 from benchmarks.machine import peak_bytes
 from benchmarks.timeline import Timeline, read_trace
 from coordinator.operator.control_client import control_token
-from protocol.host.own_command import own_command, own_environment
+from protocol.command.own_command import own_command, own_environment
 from protocol.host.trace import now_us
 
 _START_TIMEOUT_S: Final = 200.0

@@ -13,7 +13,7 @@ if (
 ):
     del sys.path[0]
 
-from protocol.host.command_line import end_when_interrupted
+from protocol.command.command_line import end_when_interrupted
 
 
 def main() -> None:

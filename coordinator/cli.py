@@ -18,12 +18,12 @@ from protocol import __version__
 from protocol.base.address import parse_address
 from protocol.base.device_name import parse_devices
 from protocol.base.errors import ExitCode, SamestepError, UsageError
-from protocol.host.command_line import (
+from protocol.command.command_line import (
     check_options_follow,
     check_writable,
     end_with_standard_input,
 )
-from protocol.host.system_journal import write_error
+from protocol.command.system_journal import write_error
 from protocol.wire.discovery import check_name
 
 if TYPE_CHECKING:
@@ -419,7 +419,7 @@ def doctor(
     """Check this machine for what usually goes wrong, and say what to do."""
     from coordinator.doctor.doctor import ServicePlan, examine
     from coordinator.main import DEFAULT_OUT
-    from protocol.host.doctor import tell
+    from protocol.command.doctor import tell
     from protocol.host.secret_file import state_home
 
     ports = parse_address(bind, "--bind"), parse_address(control, "--control")

@@ -13,7 +13,7 @@ from typing import Final
 
 from coordinator.members.listening import from_here
 from protocol.base.errors import ExitCode
-from protocol.host.own_command import own_command, own_environment
+from protocol.command.own_command import own_command, own_environment
 
 _END_TIMEOUT_S: Final = 10.0
 RESTARTS: Final = 3

@@ -39,12 +39,12 @@ from coordinator.tracking.trackers import check_trackers
 from coordinator.tracking.tracking import Tracking
 from protocol.base.errors import ExitCode, SamestepError, StorageFailed, UsageError
 from protocol.base.place import is_directory
+from protocol.command.command_line import check_writable, end_on_signals
+from protocol.command.supervisor import Supervisor
+from protocol.command.system_journal import SystemJournal
 from protocol.exact.subnormals import check_subnormals
 from protocol.host.allocator import keep_freed_memory
-from protocol.host.command_line import check_writable, end_on_signals
 from protocol.host.event_loop import new_event_loop
-from protocol.host.supervisor import Supervisor
-from protocol.host.system_journal import SystemJournal
 from protocol.spec.run_spec import RunSpec
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from coordinator.audit.recomputed import StepFound
 from coordinator.storage.directory.run_directory import RunDirectory, StoredRun
 from protocol.base.errors import SamestepError, UsageError, error_for
-from protocol.host.own_command import own_command, own_environment
+from protocol.command.own_command import own_command, own_environment
 from protocol.spec.manifest import Manifest
 
 

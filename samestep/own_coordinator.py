@@ -19,7 +19,7 @@ from typing import IO, Any, Final, Self
 from coordinator.members.listening import from_here
 from protocol.base.address import parse_address
 from protocol.base.errors import ExitCode, error_for
-from protocol.host.own_command import own_command, own_environment
+from protocol.command.own_command import own_command, own_environment
 
 _USUAL: Final = ("127.0.0.1", 9000)
 _PREFIX: Final = "coordinator: "

@@ -17,7 +17,7 @@ PACKAGES: Final = ("protocol", "backends", "coordinator", "worker", "samestep")
 
 _PROTOCOL: Final = ("protocol", "protocol.base", "protocol.spec", "protocol.exact", "protocol.wire")
 _LOGIC: Final = _PROTOCOL[1:]
-_SHELL: Final = (*_PROTOCOL, "protocol.host")
+_SHELL: Final = (*_PROTOCOL, "protocol.host", "protocol.command")
 _KEPT: Final = (
     "coordinator.storage.log", "coordinator.storage.directory", "coordinator.storage.states",
     "coordinator.storage",
@@ -31,6 +31,7 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
     "protocol.exact": ("protocol.base", "protocol.spec"),
     "protocol.wire": ("protocol", "protocol.base", "protocol.spec", "protocol.exact"),
     "protocol.host": ("protocol", "protocol.base"),
+    "protocol.command": ("protocol", "protocol.base", "protocol.host"),
     "coordinator.run.outputs": _LOGIC,
     "coordinator.run.exchange": (*_LOGIC, "coordinator.run.outputs"),
     "coordinator.run.workers": (*_LOGIC, "coordinator.run.outputs", "coordinator.run.exchange"),

@@ -18,9 +18,9 @@ from protocol.base.address import parse_address
 from protocol.base.device_name import parse_devices
 from protocol.base.duty import parse_duty
 from protocol.base.errors import SamestepError, UsageError
-from protocol.host.command_line import check_options_follow, end_with_standard_input
-from protocol.host.system_journal import write_error
-from protocol.host.torchrun import started_by_torchrun
+from protocol.command.command_line import check_options_follow, end_with_standard_input
+from protocol.command.system_journal import write_error
+from protocol.command.torchrun import started_by_torchrun
 from protocol.wire.discovery import check_name
 from worker import after_cli
 from worker.logits_cli import app as logits
@@ -266,7 +266,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One document, for scripts.")] = False,
 ) -> None:
     """Check this machine, and the way to the coordinator, for what usually goes wrong."""
-    from protocol.host.doctor import tell
+    from protocol.command.doctor import tell
     from worker.doctor import WorkerPlan, examine
 
     backend, wanted = parse_devices(backend, gpus)

@@ -15,9 +15,9 @@ from typing import Final
 from backends.device_checks import KernelFiles, device_findings
 from protocol.base import limits
 from protocol.base.errors import SamestepError, Unreachable, UsageError
-from protocol.host import host_checks
+from protocol.command import host_checks
+from protocol.command.doctor import Finding, failure, ok, warning
 from protocol.host.cache_directory import cache_directory
-from protocol.host.doctor import Finding, failure, ok, warning
 from protocol.host.secret_file import read_secret, state_home
 from worker.joining.credentials import WorkerCredentials
 from worker.joining.this_machine import HERE, someone_listens

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from backends.base.interface import Backend, DeviceInfo
 from protocol.base.errors import DeviceError, ExitCode, UsageError
-from protocol.host.system_journal import write_error
+from protocol.command.system_journal import write_error
 from protocol.spec.run_spec import RunSpec
 from worker.tasks.base import Task
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from protocol.base.duty import Duty
 from protocol.base.errors import ExitCode
+from protocol.command.command_line import end_on_signals
+from protocol.command.supervisor import Supervisor
+from protocol.command.system_journal import SystemJournal
+from protocol.command.torchrun import started_by_torchrun
 from protocol.host.allocator import keep_freed_memory
-from protocol.host.command_line import end_on_signals
 from protocol.host.event_loop import new_event_loop
 from protocol.host.loop_watch import LoopWatch
-from protocol.host.supervisor import Supervisor
-from protocol.host.system_journal import SystemJournal
-from protocol.host.torchrun import started_by_torchrun
 from protocol.host.trace import Tracer
 from worker.joining.credentials import WorkerCredentials
 from worker.joining.this_machine import HERE, someone_listens

@@ -22,8 +22,8 @@ from coordinator.service.accepted_run import is_unfinished, unfinished_runs
 from coordinator.storage.directory.run_directory import RunDirectory
 from protocol.base import limits
 from protocol.base.errors import SamestepError, UsageError
-from protocol.host import host_checks
-from protocol.host.doctor import Finding, failure, ok, warning
+from protocol.command import host_checks
+from protocol.command.doctor import Finding, failure, ok, warning
 from protocol.host.secret_file import join_token_file, read_secret
 from protocol.wire import tls
 from protocol.wire.join_token import JoinToken

@@ -17,7 +17,7 @@ from typing import Final
 from coordinator.members.invitation import reachable_address
 from coordinator.members.listening import bind_failure, from_here, is_loopback, require_loopback
 from protocol.base.errors import UsageError
-from protocol.host.doctor import Finding, failure, ok, warning
+from protocol.command.doctor import Finding, failure, ok, warning
 from protocol.wire import tls
 
 _PATIENCE_S: Final = 5.0

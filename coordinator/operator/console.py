@@ -52,8 +52,8 @@ from coordinator.service.listener import (
     document,
 )
 from coordinator.service.service import Service
+from protocol.command.system_journal import Priority, SystemJournal
 from protocol.data.capture_index import INDEX
-from protocol.host.system_journal import Priority, SystemJournal
 
 _LINE_INTERVAL_S: Final = 2.0
 """Between two progress lines where the output is no terminal."""

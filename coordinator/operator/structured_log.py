@@ -10,7 +10,7 @@ from typing import Any, Final, TextIO, cast
 
 import structlog
 
-from protocol.host.system_journal import Priority, SystemJournal
+from protocol.command.system_journal import Priority, SystemJournal
 
 _COMMON: Final = frozenset({"event", "level", "timestamp"})
 

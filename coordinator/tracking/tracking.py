@@ -18,7 +18,7 @@ from coordinator.run.outputs.facts import Fact
 from coordinator.service.listener import RunAccepted, RunEnded, RunResumed
 from coordinator.tracking.feeding import END, NEWS
 from coordinator.tracking.trackers import DIRECTORY
-from protocol.host.own_command import own_command, own_environment
+from protocol.command.own_command import own_command, own_environment
 
 GRACE_S: Final = 20.0
 """What a tracker has for the rest after the run's end."""

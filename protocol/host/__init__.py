@@ -1,4 +1,5 @@
-"""What looks at this machine or speaks to it: caches, secrets, memory, systemd, the terminal.
+"""What looks at this machine: its memory, processor, caches, secrets; sockets and memory that its
+processes share.
 
-Imports `protocol.base`. Start with `host_checks`.
+Imports `protocol.base`. Start with `machine`.
 """

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.local_workers import RESTARTS
-from protocol.host.own_command import own_environment
+from protocol.command.own_command import own_environment
 from tests.cluster import PATIENCE_S, Cluster
 
 RUN = """

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.host.own_command import own_environment
+from protocol.command.own_command import own_environment
 from tests.cluster import PATIENCE_S, RUNS, Cluster
 from tests.processes import Process
 

@@ -16,7 +16,7 @@ import pytest
 
 from coordinator.members.credentials import CoordinatorCredentials
 from protocol import PROTOCOL_VERSION
-from protocol.host.doctor import Finding
+from protocol.command.doctor import Finding
 from protocol.host.secret_file import write_secret
 from protocol.wire.authentication import new_key
 from protocol.wire.join_token import JoinToken

@@ -20,7 +20,7 @@ from protocol import PROTOCOL_VERSION, __version__
 from protocol.base import limits
 from protocol.base.errors import ProtocolError, SamestepError, VersionMismatch
 from protocol.base.fields import cut_text
-from protocol.host.doctor import Finding, failure, ok, warning
+from protocol.command.doctor import Finding, failure, ok, warning
 from protocol.wire import tls
 from protocol.wire.authentication import NO_CERTIFICATE, answer, new_nonce
 from protocol.wire.connection import Connection

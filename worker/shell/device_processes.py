@@ -19,7 +19,7 @@ from typing import Final
 
 from backends.base.interface import Array
 from protocol.base.errors import UsageError
-from protocol.host.own_command import own_command, own_environment
+from protocol.command.own_command import own_command, own_environment
 from protocol.host.shared_memory import SharedMemory
 from worker.logic import actions as act
 from worker.shell.device_pipe import Packed, Pipe, Reports, pack_order

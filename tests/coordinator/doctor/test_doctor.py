@@ -16,7 +16,7 @@ from coordinator.doctor import doctor
 from coordinator.doctor.doctor import ServicePlan, examine
 from coordinator.members.credentials import CoordinatorCredentials
 from coordinator.storage.directory.run_directory import RunDirectory
-from protocol.host.doctor import Finding
+from protocol.command.doctor import Finding
 from protocol.host.secret_file import write_secret
 from tests.cluster import Cluster
 from tests.durable_run import small_disk

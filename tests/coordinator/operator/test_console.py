@@ -16,7 +16,7 @@ from coordinator.run.outputs.facts import RunHalted, StepCommitted, TrainingStar
 from coordinator.run.outputs.restart import CommitRecord
 from coordinator.run.run import RunPhase
 from coordinator.service.listener import RunAccepted, RunEnded, WorkerConnected
-from protocol.host.system_journal import Priority, SystemJournal
+from protocol.command.system_journal import Priority, SystemJournal
 from protocol.wire.messages import Commit
 from tests.coordinator.operator.test_status import staged
 

@@ -21,7 +21,7 @@ from coordinator.storage.directory.journal_records import Committed, Ended
 from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.tracking.trackers import TRACKERS
 from coordinator.tracking.tracking import Tracking
-from protocol.host.own_command import own_command, own_environment
+from protocol.command.own_command import own_command, own_environment
 from protocol.spec.run_spec import parse_run_spec
 from tests.cluster import Cluster
 from tests.commands import called

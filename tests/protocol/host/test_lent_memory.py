@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from protocol.base.errors import OutOfPlace
+from protocol.command.own_command import own_environment
 from protocol.host.lent_memory import Lender, LentMemory, borrowed
-from protocol.host.own_command import own_environment
 
 HALF_BYTES = 2 << 20
 """Of what may wait."""

@@ -10,9 +10,9 @@ import pytest
 
 from protocol.base import limits
 from protocol.base.errors import SharedMemoryFull
+from protocol.command.own_command import own_environment
 from protocol.host import shared_memory
 from protocol.host.memory import Memory
-from protocol.host.own_command import own_environment
 from protocol.host.shared_memory import SharedMemory
 
 

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from protocol.host.supervisor import Supervisor
+from protocol.command.supervisor import Supervisor
 
 
 @pytest.fixture

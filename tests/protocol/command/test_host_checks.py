@@ -14,14 +14,14 @@ import pytest
 from protocol import __version__
 from protocol.base import limits
 from protocol.base.errors import ExitCode
-from protocol.host.doctor import failure, ok, tell, warning
-from protocol.host.host_checks import clock, directory, memory, open_files
+from protocol.command.doctor import failure, ok, tell, warning
+from protocol.command.host_checks import clock, directory, memory, open_files
 from tests.durable_run import small_disk
 
 ROOT = Path(__file__).parents[3]
 SHOW_PACKAGES = """
 import sys
-from protocol.host.host_checks import packages, release
+from protocol.command.host_checks import packages, release
 for finding in (release(), *packages(sys.argv[1].split(), ("hf",))):
     print(finding.line())
 """

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 
 from protocol import PROTOCOL_VERSION, __version__
 from protocol.base.byte_size import byte_size
-from protocol.host.doctor import Finding, failure, ok, warning
+from protocol.command.doctor import Finding, failure, ok, warning
 from protocol.host.memory import GROUPS, PROC, read_memory
 
 _MADE_S: Final = 1_767_225_600.0

@@ -6,8 +6,8 @@ import socket
 import pytest
 
 from protocol.base.errors import Mismatch
-from protocol.host import system_journal
-from protocol.host.system_journal import Priority, SystemJournal, write_error
+from protocol.command import system_journal
+from protocol.command.system_journal import Priority, SystemJournal, write_error
 
 
 @pytest.fixture
