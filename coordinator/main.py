@@ -37,9 +37,10 @@ from coordinator.storage.copies import bring_back, check_no_run
 from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.tracking.trackers import check_trackers
 from coordinator.tracking.tracking import Tracking
+from protocol.base import limits
 from protocol.base.errors import ExitCode, SamestepError, StorageFailed, UsageError
 from protocol.base.place import is_directory
-from protocol.command.command_line import check_writable, end_on_signals
+from protocol.command.command_line import check_writable, end_on_signals, need_open_files
 from protocol.command.supervisor import Supervisor
 from protocol.command.system_journal import SystemJournal
 from protocol.exact.subnormals import check_subnormals
@@ -92,6 +93,7 @@ def main(options: CoordinatorOptions) -> int:
         SamestepError: The process cannot start.
     """
     check_subnormals("the coordinator")
+    need_open_files(limits.COORDINATOR_FILES)
     trackers = check_trackers(options.trackers)
     if options.address_file is not None:
         check_writable(options.address_file, "--address-file")

@@ -25,7 +25,7 @@ from worker.joining.trial_join import trial_join
 
 _LEAST_FREE_BYTES: Final = 5 * 1024 * limits.MIB
 _LEAST_MEMORY_BYTES: Final = 2 * 1024 * limits.MIB
-_FILES_NEEDED, _FILES_ENOUGH = 64, 256
+_FILES_ENOUGH = 256
 _NOT_FOUND: Final = "networks that drop multicast (many wireless ones) need the address"
 
 
@@ -58,7 +58,7 @@ def examine(plan: WorkerPlan) -> Iterator[Finding]:
     yield host_checks.release()
     yield from host_checks.packages(() if scripted else ("worker",), ("hf", "vulkan"))
     yield from _directories()
-    yield host_checks.open_files(_FILES_NEEDED, _FILES_ENOUGH)
+    yield host_checks.open_files(limits.WORKER_FILES, _FILES_ENOUGH)
     yield host_checks.memory(_LEAST_MEMORY_BYTES)
     yield host_checks.clock()
     if not scripted:

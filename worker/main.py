@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from protocol.base import limits
 from protocol.base.duty import Duty
 from protocol.base.errors import ExitCode
-from protocol.command.command_line import end_on_signals
+from protocol.command.command_line import end_on_signals, need_open_files
 from protocol.command.supervisor import Supervisor
 from protocol.command.system_journal import SystemJournal
 from protocol.command.torchrun import started_by_torchrun
@@ -67,6 +68,7 @@ def main(options: WorkerOptions) -> ExitCode:
         SamestepError: No coordinator answers, or it refused.
     """
     keep_freed_memory()
+    need_open_files(limits.WORKER_FILES)
     if started_by_torchrun():
         return _main_of_a_rank(options)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:

@@ -30,7 +30,6 @@ from protocol.wire.join_token import JoinToken
 
 _LEAST_FREE_BYTES: Final = 2048 * limits.MIB
 _LEAST_MEMORY_BYTES: Final = 1024 * limits.MIB
-_FILES_NEEDED: Final = 128
 _FILES_ENOUGH: Final = (
     limits.WORKERS + limits.UNAUTHENTICATED_CONNECTIONS + 256  # files of the run, readers of events
 )
@@ -69,7 +68,7 @@ def examine(plan: ServicePlan) -> Iterator[Finding]:
     yield from _runs(plan.directory)
     yield from workers_port(*plan.bind, _fingerprint(plan.home))
     yield from control_port(*plan.control)
-    yield host_checks.open_files(_FILES_NEEDED, _FILES_ENOUGH)
+    yield host_checks.open_files(limits.COORDINATOR_FILES, _FILES_ENOUGH)
     yield host_checks.memory(_LEAST_MEMORY_BYTES)
     yield host_checks.clock()
 

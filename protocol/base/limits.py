@@ -47,6 +47,9 @@ CONTROL_CONNECTIONS: Final = 64
 """To the control port, from this machine, those with the token among them."""
 RESERVED_FILES: Final = 64
 """Descriptors that no connection gets: without them nothing could be written any more."""
+COORDINATOR_FILES: Final = 2 * RESERVED_FILES
+WORKER_FILES: Final = 64
+"""With fewer descriptors each does not begin."""
 HEARTBEAT_INTERVAL_MS: Final = 1_000
 TICK_MS: Final = 100
 """How often leases are looked at."""

@@ -46,6 +46,28 @@ def end_when_interrupted(command: str) -> None:
         signal.signal(signal.SIGINT, end)
 
 
+def need_open_files(least: int) -> None:
+    """See that this process may have so many files and connections open; with fewer a connection
+    would wait for ever, and nobody be told.
+
+    Raises:
+        UsageError: It may not.
+    """
+    try:
+        import resource  # noqa: PLC0415 -- not for every system
+    except ImportError:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= least:
+        return
+    if hard != resource.RLIM_INFINITY and hard < least:
+        raise UsageError(
+            f"open files: expected a limit of {least} or more, got {hard}; ulimit -n 1024, or "
+            "LimitNOFILE=1024 in its unit"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (least, hard))
+
+
 def end_on_signals(drain: Callable[[], None], stop: Callable[[], None]) -> None:
     """In the running loop: the first SIGTERM or SIGINT drains, the second ends at once."""
     import asyncio  # noqa: PLC0415 -- before its import `end_when_interrupted` has to be called

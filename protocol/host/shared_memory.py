@@ -8,7 +8,6 @@ out its parts; all others are told where they lie.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import threading
@@ -18,13 +17,17 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+try:
+    import fcntl
+except ImportError:  # another system than Linux, which has no such memory either
+    fcntl = None  # type: ignore[assignment]
+
 from protocol.base.errors import OutOfPlace, SharedMemoryFull
 from protocol.host.memory import read_memory
 
 _SPAN_BYTES: Final = 1 << 40
 """Of addresses, not of memory."""
 _PAGE_BYTES: Final = mmap.PAGESIZE
-_LENGTH_STAYS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Extent(NamedTuple):
@@ -58,9 +61,14 @@ class SharedMemory:
     ) -> None:
         if fd is None:
             fd = os.memfd_create("samestep", os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING * sealed))
-            os.ftruncate(fd, _SPAN_BYTES)
+            try:
+                os.ftruncate(fd, _SPAN_BYTES)
+            except OSError:  # a limit of files, such as that of ulimit -f
+                os.close(fd)
+                raise
         if sealed:
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _LENGTH_STAYS)
+            stays = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, stays)
         self.fd = fd
         access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
         try:

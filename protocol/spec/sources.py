@@ -132,6 +132,11 @@ def text_source(source: str) -> Path:
             f"expected one {', '.join(TEXT_SUFFIXES)} file, got the directory {source!r} with "
             f"{there} in it; name the file: --set data.train={named}"
         )
+    if path.exists() and not path.is_file():
+        raise DataError(
+            f"expected a regular file at {source!r}, got a pipe or device; write what it holds to "
+            "a file"
+        )
     if not path.is_file():
         raise DataError(
             f"expected a data file at {source!r}, found none; name it: --set data.train=FILE"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
 import socket
 import struct
 from collections import deque
@@ -225,8 +226,10 @@ class Channel(asyncio.BufferedProtocol):
         # uvloop's transports have the methods but not the base class.
         transport = cast("asyncio.Transport", transport)
         self._transport = transport
-        lent_bytes = limits.LENT_COPIES_BYTES if self.connection.memory is not None else 0
-        transport.set_write_buffer_limits(high=limits.WRITE_HIGH_WATER_BYTES - lent_bytes)
+        high_bytes = limits.WRITE_HIGH_WATER_BYTES
+        if self.connection.memory is not None:
+            high_bytes -= min(limits.LENT_COPIES_BYTES, high_bytes // 2)
+        transport.set_write_buffer_limits(high=high_bytes)
         address = transport.get_extra_info("peername")
         self.peer = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "this machine"
         endpoint = transport.get_extra_info("socket")
@@ -266,9 +269,21 @@ class Channel(asyncio.BufferedProtocol):
         if memory is not None and (places := memory.unneeded(_MANY_PLACES)):
             self._return(places)
 
+    def _left(self) -> bool:
+        """Whether the peer has closed its end: to write to it would end the connection before what
+        it has said last, and why it leaves, is read."""
+        if self.connection.memory is None or self._transport is None:
+            return False  # over a network nothing is known of it
+        endpoint = self._transport.get_extra_info("socket")
+        if endpoint is None or endpoint.fileno() < 0:
+            return False
+        poll = select.poll()
+        poll.register(endpoint.fileno(), select.POLLHUP | select.POLLRDHUP)
+        return bool(poll.poll(0))
+
     def _return(self, places: tuple[int, ...]) -> None:
         """The peer may use this memory again."""
-        if self._transport is not None and not self._closing:
+        if self._transport is not None and not self._closing and not self._left():
             returned = self.connection.send(MemoryReturned(places=places))
             self._transport.writelines(returned.buffers)
 
@@ -315,7 +330,7 @@ class Channel(asyncio.BufferedProtocol):
     def _pump(self, *, force: bool = False) -> None:
         """Hand the transport what it may have now."""
         transport = self._transport
-        if transport is None:
+        if transport is None or self._left():
             return
         while self._writable or force:
             queue = self._urgent or self._queue

@@ -179,6 +179,7 @@ class Fetching:
         self._later: frozenset[str] = frozenset()
         self._waiting: list[tuple[frozenset[str], Compute | Evaluate | None]] = []
         self._places: Mapping[str, str] = {}
+        self._released: Compute | Evaluate | None = None
 
     @property
     def _known(self) -> BlobList:
@@ -269,12 +270,22 @@ class Fetching:
         """See `RunFiles.want`."""
         if self._over:
             return []
-        files = [file for source in self._known.sources for file in source.files]
-        known = {file.name: file.digest for file in files}
+        # Other roles may have files of the same name, which were fetched at once.
+        known = {
+            file.name: file.digest
+            for source in self._known.sources
+            for file in source.files
+            if is_fetched_later(self._spec, source.role, file.name)
+        }
         unknown = [name for name in names if name not in known]
         if unknown:
             return self._fail(DataError(f"the data have no file {unknown[0]!r}, which they list"))
-        self._waiting.append((frozenset(known[name] for name in names), waiting))
+        wanted = frozenset(known[name] for name in names)
+        if waiting is not None and not wanted & self._later:
+            if waiting == self._released:  # or it would be asked for, and come, for ever
+                return self._fail(DataError(f"the file {names[0]!r} has come, and is not found"))
+            self._released = waiting
+        self._waiting.append((wanted, waiting))
         return self._next_round()
 
     def _next_round(self) -> list[Action]:

@@ -61,7 +61,14 @@ class DeviceProcesses:
         self._tell = tell
         self._trace = trace
         self._module = module
-        self._memory = SharedMemory()
+        try:
+            self._memory = SharedMemory()
+        except OSError as error:
+            raise UsageError(
+                "several devices of one worker share memory: expected no limit of addresses and "
+                f"of a file's length, got {(error.strerror or str(error))!r}; ulimit -v unlimited, "
+                "ulimit -f unlimited, or start a worker for each device"
+            ) from error
         self._begun: list[_Process] = []
 
     def allocate(self, elements: int) -> Array:

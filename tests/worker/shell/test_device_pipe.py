@@ -3,6 +3,7 @@ while it writes is read."""
 
 from __future__ import annotations
 
+import errno
 import socket
 from typing import Any
 
@@ -10,13 +11,14 @@ import msgpack
 import numpy as np
 import pytest
 
-from protocol.base.errors import SharedMemoryFull
+from protocol.base.errors import SharedMemoryFull, UsageError
 from protocol.exact.tree import Node
 from protocol.host import shared_memory
 from protocol.host.shared_memory import SharedMemory
 from worker.logic import actions as act
 from worker.logic import events
 from worker.shell.device_pipe import Pipe, Reports, pack_order, pack_report, unpack_order
+from worker.shell.device_processes import DeviceProcesses
 
 NO_ARRAYS: Any = None
 PLACE, NODE = events.StepAttempt(3, 1, loss_scale=512.0), Node(0, 2)
@@ -69,3 +71,16 @@ def test_what_has_no_room_in_shared_memory_is_one_line_and_nothing_is_told(monke
 
 def _no_room(_, offset, size):
     raise SharedMemoryFull(offset + size, 0)
+
+
+@pytest.mark.parametrize("refused", ["ftruncate", "mmap"])
+def test_a_limit_of_what_a_host_s_devices_share_is_one_line(monkeypatch, refused):
+    """Those of ulimit -f and ulimit -v."""
+
+    def no(*_):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    where = shared_memory.mmap if refused == "mmap" else shared_memory.os
+    monkeypatch.setattr(where, refused, no)
+    with pytest.raises(UsageError, match="got 'Cannot allocate memory'; ulimit -v unlimited"):
+        DeviceProcesses({"a": None, "b": None}, "cpu", print)
