@@ -4,6 +4,8 @@ while it writes is read."""
 from __future__ import annotations
 
 import errno
+import mmap
+import os
 import socket
 from typing import Any
 
@@ -80,7 +82,6 @@ def test_a_limit_of_what_a_host_s_devices_share_is_one_line(monkeypatch, refused
     def no(*_):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    where = shared_memory.mmap if refused == "mmap" else shared_memory.os
-    monkeypatch.setattr(where, refused, no)
+    monkeypatch.setattr(mmap if refused == "mmap" else os, refused, no)
     with pytest.raises(UsageError, match="got 'Cannot allocate memory'; ulimit -v unlimited"):
         DeviceProcesses({"a": None, "b": None}, "cpu", print)
