@@ -67,7 +67,7 @@ def pytest_collection_finish():
 
 LONG = {"deploy", "end_to_end", "ranks"}
 """Folders of tests that wait for other processes."""
-MOST_STARTED = {"forked": 30, "anew": 2}
+MOST_STARTED = {"forked": 30, "anew": 3}
 """By one test that is not slow: what keeps a plain run within minutes, however the tests grow."""
 
 

@@ -28,6 +28,8 @@ from worker.models.tokens import Tokens, encode_each
 from worker.tasks.classify import data_digest, encoded
 
 SIZE: Final = 24 * MIB
+MOST: Final = 2 * SIZE // 3
+"""Of memory: held, the data would take more than their size."""
 ROWS: Final = SIZE // 4096
 WORDS: Final = "word " * 800
 
@@ -108,7 +110,7 @@ def test_conversations(tmp_path, form):
         turns = Turns.encode(Plain(), (found[n] for n in range(len(found))), 4096, 16)
     assert len(turns) == len(found) == ROWS
     assert found[7].messages[1].content == f"7 {WORDS}"
-    assert growth.peak_bytes < SIZE // 2
+    assert growth.peak_bytes < MOST
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv", "tsv"])
@@ -123,7 +125,7 @@ def test_labelled_text(tmp_path, form):
     assert (len(tokens), cut, len(train)) == (ROWS, 0, ROWS - round(ROWS * 0.2))
     assert found.texts[7] == f"7 {WORDS}".strip()
     assert found.labels[7] == 1
-    assert growth.peak_bytes < SIZE // 2
+    assert growth.peak_bytes < MOST
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv", "tsv", "parquet"])
@@ -142,7 +144,7 @@ def test_pairs(tmp_path, form):
     assert len(documents) == len(pairs) == len(found) == ROWS
     assert found[7].rejected.messages[-1].content == f"-7 {half}"
     assert len(pairs.pair(7)[0][0]) > 250
-    assert growth.peak_bytes < SIZE // 2
+    assert growth.peak_bytes < MOST
 
 
 def test_a_digest_of_labelled_text_is_that_of_its_json(tmp_path):
