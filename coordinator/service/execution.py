@@ -604,8 +604,15 @@ class Execution:
         self._news.clear()
 
     async def _digest_replica(self, upload: int) -> None:
-        """All chunks of an upload of state 0 are in the replica; maybe its sender has left."""
+        """All chunks of an upload of state 0 are in the replica; maybe its sender has left.
+
+        The run hears of it when its log has begun: without a place for it nothing starts.
+        """
         applied = await self._replica.digests()
+        try:
+            await self._storage.log_begun()
+        except SamestepError:
+            return  # whoever began it has heard of it
         actions = self.run.replica_loaded(upload, applied.state_digest)
         if self.run.has_state and self.applied is None:
             self.applied = applied

@@ -168,6 +168,14 @@ class RunStorage:
             )
         self._spawn("log", self._opened)
 
+    async def log_begun(self) -> None:
+        """Return once the log has begun.
+
+        Raises:
+            SamestepError: It cannot be; `begin_log` has led to the same error.
+        """
+        await self._do("log", self._opened)
+
     def append(self, place: ChunkPlace, values: Array) -> None:
         """Append a chunk of averages, which must not change until the step is committed."""
         self._appended.append((place, values))

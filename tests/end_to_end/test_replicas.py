@@ -134,10 +134,11 @@ async def test_a_task_of_the_users_own_with_replicas(tmp_path, monkeypatch):
     own, source = documented()
     (tmp_path / "my_package.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "my_package", raising=False)
     batch = {"samples": 8, "microbatch": 4}
-    await one_and_two_agree(tmp_path, {**own.model_dump(mode="json"), "batch": batch})
-    monkeypatch.delitem(sys.modules, "my_package")
+    try:
+        await one_and_two_agree(tmp_path, {**own.model_dump(mode="json"), "batch": batch})
+    finally:
+        sys.modules.pop("my_package", None)
 
 
 @pytest.mark.slow

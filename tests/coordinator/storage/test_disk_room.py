@@ -1,9 +1,13 @@
 """A run that cannot fit is refused before it begins, with the choice that fits."""
 
+import asyncio
 import shutil
+import threading
 
 import pytest
 
+from coordinator.service.replica_keeper import ReplicaKeeper
+from coordinator.storage import run_storage
 from coordinator.storage.disk_room import Needed, check_room
 from coordinator.storage.log.gradient_log import GradientLog
 from coordinator.storage.states.checkpoint import write_checkpoint
@@ -64,7 +68,20 @@ def test_the_choice_that_fits_is_named(tmp_path, monkeypatch, free, spec, remedy
     check_room(tmp_path, spec, MANIFEST)
 
 
-async def test_a_run_that_does_not_fit_never_begins(tmp_path):
+async def test_a_run_that_does_not_fit_never_begins(tmp_path, monkeypatch):
+    state_there, digests = threading.Event(), ReplicaKeeper.digests
+
+    async def told(self):
+        applied = await digests(self)
+        asyncio.get_running_loop().call_later(0.1, state_there.set)
+        return applied
+
+    def looked_late(*given):
+        assert state_there.wait(60)
+        check_room(*given)
+
+    monkeypatch.setattr(ReplicaKeeper, "digests", told)
+    monkeypatch.setattr(run_storage, "check_room", looked_late)
     spec = scripted_spec(
         steps=1000, scripted={"blocks": 3, "block_bytes": 8192, "samples": 64},
         checkpoint={"every": 500},
