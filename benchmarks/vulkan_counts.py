@@ -20,10 +20,10 @@ from backends.base.interface import Batch, Trainable
 from backends.wgpu.capture.capture import capture_step
 from backends.wgpu.lowering.lowered_plan import lowered_plan
 from backends.wgpu.lowering.lowering import Templates
-from backends.wgpu.lowering.narrow_base import BaseLayout
 from backends.wgpu.lowering.plan import Plan
 from backends.wgpu.shaders.dispatch import Shader
 from backends.wgpu.shaders.matmul import MatmulProblem, MatmulTraits, candidates, matmul_shader
+from backends.wgpu.weights.narrow_base import BaseLayout
 from benchmarks.machine import print_heading, print_table
 from benchmarks.shader_counts import Counts, counts_of
 from benchmarks.vulkan_steps import JOBS, Decoder, job_of

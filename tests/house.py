@@ -102,13 +102,18 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
     "backends.wgpu.capture": (
         "protocol.base", "backends.base", "backends.wgpu.graph", "backends.wgpu.shaders",
     ),
-    "backends.wgpu.lowering": (
+    "backends.wgpu.weights": (
         "protocol.base", "protocol.spec", "backends.base", "backends.wgpu.graph",
         "backends.wgpu.shaders", "backends.wgpu.capture",
     ),
+    "backends.wgpu.lowering": (
+        "protocol.base", "backends.wgpu.graph", "backends.wgpu.shaders", "backends.wgpu.capture",
+        "backends.wgpu.weights",
+    ),
     "backends.wgpu.device": (
         "protocol.base", "protocol.host", "backends.base", "backends.wgpu.graph",
-        "backends.wgpu.shaders", "backends.wgpu.capture", "backends.wgpu.lowering",
+        "backends.wgpu.shaders", "backends.wgpu.capture", "backends.wgpu.weights",
+        "backends.wgpu.lowering",
     ),
     "backends.wgpu.canonical": (
         "protocol.base", "protocol.host", "backends.wgpu.shaders", "backends.wgpu.lowering",
@@ -117,7 +122,8 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
     "backends.wgpu": (
         "protocol.base", "protocol.spec", "protocol.exact", "protocol.host", "backends.base",
         "backends.wgpu.graph", "backends.wgpu.shaders", "backends.wgpu.capture",
-        "backends.wgpu.lowering", "backends.wgpu.device", "backends.wgpu.canonical",
+        "backends.wgpu.weights", "backends.wgpu.lowering", "backends.wgpu.device",
+        "backends.wgpu.canonical",
     ),
     "backends": ("*",),
     "samestep.hf": ("protocol.base", "samestep"),

@@ -44,8 +44,8 @@ from backends.wgpu.lowering.estimate import (
 from backends.wgpu.lowering.lowered_plan import lowered_plan
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.lowering.plan import Plan
-from backends.wgpu.lowering.split_tables import split_tables
 from backends.wgpu.node_sum import added_on_device
+from backends.wgpu.weights.split_tables import split_tables
 from protocol.base.byte_size import byte_size
 from protocol.base.errors import DeviceError, SamestepError
 from protocol.exact.subnormals import subnormals_are_kept

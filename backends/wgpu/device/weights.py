@@ -12,8 +12,8 @@ from backends.wgpu.capture.substitution import named_tensors
 from backends.wgpu.device.packing import tensor_words
 from backends.wgpu.device.target import Buffer, ComputeTarget
 from backends.wgpu.graph.table_parts import RowPart, Tables, row_parts
-from backends.wgpu.lowering.host_copy import refuse_released, release
-from backends.wgpu.lowering.narrow_base import NarrowBase
+from backends.wgpu.weights.host_copy import refuse_released, release
+from backends.wgpu.weights.narrow_base import NarrowBase
 
 
 class Weights:

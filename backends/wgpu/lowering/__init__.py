@@ -1,4 +1,4 @@
 """From a graph to a plan: which values get a buffer, and the kernels that fill them.
 
-Imports `graph`, `shaders` and `capture`. Start with `lowering`.
+Imports `graph`, `shaders`, `capture` and `weights`. Start with `lowering`.
 """

@@ -14,8 +14,8 @@ from backends.wgpu.capture.capture import Capture
 from backends.wgpu.graph.opaque import CallsOfTrace
 from backends.wgpu.lowering.layer_kernels import LayerKernels, lower_layer
 from backends.wgpu.lowering.lowering import Templates, lower
-from backends.wgpu.lowering.narrow_base import BaseLayout, Forms
 from backends.wgpu.lowering.plan import Plan, make_plan
+from backends.wgpu.weights.narrow_base import BaseLayout, Forms
 
 
 def lowered_plan(

@@ -22,11 +22,11 @@ from backends.wgpu.lowering.estimate import estimate
 from backends.wgpu.lowering.fusion import ATTENTIONS
 from backends.wgpu.lowering.lowered_plan import lowered_plan
 from backends.wgpu.lowering.lowering import Templates
-from backends.wgpu.lowering.narrow_base import BaseLayout
 from backends.wgpu.program import VulkanProgram
 from backends.wgpu.shaders.attention_problem import AttentionProblem, AttentionSizes, View
 from backends.wgpu.shaders.attention_tiles import attention_shader
 from backends.wgpu.shaders.matmul import matmul_shader
+from backends.wgpu.weights.narrow_base import BaseLayout
 from tests.backends.wgpu.examples import examples
 from tests.backends.wgpu.on_device import Function, on_device
 from tests.backends.wgpu.small_models import (

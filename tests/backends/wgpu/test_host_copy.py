@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from backends.eager.eager import EagerBackend
-from backends.wgpu.lowering.host_copy import release
+from backends.wgpu.weights.host_copy import release
 from protocol.base.errors import SamestepError
 from tests.backends.wgpu.frozen_layers import (
     DEEP,

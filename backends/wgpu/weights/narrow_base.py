@@ -11,8 +11,8 @@ from backends.base.quantise import STORAGE, Quantised, dequantise, quantise, sto
 from backends.wgpu.capture.capture import Capture, Kind
 from backends.wgpu.graph.opaque import LAYER_FORWARD
 from backends.wgpu.graph.table_parts import Tables
-from backends.wgpu.lowering.host_copy import release
 from backends.wgpu.shaders.narrow import Narrow
+from backends.wgpu.weights.host_copy import release
 from protocol.spec.run_spec import BaseDtype
 
 Forms = tuple[Narrow | None, ...]
