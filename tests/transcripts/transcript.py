@@ -6,6 +6,7 @@ action a line, in order; the phase in brackets when it changes. `#` begins a rem
 
     run [workers=1] [steps=2] [evaluate_every=0] [parts=0] [exactness=prefer] [every=0] [disk=slow]
         [scale=8]             float16, with this scale of losses at first
+        [way=star|sharded]    sharded: members may average slices among themselves
     restart STEP [saved=0] [skipped=N] [signature=S] [state=S] [steps=2] [disk=slow] ...
                               a new coordinator, instead of `run`; `state` if it is known at once
     invite NAME [duty=evaluate]   a worker is connected and free
@@ -21,6 +22,18 @@ action a line, in order; the phase in brackets when it changes. `#` begins a rem
     replayed NAME                 it was sent the state, or the steps that it had missed
     behind NAME STEP              it reads too slowly: it is sent nothing from this step on
     result NAME PART [step=N]     a held-out part is evaluated
+    opens NAME [port=7000]        it listens for other members
+    links NAME PEER...            it reaches these members, all equally quickly
+    unlinks NAME PEER             not any more
+    sums OWNER NAME LO-HI [table=N]   of this worker's node all of the owner's slices is there
+    slice NAME SLICE [value=1] [told=VALUE] [of=A:0-2+B:2-4] [table=N]   an owner's average and
+                                  its word on it, of these workers' nodes
+    average NAME SLICE [value=1] [table=N]     the average alone
+    done OWNER SLICE [value=1] [of=...] [table=N]   the word alone
+    through NAME SLICE LO-HI      a slice's sum that goes to its owner by the coordinator
+    infinite OWNER SLICE LO-HI [of=NAME]   a sum, or (of nobody) all of them, is not finite
+    wants NAME STEP               slices of a committed step have not come
+    wrong NAME STEP SLICE OWNER   one of them came with another digest
     lost NAME, fails NAME, drains NAME, drain, halt, continue [skip=yes], give-up, save
     tick MS                       the time goes on until then
     durable STEP, saved STEP  what the disk answers; at once unless it is slow
@@ -41,9 +54,20 @@ from coordinator.run.outputs.restart import Resumption, Terms
 from coordinator.run.run import Run, RunPhase
 from protocol.base import limits
 from protocol.base.errors import RemoteProtocolError
+from protocol.exact.slice_merge import origin_document
+from protocol.exact.slices import slice_digest
+from protocol.exact.tree import Node
 from protocol.spec.manifest import Block, Manifest, Metric, TensorSpec
-from protocol.spec.run_spec import BatchSpec, CheckpointSpec, ModelSpec, OptimizerSpec, RunSpec
+from protocol.spec.run_spec import (
+    BatchSpec,
+    CheckpointSpec,
+    ExchangeSpec,
+    ModelSpec,
+    OptimizerSpec,
+    RunSpec,
+)
 from protocol.wire import messages as msg
+from protocol.wire.peers import OwnerTable, parse
 
 EPOCH = 1
 RUN_ID = "run-1"
@@ -100,6 +124,7 @@ class Stage:
         signature: str = "s",
         state: str = "",
         scale: str = "",
+        way: str = "star",
     ) -> None:
         spec = RunSpec(
             task="scripted",
@@ -109,6 +134,7 @@ class Stage:
             evaluate_every=int(evaluate_every),
             exactness=exactness,
             checkpoint=CheckpointSpec(every=int(every)),
+            exchange=ExchangeSpec.model_validate({"way": way}),
         )
         if scale:  # of a model, which is not there
             half = ModelSpec(source="m", precision="float16", loss_scale=float(scale))
@@ -132,7 +158,7 @@ class Stage:
                     signatures=(digest(signature),),
                 ),
             )  # fmt: skip
-        self.run = Run(RUN_ID, spec, EPOCH, int(workers), resumption)
+        self.run = Run(RUN_ID, spec, EPOCH, int(workers), resumption, secret=b"of the run")
         run = self.run
         self._commands: dict[str, Callable[..., Actions]] = {
             "invite": lambda name, duty="train": run.invite(name, evaluates=duty == "evaluate"),
@@ -146,6 +172,7 @@ class Stage:
             "applied": self._applied,
             "replica": lambda step, state="": run.replica_applied(int(step), digest(state or step)),
             "result": self._result,
+            **self._sliced_commands(),
             "lost": lambda name: run.lost(name, "the connection is over"),
             "fails": lambda name: run.lost(name, "the device failed: out of memory", failed=True),
             "drains": lambda name: run.receive(name, msg.Drain(), None),
@@ -162,6 +189,39 @@ class Stage:
             "unwritten": lambda: run.result_refused("the disk is full"),
             "full": lambda commit="": run.storage_failed(
                 "the disk is full", lost_commit=bool(commit)
+            ),
+        }
+
+    def _sliced_commands(self) -> dict[str, Callable[..., Actions]]:
+        hear = self.run.receive
+        of_run = {"run_id": RUN_ID}
+        return {
+            "opens": lambda name, port="7000": hear(
+                name, msg.DoorOpen(**of_run, port=int(port), fingerprint=bytes(32)), None
+            ),
+            "links": lambda name, *peers: [
+                action
+                for peer in peers
+                for action in hear(name, msg.Linked(**of_run, peer=peer, mbit=1000.0), None)
+            ],
+            "unlinks": lambda name, peer: hear(
+                name, msg.Unlinked(**of_run, peer=peer, reason="cut"), None
+            ),
+            "sums": self._sums,
+            "slice": self._slice,
+            "average": self._average,
+            "done": self._done,
+            "through": self._through,
+            "infinite": self._infinite,
+            "wants": lambda name, step: hear(
+                name, msg.SlicesWanted(**self._where(step=step, attempt="0")), None
+            ),
+            "wrong": lambda name, step, number, owner: hear(
+                name,
+                msg.WrongSlice(
+                    **self._where(step=step, attempt="0"), slice=int(number), owner=owner
+                ),
+                None,
             ),
         }
 
@@ -295,6 +355,55 @@ class Stage:
         message = msg.EvalResult(epoch=EPOCH, step=at, part=int(part), sums=sums)
         return self.run.receive(name, message, None)
 
+    def _of_table(self, table: str, **where: str) -> dict[str, int]:
+        settled = self.run.settled
+        assert settled is not None
+        return {**self._where(**where), "owners": int(table or settled.progress.mesh.number)}
+
+    def _sums(self, owner: str, name: str, node: str, table: str = "", **where: str) -> Actions:
+        lo, hi = _ends(node)
+        message = msg.SumsArrived(**self._of_table(table, **where), worker=name, lo=lo, hi=hi)
+        return self.run.receive(owner, message, None)
+
+    def _slice(
+        self, name: str, number: str, *, value: str = "1", told: str = "", of: str = "",
+        table: str = "", **where: str,
+    ) -> Actions:  # fmt: skip
+        came = self._average(name, number, value, table, **where)
+        return came + self._done(name, number, told or value, of, table, **where)
+
+    def _average(
+        self, name: str, number: str, value: str = "1", table: str = "", **where: str
+    ) -> Actions:
+        message = msg.SliceAverage(**self._of_table(table, **where), slice=int(number))
+        return self.run.receive(name, message, np.full(2, float(value), np.float32))
+
+    def _done(
+        self, name: str, number: str, value: str = "1", of: str = "", table: str = "", **where: str
+    ) -> Actions:
+        added = [part.partition(":") for part in of.split("+")] if of else []
+        origin = tuple((worker, Node(*_ends(node))) for worker, _, node in added)
+        message = msg.SliceDone(
+            **self._of_table(table, **where), slice=int(number),
+            digest=slice_digest(np.full(2, float(value), np.float32)),
+        )  # fmt: skip
+        return self.run.receive(name, message, origin_document(origin))
+
+    def _through(self, name: str, number: str, node: str, **where: str) -> Actions:
+        lo, hi = _ends(node)
+        message = msg.SliceSum(
+            **self._of_table("", **where), slice=int(number), worker=name, lo=lo, hi=hi,
+            weight=hi - lo,
+        )  # fmt: skip
+        return self.run.receive(name, message, np.full(2, float(hi - lo), np.float32))
+
+    def _infinite(self, owner: str, number: str, node: str, of: str = "", **where: str) -> Actions:
+        lo, hi = _ends(node)
+        message = msg.SumNotFinite(
+            **self._where(**where), slice=int(number), worker=of or None, lo=lo, hi=hi
+        )
+        return self.run.receive(owner, message, None)
+
     def _where(self, step: str = "", attempt: str = "") -> dict[str, int]:
         progress = self.run.progress
         now = progress.attempt if progress is not None else 0
@@ -312,6 +421,8 @@ def _ends(node: str) -> tuple[int, int]:
 
 def _text(action: act.Action) -> str:
     match action:
+        case act.Send(worker, msg.Owners() as message, bytes() as document):
+            return f"{worker} <- {_message(message)}: {_table(document)}"
         case act.Send(worker, message):
             return f"{worker} <- {_message(message)}"
         case act.Broadcast(message, body):
@@ -355,6 +466,12 @@ def _text(action: act.Action) -> str:
             return f"answer {worker} {_message(message)}"
         case act.SendAverages(worker, step):
             return f"send {worker} the averages of step {step}"
+
+
+def _table(document: bytes) -> str:
+    table = parse(OwnerTable, document)
+    owned = " ".join(f"{n}:{table.owner(n)}" for n in range(len(table.owners)))
+    return owned if table.scribe is None else f"{owned}, {table.scribe} writes"
 
 
 def _message(message: msg.Message) -> str:

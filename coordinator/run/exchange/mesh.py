@@ -166,7 +166,6 @@ class Mesh:
         self.reason = self._why_star(members, speeds, shares, active)
         if self.reason:
             return self._set(None)
-        self.reason = f"sharded over {len(members)} members"
         return self._set(self._table_of(members, shares))
 
     def without(self, gone: Collection[str]) -> OwnerTable | None:
@@ -219,6 +218,9 @@ class Mesh:
         return {name: round(count / self._grid.count, 3) for name, count in counts.items()}
 
     def _set(self, table: OwnerTable | None) -> OwnerTable | None:
+        if table is not None:
+            owning, linked = len({*table.owners}), len(table.members)
+            self.reason = f"sharded: {owning} of {linked} linked members own slices"
         if table != self.table:
             self.table = table
             self.number += table is not None

@@ -243,7 +243,8 @@ class Round:
         self.begun = True
         share = self.shares.setdefault(worker, Share())
         share.nodes.extend(nodes)
-        everything = (1 << (self._loss_bit + 1)) - 1
+        loss = 1 << self._loss_bit
+        everything = loss | (loss - 1 if self.sliced is None else self.sliced.owed_to)
         share.owed.update(dict.fromkeys(nodes, everything))
 
     def payload(
@@ -375,11 +376,14 @@ class Round:
         """Slices have other owners from now on: workers owe those what they have sent to others."""
         assert self.sliced is not None
         gaining = self.sliced.reown(number, table)
-        bits = sum(1 << self.sliced.bits[name] for name in gaining)
+        anew = sum(1 << self.sliced.bits[name] for name in gaining)
+        owing = self.sliced.owed_to | 1 << self._loss_bit
         for share in self.shares.values():
-            for node in share.nodes:
-                if bits and node not in share.dropped:
-                    share.owed[node] = share.owed.get(node, 0) | bits
+            share.owed = {
+                node: bits
+                for node in dict.fromkeys([*share.owed, *share.nodes])
+                if node not in share.dropped and (bits := share.owed.get(node, 0) & owing | anew)
+            }
 
     def _sliced(self, message: Message) -> SlicedSums:
         if self.sliced is None:

@@ -96,6 +96,11 @@ class SlicedSums:
         return gaining
 
     @property
+    def owed_to(self) -> int:
+        """The bits of all that own anything: sums are owed to them, and to nobody else."""
+        return sum(1 << self.bits[self.table.members[owner]] for owner in {*self.table.owners})
+
+    @property
     def owners(self) -> set[str]:
         """Whose averages are still to come."""
         return {self.table.owner(each) for slices in self._open.values() for each in slices}

@@ -84,7 +84,8 @@ async def test_what_it_takes_of_the_coordinator_does_not_grow_with_the_workers(t
                 scripted={"blocks": 2, "block_bytes": block_bytes, "samples": 64},
             )  # fmt: skip
             live.service.submit(run)
-            await live.wait_for("owners", reason=f"sharded over {workers} members")
+            told = f"sharded: {workers} of {workers} linked members own slices"
+            await live.wait_for("owners", reason=told)
             assert live.service.current is not None
             begun = live.service.current.run.step
             await live.wait_for("committed", step=begun)
