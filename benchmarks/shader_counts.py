@@ -117,49 +117,60 @@ def counts_of(shader: Shader, grid: tuple[int, int, int]) -> Counts:
 
 @cache
 def _one_workgroup(source: str, number: int) -> Counts:
-    module = read_module(_CALL.sub(r"let done = \1(", _FINISH.sub(_RETURNING, source)))
-    run = _Run(module, number)
+    module = read_kernel(source)
+    run = Run(module, (number, 0, 0))
     run.block(module.body)
     return run.counts
+
+
+def read_kernel(source: str) -> Module:
+    """The kernel as a tree.
+
+    Raises:
+        NotRead: It has what is not known.
+    """
+    return read_module(_CALL.sub(r"let done = \1(", _FINISH.sub(_RETURNING, source)))
 
 
 class _Returned(Exception):
     """A function has its value."""
 
 
-class _Run:
-    def __init__(self, module: Module, number: int) -> None:
+class Run:
+    """Of one workgroup: `group` of the grid."""
+
+    def __init__(self, module: Module, group: tuple[int, int, int]) -> None:
         self.module = module
         self.counts = Counts()
         self._functions = {each.name: each for each in module.functions}
         lanes = np.arange(module.workgroup, dtype=np.int64)
         zero = np.zeros_like(lanes)
-        group = (zero + number, zero, zero)
         given: dict[str, Any] = {
-            "workgroup_id": group,
+            "workgroup_id": tuple(zero + place for place in group),
             "local_invocation_id": (lanes, zero, zero),
-            "global_invocation_id": (lanes + number * module.workgroup, zero, zero),
+            "global_invocation_id": (lanes + group[0] * module.workgroup, zero, zero),
             "num_workgroups": (zero + 1, zero + 1, zero + 1),
             "local_invocation_index": lanes,
         }
         self._values: dict[str, Any] = {
             name: given.get(built_in) for name, built_in in module.inputs.items()
         }
-        self._here = np.ones(module.workgroup, dtype=bool)
+        self.here = np.ones(module.workgroup, dtype=bool)
         self._result: Known = None
         self._last_round = Counts()
 
     def block(self, body: Sequence[Statement]) -> None:
+        """Statements, in order."""
         for statement in body:
-            if self._here.any():
-                self._statement(statement)
+            if self.here.any():
+                self.statement(statement)
 
-    def _statement(self, statement: Statement) -> None:
+    def statement(self, statement: Statement) -> None:
         match statement:
             case Declare(name, _, value):
                 self._values[name] = None if value is None else self._of(value)
             case Assignment(target, value):
-                self._assign(target, self._of(value))
+                self.assign(target, self._of(value))
             case If(condition, then, otherwise):
                 self._if(self._of(condition), then, otherwise)
             case For():
@@ -172,13 +183,13 @@ class _Run:
                 if value is not None:
                     self._result = self._of(value)
                     raise _Returned
-                self._here = np.zeros_like(self._here)
+                self.here = np.zeros_like(self.here)
 
-    def _assign(self, target: Expression, value: Known) -> None:
+    def assign(self, target: Expression, value: Known) -> None:
         if isinstance(target, Name):
             before = self._values.get(target.name)
-            if value is not None and before is not None and not self._here.all():
-                value = np.where(self._here, value, before)
+            if value is not None and before is not None and not self.here.all():
+                value = np.where(self.here, value, before)
             self._values[target.name] = value
         else:
             self._of(target)  # an element: counted like a read
@@ -186,23 +197,23 @@ class _Run:
     def _if(
         self, condition: Known, then: Sequence[Statement], otherwise: Sequence[Statement]
     ) -> None:
-        before = self._here
+        before = self.here
         if condition is None:
             self.block(then)
-            self._here = before
+            self.here = before
             return
         found = []
         for chosen, body in ((condition != 0, then), (condition == 0, otherwise)):
-            self._here = before & chosen
-            if self._here.any():
+            self.here = before & chosen
+            if self.here.any():
                 self.block(body)
-            found.append(self._here)
-        self._here = found[0] | found[1]
+            found.append(self.here)
+        self.here = found[0] | found[1]
 
     def _for(self, loop: For) -> None:
-        before = self._here
+        before = self.here
         if loop.first is not None:
-            self._statement(loop.first)
+            self.statement(loop.first)
         for round_ in itertools.count():
             if round_ == _LIKE_ROUNDS:
                 self._skip_to_the_last(loop)
@@ -211,18 +222,18 @@ class _Run:
             if goes_on is None:
                 self.block(loop.body)
                 break
-            self._here = self._here & (goes_on != 0)
-            if not self._here.any():
+            self.here = self.here & (goes_on != 0)
+            if not self.here.any():
                 break
             self.block(loop.body)
             if loop.step is not None:
-                self._statement(loop.step)
+                self.statement(loop.step)
             self._last_round = Counts(
                 self.counts.barriers - counted.barriers,
                 self.counts.bytes_moved - counted.bytes_moved,
                 self.counts.accesses - counted.accesses, self.counts.served - counted.served,
             )  # fmt: skip
-        self._here = before
+        self.here = before
 
     def _skip_to_the_last(self, loop: For) -> None:
         """Count all rounds but that like the one before, if all invocations have as many."""
@@ -230,11 +241,11 @@ class _Run:
             return
         places = [self._values[loop.first.name]]
         goes_on = self._of(loop.condition)
-        while goes_on is not None and goes_on[self._here].all():
-            self._statement(loop.step)
+        while goes_on is not None and goes_on[self.here].all():
+            self.statement(loop.step)
             places.append(self._values[loop.first.name])
             goes_on = self._of(loop.condition)
-        alike = goes_on is not None and not goes_on[self._here].any() and len(places) > 1
+        alike = goes_on is not None and not goes_on[self.here].any() and len(places) > 1
         self._values[loop.first.name] = places[-2] if alike else places[0]
         if alike:
             self.counts += self._last_round.times(len(places) - 2)
@@ -243,7 +254,7 @@ class _Run:
         match given:
             case Literal(value, kind):
                 whole = kind in {"u32", "i32", "int", "bool"}
-                return np.full(len(self._here), int(value), np.int64) if whole else None
+                return np.full(len(self.here), int(value), np.int64) if whole else None
             case Name(name):
                 return self._values.get(name)
             case Unary(sign, of):
@@ -290,18 +301,18 @@ class _Run:
 
     def _element(self, of: Expression, at: Known) -> None:
         if isinstance(of, Name) and of.name in self.module.arrays:
-            self._count(self.module.arrays[of.name], at)
+            self.count(self.module.arrays[of.name], at)
         else:
             self._of(of)
 
-    def _count(self, array: Array, at: Known) -> None:
+    def count(self, array: Array, at: Known) -> None:
         nbytes = _WORD_BYTES * size_of(array.element) * (2 if array.element == "u64" else 1)
         if array.binding >= 0:
-            here = int(self._here.sum()) if at is None else len(np.unique(at[self._here]))
+            here = int(self.here.sum()) if at is None else len(np.unique(at[self.here]))
             moved = self.counts.bytes_moved + here * nbytes
             self.counts = replace(self.counts, bytes_moved=moved)
             return
-        least, most = _served(at, self._here, nbytes)
+        least, most = _served(at, self.here, nbytes)
         self.counts += Counts(accesses=least, served=most)
 
 

@@ -60,7 +60,7 @@ class CanonicalDevice:
     def _canonical(self, shader: Shader) -> tuple[Shader, bool]:
         if shader.source not in self._written:
             text, needs_zero = canonical_wgsl(shader.source, self.convention)
-            made = Shader(text, shader.bindings + needs_zero)
+            made = Shader(text, shader.bindings + needs_zero, in_bounds=shader.in_bounds)
             self._written[shader.source] = made, needs_zero
         return self._written[shader.source]
 

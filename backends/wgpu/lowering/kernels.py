@@ -178,7 +178,8 @@ class Emitter:
                 text.lines.append(f"e{len(written)}[i] = {stored(value, node)};")
                 written.append(node)
         types = tuple(held_type(node) for node in written)
-        finish = Epilogue(*text.declared(), types, "\n".join(text.lines), product in wanted)
+        body, stores = "\n".join(text.lines), product in wanted
+        finish = Epilogue(*text.declared(), types, body, stores, text.looks_up)
         (problem,) = self._problems(product)
         shader, grid = self.matmul(replace(problem, finish=finish))
         a, b = (self._operand(each)[1] for each in next(factors(product))[:2])

@@ -25,11 +25,14 @@ class Shader:
         source: The module; its storage buffers are `@group(0) @binding(i)`.
         bindings: How many there are. Binding i is the i-th buffer of a dispatch.
         writes: How many of them, the last ones, are outputs (read_write).
+        in_bounds: Whether its text alone shows that every index lies in its array and every loop
+            ends, whatever the buffers hold. Then a device adds no checks of its own.
     """
 
     source: str
     bindings: int
     writes: int = 1
+    in_bounds: bool = False
 
     @property
     def module(self) -> str:

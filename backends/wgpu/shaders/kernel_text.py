@@ -46,6 +46,7 @@ class KernelText:
         lines: Statements, in order.
         buffers: What is read, by binding.
         registers: Values that the kernel has: at which linear index, and their expressions.
+        looks_up: Whether an index is a number that a buffer holds.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class KernelText:
         self.lines: list[str] = []
         self.buffers: dict[fx.Node, str] = {}
         self.registers: dict[fx.Node, tuple[str, str]] = {}
+        self.looks_up = False
         self._rules = rules
         self._in_memory = buffers
         self._folded = folded
@@ -107,6 +109,7 @@ class KernelText:
             from_end: Whether negative ones count from the end, or are no places.
         """
         assert isinstance(node, fx.Node)
+        self.looks_up = True
         value = self.element(node, broadcast(coordinates, shape_of(node)), "i32")
         if from_end:
             value = self.let(f"select({value}, {value} + {size}, {value} < 0)")
@@ -137,7 +140,9 @@ class KernelText:
             if str(linear(sized)) != place:
                 raise ReadElsewhere
             return self.let(value)
-        if form_of(node) is not None:
+        form = form_of(node)
+        if form is not None:
+            self.looks_up |= form.looks_up
             return self.let(f"{self.buffer(node)}_at({linear(sized)})")
         read = f"{self.buffer(node)}[{linear(sized)}]"
         read = f"f32({read})" if is_half(node) else read

@@ -66,6 +66,7 @@ class Epilogue:
         writes: WGSL types of what is written, `e0`, `e1` and so on.
         body: WGSL over `i`, the output's place, and `product`, its value.
         stored: Whether the output itself is stored as well.
+        looks_up: Whether an index is a number that a buffer holds.
     """
 
     bindings: tuple[str, ...]
@@ -73,6 +74,7 @@ class Epilogue:
     writes: tuple[str, ...]
     body: str
     stored: bool
+    looks_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,9 @@ Workgroup memory has 32 banks of 4 bytes, and serves the vec4 of eight neighbour
 in different ones. So the rows of a tile are an odd number of vec4 long, neighbours store two blocks
 along k and four along the other dimension, and the columns of an invocation lie as far apart as
 those of all its neighbours reach. `benchmarks.vulkan_counts` counts what is served twice.
+
+What is read past an operand's end is its last row instead, what lies past the output's is not
+stored: an index depends on sizes and the invocation alone, and is in bounds.
 """
 
 from __future__ import annotations
@@ -114,7 +117,9 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_index) me
     finish = problem.finish
     reads = 2 + (len(finish.bindings) if finish else 0)
     writes = len(finish.writes) + finish.stored if finish else 1
-    return Shader(source, reads + writes, writes), (across, down, problem.batch)
+    looks_up = finish is not None and finish.looks_up
+    in_bounds = not (looks_up or (problem.b_form is not None and problem.b_form.looks_up))
+    return Shader(source, reads + writes, writes, in_bounds), (across, down, problem.batch)
 
 
 def _bindings(problem: MatmulProblem, element: str) -> str:

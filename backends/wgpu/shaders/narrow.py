@@ -45,6 +45,11 @@ class Narrow:
         words = rows * columns * BITS[storage] // 32
         return Narrow(held, group_of(columns, storage), words)
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether a number that the buffer holds is the index of a table."""
+        return self.storage == "nf4"
+
     def one(self, function: str, buffer: str) -> str:
         """WGSL of `function(i: u32) -> f32`, element i."""
         per, value = _ONE[self.storage]
@@ -64,7 +69,7 @@ class Narrow:
         )
 
     def _table(self, function: str) -> str:
-        if self.storage != "nf4":
+        if not self.looks_up:
             return ""
         values = ", ".join(repr(float(value)) for value in NF4)
         return f"var<private> {function}_nf4 = array<f32, 16>({values});\n"

@@ -145,7 +145,8 @@ def side_by_side(
         "@builtin(local_invocation_index) invocation: u32) {"
     )
     source = "\n".join([*lines, entry, f"let which = {which};", *bodies, "}\n"])
-    return Shader(source, count, writes), whole
+    in_bounds = all(shader.in_bounds for shader, _ in shaders)
+    return Shader(source, count, writes, in_bounds), whole
 
 
 def _builtins(part: _Parts, grid: Grid) -> list[str]:

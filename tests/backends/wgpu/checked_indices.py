@@ -1,0 +1,93 @@
+"""Runs workgroups of a kernel with whole numbers alone, and watches every access to an array.
+
+An index must be known from sizes and the invocation, and lie in its array. Between two barriers no
+invocation may read what another writes, nor two write the same; and all must come to a barrier. On
+software Vulkan, where invocations go in step, none of that would show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from backends.wgpu.canonical.tree import Array, Barrier, Expression, Name, Statement, size_of
+from backends.wgpu.device.device import BUFFER_ALIGNMENT_BYTES
+from backends.wgpu.shaders.dispatch import Shader
+from benchmarks.shader_counts import Known, Run, read_kernel
+
+_NOBODY, _SEVERAL = -1, -2
+
+
+def assert_right_accesses(
+    shader: Shader, grid: tuple[int, int, int], nbytes: Sequence[int]
+) -> None:
+    """Of the first and the last workgroup.
+
+    Args:
+        shader: A kernel of floats of 32 bits.
+        grid: Its workgroups.
+        nbytes: Of each binding.
+    """
+    module = read_kernel(shader.source)
+    assert len(nbytes) == shader.bindings
+    held = [-(-size // BUFFER_ALIGNMENT_BYTES) * BUFFER_ALIGNMENT_BYTES for size in nbytes]
+    x, y, z = grid
+    for group in {(0, 0, 0), (x - 1, y - 1, z - 1)}:
+        _Watched(module, group, held).block(module.body)
+
+
+class _Watched(Run):
+    def __init__(self, module: Any, group: tuple[int, int, int], nbytes: Sequence[int]) -> None:
+        super().__init__(module, group)
+        self._nbytes = nbytes
+        self._writes = False
+        self._read_by: dict[str, Any] = {}
+        self._written_by: dict[str, Any] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        for array in self.module.arrays.values():
+            if array.binding < 0:
+                self._read_by[array.name] = np.full(array.elements, _NOBODY)
+                self._written_by[array.name] = np.full(array.elements, _NOBODY)
+
+    def statement(self, statement: Statement) -> None:
+        if isinstance(statement, Barrier):
+            assert self.here.all(), "a barrier that not all come to"
+            self._forget()
+        super().statement(statement)
+
+    def assign(self, target: Expression, value: Known) -> None:
+        self._writes = not isinstance(target, Name)
+        super().assign(target, value)
+        self._writes = False
+
+    def count(self, array: Array, at: Known) -> None:
+        assert at is not None, f"an index of {array.name} depends on what a buffer holds"
+        places, lanes = at[self.here], np.flatnonzero(self.here)
+        there = array.elements
+        if array.binding >= 0:
+            there = self._nbytes[array.binding] // (4 * size_of(array.element))
+        assert places.min() >= 0
+        assert places.max() < there, f"{array.name}[{places.max()}] of {there}"
+        if array.binding < 0:
+            self._races(array.name, places, lanes)
+        super().count(array, at)
+
+    def _races(self, name: str, places: Any, lanes: Any) -> None:
+        read, written = self._read_by[name], self._written_by[name]
+        others = written[places]
+        assert ((others == _NOBODY) | (others == lanes)).all(), f"{name} was written by another"
+        if self._writes:
+            others = read[places]
+            assert ((others == _NOBODY) | (others == lanes)).all(), f"{name} is still read"
+            assert len(np.unique(places)) == len(places), f"{name} is written twice"
+            written[places] = lanes
+            return
+        before = read[places]
+        one = np.where((before == _NOBODY) | (before == lanes), lanes, _SEVERAL)
+        read[places] = one
+        again = read[places]
+        read[places[again != lanes]] = _SEVERAL
