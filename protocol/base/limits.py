@@ -68,9 +68,14 @@ WRITE_HIGH_WATER_BYTES: Final = 8 * MIB
 LENT_COPIES_BYTES: Final = 4 * MIB
 """Of that, where the peer reads in memory which both map: copies that lie there for it. Beyond them
 it reads from the socket as fast as it can."""
-LENT_AVERAGES_BYTES: Final = 8 * MIB
-"""Of averages that are made where such peers read them, and of room there that nobody uses: with
-more a checkpoint would find no room."""
+LENT_SUMS_BYTES: Final = 16 * MIB
+"""The same of a worker's sums, which wait in its memory anyway until they are read."""
+LENT_AVERAGES_BYTES: Final = 32 * MIB
+"""Of averages that are made where such peers read them, and of room there that nobody uses."""
+LENT_MAPPED_BYTES: Final = 16 * MIB
+"""Of a peer's memory that stays mapped once it was read: what it sends comes to lie at the same
+places again, and to map them anew takes longer than to read them. What is beyond counts for the
+reader only as long as it reads."""
 SEND_AHEAD_BYTES: Final = BODY_BYTES
 """What waits behind that when more of a state or of the log is sent to a worker."""
 REPLAY_BYTES: Final = 64 * MIB

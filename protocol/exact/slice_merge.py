@@ -104,7 +104,10 @@ class SliceMerge:
         """
         if self.covers(node):
             return False
-        if not is_finite(values):  # once it is in a sum nobody can tell whose it was
+        # Once it is in a sum nobody can tell whose it was. What is the whole sum by itself shows in
+        # its average, but for one without weight.
+        alone = weight > 0 and node == root(self._microbatches)
+        if not (alone or is_finite(values)):
             return Infinite(worker, node)
         self._weights.put(node, weight)
         self._origins.put(node, ((worker, node),))
@@ -118,7 +121,8 @@ class SliceMerge:
         projected(out, self._exchange.averages)
         # A small weight can make an average overflow where the sum did not.
         if not (math.isfinite(total_weight) and is_finite(out)):
-            return Infinite(None, root(self._microbatches))
+            whose = worker if alone and not is_finite(values) else None
+            return Infinite(whose, root(self._microbatches))
         self.done, self.origin = True, self._origins.total or ()
         self._begin()  # the sum's memory goes now: it may be as large as the model
         return True

@@ -29,9 +29,6 @@ from protocol.host.shared_memory import Extent, SharedMemory
 Bytes = NDArray[np.uint8]
 LEAST_BYTES: Final = 32 * 1024
 """What is shorter goes through the socket: that takes less than to say where it lies."""
-_LARGE_BYTES: Final = 512 << 10
-"""Such a part counts as this process's memory only as long as it is read. Smaller ones come again
-and again at the same place, and it takes longer to map them anew than to have them counted."""
 _MOST_PLACES: Final = 64
 """That are told at once to be needed no more."""
 
@@ -55,12 +52,16 @@ class LentMemory:
     Args:
         own: Where this side puts what it sends.
         other: Where the other side does.
+        most_copied_bytes: So much of what was copied there may wait to be read.
     """
 
-    def __init__(self, own: SharedMemory, other: SharedMemory) -> None:
+    def __init__(self, own: SharedMemory, other: SharedMemory, most_copied_bytes: int) -> None:
         self.least_bytes = LEAST_BYTES
         self._own = own
         self._other = other
+        self._most_copied_bytes = most_copied_bytes
+        self._mapped: dict[int, int] = {}
+        self._mapped_bytes = 0
         self._copied_bytes = 0
         self._lent: dict[int, Bytes] = {}
         self._times: Counter[int] = Counter()
@@ -73,7 +74,7 @@ class LentMemory:
         Raises:
             SharedMemoryFull: There is no room.
         """
-        if self._copied_bytes + len(raw) > limits.LENT_COPIES_BYTES:
+        if self._copied_bytes + len(raw) > self._most_copied_bytes:
             return None
         self._copied_bytes += len(raw)
         place = self._own.put(np.frombuffer(raw, np.uint8))
@@ -117,9 +118,19 @@ class LentMemory:
         return self._other.leased(place, self._read, np.uint8)
 
     def _read(self, place: Extent) -> None:
-        if place.length >= _LARGE_BYTES:
+        if not self._stays_mapped(place):
             self._other.forget(place)
         self._unneeded.append(place)
+
+    def _stays_mapped(self, place: Extent) -> bool:
+        more = place.length - self._mapped.get(place.offset, 0)
+        if more <= 0:
+            return True
+        if self._mapped_bytes + more > limits.LENT_MAPPED_BYTES:
+            return False
+        self._mapped[place.offset] = place.length
+        self._mapped_bytes += more
+        return True
 
     def unneeded(self, at_least: int = 1) -> tuple[int, ...]:
         """What was borrowed and is needed no more, if that is so many places."""
@@ -148,7 +159,8 @@ class Lender:
             OSError: There are no more descriptors.
         """
         theirs = SharedMemory(sealed=True)
-        return LentMemory(self._own, theirs), [self._readable, theirs.fd]
+        memory = LentMemory(self._own, theirs, limits.LENT_COPIES_BYTES)
+        return memory, [self._readable, theirs.fd]
 
     def allocate(self, elements: int) -> NDArray[np.float32] | None:
         """Flat float32 that is lent without a copy; None if there is much of that already.
@@ -194,6 +206,6 @@ def borrowed(descriptors: list[int]) -> LentMemory | None:
         raise
     other.close()
     own = SharedMemory(writable)
-    memory = LentMemory(own, other)
+    memory = LentMemory(own, other, limits.LENT_SUMS_BYTES)
     finalize(memory, own.close)
     return memory

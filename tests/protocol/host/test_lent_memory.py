@@ -6,16 +6,18 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from protocol.base import limits
 from protocol.base.errors import OutOfPlace
 from protocol.command.own_command import own_environment
 from protocol.host.lent_memory import Lender, LentMemory, borrowed
 
 HALF_BYTES = 2 << 20
-"""Of what may wait."""
+"""Of what may be copied there by the side that listens."""
 
 
 @pytest.fixture
@@ -137,17 +139,21 @@ def test_of_one_that_is_killed_while_it_writes_what_it_has_told_stays(sides):
 
 def test_only_so_many_averages_are_made_there(sides):
     lender, _, _ = sides
-    averages = [lender.allocate(1 << 19) for _ in range(5)]
+    averages = [lender.allocate(1 << 21) for _ in range(5)]
     assert [each is None for each in averages] == [False] * 4 + [True]
     del averages
     gc.collect()
-    assert lender.allocate(1 << 21) is not None
+    assert lender.allocate(1 << 23) is not None
 
 
 def test_only_so_much_waits_there_at_once(sides):
+    """More of a worker's sums than of what the coordinator copies."""
     _, listens, dials = sides
     raw = memoryview(bytes(HALF_BYTES))
-    places = [lent(dials, raw) for _ in range(2)]
+    told = [lent(listens, raw) for _ in range(2)]
+    assert listens.copy(raw) is None
+    assert len(told) == 2
+    places = [lent(dials, raw) for _ in range(8)]
     assert dials.copy(raw) is None
     body = listens.borrow(places[0], HALF_BYTES)
     assert not body.any()
@@ -155,6 +161,31 @@ def test_only_so_much_waits_there_at_once(sides):
     gc.collect()
     dials.returned(listens.unneeded())
     assert dials.copy(raw) is not None
+
+
+def mapped_bytes(fd: int) -> list[int]:
+    """What is in memory of each mapping of a file of memory in this process."""
+    inode = str(os.fstat(fd).st_ino)
+    found: list[int] = []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        key, *words = line.split()
+        if "-" in key:
+            ours = len(words) >= 5 and words[3] == inode
+        elif ours and key == "Rss:":
+            found.append(int(words[0]) << 10)
+    return found
+
+
+def test_only_so_much_of_what_was_read_stays_mapped(sides, monkeypatch):
+    monkeypatch.setattr(limits, "LENT_MAPPED_BYTES", HALF_BYTES)
+    lender, listens, dials = sides
+    places = [listens.lend(listens.copy(memoryview(bytes(HALF_BYTES)))) for _ in range(2)]
+    before = sum(mapped_bytes(lender._own.fd))
+    for _ in range(2):
+        for place in places:
+            dials.borrow(place, HALF_BYTES).max()
+            gc.collect()
+    assert sum(mapped_bytes(lender._own.fd)) - before == HALF_BYTES
 
 
 def test_memory_that_nobody_uses_goes_back_to_the_system(sides):

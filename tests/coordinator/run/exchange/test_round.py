@@ -315,6 +315,19 @@ def test_weights_that_make_no_finite_average_are_named(small):
     assert fault == NonFinite(None, "one", Node(0, 4))
 
 
+@pytest.mark.parametrize(
+    ("value", "small", "whose"),
+    [(np.nan, 1, "ann"), (-np.inf, 1, "ann"), (np.nan, 0, "ann"), (3e38, 1e-3, None)],
+)
+def test_a_bad_sum_of_an_only_worker_is_its_own_and_what_averaging_makes_is_not(
+    value, small, whose
+):
+    round_ = Round(BLOCKS, 4, 1, 0, 0)
+    round_.assign("ann", (Node(0, 4),))
+    fault = round_.payload("ann", payload(Node(0, 4), 0, 0, weight_=small), np.full(4, value, "f4"))
+    assert fault == NonFinite(whose, "one", Node(0, 4))
+
+
 def test_late_duplicates_change_nothing_and_do_not_halt():
     round_ = two_workers()
     deliver(round_, "ann", Node(0, 2))
