@@ -75,7 +75,7 @@ from protocol.exact.codecs import unpacked
 from protocol.exact.update import Array
 from protocol.host.machine import Machine
 from protocol.host.trace import Tracer, now_us
-from protocol.spec.manifest import Manifest
+from protocol.spec.manifest import Block, Manifest
 from protocol.wire.connection import Received, codec_of, encode
 from protocol.wire.messages import (
     AveragedGradient,
@@ -215,15 +215,22 @@ class Execution:
                 case "bytes":
                     body = raw
                 case _:
+                    if session.channel.connection.blocks is not self._blocks:
+                        return  # it was checked by an earlier run's manifest, and is of that run
                     body = self._values(message, raw)
         self._trace_payload(session.name, message)
         self._handle(lambda: self.run.receive(session.name, message, body))
         if isinstance(message, Boundary) and not self._storage.boundary_room.is_set():
             session.channel.pause()
             self._spawn(self._read_on(session.channel))
-        if isinstance(message, Ready) and self.run.manifest is not None:
-            session.channel.connection.blocks = self.run.manifest.blocks
+        if isinstance(message, Ready) and self._blocks is not None:
+            session.channel.connection.blocks = self._blocks
             session.channel.connection.exchange = self._exchange
+
+    @property
+    def _blocks(self) -> tuple[Block, ...] | None:
+        manifest = self.run.manifest
+        return manifest.blocks if manifest is not None else None
 
     async def _read_on(self, channel: Channel) -> None:
         try:

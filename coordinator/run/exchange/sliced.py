@@ -62,6 +62,7 @@ class SlicedSums:
     ) -> None:  # fmt: skip
         self.number = number
         self.table = table
+        self._tables = [table]
         self.bits = {name: bit for bit, name in enumerate(table.members)}
         self.ways: set[Origin] = set()
         self._blocks = blocks
@@ -88,6 +89,7 @@ class SlicedSums:
             if table.owner(each) != self.table.owner(each)
         }
         self.number, self.table = number, table
+        self._tables.append(table)
         self._arrived = {
             name: self._nothing() if name in gaining else self._arrived[name]
             for name in table.members
@@ -169,9 +171,10 @@ class SlicedSums:
             raise OutOfPlace(f"{type(message).__name__}: there is no such slice or table")
         if sender not in self.bits:
             raise OutOfPlace(f"{type(message).__name__} of {sender!r}, which owns nothing")
-        if message.owners < self.number or (scribe and sender == self.table.scribe):
-            return  # by an earlier table it may have been its own
-        if self.table.owner(message.slice) != sender and message.owners == self.number:
+        # Whoever gets there late, or is asked to tell again, speaks of what an earlier table gave it.
+        owned = any(table.owner(message.slice) == sender for table in self._tables)
+        wrote = scribe and any(table.scribe == sender for table in self._tables)
+        if not owned and not wrote:
             raise OutOfPlace(
                 f"{type(message).__name__}: slice {message.slice} is not of {sender!r}"
             )

@@ -1,0 +1,30 @@
+"""What a worker still sends of the run before, when its coordinator has begun another one."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from protocol.wire.connection import Received
+from protocol.wire.messages import BlockGradientPayload
+from tests.event_loop import on_uvloop
+from tests.live_service import live_service, scripted_spec
+
+
+@on_uvloop
+async def test_a_payload_in_the_earlier_run_s_precision_is_passed_over(tmp_path):
+    async with live_service(tmp_path, 2) as live:
+        run_id = live.service.submit(scripted_spec())
+        live.worker("w0")
+        await live.wait_for("worker_ready", worker="w0")
+        run, session = live.service.current, live.service.sessions["w0"]
+        assert run is not None
+        connection = session.channel.connection
+        earlier = BlockGradientPayload(
+            epoch=run.run.epoch, step=0, attempt=0, block=0, chunk=0, lo=0, hi=1, weight=1.0
+        )
+        blocks, connection.blocks = connection.blocks, None  # as before it was ready for this run
+        run.receive(session, Received(earlier, np.zeros(10, np.uint8)))  # no float32 values
+        connection.blocks = blocks
+        live.worker("w1")
+        assert await live.result(run_id)
+        assert not live.every("worker_lost")
