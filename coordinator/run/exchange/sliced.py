@@ -171,7 +171,7 @@ class SlicedSums:
             raise OutOfPlace(f"{type(message).__name__}: there is no such slice or table")
         if sender not in self.bits:
             raise OutOfPlace(f"{type(message).__name__} of {sender!r}, which owns nothing")
-        # Whoever gets there late, or is asked to tell again, speaks of what an earlier table gave it.
+        # Who comes late, or is asked to tell again, speaks of what an earlier table gave it.
         owned = any(table.owner(message.slice) == sender for table in self._tables)
         wrote = scribe and any(table.scribe == sender for table in self._tables)
         if not owned and not wrote:
