@@ -39,7 +39,7 @@ SPEC: Final[dict[str, Any]] = {
     "scripted": {"blocks": 6, "block_bytes": 888_888},
     "batch": {"samples": 8, "microbatch": 1},
     "steps": 5_000,
-    "checkpoint": {"every": 0},
+    "checkpoint": {"every": 500},
 }
 MICROBATCH_MS: Final = 50.0
 JOINS_A_SECOND: Final = 10
