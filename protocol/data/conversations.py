@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
-
-from blake3 import blake3
+from typing import Any, Final, Generic, TypeVar
 
 from protocol.base.errors import DataError
 from protocol.data.delimited import column_names, read_table
-from protocol.data.disk_texts import DiskTexts
+from protocol.data.disk_texts import DistinctTexts
 from protocol.data.logits_file import pyarrow_modules
 from protocol.data.text_file import check_columns, json_records, shown
 from protocol.spec import sources
@@ -30,7 +28,6 @@ _PARQUET: Final = ".parquet"
 _TABLES: Final = (".csv", ".tsv")
 _ROWS_AT_ONCE: Final = 64
 _BUFFER_BYTES: Final = 1 << 18
-_DIGEST_BYTES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +51,47 @@ class Conversation:
         return json.dumps([[each.role, each.content] for each in self.messages], ensure_ascii=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Conversations:
+Row = TypeVar("Row")
+
+
+class DistinctRows(Generic[Row]):
     """All different, in the order of the file, and on disk: they may be larger than memory.
 
     Attributes:
-        documents: `Conversation.document` of each.
-        rows: Where each stands in the file.
-        where: In which file, and what a row of it is called.
+        documents: What each says, as text: equal for equal rows.
         duplicates: How many came again.
     """
 
-    documents: DiskTexts
-    rows: array[int]
-    where: str
-    duplicates: int
+    def __init__(
+        self, given: Iterable[tuple[str, str]], row_of: Callable[[str, str], Row], expected: str
+    ) -> None:
+        """Keep each of these once.
+
+        Args:
+            given: Of each row its place in words, which ends with its number, and its document.
+            row_of: The row that a document says, by that and its place.
+            expected: What the rows are and in which file, should there be none.
+
+        Raises:
+            DataError: There are none.
+        """
+        found, self._numbers, self._where, self._row_of = DistinctTexts(), array("q"), "", row_of
+        for place, document in given:
+            self._where, _, number = place.rpartition(" ")
+            if found.add(document):
+                self._numbers.append(int(number))
+        if not found.texts:
+            raise DataError(f"expected {expected}, found none")
+        self.documents, self.duplicates = found.texts, found.duplicates
 
     def __len__(self) -> int:
         return len(self.documents)
 
-    def __getitem__(self, number: int) -> Conversation:
-        return conversation_of(self.documents[number], f"{self.where} {self.rows[number]}")
+    def __iter__(self) -> Iterator[Row]:
+        return (self[number] for number in range(len(self)))
+
+    def __getitem__(self, number: int) -> Row:
+        return self._row_of(self.documents[number], f"{self._where} {self._numbers[number]}")
 
 
 def conversation_of(document: str, place: str) -> Conversation:
@@ -83,7 +100,7 @@ def conversation_of(document: str, place: str) -> Conversation:
     return Conversation(tuple(ChatMessage(role, content) for role, content in said), place)
 
 
-def read_conversations(spec: DataSpec) -> Conversations:
+def read_conversations(spec: DataSpec) -> DistinctRows[Conversation]:
     """Read what the run spec names.
 
     Raises:
@@ -91,21 +108,12 @@ def read_conversations(spec: DataSpec) -> Conversations:
             conversation that a model can learn from.
     """
     path = sources.text_source(spec.train)
-    rows, numbers, where = 0, array("q"), ""
-    documents = DiskTexts()
-    seen: set[bytes] = set()
-    for place, record in records(path, spec, COLUMNS_OF_FORMAT[spec.format], _NEED_NOT_BE):
-        document = Conversation(_MESSAGES_OF[spec.format](place, record), place).document
-        where, _, number = place.rpartition(" ")
-        rows += 1
-        known = blake3(document.encode()).digest(_DIGEST_BYTES)
-        if known not in seen:
-            seen.add(known)
-            documents.append(document)
-            numbers.append(int(number))
-    if not rows:
-        raise DataError(f"expected conversations in {str(path)!r}, found none")
-    return Conversations(documents, numbers, where, rows - len(documents))
+    messages_of = _MESSAGES_OF[spec.format]
+    given = (
+        (place, Conversation(messages_of(place, record), place).document)
+        for place, record in records(path, spec, COLUMNS_OF_FORMAT[spec.format], _NEED_NOT_BE)
+    )
+    return DistinctRows(given, conversation_of, f"conversations in {str(path)!r}")
 
 
 Record = Mapping[str, Any]

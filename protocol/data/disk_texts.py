@@ -15,8 +15,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, overload
 
+from blake3 import blake3
+
 from protocol.base.errors import StorageFailed
 
+DIGEST_BYTES: Final = 16
+"""Of a text, to know it again: two unlike ones never have the same."""
 _LARGE_FILES: Final = Path("/var/tmp")  # noqa: S108 -- files without a name; /tmp may be memory
 _READ_BYTES: Final = 1 << 20
 _WRITE_BYTES: Final = 1 << 18
@@ -145,6 +149,34 @@ class DiskTexts(Sequence[str]):
             return Chosen(self, range(len(self))[number])
         at = range(len(self))[number]
         return self.file.read(self._ends[at], self._ends[at + 1]).decode()
+
+
+class DistinctTexts:
+    """Texts as they come, each kept once.
+
+    Attributes:
+        texts: Those that are kept.
+        duplicates: How many came again.
+    """
+
+    def __init__(self) -> None:
+        self.texts = DiskTexts()
+        self.duplicates = 0
+        self._seen: set[bytes] = set()
+
+    def add(self, text: str) -> bool:
+        """Keep it, unless it has come before; whether it is kept.
+
+        Raises:
+            StorageFailed: The disk refuses.
+        """
+        known = blake3(text.encode()).digest(DIGEST_BYTES)
+        if known in self._seen:
+            self.duplicates += 1
+            return False
+        self._seen.add(known)
+        self.texts.append(text)
+        return True
 
 
 class Chosen(Sequence[str]):

@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from protocol.base.errors import DataError
 from protocol.data.delimited import column_names, read_table
-from protocol.data.disk_texts import DiskTexts
+from protocol.data.disk_texts import DIGEST_BYTES, DiskTexts
 from protocol.data.text_file import check_columns, json_records, shown
 from protocol.spec import sources
 from protocol.spec.run_spec import DataSpec
@@ -28,7 +28,6 @@ LABEL_CHARACTERS: Final = 90
 _MANY: Final = 20
 """More labels than these, and more than half as many as samples, are ids or texts."""
 _HEADERLESS: Final = ("label", "text")
-_DIGEST_BYTES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ def read_labelled_text(spec: DataSpec, known: Sequence[str] | None = None) -> La
             )
         rows += 1
         label = there.setdefault(row.label, len(there))
-        first = seen.setdefault(blake3(row.text.encode()).digest(_DIGEST_BYTES), len(texts))
+        first = seen.setdefault(blake3(row.text.encode()).digest(DIGEST_BYTES), len(texts))
         if first == len(texts):
             texts.append(row.text)
             lines.append(row.line)

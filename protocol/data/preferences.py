@@ -8,30 +8,26 @@ https://huggingface.co/docs/trl/dataset_formats#preference
 from __future__ import annotations
 
 import json
-from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
-
-from blake3 import blake3
 
 from protocol.base.errors import DataError
 from protocol.data.conversations import (
     ChatMessage,
     Conversation,
+    DistinctRows,
+    Record,
     check_turns,
     conversation_of,
     read_messages,
     read_words,
     records,
 )
-from protocol.data.disk_texts import DiskTexts
 from protocol.data.text_file import shown
 from protocol.spec import sources
 from protocol.spec.run_spec import PREFERENCE_COLUMNS, DataSpec
 
 _NEED_NOT_BE: Final = ("prompt",)
-_DIGEST_BYTES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,35 +43,7 @@ class Pair:
         return json.dumps([self.chosen.document, self.rejected.document])
 
 
-@dataclass(frozen=True, slots=True)
-class Preferences:
-    """All different, in the order of the file, and on disk: they may be larger than memory.
-
-    Attributes:
-        documents: `Pair.document` of each.
-        rows: Where each stands in the file.
-        where: In which file, and what a row of it is called.
-        duplicates: How many came again.
-    """
-
-    documents: DiskTexts
-    rows: array[int]
-    where: str
-    duplicates: int
-
-    def __len__(self) -> int:
-        return len(self.documents)
-
-    def __iter__(self) -> Iterator[Pair]:
-        return (self[number] for number in range(len(self)))
-
-    def __getitem__(self, number: int) -> Pair:
-        place = f"{self.where} {self.rows[number]}"
-        chosen, rejected = json.loads(self.documents[number])
-        return Pair(conversation_of(chosen, place), conversation_of(rejected, place))
-
-
-def read_preferences(spec: DataSpec) -> Preferences:
+def read_preferences(spec: DataSpec) -> DistinctRows[Pair]:
     """Read what the run spec names.
 
     Raises:
@@ -83,35 +51,34 @@ def read_preferences(spec: DataSpec) -> Preferences:
             that a model can learn from.
     """
     path = sources.text_source(spec.train)
-    rows, numbers, where = 0, array("q"), ""
-    documents = DiskTexts()
-    seen: set[bytes] = set()
-    for place, record in records(path, spec, PREFERENCE_COLUMNS, _NEED_NOT_BE):
-        prompt = _messages(f"{place} prompt", record["prompt"], "user")
-        chosen, rejected = (
-            _conversation(place, key, prompt, record[key]) for key in ("chosen", "rejected")
+    given = (
+        (place, _pair(place, record).document)
+        for place, record in records(path, spec, PREFERENCE_COLUMNS, _NEED_NOT_BE)
+    )
+    return DistinctRows(given, _pair_of, f"pairs in {str(path)!r}")
+
+
+def _pair_of(document: str, place: str) -> Pair:
+    chosen, rejected = json.loads(document)
+    return Pair(conversation_of(chosen, place), conversation_of(rejected, place))
+
+
+def _pair(place: str, record: Record) -> Pair:
+    prompt = _messages(f"{place} prompt", record["prompt"], "user")
+    chosen, rejected = (
+        _conversation(place, key, prompt, record[key]) for key in ("chosen", "rejected")
+    )
+    if chosen.messages[:-1] != rejected.messages[:-1]:
+        raise DataError(
+            f"{place}: expected chosen and rejected to be the same up to their last answers, "
+            "got conversations that differ before"
         )
-        if chosen.messages[:-1] != rejected.messages[:-1]:
-            raise DataError(
-                f"{place}: expected chosen and rejected to be the same up to their last answers, "
-                "got conversations that differ before"
-            )
-        if chosen.messages == rejected.messages:
-            raise DataError(
-                f"{place}: expected chosen and rejected to differ, got the same twice; leave the "
-                "row out"
-            )
-        rows += 1
-        where, _, number = place.rpartition(" ")
-        document = Pair(chosen, rejected).document
-        known = blake3(document.encode()).digest(_DIGEST_BYTES)
-        if known not in seen:
-            seen.add(known)
-            documents.append(document)
-            numbers.append(int(number))
-    if not rows:
-        raise DataError(f"expected pairs in {str(path)!r}, found none")
-    return Preferences(documents, numbers, where, rows - len(documents))
+    if chosen.messages == rejected.messages:
+        raise DataError(
+            f"{place}: expected chosen and rejected to differ, got the same twice; leave the "
+            "row out"
+        )
+    return Pair(chosen, rejected)
 
 
 def _conversation(

@@ -11,18 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from blake3 import blake3
-
 from protocol.base.errors import DataError
-from protocol.data.disk_texts import DiskTexts
+from protocol.data.disk_texts import DiskTexts, DistinctTexts
 from protocol.data.text_file import check_columns, json_records, read_text, shown, text_pieces
 from protocol.spec import sources
 from protocol.spec.run_spec import COLUMNS_OF_FORMAT, DataSpec
 
 LONE_FILE_CHARACTERS: Final = 4_096
 """A text file named alone is cut at the first line end after so many."""
-_DIGEST_BYTES: Final = 16
-"""Of a document, to know it again: two unlike ones never have the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +38,13 @@ def read_text_corpus(spec: DataSpec) -> TextCorpus:
     Raises:
         DataError: There is no such file, it is not UTF-8, lacks the column, or holds no text.
     """
-    kept, rows = DiskTexts(), 0
-    seen: set[bytes] = set()
+    found = DistinctTexts()
     for document in documents(spec):
-        if not document.strip():
-            continue
-        rows += 1
-        known = blake3(document.encode()).digest(_DIGEST_BYTES)
-        if known not in seen:
-            seen.add(known)
-            kept.append(document)
-    if not rows:
+        if document.strip():
+            found.add(document)
+    if not found.texts:
         raise DataError(f"expected text in {spec.train!r}, found none")
-    return TextCorpus(kept, rows - len(kept))
+    return TextCorpus(found.texts, found.duplicates)
 
 
 def documents(spec: DataSpec) -> Iterator[str]:

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from backends.base.interface import Batch
 from protocol.base.errors import DataError
-from protocol.data.conversations import Conversation
+from protocol.data.conversations import Conversation, DistinctRows
 from protocol.data.data_check import validation_data
 from protocol.data.disk_texts import Chosen
-from protocol.data.preferences import Pair, Preferences, read_preferences
+from protocol.data.preferences import Pair, read_preferences
 from protocol.spec.run_spec import DataSpec, RunSpec
 from worker.data import holdout
 from worker.data.chat_template import ChatTemplate, Counted
@@ -123,7 +123,9 @@ class EncodedPairs:
         self._tokens = DiskArrays("<u4", np.int64)
         self._counted = DiskArrays(np.uint8, np.bool_)
 
-    def add(self, template: ChatTemplate, found: Preferences, data: DataSpec) -> Sequence[str]:
+    def add(
+        self, template: ChatTemplate, found: DistinctRows[Pair], data: DataSpec
+    ) -> Sequence[str]:
         """Render and encode these, some at a time, behind those that are here.
 
         Returns:
@@ -194,7 +196,7 @@ class EncodedPairs:
         return Batch({"input_ids": inputs, "labels": labels}, float(len(pairs)))
 
 
-def _encoded(template: ChatTemplate, found: Preferences) -> Iterator[tuple[Answer, Answer]]:
+def _encoded(template: ChatTemplate, found: DistinctRows[Pair]) -> Iterator[tuple[Answer, Answer]]:
     pairs = iter(found)
     while some := [*islice(pairs, _ENCODED_AT_ONCE)]:
         chosen = _answers(template, [pair.chosen for pair in some])
