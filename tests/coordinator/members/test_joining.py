@@ -256,25 +256,28 @@ async def test_a_recorded_handshake_is_worth_nothing(tmp_path):
             assert goodbye.exit_code == ExitCode.NOT_AUTHORISED
 
 
-@pytest.mark.parametrize(
-    "kind", [kind for kind in EXAMPLES if kind not in (Hello, messages.Goodbye)],
-    ids=lambda kind: kind.__name__,
-)  # fmt: skip
 @pytest.mark.parametrize("after_hello", [False, True])
 @on_uvloop
-async def test_every_other_message_before_the_welcome_ends_the_connection(
-    tmp_path, kind, after_hello
-):
-    async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as stranger:
+async def test_every_other_message_before_the_welcome_ends_the_connection(tmp_path, after_hello):
+    for kind in EXAMPLES:
+        if kind not in (Hello, messages.Goodbye):
+            directory = tmp_path / kind.__name__
+            await refused_before_the_welcome(directory, kind, after_hello=after_hello)
+
+
+async def refused_before_the_welcome(
+    directory: Path, kind: type[messages.Message], *, after_hello: bool
+) -> None:
+    async with live_service(directory, 1) as live, HostileWorker(live.port) as stranger:
         if after_hello:
             stranger.greet()
             await stranger.until(Challenge)
         stranger.send_bytes(frame(EXAMPLES[kind]))
         async with asyncio.timeout(limits.HANDSHAKE_TIMEOUT_MS / 1000 - 1):
             goodbye = await stranger.farewell()
-        assert goodbye is not None
-        assert goodbye.exit_code in (ExitCode.FAILED, ExitCode.NOT_AUTHORISED)
-        assert not live.service.sessions
+        assert goodbye is not None, kind
+        assert goodbye.exit_code in (ExitCode.FAILED, ExitCode.NOT_AUTHORISED), kind
+        assert not live.service.sessions, kind
 
 
 # Coordinators that are none: what a worker says to them.

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -101,14 +102,19 @@ def made(path: Path, seed: int, *, ended: bool) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(request, tmp_path_factory):
-    """A run and another one, and the digest of the first's last state."""
-    top = tmp_path_factory.mktemp("runs")
-    ended = request.param == "ended"
-    this, other = made(top / "this", 3, ended=ended), made(top / "other", 4, ended=ended)
-    again = shutil.copytree(this, top / "again")
-    (again / "result.json").unlink(missing_ok=True)
-    return this, other, resumed(again)[0]
+def runs(tmp_path_factory):
+    """By how they were left: a run and another one, and the digest of the first's last state."""
+
+    @cache
+    def of(left: str) -> tuple[Path, Path, str]:
+        top = tmp_path_factory.mktemp("runs")
+        ended = left == "ended"
+        this, other = made(top / "this", 3, ended=ended), made(top / "other", 4, ended=ended)
+        again = shutil.copytree(this, top / "again")
+        (again / "result.json").unlink(missing_ok=True)
+        return this, other, resumed(again)[0]
+
+    return of
 
 
 def resumed(path: Path) -> tuple[str, str]:
@@ -163,9 +169,11 @@ def without_privileges(run: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize(("runs", "name"), WHERE, indirect=["runs"])
-def test_a_damaged_file_is_named_with_what_to_do_or_is_of_no_matter(runs, place, name, damage):
-    whole, other, state = runs
+@pytest.mark.parametrize(("left", "name"), WHERE)
+def test_a_damaged_file_is_named_with_what_to_do_or_is_of_no_matter(
+    runs, place, left, name, damage
+):
+    whole, other, state = runs(left)
     run = shutil.copytree(whole, place / "run")
     same = (whole / name).read_bytes() == (other / name).read_bytes()
     DAMAGES[damage](run / name, other / name)
@@ -194,9 +202,8 @@ def test_a_damaged_file_is_named_with_what_to_do_or_is_of_no_matter(runs, place,
     assert not passed or same or "passed over" in notes
 
 
-@pytest.mark.parametrize("runs", ["interrupted"], indirect=True)
 def test_without_any_whole_checkpoint_a_restart_says_what_follows_none(runs, tmp_path):
-    run = shutil.copytree(runs[0], tmp_path / "run")
+    run = shutil.copytree(runs("interrupted")[0], tmp_path / "run")
     (run / "result.json").unlink(missing_ok=True)
     root = run / "checkpoints"
     for step in checkpoint_steps(root):
