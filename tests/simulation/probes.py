@@ -25,6 +25,7 @@ from coordinator.storage.run_storage import RunStorage
 from protocol.base import limits
 from protocol.exact.tree import Node
 from protocol.wire.messages import (
+    Assign,
     AveragedGradient,
     Cancel,
     Commit,
@@ -253,6 +254,9 @@ class Probes:
             known = task.nodes if task.place == StepAttempt(*place) else set()
             cancelled = known.intersection(Node(*node) for node in message.nodes)
             worker.cancelled.update((message.epoch, *place, node) for node in cancelled)
+        elif isinstance(message, Assign):  # again, where an owner was lost that had its sums
+            place = (message.epoch, message.step, message.attempt)
+            worker.cancelled.difference_update((*place, Node(*node)) for node in message.nodes)
 
     def _transmitted(self, client: Client, action: Any) -> None:
         message, worker = action.message, self._worker

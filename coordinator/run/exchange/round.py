@@ -246,6 +246,7 @@ class Round:
         loss = 1 << self._loss_bit
         everything = loss | (loss - 1 if self.sliced is None else self.sliced.owed_to)
         share.owed.update(dict.fromkeys(nodes, everything))
+        share.dropped.difference_update(nodes)
 
     def payload(
         self, worker: str, message: GradientPayload, values: Array
