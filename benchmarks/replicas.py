@@ -47,18 +47,24 @@ Two samples of one worker travel as one sum, and the step would send less than o
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One training; `inner_steps` 0 is the synchronous run on as many tokens."""
+    """One training; `inner_steps` 0 is the synchronous run on as many tokens.
+
+    Without `momentum` the outer update takes the average of all replicas as it is; with it, it is
+    the run spec's default, Nesterov's of DiLoCo, which needs many rounds.
+    """
 
     replicas: int
     inner_steps: int
     inner_state: str = "carry"
     codec: str = "float32"
+    momentum: bool = False
 
     @property
     def name(self) -> str:
         if not self.inner_steps:
             return f"synchronous, batch of {self.replicas}"
-        return f"K={self.replicas} H={self.inner_steps} {self.inner_state} {self.codec}"
+        momentum = ", outer momentum" if self.momentum else ""
+        return f"K={self.replicas} H={self.inner_steps} {self.inner_state} {self.codec}{momentum}"
 
     def settings(self, total: int) -> Iterator[str]:
         """Overrides of the run spec, for so many inner steps in all."""
@@ -73,19 +79,21 @@ class Case:
         yield f"evaluate_every={max(1, rounds // 10)}"
         yield (
             f"replicas={{count: {self.replicas}, inner_steps: {self.inner_steps}, "
-            f"inner_state: {self.inner_state}, codec: {self.codec}}}"
+            f"inner_state: {self.inner_state}, codec: {self.codec}"
+            f"{'' if self.momentum else ', outer: {lr: 1.0, momentum: 0.0}'}}}"
         )
 
 
 def cases(total: int) -> list[Case]:
     """All that is compared, the most telling first; only those of whole rounds."""
-    found = [Case(replicas, 0) for replicas in (2, 4)]
-    for replicas in (2, 4):
-        found += [Case(replicas, inner_steps) for inner_steps in (100, 500, 30)]
+    found = [Case(2, 0)]
+    found += [Case(2, inner_steps) for inner_steps in (100, 500, 30)]
+    found += [Case(2, inner_steps, momentum=True) for inner_steps in (30, 100, 500)]
     found += _codecs(2, 100)
-    for replicas in (2, 4):
-        found += [Case(replicas, inner_steps, "reset") for inner_steps in (100, 500, 30)]
+    found += [Case(2, inner_steps, "reset") for inner_steps in (100, 500, 30)]
+    found += [Case(4, 0), *(Case(4, inner_steps) for inner_steps in (100, 500, 30))]
     found += [*_codecs(2, 500), *_codecs(2, 30)]
+    found += [Case(4, inner_steps, "reset") for inner_steps in (100, 500, 30)]
     found += [case for inner_steps in (100, 500, 30) for case in _codecs(4, inner_steps)]
     return [case for case in found if total >= 2 * max(case.inner_steps, 1)]
 
