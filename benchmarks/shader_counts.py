@@ -22,28 +22,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.wgpu.canonical.tree import (
-    Application,
-    Array,
-    Assignment,
-    Barrier,
-    Binary,
-    Component,
-    Declare,
-    Expression,
-    For,
-    If,
-    Index,
-    Literal,
-    Module,
-    Name,
-    Return,
-    Scope,
-    Statement,
-    Unary,
-    read_module,
-    size_of,
-)
+from backends.wgpu.canonical import tree
 from backends.wgpu.shaders.dispatch import Shader
 
 Known = NDArray[np.int64] | None
@@ -123,13 +102,13 @@ def _one_workgroup(source: str, number: int) -> Counts:
     return run.counts
 
 
-def read_kernel(source: str) -> Module:
+def read_kernel(source: str) -> tree.Module:
     """The kernel as a tree.
 
     Raises:
         NotRead: It has what is not known.
     """
-    return read_module(_CALL.sub(r"let done = \1(", _FINISH.sub(_RETURNING, source)))
+    return tree.read_module(_CALL.sub(r"let done = \1(", _FINISH.sub(_RETURNING, source)))
 
 
 class _Returned(Exception):
@@ -139,7 +118,7 @@ class _Returned(Exception):
 class Run:
     """Of one workgroup: `group` of the grid."""
 
-    def __init__(self, module: Module, group: tuple[int, int, int]) -> None:
+    def __init__(self, module: tree.Module, group: tuple[int, int, int]) -> None:
         self.module = module
         self.counts = Counts()
         self._functions = {each.name: each for each in module.functions}
@@ -159,34 +138,34 @@ class Run:
         self._result: Known = None
         self._last_round = Counts()
 
-    def block(self, body: Sequence[Statement]) -> None:
+    def block(self, body: Sequence[tree.Statement]) -> None:
         """Statements, in order."""
         for statement in body:
             if self.here.any():
                 self.statement(statement)
 
-    def statement(self, statement: Statement) -> None:
+    def statement(self, statement: tree.Statement) -> None:
         match statement:
-            case Declare(name, _, value):
+            case tree.Declare(name, _, value):
                 self._values[name] = None if value is None else self._of(value)
-            case Assignment(target, value):
+            case tree.Assignment(target, value):
                 self.assign(target, self._of(value))
-            case If(condition, then, otherwise):
+            case tree.If(condition, then, otherwise):
                 self._if(self._of(condition), then, otherwise)
-            case For():
+            case tree.For():
                 self._for(statement)
-            case Scope(body):
+            case tree.Scope(body):
                 self.block(body)
-            case Barrier():
+            case tree.Barrier():
                 self.counts = replace(self.counts, barriers=self.counts.barriers + 1)
-            case Return(value):
+            case tree.Return(value):
                 if value is not None:
                     self._result = self._of(value)
                     raise _Returned
                 self.here = np.zeros_like(self.here)
 
-    def assign(self, target: Expression, value: Known) -> None:
-        if isinstance(target, Name):
+    def assign(self, target: tree.Expression, value: Known) -> None:
+        if isinstance(target, tree.Name):
             before = self._values.get(target.name)
             if value is not None and before is not None and not self.here.all():
                 value = np.where(self.here, value, before)
@@ -195,7 +174,7 @@ class Run:
             self._of(target)  # an element: counted like a read
 
     def _if(
-        self, condition: Known, then: Sequence[Statement], otherwise: Sequence[Statement]
+        self, condition: Known, then: Sequence[tree.Statement], otherwise: Sequence[tree.Statement]
     ) -> None:
         before = self.here
         if condition is None:
@@ -210,7 +189,7 @@ class Run:
             found.append(self.here)
         self.here = found[0] | found[1]
 
-    def _for(self, loop: For) -> None:
+    def _for(self, loop: tree.For) -> None:
         before = self.here
         if loop.first is not None:
             self.statement(loop.first)
@@ -235,7 +214,7 @@ class Run:
             )  # fmt: skip
         self.here = before
 
-    def _skip_to_the_last(self, loop: For) -> None:
+    def _skip_to_the_last(self, loop: tree.For) -> None:
         """Count all rounds but that like the one before, if all invocations have as many."""
         if loop.first is None or loop.step is None:
             return
@@ -250,25 +229,25 @@ class Run:
         if alike:
             self.counts += self._last_round.times(len(places) - 2)
 
-    def _of(self, given: Expression) -> Any:
+    def _of(self, given: tree.Expression) -> Any:
         match given:
-            case Literal(value, kind):
+            case tree.Literal(value, kind):
                 whole = kind in {"u32", "i32", "int", "bool"}
                 return np.full(len(self.here), int(value), np.int64) if whole else None
-            case Name(name):
+            case tree.Name(name):
                 return self._values.get(name)
-            case Unary(sign, of):
+            case tree.Unary(sign, of):
                 inner = self._of(of)
                 if inner is None or sign == "&":
                     return None
                 return {"-": lambda x: -x, "!": lambda x: x == 0, "~": lambda x: ~x}[sign](inner)
-            case Binary(sign, left, right):
+            case tree.Binary(sign, left, right):
                 return self._both(sign, self._of(left), self._of(right), given.type)
-            case Application():
+            case tree.Application():
                 return self._call(given)
-            case Index(of, at):
+            case tree.Index(of, at):
                 return self._element(of, self._of(at))
-            case Component(of, name):
+            case tree.Component(of, name):
                 held = self._of(of)
                 return held["xyz".index(name)] if isinstance(held, tuple) else None
 
@@ -279,7 +258,7 @@ class Run:
         found = np.asarray(_TWO[sign](one, two)).astype(np.int64)
         return found % _UNSIGNED if kind == "u32" else found
 
-    def _call(self, given: Application) -> Any:
+    def _call(self, given: tree.Application) -> Any:
         values = [self._of(each) for each in given.arguments]
         function = self._functions.get(given.name)
         if function is not None:
@@ -291,7 +270,7 @@ class Run:
                 self.block(function.body)
             found, self._values, self._result = self._result, outer, result
             return found
-        if any(value is None for value in values) or size_of(given.type) > 1:
+        if any(value is None for value in values) or tree.size_of(given.type) > 1:
             return None
         if given.name in {"min", "max"}:
             return (np.minimum if given.name == "min" else np.maximum)(*values)
@@ -299,14 +278,14 @@ class Run:
             return np.where(values[2] != 0, values[1], values[0])
         return values[0] if given.name in {"u32", "i32"} else None
 
-    def _element(self, of: Expression, at: Known) -> None:
-        if isinstance(of, Name) and of.name in self.module.arrays:
+    def _element(self, of: tree.Expression, at: Known) -> None:
+        if isinstance(of, tree.Name) and of.name in self.module.arrays:
             self.count(self.module.arrays[of.name], at)
         else:
             self._of(of)
 
-    def count(self, array: Array, at: Known) -> None:
-        nbytes = _WORD_BYTES * size_of(array.element) * (2 if array.element == "u64" else 1)
+    def count(self, array: tree.Array, at: Known) -> None:
+        nbytes = _WORD_BYTES * tree.size_of(array.element) * (2 if array.element == "u64" else 1)
         if array.binding >= 0:
             here = int(self.here.sum()) if at is None else len(np.unique(at[self.here]))
             moved = self.counts.bytes_moved + here * nbytes

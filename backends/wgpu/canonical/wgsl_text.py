@@ -13,33 +13,9 @@ from typing import Final
 
 import numpy as np
 
+from backends.wgpu.canonical import tree
 from backends.wgpu.canonical.convention import Convention
 from backends.wgpu.canonical.library import called, with_library
-from backends.wgpu.canonical.tree import (
-    COMPARISONS,
-    FLOATS,
-    Application,
-    Array,
-    Assignment,
-    Barrier,
-    Binary,
-    Component,
-    Declare,
-    Expression,
-    For,
-    Function,
-    If,
-    Index,
-    Literal,
-    Name,
-    Return,
-    Scope,
-    Statement,
-    Unary,
-    element_of,
-    read_module,
-    size_of,
-)
 
 _KEPT: Final = """\
 @group(0) @binding({binding}) var<uniform> unknown_zero: vec4u;
@@ -148,7 +124,7 @@ def canonical_wgsl(source: str, convention: Convention) -> tuple[str, bool]:
     Raises:
         NotRead: The kernel has what is not known here.
     """
-    module = with_library(read_module(source))
+    module = with_library(tree.read_module(source))
     text = _Text()
     functions = [text.function(each) for each in (*called(module), *module.functions)]
     listed = ", ".join(
@@ -188,7 +164,7 @@ def _type(kind: str) -> str:
     return f"vec{kind[3]}<bool>" if kind.startswith("vec") and kind[4] == "b" else kind
 
 
-def _declared(array: Array) -> str:
+def _declared(array: tree.Array) -> str:
     if array.binding < 0:
         return f"var<workgroup> {array.name}: array<{_type(array.element)}, {array.elements}>;"
     access = "read_write" if array.writes else "read"
@@ -199,48 +175,48 @@ def _declared(array: Array) -> str:
 
 
 class _Text:
-    def function(self, given: Function) -> str:
+    def function(self, given: tree.Function) -> str:
         listed = ", ".join(f"{name}: {_type(kind)}" for name, kind in given.parameters)
         body = "\n".join(self.statements(given.body))
         return f"fn {given.name}({listed}) -> {_type(given.type)} {{\n{body}\n}}"
 
-    def statements(self, body: Iterable[Statement]) -> Iterator[str]:
+    def statements(self, body: Iterable[tree.Statement]) -> Iterator[str]:
         for statement in body:
             match statement:
-                case Declare() | Assignment():
+                case tree.Declare() | tree.Assignment():
                     yield self.simple(statement) + ";"
-                case If(condition, then, otherwise):
+                case tree.If(condition, then, otherwise):
                     yield f"if ({self.of(condition)}) {{"
                     yield from self.statements(then)
                     if otherwise:
                         yield "} else {"
                         yield from self.statements(otherwise)
                     yield "}"
-                case For(None, condition, _, inner):
+                case tree.For(None, condition, _, inner):
                     yield f"while ({self.of(condition)}) {{"
                     yield from self.statements(inner)
                     yield "}"
-                case For(first, condition, step, inner):
+                case tree.For(first, condition, step, inner):
                     assert first is not None
                     assert step is not None
                     head = f"{self.simple(first)}; {self.of(condition)}; {self.simple(step)}"
                     yield f"for ({head}) {{"
                     yield from self.statements(inner)
                     yield "}"
-                case Return(value):
+                case tree.Return(value):
                     yield "return;" if value is None else f"return {self.of(value)};"
-                case Scope(inner):
+                case tree.Scope(inner):
                     yield "{"
                     yield from self.statements(inner)
                     yield "}"
-                case Barrier():
+                case tree.Barrier():
                     yield "workgroupBarrier();"
 
-    def simple(self, given: Declare | Assignment) -> str:
-        if isinstance(given, Assignment):
+    def simple(self, given: tree.Declare | tree.Assignment) -> str:
+        if isinstance(given, tree.Assignment):
             sums = given.value
             if (
-                isinstance(sums, Application)
+                isinstance(sums, tree.Application)
                 and sums.name == "fma"
                 and sums.arguments[2] == given.target
             ):
@@ -251,38 +227,38 @@ class _Text:
         value = "" if given.value is None else f" = {self.of(given.value)}"
         return f"{word} {given.name}: {_type(given.type)}{value}"
 
-    def of(self, given: Expression) -> str:
+    def of(self, given: tree.Expression) -> str:
         match given:
-            case Literal():
+            case tree.Literal():
                 return _literal(given)
-            case Name(name):
+            case tree.Name(name):
                 return name
-            case Unary(sign, of):
+            case tree.Unary(sign, of):
                 return f"({sign}{self.of(of)})"
-            case Binary():
+            case tree.Binary():
                 return self.binary(given)
-            case Application():
+            case tree.Application():
                 return self.call(given)
-            case Index(of, at):
+            case tree.Index(of, at):
                 return f"{self.of(of)}[{self.of(at)}]"
-            case Component(of, name):
+            case tree.Component(of, name):
                 return f"{self.of(of)}.{name}"
 
-    def binary(self, given: Binary) -> str:
+    def binary(self, given: tree.Binary) -> str:
         left, right = self.of(given.left), self.of(given.right)
-        if given.type not in FLOATS or given.sign in COMPARISONS:
+        if given.type not in tree.FLOATS or given.sign in tree.COMPARISONS:
             return f"({left} {given.sign} {right})"
-        four = "4" if size_of(given.type) == 4 else ""
+        four = "4" if tree.size_of(given.type) == 4 else ""
         if given.sign == "/":
             if four:
                 left, right = (
-                    side if size_of(x.type) == 4 else f"vec4f({side})"
+                    side if tree.size_of(x.type) == 4 else f"vec4f({side})"
                     for side, x in ((left, given.left), (right, given.right))
                 )
             return f"quotient{four}({left}, {right})"
         return f"kept{four}({left} {given.sign} {right})"
 
-    def call(self, given: Application) -> str:
+    def call(self, given: tree.Application) -> str:
         listed = ", ".join(map(self.of, given.arguments))
         first = given.arguments[0].type if given.arguments else ""
         if given.name == "bitcast":
@@ -292,16 +268,16 @@ class _Text:
         if first == "f32" and given.name in {"i32", "u32"}:
             return f"{'to_whole' if given.name == 'i32' else 'to_natural'}({listed})"
         if given.name == "fma":
-            return f"kept{'4' if size_of(given.type) == 4 else ''}(fma({listed}))"
+            return f"kept{'4' if tree.size_of(given.type) == 4 else ''}(fma({listed}))"
         if given.name == "vec4b":
             return f"vec4<bool>({listed})"
         return f"{given.name}({listed})"
 
 
-def _literal(given: Literal) -> str:
+def _literal(given: tree.Literal) -> str:
     if given.type == "bool":
         return str(bool(given.value)).lower()
-    kind = element_of(given.type)
+    kind = tree.element_of(given.type)
     if kind in {"f32", "float"}:
         number = np.float32(given.value)
         if 0 < abs(number) < np.float32(2.0**-126):
