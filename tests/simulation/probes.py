@@ -255,8 +255,8 @@ class Probes:
             cancelled = known.intersection(Node(*node) for node in message.nodes)
             worker.cancelled.update((message.epoch, *place, node) for node in cancelled)
         elif isinstance(message, Assign):  # again, where an owner was lost that had its sums
-            place = (message.epoch, message.step, message.attempt)
-            worker.cancelled.difference_update((*place, Node(*node)) for node in message.nodes)
+            given = (message.epoch, message.step, message.attempt)
+            worker.cancelled.difference_update((*given, Node(*node)) for node in message.nodes)
 
     def _transmitted(self, client: Client, action: Any) -> None:
         message, worker = action.message, self._worker
