@@ -16,7 +16,6 @@ import os
 import queue
 import shutil
 import socket
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,15 +30,17 @@ from backends.registry import refuse_missing
 from coordinator.operator.control_client import request
 from protocol.base.address import parse_address
 from protocol.base.duty import Duty
-from protocol.base.errors import DataError, ExitCode, RunFailed, UsageError
+from protocol.base.errors import DataError, ExitCode, RunFailed, SamestepError, UsageError
 from protocol.exact.digest import weights_digest
 from protocol.host.allocator import give_back_freed_memory, keep_freed_memory
+from protocol.host.scratch import ScratchDirectory
 from protocol.host.secret_file import join_token_file, state_home
 from protocol.spec.idle_keys import TASK_SECTIONS
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from samestep import script
 from samestep.arguments import Arguments
 from samestep.fitted import FittedTask
+from samestep.kept_run import KeptRun
 from samestep.own_coordinator import (
     CoordinatorEnded,
     Happened,
@@ -53,6 +54,7 @@ from samestep.own_coordinator import (
 from samestep.own_worker import OwnWorker, StandsStill, WorkerEnded, told
 from samestep.refusals import optimizer_of
 from samestep.result import FitResult, read_history
+from samestep.words import for_a_script
 from worker.joining.credentials import WorkerCredentials
 from worker.shell.client import Target
 
@@ -166,25 +168,24 @@ def keeps_the_run(control: str | None) -> bool:
     return not _JOINING and not (control or os.environ.get("SAMESTEP_CONTROL"))
 
 
-def _number_before(directory: Path) -> int:
-    """The how manieth fit the run in a directory is of; 0 without one."""
-    try:
-        document = json.loads((directory / "run.json").read_bytes())
-        return int(document["spec"]["options"]["script"]["call"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0  # whoever reads it for the run will say what is wrong with it
-
-
 def _begin(call: script.Call, arguments: Arguments) -> FitResult:
     _refuse_what_does_not_go_together(call, arguments)
     try:
-        if arguments.resume and arguments.directory is not None:
-            call.number = _number_before(Path(arguments.directory)) or call.number
-        spec, task = _built(call, arguments)
+        kept = KeptRun.find(Path(arguments.directory)) if arguments.resume else None
+        if kept is not None:
+            call.number = kept.call or call.number
+        spec, task = _built(call, arguments, kept)
         call.ready = (spec, task)
         served = arguments.served
         if served is not None:
             return _submitted(call, spec, arguments, served)
+        if kept is not None:
+            kept.check(spec)
+            if kept.finished:
+                call.task(spec)
+                told = f"the run in {str(kept.directory)!r} has finished; nothing is to be done"
+                show(Line(told, fault=False))
+                return _result(call, kept.directory, joined=False)
         return _alone(call, spec, arguments)
     except KeyboardInterrupt:
         show(Line("samestep: interrupted; nothing of this fit goes on", fault=True))
@@ -217,7 +218,7 @@ def _refuse_what_does_not_go_together(call: script.Call, arguments: Arguments) -
             "resume: expected the directory of the run to go on with, got none: write "
             "fit(..., directory=DIR, resume=True)"
         )
-    elif arguments.resume and not Path(arguments.directory).is_dir():
+    elif arguments.resume and not os.path.isdir(arguments.directory):  # noqa: PTH112 -- a long name
         raise UsageError(
             f"resume: expected a run to go on with in {str(arguments.directory)!r}, found no such "
             "directory; leave out resume=True to begin one there"
@@ -234,14 +235,17 @@ def join_from_now_on(joining: Joining) -> None:
 # The run spec.
 
 
-def _document(arguments: Arguments, of: script.Script, call: int) -> dict[str, Any]:
+def _document(
+    arguments: Arguments, of: script.Script, call: int, kept: KeptRun | None
+) -> dict[str, Any]:
     """The run spec but for its steps."""
     microbatch = arguments.microbatch
     if microbatch is None:
         microbatch = max(1, arguments.batch // 8)
     return {
-        # A step waits for no gradients to be written; settings={"log": "full"} keeps them.
-        "log": "checkpoint",
+        # A step waits for no gradients to be written; settings={"log": "full"} keeps them. A run
+        # goes on as it was begun, by whatever default.
+        "log": "checkpoint" if kept is None else kept.spec.log,
         **_further(arguments.settings),
         "task": script.TASK,
         "name": _run_name(of) if arguments.name is None else arguments.name,
@@ -292,9 +296,11 @@ def _run_name(of: script.Script) -> str:
     return plain.strip("-")[:48] or "fit"
 
 
-def _built(call: script.Call, arguments: Arguments) -> tuple[RunSpec, FittedTask]:
+def _built(
+    call: script.Call, arguments: Arguments, kept: KeptRun | None
+) -> tuple[RunSpec, FittedTask]:
     """The task, built here before anything starts, and the whole run spec."""
-    document = _document(arguments, call.script, call.number)
+    document = _document(arguments, call.script, call.number, kept)
     steps = arguments.steps
     first = parse_run_spec({**document, "steps": 1 if steps is None else steps})
     task = script.build_task(call.build, first, call.script)
@@ -331,7 +337,7 @@ def _alone(call: script.Call, spec: RunSpec, arguments: Arguments) -> FitResult:
     document = json.loads(spec.to_bytes())
     with (
         _own_directory(arguments.directory, spec.name) as directory,
-        tempfile.TemporaryDirectory(prefix="samestep-") as home,
+        ScratchDirectory() as home,
         OwnCoordinator(
             document, Path(home), [*options, "--out", str(directory)], happened
         ) as coordinator,
@@ -348,6 +354,8 @@ def _alone(call: script.Call, spec: RunSpec, arguments: Arguments) -> FitResult:
             worker.end()
         if code:
             raise coordinator.error(code)
+        if not (directory / "result.json").exists():
+            raise KeyboardInterrupt  # before the first step
     return _result(call, directory, joined=False)
 
 
@@ -470,7 +478,7 @@ def _result(call: script.Call, directory: Path, *, joined: bool) -> FitResult:
 
 def _submitted(call: script.Call, spec: RunSpec, arguments: Arguments, control: str) -> FitResult:
     status = _answer(request(control, "GET", "/status"))
-    address = parse_address(status["address"], "--control", 9000)
+    address = parse_address(status["address"], "control", 9000)
     happened: Happened = queue.SimpleQueue()
     worker = _worker(call, arguments.backend, address, WorkerCredentials(), happened)
     try:
@@ -524,6 +532,8 @@ def _answer(work: Any) -> dict[str, Any]:
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
+    if isinstance(answers[0], SamestepError):
+        raise for_a_script(answers[0])
     if isinstance(answers[0], Exception):
         raise answers[0]
     return dict(answers[0])

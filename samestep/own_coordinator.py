@@ -20,6 +20,7 @@ from coordinator.members.listening import from_here
 from protocol.base.address import parse_address
 from protocol.base.errors import ExitCode, error_for
 from protocol.command.own_command import own_command, own_environment
+from samestep.words import in_a_scripts_words
 
 _USUAL: Final = ("127.0.0.1", 9000)
 _PREFIX: Final = "coordinator: "
@@ -162,8 +163,9 @@ class OwnCoordinator:
 
     def _read_faults(self, output: IO[str]) -> None:
         for line in output:
-            self.last_fault = line.rstrip("\n").removeprefix(_PREFIX)
-            self._happened.put(Line(line.rstrip("\n"), fault=True))
+            told = in_a_scripts_words(line.rstrip("\n"))
+            self.last_fault = told.removeprefix(_PREFIX)
+            self._happened.put(Line(told, fault=True))
 
 
 def usual_bind() -> str:

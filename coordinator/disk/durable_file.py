@@ -17,7 +17,7 @@ from typing import Final, Self
 
 from blake3 import blake3
 
-from protocol.base.errors import StorageFailed
+from protocol.base.errors import StorageFailed, UsageError
 
 TEMPORARY_SUFFIX: Final = ".part"
 _PIECE_BYTES: Final = 1 << 24
@@ -37,10 +37,15 @@ _REMEDIES: Final = {
 
 @contextmanager
 def storing(doing: str, path: Path) -> Iterator[None]:
-    """Turn every OSError inside into a StorageFailed that names the file and the remedy."""
+    """Turn every OSError inside into a StorageFailed that names the file and the remedy; that of a
+    name which is too long for any disk into a UsageError."""
     try:
         yield
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise UsageError(
+                f"expected a name that a file can have, got {str(path)!r}: it is too long"
+            ) from None
         reason = error.strerror or str(error)
         remedy = _REMEDIES.get(error.errno or 0)
         text = f"{reason}; {remedy}" if remedy else reason

@@ -151,9 +151,12 @@ class ProgressConsole:
         fields = document(fact, run_id)
         if isinstance(fact, TrainingStarted | RunResumed):
             self._last_line_s = 0.0  # a run's first step is told at once
-        if (sentence := self._sentences.get(type(fact))) is not None:
-            self._tell(sentence.format(**_in_sentences(fields)), fact, fields)
         execution = self._service.current
+        # Who leaves once all is done is missed by nobody: what is told next is how the run ended.
+        over = execution is not None and execution.outcome is not None
+        missed = not (over and self._service.settings.once and isinstance(fact, WorkerDisconnected))
+        if missed and (sentence := self._sentences.get(type(fact))) is not None:
+            self._tell(sentence.format(**_in_sentences(fields)), fact, fields)
         match fact:
             case TrainingStarted() if execution is not None:
                 if notes := _notes(execution.run):

@@ -7,6 +7,7 @@ import sys
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import samestep
-from protocol.base.errors import SamestepError
+from protocol.base.errors import ExitCode, Mismatch, SamestepError, Unreachable, UsageError
 from samestep import fitting
 from samestep.fitting import new_directory
 from samestep.own_coordinator import show
@@ -70,6 +71,79 @@ def test_gives_the_trained_module_and_what_became_of_the_run(capsys):
     assert torch.get_deterministic_debug_mode() == deterministic
 
 
+def test_a_run_that_has_finished_is_given_again(capsys):
+    first = samestep.fit(line, steps=3, directory="done", **FEW)
+    lines = capsys.readouterr().out.splitlines()
+    ended = next(n for n, line in enumerate(lines) if line.startswith("finished: 3 of 3"))
+    assert not [line for line in lines[:ended] if " left: " in line], "nobody is missed"
+    again = samestep.fit(line, steps=3, directory="done", resume=True, **FEW)
+    assert (again.digest, again.steps, again.outcome) == (first.digest, 3, "finished")
+    assert again.history == first.history
+    assert again.module is not first.module
+    assert values_of(again.module) == values_of(first.module)
+    assert capsys.readouterr().out == "the run in 'done' has finished; nothing is to be done\n"
+
+
+def values_of(module):
+    return {name: value.tolist() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("now", "told"),
+    [
+        ({"steps": 7}, r"steps \(20, now 7\)"),
+        ({"optimizer": {"name": "sgd", "lr": 0.2}}, r"optimizer\.lr \(0\.1, now 0\.2\)"),
+        ({"settings": {"log": "checkpoint"}}, r"log \('full', now 'checkpoint'\)"),
+    ],
+)
+def test_a_run_that_was_begun_otherwise_is_refused_by_what_differs(now, told, of_an_older_default):
+    given = {"steps": 20, **FEW, "directory": of_an_older_default, **now}
+    with pytest.raises(
+        Mismatch, match=rf"^resume: .*'older'.* another {told}; give what"
+    ) as caught:
+        samestep.fit(line, **given, resume=True)
+    assert "--" not in str(caught.value)
+
+
+@pytest.fixture
+def of_an_older_default():
+    """The directory of a run that was begun with another log, and halted."""
+
+    def once_not_finite(module, batch):
+        return squares(module, batch) * (float("nan") if calls_before() == 20 else 1.0)
+
+    begun, settings = partial(line, loss=once_not_finite), {"log": "full"}
+    with pytest.raises(SamestepError, match="halted"):
+        samestep.fit(begun, steps=20, directory="older", settings=settings, **FEW)
+    return "older"
+
+
+def test_a_run_goes_on_with_the_log_that_it_was_begun_with(of_an_older_default):
+    whole = samestep.fit(line, steps=20, **FEW)
+    rest = samestep.fit(line, steps=20, directory=of_an_older_default, resume=True, **FEW)
+    assert (rest.outcome, rest.digest) == ("finished", whole.digest)
+
+
+@pytest.mark.parametrize(
+    ("directory", "told"),
+    [
+        ("x" * 300, "expected a name that a file can have, .* too long$"),
+        ("file", "choose one that this user can write to: directory=DIR$"),
+    ],
+)
+def test_a_directory_that_cannot_be_one_is_refused_in_a_scripts_words(directory, told):
+    Path("file").touch()
+    with pytest.raises(UsageError, match=told):
+        samestep.fit(line, steps=3, directory=directory, **FEW)
+    with pytest.raises(UsageError, match="found no such directory"):
+        samestep.fit(line, steps=3, directory=directory, resume=True, **FEW)
+
+
+def test_no_coordinator_where_one_is_to_serve_is_told_in_a_scripts_words():
+    with pytest.raises(Unreachable, match=r'say where it is with control="HOST:PORT"$'):
+        samestep.fit(line, steps=3, control="127.0.0.1:1", **FEW)
+
+
 def calls_before():
     """Counted in a file, since a loss that keeps a counter is refused."""
     with Path("calls").open("ab") as file:
@@ -106,6 +180,19 @@ def test_an_interrupt_drains_and_the_run_goes_on_with_the_same_bits(interrupt, m
     rest = samestep.fit(line, steps=40, directory="part", resume=True, **FEW)
     assert (rest.outcome, rest.steps, rest.digest) == ("finished", 40, whole.digest)
     assert len(rest.history) == 40
+
+
+def test_an_interrupt_before_the_first_step_ends_the_script_and_leaves_nothing(interrupt, capsys):
+    def loss(module, batch):
+        if calls_before() == 8:  # the worker's: its device looks at what the model gives
+            interrupt()
+        return squares(module, batch)
+
+    with pytest.raises(SystemExit) as ended:
+        samestep.fit(lambda: line(loss=loss), steps=20, **FEW)
+    assert ended.value.code == ExitCode.INTERRUPTED
+    assert "nothing of this fit goes on" in capsys.readouterr().err
+    assert not [*Path("runs").iterdir()]
 
 
 def test_a_halt_ends_the_call_and_the_run_goes_on_once_that_is_mended():

@@ -16,6 +16,7 @@ from protocol.base import limits
 from protocol.base.errors import DataError, SamestepError
 from protocol.host.cache_directory import cache_directory
 from protocol.host.machine import Machine
+from protocol.host.scratch import ScratchDirectory
 from protocol.spec.blob_list import BlobFile, Role
 from protocol.spec.file_digest import FileDigests
 from protocol.spec.run_files import source_files
@@ -66,7 +67,7 @@ class Obtainer:
         self._cache: BlobCache | None = None
         self._part: Part | None = None
         self._watched: tuple[str, int, float] = ("", 0, 0.0)
-        self._inputs: tempfile.TemporaryDirectory[str] | None = None
+        self._inputs: ScratchDirectory | None = None
 
     def do(self, action: FileAction) -> None:
         """Do it after those before it."""
@@ -209,7 +210,7 @@ class Obtainer:
                     )
         if self._inputs is None:
             with storing("make a directory in", Path(tempfile.gettempdir())):
-                self._inputs = tempfile.TemporaryDirectory(prefix="samestep-")
+                self._inputs = ScratchDirectory()
         directory = Path(self._inputs.name) / action.list_digest[:16]
         assemble(directory, action.listing, found)
         return Assembled(*placed_spec(action.spec, action.listing, directory))

@@ -8,9 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.disk.durable_file import remove_temporaries, replace_file, storing, write_all
+from coordinator.disk.durable_file import (
+    read_if_there,
+    remove_temporaries,
+    replace_file,
+    storing,
+    write_all,
+)
 from coordinator.storage.states.checkpoint import write_checkpoint
-from protocol.base.errors import StorageFailed
+from protocol.base.errors import StorageFailed, UsageError
 from tests.durable_run import MANIFEST, RUN_ID, state_zero
 
 
@@ -106,3 +112,8 @@ def test_temporaries_are_cleared_and_nothing_else(tmp_path):
     remove_temporaries(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["whole"]
     remove_temporaries(tmp_path / "none")
+
+
+def test_a_name_that_no_file_can_have_is_the_users_mistake_and_not_the_disks(tmp_path):
+    with pytest.raises(UsageError, match=r"^expected a name that a file can have, .* too long$"):
+        read_if_there(tmp_path / ("x" * 300) / "run.json")
