@@ -153,9 +153,8 @@ class ProgressConsole:
             self._last_line_s = 0.0  # a run's first step is told at once
         execution = self._service.current
         # Who leaves once all is done is missed by nobody: what is told next is how the run ended.
-        over = execution is not None and execution.outcome is not None
-        missed = not (over and self._service.settings.once and isinstance(fact, WorkerDisconnected))
-        if missed and (sentence := self._sentences.get(type(fact))) is not None:
+        unmissed = isinstance(fact, WorkerDisconnected) and self._is_done
+        if not unmissed and (sentence := self._sentences.get(type(fact))) is not None:
             self._tell(sentence.format(**_in_sentences(fields)), fact, fields)
         match fact:
             case TrainingStarted() if execution is not None:
@@ -173,6 +172,13 @@ class ProgressConsole:
                 self._tell_way_on(run_id)
             case StepCommitted() if execution is not None and self._live is None:
                 self._progress_line(execution, fact, fields)
+
+    @property
+    def _is_done(self) -> bool:
+        """Whether the one run is over but for its files."""
+        execution = self._service.current
+        over = execution is not None and execution.outcome is not None
+        return over and self._service.settings.once
 
     def _tell_way_on(self, run_id: str) -> None:
         """One run that is done at a terminal has it in its last line."""
