@@ -401,7 +401,7 @@ def report(
     from coordinator.disk.durable_file import replace_file
 
     target = output or directory / "report.html"
-    if not directory.is_dir():
+    if not os.path.isdir(directory):  # noqa: PTH112 -- False for a name that none can have
         raise UsageError(f"expected a run in {str(directory)!r}, found no such directory")
     check_writable(target, "--output")  # before an audit of minutes
     audited = None if is_held(directory) else _audited(directory)  # its files change

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from coordinator.disk.artifacts import write_json
 from coordinator.disk.claim import forget
-from coordinator.disk.durable_file import TEMPORARY_SUFFIX
+from coordinator.disk.durable_file import TEMPORARY_SUFFIX, storing
 from coordinator.files.blob_index import BlobIndex, index_blobs
 from coordinator.local_workers import LocalWorkers
 from coordinator.members.invitation import invitation, status_line
@@ -105,6 +105,9 @@ def main(options: CoordinatorOptions) -> int:
 
 
 async def _serve(options: CoordinatorOptions, journal: SystemJournal | None) -> int:
+    if options.out is not None:
+        with storing("read", options.out):
+            options.out.exists()  # no matter whether: its name must be one
     if options.from_copies is not None:
         await _bring_back(options, options.from_copies)
     directory = _directory(options)

@@ -1,0 +1,26 @@
+"""A directory whose name none can have: the user's mistake, whatever is to be done there."""
+
+import pytest
+from typer.testing import CliRunner
+
+from coordinator.cli import app
+from protocol.base.errors import UsageError
+
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--out", LONG, "--expect-workers", "1"],
+        ["--out", LONG, "--expect-workers", "1", "--resume"],
+        ["--out", LONG, "--expect-workers", "1", "--resume", "--from-step", "3"],
+        ["audit", LONG],
+        ["report", LONG],
+    ],
+)
+def test_it_is_refused_in_a_line(given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = CliRunner().invoke(app, given)
+    assert isinstance(found.exception, UsageError)
+    assert not [*tmp_path.iterdir()]
