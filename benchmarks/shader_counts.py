@@ -145,13 +145,14 @@ class Run:
                 self.statement(statement)
 
     def statement(self, statement: tree.Statement) -> None:
+        """One of them."""
         match statement:
             case tree.Declare(name, _, value):
                 self._values[name] = None if value is None else self._of(value)
             case tree.Assignment(target, value):
                 self.assign(target, self._of(value))
             case tree.If(condition, then, otherwise):
-                self._if(self._of(condition), then, otherwise)
+                self.choose(self._of(condition), then, otherwise)
             case tree.For():
                 self._for(statement)
             case tree.Scope(body):
@@ -165,6 +166,7 @@ class Run:
                 self.here = np.zeros_like(self.here)
 
     def assign(self, target: tree.Expression, value: Known) -> None:
+        """A new value of a variable, or of an element."""
         if isinstance(target, tree.Name):
             before = self._values.get(target.name)
             if value is not None and before is not None and not self.here.all():
@@ -173,9 +175,10 @@ class Run:
         else:
             self._of(target)  # an element: counted like a read
 
-    def _if(
+    def choose(
         self, condition: Known, then: Sequence[tree.Statement], otherwise: Sequence[tree.Statement]
     ) -> None:
+        """A choice; one that depends on a float is taken."""
         before = self.here
         if condition is None:
             self.block(then)
@@ -285,6 +288,7 @@ class Run:
             self._of(of)
 
     def count(self, array: tree.Array, at: Known) -> None:
+        """An access of the invocations that are here."""
         nbytes = _WORD_BYTES * tree.size_of(array.element) * (2 if array.element == "u64" else 1)
         if array.binding >= 0:
             here = int(self.here.sum()) if at is None else len(np.unique(at[self.here]))

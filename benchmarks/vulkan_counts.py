@@ -48,7 +48,12 @@ def plan_of(trainable: Trainable, batch: Batch) -> tuple[Plan, float]:
     assert loss is not None
     trained = [tensor.name for block in trainable.blocks for tensor in block.tensors]
     arrays = {name: torch.from_numpy(array) for name, array in batch.arrays.items()}
-    templates = Templates(cooperative=True, matmul=card_shader, bindings=_BINDINGS)
+    templates = Templates(
+        cooperative=True,
+        matmul=card_shader,
+        bindings=_BINDINGS,
+        workgroup_bytes=CARD.workgroup_bytes,
+    )
     capture = capture_step(module, loss, trained, arrays, templates.fuses)
     base = BaseLayout(module, trainable.base_dtype)
     constants = dict(module.named_buffers())

@@ -97,7 +97,12 @@ class VulkanBackend:
             )
         most = self.device.limits["max-storage-buffers-per-shader-stage"]
         bindings = min(most, _BINDINGS)
-        template = Templates(not self.adapter.software, self.tuner.shader, bindings=bindings)
+        template = Templates(
+            not self.adapter.software,
+            self.tuner.shader,
+            bindings=bindings,
+            workgroup_bytes=self.tuner.traits.workgroup_bytes,
+        )
         adds = self.exact_additions
         no_halves = self.no_halves if trainable.precision == "float16" else ""
         return compiled_program(

@@ -33,6 +33,7 @@ from backends.wgpu.lowering.elementwise import ELEMENTWISE
 from backends.wgpu.lowering.fusion import ATTENTIONS, MATMULS, REDUCTIONS, SCANS, SCATTERS
 from backends.wgpu.lowering.matmul_factors import factors
 from backends.wgpu.lowering.placement import PLACEMENT, broadcast_shape, leading_indices
+from backends.wgpu.shaders.attention_layout import WORKGROUP_BYTES
 from backends.wgpu.shaders.attention_tiles import attention_shader
 from backends.wgpu.shaders.dispatch import WORKGROUPS_PER_DIMENSION, Shader
 from backends.wgpu.shaders.kernel_text import (
@@ -95,12 +96,14 @@ class Emitter:
         folded: Values that are known.
         cooperative: Whether workgroups share long sums: good on GPUs, not on a CPU.
         matmul: The template of matrix products.
+        workgroup_bytes: Of workgroup memory, for attention.
     """
 
     buffers: Collection[fx.Node]
     folded: Mapping[fx.Node, torch.Tensor]
     cooperative: bool = False
     matmul: MatmulShader = matmul_shader
+    workgroup_bytes: int = WORKGROUP_BYTES
 
     def kernels(self, node: fx.Node) -> list[Kernel]:
         """What fills the value's buffer.
@@ -390,7 +393,7 @@ class Emitter:
 
     def _attention(self, node: fx.Node) -> Kernel:
         problem, reads = attention_problem(node, self.buffers)
-        shader, grid = attention_shader(problem)
+        shader, grid = attention_shader(problem, self.workgroup_bytes)
         s = problem.sizes
         sizes = f"{s.batch}x{s.heads}x{s.queries}x{s.keys}x{s.size}"
         return Kernel(shader, reads, (node,), grid, f"{_label(node)} {sizes}")

@@ -20,6 +20,7 @@ from backends.wgpu.lowering.fusion import LAYERS, decide, is_part
 from backends.wgpu.lowering.joins import Joins, ordered
 from backends.wgpu.lowering.kernels import Emitter, Kernel, MatmulShader, is_known
 from backends.wgpu.lowering.together import together
+from backends.wgpu.shaders.attention_layout import WORKGROUP_BYTES
 from backends.wgpu.shaders.attention_problem import AttentionSizes
 from backends.wgpu.shaders.narrow import Narrow, mark
 from protocol.base.errors import SamestepError
@@ -38,6 +39,7 @@ class Templates:
         bindings: Storage buffers that a shader may bind.
         halves: Whether products are computed with operands of float16, and what is of that type is
             held in two bytes.
+        workgroup_bytes: Of workgroup memory, for attention; products choose for themselves.
     """
 
     cooperative: bool
@@ -45,6 +47,7 @@ class Templates:
     canonical: bool = False
     bindings: int = 8
     halves: bool = False
+    workgroup_bytes: int = WORKGROUP_BYTES
 
     @property
     def joins(self) -> bool:
@@ -126,7 +129,9 @@ def lower(
         hold_halves(nodes)
     _check(nodes, folded)
     fusion = decide(nodes, folded, [node for node in outputs if node is not None])
-    emitter = Emitter(fusion.buffers, folded, template.cooperative, template.matmul)
+    emitter = Emitter(
+        fusion.buffers, folded, template.cooperative, template.matmul, template.workgroup_bytes
+    )
     # An output may be a view of the buffer that holds it.
     held = tuple(None if n is None else whole_buffer(n, fusion.buffers) for n in outputs)
     calls = {node: _call(node, fusion.buffers) for node in nodes if node.target in LAYERS}

@@ -1,7 +1,7 @@
 """Which scores of a tile take part, as WGSL, and whether any does: tiles without one are left out.
 
-Each of 8 x 8 invocations, numbered by `down` and `across`, has the 4 x 4 scores from
-`first_row + 4 down` and `first_column + 4 across` on.
+Each invocation, numbered by `down` and `across`, has the 4 x 4 scores from `first_row + 4 down` and
+`first_column + 4 across` on.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Final
 
 from backends.wgpu.shaders.attention_problem import AttentionProblem
+from backends.wgpu.shaders.barriers import Steps
 
 ACROSS: Final = 8
-"""Invocations across and down a tile."""
+"""Invocations across a tile."""
 BLOCK: Final = 4 * ACROSS
-"""Rows and columns of a tile of scores."""
+"""Columns of a tile of scores."""
 _HIDES: Final = "-1e30"
 """An addend below it makes a weight of zero, in a row whose maximum is not as low itself."""
 
@@ -32,7 +33,7 @@ def seen(problem: AttentionProblem) -> list[str]:
             there.append(f"(vec4u({row}) {'<=' if by_key else '>='} columns)")
         if mask is not None:
             near = f"min({row}, {rows - 1}u)"
-            each = [f"min(columns[{c}], {columns - 1}u)" for c in range(4)]
+            each = [f"min(first_column + across * 4u + {c}u, {columns - 1}u)" for c in range(4)]
             pairs = [(other, near) if by_key else (near, other) for other in each]
             read = ", ".join(f"mask[{mask.at('batch', 'head', *pair)}]" for pair in pairs)
             if problem.truth:
@@ -43,13 +44,17 @@ def seen(problem: AttentionProblem) -> list[str]:
     return lines
 
 
-def needed(problem: AttentionProblem) -> list[str]:
+def vote(problem: AttentionProblem, steps: Steps, votes: str, sums: str, invocations: int) -> str:
     """Opens a block that is entered by all invocations, or by none: then no weight is above zero.
 
-    `highest` are the maxima of the rows, or for keys of the columns: so far, or of all.
+    Args:
+        problem: Its mask hides something.
+        steps: To which the vote is added. `highest` are the maxima of the rows, or for keys of the
+            columns: so far, or of all.
+        votes: An array of workgroup memory with a vec4 for each invocation.
+        sums: One with room for an eighth more behind them; it may be the same.
+        invocations: Of a workgroup.
     """
-    if problem.mask is None:
-        return ["{"]
     counted = [f"on{i}" for i in range(4)]
     if not problem.truth:
         lowest = [f"vec4f(highest[{i}])" if problem.part != "keys" else "highest" for i in range(4)]
@@ -57,16 +62,15 @@ def needed(problem: AttentionProblem) -> list[str]:
             f"({on} & (!(bias{i} <= vec4f({_HIDES})) | ({lowest[i]} < vec4f({_HIDES}))))"
             for i, on in enumerate(counted)
         ]
-    return [
-        f"weights[me] = select(vec4f(0.0), vec4f(1.0), vec4<bool>(any({' | '.join(counted)})));",
-        "workgroupBarrier();",
-        f"if (me < {ACROSS}u) {{",
-        "folds[me] = " + _sum([f"weights[me * {ACROSS}u + {i}u]" for i in range(ACROSS)]) + ";",
-        "}",
-        "workgroupBarrier();",
-        "let counted = " + _sum([f"folds[{i}u]" for i in range(ACROSS)]) + ";",
-        "if (counted.x > 0.0) {",
-    ]
+    own = f"vec4<bool>(any({' | '.join(counted)}))"
+    steps.add([f"{votes}[me] = select(vec4f(0.0), vec4f(1.0), {own});"], writes=[votes])
+    groups = invocations // ACROSS
+    of_group = _sum([f"{votes}[me + {i * groups}u]" for i in range(ACROSS)])
+    added = f"if (me < {groups}u) {{ {sums}[{invocations}u + me] = {of_group}; }}"
+    steps.add([added], reads=[votes], writes=[sums])
+    all_groups = _sum([f"{sums}[{invocations + i}u]" for i in range(groups)])
+    steps.add([f"let counted = {all_groups};"], reads=[sums])
+    return "if (counted.x > 0.0) {"
 
 
 def _sum(terms: list[str]) -> str:

@@ -23,8 +23,7 @@ from backends.wgpu.lowering.fusion import ATTENTIONS
 from backends.wgpu.lowering.lowered_plan import lowered_plan
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
-from backends.wgpu.shaders.attention_problem import AttentionProblem, AttentionSizes, View
-from backends.wgpu.shaders.attention_tiles import attention_shader
+from backends.wgpu.shaders.attention_problem import AttentionSizes
 from backends.wgpu.shaders.matmul import matmul_shader
 from backends.wgpu.weights.narrow_base import BaseLayout
 from tests.backends.wgpu.examples import examples
@@ -122,21 +121,6 @@ def test_rows_and_tiles_that_are_masked_as_a_whole(device, cooperative, hide):
     expected = functional.scaled_dot_product_attention(q, k, v, mask)
     assert bool((expected[1, :, :3] == 0).all()) == (hide != "lowest")
     agree(device, q, k, v, tangent, mask, cooperative=cooperative)
-
-
-def test_what_a_skipped_tile_was_told_by_is_not_written_before_all_have_read_it():
-    """Software Vulkan runs the invocations of a group in step, so only the text can show it."""
-    sizes, flat = AttentionSizes(1, 1, 1, 64, 64, 8), View((512, 512, 8, 1), 0)
-    mask = View((4096, 4096, 64, 1), 0)
-    problem = AttentionProblem(
-        "forward", sizes, flat, flat, flat, mask, True, None, None, 1.0, False
-    )
-    lines = attention_shader(problem)[0].source.splitlines()
-    read = max(at for at, line in enumerate(lines) if "let counted" in line)
-    written = [at for at, line in enumerate(lines) if line.startswith("folds[me] =") and at > read]
-    last = written[-1]
-    skipped = max(at for at in range(last) if lines[at] == "}" and lines[at - 1] == "}")
-    assert "workgroupBarrier();" in lines[skipped:last]
 
 
 def test_operands_are_read_where_they_lie(device):

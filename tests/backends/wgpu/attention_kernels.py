@@ -1,0 +1,130 @@
+"""Attention's kernels by themselves: operands, and what the formula gives of them in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from backends.wgpu.device.target import Copy
+from backends.wgpu.shaders.attention_problem import AttentionProblem, AttentionSizes, Part, View
+from backends.wgpu.shaders.attention_tiles import attention_shader
+from backends.wgpu.shaders.dispatch import Dispatch, Shader
+
+PARTS: tuple[Part, ...] = ("forward", "queries", "keys")
+Grid = tuple[int, int, int]
+
+
+def problem_of(
+    part: Part, sizes: AttentionSizes, mask: str = "", *, causal: bool = False
+) -> AttentionProblem:
+    """Of whole tensors; `mask`: of truth values, added ones, or none."""
+    queries = _whole(sizes.heads, sizes.queries, sizes.size)
+    keys = _whole(sizes.groups, sizes.keys, sizes.size)
+    masks = _whole(sizes.heads, sizes.queries, sizes.keys) if mask else None
+    back = part != "forward"
+    delta = View((sizes.heads * sizes.queries, sizes.queries, 1), 0) if back else None
+    return AttentionProblem(
+        part, sizes, queries, keys, keys, masks, mask == "truth", queries if back else None, delta,
+        sizes.size**-0.5, causal,
+    )  # fmt: skip
+
+
+def _whole(count: int, rows: int, columns: int) -> View:
+    return View((count * rows * columns, rows * columns, columns, 1), 0)
+
+
+def nbytes_of(problem: AttentionProblem) -> list[int]:
+    """Of its bindings."""
+    s = problem.sizes
+    queries, keys = s.batch * s.heads * s.queries * s.size, s.batch * s.groups * s.keys * s.size
+    packed = queries + s.batch * s.heads * -(-s.queries // 4) * 8
+    masks = [] if problem.mask is None else [s.batch * s.heads * s.queries * s.keys]
+    out = {"forward": [packed], "queries": [queries], "keys": [2 * keys]}[problem.part]
+    back = [packed, queries, s.batch * s.heads * s.queries] if problem.tangent is not None else []
+    return [4 * count for count in (queries, keys, keys, *masks, *back, *out)]
+
+
+@dataclass
+class Operands:
+    """Random ones; where a mask hides, a number that no sum may hold."""
+
+    sizes: AttentionSizes
+    mask: str
+    causal: bool
+    given: Mapping[str, torch.Tensor]
+
+    @staticmethod
+    def drawn(sizes: AttentionSizes, mask: str = "", *, causal: bool = False) -> Operands:
+        """Of a seed of their own."""
+        draw = torch.Generator().manual_seed(sizes.queries * 1000 + sizes.keys)
+        queries = (sizes.batch, sizes.heads, sizes.queries, sizes.size)
+        keys = (sizes.batch, sizes.groups, sizes.keys, sizes.size)
+        shapes = {"query": queries, "key": keys, "value": keys, "tangent": queries}
+        given = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+        if mask:
+            shape = (sizes.batch, sizes.heads, sizes.queries, sizes.keys)
+            seen = torch.rand(shape, generator=draw) > 0.3
+            seen[..., : sizes.queries // 2, sizes.keys // 3 :] = False  # whole blocks
+            added = torch.zeros(shape).masked_fill(~seen, -1e38)
+            given["mask"] = seen.int() if mask == "truth" else added
+        return Operands(sizes, mask, causal, given)
+
+    def expected(self) -> list[torch.Tensor]:
+        """Output and gradients of query, key and value in float64; (B, rows, heads, D) each."""
+        q, k, v, tangent = (self.given[n].double() for n in ("query", "key", "value", "tangent"))
+        leaves = [each.requires_grad_() for each in (q, k, v)]
+        shared = self.sizes.heads // self.sizes.groups
+        k, v = (each.repeat_interleave(shared, 1) for each in (k, v))
+        with torch.enable_grad():
+            scores = q @ k.mT * self.sizes.size**-0.5
+            hidden = torch.zeros(scores.shape, dtype=torch.bool)
+            if self.mask == "truth":
+                hidden |= self.given["mask"] == 0
+            elif self.mask:
+                scores = scores + self.given["mask"]
+            if self.causal:
+                hidden |= ~torch.ones(hidden.shape, dtype=torch.bool).tril()
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            result = weights.masked_fill(hidden.all(-1, keepdim=True), 0) @ v
+            gradients = torch.autograd.grad((result * tangent).sum(), leaves)
+        return [each.detach().transpose(1, 2) for each in (result, *gradients)]
+
+    def on(self, device: Any, workgroup_bytes: int) -> list[torch.Tensor]:
+        """The same on a device, as it fits in so much workgroup memory."""
+        s = self.sizes
+        read = [self.given[name] for name in ("query", "key", "value")]
+        read += [self.given["mask"]] if self.mask else []
+        packed = self._run(device, "forward", workgroup_bytes, read)
+        result = packed[: s.batch * s.queries * s.heads * s.size]
+        result = result.reshape(s.batch, s.queries, s.heads, s.size)
+        tangent = self.given["tangent"]
+        delta = (tangent * result.transpose(1, 2)).sum(-1)
+        read += [packed, tangent, delta]
+        by_query = self._run(device, "queries", workgroup_bytes, read).reshape(result.shape)
+        by_key, by_value = self._run(device, "keys", workgroup_bytes, read).reshape(
+            2, s.batch, s.keys, s.groups, s.size
+        )
+        return [result, by_query, by_key, by_value]
+
+    def _run(
+        self, device: Any, part: Part, workgroup_bytes: int, read: list[torch.Tensor]
+    ) -> torch.Tensor:
+        problem = problem_of(part, self.sizes, self.mask, causal=self.causal)
+        shader, grid = attention_shader(problem, workgroup_bytes)
+        *_, out = nbytes_of(problem)
+        return torch.from_numpy(ran(device, shader, grid, [x.numpy() for x in read], out))
+
+
+def ran(device: Any, shader: Shader, grid: Grid, arrays: list[Any], nbytes: int) -> Any:
+    """What a kernel writes, where NaN was before."""
+    arrays = [*map(np.ascontiguousarray, arrays), np.full(nbytes // 4, np.nan, np.float32)]
+    buffers = [device.buffer(array.nbytes) for array in arrays]
+    for buffer, array in zip(buffers, arrays, strict=True):
+        device.upload(buffer, array)
+    dispatch = Dispatch(shader, tuple(range(len(buffers))), grid, "attention")
+    prepared = device.prepare([dispatch], buffers)
+    return device.run(prepared, [Copy(buffers[-1], nbytes)]).result()[0].copy()

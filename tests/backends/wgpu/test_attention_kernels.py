@@ -1,0 +1,141 @@
+"""Attention's kernels as each layout of workgroup memory has them."""
+
+from __future__ import annotations
+
+import pytest
+
+from backends.wgpu.shaders.attention_layout import layout_of
+from backends.wgpu.shaders.attention_problem import AttentionSizes
+from backends.wgpu.shaders.attention_tiles import attention_shader
+from backends.wgpu.shaders.barriers import Steps
+from benchmarks.shader_counts import counts_of
+from tests.backends.wgpu.attention_kernels import PARTS, Operands, nbytes_of, problem_of
+from tests.backends.wgpu.checked_indices import assert_right_accesses
+
+LEAST, USUAL = 16_384, 32_768
+BARRIER = "workgroupBarrier();"
+
+# Single ones, parts of tiles and of vectors, heads that share keys, vectors in two parts.
+QUICK = (AttentionSizes(2, 2, 2, 33, 70, 20), "truth", False, USUAL)
+SIZES = [
+    (AttentionSizes(1, 2, 1, 1, 1, 4), "", False),
+    QUICK[:3],
+    (AttentionSizes(1, 2, 1, 70, 97, 64), "", False),
+    (AttentionSizes(1, 1, 1, 65, 65, 36), "added", True),
+    (AttentionSizes(1, 2, 1, 600, 600, 64), "", True),
+    (AttentionSizes(1, 4, 2, 599, 600, 32), "truth", False),
+    (AttentionSizes(1, 2, 1, 130, 131, 128), "", False),
+    (AttentionSizes(1, 2, 2, 131, 70, 96), "added", False),
+    (AttentionSizes(1, 1, 1, 20, 520, 80), "truth", True),
+]
+CASES = [(*each, workgroup_bytes) for each in SIZES for workgroup_bytes in (LEAST, USUAL)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mask", "causal", "workgroup_bytes"),
+    [pytest.param(*each, marks=() if each == QUICK else pytest.mark.slow) for each in CASES],
+)
+def test_they_agree_with_float64_in_every_layout(device, sizes, mask, causal, workgroup_bytes):
+    operands = Operands.drawn(sizes, mask, causal=causal)
+    for one, wanted in zip(operands.on(device, workgroup_bytes), operands.expected(), strict=True):
+        assert float((one - wanted).norm()) <= 3e-6 * max(float(wanted.norm()), 1e-3)
+
+
+@pytest.mark.slow
+def test_layouts_decide_no_bit(device):
+    """Vectors whole or in parts, tiles with arrays of their own or in turns."""
+    operands = Operands.drawn(AttentionSizes(1, 2, 1, 45, 70, 32), "truth", causal=True)
+    least, usual = (operands.on(device, nbytes) for nbytes in (LEAST, USUAL))
+    assert all(one.numpy().tobytes() == other.numpy().tobytes()
+               for one, other in zip(least, usual, strict=True))  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    ("size", "mask", "causal", "workgroup_bytes"),
+    [
+        (32, "added", False, USUAL),
+        (36, "", True, LEAST),
+        pytest.param(80, "truth", False, USUAL, marks=pytest.mark.slow),
+        pytest.param(128, "truth", False, LEAST, marks=pytest.mark.slow),
+    ],
+)
+def test_no_index_is_outside_and_no_access_in_a_race(part, size, mask, causal, workgroup_bytes):
+    sizes = AttentionSizes(2, 2, 1, 70, 70, size)
+    problem = problem_of(part, sizes, mask, causal=causal)
+    shader, grid = attention_shader(problem, workgroup_bytes)
+    assert shader.in_bounds
+    assert_right_accesses(shader, grid, nbytes_of(problem))
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("size", [32, pytest.param(128, marks=pytest.mark.slow)])
+def test_workgroup_memory_serves_nothing_twice(part, size):
+    problem = problem_of(part, AttentionSizes(1, 1, 1, 128, 128, size), "truth")
+    for workgroup_bytes in (LEAST, USUAL):
+        found = counts_of(*attention_shader(problem, workgroup_bytes))
+        assert found.served == found.accesses
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("size", [4, 32, 36, 64, 80, 128])
+@pytest.mark.parametrize("workgroup_bytes", [LEAST, USUAL, 49_152])
+def test_layouts_fit(part, size, workgroup_bytes):
+    for rows in (1, 33):
+        layout = layout_of(part, AttentionSizes(1, 1, 1, rows, rows, size), workgroup_bytes)
+        assert layout.nbytes <= min(workgroup_bytes, USUAL)
+        assert layout.invocations == (64 if rows == 1 else 128)
+        assert sum(4 * layout.fours(part) for part in layout.parts) == size
+
+
+# With 32 KiB, of a block of 32 columns and 64 rows. In parts of 32 elements, brought when they are
+# wanted, there were 5, 6 and 8 for 32 rows of 32 elements, and 9, 12 and 16 of 64.
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(("size", "most"), [(32, (3, 3, 5)), (64, (4, 6, 8)), (128, (8, 12, 16))])
+def test_few_barriers_stand_in_a_block(part, size, most):
+    shader, _ = attention_shader(problem_of(part, AttentionSizes(1, 1, 1, 64, 64, size)), USUAL)
+    _, _, walk = shader.source.partition("for (var first_column")
+    walk, _, _ = walk.partition("let share0")
+    assert walk.count(BARRIER) <= most[PARTS.index(part)]
+
+
+def barriers(steps: Steps) -> list[int]:
+    return [at for at, line in enumerate(steps.lines) if line == BARRIER]
+
+
+def test_a_barrier_stands_before_what_was_written_is_read_and_what_was_read_is_written():
+    steps = Steps()
+    steps.add(["a = 1"], writes=["a"])
+    steps.add(["b = 1"], writes=["b"])
+    steps.add(["x = a"], reads=["a"])
+    steps.add(["x = b"], reads=["b"])
+    steps.add(["b = 2"], writes=["b"])
+    assert steps.lines == ["a = 1", "b = 1", BARRIER, "x = a", "x = b", BARRIER, "b = 2"]
+
+
+def test_a_loops_round_waits_for_the_one_before():
+    steps = Steps()
+    steps.add(["c = 1"], writes=["c"])
+
+    def body(inner: Steps) -> None:
+        inner.add(["x = c"], reads=["c"])
+        inner.add(["a = 1"], writes=["a"])
+        inner.add(["x = a"], reads=["a"])
+
+    steps.loop("for {", body)
+    steps.add(["a = 2"], writes=["a"])
+    inside = ["for {", BARRIER, "x = c", "a = 1", BARRIER, "x = a", "}"]
+    assert steps.lines == ["c = 1", *inside, BARRIER, "a = 2"]
+
+
+def test_what_a_choice_leaves_out_does_not_count_as_waited_for():
+    steps = Steps()
+    steps.add(["x = a"], reads=["a"])
+
+    def body(inner: Steps) -> None:
+        inner.add(["b = 1"], writes=["b"])
+        inner.add(["x = b"], reads=["b"])
+
+    steps.choice("if {", body)
+    steps.add(["a = 1"], writes=["a"])
+    assert steps.lines == ["x = a", "if {", "b = 1", BARRIER, "x = b", "}", BARRIER, "a = 1"]
