@@ -185,8 +185,9 @@ class CoordinatorProcess(Process):
         execution = service.finished
         assert execution is not None
         assert execution.outcome is not None
-        if execution.superseded:
-            return
+        drained = execution.outcome.outcome == "drained"
+        if execution.superseded or (drained and self._cluster.coordinator is not self):
+            return  # a successor may go on with it before its writer tells of it
         ledger = self._ledger(execution)
         keeper = execution._keeper
         known = execution.run.has_state and keeper is not None
