@@ -6,33 +6,44 @@ Of the jobs of `benchmarks.vulkan`, with the kernels of a card that binds 16 buf
 a microbatch and of a layer's forward and backward; what workgroups read and write of the card's
 memory (caches are not thought of); barriers that workgroups pass; and how much longer workgroup
 memory takes for what lies in one bank. See `benchmarks.shader_counts`.
+
+And of a node of so many microbatches: how many of them a dispatch computes, the activations that
+this takes, and the dispatches of steps and sums, one microbatch after the other and at once.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from backends.base.interface import Batch, Trainable
 from backends.wgpu.capture.capture import capture_step
+from backends.wgpu.device.running import Submission
+from backends.wgpu.device.sum_stack import Sources, SumStack, levels_of
+from backends.wgpu.device.target import Buffer, Prepared
 from backends.wgpu.lowering.lowered_plan import lowered_plan
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.lowering.plan import Plan
-from backends.wgpu.shaders.dispatch import Shader
+from backends.wgpu.lowering.several import several
+from backends.wgpu.shaders.dispatch import Dispatch, Shader
 from backends.wgpu.shaders.matmul import MatmulProblem, MatmulTraits, candidates, matmul_shader
 from backends.wgpu.weights.narrow_base import BaseLayout
 from benchmarks.machine import print_heading, print_table
 from benchmarks.shader_counts import Counts, counts_of
-from benchmarks.vulkan_steps import JOBS, Decoder, job_of
+from benchmarks.vulkan_steps import JOBS, NODE_LEAVES, Decoder, job_of
 from protocol.base.byte_size import byte_size
+from protocol.base.limits import MICROBATCHES_PER_DISPATCH
 
 CARD: Final = MatmulTraits(workgroup_bytes=2**15, invocations=1024)
 _BINDINGS: Final = 16
 _HEAD: Final = (
     "microbatch", "dispatches", "of a layer", "moved", "barriers", "workgroup memory takes",
+)  # fmt: skip
+_NODE_HEAD: Final = (
+    "microbatch", "at once", "activations", "of all", "dispatches alone", "at once, of each",
 )  # fmt: skip
 
 
@@ -63,9 +74,52 @@ def plan_of(trainable: Trainable, batch: Batch) -> tuple[Plan, float]:
     return plan, of_layers / max(len(capture.kinds), 1)
 
 
-def row(name: str, trainable: Trainable, batch: Batch) -> Sequence[str]:
+class _Listing:
+    """A target that runs nothing."""
+
+    def buffer(self, nbytes: int) -> Buffer:
+        """No memory."""
+        return Buffer(nbytes, None)
+
+    def prepare(self, dispatches: Sequence[Dispatch], _buffers: Sequence[Buffer]) -> Prepared:
+        """The dispatches themselves."""
+        return Prepared([*dispatches], [])
+
+
+def dispatches_of_node(trainable: Trainable, plan: Plan, at_once: int, pairs: int) -> int:
+    """Of a node of `NODE_LEAVES` microbatches: steps, and what adds their gradients."""
+    target: Any = _Listing()
+    sizes = [4 * tensor.elements for block in trainable.blocks for tensor in block.tensors]
+    sums = SumStack(target, [sizes], pairs)
+    sums.hold(levels_of(NODE_LEAVES))
+    total = 0
+    for first in range(0, NODE_LEAVES, at_once):
+        given = [[[Buffer(nbytes, None) for nbytes in sizes]] for _ in range(at_once)]
+        step = Submission(Prepared([*plan.dispatches], []), (), last=True)
+        sources = Sources(given, Buffer(4, None))
+        parts = sums.summing([step], sources, first, NODE_LEAVES)
+        total += sum(len(part.prepared.calls) for part in parts)
+    return total
+
+
+def node_row(name: str, trainable: Trainable, plan: Plan) -> Sequence[str]:
+    """Of one job's nodes."""
+    together = several(plan, min(MICROBATCHES_PER_DISPATCH, NODE_LEAVES), lambda _: True)
+    many = together.at_once
+    before = dispatches_of_node(trainable, plan, 1, 1)
+    after = dispatches_of_node(trainable, plan, many, _BINDINGS // 2)
+    return [
+        name,
+        str(many),
+        byte_size(sum(plan.slots)),
+        byte_size(sum(together.slots)),
+        f"{before / NODE_LEAVES:.0f}",
+        f"{after / NODE_LEAVES:.0f}",
+    ]
+
+
+def row(name: str, plan: Plan, of_a_layer: float) -> Sequence[str]:
     """Of one job."""
-    plan, of_a_layer = plan_of(trainable, batch)
     total = Counts()
     for each in plan.dispatches:
         total += counts_of(each.shader, each.grid)
@@ -89,12 +143,18 @@ def main() -> None:
     options = parser.parse_args()
     print_heading("Kernels of a card, counted")
     jobs = [job_of(task, 1) for task in options.tasks]
-    rows = [row(job.name, job.trainable, job.batch) for job in jobs]
+    given = [(job.name, job.trainable, job.batch) for job in jobs]
     for hidden in options.hidden:
         for trained in ("LoRA", "whole"):
             decoder = Decoder(hidden, 8, 512, trained)
-            rows.append(row(str(decoder), decoder.trainable(1), decoder.batch()))
+            given.append((str(decoder), decoder.trainable(1), decoder.batch()))
+    rows, nodes = [], []
+    for name, trainable, batch in given:
+        plan, of_a_layer = plan_of(trainable, batch)
+        rows.append(row(name, plan, of_a_layer))
+        nodes.append(node_row(name, trainable, plan))
     print_table(_HEAD, rows)
+    print_table(_NODE_HEAD, nodes)
 
 
 if __name__ == "__main__":

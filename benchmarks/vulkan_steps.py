@@ -22,7 +22,7 @@ from benchmarks.turns import Timed, by_turns, ratios
 from protocol.exact.samples import SampleOrder, microbatch_seed
 from protocol.spec.run_spec import parse_run_spec
 
-JOBS: Final = {"classify": "sms-spam", "causal-lm": "small-llama"}
+JOBS: Final = {"classify": "sms-spam", "causal-lm": "small-llama", "digits": "digits"}
 NODE_LEAVES: Final = 8
 LAYERS: Final = 4
 Trained = Literal["LoRA", "whole"]

@@ -36,6 +36,7 @@ UNITS = {
     "DEVICES",
     "ELEMENTS",
     "FACTOR",
+    "INVOCATIONS",
     "FILES",
     "MICROBATCHES",
     "MS",

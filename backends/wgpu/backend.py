@@ -17,6 +17,7 @@ from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
 from protocol.base.errors import BackendUnavailable
+from protocol.base.limits import MICROBATCHES_PER_DISPATCH
 
 _BINDINGS: Final = 16
 """Of a shader: more would put together what fills a card by itself."""
@@ -102,6 +103,7 @@ class VulkanBackend:
             self.tuner.shader,
             bindings=bindings,
             workgroup_bytes=self.tuner.traits.workgroup_bytes,
+            microbatches=MICROBATCHES_PER_DISPATCH,
         )
         adds = self.exact_additions
         no_halves = self.no_halves if trainable.precision == "float16" else ""

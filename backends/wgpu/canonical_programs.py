@@ -14,6 +14,7 @@ from backends.wgpu.graph.values import NoRule
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
 from protocol.base.errors import SamestepError
+from protocol.base.limits import MICROBATCHES_PER_DISPATCH
 from protocol.spec.arithmetic_spec import ArithmeticSpec
 
 if TYPE_CHECKING:
@@ -62,7 +63,12 @@ def canonical_on_device(
     convention = convention_of(trainable.arithmetic)
     target = CanonicalDevice(device, convention)
     refuse_unlike(target, tuner.shader, convention)
-    template = Templates(cooperative=True, matmul=tuner.shader, canonical=True)
+    template = Templates(
+        cooperative=True,
+        matmul=tuner.shader,
+        canonical=True,
+        microbatches=MICROBATCHES_PER_DISPATCH,
+    )
     with _in_its_words():
         return compiled_program(target, trainable, template, batches, evaluations, adds=adds)
 

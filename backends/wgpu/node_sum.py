@@ -13,27 +13,37 @@ from protocol.exact.tree_sum import tree_sum
 
 
 def added_on_device(
-    leaves: Sequence[Leaf], start: Callable[[int, Batch, int], Running], blocks: int
+    leaves: Sequence[Leaf],
+    groups: Sequence[range],
+    start: Callable[[range], Running],
+    blocks: int,
 ) -> NodeStream:
     """Nothing comes back before the node's last microbatch; then its sums, and all its losses.
 
     Args:
         leaves: The node's microbatches.
-        start: Starts the node's microbatch of this number.
+        groups: Their numbers, in order: those of a group are computed at once.
+        start: Starts a group.
         blocks: How many there are.
     """
     weights = [batch.weight for batch, _ in leaves]
 
-    def begin(leaf: int, batch: Batch, seed: int) -> Microbatch:
-        running = start(leaf, batch, seed)
-        return Microbatch(items(running, last=leaf == len(leaves) - 1), running.stop)
+    def begin(number: int, _batch: Batch, _seed: int) -> Microbatch:
+        group = groups[number]
+        running = start(group)
+        return Microbatch(items(running, group), running.stop)
 
-    def items(running: Running, *, last: bool) -> Iterator[NodeItem]:
+    def items(running: Running, group: range) -> Iterator[NodeItem]:
         for block in reversed(range(blocks)):
             arrays = running.next()
             if arrays is None:
                 return
-            if not last:
+            if block == blocks - 1:  # all but the group's last have no items of their own
+                for added in [*reversed(range(blocks))] * (len(group) - 1):
+                    yield BlockAdded(added)
+                    if running.stopped:
+                        return
+            if group.stop < len(leaves):
                 yield BlockAdded(block)
                 continue
             losses = arrays.pop() if block == 0 else None
@@ -41,4 +51,4 @@ def added_on_device(
             if losses is not None:
                 yield Loss(tree_sum([float(loss) for loss in losses]), tree_sum(weights))
 
-    return NodeStream(leaves, begin)
+    return NodeStream([leaves[group.start] for group in groups], begin)

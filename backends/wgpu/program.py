@@ -44,10 +44,12 @@ from backends.wgpu.lowering.estimate import (
 from backends.wgpu.lowering.lowered_plan import lowered_plan
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.lowering.plan import Plan
+from backends.wgpu.lowering.several import several
 from backends.wgpu.node_sum import added_on_device
 from backends.wgpu.weights.split_tables import split_tables
 from protocol.base.byte_size import byte_size
 from protocol.base.errors import DeviceError, SamestepError
+from protocol.base.limits import MICROBATCHES_PER_STEP
 from protocol.exact.subnormals import subnormals_are_kept
 from protocol.host.allocator import give_back_freed_memory
 from protocol.spec.manifest import Block
@@ -98,7 +100,8 @@ class VulkanProgram:
         self._slots: list[Buffer] = []
         self._results = [self._results_of(block) for block in self._blocks]
         sizes = [[4 * elements for elements in results] for results in reversed(self._results)]
-        self._sums = SumStack(device, sizes) if adds else None
+        pairs = template.bindings // 2 if template.microbatches > 1 else 1
+        self._sums = SumStack(device, sizes, 1 << pairs.bit_length() - 1) if adds else None
         self._summing: dict[Any, tuple[Submission, ...]] = {}
         self._zero: Buffer | None = None
         self._adding = False
@@ -194,7 +197,7 @@ class VulkanProgram:
                 self.estimates.pop()
             ready = self._once
             words = self._packed(ready, batch.arrays, seed)
-            arrays = Running(self._device, ready.submissions, ready.upload, words).next()
+            arrays = Running(self._device, ready.submissions[1], ready.upload, words).next()
         assert arrays is not None
         left = iter(arrays)
         return [None if held is None else next(left) for held in ready.plan.outputs]
@@ -224,8 +227,8 @@ class VulkanProgram:
             return self.added_on_host(leaves)
         self._sums.hold(levels)
         self._adding = True
-        start = partial(self._start, self._sums, len(leaves))
-        return added_on_device(leaves, start, len(self._blocks))
+        start = partial(self._start, self._sums, leaves)
+        return added_on_device(leaves, self._at_once(leaves), start, len(self._blocks))
 
     def added_on_host(self, leaves: Sequence[Leaf]) -> NodeStream:
         """One node, whatever the device can do."""
@@ -238,7 +241,7 @@ class VulkanProgram:
         with self._lock:
             ready = self._step(batch)
             words = self._packed(ready, batch.arrays, seed)
-            running = Running(self._device, ready.submissions, ready.upload, words)
+            running = Running(self._device, ready.submissions[1], ready.upload, words)
             self._running = running
         return Microbatch(self._items(ready, running, batch.weight), running.stop)
 
@@ -281,7 +284,7 @@ class VulkanProgram:
                 self._plans[key] = self._ready(capture, [list(range(len(capture.outputs)))])
             ready = self._plans[key]
             words = self._packed(ready, arrays, 0)
-            results = Running(self._device, ready.submissions, ready.upload, words).next()
+            results = Running(self._device, ready.submissions[1], ready.upload, words).next()
         assert results is not None
         assert ready.capture.results is not None
         likes = [like for like in ready.capture.outputs if like is not None]
@@ -307,31 +310,64 @@ class VulkanProgram:
             self._sums = self._zero = None
             self._weights.forget()
 
-    def _start(self, sums: SumStack, leaves: int, leaf: int, batch: Batch, seed: int) -> Running:
-        """Microbatch `leaf` of a node, added to its sums."""
+    def _at_once(self, leaves: Sequence[Leaf]) -> list[range]:
+        """A node's microbatches, in groups that are computed at once: neighbours of one shape, as
+        many as its plan has room for."""
+        groups: list[range] = []
+        for leaf, (batch, _) in enumerate(leaves):
+            known = self._plans.get(_shapes(batch))
+            room = known.plan.at_once if known else 1
+            last = groups[-1] if groups else range(0)
+            if 0 < len(last) < room and _shapes(leaves[last.start][0]) == _shapes(batch):
+                groups[-1] = range(last.start, leaf + 1)
+            else:
+                groups.append(range(leaf, leaf + 1))
+        return groups
+
+    def _start(self, sums: SumStack, leaves: Sequence[Leaf], group: range) -> Running:
+        """Microbatches of a node, computed at once and added to its sums one after the other."""
+        first = leaves[group.start][0]
         with self._lock:
-            ready = None if _is_empty(batch) else self._step(batch)
-            merge = merge_of(leaf, leaves)
-            shapes = None if ready is None else _shapes(batch)
-            key = (shapes, merge, leaf == 0, merge.last and leaves)
+            ready = None if _is_empty(first) else self._step(first)
+            merges = tuple(merge_of(leaf, len(leaves)) for leaf in group)
+            shapes = None if ready is None else _shapes(first)
+            key = (shapes, merges, group.start == 0, merges[-1].last and len(leaves))
             if key not in self._summing:
-                parts = nothing(len(self._blocks)) if ready is None else ready.submissions
-                summing = sums.summing(parts, self._sources(ready), leaf, leaves)
-                self._summing[key] = tuple(summing)
+                many = len(group)
+                parts = nothing(len(self._blocks)) if ready is None else self._parts(ready, many)
+                sources = self._sources(ready, many)
+                self._summing[key] = tuple(sums.summing(parts, sources, group.start, len(leaves)))
             if ready is None:
                 self._running = Running(self._device, self._summing[key])
             else:
-                words = self._packed(ready, batch.arrays, seed)
+                each = [self._packed(ready, leaves[n][0].arrays, leaves[n][1]) for n in group]
+                words = np.concatenate(each)
                 self._running = Running(self._device, self._summing[key], ready.upload, words)
-            self._adding = not merge.last
+            self._adding = not merges[-1].last
             return self._running
 
-    def _sources(self, ready: PlacedPlan | None) -> Sources:
-        """Where a step's results are; what the loss does not reach is zero."""
-        outputs = ready.outputs if ready else (None,) * (1 + sum(map(len, self._results)))
-        loss, *found = (self._zeros() if held is None else held for held in outputs)
-        gradients = [[found[o - 1] for o in self._outputs_of(n)] for n in self._order()]
-        return Sources(gradients, loss)
+    def _parts(self, ready: PlacedPlan, many: int) -> tuple[Submission, ...]:
+        """What is submitted for so many microbatches at once."""
+        if many not in ready.submissions:
+            parts = submissions(ready.plan, ready.buffers, self._device, many)
+            ready.submissions[many] = tuple(parts)
+        return ready.submissions[many]
+
+    def _sources(self, ready: PlacedPlan | None, many: int) -> Sources:
+        """Where steps' results are; what the loss does not reach is zero."""
+        gradients = []
+        for microbatch in range(many):
+            found = [
+                ready.output(number, microbatch) if ready else None
+                for number in range(1, 1 + sum(map(len, self._results)))
+            ]
+            held = [self._zeros() if each is None else each for each in found]
+            gradients.append([[held[o - 1] for o in self._outputs_of(n)] for n in self._order()])
+        loss = ready.plan.outputs[0] if ready else None
+        if ready is None or loss is None:
+            return Sources(gradients, self._zeros())
+        stride = ready.plan.strides[loss] if ready.plan.strides else 0
+        return Sources(gradients, ready.buffers[loss], stride)
 
     def _zeros(self) -> Buffer:
         """As many as the largest tensor has elements; made when first needed."""
@@ -412,28 +448,42 @@ class VulkanProgram:
     def _ready_step(self, capture: Capture) -> PlacedPlan:
         groups = [list(self._outputs_of(n)) for n in self._order()]
         groups[-1].append(0)  # the loss comes with the last block
-        return self._ready(capture, groups, self._trained)
+        return self._ready(capture, groups, self._trained, at_once=self._template.microbatches)
 
     def _ready(
-        self, capture: Capture, groups: Sequence[Sequence[int]], trained: Sequence[str] = ()
+        self,
+        capture: Capture,
+        groups: Sequence[Sequence[int]],
+        trained: Sequence[str] = (),
+        at_once: int = 1,
     ) -> PlacedPlan:
-        """Lower, plan, and make all that the device needs."""
+        """Lower, plan, and make all that the device needs; for so many microbatches at most."""
         base, constants = self._weights.base, self._weights.constants
         whole_numbers = WholeNumbers(capture.graph, capture.arrays)
         split_tables(capture, self._weights.tables, trained)
         with _refused("make kernels of this model"):
             plan = lowered_plan(capture, base, constants, self._template, groups)
+        if self._sums is not None:
+            plan = several(plan, at_once, self._fits)
         self.estimates.append(estimate(plan, self._weights.nbytes()))
         adapter, largest = self._device.adapter, self._largest_bytes
         refuse_what_does_not_fit(self.estimates, adapter.memory_bytes, largest, adapter.name)
         self._make_room()
-        upload = self._device.buffer(4 * plan.words)
+        upload = self._device.buffer(4 * plan.words * plan.at_once)
         buffers = self._buffers(plan, upload)
-        outputs = tuple(None if o is None else buffers[o] for o in plan.outputs)
         give_back_freed_memory()  # of the weights that were uploaded just now
         with _refused("have a kernel of this model compiled"):
             parts = tuple(submissions(plan, buffers, self._device))
-        return PlacedPlan(plan, capture, upload, parts, outputs, whole_numbers)
+        return PlacedPlan(plan, capture, upload, tuple(buffers), whole_numbers, {1: parts})
+
+    def _fits(self, plan: Plan) -> bool:
+        """Whether there is room for a plan, and for the sums of a step's microbatches."""
+        assert self._sums is not None
+        needed = estimate(plan, self._weights.nbytes())
+        sums = levels_of(MICROBATCHES_PER_STEP) * self._sums.level_bytes
+        largest = max(plan.slots, default=0)
+        memory_bytes = self._device.adapter.memory_bytes
+        return largest <= self._largest_bytes and has_room([needed], sums, memory_bytes)
 
     def _make_room(self) -> None:
         """Memory that is held for node sums gives way to a new plan."""

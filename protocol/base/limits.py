@@ -99,6 +99,12 @@ SEND_QUEUE_BYTES: Final = 64 * MIB
 COUNTED_SAMPLES: Final = 10**12
 """Or steps, or whatever else a run spec counts."""
 MICROBATCHES_PER_STEP: Final = 4_096
+MICROBATCHES_PER_DISPATCH: Final = 8
+"""On a Vulkan device, each dispatch over all of them, where the limits that follow allow it."""
+INVOCATIONS_PER_DISPATCH: Final = 2**18
+"""Of the middle one of a step's dispatches: more keep a card busy longer than a barrier does."""
+ACTIVATIONS_AT_ONCE_BYTES: Final = 256 * MIB
+"""Of all microbatches that are computed at once."""
 BLOCKS: Final = 4_096
 TENSORS: Final = 65_536
 TRAINABLE_ELEMENTS: Final = 2**36

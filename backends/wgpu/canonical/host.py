@@ -181,8 +181,9 @@ class CpuTarget:
             self._run_calls(*given)
             wait(others)
         return [
-            copy.buffer.handle[copy.offset : copy.offset + copy.nbytes].copy().view(np.float32)
+            copy.buffer.handle[at : at + copy.nbytes].copy().view(np.float32)
             for copy in copies
+            for at in (copy.buffer.offset + copy.offset,)
         ]
 
     def _compile(self, shaders: Sequence[Shader]) -> None:
@@ -234,7 +235,9 @@ class CpuTarget:
 
 
 def _pointers(buffers: Sequence[Buffer]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(buffers))(*(buffer.handle.ctypes.data for buffer in buffers))
+    return (ctypes.c_void_p * len(buffers))(
+        *(buffer.handle.ctypes.data + buffer.offset for buffer in buffers)
+    )
 
 
 def _address(library: ctypes.CDLL, name: str) -> int:

@@ -68,7 +68,7 @@ def differing_additions(device: ComputeTarget) -> int:
     device.upload(buffers[0], a)
     device.upload(buffers[1], b)
     nbytes = buffers[2].nbytes
-    prepared = device.prepare([keep(0, 2, nbytes), add(1, 2, nbytes)], buffers)
+    prepared = device.prepare([keep([0], [2], nbytes), add([1], [2], nbytes)], buffers)
     (sums,) = device.run(prepared, [Copy(buffers[2], a.nbytes)]).result()
     with np.errstate(all="ignore"):
         expected = a + b

@@ -29,6 +29,7 @@ from wgpu.backends.wgpu_native._ffi import ffi, lib
 from backends.wgpu.device.adapters import Adapter
 from backends.wgpu.device.target import Buffer, Copy, Prepared, Readback
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
+from backends.wgpu.shaders.repeated import repeated
 from protocol.base.errors import DeviceError, SamestepError
 
 BUFFER_ALIGNMENT_BYTES: Final = 16
@@ -167,10 +168,14 @@ class Device:
         calls, kept = [], []
         for dispatch in dispatches:
             with failures(self.adapter.name):
-                pipeline, layout = self._pipeline(dispatch.shader, dispatch.label)
-                group = self._bind_group(layout, [buffers[n].handle for n in dispatch.buffers])
+                shader, (x, y, z) = dispatch.shader, dispatch.grid
+                if dispatch.strides:
+                    shader = repeated(shader, dispatch.strides, z)
+                pipeline, layout = self._pipeline(shader, dispatch.label)
+                group = self._bind_group(layout, [buffers[n] for n in dispatch.buffers])
             kept.append(group)
-            calls.append((pipeline._internal, group._internal, *dispatch.grid))  # noqa: SLF001
+            deep = z * dispatch.microbatches
+            calls.append((pipeline._internal, group._internal, x, y, deep))  # noqa: SLF001
         return Prepared(calls, kept)
 
     def run(self, prepared: Prepared, copies: Sequence[Copy] = ()) -> Readback:
@@ -211,7 +216,7 @@ class Device:
         offset = 0
         for copy in copies:
             encoder.copy_buffer_to_buffer(
-                copy.buffer.handle, copy.offset, staging, offset, copy.nbytes
+                copy.buffer.handle, copy.buffer.offset + copy.offset, staging, offset, copy.nbytes
             )
             offset += copy.nbytes
         finished = encoder.finish()  # held until it is submitted: its end would free the commands
@@ -254,11 +259,11 @@ class Device:
         free = self._staging[size]
         return free.pop() if free else self._device.create_buffer(size=size, usage=_STAGING)
 
-    def _bind_group(self, layout: Any, handles: Sequence[Any]) -> Any:
+    def _bind_group(self, layout: Any, bound: Sequence[Buffer]) -> Any:
         """Wgpu's own `create_bind_group` takes several times as long, of which plans feel much."""
         entries = [
-            {"binding": i, "buffer": handle._internal, "offset": 0, "size": handle.size}  # noqa: SLF001
-            for i, handle in enumerate(handles)
+            {"binding": i, "buffer": b.handle._internal, "offset": b.offset, "size": b.nbytes}  # noqa: SLF001
+            for i, b in enumerate(bound)
         ]
         held = ffi.new("WGPUBindGroupEntry[]", entries)
         fields = {"layout": layout._internal, "entryCount": len(entries), "entries": held}  # noqa: SLF001

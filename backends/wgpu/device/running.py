@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -43,25 +43,37 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class PlacedPlan:
-    """A plan on the device; where its outputs are, None for those that are zero; what its whole
-    numbers can become."""
+    """A plan on the device; its buffers; what its whole numbers can become; and what is submitted,
+    by how many microbatches are computed at once."""
 
     plan: Plan
     capture: Capture
     upload: Buffer
-    submissions: tuple[Submission, ...]
-    outputs: tuple[Buffer | None, ...]
+    buffers: tuple[Buffer, ...]
     whole_numbers: WholeNumbers
+    submissions: dict[int, tuple[Submission, ...]]
+
+    def output(self, number: int, microbatch: int) -> Buffer | None:
+        """Where a microbatch's output is; None for one that is zero."""
+        held = self.plan.outputs[number]
+        if held is None or not self.plan.strides:
+            return None if held is None else self.buffers[held]
+        stride = self.plan.strides[held]
+        return self.buffers[held].part(microbatch * stride, stride)
 
 
 def submissions(
-    plan: Plan, buffers: Sequence[Buffer], device: ComputeTarget
+    plan: Plan, buffers: Sequence[Buffer], device: ComputeTarget, microbatches: int = 1
 ) -> Iterator[Submission]:
-    """Cut a plan into what is submitted at once, and make pipelines and bind groups."""
+    """Cut a plan into what is submitted at once, and make pipelines and bind groups.
+
+    What is copied back is the first microbatch's.
+    """
+    dispatches = [replace(each, microbatches=microbatches) for each in plan.dispatches]
     start = 0
     for segment in plan.segments:
         while segment.end - start > _DISPATCHES:
-            part = plan.dispatches[start : start + _DISPATCHES]
+            part = dispatches[start : start + _DISPATCHES]
             yield Submission(device.prepare(part, buffers), (), False)
             start += _DISPATCHES
         copies = []
@@ -69,7 +81,7 @@ def submissions(
             held = plan.outputs[output]
             if held is not None:
                 copies.append(Copy(buffers[held], 4 * plan.elements[output]))
-        part = plan.dispatches[start : segment.end]
+        part = dispatches[start : segment.end]
         yield Submission(device.prepare(part, buffers), tuple(copies), True)
         start = segment.end
 
@@ -97,6 +109,11 @@ class Running:
         if upload is not None and words.size:
             device.upload(upload, words)
         self._submit()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it was abandoned."""
+        return self._stopped.is_set()
 
     def next(self) -> list[Array] | None:
         """What the next segment brings; None once stopped.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from backends.wgpu.device.running import Submission
 from backends.wgpu.device.target import Buffer, ComputeTarget, Copy
 from backends.wgpu.shaders.dispatch import Dispatch
-from backends.wgpu.shaders.sum_kernels import add, keep, note_loss
+from backends.wgpu.shaders.sum_kernels import add, keep, note_losses
 from protocol.base.limits import MICROBATCHES_PER_STEP
 
 
@@ -46,15 +46,18 @@ def levels_of(leaves: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where a microbatch leaves its results.
+    """Where microbatches that are computed at once leave their results.
 
     Attributes:
-        gradients: For each block, last block first, a buffer of each of its tensors.
-        loss: One float32.
+        gradients: For each microbatch, for each block, last block first, a buffer of each of its
+            tensors.
+        loss: One float32 of each microbatch.
+        stride: Bytes from one loss to the next.
     """
 
-    gradients: Sequence[Sequence[Buffer]]
+    gradients: Sequence[Sequence[Sequence[Buffer]]]
     loss: Buffer
+    stride: int = 0
 
 
 class SumStack:
@@ -63,11 +66,15 @@ class SumStack:
     Args:
         device: Its additions are exact.
         nbytes: For each block, last block first, the bytes of each of its tensors.
+        pairs: Of how many tensors a dispatch adds, a power of two.
     """
 
-    def __init__(self, device: ComputeTarget, nbytes: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, device: ComputeTarget, nbytes: Sequence[Sequence[int]], pairs: int = 1
+    ) -> None:
         self._device = device
         self._nbytes = nbytes
+        self._pairs = pairs
         self._levels: list[list[list[Buffer]]] = []
         self._losses = device.buffer(4 * (1 + MICROBATCHES_PER_STEP))
 
@@ -91,44 +98,68 @@ class SumStack:
             self._levels.append([[self._device.buffer(n) for n in b] for b in self._nbytes])
 
     def summing(
-        self, parts: Sequence[Submission], sources: Sources, leaf: int, leaves: int
+        self, parts: Sequence[Submission], sources: Sources, first: int, leaves: int
     ) -> Iterator[Submission]:
-        """A microbatch's submissions, with what adds its results to the node's sums."""
-        merge = merge_of(leaf, leaves)
+        """The submissions of microbatches from `first` on, as many as there are sources, with what
+        adds their results to the node's sums, one after the other."""
+        many = len(sources.gradients)
+        merges = [merge_of(leaf, leaves) for leaf in range(first, first + many)]
         block = 0
         for part in parts:
             if not part.last:
                 yield part
                 continue
-            dispatches, buffers = self._of_block(block, sources.gradients[block], merge)
+            buffers = _Numbered()
+            given = [microbatch[block] for microbatch in sources.gradients]
+            dispatches = [*self._of_block(block, given, merges, buffers)]
             copies = [
                 Copy(buffer, nbytes)
                 for buffer, nbytes in zip(self._levels[0][block], self._nbytes[block], strict=True)
             ]
             block += 1
             if block == len(self._nbytes):
-                given = len(buffers)
-                buffers += [sources.loss, self._losses]
-                dispatches.append(note_loss(given, given + 1, first=leaf == 0))
+                numbers = buffers[sources.loss], buffers[self._losses]
+                note = note_losses(*numbers, many, sources.stride, first=first == 0)
+                dispatches.append(note)
                 copies.append(Copy(self._losses, 4 * leaves, 4))
-            prepared = self._device.prepare(dispatches, buffers)
-            yield Submission(part.prepared + prepared, tuple(copies) if merge.last else (), True)
+            prepared = self._device.prepare(dispatches, [*buffers])
+            last = merges[-1].last
+            yield Submission(part.prepared + prepared, tuple(copies) if last else (), True)
 
     def _of_block(
-        self, block: int, gradients: Sequence[Buffer], merge: Merge
-    ) -> tuple[list[Dispatch], list[Buffer]]:
-        """Dispatches over the buffers given with them."""
-        dispatches: list[Dispatch] = []
-        buffers: list[Buffer] = []
-        for tensor, given in enumerate(gradients):
-            held = [level[block][tensor] for level in self._levels[: merge.held + 1]]
-            first = len(buffers)
-            buffers += [*held, given]
-            newest = len(buffers) - 1
-            nbytes = held[0].nbytes
-            if not merge.merges:
-                dispatches.append(keep(newest, first + merge.held, nbytes))
-            for level in reversed(range(merge.held - merge.merges, merge.held)):
-                dispatches.append(add(newest, first + level, nbytes))
-                newest = first + level
-        return dispatches, buffers
+        self,
+        block: int,
+        given: Sequence[Sequence[Buffer]],
+        merges: Sequence[Merge],
+        buffers: _Numbered,
+    ) -> Iterator[Dispatch]:
+        """Dispatches that add each microbatch's gradients of a block."""
+        held = [level[block] for level in self._levels]
+        for tensors in self._together(block):
+            nbytes = max(self._nbytes[block][tensor] for tensor in tensors)
+            sums = [[buffers[level[tensor]] for tensor in tensors] for level in held]
+            for gradients, merge in zip(given, merges, strict=True):
+                newest = [buffers[gradients[tensor]] for tensor in tensors]
+                if not merge.merges:
+                    yield keep(newest, sums[merge.held], nbytes)
+                for level in reversed(range(merge.held - merge.merges, merge.held)):
+                    yield add(newest, sums[level], nbytes)
+                    newest = sums[level]
+
+    def _together(self, block: int) -> Iterator[Sequence[int]]:
+        """A block's tensors, in groups of one dispatch: powers of two, so that shaders are few;
+        those of like sizes together."""
+        sizes = self._nbytes[block]
+        left = sorted(range(len(sizes)), key=lambda tensor: sizes[tensor])
+        while left:
+            many = min(self._pairs, 1 << len(left).bit_length() - 1)
+            yield left[:many]
+            left = left[many:]
+
+
+class _Numbered(dict[Buffer, int]):
+    """Buffers in the order in which they were first asked for."""
+
+    def __missing__(self, buffer: Buffer) -> int:
+        self[buffer] = len(self)
+        return self[buffer]

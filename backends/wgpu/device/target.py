@@ -19,10 +19,15 @@ from backends.wgpu.shaders.dispatch import Dispatch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
-    """Memory on the device, of a whole number of 16 bytes."""
+    """Memory on the device, of a whole number of 16 bytes; or a part of it, from `offset` on."""
 
     nbytes: int
     handle: Any
+    offset: int = 0
+
+    def part(self, offset: int, nbytes: int) -> Buffer:
+        """So many bytes of it; the offset is a multiple of `SLICE_ALIGNMENT_BYTES`."""
+        return Buffer(nbytes, self.handle, self.offset + offset)
 
 
 @dataclass(frozen=True, slots=True)

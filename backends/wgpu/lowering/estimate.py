@@ -71,7 +71,7 @@ def estimate(plan: Plan, tensor_bytes: Mapping[str, int]) -> Estimate:
     )
     weights = sum(tensor_bytes[name] for name in named)
     # A staging buffer has at most twice the size of what it brings.
-    transfers = constants + 4 * plan.words + 2 * back
+    transfers = constants + 4 * plan.words * plan.at_once + 2 * back
     return Estimate(weights, sum(plan.slots), transfers, max(sizes, default=(0, "")))
 
 

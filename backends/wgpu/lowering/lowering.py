@@ -40,6 +40,7 @@ class Templates:
         halves: Whether products are computed with operands of float16, and what is of that type is
             held in two bytes.
         workgroup_bytes: Of workgroup memory, for attention; products choose for themselves.
+        microbatches: How many may be computed at once, where they are small.
     """
 
     cooperative: bool
@@ -48,6 +49,7 @@ class Templates:
     bindings: int = 8
     halves: bool = False
     workgroup_bytes: int = WORKGROUP_BYTES
+    microbatches: int = 1
 
     @property
     def joins(self) -> bool:

@@ -68,6 +68,11 @@ class Plan:
         outputs: The buffer of each output; None for an output that is zero.
         elements: Of each output.
         segments: In order.
+        nbytes: Of each buffer.
+        at_once: How many microbatches there is room for: all slots, and the upload, hold so many
+            slices.
+        strides: Then of each buffer the bytes from a microbatch's slice to the next one's; 0 for
+            what all read.
     """
 
     dispatches: tuple[Dispatch, ...]
@@ -78,6 +83,9 @@ class Plan:
     outputs: tuple[int | None, ...]
     elements: tuple[int, ...]
     segments: tuple[Segment, ...]
+    nbytes: tuple[int, ...]
+    at_once: int = 1
+    strides: tuple[int, ...] = ()
 
 
 def make_plan(
@@ -117,6 +125,7 @@ def make_plan(
         outputs,
         elements,
         tuple(segments),
+        tuple(builder.nbytes),
     )
 
 

@@ -12,6 +12,8 @@ from typing import Final
 
 WORKGROUPS_PER_DIMENSION: Final = 65_535
 """What every adapter offers; a larger grid is folded into its next dimension."""
+SLICE_ALIGNMENT_BYTES: Final = 256
+"""What every adapter can bind a part of a buffer at."""
 
 
 _HALF: Final = re.compile(r"\bf16\b")
@@ -49,12 +51,17 @@ class Dispatch:
         buffers: Numbers of the plan's buffers, one for each binding.
         grid: Workgroups in x, y and z; each at most WORKGROUPS_PER_DIMENSION.
         label: What it computes, for errors and measurements.
+        strides: For several microbatches at once: for each buffer the bytes from one's slice to
+            the next one's, 0 where all read the same.
+        microbatches: How many at once.
     """
 
     shader: Shader
     buffers: tuple[int, ...]
     grid: tuple[int, int, int]
     label: str
+    strides: tuple[int, ...] = ()
+    microbatches: int = 1
 
     @property
     def written(self) -> tuple[int, ...]:

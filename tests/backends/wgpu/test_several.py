@@ -1,0 +1,251 @@
+"""Several microbatches at once: each has the bits that it has alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from backends.base.interface import Batch, BlockGradient, Leaf, Loss
+from backends.wgpu.canonical.convention import Convention
+from backends.wgpu.device.matmul_tuning import MatmulTuner
+from backends.wgpu.lowering.estimate import ROOM, estimate
+from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.lowering.several import several, with_room
+from backends.wgpu.program import VulkanProgram
+from backends.wgpu.shaders.dispatch import Shader
+from backends.wgpu.shaders.matmul import Tiles, matmul_shader
+from backends.wgpu.shaders.repeated import element_bytes, repeated, repeats
+from protocol.base.limits import INVOCATIONS_PER_DISPATCH
+from tests.backends.wgpu import test_families as families
+from tests.backends.wgpu.small_models import (
+    bert,
+    class_loss,
+    labelled,
+    llama,
+    next_token_loss,
+    qwen3_with_lora,
+    text,
+    trainable,
+)
+
+SMALL = Tiles(16, 64, 32, 4, 4)
+"""Compiled in a fraction of a second."""
+
+
+def small_tiles(problem):
+    return matmul_shader(problem, SMALL)
+
+
+class Block(nn.Module):
+    """Products, batched ones too, a norm, dropout, and a gather whose gradient is a scatter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 12)
+        self.norm = nn.LayerNorm(12)
+        self.up, self.down = nn.Linear(12, 20), nn.Linear(20, 12, bias=False)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, numbers):
+        x = self.norm(self.table(numbers))
+        y = torch.dropout(torch.relu(self.up(x)), 0.3, self.training)
+        y = self.down(y)
+        return torch.softmax(y @ x.transpose(1, 2), -1) @ y
+
+
+def block_loss(module, arrays):
+    return (module(arrays["x"]) * arrays["y"]).sum()
+
+
+def of_block(seed: int = 0, samples: int = 3) -> Batch:
+    draws = np.random.default_rng(seed)
+    numbers = draws.integers(0, 7, (samples, 5))
+    return Batch({"x": numbers, "y": draws.normal(size=(samples, 5, 12)).astype("f4")}, 3.0)
+
+
+def compiled(  # noqa: PLR0917
+    target, job, batch, at_once: int, matmul=matmul_shader, largest_bytes=None, **changes: Any
+) -> VulkanProgram:
+    changes = {"cooperative": True} | changes
+    template = Templates(matmul=matmul, microbatches=at_once, **changes)
+    program = VulkanProgram(target, job, template, adds=True, largest_bytes=largest_bytes)
+    program.check(batch)
+    return program
+
+
+def node(program, leaves: list[Leaf]) -> list[Any]:
+    """Its items, with the bits of what is in them."""
+    stream = program.gradients(leaves)
+    assert len(leaves) == 1 or stream.sums is None, "added on the device"
+    return [
+        (item.block, item.values.tobytes()) if isinstance(item, BlockGradient) else item
+        for item in stream
+    ]
+
+
+def dispatched(device, monkeypatch) -> list[int]:
+    """How many dispatches each submission has, from now on."""
+    counts: list[int] = []
+    run = device.run
+
+    def counted(prepared, copies=()):
+        counts.append(len(prepared.calls))
+        return run(prepared, copies)
+
+    monkeypatch.setattr(device, "run", counted)
+    return counts
+
+
+def same_bits(target, job, make_batch, matmul=matmul_shader, room: int = 4, **changes: Any) -> None:
+    """Nodes whose microbatches are computed one by one, and `room` at once; one is left over."""
+    leaves = [(make_batch(seed=leaf), 10 + leaf) for leaf in range(room + 1)]
+    found = []
+    for at_once in (1, room):
+        program = compiled(target, job, leaves[0][0], at_once, matmul, **changes)
+        assert {ready.plan.at_once for ready in program._plans.values()} == {at_once}
+        found.append(node(program, leaves))
+        program.close()
+    assert found[0] == found[1]
+
+
+def test_each_microbatch_has_the_bits_that_it_has_alone(device, monkeypatch):
+    torch.manual_seed(0)
+    job = trainable(Block(), block_loss)
+    leaves = [(of_block(seed=leaf), 10 + leaf) for leaf in range(7)]
+    leaves[5] = (of_block(samples=0), 15)
+    alone, four = (compiled(device, job, of_block(), n, small_tiles) for n in (1, 4))
+    (ready,) = four._plans.values()
+    assert ready.plan.at_once == 4
+    counts = dispatched(device, monkeypatch)
+    for many in (1, 2, 3, 4, 5, 7):
+        assert node(four, leaves[:many]) == node(alone, leaves[:many]), many
+    counts.clear()
+    node(four, leaves[:4])
+    assert sum(counts) < 2 * len(ready.plan.dispatches)
+    spoilt = [(of_block(seed=leaf), 10 + leaf) for leaf in range(4)]
+    spoilt[2][0].arrays["y"][1, 2, 3] = np.nan
+    *_, last = four.gradients(spoilt)
+    assert isinstance(last, Loss)
+    assert np.isnan(last.loss_sum)
+    for nodes in (leaves[:3], leaves):  # what is no number is left in nobody's slice
+        assert node(four, nodes) == node(alone, nodes)
+    for program in (alone, four):
+        program.close()
+
+
+def test_what_is_not_small_or_has_no_room_is_computed_one_by_one(device, monkeypatch):
+    torch.manual_seed(0)
+    job = trainable(Block(), block_loss)
+    program = compiled(device, job, of_block(), 1, small_tiles)
+    (plan,) = (ready.plan for ready in program._plans.values())
+    memory_bytes = program.estimates[-1].total
+    assert several(plan, 5, lambda _: True).at_once == 4
+    assert several(plan, 8, lambda found: sum(found.slots) <= 4 * sum(plan.slots)).at_once == 2
+    assert several(plan, 8, lambda _: False) is plan
+    (again,) = (estimate(with_room(plan, 4), program._weights.nbytes()),)
+    assert 4 * program.estimates[-1].activations <= again.activations < again.total
+    program.close()
+    room = int((memory_bytes + 1000) / (1 - ROOM))
+    monkeypatch.setattr(device, "adapter", replace(device.adapter, memory_bytes=room))
+    without = compiled(device, job, of_block(), 4, small_tiles)
+    assert {ready.plan.at_once for ready in without._plans.values()} == {1}
+    without.close()
+    large = replace(plan.dispatches[0], grid=(INVOCATIONS_PER_DISPATCH // 64, 1, 1))
+    assert several(replace(plan, dispatches=(large,)), 8, lambda _: True).at_once == 1
+    deep = replace(plan.dispatches[0], grid=(1, 1, 20_000))
+    assert several(replace(plan, dispatches=(deep,) * 2), 8, lambda _: True).at_once == 1
+    unread = replace(plan.dispatches[0], shader=Shader("a product of the processor's", 3))
+    assert several(replace(plan, dispatches=(unread,)), 8, lambda _: True).at_once == 1
+
+
+SOURCE = """\
+@group(0) @binding(0) var<storage, read> a: array<vec4<f16>>;
+@group(0) @binding(1) var<storage, read> b0: array<u32>;
+@group(0) @binding(2) var<storage, read_write> out: array<f32>;
+fn a_four(i: u32) -> vec4f { return vec4f(a[b0[i / 4u]]); }
+@compute @workgroup_size(64)
+fn main(@builtin(global_invocation_id) id: vec3u, @builtin(num_workgroups) groups: vec3u) {
+  out[id.x] = a_four(b0[id.x] + id.z)[b0[0]];
+}
+"""
+
+
+def test_an_index_has_the_start_of_its_slice_added():
+    shader = Shader(SOURCE, 3)
+    assert repeats(SOURCE)
+    assert not repeats(SOURCE.replace("b0[0]", "arrayLength(&b0)"))
+    text = repeated(shader, (512, 0, 256), 3).source
+    assert "vec4f(a[microbatch * 64u + (b0[i / 4u])])" in text
+    assert "out[microbatch * 64u + (id.x)] = a_four(b0[id.x] + id.z)[b0[0]];" in text
+    assert "microbatch = microbatch_group.z / 3u;" in text
+    assert "let id = vec3u(id_of_all.xy, id_of_all.z % 3u);" in text
+    nested = repeated(shader, (0, 256), 1).source
+    assert "a[b0[microbatch * 64u + (i / 4u)]]" in nested
+    kinds = {"f32": 4, "u32": 4, "f16": 2, "vec4f": 16, "vec4<f16>": 8, "vec2h": 4, "u64": 8}
+    assert {kind: element_bytes(kind) for kind in kinds} == kinds
+
+
+def checkpointed() -> nn.Module:
+    module = llama(attention_dropout=0.1)
+    module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    return module.train()
+
+
+MODELS: dict[str, Any] = {
+    "llama": (llama, next_token_loss, text),
+    "its layers computed twice": (checkpointed, next_token_loss, text),
+    "bert with dropout": (lambda: bert(0.1), class_loss, labelled),
+    "lora": (qwen3_with_lora, next_token_loss, text),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bindings", [8, 16])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_have_the_same_bits(device, name, bindings):
+    module, loss, batch = MODELS[name]
+    same_bits(device, trainable(module(), loss), batch, bindings=bindings)
+
+
+@pytest.mark.slow
+def test_kernels_of_software_devices_have_the_same_bits(device):
+    """Among them products that read two numbers as one of 64 bits."""
+    job, matmul = trainable(llama(), next_token_loss), MatmulTuner(device).shader
+    same_bits(device, job, text, matmul, cooperative=False)
+
+
+@pytest.mark.slow
+def test_in_float16_too(device):
+    torch.manual_seed(0)
+    job = trainable(Block(), block_loss, precision="float16")
+    same_bits(device, job, of_block, small_tiles, halves=True, room=2)
+
+
+@pytest.mark.slow
+def test_canonical_kernels_have_the_same_bits(device):
+    from backends.wgpu.canonical.vulkan import CanonicalDevice
+
+    target = CanonicalDevice(device, Convention(fused=False))
+    for module, loss, batch in (MODELS["llama"], MODELS["bert with dropout"]):
+        same_bits(target, trainable(module(), loss), batch, canonical=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*families.DECODERS, *families.ENCODERS])
+def test_families_have_the_same_bits(device, family):
+    decoder = family in families.DECODERS
+    kind, sizes = (families.DECODERS if decoder else families.ENCODERS)[family]
+    module = families.model(kind, sizes, "eager", decoder=decoder)
+    loss = families.decoder_loss if decoder else class_loss
+
+    def batch(seed: int) -> Batch:
+        found = families.padded("left" if seed % 2 else "right", decoder=decoder)
+        ids = found.arrays["input_ids"]
+        return replace(found, arrays={**found.arrays, "input_ids": np.roll(ids, seed, 0)})
+
+    same_bits(device, trainable(module, loss), batch, room=2, bindings=16)
