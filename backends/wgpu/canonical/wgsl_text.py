@@ -52,11 +52,11 @@ fn nearest_packed(sign: u32, exponent: i32, given: u32, inexact: bool) -> f32 {
     return bitcast<f32>(sign | select(0u, 0x800000u, last));
   }
   let shift = u32(min(2 - exponent, 26));
-  let left = given >> shift;
+  let kept = given >> shift;
   let below = given & ((1u << shift) - 1u);
   let half = 1u << (shift - 1u);
-  let up = below > half || (below == half && (inexact || (left & 1u) == 1u));
-  return bitcast<f32>(sign | (left + select(0u, 1u, up)));
+  let up = below > half || (below == half && (inexact || (kept & 1u) == 1u));
+  return bitcast<f32>(sign | (kept + select(0u, 1u, up)));
 }
 fn nearest_taken(x: f32) -> u32 {
   let bits = bitcast<u32>(x);
