@@ -43,10 +43,13 @@ class ScratchDirectory(tempfile.TemporaryDirectory[str]):
 
 
 def _remove_left(below: Path) -> None:
+    users = getattr(os, "getuid", None)
+    if users is None:
+        return
     for path in below.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             found = path.lstat()
-            ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+            ours = stat.S_ISDIR(found.st_mode) and found.st_uid == users()
             if not ours or time.time() - found.st_mtime < _YOUNG_S:
                 continue
             if (held := _locked(path)) is not None:

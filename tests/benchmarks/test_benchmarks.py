@@ -196,7 +196,7 @@ def test_replicas_compare_runs_on_as_many_tokens():
             taken = steps * alone * samples * (case.replicas if case.inner_steps else 1)
             whole = total - total % alone
             assert taken == whole * case.replicas * 12
-    assert len(replicas.cases(2000)) == 32
+    assert len(replicas.cases(2000)) == 35
     assert "K=2 H=30 carry float32" in {case.name for case in replicas.cases(60)}
 
 

@@ -182,7 +182,11 @@ def test_an_interrupt_drains_and_the_run_goes_on_with_the_same_bits(interrupt, m
     assert len(rest.history) == 40
 
 
-def test_an_interrupt_before_the_first_step_ends_the_script_and_leaves_nothing(interrupt, capsys):
+def test_an_interrupt_before_the_first_step_ends_the_script_and_leaves_nothing(
+    interrupt, capsys, monkeypatch
+):
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)  # a script
+
     def loss(module, batch):
         if calls_before() == 8:  # the worker's: its device looks at what the model gives
             interrupt()
