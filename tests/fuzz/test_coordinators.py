@@ -54,7 +54,14 @@ def play(built: Built, seed: int) -> tuple[bool, list[tuple[str, str]]]:
     return worker.open, coordinator.ended
 
 
-@pytest.mark.parametrize("runs", [150, pytest.param(20_000, marks=pytest.mark.slow, id="20,000")])
+@pytest.mark.parametrize(
+    "runs",
+    [
+        150,
+        pytest.param(3_000, marks=pytest.mark.slow, id="3,000"),
+        pytest.param(20_000, marks=pytest.mark.slow, id="many"),
+    ],
+)
 def test_a_worker_s_logic_outlives_a_coordinator_that_breaks_what_it_says(runs):
     built = asyncio.run(build())
     outlived = finished = 0

@@ -104,7 +104,12 @@ def play(coordinator: PureCoordinator, built: Built, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "connections", [200, pytest.param(20_000, marks=pytest.mark.slow, id="20,000")]
+    "connections",
+    [
+        200,
+        pytest.param(3_000, marks=pytest.mark.slow, id="3,000"),
+        pytest.param(20_000, marks=pytest.mark.slow, id="many"),
+    ],
 )
 def test_a_run_s_logic_outlives_members_that_break_what_they_say(connections):
     built = asyncio.run(build())
@@ -222,7 +227,14 @@ async def go_on(live: LiveService) -> None:
 
 
 @pytest.mark.usefixtures("_quick_and_quiet")
-@pytest.mark.parametrize("connections", [12, pytest.param(500, marks=pytest.mark.slow, id="500")])
+@pytest.mark.parametrize(
+    "connections",
+    [
+        12,
+        pytest.param(100, marks=pytest.mark.slow, id="100"),
+        pytest.param(500, marks=pytest.mark.slow, id="many"),
+    ],
+)
 @on_uvloop_for(1_800.0)
 async def test_a_service_outlives_members_that_break_what_they_say(tmp_path, connections):
     async with live_service(tmp_path, 1) as live:
