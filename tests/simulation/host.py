@@ -6,6 +6,7 @@ take their time, in order; what a device was about to report when it dies is los
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from random import Random
 from typing import Final
@@ -19,7 +20,7 @@ from tests.simulation.machine import Device, SimulatedMachine
 from tests.simulation.virtual_time import Process
 from worker.logic import actions as act
 from worker.logic import events
-from worker.logic.host import as_reported
+from worker.logic.host import MOST_RESTARTS, as_reported
 from worker.shell.engine import Engine, Taken
 from worker.shell.host_engine import Lost, Told
 
@@ -52,12 +53,16 @@ class SimulatedDevices:
         return values
 
     def begin(self, name: str, told: Told, lost: Lost) -> _Link:
-        del name
-        self.links.append(_Link(self._process, self._make, told, lost))
+        self.links.append(_Link(name, self._process, self._make, told, lost))
         if self._rng.random() < 0.3:
             after_ms = self._rng.choice((30.0, 300.0, 3000.0)) * self._rng.random()
             self._process.clock.after(after_ms, self.links[-1].die, self._process)
         return self.links[-1]
+
+    def are_worn_out(self) -> bool:
+        """Whether each process has died once more than it is begun again."""
+        died = Counter(link.name for link in self.links if link.died)
+        return min(died[link.name] for link in self.links) > MOST_RESTARTS
 
     def close(self) -> None:
         """They end with the process."""
@@ -66,7 +71,11 @@ class SimulatedDevices:
 class _Link:
     """One device and the way to it."""
 
-    def __init__(self, process: Process, make: MakeDevice, told: Told, lost: Lost) -> None:
+    def __init__(
+        self, name: str, process: Process, make: MakeDevice, told: Told, lost: Lost
+    ) -> None:
+        self.name = name
+        self.died = False
         self._process = process
         self._told, self._lost = told, lost
         self._alive = True
@@ -101,7 +110,7 @@ class _Link:
         """SIGKILL: the host hears of it after what the device has said."""
         if not self._alive:
             return
-        self._alive = False
+        self._alive, self.died = False, True
         self.engine.cancel()
         for thread in self.machine.threads:
             thread.stop()

@@ -28,6 +28,7 @@ from protocol.base.errors import (
 from protocol.base.fields import cut_text
 from protocol.exact.codecs import packed, unpacked
 from protocol.exact.tree import Node, is_node
+from protocol.exact.update import is_finite
 from protocol.exact.upload_order import UploadOrder
 from protocol.spec.manifest import Block
 from protocol.spec.replicas_spec import Codecs
@@ -168,7 +169,7 @@ class _Task:
         step: Steps this replica has taken, or is about to have taken.
         averages: By step and attempt, as far as they have come.
         sliced: The attempt in progress, if its slices have owners.
-        checksums: Of what was sent of a node then.
+        checksums: Of what was sent of a node then; None: not all of it is finite.
         averaged: What owners have sent, once all is here.
         committed: Its commit, as long as averages are still to come from owners.
         waiting: What the coordinator has said since.
@@ -185,7 +186,7 @@ class _Task:
     step: int
     averages: dict[tuple[int, int], Averages] = field(default_factory=dict)
     sliced: StepAttempt | None = None
-    checksums: dict[Node, xxh3_128] = field(default_factory=dict)
+    checksums: dict[Node, xxh3_128 | None] = field(default_factory=dict)
     averaged: events.SlicesAveraged | None = None
     committed: Commit | None = None
     waiting: list[tuple[Message, Body | None]] = field(default_factory=list)
@@ -540,7 +541,10 @@ class WorkerSession:
             return []
         if self._task.sliced == event.place:
             checksum = self._task.checksums.setdefault(event.node, xxh3_128())
-            checksum.update(event.values.data)
+            if not is_finite(event.values):  # its owner says so, and unlike sums would hide it
+                self._task.checksums[event.node] = None
+            elif checksum is not None:
+                checksum.update(event.values.data)
             return [Contribute(event.node, event.block, event.weight, event.values)]
         block = self._task.blocks[event.block]
         kind = BlockGradientPayload if block.kind == "block" else NonBlockGradientPayload
