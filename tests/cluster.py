@@ -123,14 +123,15 @@ class Cluster:
         return process
 
     def held_worker(
-        self, name: str, step: int, *arguments: str, environment: Mapping[str, str] | None = None
-    ) -> Hold:
+        self, name: str, steps: int | str, *arguments: str,
+        environment: Mapping[str, str] | None = None,
+    ) -> Hold:  # fmt: skip
         """Start a worker that waits in this step, or in a later one, with none of its nodes
-        computed: the run cannot be over before the test has done what it is about."""
+        computed: the run cannot be over before the test has done what it is about. `4,8`: twice."""
         hold = Hold()
         self._holds.append(hold)
         self.workers[name] = start(
-            "tests.held_worker", str(step), str(hold.port),
+            "tests.held_worker", str(steps), str(hold.port),
             "--coordinator", self.address["data"], "--name", name, *arguments,
             environment=environment,
         )  # fmt: skip

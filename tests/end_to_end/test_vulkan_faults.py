@@ -97,7 +97,7 @@ def test_devices_are_lost_and_run_out_of_memory(tmp_path, tmp_path_factory, job,
     faulty = {name: FaultyVulkan(layer, tmp_path / name) for name in ("lost", "full", "never")}
     faulty["never"].fill()
     with Cluster(tmp_path / "run", "--expect-workers", "3", *job) as cluster:
-        steady = cluster.held_worker("steady", 4, *VULKAN)
+        steady = cluster.held_worker("steady", "4,8", *VULKAN)
         lost = cluster.held_worker("lost", 8, *VULKAN, environment=faulty["lost"].environment)
         for name in ("full", "never"):
             cluster.worker(name, *VULKAN, environment=faulty[name].environment)
@@ -105,10 +105,12 @@ def test_devices_are_lost_and_run_out_of_memory(tmp_path, tmp_path_factory, job,
         faulty["full"].fill()
         steady.release()
         cluster.wait_for("worker_lost", worker="full")
+        steady.reached()  # or it would take over what the other one keeps it waiting for
         lost.reached()
         faulty["lost"].lose()
         lost.release()
         cluster.wait_for("worker_lost", worker="lost")
+        steady.release()
         assert is_undisturbed(cluster, alone)
         assert cluster.handed_over(), cluster.events()
 
