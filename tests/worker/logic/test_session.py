@@ -612,3 +612,15 @@ def test_how_far_a_stretch_is_and_where_it_can_go_on_are_told(monkeypatch):
     session.receive(msg.Cancel(**WHERE, nodes=((1, 2),)), None)
     assert session.result(events.StretchStep(PLACE, LEAF, 8)) == []
     assert session.result(events.BoundaryReached(PLACE, LEAF, 8, raw(1))) == []
+
+
+@pytest.mark.parametrize("spoilt", [0, 1, None])
+def test_sums_that_went_to_owners_are_compared_but_for_those_that_are_not_finite(spoilt):
+    session = ready()
+    session.receive(plan((0, 2), owners=1), None)
+    place, node = StepAttempt(0, 0), Node(0, 2)
+    for block, elements in ((1, 3), (0, 2)):
+        values = np.full(elements, np.nan if block == spoilt else 1.0, "f4")
+        session.result(events.BlockSum(place, node, block, values, 2.0))
+    (loss,) = sent(session.result(events.NodeDone(place, node, Loss(1.0, 2.0), 1.0)))
+    assert bool(loss.sums) == (spoilt is None)
