@@ -36,9 +36,9 @@ from backends.registry import choose
 from backends.wgpu.backend import VulkanBackend
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
-from backends.wgpu.shaders.attention_problem import AttentionSizes
+from backends.wgpu.shaders.attention.problem import AttentionSizes
 from backends.wgpu.shaders.dispatch import Dispatch
-from backends.wgpu.shaders.matmul import MatmulProblem, Operand, matmul_shader
+from backends.wgpu.shaders.matmul.shader import MatmulProblem, Operand, matmul_shader
 from benchmarks.machine import print_heading, print_table
 from benchmarks.torch_side import Against, TorchSide, torch_side
 from benchmarks.turns import by_turns, ratios

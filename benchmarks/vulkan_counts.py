@@ -29,7 +29,12 @@ from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.lowering.plan import Plan
 from backends.wgpu.lowering.several import several
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
-from backends.wgpu.shaders.matmul import MatmulProblem, MatmulTraits, candidates, matmul_shader
+from backends.wgpu.shaders.matmul.shader import (
+    MatmulProblem,
+    MatmulTraits,
+    candidates,
+    matmul_shader,
+)
 from backends.wgpu.weights.narrow_base import BaseLayout
 from benchmarks.machine import print_heading, print_table
 from benchmarks.shader_counts import Counts, counts_of

@@ -23,6 +23,10 @@ _KEPT: Final = (
     "coordinator.storage",
 )  # fmt: skip
 
+_SHADERS: Final = (
+    "backends.wgpu.shaders", "backends.wgpu.shaders.attention", "backends.wgpu.shaders.matmul",
+)  # fmt: skip
+
 MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
     "protocol": (),
     "protocol.base": (),
@@ -99,31 +103,32 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
     "backends.eager": (*_LOGIC, "protocol.host", "backends.base"),
     "backends.wgpu.graph": ("protocol.base",),
     "backends.wgpu.shaders": ("protocol.base", "backends.base", "backends.wgpu.graph"),
+    "backends.wgpu.shaders.attention": ("backends.wgpu.graph", "backends.wgpu.shaders"),
+    "backends.wgpu.shaders.matmul": ("backends.wgpu.shaders",),
     "backends.wgpu.capture": (
         "protocol.base", "backends.base", "backends.wgpu.graph", "backends.wgpu.shaders",
+        "backends.wgpu.shaders.attention",
     ),
     "backends.wgpu.weights": (
         "protocol.base", "protocol.spec", "backends.base", "backends.wgpu.graph",
         "backends.wgpu.shaders", "backends.wgpu.capture",
     ),
     "backends.wgpu.lowering": (
-        "protocol.base", "backends.wgpu.graph", "backends.wgpu.shaders", "backends.wgpu.capture",
+        "protocol.base", "backends.wgpu.graph", *_SHADERS, "backends.wgpu.capture",
         "backends.wgpu.weights",
     ),
     "backends.wgpu.device": (
-        "protocol.base", "protocol.host", "backends.base", "backends.wgpu.graph",
-        "backends.wgpu.shaders", "backends.wgpu.capture", "backends.wgpu.weights",
-        "backends.wgpu.lowering",
+        "protocol.base", "protocol.host", "backends.base", "backends.wgpu.graph", *_SHADERS,
+        "backends.wgpu.capture", "backends.wgpu.weights", "backends.wgpu.lowering",
     ),
     "backends.wgpu.canonical": (
-        "protocol.base", "protocol.host", "backends.wgpu.shaders", "backends.wgpu.lowering",
+        "protocol.base", "protocol.host", *_SHADERS, "backends.wgpu.lowering",
         "backends.wgpu.device",
     ),
     "backends.wgpu": (
         "protocol.base", "protocol.spec", "protocol.exact", "protocol.host", "backends.base",
-        "backends.wgpu.graph", "backends.wgpu.shaders", "backends.wgpu.capture",
-        "backends.wgpu.weights", "backends.wgpu.lowering", "backends.wgpu.device",
-        "backends.wgpu.canonical",
+        "backends.wgpu.graph", *_SHADERS, "backends.wgpu.capture", "backends.wgpu.weights",
+        "backends.wgpu.lowering", "backends.wgpu.device", "backends.wgpu.canonical",
     ),
     "backends": ("*",),
     "samestep.hf": ("protocol.base", "samestep"),

@@ -7,16 +7,15 @@ neighbouring points becoming one.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import deque
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from protocol.base import limits
+from coordinator.storage.directory.journal_tail import JournalTail
 from protocol.spec.run_spec import known_steps
 
 _POINTS: Final = 2_000
@@ -24,7 +23,6 @@ _POINTS: Final = 2_000
 _EVENTS: Final = 300
 _EVALUATIONS: Final = 500
 _WORKERS: Final = 200
-_READ_BYTES: Final = 1 * limits.MIB
 
 
 @dataclass(slots=True)
@@ -101,9 +99,7 @@ class RunHistory:
     """
 
     def __init__(self, journal: Path) -> None:
-        self._journal = journal
-        self._offset = 0
-        self._rest = b""
+        self._journal = JournalTail(journal)
         self._forget()
 
     def _forget(self) -> None:
@@ -123,12 +119,11 @@ class RunHistory:
 
     def read(self) -> None:
         """Take the lines that are new. Blocks for as long as they take to read."""
-        for line in self._new_lines():
-            try:
-                entry = json.loads(line)
-                self._take(entry["time"], entry["record"])
-            except (ValueError, KeyError, TypeError):
-                continue  # a line that is no record: the audit names it, a picture goes on
+        if self._journal.was_cut():
+            self._forget()
+        for time, record in self._journal.new_records():
+            with suppress(ValueError, KeyError, TypeError):  # the audit names it
+                self._take(time, record)
 
     def document(self, after: int = 0) -> dict[str, Any]:
         """What there is to be drawn; of curves only what comes after a step."""
@@ -157,20 +152,6 @@ class RunHistory:
                 for each in self._workers.values()
             ],
         }  # fmt: skip
-
-    def _new_lines(self) -> Iterator[bytes]:
-        try:
-            with self._journal.open("rb") as file:
-                if self._journal.stat().st_size < self._offset:
-                    self._offset, self._rest = 0, b""  # cut by a restart: read it all again
-                    self._forget()
-                file.seek(self._offset)
-                while part := file.read(_READ_BYTES):
-                    self._offset += len(part)
-                    *lines, self._rest = (self._rest + part).split(b"\n")
-                    yield from lines
-        except FileNotFoundError:
-            return
 
     def _take(self, time: str, record: dict[str, Any]) -> None:
         self._last = time

@@ -6,17 +6,15 @@ once the journal speaks of what came next, or ends.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from protocol.base import limits
-
-_READ_BYTES: Final = 1 * limits.MIB
+from coordinator.storage.directory.journal_tail import JournalTail
 
 
 @dataclass(slots=True)
@@ -36,9 +34,7 @@ class Rows:
     """
 
     def __init__(self, journal: Path) -> None:
-        self._journal = journal
-        self._offset = 0
-        self._rest = b""
+        self._journal = JournalTail(journal)
         self._open: Row | None = None
         self._told = -1
         self.outcome = ""
@@ -46,13 +42,10 @@ class Rows:
 
     def read(self) -> Iterator[Row]:
         """The rows that have become complete since the last reading, each step once and rising."""
-        for line in self._new_lines():
-            try:
-                entry = json.loads(line)
-                at_s = datetime.fromisoformat(entry["time"]).timestamp()
-                yield from self._take(at_s, entry["record"])
-            except (ValueError, KeyError, TypeError):
-                continue  # a line that is no record: the audit names it
+        self._journal.was_cut()  # steps that were told are not told again
+        for time, record in self._journal.new_records():
+            with suppress(ValueError, KeyError, TypeError):  # the audit names it
+                yield from self._take(datetime.fromisoformat(time).timestamp(), record)
 
     def _take(self, at_s: float, record: dict[str, Any]) -> Iterator[Row]:
         match record["kind"]:
@@ -91,14 +84,3 @@ class Rows:
             self._told = row.step
             if row.figures:
                 yield row
-
-    def _new_lines(self) -> Iterator[bytes]:
-        try:
-            with self._journal.open("rb") as file:
-                file.seek(self._offset)
-                while part := file.read(_READ_BYTES):
-                    self._offset += len(part)
-                    *lines, self._rest = (self._rest + part).split(b"\n")
-                    yield from lines
-        except FileNotFoundError:
-            return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backends.wgpu.shaders.dispatch import Shader
-from backends.wgpu.shaders.matmul import matmul_shader
+from backends.wgpu.shaders.matmul.shader import matmul_shader
 from benchmarks.shader_counts import Counts, counts_of
 from tests.backends.wgpu.products import TILES, product
 

@@ -31,7 +31,8 @@ def play(tmp_path: Path, tasks: str, hosts: dict[str, Any], *arguments: str) -> 
     show = {"msg": "devices: {{ samestep_found_devices | default('none') }}"}
     steps = [{"ansible.builtin.include_role": include}, {"ansible.builtin.debug": show}]
     playbook = tmp_path / "play.yml"
-    playbook.write_text(json.dumps([{"hosts": "all", "tasks": steps}]))
+    plays = [{"hosts": "all", "gather_subset": ["min"], "tasks": steps}]  # kernel and release
+    playbook.write_text(json.dumps(plays))
     inventory = tmp_path / "inventory.json"
     inventory.write_text(json.dumps({"all": {"hosts": hosts}}))
     done = run_ansible(

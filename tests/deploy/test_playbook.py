@@ -79,19 +79,6 @@ def test_ansible_lint_has_no_word_against_it(tmp_path):
     assert "Passed: 0 failure(s), 0 warning(s)" in done.stdout + done.stderr
 
 
-def test_ansible_lint_sees_a_missing_mode(tmp_path):
-    copy = tmp_path / "ansible"
-    shutil.copytree(HERE, copy)
-    tasks = copy / "roles/samestep/tasks/workers.yml"
-    text = tasks.read_text()
-    assert text.count('    mode: "0600"\n') == 1
-    tasks.write_text(text.replace('    mode: "0600"\n', ""))
-    arguments = ("--offline", "--nocolor", "--profile", "production", str(copy))
-    done = run_ansible("ansible-lint", *arguments, home=tmp_path)
-    assert done.returncode == 2
-    assert "risky-file-permissions" in done.stdout
-
-
 def test_the_playbook_and_the_sample_inventory_are_well_formed(tmp_path):
     arguments = ("-i", "inventory.example.yml", "site.yml", "--syntax-check")
     done = run_ansible("ansible-playbook", *arguments, home=tmp_path)

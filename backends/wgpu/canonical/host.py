@@ -25,7 +25,7 @@ from backends.wgpu.canonical.tree import read_module
 from backends.wgpu.device.adapters import Adapter
 from backends.wgpu.device.target import Buffer, Copy, Prepared
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
-from backends.wgpu.shaders.matmul_problem import MatmulProblem
+from backends.wgpu.shaders.matmul.problem import MatmulProblem
 from protocol.base.errors import DeviceError
 from protocol.host.processor import processor_name
 

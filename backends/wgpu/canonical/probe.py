@@ -23,7 +23,7 @@ from backends.wgpu.device.target import ComputeTarget, Copy
 from backends.wgpu.lowering.kernels import MatmulShader
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
 from backends.wgpu.shaders.functions import called
-from backends.wgpu.shaders.matmul import MatmulProblem, Operand
+from backends.wgpu.shaders.matmul.shader import MatmulProblem, Operand
 from protocol.base.errors import SamestepError
 
 _CASES: Final = 2048

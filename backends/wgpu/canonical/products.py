@@ -15,8 +15,8 @@ import ctypes
 from dataclasses import dataclass
 from typing import Final
 
-from backends.wgpu.shaders.matmul_problem import MatmulProblem
-from backends.wgpu.shaders.matmul_side import Side, sides
+from backends.wgpu.shaders.matmul.problem import MatmulProblem
+from backends.wgpu.shaders.matmul.side import Side, sides
 from backends.wgpu.shaders.narrow import Narrow
 
 _STORAGES: Final = {"f32": 0, "bf16": 1, "f16": 2, "int8": 3, "int4": 4}

@@ -18,8 +18,8 @@ import torch
 
 from backends.wgpu.capture.half_products import computes_in_half, rounded_to_half
 from backends.wgpu.graph.opaque import ATTENTION, ATTENTION_KEYS, ATTENTION_QUERIES
-from backends.wgpu.shaders.attention_problem import AttentionSizes
-from backends.wgpu.shaders.attention_tiles import rounds
+from backends.wgpu.shaders.attention.problem import AttentionSizes
+from backends.wgpu.shaders.attention.tiles import rounds
 from backends.wgpu.shaders.dispatch import WORKGROUPS_PER_DIMENSION
 
 LARGEST_HEAD: Final = 128

@@ -22,7 +22,7 @@ from backends.base.quantise import stored_bytes
 from backends.wgpu.device.device import Device
 from backends.wgpu.device.subgroups import matmul_traits
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
-from backends.wgpu.shaders.matmul import (
+from backends.wgpu.shaders.matmul.shader import (
     Choice,
     Lanes,
     MatmulProblem,
@@ -30,7 +30,7 @@ from backends.wgpu.shaders.matmul import (
     candidates,
     matmul_shader,
 )
-from backends.wgpu.shaders.matmul_side import sides
+from backends.wgpu.shaders.matmul.side import sides
 from protocol.base.errors import DeviceError, StorageFailed
 from protocol.host.cache_directory import cache_directory
 

@@ -14,7 +14,7 @@ import numpy as np
 from backends.wgpu.device.device import Device
 from backends.wgpu.device.target import Copy
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
-from backends.wgpu.shaders.matmul import MatmulTraits
+from backends.wgpu.shaders.matmul.shader import MatmulTraits
 
 _INVOCATIONS: Final = 64
 _SIZES: Final = (4, 8, 16)

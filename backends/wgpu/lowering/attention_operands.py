@@ -11,7 +11,7 @@ from backends.wgpu.graph.halves import is_half
 from backends.wgpu.graph.opaque import ATTENTION, ATTENTION_KEYS, ATTENTION_QUERIES
 from backends.wgpu.graph.values import scalar_of, shape_of
 from backends.wgpu.graph.views import strided
-from backends.wgpu.shaders.attention_problem import AttentionProblem, AttentionSizes, Part, View
+from backends.wgpu.shaders.attention.problem import AttentionProblem, AttentionSizes, Part, View
 
 _PARTS: Final[dict[Any, Part]] = {
     ATTENTION: "forward",

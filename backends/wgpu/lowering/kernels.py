@@ -33,8 +33,8 @@ from backends.wgpu.lowering.elementwise import ELEMENTWISE
 from backends.wgpu.lowering.fusion import ATTENTIONS, MATMULS, REDUCTIONS, SCANS, SCATTERS
 from backends.wgpu.lowering.matmul_factors import factors
 from backends.wgpu.lowering.placement import PLACEMENT, broadcast_shape, leading_indices
-from backends.wgpu.shaders.attention_layout import WORKGROUP_BYTES
-from backends.wgpu.shaders.attention_tiles import attention_shader
+from backends.wgpu.shaders.attention.layout import WORKGROUP_BYTES
+from backends.wgpu.shaders.attention.tiles import attention_shader
 from backends.wgpu.shaders.dispatch import WORKGROUPS_PER_DIMENSION, Shader
 from backends.wgpu.shaders.kernel_text import (
     KernelText,
@@ -44,7 +44,7 @@ from backends.wgpu.shaders.kernel_text import (
     stored,
     where_there,
 )
-from backends.wgpu.shaders.matmul import (
+from backends.wgpu.shaders.matmul.shader import (
     Epilogue,
     Held,
     MatmulProblem,

@@ -20,8 +20,8 @@ from backends.wgpu.lowering.fusion import LAYERS, decide, is_part
 from backends.wgpu.lowering.joins import Joins, ordered
 from backends.wgpu.lowering.kernels import Emitter, Kernel, MatmulShader, is_known
 from backends.wgpu.lowering.together import together
-from backends.wgpu.shaders.attention_layout import WORKGROUP_BYTES
-from backends.wgpu.shaders.attention_problem import AttentionSizes
+from backends.wgpu.shaders.attention.layout import WORKGROUP_BYTES
+from backends.wgpu.shaders.attention.problem import AttentionSizes
 from backends.wgpu.shaders.narrow import Narrow, mark
 from protocol.base.errors import SamestepError
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from backends.wgpu.graph.opaque import PRODUCTS_BESIDE, SUM_OF_PRODUCTS
 from backends.wgpu.graph.values import shape_of
-from backends.wgpu.shaders.matmul import Result
+from backends.wgpu.shaders.matmul.shader import Result
 
 
 def factors(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, Result | None]]:

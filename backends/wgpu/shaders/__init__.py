@@ -1,4 +1,4 @@
 """WGSL: matrix products, attention, sums, weights in fewer bits.
 
-Imports `graph`. Start with `matmul`.
+Imports `graph`. Start with `matmul`, which shows what a shader is made of.
 """

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from backends.wgpu.device.target import Copy
-from backends.wgpu.shaders.attention_problem import AttentionProblem, AttentionSizes, Part, View
-from backends.wgpu.shaders.attention_tiles import attention_shader
+from backends.wgpu.shaders.attention.problem import AttentionProblem, AttentionSizes, Part, View
+from backends.wgpu.shaders.attention.tiles import attention_shader
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
 
 PARTS: tuple[Part, ...] = ("forward", "queries", "keys")

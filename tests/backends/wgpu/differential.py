@@ -23,7 +23,7 @@ from backends.wgpu.device.packing import seed_words
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.parity import rounded_otherwise
 from backends.wgpu.program import VulkanProgram
-from backends.wgpu.shaders.matmul import Tiles, matmul_shader
+from backends.wgpu.shaders.matmul.shader import Tiles, matmul_shader
 from protocol.base.errors import SamestepError
 from tests.backends.wgpu.random_programs import MOST_ELEMENTS, Text, data_of, make
 from worker.models.blocks import cut_into_blocks

@@ -10,7 +10,7 @@ import numpy as np
 from backends.base.quantise import dequantise, quantise
 from backends.wgpu.device.target import Copy
 from backends.wgpu.shaders.dispatch import Dispatch
-from backends.wgpu.shaders.matmul import (
+from backends.wgpu.shaders.matmul.shader import (
     MatmulProblem,
     MatmulTraits,
     Operand,

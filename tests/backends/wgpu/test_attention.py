@@ -23,8 +23,8 @@ from backends.wgpu.lowering.fusion import ATTENTIONS
 from backends.wgpu.lowering.lowered_plan import lowered_plan
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
-from backends.wgpu.shaders.attention_problem import AttentionSizes
-from backends.wgpu.shaders.matmul import matmul_shader
+from backends.wgpu.shaders.attention.problem import AttentionSizes
+from backends.wgpu.shaders.matmul.shader import matmul_shader
 from backends.wgpu.weights.narrow_base import BaseLayout
 from tests.backends.wgpu.examples import examples
 from tests.backends.wgpu.on_device import Function, on_device

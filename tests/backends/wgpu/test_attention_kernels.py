@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from backends.wgpu.shaders.attention_layout import layout_of
-from backends.wgpu.shaders.attention_problem import AttentionSizes
-from backends.wgpu.shaders.attention_tiles import attention_shader
-from backends.wgpu.shaders.barriers import Steps
+from backends.wgpu.shaders.attention.barriers import Steps
+from backends.wgpu.shaders.attention.layout import layout_of
+from backends.wgpu.shaders.attention.problem import AttentionSizes
+from backends.wgpu.shaders.attention.tiles import attention_shader
 from benchmarks.shader_counts import counts_of
 from tests.backends.wgpu.attention_kernels import PARTS, Operands, nbytes_of, problem_of
 from tests.backends.wgpu.checked_indices import assert_right_accesses

@@ -9,7 +9,7 @@ import pytest
 
 from backends.wgpu.device.device import Device
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
-from backends.wgpu.shaders.matmul import Epilogue, Tiles, matmul_shader
+from backends.wgpu.shaders.matmul.shader import Epilogue, Tiles, matmul_shader
 from backends.wgpu.shaders.side_by_side import side_by_side
 from tests.backends.wgpu.checked_indices import assert_right_accesses
 from tests.backends.wgpu.products import SMALL_TILES, TILES, product, same_bits, stored_product

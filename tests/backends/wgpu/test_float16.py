@@ -19,8 +19,8 @@ from backends.wgpu.device.adapters import adapters
 from backends.wgpu.lowering.elementwise import ELEMENTWISE
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
-from backends.wgpu.shaders.matmul import Tiles, matmul_shader
-from backends.wgpu.shaders.matmul_problem import Held
+from backends.wgpu.shaders.matmul.problem import Held
+from backends.wgpu.shaders.matmul.shader import Tiles, matmul_shader
 from protocol.base.errors import SamestepError
 from tests.backends.wgpu.products import SMALL_TILES, TILES, product
 from tests.backends.wgpu.small_models import (

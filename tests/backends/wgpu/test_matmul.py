@@ -13,7 +13,8 @@ from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.device.subgroups import matmul_traits
 from backends.wgpu.device.target import Copy
 from backends.wgpu.shaders.dispatch import Dispatch
-from backends.wgpu.shaders.matmul import (
+from backends.wgpu.shaders.matmul.problem import MOST_TERMS
+from backends.wgpu.shaders.matmul.shader import (
     Lanes,
     MatmulProblem,
     MatmulTraits,
@@ -23,7 +24,6 @@ from backends.wgpu.shaders.matmul import (
     candidates,
     matmul_shader,
 )
-from backends.wgpu.shaders.matmul_problem import MOST_TERMS
 from tests.backends.wgpu.examples import examples
 from tests.backends.wgpu.products import SMALL_TILES, TILES, product, same_bits, stored_product
 

@@ -11,7 +11,7 @@ import pytest
 from backends.eager.eager import EagerBackend
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
-from backends.wgpu.shaders.matmul import MatmulProblem, matmul_shader
+from backends.wgpu.shaders.matmul.shader import MatmulProblem, matmul_shader
 from tests.backends.wgpu.products import (
     SMALL_TILES,
     TILES,

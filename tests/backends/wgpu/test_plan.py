@@ -13,7 +13,7 @@ from backends.wgpu.capture.capture import capture_step
 from backends.wgpu.lowering.layer_kernels import LayerKernels, lower_layer
 from backends.wgpu.lowering.lowering import Templates, lower
 from backends.wgpu.lowering.plan import Plan, make_plan
-from backends.wgpu.shaders.matmul import matmul_shader
+from backends.wgpu.shaders.matmul.shader import matmul_shader
 from tests.backends.wgpu.small_models import (
     bert,
     class_loss,

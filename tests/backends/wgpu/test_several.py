@@ -18,7 +18,7 @@ from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.lowering.several import several, with_room
 from backends.wgpu.program import VulkanProgram
 from backends.wgpu.shaders.dispatch import Shader
-from backends.wgpu.shaders.matmul import Tiles, matmul_shader
+from backends.wgpu.shaders.matmul.shader import Tiles, matmul_shader
 from backends.wgpu.shaders.repeated import element_bytes, repeated, repeats
 from protocol.base.limits import INVOCATIONS_PER_DISPATCH
 from tests.backends.wgpu import test_families as families

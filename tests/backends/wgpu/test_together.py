@@ -10,7 +10,7 @@ from torch import nn
 from backends.base.interface import Batch
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
-from backends.wgpu.shaders.matmul import Tiles, matmul_shader
+from backends.wgpu.shaders.matmul.shader import Tiles, matmul_shader
 from tests.backends.wgpu.small_models import (
     assert_like_the_cpu,
     bert,

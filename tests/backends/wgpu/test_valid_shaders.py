@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from backends.wgpu.shaders.attention_problem import AttentionProblem, AttentionSizes, Part, View
-from backends.wgpu.shaders.attention_tiles import attention_shader
+from backends.wgpu.shaders.attention.problem import AttentionProblem, AttentionSizes, Part, View
+from backends.wgpu.shaders.attention.tiles import attention_shader
 from backends.wgpu.shaders.dispatch import Shader
-from backends.wgpu.shaders.matmul import Epilogue, matmul_shader
+from backends.wgpu.shaders.matmul.shader import Epilogue, matmul_shader
 from backends.wgpu.shaders.narrow import Narrow
 from backends.wgpu.shaders.side_by_side import side_by_side
 from tests.backends.wgpu.checked_shaders import hidden_names

@@ -15,8 +15,8 @@ from backends.wgpu.canonical.host import CpuTarget, product_shader
 from backends.wgpu.device.target import ComputeTarget
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
-from backends.wgpu.shaders.attention_problem import AttentionSizes
-from backends.wgpu.shaders.matmul import matmul_shader
+from backends.wgpu.shaders.attention.problem import AttentionSizes
+from backends.wgpu.shaders.matmul.shader import matmul_shader
 from tests.backends.wgpu.on_device import Function
 
 pytest.importorskip("ziglang")

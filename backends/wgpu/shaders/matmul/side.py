@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from backends.wgpu.shaders.functions import to_float16
-from backends.wgpu.shaders.matmul_problem import Held, MatmulProblem
+from backends.wgpu.shaders.matmul.problem import Held, MatmulProblem
 from backends.wgpu.shaders.narrow import Narrow
 
 

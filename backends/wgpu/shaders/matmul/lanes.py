@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from backends.wgpu.shaders.dispatch import Shader
-from backends.wgpu.shaders.matmul_problem import MatmulProblem
-from backends.wgpu.shaders.matmul_side import sides
+from backends.wgpu.shaders.matmul.problem import MatmulProblem
+from backends.wgpu.shaders.matmul.side import sides
 
 
 @dataclass(frozen=True, slots=True)

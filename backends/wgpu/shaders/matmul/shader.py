@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from backends.wgpu.shaders.dispatch import Shader
-from backends.wgpu.shaders.matmul_lanes import Lanes, lanes_shader
-from backends.wgpu.shaders.matmul_problem import (
+from backends.wgpu.shaders.matmul.lanes import Lanes, lanes_shader
+from backends.wgpu.shaders.matmul.problem import (
     Epilogue,
     Held,
     MatmulProblem,
@@ -24,8 +24,8 @@ from backends.wgpu.shaders.matmul_problem import (
     Result,
     dispatched,
 )
-from backends.wgpu.shaders.matmul_side import sides
-from backends.wgpu.shaders.matmul_tiles import Tiles, tiles_shader
+from backends.wgpu.shaders.matmul.side import sides
+from backends.wgpu.shaders.matmul.tiles import Tiles, tiles_shader
 
 __all__ = (
     "Epilogue",

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from backends.wgpu.shaders.attention_mask import ACROSS, BLOCK
-from backends.wgpu.shaders.attention_problem import AttentionSizes, Part
+from backends.wgpu.shaders.attention.mask import ACROSS, BLOCK
+from backends.wgpu.shaders.attention.problem import AttentionSizes, Part
 
 WORKGROUP_BYTES: Final = 16_384
 """Of workgroup memory: what every adapter has."""

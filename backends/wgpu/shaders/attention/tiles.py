@@ -5,7 +5,7 @@ values the keys. It walks over the other side in blocks of 32. Each of its invoc
 one for each four rows down, computes 4 x 4 scores in registers; these become weights (and their
 gradients), go to workgroup memory, and are multiplied there with the block's vectors into sums that
 stay in registers until the walk ends. So every sum has one order, whatever lies where (see
-`attention_layout`), and nothing of the size of the scores is ever in the device's memory.
+`layout`), and nothing of the size of the scores is ever in the device's memory.
 
 While a product of two tiles is computed, what the next one needs is read into registers; barriers
 stand where `barriers` puts them. Rows past an end are read as the last one, and not stored: an
@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from backends.wgpu.graph.values import literal
-from backends.wgpu.shaders.attention_layout import TILES, WORKGROUP_BYTES, Layout, layout_of
-from backends.wgpu.shaders.attention_mask import ACROSS, BLOCK, seen, vote
-from backends.wgpu.shaders.attention_problem import AttentionProblem, AttentionSizes, View
-from backends.wgpu.shaders.barriers import Steps
+from backends.wgpu.shaders.attention.barriers import Steps
+from backends.wgpu.shaders.attention.layout import TILES, WORKGROUP_BYTES, Layout, layout_of
+from backends.wgpu.shaders.attention.mask import ACROSS, BLOCK, seen, vote
+from backends.wgpu.shaders.attention.problem import AttentionProblem, AttentionSizes, View
 from backends.wgpu.shaders.dispatch import Shader
 
 _LOWEST: Final = "-3.4028234663852886e38"

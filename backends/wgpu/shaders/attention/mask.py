@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from backends.wgpu.shaders.attention_problem import AttentionProblem
-from backends.wgpu.shaders.barriers import Steps
+from backends.wgpu.shaders.attention.barriers import Steps
+from backends.wgpu.shaders.attention.problem import AttentionProblem
 
 ACROSS: Final = 8
 """Invocations across a tile."""

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from backends.wgpu.shaders.dispatch import Shader
-from backends.wgpu.shaders.matmul_problem import MatmulProblem
-from backends.wgpu.shaders.matmul_side import Side, sides
+from backends.wgpu.shaders.matmul.problem import MatmulProblem
+from backends.wgpu.shaders.matmul.side import Side, sides
 
 _UNROLLED: Final = 4
 """Terms of a round of the inner loop."""

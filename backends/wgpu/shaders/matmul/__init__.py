@@ -1,0 +1,4 @@
+"""Matrix products: shapes and operands, tiles for wide ones, lanes for narrow ones.
+
+Imports what is beside it in `shaders`. Start with `shader`.
+"""
