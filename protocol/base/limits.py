@@ -19,10 +19,10 @@ SMALL_CHUNK_ELEMENTS: Final = 512 * KIB // 4
 the coordinator about 0.3 ms of processor, as much as encrypting 300 KB."""
 
 # Slices, and those who average them.
-SLICE_ELEMENTS: Final = 32 * KIB
+SLICE_ELEMENTS: Final = 64 * KIB
 """Of a block at most, unless that makes too many: a message each, and what an owner works on."""
 LARGE_SLICE_ELEMENTS: Final = 256 * KIB
-SLICES: Final = 512
+SLICES: Final = 128
 """About so many at most, unless they would be larger than that."""
 PEER_STRANGERS_CONNECTIONS: Final = 8
 """In the handshake at once at a member's door: the others are those of one run."""

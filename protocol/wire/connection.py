@@ -312,6 +312,11 @@ class Connection:
         self._advance(kind)
         return encoded
 
+    @property
+    def rest_of_body(self) -> int:
+        """How many bytes of a body, which has begun, are still to come."""
+        return len(self._body) - self._body_filled if self._body is not None else 0
+
     def get_buffer(self) -> memoryview:
         """Where the next received bytes go; never empty."""
         if self._body is not None:

@@ -43,12 +43,24 @@ class Wire:
         """
         while not self._come:
             # The array is a body's own: what is read is not copied again.
-            count = self.endpoint.recv_into(self.connection.get_buffer())
-            if not count:
-                raise ConnectionResetError("the peer closed the connection")
+            count = self._read_into(self.connection.get_buffer(), self.connection.rest_of_body)
             self.bytes_received += count
             self._come = self.connection.buffer_updated(count)
         return self._come.pop(0)
+
+    def _read_into(self, buffer: memoryview, at_least: int) -> int:
+        """How many bytes were read; TLS gives 16 KiB at a time, and the rest is surely on its way.
+
+        Raises:
+            OSError: The connection is over.
+        """
+        read, filled = self.endpoint.recv_into, 0
+        while not filled or filled < at_least:
+            count = read(buffer[filled:])
+            if not count:
+                raise ConnectionResetError("the peer closed the connection")
+            filled += count
+        return filled
 
     def watched(self) -> int | None:
         """A descriptor for `wait_closed`; None where the system tells nobody of an end unread.
