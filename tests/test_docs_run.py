@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import ROOT, Cluster
+from tests.processes import ended
 from tests.test_docs import PAGES, tutorial_files, typed, with_options, without_options
 
 pytestmark = pytest.mark.slow
@@ -86,19 +87,11 @@ class Typist:
         """Run those lines to their ends; what the last one said."""
         said = ""
         for program, *words in self.those(pattern):
-            done = ended(self.directory, program, *words, *more)
+            done = ended(program, *words, *more, cwd=self.directory)
             assert done.returncode in codes, (words, done.stdout + done.stderr)
             assert "Traceback" not in done.stderr
             said = done.stdout
         return said
-
-
-def ended(cwd: Path, program: str, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{cwd}"}
-    return subprocess.run(
-        [sys.executable, "-m", program, *words], cwd=cwd, env=environment,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
 
 
 def test_every_command_of_the_pages_does_what_it_says(tmp_path, monkeypatch):
@@ -162,7 +155,7 @@ def halt_and_continue(typist: Typist, cluster: Cluster) -> None:
     cluster.wait_for("halted")
     typist.types(r"coordinator continue")
     cluster.wait_for("continued")
-    assert ended(typist.directory, "coordinator", "halt").returncode == 0
+    assert ended("coordinator", "halt").returncode == 0
     cluster.wait_for("halted", nth=2)
     typist.types(r"coordinator continue --skip-step")
     cluster.wait_for("committed", skipped=True)
@@ -176,7 +169,7 @@ def give_up_and_resume(typist: Typist, cluster: Cluster, first: str, second: str
     typist.types(r"coordinator resume RUN")
     cluster.wait_for("run_ended", run_id=second, outcome="finished")
     cluster.wait_for("run_resumed", run_id=first)
-    assert ended(typist.directory, "coordinator", "give-up").returncode == 0
+    assert ended("coordinator", "give-up").returncode == 0
     cluster.wait_for("run_ended", nth=2, run_id=first)
     since = cluster.mark()
     typist.types(r"coordinator resume RUN --from-step N")
@@ -200,7 +193,7 @@ def test_the_tutorial_s_own_data_trains_and_classifies(tmp_path):
     assert len(commands) == 2
     for line in commands:
         program, *words = shlex.split(line)
-        done = ended(tmp_path, program, *words, *(FREE if program == "coordinator" else ()))
+        done = ended(program, *words, *(FREE if program == "coordinator" else ()), cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
     assert re.match(r"(good|bad) 0\.\d+", done.stdout)
 
@@ -213,7 +206,11 @@ def test_the_tutorial_s_own_model_learns_its_curve(tmp_path):
     (tmp_path / "curve.yaml").write_text(tutorial_files()["curve.yaml"])
     [line] = of_the_tutorial("curve.yaml")
     program, *words = shlex.split(line)
-    done = ended(tmp_path, program, *words, *FREE)
+    done = subprocess.run(  # anew: it finds modules where it is started
+        [sys.executable, "-m", program, *words, *FREE], cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.search(r"held-out mse: (\S+)", done.stdout)
     assert found

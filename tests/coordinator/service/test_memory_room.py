@@ -111,18 +111,18 @@ def grown(tmp_path: Path, large: dict[str, Any], steps: int = 5) -> Growth:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("inner_state", ["reset", "carry"])
-def test_replicas_take_no_more_than_is_told(tmp_path, monkeypatch, inner_state):
+@pytest.mark.parametrize(("inner_state", "blocks"), [("reset", 40), ("carry", 100)])
+def test_replicas_take_no_more_than_is_told(tmp_path, monkeypatch, inner_state, blocks):
     replicas = {"count": 3, "inner_steps": 2, "inner_state": inner_state, "boundary_every": 1}
     large = document(
-        scripted={"blocks": 100, "block_bytes": BLOCK_BYTES, "samples": 64}, replicas=replicas
+        scripted={"blocks": blocks, "block_bytes": BLOCK_BYTES, "samples": 64}, replicas=replicas
     )
     growth = grown(tmp_path, large, 1)
     for name, value in CHANGED.items():
         monkeypatch.setattr(limits, name, value)
     told = needed(large, WORKERS + JOINERS)
-    own = 3 * 2 * 100 * MIB if inner_state == "carry" else 0
-    assert told.replica + told.gradients == (2 + 2 + 3) * 100 * MIB + own + 4 * MIB
+    own = 3 * 2 * blocks * MIB if inner_state == "carry" else 0
+    assert told.replica + told.gradients == (2 + 2 + 3) * blocks * MIB + own + 4 * MIB
     assert growth.peak_bytes <= told.total + BASE_BYTES
 
 
