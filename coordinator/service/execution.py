@@ -665,6 +665,7 @@ class Execution:
         self._followers.clear()
         if self._keeper is not None:
             self._keeper.close()
+            self._keeper = None  # the next run needs as much memory, while this one is looked at
         await self._storage.close()
 
     async def _write(self, action: Finish, ended_s: float) -> None:
