@@ -646,10 +646,11 @@ class Execution:
             await self._copying
         message = EndRun(run_id=self.run.run_id, reason=cut_text(self.outcome.reason))
         try:
+            await self.close()
+        finally:
+            # In one go: a worker that leaves when it is told leaves no run that goes on.
             for member in self.run.members:
                 self._send(Send(member.name, message))
-        finally:
-            await self.close()
             self._watcher.ended(self, self.outcome)
 
     async def close(self) -> None:

@@ -69,11 +69,11 @@ async def test_an_owner_that_is_lost_is_replaced_and_the_bits_stay(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "counts", [(2, 4), pytest.param((2, 4, 8, 16), marks=pytest.mark.slow)], ids=["few", "many"]
+    "counts", [(2, 4), pytest.param((2, 4, 8), marks=pytest.mark.slow)], ids=["few", "many"]
 )
 async def test_what_it_takes_of_the_coordinator_does_not_grow_with_the_workers(tmp_path, counts):
     """One set of averages and control a step: in a star it is two for each worker."""
-    block_bytes, steps = 400_000, 6
+    blocks, block_bytes, steps = 16, 50_000, 6  # a slice each: there is one for each worker
     passed = {}
     for workers in counts:
         async with live_service(tmp_path / str(workers), workers) as live:
@@ -81,7 +81,7 @@ async def test_what_it_takes_of_the_coordinator_does_not_grow_with_the_workers(t
                 live.worker(f"w{number}", toolbox=Scripted(10.0))
             run = scripted_spec(
                 steps=100_000, exchange={"way": "sharded"},  # it is left once that is measured
-                scripted={"blocks": 2, "block_bytes": block_bytes, "samples": 64},
+                scripted={"blocks": blocks, "block_bytes": block_bytes, "samples": 64},
             )  # fmt: skip
             live.service.submit(run)
             told = f"sharded: {workers} of {workers} linked members own slices"
@@ -93,7 +93,7 @@ async def test_what_it_takes_of_the_coordinator_does_not_grow_with_the_workers(t
             await live.wait_for("committed", step=begun + steps)
             passed[workers] = (_bytes(live) - before) / steps
     for workers, per_step in passed.items():
-        assert per_step < 1.1 * 2 * block_bytes + 20_000 * workers, passed
+        assert per_step < 1.1 * blocks * block_bytes + 20_000 * workers, passed
 
 
 def _bytes(live):
