@@ -178,13 +178,15 @@ async def test_it_is_refused_before_a_step_is_taken(tmp_path: Path, monkeypatch)
 
 @on_uvloop
 async def test_a_run_that_has_ended_leaves_its_memory_to_the_next(tmp_path: Path):
-    kept = []
     async with live_service(tmp_path, 1) as live:
         live.service.submit(scripted_spec())
         live.worker("w0")
         await live.wait_for("started")
-        kept.append(weakref.ref(live.service.current._replica._replica))
+        run = live.service.current
+        assert run is not None
+        kept = weakref.ref(run._replica._replica)
+        del run
         await live.wait_for("run_ended")
         gc.collect()
         assert live.service.finished is not None
-        assert kept[0]() is None
+        assert kept() is None
