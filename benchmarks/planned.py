@@ -9,13 +9,12 @@ replicas, whose rounds go over a star. Needs no network. What it says of rows of
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator
-from html import escape
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from benchmarks.machine import print_heading, print_table
+from benchmarks.plot import Axis, Line, Panel, drawn
 from coordinator.run.exchange.times import MeshMember, Volume, sharded_s, star_s
 
 _HOSTS: Final = (4, 8, 16, 32, 64)
@@ -110,8 +109,7 @@ def _size(payload_bytes: int) -> str:
     return f"{gigabytes:g} GB" if gigabytes >= 1 else f"{payload_bytes / 1e6:g} MB"
 
 
-_WIDTH, _HEIGHT, _LEFT, _TOP = 200, 150, 50, 46
-_LOW, _HIGH = -3.0, 4.0
+_LOW, _HIGH = -4, 5
 """Of the axis of seconds, as powers of ten."""
 _STYLES: Final = {
     "star": "stroke:#c2410c",
@@ -122,50 +120,32 @@ _STYLES: Final = {
 
 def plot(computes_s: float) -> str:
     """Seconds of a step's exchange by hosts, both logarithmic; a panel for each link and size."""
-    width = _LEFT + len(_MBITS) * _WIDTH + 10
-    height = _TOP + len(_BYTES) * _HEIGHT + 34
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
-        "<style>text { font: 11px sans-serif }</style>",
-        "<title>Seconds of a step's exchange by number of hosts</title>",
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
-    for number, (name, style) in enumerate(_STYLES.items()):
-        x = _LEFT + 130 * number
-        parts.append(f'<path d="M{x} 12h26" style="fill:none;stroke-width:2;{style}"/>')
-        told = f"{name}, a round's {_INNER_STEPS}th part" if name == "replicas" else name
-        parts.append(f'<text x="{x + 32}" y="16">{escape(told)}</text>')
-    for row, size in enumerate(_BYTES):
-        for column, mbit in enumerate(_MBITS):
-            parts += _panel(_LEFT + column * _WIDTH, _TOP + row * _HEIGHT, mbit, size, computes_s)
-    parts.append(f'<text x="{width / 2}" y="{height - 6}" text-anchor="middle">hosts</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    names = {"replicas": f"replicas, a round's {_INNER_STEPS}th part"}
+    return drawn(
+        "Seconds of a step's exchange by number of hosts",
+        [[_panel(mbit, size, computes_s) for mbit in _MBITS] for size in _BYTES],
+        legend=[(names.get(way, way), style) for way, style in _STYLES.items()],
+        x_name="hosts",
+        panel_size=(184, 116),
+    )
 
 
-def _panel(left: float, top: float, mbit: int, size: int, computes_s: float) -> Iterator[str]:
-    wide, high = _WIDTH - 16, _HEIGHT - 34
-
-    def x(hosts: float) -> float:
-        return left + wide * math.log(hosts / _HOSTS[0]) / math.log(_HOSTS[-1] / _HOSTS[0])
-
-    def y(seconds: float) -> float:
-        return top + high * (_HIGH - math.log10(seconds)) / (_HIGH - _LOW)
-
-    found = [expected(hosts, mbit, size) for hosts in _HOSTS]
-    ends = " to ".join(dict.fromkeys(each.best(computes_s) for each in found))
-    yield f'<text x="{left}" y="{top - 5}">{_size(size)}, {_link(mbit)}: {ends}</text>'
-    yield f'<rect x="{left}" y="{top}" width="{wide}" height="{high}" fill="none" stroke="#999"/>'
-    line = f"M{left} {y(computes_s):.1f}h{wide}"
-    yield f'<path d="{line}" style="fill:none;stroke:#999;stroke-dasharray:2 3"/>'
-    for power in range(int(_LOW), int(_HIGH) + 1, 2):
-        mark = f"{10.0**power:g} s"
-        yield f'<text x="{left - 4}" y="{y(10.0**power) + 4:.1f}" text-anchor="end">{mark}</text>'
-    for hosts in _HOSTS:
-        yield f'<text x="{x(hosts):.1f}" y="{top + high + 12}" text-anchor="middle">{hosts}</text>'
-    for number, style in enumerate(_STYLES.values()):
-        both = zip(_HOSTS, found, strict=True)
-        places = " ".join(f"{x(hosts):.1f},{y(each[number]):.1f}" for hosts, each in both)
-        yield f'<polyline points="{places}" style="fill:none;stroke-width:2;{style}"/>'
+def _panel(mbit: int, size: int, computes_s: float) -> Panel:
+    by_hosts = [(hosts, expected(hosts, mbit, size)) for hosts in _HOSTS]
+    ends = " to ".join(dict.fromkeys(each.best(computes_s) for _, each in by_hosts))
+    powers = range(_LOW, _HIGH + 1, 2)
+    return Panel(
+        f"{_size(size)}, {_link(mbit)}: {ends}",
+        Axis(_HOSTS[0], _HOSTS[-1], [(n, str(n)) for n in _HOSTS], logarithmic=True),
+        Axis(10.0**_LOW, 10.0**_HIGH, [(10.0**n, f"{10.0**n:g} s") for n in powers], True),
+        [
+            Line([(n, computes_s) for n in _HOSTS], "stroke:#999;stroke-dasharray:2 3"),
+            *(
+                Line([(n, getattr(each, way)) for n, each in by_hosts], style)
+                for way, style in _STYLES.items()
+            ),
+        ],
+    )
 
 
 def main() -> None:

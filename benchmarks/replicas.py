@@ -18,15 +18,15 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.cluster import Cluster, run_to_end, scripted
 from benchmarks.hosts import Network, why_not
 from benchmarks.machine import print_heading, print_table
+from benchmarks.plot import Axis, Line, Panel, drawn
 from coordinator.storage.directory.journal import evaluations
 
 _ROOT: Final = Path(__file__).parents[1]
@@ -127,7 +127,7 @@ def measure_loss(total: int, out: Path, first: int | None = None) -> None:
 
 def show(total: int, out: Path) -> None:
     """A table of all that is there, and a plot beside it."""
-    curves: dict[str, list[tuple[float, float]]] = {}
+    curves: dict[Case, list[tuple[float, float]]] = {}
     rows: list[list[str]] = []
     base: dict[int, float] = {}
     for case in cases(total):
@@ -136,7 +136,7 @@ def show(total: int, out: Path) -> None:
             continue
         result = json.loads(kept.read_text())
         curve = [(float(x), float(y)) for x, y in result["curve"] if y is not None]
-        curves[case.name] = curve
+        curves[case] = curve
         loss = curve[-1][1]
         base.setdefault(case.replicas, loss)
         worse = f"{100 * (loss / base[case.replicas] - 1):+.2f} %"
@@ -144,33 +144,48 @@ def show(total: int, out: Path) -> None:
     print_heading("loss on held-out text, against the synchronous run on as many tokens")
     print_table(["run", "tokens", "loss", "against it"], rows)
     plot = out / "loss.svg"
-    plot.write_text(drawn(curves))
+    plot.write_text(plotted(curves))
     print(f"curves: {plot}")
 
 
-def drawn(curves: dict[str, list[tuple[float, float]]]) -> str:
-    """Loss by tokens, a line for each run, as SVG text."""
-    points = [point for curve in curves.values() for point in curve]
-    if not points:
-        return "<svg xmlns='http://www.w3.org/2000/svg'/>"
-    (left, right), (low, high) = (
-        (min(p[axis] for p in points), max(p[axis] for p in points)) for axis in (0, 1)
+_COLOURS: Final = {0: "#111", 30: "#c2410c", 100: "#1d4ed8", 500: "#15803d"}
+_DASHES: Final = {
+    "moments reset": "6 3", "int8": "2 2", "int4": "9 2 2 2", "topk": "1 4",
+    "outer momentum": "14 4",
+}  # fmt: skip
+_PLOTTED_LOSS: Final = (3.5, 5.5)
+
+
+def plotted(curves: Mapping[Case, Sequence[tuple[float, float]]]) -> str:
+    """Loss by tokens as SVG text, a panel for each number of replicas."""
+    low, high = _PLOTTED_LOSS
+    marks = [(low + n / 2, f"{low + n / 2:g}") for n in range(int(2 * (high - low)) + 1)]
+    panels = []
+    for replicas in sorted({case.replicas for case in curves}):
+        shown = {case: curve for case, curve in curves.items() if case.replicas == replicas}
+        most = max(x for curve in shown.values() for x, _ in curve)
+        millions = [(n * 1e6, f"{n} M") for n in range(int(most / 1e6) + 1)]
+        lines = [Line(curve, _style(case)) for case, curve in shown.items()]
+        axes = Axis(0.0, most, millions), Axis(low, high, marks)
+        panels.append(Panel(f"{replicas} replicas, or their batch in one", *axes, lines))
+    inner = {n: f"H={n}" if n else "synchronous" for n in _COLOURS}
+    return drawn(
+        "Held-out loss by tokens",
+        [panels],
+        legend=[
+            *((inner[n], f"stroke:{colour}") for n, colour in _COLOURS.items()),
+            *((name, f"stroke:#555;stroke-dasharray:{dash}") for name, dash in _DASHES.items()),
+        ],
+        x_name="tokens",
+        panel_size=(390, 320),
     )
 
-    def at(point: tuple[float, float]) -> str:
-        x = 60 + 640 * (point[0] - left) / (right - left or 1)
-        y = 400 - 370 * (point[1] - low) / (high - low or 1)
-        return f"{x:.1f},{y:.1f}"
 
-    parts = ["<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 1000 440' font-size='12'>"]
-    for number, (name, curve) in enumerate(curves.items()):
-        colour = f"hsl({number * 360 // len(curves)},70%,40%)"
-        line = " ".join(map(at, curve))
-        parts.append(f"<polyline points='{line}' fill='none' stroke='{colour}'/>")
-        parts.append(f"<text x='710' y='{20 + 16 * number}' fill='{colour}'>{escape(name)}</text>")
-    parts.append(f"<text x='60' y='430'>tokens: {left:g} to {right:g}</text>")
-    parts.append(f"<text x='4' y='20'>loss: {low:.3f} to {high:.3f}</text></svg>")
-    return "\n".join(parts)
+def _style(case: Case) -> str:
+    kind = "moments reset" if case.inner_state == "reset" else case.codec
+    dash = _DASHES.get("outer momentum" if case.momentum else kind)
+    dashed = f";stroke-dasharray:{dash}" if dash else ""
+    return f"stroke:{_COLOURS[case.inner_steps]}{dashed}"
 
 
 @dataclass(frozen=True, slots=True)

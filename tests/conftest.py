@@ -20,6 +20,8 @@ from tests.quick_disk import wait_for_no_disk
 # A test starts processes that would each compile all of our modules.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# More processes than cores: torch's threads that wait leave them to others.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 settings.register_profile("loaded machine", deadline=None)
 settings.load_profile("loaded machine")
 

@@ -90,6 +90,8 @@ LOGGED_TOGETHER_BYTES: Final = 8 * MIB
 LOGGED_TOGETHER_MS: Final = 5
 """Averages that the thread of the log is woken for once: each time costs the event loop more than
 sending a chunk."""
+WRITTEN_BACK_BYTES: Final = 1 * MIB
+"""Of a file that grows, before the disk is told to begin: a commit waits for the rest alone."""
 RECEIVED_AHEAD_BYTES: Final = 64 * MIB
 """Of state and averages that wait for a worker's engine, before it reads no more."""
 SEND_QUEUE_BYTES: Final = 64 * MIB

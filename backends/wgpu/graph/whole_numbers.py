@@ -1,7 +1,8 @@
 """How large whole numbers can become in a graph: torch has 64 bits for them, the device 32.
 
 Bounds of the inputs, which are known when a microbatch is uploaded, give bounds of all that is
-computed from them by operators known here. What others give is unknown, and so is what follows.
+computed from them by operators known here, and of whole numbers that are made of others. What other
+operators give is unknown, and so is what follows.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from backends.wgpu.graph.views import is_copy, is_view
 from protocol.base.errors import DataError
 
 _aten = torch.ops.aten
-Bounds = tuple[int, int]
+Bounds = tuple[float, float]
+"""Of whole numbers ints, which are exact whatever their size."""
 _LEAST: Final = -(2**31)
 _MOST: Final = 2**31 - 1
 _TRUTH: Final[Bounds] = (0, 1)
@@ -52,8 +54,10 @@ class WholeNumbers:
             for node in graph.graph.nodes
             if node.op == "call_function"
             and isinstance(value := node.meta.get("val"), torch.Tensor)
-            and not value.dtype.is_floating_point
         ]
+        if not any(map(_made_of_others, self._steps)):
+            whole = (step for step in self._steps if not step.value.dtype.is_floating_point)
+            self._steps = [*whole]
         self._fit: set[tuple[Bounds | None, ...]] = set()
 
     def refuse_what_does_not_fit(self, given: Mapping[str, Any]) -> None:
@@ -91,28 +95,50 @@ class WholeNumbers:
         def of(value: Any) -> Bounds | None:
             if isinstance(value, fx.Node):
                 return known.get(value)
-            whole = isinstance(value, int | bool)
-            return (int(value), int(value)) if whole else None
+            if isinstance(value, int | bool):
+                return int(value), int(value)
+            return (value, value) if isinstance(value, float) else None
 
         for step in self._steps:
             found = _TRUTH if step.value.dtype == torch.bool else _of_step(step, of)
-            if found is not None and (found[0] < _LEAST or found[1] > _MOST):
-                if step.value.dtype == torch.int64:
-                    return step, found
-                found = None  # torch wraps it too
+            if found is not None and (math.isnan(found[0]) or math.isnan(found[1])):
+                found = None
+            if found is not None and not step.value.dtype.is_floating_point:
+                found = _whole(found)
+                if found[0] < _LEAST or found[1] > _MOST:
+                    if step.value.dtype == torch.int64:
+                        return step, found
+                    found = None  # torch wraps it too
             known[step.node] = found
         return None
 
 
+def _made_of_others(step: _Step) -> bool:
+    """Whether whole numbers of 64 bits are made of such as are not."""
+    return step.value.dtype == torch.int64 and any(
+        isinstance(value := each.meta.get("val"), torch.Tensor) and value.dtype.is_floating_point
+        for each in step.node.all_input_nodes
+    )
+
+
+def _whole(bounds: Bounds) -> Bounds:
+    """Towards zero, as torch does; what is infinite stays so."""
+    low, high = (int(x) if math.isfinite(x) else x for x in bounds)
+    return low, high
+
+
 def _bounds(array: Any) -> Bounds | None:
-    if array.dtype.kind not in "iub" or not array.size:
+    if array.dtype.kind not in "iubf" or not array.size:
         return None
-    return int(array.min()), int(array.max())
+    if array.dtype.kind != "f":
+        return int(array.min()), int(array.max())
+    least, most = float(array.min()), float(array.max())
+    return (least, most) if math.isfinite(least) and math.isfinite(most) else None
 
 
 def _rounded(bounds: Bounds) -> Bounds:
     """To powers of two: few different ones come."""
-    low, high = bounds
+    low, high = (math.floor(bounds[0]), math.ceil(bounds[1]))
     return -(2 ** (-low).bit_length()) if low < 0 else 0, 2 ** max(high, 0).bit_length() - 1
 
 
@@ -124,7 +150,7 @@ def _of_step(step: _Step, of: _Of) -> Bounds | None:
     return None if rule is None else rule(step, of)
 
 
-def _corners(function: Callable[[int, int], int]) -> Callable[[_Step, _Of], Bounds | None]:
+def _corners(function: Callable[[float, float], float]) -> Callable[[_Step, _Of], Bounds | None]:
     """Of two operands, where the extremes give the extremes."""
 
     def rule(step: _Step, of: _Of) -> Bounds | None:
@@ -132,7 +158,7 @@ def _corners(function: Callable[[int, int], int]) -> Callable[[_Step, _Of], Boun
         if one is None or two is None:
             return None
         alpha = step.kwargs.get("alpha", 1)
-        if not isinstance(alpha, int):
+        if not isinstance(alpha, int | float):
             return None
         found = [function(a, b * alpha) for a in one for b in two]
         return min(found), max(found)
@@ -173,19 +199,25 @@ def _clamp(step: _Step, of: _Of) -> Bounds | None:
 
 def _remainder(step: _Step, of: _Of) -> Bounds | None:
     two = of(step.args[1])
-    return None if two is None or two[0] <= 0 else (0, two[1] - 1)
+    if two is None or two[0] <= 0:
+        return None
+    return 0, two[1] if step.value.dtype.is_floating_point else two[1] - 1
 
 
 def _divided(step: _Step, of: _Of) -> Bounds | None:
     one, two = (of(x) for x in step.args[:2])
     if one is None or two is None or two[0] <= 0:
         return None
+    if not isinstance(two[0], int):
+        return min(one[0] / two[0], 0), max(one[1] / two[0], 0)
     return min(one[0], 0), max(one[1], 0)
 
 
 def _power(step: _Step, of: _Of) -> Bounds | None:
     one, two = (of(x) for x in step.args[:2])
     if one is None or two is None or not 0 <= two[0] <= two[1] <= 64:
+        return None
+    if not isinstance(two[1], int):
         return None
     most = max(abs(one[0]), abs(one[1]), 1) ** two[1]
     return (0 if one[0] >= 0 else -most), most
@@ -203,8 +235,22 @@ def _absolute(step: _Step, of: _Of) -> Bounds | None:
 
 def _arange(step: _Step, of: _Of) -> Bounds | None:
     del of
-    numbers = [x for x in step.args if isinstance(x, int)]
+    numbers = [x for x in step.args if isinstance(x, int | float)]
     return (min(0, *numbers), max(0, *numbers)) if len(numbers) == len(step.args) else None
+
+
+def _of_the_first(step: _Step, of: _Of) -> Bounds | None:
+    return of(step.args[0])
+
+
+def _positive(step: _Step, of: _Of) -> Bounds | None:
+    one = of(step.args[0])
+    return None if one is None else (max(one[0], 0), max(one[1], 0))
+
+
+def _to_whole(step: _Step, of: _Of) -> Bounds | None:
+    one = of(step.args[0])
+    return None if one is None else (one[0] - 1, one[1] + 1)
 
 
 _SAME: Final = frozenset({
@@ -228,7 +274,21 @@ _RULES: Final[Mapping[Any, Callable[[_Step, _Of], Bounds | None]]] = {
     ),
     _aten.clamp.default: _clamp,
     **dict.fromkeys((_aten.remainder.Scalar, _aten.remainder.Tensor), _remainder),
-    **dict.fromkeys((_aten.floor_divide.default, _aten.div.Tensor_mode), _divided),
+    **dict.fromkeys(
+        (
+            _aten.floor_divide.default, _aten.div.Tensor_mode, _aten.div.Tensor,
+            _aten.div.Scalar,
+        ),
+        _divided,
+    ),
+    _aten.mean.dim: _of_the_first,
+    _aten.mean.default: _of_the_first,
+    _aten.relu.default: _positive,
+    **dict.fromkeys(
+        (_aten.floor.default, _aten.ceil.default, _aten.trunc.default, _aten.round.default),
+        _to_whole,
+    ),
+    _aten.detach.default: _of_the_first,
     **dict.fromkeys(
         (_aten.pow.Tensor_Scalar, _aten.pow.Tensor_Tensor, _aten.pow.Scalar), _power
     ),

@@ -281,7 +281,10 @@ def packed_loss(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("cooperative", [True, False], ids=["fused", "written out"])
+@pytest.mark.parametrize(
+    "cooperative",
+    [pytest.param(True, id="fused", marks=pytest.mark.slow), pytest.param(False, id="written out")],
+)
 @pytest.mark.parametrize(
     "family",
     ["Llama", *(pytest.param(each, marks=pytest.mark.slow) for each in ("GPT-2", "Mistral"))],

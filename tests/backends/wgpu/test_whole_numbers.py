@@ -19,7 +19,8 @@ FITS: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda x: (x != 5).long().cumsum(1) * 100_000,
     lambda x: (x * 1009) % 4096,
     lambda x: torch.where(x > 3, x, -100).sum(),
-    lambda x: (x.float() * 1e30).long(),
+    lambda x: (x.float() / 16).log().long() + 3,
+    lambda x: ((x.float() - 36_000) * 1e6).clamp(-5, 2.5).long().cumsum(1),
     lambda x: x.clamp(0, 30) ** 3 - x.abs() // 2,
     lambda x: torch.arange(12) * 128 + x.max(),
 ]
@@ -29,6 +30,10 @@ LARGE: list[tuple[Callable[[torch.Tensor], torch.Tensor], str]] = [
     (lambda x: x**4, "pow"),
     (lambda x: (x * 30_000 + x * 30_000).float(), "add"),
     (lambda x: x.cumsum(1) * 30_000, "mul"),
+    (lambda x: (x.float() * 1e30).long(), "_to_copy"),
+    (lambda x: (x * 1e6).relu().floor().long() % 97, "_to_copy"),
+    (lambda x: (x.float() / 0.5).long() * 40_000, "mul"),
+    (lambda x: (x.float() * 1e4).long().sum(), "sum"),
 ]
 
 

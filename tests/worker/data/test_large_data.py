@@ -100,7 +100,7 @@ def test_running_text(tmp_path, form):
     assert growth.peak_bytes < 32 * MIB
 
 
-@pytest.mark.parametrize("form", ["jsonl", "csv", "tsv", "parquet"])
+@pytest.mark.parametrize("form", ["jsonl", "csv", "parquet"])
 def test_conversations(tmp_path, form):
     rows = ({"prompt": f"{n}?", "completion": f"{n} {WORDS}"} for n in range(ROWS))
     path = written(tmp_path / f"t.{form}", rows)
@@ -128,7 +128,7 @@ def test_labelled_text(tmp_path, form):
     assert growth.peak_bytes < MOST
 
 
-@pytest.mark.parametrize("form", ["jsonl", "csv", "tsv", "parquet"])
+@pytest.mark.parametrize("form", ["jsonl", "csv", "parquet"])
 def test_pairs(tmp_path, form):
     half = WORDS[: len(WORDS) // 2]
     rows = (
