@@ -30,6 +30,7 @@ from samestep.refusals import (
     check_precision,
     check_weight,
     in_float64,
+    refuse_no_gradient_sum,
     refuse_no_sum,
     refuse_own_draws,
     takes,
@@ -85,6 +86,7 @@ class FittedTask:
             seed=spec.seed,
             threads=spec.threads,
             precision=check_precision(spec.options.get("precision", "float32")),
+            given_back=True,
         )
         self._initial = self._parameters()
 
@@ -276,6 +278,54 @@ class FittedTask:
         if found[0] == found[1]:  # else it draws in evaluation, too
             within = seen.within if double else WITHIN
             refuse_no_sum(found[0], (found[2], found[3]), within)
+            if double:
+                self._refuse_no_gradient_sum(module, two, parts, float64=seen.all_float64)
+
+    def _refuse_no_gradient_sum(
+        self,
+        module: Any,
+        two: Sequence[int],
+        alone: Sequence[Mapping[str, torch.Tensor]],
+        *,
+        float64: bool,
+    ) -> None:
+        """Of two samples, and the first of them again: what counts repetitions is to see some."""
+        samples, parts = [two[0], *two], [alone[0], *alone]
+        batch = self._on_cpu(self._nested.apart(self._collated(self.user.train, samples, 1)))
+        try:
+            together, left = self._gradients(module, batch, parts)
+        except Exception:  # noqa: BLE001 -- no backward in float64; the loss has been tried
+            return
+        refuse_no_gradient_sum(together, left, float64=float64)
+
+    def _gradients(
+        self, module: Any, batch: Mapping[str, torch.Tensor], parts: Sequence[Mapping[str, Any]]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """In a float64 copy: those of a batch by name, and what its parts leave of them."""
+        given = dict(self.user.module.named_parameters())
+        named = {n: p for n, p in module.named_parameters() if given[n].requires_grad}
+        for name, parameter in named.items():  # no copy has its original's hooks
+            hooks: Any = given[name]._backward_hooks  # noqa: SLF001 -- None of most
+            for hook in (hooks or {}).values():
+                parameter.register_hook(hook)
+        together: dict[str, torch.Tensor] = {}
+        left: dict[str, torch.Tensor] = {}
+        for number, each in enumerate((batch, *parts)):
+            wide = {n: t.double() if t.dtype == torch.float32 else t for n, t in each.items()}
+            with _seeded(0), torch.enable_grad():
+                loss = self._loss(module, wide)
+                found: Sequence[torch.Tensor | None] = torch.autograd.grad(
+                    loss, list(named.values()), allow_unused=True
+                )
+            for name, gradient in zip(named, found, strict=True):
+                if gradient is None or not gradient.numel():
+                    continue
+                dense = gradient.to_dense() if gradient.is_sparse else gradient
+                if not number:
+                    together[name], left[name] = dense, dense.clone()
+                else:
+                    left[name] = left.get(name, torch.zeros_like(dense)) - dense
+        return together, left
 
     def _losses(
         self, module: Any, batches: Sequence[Mapping[str, torch.Tensor]], *, float64: bool

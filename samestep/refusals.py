@@ -28,6 +28,9 @@ WITHIN: Final = 1e-3
 _WITHIN_IN_PART: Final = 1e-5
 """Likewise, where weights and batch are float64, and the model computes some in float32."""
 _WITHIN_IN_FLOAT64: Final = 1e-9
+_GRADIENT_WITHIN_IN_PART: Final = 1e-2
+_GRADIENT_WITHIN_IN_FLOAT64: Final = 1e-6
+"""Of the largest element of any gradient: what is rounding in one."""
 _FLOAT64_ELEMENTS: Final = 1 << 27
 """Of a model whose copy in float64 is made to try its loss: 1 GiB."""
 
@@ -231,6 +234,11 @@ class NarrowSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     within = _WITHIN_IN_FLOAT64
     """What is rounding in what was seen."""
 
+    @property
+    def all_float64(self) -> bool:
+        """Nothing narrower was seen."""
+        return self.within == _WITHIN_IN_FLOAT64
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See torch's."""
         del types
@@ -269,6 +277,32 @@ def refuse_no_sum(whole: float, parts: tuple[float, float], within: float) -> No
         "microbatches, write it per sample; a penalty on weights belongs in the optimizer's "
         "weight_decay"
     )
+
+
+def refuse_no_gradient_sum(
+    together: Mapping[str, torch.Tensor], left: Mapping[str, torch.Tensor], *, float64: bool
+) -> None:
+    """Refuse gradients that do not add up over samples, though the loss does.
+
+    Args:
+        together: Each trained tensor's gradient by some samples together.
+        left: What is left of it without those by each of them alone.
+        float64: All was computed in it.
+
+    Raises:
+        DataError: More is left than rounding.
+    """
+    largest = max((float(each.abs().max()) for each in together.values()), default=0.0)
+    near = largest * (_GRADIENT_WITHIN_IN_FLOAT64 if float64 else _GRADIENT_WITHIN_IN_PART)
+    for name, each in left.items():
+        if (off := float(each.abs().max())) > near:
+            raise DataError(
+                f"expected gradients that add up over samples, got one of {name!r} by samples "
+                f"together that is {off:.3g} off the sum of each alone's, though the loss adds up: "
+                "the result would hang on how many samples a microbatch has; leave out what works "
+                "across the batch in backward, such as scale_grad_by_freq, or a Function or hook "
+                "that normalizes"
+            )
 
 
 def optimizer_of(given: object) -> dict[str, Any]:

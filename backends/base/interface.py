@@ -86,6 +86,7 @@ class Trainable:
         base_dtype: What frozen weights are stored in; see `backends.base.frozen_base`.
         arithmetic: By whose rules it is computed; where it is canonical, that and the results of a
             probe decide the bits, and nothing of `Backend.signature`.
+        given_back: The module is used after the run, so the host keeps its frozen weights, too.
     """
 
     blocks: tuple[Block, ...]
@@ -98,6 +99,7 @@ class Trainable:
     precision: ComputePrecision = "float32"
     base_dtype: BaseDtype = "float32"
     arithmetic: ArithmeticSpec = NATIVE
+    given_back: bool = False
 
 
 Leaf = tuple[Batch, int]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
@@ -50,6 +50,35 @@ def refuse_running_statistics(module: torch.nn.Module) -> None:
             raise SamestepError(
                 f"{name!r} ({type(layer).__name__}) keeps running statistics, which no replica "
                 "could follow; use LayerNorm or GroupNorm"
+            )
+
+
+def refuse_gradients_across_samples(module: torch.nn.Module) -> None:
+    """A loss may add up over samples, and its gradients not.
+
+    Raises:
+        SamestepError: A layer divides gradients by what else is in the microbatch.
+    """
+    for name, layer in module.named_modules():
+        if getattr(layer, "scale_grad_by_freq", False):
+            raise SamestepError(
+                f"{name!r} ({type(layer).__name__}) divides gradients by how often a row is in the "
+                "microbatch, so the result would hang on its size; leave out scale_grad_by_freq"
+            )
+
+
+def refuse_gradient_hooks(parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """A captured program has no moment at which a parameter's hook could run.
+
+    Raises:
+        SamestepError: A parameter has one.
+    """
+    for name, parameter in parameters.items():
+        hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks  # noqa: SLF001
+        if hooks:
+            raise SamestepError(
+                f"{name!r} has a hook on its gradient, which a device of this backend cannot run; "
+                "leave it out, or have it computed by cpu or cuda"
             )
 
 

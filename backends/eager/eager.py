@@ -32,6 +32,7 @@ from backends.base.interface import (
 )
 from backends.base.node_stream import BlockParts, HostSummedProgram, Microbatch, check_sizes
 from backends.base.trainable_checks import (
+    refuse_gradients_across_samples,
     refuse_running_statistics,
     refuse_unlike,
     trained_parameters,
@@ -373,6 +374,7 @@ class EagerProgram(HostSummedProgram):
 
     def _check(self, example: Batch) -> None:
         refuse_running_statistics(self._module)
+        refuse_gradients_across_samples(self._module)
         arrays = self._on_device(example)
         before = {name: value.clone() for name, value in self._module.named_buffers()}
         trained = {name: _sum_of_bits(value) for name, value in self._parameters.items()}

@@ -24,7 +24,12 @@ from backends.base.interface import (
     Trainable,
 )
 from backends.base.node_stream import Microbatch, NodeStream, added_on_host
-from backends.base.trainable_checks import refuse_running_statistics, trained_parameters
+from backends.base.trainable_checks import (
+    refuse_gradient_hooks,
+    refuse_gradients_across_samples,
+    refuse_running_statistics,
+    trained_parameters,
+)
 from backends.wgpu.capture.additivity import refuse_loss_that_does_not_add_up
 from backends.wgpu.capture.capture import SCALE, Capture, capture_forward, capture_step
 from backends.wgpu.capture.stand_in import StandIn
@@ -131,8 +136,9 @@ class VulkanProgram:
             SamestepError: The step cannot be captured, an operator has no rule, or it does not
                 fit in the device's memory.
         """
-        trained_parameters(self._weights.module, self._blocks)
+        refuse_gradient_hooks(trained_parameters(self._weights.module, self._blocks))
         refuse_running_statistics(self._weights.module)
+        refuse_gradients_across_samples(self._weights.module)
         capture, arrays = self._captured(example), _tensors(example)
         refuse_loss_that_does_not_add_up(
             self._weights.module, self._loss, arrays, capture.model_results

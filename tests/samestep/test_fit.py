@@ -71,6 +71,17 @@ def test_gives_the_trained_module_and_what_became_of_the_run(capsys):
     assert torch.get_deterministic_debug_mode() == deterministic
 
 
+def test_a_module_given_back_has_its_frozen_weights_and_can_be_trained_again():
+    module = nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1))
+    module[0].requires_grad_(False)
+    before = module[0].weight.detach().clone()
+    for name in ("first", "second"):
+        few = {**FEW, "device": "vulkan"}
+        samestep.fit(lambda: line(module=module), steps=2, directory=name, **few)
+        assert torch.equal(module[0].weight, before)
+        assert module(X).isfinite().all()
+
+
 def test_a_run_that_has_finished_is_given_again(capsys):
     first = samestep.fit(line, steps=3, directory="done", **FEW)
     lines = capsys.readouterr().out.splitlines()

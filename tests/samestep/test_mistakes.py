@@ -77,6 +77,36 @@ class Own(nn.Linear):
         return super().forward(x + self.drawn()) if self.training else super().forward(x)
 
 
+class Normalized(torch.autograd.Function):
+    """The same value; a gradient of length one."""
+
+    @staticmethod
+    def forward(_, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_, gradient):
+        return gradient / gradient.norm()
+
+
+class Counted(nn.Module):
+    """An embedding whose gradients are divided by how often a row is in the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Parameter(torch.ones(4, 1))
+
+    def forward(self, x):
+        rows = (x[:, 0] > 0).long()
+        return nn.functional.embedding(rows, self.rows, scale_grad_by_freq=True)
+
+
+def clamped():
+    module = nn.Linear(1, 1)
+    module.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    return module
+
+
 BATCH_NORM = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
 ACROSS = nn.Sequential(
     nn.Linear(1, 2), nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 1)
@@ -93,6 +123,9 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
         (loss_of(lambda e: e.detach().sum()), {}, r"no trainable tensor: leave out detach\(\)"),
         (task(loss=contrastive), {}, "a loss across samples"),
         (task(loss=with_penalty), {}, "adds up.*belongs in the optimizer's weight_decay"),
+        (loss_of(lambda e: (Normalized.apply(e) ** 2).sum()), {}, "gradients that.*Function"),
+        (task(module=Counted()), {}, "gradients that add up over samples, got one of 'rows'"),
+        (task(module=clamped()), {}, "gradients that add up over samples, got one of 'weight'"),
         (task(module=Own(np.random.default_rng(0).random)), {}, "same seed.*torch's functions"),
         (task(module=Own(itertools.count().__next__)), {}, "keep nothing in the model"),
         (task(weight=lambda _: 0), {}, "weight.* above 0, got 0 for each of 8 samples"),
@@ -205,8 +238,20 @@ class MixedTypes(nn.Linear):
         return super().forward(x) @ torch.eye(4)
 
 
+class Scaled(nn.Module):
+    """Has a hook on a gradient, and rows that most samples leave out."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(50, 4, sparse=True)
+        self.rows.weight.register_hook(lambda gradient: gradient * 0.5)
+
+    def forward(self, x):
+        return self.rows((x[:, 0] > 0).long()) * x
+
+
 @pytest.mark.parametrize(
-    "module", [Drawing(4, 4), TIED, Recurrent(), CONVOLUTION, MixedTypes(4, 4)]
+    "module", [Drawing(4, 4), TIED, Recurrent(), CONVOLUTION, MixedTypes(4, 4), Scaled()]
 )
 def test_what_adds_up_is_not_refused(module):
     data = TensorDataset(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))

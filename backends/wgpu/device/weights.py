@@ -21,7 +21,7 @@ class Weights:
 
     Attributes:
         module: On the host, with the values last loaded; those of a frozen parameter go when the
-            device has them.
+            device has them, unless the module is given back.
         base: What of it is stored in fewer bits.
         tables: Of each table that is larger than one buffer its parts, which go by names of their
             own.
@@ -44,7 +44,8 @@ class Weights:
         self._device = device
         self._blocks = trainable.blocks
         self._held = named_tensors(self.module)
-        self._frozen = {n for n, p in self.module.named_parameters() if not p.requires_grad}
+        frozen = {n for n, p in self.module.named_parameters() if not p.requires_grad}
+        self._released = set() if trainable.given_back else frozen
         first: dict[int, str] = {}
         self._first = {name: first.setdefault(id(t), name) for name, t in self._held.items()}
         self.base = NarrowBase(self.module, trainable.base_dtype)
@@ -106,7 +107,7 @@ class Weights:
     def _release(self, name: str) -> None:
         """Of a frozen parameter that is on the device as a whole, the host's copy."""
         parts = [str(part) for part in self.tables.get(name, ())]
-        if name in self._frozen and all(part in self._buffers for part in parts):
+        if name in self._released and all(part in self._buffers for part in parts):
             release(self._held[name])
 
     def load(self, parameters: Sequence[Array]) -> None:

@@ -458,6 +458,12 @@ class WithBatchNorm(Net):
         self.norm = nn.BatchNorm1d(WIDTH)
 
 
+class WithCountedRows(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(4, WIDTH, scale_grad_by_freq=True)
+
+
 class WithCounter(Net):
     calls: torch.Tensor
 
@@ -474,6 +480,7 @@ class WithCounter(Net):
     ("job", "message"),
     [
         (lambda: trainable(WithBatchNorm()), "running statistics"),
+        (lambda: trainable(WithCountedRows()), "divides gradients by how often"),
         (lambda: trainable(WithCounter()), "'calls' changes in forward"),
         (lambda: trainable(Net(), loss=lambda m, a: loss_sum(m, a) / len(a["x"])), "summed"),
         (lambda: trainable(Net().half()), "float32"),

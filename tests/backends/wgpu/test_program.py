@@ -402,6 +402,21 @@ class Normed(nn.Linear):
         self.norm = nn.BatchNorm1d(4)
 
 
+class Hooked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.weight.register_hook(lambda gradient: 2 * gradient)
+
+
+class CountedRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(4, 4, scale_grad_by_freq=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows((x > 0).long()[:, 0])
+
+
 def total(module: nn.Module, arrays: Any) -> torch.Tensor:
     return (module(arrays["x"]) ** 2).sum()
 
@@ -413,6 +428,8 @@ def total(module: nn.Module, arrays: Any) -> torch.Tensor:
         (lambda: Branching(4, 4), total, "cannot capture .*values of tensors"),
         (Counting, total, "changes in forward"),
         (Normed, total, "running statistics"),
+        (Hooked, total, "'weight' has a hook on its gradient"),
+        (CountedRows, total, "divides gradients by how often"),
         (lambda: nn.Linear(4, 4), lambda m, a: total(m, a) / len(a["x"]), "summed over samples"),
         (lambda: nn.Linear(4, 4), lambda m, a: m(a["x"]).sum(1), "one sum"),
         (lambda: nn.Linear(4, 4).half(), total, "got torch.float16"),
