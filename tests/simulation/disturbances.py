@@ -180,7 +180,9 @@ class Disturbances:
         )
 
     def _stall(self, process: WorkerProcess | CoordinatorProcess) -> None:
-        process.stalled_until_ms = self._clock.now_ms + self._rng.choice(_STALLS_MS)
+        until_ms = self._clock.now_ms + self._rng.choice(_STALLS_MS)
+        # Never sooner than before: what waits for that end would be overtaken.
+        process.stalled_until_ms = max(process.stalled_until_ms, until_ms)
 
     def _kill_coordinator(self, coordinator: CoordinatorProcess) -> None:
         if coordinator.alive:

@@ -33,7 +33,7 @@ class Clock:
         self.rng = rng
         self.current: Process | None = None
         self.trouble: list[BaseException] = []
-        self._heap: list[tuple[float, int, Process | None, Act]] = []
+        self._heap: list[tuple[float, float, int, Process | None, Act]] = []
         self._number = 0
 
     def after(self, delay_ms: float, act: Act, process: Process | None = None) -> None:
@@ -42,7 +42,7 @@ class Clock:
 
     def at(self, time_ms: float, act: Act, process: Process | None = None) -> None:
         self._number += 1
-        heappush(self._heap, (time_ms, self._number, process, act))
+        heappush(self._heap, (time_ms, time_ms, self._number, process, act))
 
     def step(self) -> None:
         """The next event.
@@ -50,13 +50,14 @@ class Clock:
         Raises:
             BaseException: What came of it in a process and nobody took.
         """
-        time_ms, _, process, act = heappop(self._heap)
+        time_ms, due_ms, number, process, act = heappop(self._heap)
         self.now_ms = max(self.now_ms, time_ms)
         if process is None:
             act()
         elif process.alive:
             if time_ms < process.stalled_until_ms:
-                self.at(process.stalled_until_ms, act, process)
+                # In the order in which all was due, however often the stall is prolonged.
+                heappush(self._heap, (process.stalled_until_ms, due_ms, number, process, act))
             else:
                 process.do(act)
         if self.trouble:
