@@ -41,7 +41,10 @@ _LOOKS_EVERY_MS: Final = 500.0
 _QUIET_MS: Final = 120_000.0
 """After so long without a word from any worker nothing will come any more."""
 _LEAVES_IN_MS: Final = 60_000.0
-"""So soon a worker that was asked to leave has left, where nobody is stalled or cut off."""
+"""So soon a worker that was asked to leave has left, where nobody is stalled or cut off, beside the
+time for what it owes."""
+_OWES_MICROBATCHES: Final = 100
+"""At most: all stretches of a round, where no other is active."""
 _WITH_FILES: Final = 0.2
 """How many of the runs read a file that workers fetch."""
 _FILE_BYTES: Final = (300, 10_000, 20_000)
@@ -341,7 +344,8 @@ class Cluster:
             self._free_since_ms = now_ms
         for worker in self.workers:
             since_ms = max(self._free_since_ms, worker.draining_since_ms)
-            left = not worker.alive or now_ms < since_ms + _LEAVES_IN_MS
+            owed_ms = _OWES_MICROBATCHES * worker.flaws.microbatch_ms
+            left = not worker.alive or now_ms < since_ms + _LEAVES_IN_MS + owed_ms
             assert left, "a worker that was asked to leave is forgotten"
         if seen != self._seen or stalled:
             self._seen, self._quiet_since_ms = seen, now_ms
