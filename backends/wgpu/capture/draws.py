@@ -167,10 +167,47 @@ class Draws:
         low = more.pop("low", rest.pop() if rest else 0)
         return _as_asked(self._integers(low, high, x.shape), {"dtype": x.dtype} | more)
 
+    def lstm(self, *given: Any) -> Any:
+        """Dropout between layers, which torch draws inside of its own operator."""
+        return self._recurrent(torch.lstm, *given)
+
+    def gru(self, *given: Any) -> Any:
+        """The same."""
+        return self._recurrent(torch.gru, *given)
+
+    def rnn_tanh(self, *given: Any) -> Any:
+        """The same."""
+        return self._recurrent(torch.rnn_tanh, *given)
+
+    def rnn_relu(self, *given: Any) -> Any:
+        """The same."""
+        return self._recurrent(torch.rnn_relu, *given)
+
+    def _recurrent(self, function: Callable[..., Any], *given: Any) -> Any:
+        """Layer by layer.
+
+        Arguments are torch's: input, state, weights, biases, layers, dropout, training,
+        bidirectional and batch first. A packed sequence has others, and is left to torch.
+        """
+        x, state, weights, biases, layers, dropout, training, *form = given
+        if isinstance(biases, (list, tuple)) or layers == 1 or not (dropout and training):
+            return function(*given)
+        states = [state] if isinstance(state, torch.Tensor) else list(state)
+        each, ends = len(weights) // layers, []
+        for layer in range(layers):
+            begin = [part.chunk(layers)[layer] for part in states]
+            own = weights[each * layer : each * (layer + 1)]
+            held = begin[0] if isinstance(state, torch.Tensor) else begin
+            x, *end = function(x, held, own, biases, 1, 0.0, training, *form)
+            ends.append(end)
+            if layer < layers - 1:
+                x = self.dropout(x, dropout)
+        return x, *(torch.cat(parts) for parts in zip(*ends, strict=True))
+
     def _site(self) -> int:
         if torch._C._current_graph_task_id() != -1:  # noqa: SLF001
             raise SamestepError(
-                "the vulkan backend cannot draw the same numbers again in backward, as "
+                "Vulkan and canonical arithmetic cannot draw the same numbers again in backward, as "
                 "torch.utils.checkpoint asks for; set model.gradient_checkpointing instead"
             )
         site, self.sites = self.sites, self.sites + 1
@@ -222,8 +259,8 @@ _RULES: Final[Mapping[Any, str]] = {
         for name in (
             "alpha_dropout", "alpha_dropout_", "bernoulli", "dropout", "dropout_",
             "feature_alpha_dropout", "feature_alpha_dropout_", "feature_dropout",
-            "feature_dropout_", "normal", "rand", "rand_like", "randint", "randint_like", "randn",
-            "randn_like", "rrelu", "rrelu_",
+            "feature_dropout_", "gru", "lstm", "normal", "rand", "rand_like", "randint",
+            "randint_like", "randn", "randn_like", "rnn_relu", "rnn_tanh", "rrelu", "rrelu_",
         )
     },
     **{
@@ -253,8 +290,8 @@ def _as_asked(drawn: torch.Tensor, more: Mapping[str, Any]) -> torch.Tensor:
 def _refuse_own(more: Mapping[str, Any]) -> None:
     if more.get("generator") is not None or more.get("out") is not None:
         raise SamestepError(
-            "the vulkan backend draws random numbers from the run's seed, not from a generator "
-            "of the model's own, and into no tensor that is given as out"
+            "Vulkan and canonical arithmetic draw random numbers from the run's seed, not from a "
+            "generator of the model's own, and into no tensor that is given as out"
         )
 
 
@@ -301,6 +338,7 @@ def _states() -> dict[str, object]:
 
 def _undrawn(what: str, where: str) -> SamestepError:
     return SamestepError(
-        f"the vulkan backend cannot draw {what}, as {where} asks for: it would be the same numbers "
-        "in every step; draw by torch.rand or torch.randn, or use a cpu or cuda worker"
+        f"Vulkan and canonical arithmetic cannot draw {what}, as {where} asks for: it would be the "
+        "same numbers in every step; draw by torch.rand or torch.randn, or use a cpu or cuda worker "
+        "in native arithmetic"
     )

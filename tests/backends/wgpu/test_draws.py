@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from backends.base.interface import Batch
 from backends.wgpu.capture.capture import capture_step
+from backends.wgpu.capture.draws import Draws
 from backends.wgpu.device.packing import seed_words
 from backends.wgpu.graph import threefry
 from protocol.base.errors import SamestepError
@@ -84,6 +85,7 @@ class Composites(nn.Module):
         self.attention = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
         self.encoder = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
         self.gumbel = nn.Linear(8, 8)
+        self.recurrent = nn.LSTM(8, 4, 2, dropout=0.5, batch_first=True, bidirectional=True)
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
         mixed, _ = self.attention(x, x, x)
@@ -91,6 +93,7 @@ class Composites(nn.Module):
             (mixed * x).sum(),
             (self.encoder(x) * x).sum(),
             (functional.gumbel_softmax(self.gumbel(x)) * x).sum(),
+            (self.recurrent(x)[0] * x).sum(),
         ]
 
 
@@ -116,6 +119,36 @@ def test_each_microbatch_has_draws_of_its_own_by_its_seed(device):
         for tensor, place in block.slices():
             if tensor.name.endswith("weight"):
                 assert (one[number][place] != two[number][place]).any(), tensor.name
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_layers_between_which_is_dropout_are_torchs_own(kind):
+    class Nothing(Draws):
+        """Drops nothing."""
+
+        def dropout(self, x, p=0.5, *_):
+            self.sites += p == 0.5
+            return x
+
+    torch.manual_seed(0)
+    module, x = (
+        kind(8, 4, 3, dropout=0.5, batch_first=True, bidirectional=True),
+        torch.ones(2, 5, 8),
+    )
+    draws = Nothing(torch.zeros(2, dtype=torch.int32))
+
+    class Rewritten(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return (draws.known(func) or func)(*args, **(kwargs or {}))
+
+    expected, *states = module.eval()(x)
+    module.train()
+    with Rewritten():
+        found, *others = module(x)
+    torch.testing.assert_close(found, expected)
+    for mine, torchs in zip(others, states, strict=True):
+        torch.testing.assert_close(mine, torchs)
+    assert draws.sites == 2
 
 
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
