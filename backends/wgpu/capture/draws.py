@@ -207,8 +207,8 @@ class Draws:
     def _site(self) -> int:
         if torch._C._current_graph_task_id() != -1:  # noqa: SLF001
             raise SamestepError(
-                "Vulkan and canonical arithmetic cannot draw the same numbers again in backward, as "
-                "torch.utils.checkpoint asks for; set model.gradient_checkpointing instead"
+                "Vulkan and canonical arithmetic cannot draw the same numbers again in backward, "
+                "as torch.utils.checkpoint asks for; set model.gradient_checkpointing instead"
             )
         site, self.sites = self.sites, self.sites + 1
         return site
@@ -339,6 +339,6 @@ def _states() -> dict[str, object]:
 def _undrawn(what: str, where: str) -> SamestepError:
     return SamestepError(
         f"Vulkan and canonical arithmetic cannot draw {what}, as {where} asks for: it would be the "
-        "same numbers in every step; draw by torch.rand or torch.randn, or use a cpu or cuda worker "
-        "in native arithmetic"
+        "same numbers in every step; draw by torch.rand or torch.randn, or use a cpu or cuda "
+        "worker in native arithmetic"
     )
