@@ -84,8 +84,9 @@ async def test_what_it_takes_of_the_coordinator_does_not_grow_with_the_workers(t
                 scripted={"blocks": blocks, "block_bytes": block_bytes, "samples": 64},
             )  # fmt: skip
             live.service.submit(run)
-            told = f"sharded: {workers} of {workers} linked members own slices"
-            await live.wait_for("owners", reason=told)
+            number = 1  # one whose way was measured as slow may own nothing
+            while len((await live.wait_for("owners", number=number))["owners"]) < workers:
+                number += 1
             assert live.service.current is not None
             begun = live.service.current.run.step
             await live.wait_for("committed", step=begun)

@@ -18,6 +18,7 @@ from protocol.wire.connection import Received
 from protocol.wire.messages import BlobChunk, BlobRequest
 from protocol.wire.transport import Channel
 from tests import reading_task
+from tests.cluster import PATIENCE_S
 from tests.durable_run import small_disk
 from tests.event_loop import on_uvloop
 from tests.live_service import LiveService, live_service, scripted_spec
@@ -191,8 +192,9 @@ async def test_a_part_spoilt_on_disk_is_fetched_anew(tmp_path, place):
 
 
 @on_uvloop
-async def test_workers_that_share_a_cache_fetch_a_large_file_once(tmp_path, place):
+async def test_workers_that_share_a_cache_fetch_a_large_file_once(tmp_path, place, monkeypatch):
     """Both are in this process: flock keeps them apart like two processes."""
+    monkeypatch.setattr(obtaining, "_BUSY_PATIENCE_S", PATIENCE_S)  # a busy machine is no dead one
     index = place.index(content())
     async with live_service(tmp_path / "out", 2) as live:
         workers = [recorded(live, place, name) for name in ("w0", "w1")]
