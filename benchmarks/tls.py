@@ -3,7 +3,8 @@
 `python -m benchmarks.tls [--megabytes N] [--rounds N]`, with it and without, turn by turn. First
 two processes, one connection, chunks of 4 MiB, every frame checked. "A core each" is what the
 busier of the two does in a second of processor time: the rate where each has a core, also when this
-machine has other work. Then steps of a coordinator and two workers whose devices sleep.
+machine has other work. "Loop" is the processor time of the busier event loop's thread: meanwhile
+nobody else is heard. Then steps of a coordinator and two workers whose devices sleep.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from benchmarks.cluster import Cluster, Interval, scripted
 from benchmarks.machine import print_heading, print_table
 from benchmarks.timeline import intervals_us, step_times
 from coordinator.members.credentials import CoordinatorCredentials
+from coordinator.members.doorway import Doorway
 from protocol.base import limits
 from protocol.base.errors import ProtocolError
 from protocol.host.allocator import keep_freed_memory
-from protocol.wire import tls
+from protocol.wire import tls, tls_transport
 from protocol.wire.connection import Connection, Phase, Received, encode
 from protocol.wire.messages import BlobChunk
 from protocol.wire.transport import Channel
@@ -39,6 +41,7 @@ from protocol.wire.transport import Channel
 _TURNS: Final = 5
 _SIZES: Final = (883_332, 5_555_556)
 _MICROBATCH_MS: Final = 50.0
+_PATIENCE_S: Final = 60.0
 _WARMING_STEPS: Final = 3
 """Speeds are measured and work moves."""
 
@@ -67,22 +70,44 @@ def _channel(role: Any, owner: _End) -> Channel:
     return Channel(connection, owner, time.monotonic)
 
 
-async def _receive(port: int, megabytes: int, *, encrypted: bool) -> tuple[float, float]:
-    """Connect and take everything; seconds by the clock and of the processor."""
+@dataclass(frozen=True, slots=True)
+class _Spent:
+    """Seconds: by the clock, of the processor, and of the event loop's thread."""
+
+    clock_s: float
+    process_s: float
+    loop_s: float
+
+    @staticmethod
+    def so_far() -> _Spent:
+        return _Spent(time.perf_counter(), time.process_time(), time.thread_time())
+
+    def since(self, begun: _Spent) -> _Spent:
+        return _Spent(
+            self.clock_s - begun.clock_s,
+            self.process_s - begun.process_s,
+            self.loop_s - begun.loop_s,
+        )
+
+
+async def _receive(port: int, megabytes: int, *, encrypted: bool) -> _Spent:
+    """Connect and take everything."""
     loop = asyncio.get_running_loop()
     end = _End(megabytes * limits.MIB)
-    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
-    _, channel = await loop.create_connection(
-        lambda: _channel("worker", end),
-        "127.0.0.1", port, ssl=tls.client_context() if encrypted else None,
-    )  # fmt: skip
+    begun = _Spent.so_far()
+    channel = _channel("worker", end)
+    if encrypted:
+        context = tls.client_context()
+        await tls_transport.connect("127.0.0.1", port, context, channel, timeout_s=_PATIENCE_S)
+    else:
+        await loop.create_connection(lambda: channel, "127.0.0.1", port)
     await end.done.wait()
     channel.abort("done")
-    return time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
+    return _Spent.so_far().since(begun)
 
 
 def _receiver(pipe: Any, megabytes: int) -> None:
-    """The other process: (port, encrypted) in, seconds out."""
+    """The other process: (port, encrypted) in, what it took out."""
     keep_freed_memory()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         while (order := pipe.recv()) is not None:
@@ -90,27 +115,34 @@ def _receiver(pipe: Any, megabytes: int) -> None:
             pipe.send(runner.run(_receive(port, megabytes, encrypted=encrypted)))
 
 
-async def _send(pipe: Any, megabytes: int, context: ssl.SSLContext | None) -> tuple[float, float]:
-    """Bytes by second: by the clock, and by second of the busier process."""
+async def _send(pipe: Any, megabytes: int, context: ssl.SSLContext | None) -> _Spent:
+    """What the busier of both takes."""
     loop = asyncio.get_running_loop()
     body = np.random.default_rng(1).integers(0, 255, limits.BODY_BYTES, np.uint8)
     chunks = megabytes * limits.MIB // limits.BODY_BYTES
 
-    def accepted() -> Channel:
-        channel = _channel("coordinator", _End(1))
+    sending: list[asyncio.Task[None]] = []
+
+    async def send_all(channel: Channel) -> None:
         for number in range(chunks):
+            await channel.room()
             place = {"digest": "0" * 64, "offset": number * limits.BODY_BYTES}
             channel.send(encode(BlobChunk(**place, run_id="r"), body))
+
+    def accepted() -> Channel:
+        channel = _channel("coordinator", _End(1))
+        sending.append(loop.create_task(send_all(channel)))
         return channel
 
-    server = await loop.create_server(accepted, "127.0.0.1", 0, ssl=context)
-    async with server:
-        begin_cpu_s = time.process_time()
-        pipe.send((server.sockets[0].getsockname()[1], context is not None))
-        elapsed_s, receiver_s = await loop.run_in_executor(None, pipe.recv)
-        sender_s = time.process_time() - begin_cpu_s
-    sent_mb = megabytes * limits.MIB / 1e6
-    return sent_mb / elapsed_s, sent_mb / max(receiver_s, sender_s)
+    doorway = Doorway(lambda _: accepted(), context)
+    await doorway.open("--bind", "127.0.0.1", 0)
+    begun = _Spent.so_far()
+    pipe.send((doorway.address[1], context is not None))
+    other: _Spent = await loop.run_in_executor(None, pipe.recv)
+    own = _Spent.so_far().since(begun)
+    doorway.close()
+    busier = max(own.process_s, other.process_s), max(own.loop_s, other.loop_s)
+    return _Spent(other.clock_s, *busier)
 
 
 @dataclass(slots=True)
@@ -174,20 +206,25 @@ def throughput(megabytes: int) -> None:
         target=_receiver, args=(theirs, megabytes)
     )
     process.start()
-    rates: dict[str, list[tuple[float, float]]] = {"TLS 1.3": [], "--plaintext": []}
+    spent: dict[str, list[_Spent]] = {"TLS 1.3": [], "--plaintext": []}
     with tempfile.TemporaryDirectory() as home:
         context = CoordinatorCredentials.open(Path(home)).server_context()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             for _ in range(_TURNS):
                 for name, used in (("TLS 1.3", context), ("--plaintext", None)):
-                    rates[name].append(runner.run(_send(ours, megabytes, used)))
+                    spent[name].append(runner.run(_send(ours, megabytes, used)))
     ours.send(None)
     process.join()
+    sent_mb = megabytes * limits.MIB / 1e6
     rows = []
-    for name, turns in rates.items():
-        clock, core = (sorted(each) for each in zip(*turns, strict=True))
-        rows.append([name, *(f"{each:.0f}" for each in (clock[-1], clock[2], core[-1], core[2]))])
-    print_table(["way", "best MB/s", "median", "a core each: best", "median"], rows)
+    for name, turns in spent.items():
+        clock = sorted(sent_mb / each.clock_s for each in turns)
+        core = sorted(sent_mb / each.process_s for each in turns)
+        loop_ms = median(each.loop_s for each in turns) * 1e3 / (sent_mb / 100)
+        rates = (clock[-1], median(clock), core[-1], median(core), loop_ms)
+        rows.append([name, *(f"{each:.0f}" for each in rates)])
+    head = ["way", "best MB/s", "median", "a core each: best", "median", "loop ms for 100 MB"]
+    print_table(head, rows)
 
 
 def main() -> None:

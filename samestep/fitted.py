@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from backends.base import draws
 from backends.base.interface import Array, Batch, Sums, Trainable
+from backends.base.outside_table import index_outside
 from protocol.base import limits
 from protocol.base.errors import DataError, SamestepError, in_words, raised_words
 from protocol.exact.digest import digest_arrays
@@ -158,10 +159,10 @@ class FittedTask:
         weight = float(given.pop(_WEIGHT))
         batch = self._nested.together(given)
         assert self.user.loss is not None
-        with _told_as("the loss of held-out samples"):
+        with _told_as("the loss of held-out samples", given):
             sums = {"loss": float(self.user.loss(module, batch)), "loss of": weight}
         for name, metric in self.user.metrics.items():
-            with _told_as(f"the metric {name!r}"):
+            with _told_as(f"the metric {name!r}", given):
                 value = metric(module, batch)
             above, below = check_metric(name, metric, value)
             sums |= {name: above, f"{name} of": self._count(given) if below is None else below}
@@ -240,6 +241,9 @@ class FittedTask:
                     "held_out, or leave out metrics"
                 )
             return
+        most = limits.EVALUATION_SUMS // 2 - 1  # each has two sums, and so has the loss
+        if len(user.metrics) > most:
+            raise DataError(f"expected at most {most} metrics, got {len(user.metrics)}")
         module, mode = user.module, user.module.training
         module.eval()
         try:
@@ -342,7 +346,10 @@ class FittedTask:
         try:
             return self._loss(module, batch)
         except Exception as error:
+            outside = index_outside(error, batch)
             what = "two samples together" if how == "together" else "one sample alone"
+            if outside is not None:
+                raise DataError(f"the loss of {what}: {outside.text}") from error
             hint = ": is there a layer across the batch?" if how == "alone" else ""
             raise DataError(f"the loss of {what} raised {raised_words(error)}{hint}") from error
 
@@ -352,13 +359,15 @@ class FittedTask:
 
 
 @contextlib.contextmanager
-def _told_as(what: str) -> Iterator[None]:
+def _told_as(what: str, arrays: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """What the user's own code raises is its fault, and not the device's; no memory is that's."""
     try:
         yield
     except (SamestepError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        if outside := index_outside(error, arrays):
+            raise DataError(f"{what}: {outside.text}") from error
         raise DataError(f"{what} raised {raised_words(error)}") from error
 
 

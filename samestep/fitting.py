@@ -30,7 +30,15 @@ from backends.registry import refuse_missing
 from coordinator.operator.control_client import request
 from protocol.base.address import parse_address
 from protocol.base.duty import Duty
-from protocol.base.errors import DataError, ExitCode, RunFailed, SamestepError, UsageError
+from protocol.base.errors import (
+    DataError,
+    ExitCode,
+    Mismatch,
+    RunFailed,
+    SamestepError,
+    UsageError,
+    error_for,
+)
 from protocol.exact.digest import weights_digest
 from protocol.host.allocator import give_back_freed_memory, keep_freed_memory
 from protocol.host.scratch import ScratchDirectory
@@ -42,6 +50,7 @@ from samestep.arguments import Arguments
 from samestep.fitted import FittedTask
 from samestep.kept_run import KeptRun
 from samestep.own_coordinator import (
+    LAST_WORDS,
     CoordinatorEnded,
     Happened,
     Interrupted,
@@ -54,7 +63,7 @@ from samestep.own_coordinator import (
 from samestep.own_worker import OwnWorker, StandsStill, WorkerEnded, told
 from samestep.refusals import optimizer_of
 from samestep.result import FitResult, read_history
-from samestep.words import for_a_script
+from samestep.words import for_a_script, in_a_scripts_words
 from worker.joining.credentials import WorkerCredentials
 from worker.shell.client import Target
 
@@ -68,6 +77,8 @@ _IN_FLOAT16: Final = {"config": {"model_type": "script"}, "precision": "float16"
 _SUBMIT_TIMEOUT_S: Final = 600.0
 _GO_ON: Final = "; go on with it: "
 """In a line of the coordinator, before its advice."""
+_UNFIT: Final = " cannot take part: "
+"""Likewise, before the reason of a worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,14 +357,13 @@ def _alone(call: script.Call, spec: RunSpec, arguments: Arguments) -> FitResult:
         _LISTENED[:] = [f"{bind.rpartition(':')[0]}:{address[1]}"]
         _say_how_to_join(call, coordinator.first_lines)
         credentials = WorkerCredentials(join_token_file(state_home()))
+        resumed = arguments.resume
         worker = _worker(call, arguments.backend, address, credentials, happened)
         try:
             with interrupts_into(happened):
-                code = _until_over(coordinator, worker, happened, directory, alone=alone)
+                _until_over(coordinator, worker, happened, directory, alone=alone, resumed=resumed)
         finally:
             worker.end()
-        if code:
-            raise coordinator.error(code)
         if not (directory / "result.json").exists():
             raise KeyboardInterrupt  # before the first step
     return _result(call, directory, joined=False)
@@ -381,35 +391,77 @@ def _until_over(
     directory: Path,
     *,
     alone: bool,
-) -> int:
-    """Show what is said until the coordinator has ended; its exit code.
+    resumed: bool,
+) -> None:
+    """Show what is said until the coordinator has ended.
 
     Raises:
         RunFailed: The run has halted, and there is nobody else who waits for an operator.
+        SamestepError: The run failed, or this worker did and was alone.
     """
     failed: Exception | None = None
+    held: list[Line] = []
     while True:
-        match event := happened.get():
+        event = happened.get()
+        if isinstance(event, Line):
+            held.append(event)
+            if _may_be_raised(event, alone=alone):
+                continue
+            _show(held, directory, refused=isinstance(failed, Mismatch))
+        match event:
             case Interrupted():
                 coordinator.drain()
-            case Line():
-                show(_with_our_way_on(event, directory))
             case WorkerEnded(error=Exception() as error) if not worker.over:
-                show(Line(f"samestep: {told(error)}", fault=True))
                 failed = error
                 if alone:
                     coordinator.drain()
                     coordinator.drain()
+                else:
+                    show(Line(f"samestep: {told(error)}", fault=True))
             case StandsStill() if alone:
                 failed = RunFailed(
-                    f"halted: {event.reason}; once that is mended, {_way_on(directory)} takes that "
-                    "step again"
+                    f"halted: {event.reason}; if this machine is to blame, {_way_on(directory)} "
+                    "takes that step again once that is mended; with another script, other data or "
+                    "arguments begin in another directory"
                 )
                 coordinator.drain()
             case CoordinatorEnded():
-                if failed is not None and alone:
-                    raise failed
-                return event.exit_code
+                raised = failed if alone else None
+                if raised is None and event.exit_code:
+                    raised = coordinator.error(event.exit_code)
+                if raised is None:
+                    _show(held, directory)
+                    return
+                held = [line for line in held if not _says(raised, line)]
+                if isinstance(failed, Mismatch) and alone:
+                    _show(held, directory, refused=True)
+                    if not resumed:
+                        raise failed
+                    raise Mismatch(
+                        f"{failed}; the run in {str(directory)!r} goes on with what it was begun "
+                        "with: give that, or another directory"
+                    ) from failed
+                _show(held, directory)
+                raise _with_our_way_on_after(raised, directory)
+
+
+def _may_be_raised(line: Line, *, alone: bool) -> bool:
+    """Whether `fit` may raise what the line says, if the run ends with it: then once is enough."""
+    last = line.fault and line.text.startswith(LAST_WORDS)
+    return last or (alone and _UNFIT in line.text)
+
+
+def _show(lines: list[Line], directory: Path, *, refused: bool = False) -> None:
+    """And none of them again. What was refused once is refused again: then there is no way on."""
+    for line in lines:
+        show(_without_a_way_on(line) if refused else _with_our_way_on(line, directory))
+    lines.clear()
+
+
+def _says(error: Exception, line: Line) -> bool:
+    """Whether the error has in it what the line is about."""
+    _, _, reason = line.text.partition(_UNFIT)
+    return in_a_scripts_words(reason or line.text.removeprefix(LAST_WORDS)) in str(error)
 
 
 def _way_on(directory: Path) -> str:
@@ -420,6 +472,18 @@ def _with_our_way_on(line: Line, directory: Path) -> Line:
     """The coordinator names its own command, with ports that were free this time."""
     text, advice, _ = line.text.partition(_GO_ON)
     return Line(f"{text}{advice}{_way_on(directory)}", line.fault) if advice else line
+
+
+def _with_our_way_on_after(error: Exception, directory: Path) -> Exception:
+    """Likewise, where what a coordinator has ended with is raised."""
+    text = _with_our_way_on(Line(str(error), fault=True), directory).text
+    if text == str(error) or not isinstance(error, SamestepError):
+        return error
+    return error_for(error.exit_code, text)
+
+
+def _without_a_way_on(line: Line) -> Line:
+    return Line(line.text.partition(_GO_ON)[0], line.fault)
 
 
 def _say_how_to_join(call: script.Call, lines: list[str]) -> None:
@@ -466,7 +530,7 @@ def _result(call: script.Call, directory: Path, *, joined: bool) -> FitResult:
     digest = weights_digest(task.trained())
     if digest != document["weights_digest"]:
         raise RunFailed(f"what lies in {str(directory)!r} is not what was trained")
-    figures = {name: v for name, v in document["eval"].items() if v is not None}
+    figures = {name: math.nan if v is None else v for name, v in document["eval"].items()}
     return FitResult(
         task.user.module, read_history(directory), figures, digest, document["steps"],
         document["outcome"], directory, joined,

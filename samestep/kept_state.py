@@ -15,6 +15,7 @@ import itertools
 import logging
 import operator
 import random
+import re
 import sysconfig
 from array import array
 from collections import deque
@@ -51,6 +52,9 @@ _ENTRIES: Final = 256
 _ELEMENTS: Final = 4096
 """Looked at of an array, evenly spread."""
 _SHOWN: Final = 60
+_OF_MODULE: Final = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
+_DOT: Final = r".\1"
+"""In the way to a tensor: people know it by its name in the state dict."""
 
 _PLAIN = bool, int, float, complex, str, bytes, bytearray, array, np.generic, type(None)
 _METHODS = MethodType | BuiltinMethodType | MethodWrapperType
@@ -77,11 +81,16 @@ def refuse_what_is_kept(before: State, after: State) -> None:
         now = after.get(path, was)
         shrunk = isinstance(was, int) and isinstance(now, int) and now < was
         if shrunk or (isinstance(was, str) and now != was):
+            instead = (
+                "take a layer without running state (no spectral_norm, no running statistics)"
+                if "._buffers[" in path
+                else "leave out the counter, and draw from torch's, numpy's or Python's global "
+                "generator, which are seeded for each microbatch"
+            )
             raise DataError(
                 f"expected a model, loss, collator and data set that keep nothing from one call "
-                f"to the next, got {path}, which goes from {_shown(was)} to {_shown(now)} on the "
-                "same samples: leave out the counter, and draw from torch's, numpy's or Python's "
-                "global generator, which are seeded for each microbatch"
+                f"to the next, got {_OF_MODULE.sub(_DOT, path)}, which goes from {_shown(was)} to "
+                f"{_shown(now)} on the same samples: {instead}"
             )
 
 

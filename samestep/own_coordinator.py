@@ -23,7 +23,8 @@ from protocol.command.own_command import own_command, own_environment
 from samestep.words import in_a_scripts_words
 
 _USUAL: Final = ("127.0.0.1", 9000)
-_PREFIX: Final = "coordinator: "
+LAST_WORDS: Final = "coordinator: "
+"""Before the line on standard error that a coordinator ends with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,7 @@ class OwnCoordinator:
     def _read_faults(self, output: IO[str]) -> None:
         for line in output:
             told = in_a_scripts_words(line.rstrip("\n"))
-            self.last_fault = told.removeprefix(_PREFIX)
+            self.last_fault = told.removeprefix(LAST_WORDS)
             self._happened.put(Line(told, fault=True))
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, IterableDataset
 
-from backends.base.trainable_checks import refuse_running_statistics
+from backends.base.trainable_checks import refuse_running_statistics, refuse_scripted
 from protocol.base.errors import DataError, SamestepError
 from protocol.spec.run_spec import ComputePrecision
 from samestep.user_task import UserTask
@@ -73,7 +73,7 @@ def _check_module(module: object) -> None:
             f"expected the module itself, got it inside {type(module).__name__}: give "
             "module.module; samestep divides the batch among the workers"
         )
-    if hasattr(module, "_orig_mod"):
+    if any(hasattr(each, "_orig_mod") for each in module.modules()):
         raise DataError("expected a plain module, got a compiled one: leave out torch.compile")
     for name, parameter in module.named_parameters():
         if parameter.device.type != "cpu":
@@ -89,6 +89,7 @@ def _check_module(module: object) -> None:
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise DataError("the model has no trainable tensor: leave some without requires_grad_(0)")
     try:
+        refuse_scripted(module)
         refuse_running_statistics(module)
     except SamestepError as error:
         raise DataError(str(error)) from None
@@ -129,16 +130,20 @@ def check_loss(value: object) -> torch.Tensor:
         DataError: It is not.
     """
     if not isinstance(value, torch.Tensor):
-        raise DataError(
-            f"expected a tensor as loss, got {type(value).__name__}: leave out .item() and float()"
-        )
+        remedy = "leave out .item() and float()"
+        if value is None:
+            remedy = "its last line is to be `return ...`"
+        elif not isinstance(value, int | float):
+            remedy = "return the loss alone"
+        raise DataError(f"expected a tensor as loss, got {type(value).__name__}: {remedy}")
     if value.dim():
         raise DataError(
             f"expected a loss that is one sum, got shape {tuple(value.shape)}: add .sum()"
         )
     if torch.is_grad_enabled() and not value.requires_grad:
         raise DataError(
-            "the loss depends on no trainable tensor: leave out detach(), no_grad() and .data"
+            "the loss depends on no trainable tensor: leave out detach(), no_grad() and .data, and "
+            "write use_reentrant=False where checkpoint is called"
         )
     return value
 
@@ -262,6 +267,11 @@ def refuse_no_sum(whole: float, parts: tuple[float, float], within: float) -> No
     Raises:
         DataError: It does not.
     """
+    if not all(map(math.isfinite, (whole, *parts))):
+        raise DataError(
+            f"expected a finite loss of the first samples, got {whole:.9g} of two of them, "
+            f"{parts[0]:.9g} and {parts[1]:.9g} of each alone"
+        )
     near = within * max(abs(whole), *map(abs, parts), 1e-30)
     if abs(whole - sum(parts)) <= near:
         return

@@ -52,6 +52,8 @@ def read_history(directory: Path) -> tuple[Mapping[str, float], ...]:
             told = {"learning_rate": document.get("rate"), "grad_norm": document.get("norm")}
             rows[step + 1] |= {name: value for name, value in told.items() if value is not None}
         if document.get("kind") == "evaluation" and step in rows:
-            figures = {n: v for n, v in document["metrics"].items() if v is not None}
-            rows[step] |= {f"held_out_{name}": value for name, value in figures.items()}
+            rows[step] |= {
+                f"held_out_{name}": float("nan") if value is None else value
+                for name, value in document["metrics"].items()
+            }
     return tuple(rows[step] for step in sorted(rows))

@@ -21,7 +21,15 @@ from typing import Any, Final
 import torch
 from blake3 import blake3
 
-from protocol.base.errors import DataError, SamestepError, ScriptDiffers, ScriptMissing
+from protocol.base.errors import (
+    NO_MEMORY,
+    DataError,
+    SamestepError,
+    ScriptDiffers,
+    ScriptMissing,
+    in_words,
+)
+from protocol.host.memory import figures_of
 from protocol.spec.run_spec import RunSpec
 from samestep.fitted import FittedTask
 from samestep.own_names import ours
@@ -179,6 +187,8 @@ def build_task(build: Build, spec: RunSpec, script: Script) -> FittedTask:
     except SamestepError:
         raise
     except Exception as error:
+        if in_words(error) == NO_MEMORY:
+            raise DataError(f"what build makes: {NO_MEMORY}{figures_of(error)}") from error
         raise DataError(f"build raised {type(error).__name__}: {error}") from error
     digests = {"script": script.digest} if script.digest else {}
     if modules := script.modules_digest():

@@ -44,6 +44,7 @@ UNITS = {
     "S",
     "SAMPLES",
     "SLICES",
+    "SUMS",
     "TENSORS",
     "WORKERS",
 }

@@ -226,20 +226,20 @@ def devices(
     ] = False,
 ) -> None:
     """Show what is here, what fits, and why a device is not usable."""
+    from backends.canonical_devices import canonical_words
     from backends.registry import devices as all_devices
     from worker.device_table import device_document, device_lines
 
     found = all_devices()
+    if as_json:
+        document = device_document(found, canonical_words if canonical else None)
+        typer.echo(json.dumps(document, indent=2))
+        return
     if canonical:
-        from backends.canonical_devices import canonical_words
-
         for info in (info for info in found if info.usable):
             typer.echo(f"{info.backend} {info.index}: {info.name}")
             for line in canonical_words(info):
                 typer.echo(f"  {line}")
-        return
-    if as_json:
-        typer.echo(json.dumps(device_document(found), indent=2))
         return
     for line in device_lines(found):
         typer.echo(line)

@@ -7,7 +7,7 @@ in sixteen is an embedding's, which stays float32, as in Llama 3 8B or Qwen 2.5 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -78,13 +78,24 @@ def _billions(count: int) -> str:
     return f"{count / 1e9:.1f}" if count < 10e9 else f"{count / 1e9:.0f}"
 
 
-def device_document(devices: Sequence[DeviceInfo]) -> dict[str, Any]:
+def device_document(
+    devices: Sequence[DeviceInfo], canonical: Callable[[DeviceInfo], list[str]] | None = None
+) -> dict[str, Any]:
     """The same for scripts: of each its row, `memory_bytes` (0: not known), whether that is `own`
-    or the host's, and `base_parameters` by base_dtype where the device is usable."""
+    or the host's, and `base_parameters` by base_dtype where the device is usable.
+
+    Args:
+        devices: All that are here.
+        canonical: Tries a usable device, and says what it can do in canonical arithmetic: its
+            lines are `canonical` of the row. None: rows have no such key.
+    """
     rows = []
     for info in devices:
         memory_bytes = memory_of(info) if info.usable else info.memory_bytes
         fitting = base_parameters(memory_bytes) if info.usable and memory_bytes else {}
         own = {"own_memory": bool(info.memory_bytes), "base_parameters": fitting}
-        rows.append(asdict(info) | {"memory_bytes": memory_bytes} | own)
+        tried = {}
+        if canonical is not None:
+            tried = {"canonical": canonical(info) if info.usable else []}
+        rows.append(asdict(info) | {"memory_bytes": memory_bytes} | own | tried)
     return {"devices": rows}

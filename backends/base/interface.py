@@ -44,15 +44,17 @@ class Batch:
 
 
 class LossRaised(DataError):
-    """The model or its loss raised, which is no fault of the device.
+    """The model or its loss raised, or cannot compute with the batch: no fault of the device.
 
     Attributes:
         batch: What it was computing.
+        row: Of the batch's arrays, where it is that of one sample and known.
     """
 
-    def __init__(self, text: str, batch: Batch) -> None:
+    def __init__(self, text: str, batch: Batch, row: int | None = None) -> None:
         super().__init__(text)
         self.batch = batch
+        self.row = row
 
 
 @dataclass(frozen=True, slots=True)

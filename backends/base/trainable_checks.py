@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
+from torch.jit._script import RecursiveScriptModule
 
 from protocol.base.errors import SamestepError
 from protocol.spec.manifest import Block
@@ -20,8 +21,10 @@ def trained_parameters(
     """The blocks' parameters by name.
 
     Raises:
-        SamestepError: A tensor is missing, of another shape, not float32, or frozen.
+        SamestepError: A tensor is missing, of another shape, not float32, or frozen; or the
+            module is compiled.
     """
+    refuse_scripted(module)
     held = dict(module.named_parameters())
     found = {}
     for tensor in (tensor for block in blocks for tensor in block.tensors):
@@ -37,6 +40,22 @@ def trained_parameters(
             raise SamestepError(f"expected {tensor.name!r} not frozen: it is in a block")
         found[tensor.name] = parameter
     return found
+
+
+def refuse_scripted(module: torch.nn.Module) -> None:
+    """Nothing can be hooked to what torch.jit.script has compiled; to what is traced it can.
+
+    Raises:
+        SamestepError: The module is, or a part of it that is trained.
+    """
+    for name, layer in module.named_modules():
+        trained = any(parameter.requires_grad for parameter in layer.parameters())
+        if isinstance(layer, RecursiveScriptModule) and (trained or layer is module):
+            which = f" as {name!r}" if name else ""
+            raise SamestepError(
+                f"expected a plain module, got one that torch.jit.script has compiled{which}: give "
+                "the nn.Module itself"
+            )
 
 
 def refuse_running_statistics(module: torch.nn.Module) -> None:
@@ -79,6 +98,20 @@ def refuse_gradient_hooks(parameters: Mapping[str, torch.nn.Parameter]) -> None:
             raise SamestepError(
                 f"{name!r} has a hook on its gradient, which a device of this backend cannot run; "
                 "leave it out, or have it computed by cpu or cuda"
+            )
+
+
+def refuse_sparse_gradients(module: torch.nn.Module) -> None:
+    """A captured program has dense arrays alone.
+
+    Raises:
+        SamestepError: A layer's gradients are sparse.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag) and layer.sparse:
+            raise SamestepError(
+                f"{name or 'the model'!r} has sparse gradients, which a device of this backend "
+                "cannot compute; leave out sparse=True, or have it computed by cpu or cuda"
             )
 
 

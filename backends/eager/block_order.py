@@ -44,8 +44,9 @@ class BlockOrder:
         held = self._gradients[number]
         if number > self._next or name in held:
             raise SamestepError(
-                f"{name!r} got its gradient twice in one backward; expected once "
-                "(re-entrant checkpointing? use the non-reentrant form)"
+                f"expected the gradient of {name!r} once in a backward, by the loss's own graph, "
+                "and got another, as a checkpoint that is reentrant gives: write "
+                "use_reentrant=False where checkpoint is called"
             )
         held[name] = gradient
         self._missing[number] -= name not in self._unused

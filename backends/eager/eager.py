@@ -31,6 +31,7 @@ from backends.base.interface import (
     Trainable,
 )
 from backends.base.node_stream import BlockParts, HostSummedProgram, Microbatch, check_sizes
+from backends.base.outside_table import index_outside
 from backends.base.trainable_checks import (
     refuse_gradients_across_samples,
     refuse_running_statistics,
@@ -41,7 +42,7 @@ from backends.eager import numerics
 from backends.eager.block_order import BlockOrder, unused_parameters
 from backends.eager.inner_steps import EagerInnerSteps
 from backends.eager.narrow_linear import narrow_frozen_base
-from protocol.base.errors import NO_MEMORY, SamestepError, in_words, raised_words
+from protocol.base.errors import NO_MEMORY, DataError, SamestepError, in_words, raised_words
 from protocol.spec.run_spec import OptimizerSpec
 
 T = TypeVar("T")
@@ -310,13 +311,16 @@ class EagerProgram(HostSummedProgram):
                 parameter.grad = None
 
     def _users_loss(self, batch: Batch) -> torch.Tensor:
+        arrays = self._on_device(batch)
         try:
-            return self._loss_of(self._on_device(batch))
+            return self._loss_of(arrays)
         except (SamestepError, _Abandoned, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             if in_words(error) == NO_MEMORY or "CUDA" in str(error):
                 raise  # the device's own
+            if outside := index_outside(error, arrays):
+                raise LossRaised(outside.text, batch, outside.row) from error
             raise LossRaised(
                 f"the model or its loss raised {raised_words(error)}", batch
             ) from error
@@ -340,8 +344,14 @@ class EagerProgram(HostSummedProgram):
         self._abandoned = threading.Event()
         self._module.eval()
         numerics.seed_everything(self._seed)
-        with torch.no_grad(), self._computing():
-            return measure(self._module, self._on_device(batch))
+        arrays = self._on_device(batch)
+        try:
+            with torch.no_grad(), self._computing():
+                return measure(self._module, arrays)
+        except (IndexError, RuntimeError) as error:
+            if "CUDA" in str(error) or (outside := index_outside(error, arrays)) is None:
+                raise
+            raise DataError(outside.text) from error
 
     def _loss_of(self, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss's sum in float32; backward computes in the types that forward used."""
@@ -389,7 +399,7 @@ class EagerProgram(HostSummedProgram):
             if name not in before or not torch.equal(before[name], value):
                 raise SamestepError(
                     f"the buffer {name!r} changes in forward, which no replica could follow; "
-                    "use a layer without running state"
+                    "use a layer without running state, an embedding without max_norm"
                 )
         self._module.eval()
         with torch.no_grad():

@@ -20,6 +20,7 @@ from backends.wgpu.capture.capture import Capture
 from backends.wgpu.capture.layer_call import Like
 from backends.wgpu.device.packing import from_words
 from backends.wgpu.graph import passes
+from backends.wgpu.graph.values import NO_MODULE
 
 _FLOOR: Final = 1e-2
 """Of what an operator reads: what cancels is compared with that."""
@@ -45,7 +46,7 @@ class _Operator:
 
     def __str__(self) -> str:
         shape = list(self.node.meta["val"].shape)
-        module = self.node.meta.get("module") or "the loss, or the backward"
+        module = self.node.meta.get("module") or NO_MODULE
         name = str(self.target).removeprefix("aten.")
         return f"{name!r}, which gives shape {shape} in {module}"
 

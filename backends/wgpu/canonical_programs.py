@@ -39,7 +39,7 @@ def canonical_on_host(
     template = Templates(cooperative=True, matmul=product_shader, canonical=True)
     # Where subnormals count as zeros, node sums are the host's, whose additions keep them.
     adds = not host.convention.flushes
-    with _in_its_words():
+    with _in_its_words("arithmetic: native"):
         return compiled_program(host, trainable, template, batches, evaluations, adds=adds)
 
 
@@ -69,13 +69,16 @@ def canonical_on_device(
         canonical=True,
         microbatches=MICROBATCHES_PER_DISPATCH,
     )
-    with _in_its_words():
+    with _in_its_words("arithmetic: native, and a cpu or cuda worker,"):
         return compiled_program(target, trainable, template, batches, evaluations, adds=adds)
 
 
 @contextmanager
-def _in_its_words() -> Iterator[None]:
+def _in_its_words(remedy: str) -> Iterator[None]:
     """What the compiled program refuses has no way round it on another device.
+
+    Args:
+        remedy: What to use for the model.
 
     Raises:
         SamestepError: The same, and what to do.
@@ -83,5 +86,4 @@ def _in_its_words() -> Iterator[None]:
     try:
         yield
     except NoRule as error:
-        told = str(error).partition(";")[0].replace("the vulkan backend", "canonical arithmetic")
-        raise SamestepError(f"{told}; use arithmetic: native for this model") from error
+        raise SamestepError(error.told("canonical arithmetic", remedy)) from error

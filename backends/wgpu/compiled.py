@@ -68,5 +68,9 @@ def _refuse_precision(precision: ComputePrecision, no_halves: str) -> None:
     if precision == "float32" or (precision == "float16" and not no_halves):
         return
     ways = "float32" if no_halves else "float32 or float16"
-    why = no_halves if no_halves and precision == "float16" else "the vulkan backend has no other"
+    why = (
+        no_halves
+        if no_halves and precision == "float16"
+        else "Vulkan and canonical arithmetic have no other"
+    )
     raise SamestepError(f"expected model.precision {ways}, got {precision}: {why}")

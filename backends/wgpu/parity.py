@@ -258,7 +258,7 @@ def _two(batches: Sequence[Batch]) -> list[Batch]:
     first, *others = batches
     if others:
         return [first, others[0]]
-    turned = {name: array[::-1].copy() for name, array in first.arrays.items()}
+    turned = {n: array[::-1].copy() if array.ndim else array for n, array in first.arrays.items()}
     return [first, Batch(turned, first.weight)]
 
 
@@ -312,7 +312,7 @@ class _Part:
         """So many of its samples."""
         if not self.samples:
             return batch
-        first = {name: array[: self.samples] for name, array in batch.arrays.items()}
+        first = {n: a[: self.samples] if a.ndim else a for n, a in batch.arrays.items()}
         return Batch(first, batch.weight)
 
 

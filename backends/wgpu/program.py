@@ -20,14 +20,17 @@ from backends.base.interface import (
     Captured,
     Leaf,
     Loss,
+    LossRaised,
     Sums,
     Trainable,
 )
 from backends.base.node_stream import Microbatch, NodeStream, added_on_host
+from backends.base.outside_table import index_outside
 from backends.base.trainable_checks import (
     refuse_gradient_hooks,
     refuse_gradients_across_samples,
     refuse_running_statistics,
+    refuse_sparse_gradients,
     trained_parameters,
 )
 from backends.wgpu.capture.additivity import refuse_loss_that_does_not_add_up
@@ -39,6 +42,7 @@ from backends.wgpu.device.running import PlacedPlan, Running, Submission, nothin
 from backends.wgpu.device.sum_stack import Sources, SumStack, levels_of, merge_of
 from backends.wgpu.device.target import Buffer, ComputeTarget
 from backends.wgpu.device.weights import Weights
+from backends.wgpu.graph.table_indices import OutsideTable, TableIndices
 from backends.wgpu.graph.whole_numbers import WholeNumbers
 from backends.wgpu.lowering.estimate import (
     Estimate,
@@ -53,7 +57,7 @@ from backends.wgpu.lowering.several import several
 from backends.wgpu.node_sum import added_on_device
 from backends.wgpu.weights.split_tables import split_tables
 from protocol.base.byte_size import byte_size
-from protocol.base.errors import DeviceError, SamestepError
+from protocol.base.errors import DataError, DeviceError, SamestepError
 from protocol.base.limits import MICROBATCHES_PER_STEP
 from protocol.exact.subnormals import subnormals_are_kept
 from protocol.host.allocator import give_back_freed_memory
@@ -136,6 +140,8 @@ class VulkanProgram:
             SamestepError: The step cannot be captured, an operator has no rule, or it does not
                 fit in the device's memory.
         """
+        _refuse_wide_inputs(example)
+        refuse_sparse_gradients(self._weights.module)
         refuse_gradient_hooks(trained_parameters(self._weights.module, self._blocks))
         refuse_running_statistics(self._weights.module)
         refuse_gradients_across_samples(self._weights.module)
@@ -246,7 +252,7 @@ class VulkanProgram:
             return Microbatch(self._nothing(batch), lambda: None)
         with self._lock:
             ready = self._step(batch)
-            words = self._packed(ready, batch.arrays, seed)
+            words = self._uploaded(ready, batch, seed)
             running = Running(self._device, ready.submissions[1], ready.upload, words)
             self._running = running
         return Microbatch(self._items(ready, running, batch.weight), running.stop)
@@ -274,8 +280,13 @@ class VulkanProgram:
     def _measured(self, measure: Callable[[Any, Mapping[str, Any]], T], batch: Batch) -> T:
         stand_in = StandIn(self._weights.module, self.forward)
         arrays = {name: torch.tensor(array) for name, array in batch.arrays.items()}
-        with torch.no_grad():
-            return measure(stand_in, arrays)
+        try:
+            with torch.no_grad():
+                return measure(stand_in, arrays)
+        except (IndexError, RuntimeError) as error:
+            if (outside := index_outside(error, arrays)) is None:
+                raise
+            raise DataError(outside.text) from error
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What the module gives in evaluation mode, with tensors on the host."""
@@ -346,7 +357,7 @@ class VulkanProgram:
             if ready is None:
                 self._running = Running(self._device, self._summing[key])
             else:
-                each = [self._packed(ready, leaves[n][0].arrays, leaves[n][1]) for n in group]
+                each = [self._uploaded(ready, *leaves[n]) for n in group]
                 words = np.concatenate(each)
                 self._running = Running(self._device, self._summing[key], ready.upload, words)
             self._adding = not merges[-1].last
@@ -430,6 +441,19 @@ class VulkanProgram:
             yield BlockGradient(number, np.zeros(self._blocks[number].elements, np.float32))
         yield Loss(0.0, batch.weight)
 
+    def _uploaded(self, ready: PlacedPlan, batch: Batch, seed: int) -> NDArray[np.uint32]:
+        """What is uploaded for a microbatch of a node.
+
+        Raises:
+            LossRaised: The device cannot compute with its values.
+        """
+        try:
+            return self._packed(ready, batch.arrays, seed)
+        except OutsideTable as error:
+            raise LossRaised(str(error), batch, error.row) from error
+        except DataError as error:
+            raise LossRaised(str(error), batch) from error
+
     def _packed(
         self, ready: PlacedPlan, arrays: Mapping[str, NDArray[Any]], seed: int
     ) -> NDArray[np.uint32]:
@@ -438,6 +462,7 @@ class VulkanProgram:
         if SCALE in capture.arrays:
             scale = np.array([self.loss_scale, 1.0 / self.loss_scale], np.float32)
             arrays = {**arrays, SCALE: scale}
+        ready.table_indices.refuse_what_is_outside(arrays)
         ready.whole_numbers.refuse_what_does_not_fit(arrays)
         words = seed_words(seed, capture.seeds)
         return pack(capture.arrays, plan.packed, plan.words, arrays, words)
@@ -466,6 +491,7 @@ class VulkanProgram:
         """Lower, plan, and make all that the device needs; for so many microbatches at most."""
         base, constants = self._weights.base, self._weights.constants
         whole_numbers = WholeNumbers(capture.graph, capture.arrays)
+        table_indices = TableIndices(capture.graph, capture.arrays)
         split_tables(capture, self._weights.tables, trained)
         with _refused("make kernels of this model"):
             plan = lowered_plan(capture, base, constants, self._template, groups)
@@ -480,7 +506,9 @@ class VulkanProgram:
         give_back_freed_memory()  # of the weights that were uploaded just now
         with _refused("have a kernel of this model compiled"):
             parts = tuple(submissions(plan, buffers, self._device))
-        return PlacedPlan(plan, capture, upload, tuple(buffers), whole_numbers, {1: parts})
+        return PlacedPlan(
+            plan, capture, upload, tuple(buffers), whole_numbers, table_indices, {1: parts}
+        )
 
     def _fits(self, plan: Plan) -> bool:
         """Whether there is room for a plan, and for the sums of a step's microbatches."""
@@ -568,6 +596,15 @@ def _tensors(batch: Batch) -> dict[str, torch.Tensor]:
 
 def _shapes(batch: Batch) -> Any:
     return tuple((name, a.shape, str(a.dtype)) for name, a in sorted(batch.arrays.items()))
+
+
+def _refuse_wide_inputs(batch: Batch) -> None:
+    for name, array in batch.arrays.items():
+        if array.dtype.kind == "c" or (array.dtype.kind == "f" and array.dtype.itemsize > 4):
+            raise SamestepError(
+                f"input {name!r} of the batch is {array.dtype}: expected float32 or whole numbers; "
+                "write .float() where the batch is made"
+            )
 
 
 def _is_empty(batch: Batch) -> bool:

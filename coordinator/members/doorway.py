@@ -20,7 +20,7 @@ from protocol.base import limits
 from protocol.base.errors import Mismatch, UsageError
 from protocol.host import local_socket
 from protocol.host.lent_memory import Lender
-from protocol.wire import frames
+from protocol.wire import frames, tls_transport
 from protocol.wire.connection import encode
 from protocol.wire.messages import Goodbye
 from protocol.wire.transport import Channel
@@ -181,9 +181,13 @@ class Doorway:
             if self._context is not None and await self._speaks_plainly(endpoint):
                 channel.connection_lost(Mismatch(_NO_TLS))
                 return
-            left_s = max(until_s - self._loop.time(), _LEAST_S) if self._context else None
-            await self._loop.connect_accepted_socket(
-                lambda: channel, endpoint, ssl=self._context, ssl_handshake_timeout=left_s
+            if self._context is None:
+                await self._loop.connect_accepted_socket(lambda: channel, endpoint)
+                return
+            assert isinstance(channel, Channel), "nobody else is spoken to over TLS"
+            left_s = max(until_s - self._loop.time(), _LEAST_S)
+            await tls_transport.secure(
+                endpoint, self._context, channel, server_side=True, timeout_s=left_s
             )
         except (OSError, EOFError) as error:  # timeouts and TLS errors are OSErrors
             endpoint.close()

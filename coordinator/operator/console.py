@@ -33,6 +33,7 @@ from coordinator.run.outputs.facts import (
     WorkerLate,
     WorkerPutAside,
     WorkerReady,
+    WorkerRefused,
     WorkerUnready,
 )
 from coordinator.run.run import Run
@@ -65,6 +66,7 @@ _TOLD: Final[dict[type[Fact], str]] = {
     WorkerReady: "worker {worker} ready on {device}, backend {backend}",
     WorkerDisconnected: "worker {worker} left: {reason}; {workers} connected",
     WorkerUnready: "worker {worker} cannot take part: {reason}",
+    WorkerRefused: "worker {worker} is sent away: {reason}",
     WorkerJoined: "worker {worker} joined after step {step}",
     CapturePlanned: "capturing {samples} samples in {steps} steps: at most {size}, {token_bytes} "
     "bytes for a token",
@@ -96,6 +98,7 @@ _TOLD_WHILE_SERVING: Final[dict[type[Fact], str]] = {
 _PRIORITIES: Final[dict[type, Priority]] = {
     WorkerDisconnected: Priority.NOTICE,
     WorkerUnready: Priority.WARNING,
+    WorkerRefused: Priority.WARNING,
     NodesReassigned: Priority.NOTICE,
     WorkerLate: Priority.NOTICE,
     DeviceFault: Priority.WARNING,
@@ -254,11 +257,14 @@ class ProgressConsole:
 
 
 def _in_sentences(fields: Mapping[str, object]) -> dict[str, object]:
-    """Lists as people write them, and a number of steps that nobody knows yet."""
-    return {"steps": "all"} | {
+    """Lists as people write them, a number of steps that nobody knows yet, and a step told once."""
+    told = {"steps": "all"} | {
         name: ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
         for name, value in fields.items()
     }
+    if "reason" in told:
+        told["reason"] = str(told["reason"]).removeprefix(f"step {told.get('step')}: ")
+    return told
 
 
 def _progress(execution: Execution, now_s: float, *, shares: bool = True) -> str:

@@ -39,6 +39,7 @@ def status_document(service: Service, now_s: float) -> dict[str, Any]:
         "phase": "idle",
         "reason": "no run was submitted",
         "expect_workers": service.settings.expect_workers,
+        "able_workers": len(able_workers(service)),
         "encryption": "none (--plaintext)" if service.settings.plaintext else "TLS 1.3",
         "address": f"{service.address[0]}:{service.address[1]}",
         "event_loop": {
@@ -91,7 +92,7 @@ def _run_part(execution: Execution) -> dict[str, Any]:
         "directory": str(execution.directory),
         "checkpoint": run.saves.saved,
         "catching_up": run.progress.agreement.catching_up if run.progress is not None else False,
-        "eval": {name: value for name, value in run.metrics.items() if math.isfinite(value)},
+        "eval": {name: v if math.isfinite(v) else None for name, v in run.metrics.items()},
         "balance": _balance(run),
         "result": execution.result or None,
         "exchange": _exchange(run),
@@ -143,6 +144,8 @@ def _worker_part(service: Service, name: str, now_s: float) -> dict[str, Any]:
         "last_seen_s": round(now_s - session.channel.last_received_s, 1),
     }
     run = service.current.run if service.current is not None else None
+    if run is not None and name in run.unfit:  # and so no member of it
+        part |= {"state": "cannot take part", "cannot": run.unfit[name]}
     member = run.members.get(name) if run is not None else None
     if run is not None and member is not None:
         round_ = run.progress.round if run.progress is not None else None
@@ -156,7 +159,6 @@ def _worker_part(service: Service, name: str, now_s: float) -> dict[str, Any]:
             "device": member.device,
             "signature": member.signature[:12],
             "signature_text": member.signature_text,
-            "cannot": run.unfit.get(name),
             "microbatches_of_step": share.microbatches if share is not None else 0,
             "microbatches": member.microbatches,
             "stretch": _stretch(run, name),
@@ -164,6 +166,16 @@ def _worker_part(service: Service, name: str, now_s: float) -> dict[str, Any]:
             "links": _links(run, name) if run.progress is not None else {},
         }
     return part
+
+
+def able_workers(service: Service) -> list[str]:
+    """The members that are there to train and can take part in the run in progress, each as often
+    as it has devices: what is told of how many are here counts these."""
+    return _able(service.current.run if service.current is not None else None, service.trainers)
+
+
+def _able(run: Run | None, present: list[str]) -> list[str]:
+    return [name for name in present if run is None or name not in run.unfit]
 
 
 def _stretch(run: Run, worker: str) -> dict[str, int] | None:
@@ -205,7 +217,7 @@ def waiting_for(run: Run, present: list[str]) -> Waiting:
     cannot = "".join(f"; {n} cannot take part: {why}" for n, why in sorted(run.unfit.items()))
     if run.phase is RunPhase.WAITING:
         ready = run.members.names(MemberState.READY)
-        able = [name for name in present if name not in run.unfit]
+        able = _able(run, present)
         missing = run.expect_workers - len(able)
         if missing > 0:
             here = f"{len(able)} of {run.expect_workers} are here"

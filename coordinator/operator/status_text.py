@@ -13,7 +13,7 @@ def summary(document: dict[str, Any]) -> str:
     parts = [document["phase"]]
     if document.get("run_id"):
         parts.append(f"run {document['run_id']} step {_step(document)}")
-    parts.append(f"{_present(document)} of {document['expect_workers']} workers")
+    parts.append(f"{document['able_workers']} of {document['expect_workers']} workers")
     waiting = f"; waiting for {document['waiting_for']}" if document.get("waiting_for") else ""
     open_ = "; NOT ENCRYPTED" if document["encryption"] != "TLS 1.3" else ""
     return ", ".join(parts) + waiting + open_
@@ -24,12 +24,6 @@ def _step(document: dict[str, Any]) -> str:
     of = "" if document["steps"] is None else f" of {document['steps']}"
     epochs = f" ({document['epochs']})" if document.get("epochs") else ""
     return f"{document['step']}{of}{epochs}"
-
-
-def _present(document: dict[str, Any]) -> int:
-    """A host counts for as many as it has devices."""
-    training = (worker for worker in document["workers"] if worker["duty"] == "train")
-    return sum(worker["devices"] for worker in training)
 
 
 def status_lines(document: dict[str, Any]) -> Iterator[str]:
@@ -60,7 +54,8 @@ def status_lines(document: dict[str, Any]) -> Iterator[str]:
     workers, expected = document["workers"], document["expect_workers"]
     beside = sum(worker["duty"] == "evaluate" for worker in workers)
     more = f" and {beside} to evaluate" if beside else ""
-    yield f"workers  {_present(document)} of {expected} expected{more}, view {document['view']}"
+    here = f"{document['able_workers']} of {expected} expected{more}"
+    yield f"workers  {here}, view {document['view']}"
     for worker in workers:
         speed = worker.get("ms_per_microbatch")
         unit = "round of a replica" if document.get("replicas") else "microbatch"

@@ -15,7 +15,6 @@ from coordinator.run.outputs.actions import (
     Action,
     ApplyStep,
     Broadcast,
-    Dismiss,
     Persist,
     Report,
     Send,
@@ -41,7 +40,7 @@ from coordinator.run.workers.agreement import MOST_STEPS_AHEAD, Agreement
 from coordinator.run.workers.leases import OwnerLease, Stragglers
 from coordinator.run.workers.membership import COMPUTING, Member, Membership, MemberState
 from protocol.base import limits
-from protocol.base.errors import ExitCode, OutOfPlace
+from protocol.base.errors import OutOfPlace
 from protocol.exact.loss_scale import FLOOR, first_scale, scale_after, scales
 from protocol.exact.samples import SampleOrder
 from protocol.exact.stretches import order_of_steps
@@ -435,7 +434,7 @@ class Progress:
         actions: list[Action] = list(self._stragglers.reports(late, self.step, "an answer"))
         for member in late:
             if member.state is MemberState.DRAINING:
-                actions.append(Dismiss(member.name, "drained", ExitCode.OK))
+                actions.append(member.release())
                 continue
             self._stragglers.passed_over(member)
             if member.passed_over(self.step):
@@ -611,9 +610,12 @@ class Progress:
 
     def release(self) -> list[Action]:
         """Say goodbye to draining workers that have no unfinished nodes of this attempt."""
-        leaving = self._members.names(MemberState.DRAINING)
         busy = self.round.unfinished if self.round is not None else lambda _: ()
-        return [Dismiss(name, "drained", ExitCode.OK) for name in leaving if not busy(name)]
+        return [
+            member.release()
+            for member in self._members
+            if member.state is MemberState.DRAINING and not busy(member.name)
+        ]
 
     def next_place(self) -> dict[str, int]:
         """Where the next message belongs: to the next step, if this one is being committed."""

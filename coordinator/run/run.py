@@ -42,6 +42,7 @@ from coordinator.run.outputs.actions import (
 )
 from coordinator.run.outputs.facts import (
     CapturePlanned,
+    Change,
     DeviceFault,
     HeldOutMeasured,
     ManifestAgreed,
@@ -49,6 +50,7 @@ from coordinator.run.outputs.facts import (
     RunHalted,
     TrainingStarted,
     WorkerJoined,
+    WorkerLeft,
     WorkerLost,
     WorkerReady,
     WorkerUnready,
@@ -622,6 +624,8 @@ class Run:
             admission.first_ready(message)
         if refusal := admission.refusal(manifest, message, evaluates=member.evaluates):
             self.members.remove(member.name)
+            if not member.evaluates:
+                self.unfit[member.name] = refusal
             return refuse(member.name, refusal)
         member.now_ready(message)
         told = WorkerReady(member.name, member.device, member.backend, member.signature_text)
@@ -692,7 +696,8 @@ class Run:
         self._odd.discard(worker)
         self._note_unfit(member, reason, failed=failed)
         actions: list[Action] = [self._gone(member, reason)]
-        actions += self.members.view_begins(self.step, "lost", worker, reason)
+        change: Change = "drained" if member.released else "lost"
+        actions += self.members.view_begins(self.step, change, worker, reason)
         proven = progress.lose(worker)
         if self.evaluation is not None:
             self.evaluation.lose(worker, proven=proven)
@@ -716,7 +721,8 @@ class Run:
         return actions
 
     def _gone(self, member: Member, reason: str) -> Report:
-        return Report(WorkerLost(member.name, reason, self.members.view))
+        kind = WorkerLeft if member.released else WorkerLost
+        return Report(kind(member.name, reason, self.members.view))
 
     def _note_unfit(self, member: Member, reason: str, *, failed: bool) -> None:
         if failed and member.state is MemberState.PREPARING and not member.evaluates:
@@ -725,7 +731,7 @@ class Run:
     def _release(self, member: Member, message: Drain, body: None) -> list[Action]:
         """It wants to leave, and owes nothing that others wait for."""
         del message, body
-        return [Dismiss(member.name, "drained", ExitCode.OK)]
+        return [member.release()]
 
     def _release_when_done(self, member: Member, message: Drain, body: None) -> list[Action]:
         round_ = self._agreed.progress.round

@@ -171,13 +171,13 @@ class Execution:
     def _new_keeper(self, manifest: Manifest) -> ReplicaKeeper:
         return ReplicaKeeper(manifest, self.run.spec, self._machine.thread("replica"))
 
-    def _check_memory(self, manifest: Manifest) -> None:
+    def _check_memory(self, manifest: Manifest, *, goes_on: bool = False) -> None:
         workers = max(self.run.expect_workers, len(self._sessions))
-        check_memory(self.run.spec, manifest, workers)
+        check_memory(self.run.spec, manifest, workers, goes_on=goes_on)
 
     async def _catch_up(self, keeper: ReplicaKeeper, recovery: Recovery) -> None:
         try:
-            self._check_memory(keeper.manifest)
+            self._check_memory(keeper.manifest, goes_on=True)
             self.applied = await keeper.catch_up(recovery)
         except SamestepError as error:
             self.give_up(f"{error}; then resume the run")  # there is no state to go on with

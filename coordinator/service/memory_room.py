@@ -73,8 +73,14 @@ class NeededMemory:
         )
 
 
-def check_memory(spec: RunSpec, manifest: Manifest, workers: int) -> None:
+def check_memory(spec: RunSpec, manifest: Manifest, workers: int, *, goes_on: bool = False) -> None:
     """See that a run with so many workers fits into what is free of this machine's memory.
+
+    Args:
+        spec: The run.
+        manifest: What its workers have agreed on.
+        workers: So many.
+        goes_on: Whether it was begun before: its run spec is what it is.
 
     Raises:
         RunFailed: It does not; how much is missing, and what to set instead.
@@ -87,13 +93,14 @@ def check_memory(spec: RunSpec, manifest: Manifest, workers: int) -> None:
     free = memory.free if memory.bound is None else min(memory.free, memory.bound)
     if needed.total <= free:
         return
-    optimizer = "" if spec.update.name == "sgd" else "set optimizer.name=sgd (--set), "
+    instead = "" if spec.update.name == "sgd" else "set optimizer.name=sgd (--set), "
     if spec.replicas is not None:
-        optimizer = "set replicas.inner_state=reset and a lower replicas.count (--set), "
+        instead = "set replicas.inner_state=reset and a lower replicas.count (--set), "
+    instead += "train fewer parameters (LoRA), or "
     raise RunFailed(
         f"the coordinator has no memory for this run: {byte_size(needed.parameters)} of trained "
         f"parameters take {byte_size(needed.total)} ({byte_size(needed.replica)} with moments, "
         f"{byte_size(needed.gradients)} of gradients, {byte_size(needed.workers)} for "
-        f"connections), {byte_size(free)} are free; {optimizer}train fewer parameters (LoRA), or "
+        f"connections), {byte_size(free)} are free; {'' if goes_on else instead}"
         f"run the coordinator on a machine with {byte_size(needed.total - free)} more"
     )

@@ -24,7 +24,8 @@ def parse_backend(name: str) -> tuple[str, float]:
     """
     kind, colon, argument = name.partition(":")
     if kind not in BACKENDS or (colon and kind != "scripted"):
-        raise UsageError(f"expected a backend out of {', '.join(BACKENDS)}[:MS], got {name!r}")
+        backends = f"expected a backend out of {', '.join(BACKENDS)}[:MS], got {name!r}"
+        raise UsageError(f"{backends}{_numbered_hint(kind, argument)}")
     try:
         microbatch_ms = float(argument) if colon else 0.0
     except ValueError:
@@ -32,6 +33,13 @@ def parse_backend(name: str) -> tuple[str, float]:
     if not 0.0 <= microbatch_ms < math.inf:
         raise UsageError(f"expected scripted:MS with MS >= 0, got {name!r}")
     return kind, microbatch_ms
+
+
+def _numbered_hint(kind: str, argument: str) -> str:
+    """Whoever knows torch writes `cuda:1`."""
+    if _NUMBERED.fullmatch(kind + argument) is None:
+        return ""
+    return f"; device {argument} of them is {kind}{argument}; see: worker devices"
 
 
 def parse_devices(backend: str, gpus: str) -> tuple[str, tuple[int | str, ...]]:

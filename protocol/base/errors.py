@@ -325,12 +325,17 @@ def in_words(error: Exception) -> str:
 
 
 def raised_words(error: BaseException) -> str:
-    """Its kind and text, and where in code of the user's, as a part of a line: ` in x.py, line 9`.
+    """Its kind and text, and where in code of the user's, as a part of a line."""
+    text = " ".join(str(error).split())[:300]
+    kind = type(error).__name__
+    return (f"{kind}: {text}" if text else kind) + raised_at(error)
+
+
+def raised_at(error: BaseException) -> str:
+    """Where in code of the user's, as a part of a line: ` in x.py, line 9`; or nothing.
 
     That is the innermost frame that is neither ours nor of an installed package.
     """
-    text = " ".join(str(error).split())[:300]
-    kind = type(error).__name__
     found, trace = "", error.__traceback__
     while trace is not None:
         path = PurePath(trace.tb_frame.f_code.co_filename)
@@ -338,7 +343,7 @@ def raised_words(error: BaseException) -> str:
         if not (ours or _LIBRARIES & set(path.parts) or path.name.startswith("<")):
             found = f" in {path.name}, line {trace.tb_lineno}"
         trace = trace.tb_next
-    return (f"{kind}: {text}" if text else kind) + found
+    return found
 
 
 def text_of(error: BaseException) -> str:

@@ -64,6 +64,9 @@ LOOP_HOLD_MS: Final = 100
 """Processor time that nothing may take in an event loop at once: meanwhile nobody is heard."""
 LOOP_WATCH_INTERVAL_MS: Final = 25
 LOOP_HOLD_TOLD_EVERY_S: Final = 10.0
+BULK_BYTES: Final = 128 * KIB
+"""Of a body that is still to come, or of what waits to be written: so much is for a thread. To give
+it to one takes the event loop as long as to decrypt a third of that."""
 WRITE_HIGH_WATER_BYTES: Final = 8 * MIB
 LENT_COPIES_BYTES: Final = 4 * MIB
 """Of that, where the peer reads in memory which both map: copies that lie there for it. Beyond them
@@ -113,6 +116,8 @@ TRAINABLE_ELEMENTS: Final = 2**36
 """256 GiB of float32: more is no manifest of a real model."""
 SAMPLES: Final = 2**40
 EVALUATION_PARTS: Final = 2**24
+EVALUATION_SUMS: Final = 24
+"""Of an evaluation, of which metrics are made: two for each mean."""
 ROW_LOGITS_ELEMENTS: Final = 65_536
 """Of one token, in a capture."""
 LOGITS_FILE_BYTES: Final = 192 * MIB

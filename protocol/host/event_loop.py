@@ -10,5 +10,5 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     try:
         import uvloop  # noqa: PLC0415 -- not for every system
     except ImportError:
-        return asyncio.new_event_loop()
+        return asyncio.SelectorEventLoop()  # on Windows not the default, which watches no sockets
     return uvloop.new_event_loop()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from protocol.base import limits
+from protocol.base.byte_size import byte_size
 
 PROC: Final = Path("/proc")
 GROUPS: Final = Path("/sys/fs/cgroup")
@@ -73,6 +76,29 @@ def read_memory(proc: Path = PROC, groups: Path = GROUPS) -> Memory:
     group = groups / path.lstrip("/")
     names = ("memory.max", "memory.swap.max", "memory.current")
     return Memory(free, swap, *(_number(group / name) for name in names))
+
+
+def asked_bytes(error: BaseException) -> int | None:
+    """How much memory could not be had at once, where torch or numpy says so."""
+    found = re.search(r"tried to allocate ([0-9]+) bytes", str(error))
+    if found is not None:
+        return int(found[1])
+    shape, kind = getattr(error, "shape", None), getattr(error, "dtype", None)
+    if not isinstance(shape, tuple) or kind is None:
+        return None
+    return int(math.prod(shape) * kind.itemsize)
+
+
+def figures_of(error: BaseException, proc: Path = PROC, groups: Path = GROUPS) -> str:
+    """How much there was to be and how much there is, as the rest of a line; places as of
+    `read_memory`."""
+    asked = asked_bytes(error)
+    needed = "" if asked is None else f": {byte_size(asked)} at once"
+    try:
+        there = f"; {byte_size(read_memory(proc, groups).most)} can be had"
+    except (OSError, ValueError):
+        there = ""  # not on this system
+    return f"{needed}{there}: end other programs, add memory or swap, or train a smaller model"
 
 
 def _number(file: Path) -> int | None:

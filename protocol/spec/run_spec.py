@@ -461,6 +461,12 @@ class ExchangeSpec(_Section):
         "average among themselves; auto: sharded where that is expected to be faster",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _way_alone(cls, given: Any) -> Any:
+        """`exchange: sharded` stands for its way."""
+        return {"way": given} if isinstance(given, str) else given
+
     @property
     def codecs(self) -> Codecs:
         """Sums are rounded as they travel."""

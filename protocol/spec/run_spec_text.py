@@ -153,9 +153,14 @@ def few(told: Sequence[str]) -> str:
 
 
 def set_by(keys: Iterable[str], overrides: Sequence[str]) -> list[str]:
-    """Those `key=value` pairs that set one of the keys, or something in it."""
-    starts = tuple(f"{key}{end}" for key in keys for end in "=.")
-    return [each for each in overrides if f"{each}=".startswith(starts)]
+    """Those `key=value` pairs that set one of the keys, something in it, or what it is in."""
+    wanted = [f"{key}." for key in keys]
+    pairs = ((each, f"{each.partition('=')[0]}.") for each in overrides)
+    return [
+        each
+        for each, put in pairs
+        if any(put.startswith(key) or key.startswith(put) for key in wanted)
+    ]
 
 
 def _explained(model: type[BaseModel], one: Any, overrides: Sequence[str]) -> str:
@@ -200,15 +205,19 @@ def _hint(model: type[BaseModel], path: Sequence[str]) -> str:
     for section in model.model_fields:
         everywhere += [(f"{section}.{name}", name) for name in _keys_of(model, [section])]
     initials = "".join(word[:1] for word in key.split("_"))
+    alike = difflib.get_close_matches(key, here, n=1)
+    elsewhere = [full for full, name in everywhere if name == key]
     near = (
-        [full for full, name in everywhere if name == key]
-        or difflib.get_close_matches(key, here, n=1)
+        (alike if parents or not elsewhere else []) + elsewhere
         or [name for name in here if name == initials]
         or [full for full, name in everywhere if name == initials]
     )
+    # Whoever names a section mostly means something in it.
+    keys = f"; there are {', '.join(here)}" if here else ""
     if near:
-        return f"; did you mean {' or '.join(map(repr, near))}?"
-    return f"; there are {', '.join(here)}" if here else ""
+        told = f"; did you mean {' or '.join(map(repr, near))}?"
+        return keys + told if parents and near == elsewhere else told
+    return keys
 
 
 def _keys_of(model: type[BaseModel], parents: Iterable[str]) -> list[str]:

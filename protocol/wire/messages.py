@@ -417,7 +417,7 @@ class EvalResult(Message):
     epoch: Number
     step: Number
     part: Number
-    sums: Annotated[dict[Small, float], Field(max_length=24)]
+    sums: Annotated[dict[Small, float], Field(max_length=limits.EVALUATION_SUMS)]
 
 
 # Copies of checkpoints that a worker keeps; the coordinator asks, one thing at a time.

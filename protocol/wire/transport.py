@@ -1,4 +1,4 @@
-"""The one file of `protocol` that does I/O: a connection over an asyncio transport.
+"""A connection over an asyncio transport: `tls_transport` over a network, or asyncio's own.
 
 Bodies are read from the socket straight into the connection's arrays (BufferedProtocol). What is
 sent waits in two queues, since the order within each must hold but a halt or a heartbeat must not
@@ -15,6 +15,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol, cast
 
 from protocol.base import limits
@@ -40,6 +41,19 @@ _MANY_PLACES: Final = 16
 """That are returned without waiting for something else to be sent."""
 _COMPUTED = (Boundary, CapturedRows)
 """Pieces of one array as large as a state: all of it is there anyway, as of gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What came of bytes that were read.
+
+    Attributes:
+        received: Whole messages, in order.
+        error: How the peer broke the protocol, if it did.
+    """
+
+    received: list[Received]
+    error: ProtocolError | None = None
 
 
 class ChannelOwner(Protocol):
@@ -198,6 +212,8 @@ class Channel(asyncio.BufferedProtocol):
         message = Goodbye(reason=self._short(reason), retry=retry, exit_code=exit_code)
         with contextlib.suppress(ProtocolError):
             self.send(message)
+        # The peer closes when it has read that: why it ends was said here.
+        self._reason = self._reason or reason
         self.finish()
 
     def finish(self) -> None:
@@ -245,15 +261,31 @@ class Channel(asyncio.BufferedProtocol):
         return self.connection.get_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
+        self.came(nbytes)
+        if not self._closing:
+            self.hear(self.parse(nbytes))
+
+    def came(self, nbytes: int) -> None:
+        """So many bytes have come; from the thread that reads."""
         self.last_received_s = self._clock()
         self._bytes_received += nbytes
-        if self._closing:
-            return
+
+    def parse(self, nbytes: int) -> Parsed:
+        """What these bytes complete; in the thread that reads."""
         try:
-            for received in self.connection.buffer_updated(nbytes):
+            return Parsed(self.connection.buffer_updated(nbytes))
+        except ProtocolError as error:
+            return Parsed([], error)
+
+    def hear(self, parsed: Parsed) -> None:
+        """Handle it, in the event loop."""
+        try:
+            for received in parsed.received:
                 if self._closing:  # what came before has ended it
                     return
                 self._hear(received)
+            if parsed.error is not None and not self._closing:
+                raise parsed.error
         except ProtocolError as error:
             self._refuse(error)
 
@@ -367,8 +399,6 @@ def reason_of(error: BaseException | None) -> str:
     """Why a connection ended or was not made, in words without numbers of the system."""
     if error is None:
         return "the peer closed the connection"
-    if "SSL handshake is taking longer" in str(error):
-        return f"no answer to the TLS handshake for {limits.HANDSHAKE_TIMEOUT_MS // 1000} s"
     return getattr(error, "strerror", None) or str(error) or "the connection was reset"
 
 

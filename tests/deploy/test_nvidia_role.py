@@ -45,18 +45,31 @@ def play(tmp_path: Path, tasks: str, hosts: dict[str, Any], *arguments: str) -> 
     return recap, said
 
 
-def test_a_driver_that_is_too_old_is_named_and_one_that_is_not_there_would_be_installed(tmp_path):
+FEW: tuple[tuple[str, str, dict[str, object]], ...] = (
+    ("new", "580.65.06", {}),
+    ("old", "550.163.01", {}),
+    ("none", "", {}),
+)  # fmt: skip
+"""Machines: a name, the driver that is loaded, and what the inventory says of it."""
+ALL = (
+    *FEW,
+    ("old-and-only-vulkan", "550.163.01", {"samestep_devices": ["vulkan0"]}),
+    ("old-and-only-cpu", "550.163.01", {"samestep_torch": "cpu"}),
+    ("none-and-left-to-the-user", "", {"samestep_nvidia_driver": False}),
+    ("none-and-only-cpu", "", {"samestep_torch": "cpu"}),
+    ("none-and-only-vulkan", "", {"samestep_devices": ["vulkan0"]}),
+)
+
+
+@pytest.mark.parametrize(
+    "machines",
+    [pytest.param(FEW, id="few"), pytest.param(ALL, id="all", marks=pytest.mark.slow)],
+)
+def test_a_driver_that_is_too_old_is_named_and_one_that_is_not_there_would_be_installed(
+    tmp_path, machines
+):
     hosts = {}
-    for name, loaded, variables in (
-        ("new", "580.65.06", {}),
-        ("old", "550.163.01", {}),
-        ("old-and-only-vulkan", "550.163.01", {"samestep_devices": ["vulkan0"]}),
-        ("old-and-only-cpu", "550.163.01", {"samestep_torch": "cpu"}),
-        ("none", "", {}),
-        ("none-and-left-to-the-user", "", {"samestep_nvidia_driver": False}),
-        ("none-and-only-cpu", "", {"samestep_torch": "cpu"}),
-        ("none-and-only-vulkan", "", {"samestep_devices": ["vulkan0"]}),
-    ):
+    for name, loaded, variables in machines:
         driver = tmp_path / f"{name}.driver"
         if loaded:
             driver.write_text(VERSION.format(loaded))

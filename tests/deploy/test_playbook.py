@@ -71,6 +71,7 @@ def run_ansible(
 # What needs no machine.
 
 
+@pytest.mark.slow
 def test_ansible_lint_has_no_word_against_it(tmp_path):
     done = run_ansible(
         "ansible-lint", "--offline", "--nocolor", "--profile", "production", ".", home=tmp_path

@@ -13,7 +13,7 @@ from tests.faulty_vulkan import FaultyVulkan, compiled_layer
 from tests.small_decoder import decoder_run
 
 DIGITS = (
-    "--run", str(RUNS / "digits.yaml"), "--set", "steps=24", "--set", "evaluate_every=0",
+    "--run", str(RUNS / "digits.yaml"), "--set", "steps=12", "--set", "evaluate_every=0",
     "--set", "digits.hidden=[16]", "--set", "batch.samples=24",
 )  # fmt: skip
 DECODERS = ("causal-lm", "classify")

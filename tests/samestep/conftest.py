@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from samestep import own_coordinator
+from samestep import fitting, own_coordinator
 from tests.processes import forked_popen
 
 
@@ -14,3 +14,10 @@ from tests.processes import forked_popen
 def _forked_coordinators(monkeypatch):
     ours = SimpleNamespace(**{**vars(subprocess), "Popen": forked_popen})
     monkeypatch.setattr(own_coordinator, "subprocess", ours)
+
+
+@pytest.fixture(autouse=True)
+def _any_port(monkeypatch):
+    """Tests beside each other take none of each other's, also where a process listens again."""
+    monkeypatch.setenv("SAMESTEP_BIND", "127.0.0.1:0")
+    monkeypatch.setattr(fitting, "_LISTENED", [])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import queue
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +17,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import samestep
-from protocol.base.errors import SamestepError
+from protocol.base.errors import SamestepError, error_for
 from samestep.arguments import Arguments
 from samestep.fitted import FittedTask
-from samestep.fitting import _with_our_way_on
-from samestep.own_coordinator import Line, OwnCoordinator
+from samestep.fitting import _until_over, _with_our_way_on
+from samestep.own_coordinator import CoordinatorEnded, Happened, Line, OwnCoordinator
 from tests.samestep.specs import SPEC
 
 X = torch.linspace(-1, 1, 8)[:, None]
@@ -147,6 +149,14 @@ def test_a_metric_is_tried_on_the_first_batch(metric, told):
         FittedTask(task(held_out=DATA, metrics={"near": metric}), SPEC, {})
 
 
+def test_more_metrics_than_an_evaluation_has_sums_are_refused():
+    many = {f"figure {n}": lambda *_: 1.0 for n in range(12)}
+    with pytest.raises(SamestepError, match="expected at most 11 metrics, got 12"):
+        FittedTask(task(held_out=DATA, metrics=many), SPEC, {})
+    del many["figure 11"]
+    FittedTask(task(held_out=DATA, metrics=many), SPEC, {})
+
+
 def test_a_metric_without_data_and_one_that_fails_later_are_named():
     with pytest.raises(SamestepError, match="the metric 'near' has nothing to measure"):
         FittedTask(task(metrics={"near": no_number}), SPEC, {})
@@ -177,6 +187,57 @@ def test_a_worker_refuses_a_precision_that_a_coordinator_says():
         FittedTask(task(), spec, {})
 
 
+class Ended:
+    """A coordinator that has said something and ended, and a worker that it did without."""
+
+    over = ""
+
+    def __init__(self, lines, code=1):
+        self.happened: Happened = queue.SimpleQueue()
+        self.last = ""
+        for line in lines:
+            self.happened.put(line)
+            self.last = line.text.removeprefix("coordinator: ") if line.fault else self.last
+        self.happened.put(CoordinatorEnded(code))
+
+    def error(self, code):
+        return error_for(code, self.last)
+
+    def until_over(self, directory, *, alone=True):
+        both: Any = self
+        _until_over(both, both, self.happened, directory, alone=alone, resumed=False)
+
+
+UNFIT = Line("worker a cannot take part: no rule for 'sort'", fault=False)
+LAST = Line("coordinator: worker 'a': no rule for 'sort'", fault=True)
+READY = Line("worker b ready on cpu", fault=False)
+
+
+def test_what_is_raised_is_not_said_as_well(tmp_path, capsys):
+    for lines in ([UNFIT, LAST], [LAST, UNFIT], [LAST]):
+        with pytest.raises(SamestepError, match=r"^worker 'a': no rule for 'sort'$"):
+            Ended(lines).until_over(tmp_path)
+        assert capsys.readouterr() == ("", "")
+
+
+def test_a_worker_that_is_not_fit_is_told_of_where_the_run_goes_on_or_others_wait(tmp_path, capsys):
+    Ended([UNFIT, READY], 0).until_over(tmp_path)
+    assert capsys.readouterr() == (f"{UNFIT.text}\n{READY.text}\n", "")
+    Ended([UNFIT], 0).until_over(tmp_path)
+    assert capsys.readouterr() == (f"{UNFIT.text}\n", "")
+    with pytest.raises(SamestepError):
+        Ended([UNFIT, LAST]).until_over(tmp_path, alone=False)
+    assert capsys.readouterr() == (f"{UNFIT.text}\n", "")
+
+
+def test_what_is_raised_names_the_way_on_of_the_script(tmp_path):
+    last = Line("coordinator: lost; go on with it: coordinator --resume --out r", fault=True)
+    with pytest.raises(SamestepError) as raised:
+        Ended([last]).until_over(tmp_path)
+    way = f"fit(..., directory={str(tmp_path)!r}, resume=True)"
+    assert str(raised.value) == f"lost; go on with it: {way}"
+
+
 def test_the_way_on_is_that_of_the_script(tmp_path):
     said = "drained: a worker left; go on with it: coordinator --resume --out r --bind 1.2.3.4:5"
     line = _with_our_way_on(Line(said, fault=False), tmp_path)
@@ -199,7 +260,6 @@ def test_an_interrupt_before_the_start_is_one_line_and_leaves_nothing(
     if begun_as == "a script":
         main.__file__ = __file__
     monkeypatch.setitem(sys.modules, "__main__", main)
-    monkeypatch.setenv("SAMESTEP_BIND", "127.0.0.1:0")
     monkeypatch.setattr(OwnCoordinator, "listening", interrupt)
     with pytest.raises(BaseException) as ended:  # noqa: PT011 -- which it is comes below
         samestep.fit(build, steps=1, batch=4, device="cpu")

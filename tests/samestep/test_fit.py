@@ -36,7 +36,6 @@ FEW: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SAMESTEP_BIND", "127.0.0.1:0")
 
 
 def squares(module, batch):
@@ -114,6 +113,18 @@ def test_a_run_that_was_begun_otherwise_is_refused_by_what_differs(now, told, of
     ) as caught:
         samestep.fit(line, **given, resume=True)
     assert "--" not in str(caught.value)
+
+
+def test_a_run_is_not_recommended_to_whoever_has_other_data(of_an_older_default, capsys):
+    other = partial(line, train=TensorDataset(X, 3 * X))
+    capsys.readouterr()
+    with pytest.raises(Mismatch, match="'older' goes on with what it was begun with: give that"):
+        samestep.fit(other, steps=20, directory=of_an_older_default, resume=True, **FEW)
+    said = capsys.readouterr()
+    assert "after 2 steps" in said.out + said.err
+    assert "resume=True" not in said.out + said.err
+    with pytest.raises(UsageError, match="of another run spec: choose another directory"):
+        samestep.fit(other, steps=21, directory=of_an_older_default, **FEW)
 
 
 @pytest.fixture
@@ -218,6 +229,7 @@ def test_a_halt_ends_the_call_and_the_run_goes_on_once_that_is_mended():
     with pytest.raises(SamestepError, match=r"halted: .*non-finite.*resume=True") as caught:
         samestep.fit(lambda: line(loss=once_not_finite), steps=20, name="nan", **FEW)
     assert "directory='runs/nan-1'" in str(caught.value)
+    assert "with another script, other data or arguments begin in another" in str(caught.value)
     rest = samestep.fit(line, steps=20, directory="runs/nan-1", resume=True, name="nan", **FEW)
     assert (rest.outcome, rest.digest) == ("finished", whole.digest)
 

@@ -49,7 +49,7 @@ def trained(kind, directory):
 
 
 @pytest.mark.slow
-def test_losses_are_those_of_the_stock_trainer_on_the_same_order(tmp_path, monkeypatch):
+def test_losses_are_those_of_the_stock_trainer_on_the_same_order(tmp_path):
     trl = pytest.importorskip("trl", reason="pip install 'samestep[trl]'")
     from samestep.hf.sft import SFTTrainer
 
@@ -57,7 +57,6 @@ def test_losses_are_those_of_the_stock_trainer_on_the_same_order(tmp_path, monke
         def _get_train_sampler(self, *_):
             return _Epochs(SampleOrder(5, len(TEXTS), BatchSpec(samples=4, microbatch=2)))
 
-    monkeypatch.setenv("SAMESTEP_BIND", "127.0.0.1:0")
     stock = trained(InOurOrder, tmp_path / "stock")
     ours = trained(SFTTrainer, tmp_path / "ours")
     assert losses(ours) == pytest.approx(losses(stock), rel=1e-5)

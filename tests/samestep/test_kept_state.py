@@ -66,6 +66,13 @@ def counts_in_a_list(self):
     self.h[0] += 1
 
 
+def normed():
+    line = nn.Linear(3, 3)
+    with torch.no_grad():
+        line.weight.copy_(torch.tensor([1.0, 0.7, 0.7]).diag())  # a norm that does not show yet
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(line), nn.Linear(3, 1))
+
+
 def counts_in_its_class(_):
     Calls.shared += 1
 
@@ -168,6 +175,8 @@ def weight_that_draws():
         (lambda: model(lambda m: counts(m.o), o=SimpleNamespace(n=0)), r"module\.o\.n,"),
         (lambda: model(lambda m: m.q.rotate(), q=deque([1, 2, 3])), r"module\.q\[0\],"),
         (lambda: model(takes_from_a_bag, bag=[X] * 9), r"len\(module\.bag\),.*from \d to \d "),
+        (lambda: task(module=normed()),
+         r"got module\.0\.parametrizations\.weight\.0\._u, .*: take a layer without running state"),
         (lambda: model(counts_in_its_class), r"got Calls\.shared,"),
         (lambda: model(counts_in_a_global), r"got the global COUNTED,"),
         (lambda: model(counts_in_a_global_dict), r"got the global HELD\['n'\],"),

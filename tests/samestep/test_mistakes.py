@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import samestep
@@ -77,6 +79,13 @@ class Own(nn.Linear):
         return super().forward(x + self.drawn()) if self.training else super().forward(x)
 
 
+class Checkpointed(nn.Linear):
+    """By a checkpoint that is reentrant: its inputs need no gradient, and so it has none."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
 class Normalized(torch.autograd.Function):
     """The same value; a gradient of length one."""
 
@@ -111,6 +120,8 @@ BATCH_NORM = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
 ACROSS = nn.Sequential(
     nn.Linear(1, 2), nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 1)
 )
+with warnings.catch_warnings(action="ignore"):  # some releases deprecate it
+    SCRIPTED = nn.Sequential(nn.Linear(1, 2), torch.jit.script(nn.Linear(2, 1)))
 SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
 
 
@@ -120,8 +131,11 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
         (loss_of(lambda e: (e**2).mean()), {}, r'a mean .* write reduction="sum" or \.sum\(\)'),
         (loss_of(lambda e: e**2), {}, r"one sum, got shape \(2, 1\): add \.sum\(\)"),
         (loss_of(lambda e: e.sum().item()), {}, r"got float: leave out \.item\(\)"),
+        (loss_of(lambda _: None), {}, r"as loss, got NoneType: its last line is to be `return"),
+        (loss_of(lambda e: (e.sum(), e)), {}, r"as loss, got tuple: return the loss alone"),
         (loss_of(lambda e: e.detach().sum()), {}, r"no trainable tensor: leave out detach\(\)"),
         (task(loss=contrastive), {}, "a loss across samples"),
+        (loss_of(lambda e: -(e * 0).log().sum()), {}, "a finite loss of the first.*, got inf"),
         (task(loss=with_penalty), {}, "adds up.*belongs in the optimizer's weight_decay"),
         (loss_of(lambda e: (Normalized.apply(e) ** 2).sum()), {}, "gradients that.*Function"),
         (task(module=Counted()), {}, "gradients that add up over samples, got one of 'rows'"),
@@ -137,6 +151,8 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
         (task(loss=None), {}, "got none: write loss=lambda module, batch"),
         (task(module=BATCH_NORM), {}, "running statistics.*use LayerNorm or GroupNorm"),
         (task(module=ACROSS), {}, "one sample alone raised.*is there a layer across the batch"),
+        (task(module=SCRIPTED), {}, r"got one that torch\.jit\.script has compiled as '1': give"),
+        (task(module=SCRIPTED[1]), {}, r"torch\.jit\.script has compiled: give the nn\.Module"),
         (task(module=nn.Linear(1, 1, device="meta")), {}, r"on the CPU.*leave out \.to"),
         (task(module=nn.Linear(1, 1).bfloat16()), {}, r"float32.*write module\.float\(\)"),
         (task(module=Frozen()), {}, "no trainable tensor: leave some"),
@@ -150,6 +166,7 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
         (lambda: nn.Linear(1, 1), {}, r"got Linear: write return samestep\.Task"),
         (task()(), {}, r"got UserTask: write def build\(\)"),
         (unfinished, {}, "build raised KeyError: 'weights'"),
+        (lambda: nn.Linear(2**22, 2**23), {}, "than can be had: 131072.00 GiB at once; .* can be"),
         (task(), {"optimizer": SGD}, r'write optimizer={"name": "sgd", "lr": 0.5}'),
         (lambda options: options, {"options": {"model": SGD}}, "models and tensors inside build"),
         (task(), {"epochs": 1}, "expected either steps= or epochs="),
@@ -169,6 +186,28 @@ def test_is_told_in_one_line_what_to_write(build, arguments, told):
     with pytest.raises(samestep.SamestepError, match=told) as raised:
         samestep.fit(build, **given)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_reentrant_checkpoint_without_gradients_is_told_what_to_write():
+    with pytest.raises(samestep.SamestepError, match=r"no trainable tensor.*use_reentrant=False"):
+        samestep.fit(task(module=Checkpointed(1, 1)), steps=1, batch=4, microbatch=2)
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_labels_outside_of_their_classes_are_told_alike_in_training_and_held_out(held_out):
+    labelled = TensorDataset(X, torch.zeros(8, dtype=torch.int64))
+    wrong = TensorDataset(X, torch.full((8,), 7))
+    build = task(
+        module=nn.Linear(1, 3),
+        train=labelled if held_out else wrong,
+        held_out=wrong if held_out else labelled,
+        loss=lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1], reduction="sum"),
+    )
+    which = "held-out samples" if held_out else "two samples together"
+    told = rf"^the loss of {which}: input '1' has 7 at \[0\], .* 3 rows: expected 0 to 2$"
+    with pytest.raises(samestep.SamestepError, match=told):
+        samestep.fit(build, steps=1, batch=4, microbatch=2)
 
 
 def test_a_model_across_devices_or_a_broken_sample_names_its_place():
@@ -194,7 +233,10 @@ def late_loss(module, batch):
     ("other", "told"),
     [
         ({"weight": lambda b: -1 if (b[0] > 5).any() else 1}, "expected weight to give .* got -1"),
-        ({"loss": late_loss}, r"ValueError: boom in test_mistakes.py, line \d+, samples \d$"),
+        (
+            {"loss": late_loss},
+            r"ValueError: boom in test_mistakes.py, line \d+, step \d+, samples \d$",
+        ),
     ],
 )
 def test_what_goes_wrong_on_the_way_is_told_by_what_it_is(other, told, tmp_path):

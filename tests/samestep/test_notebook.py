@@ -47,11 +47,10 @@ print("outcome", rest.outcome, rest.steps, rest.digest == whole.digest)
 
 
 @pytest.mark.slow
-def test_progress_is_in_the_cell_and_an_interrupt_drains(tmp_path, monkeypatch):
+def test_progress_is_in_the_cell_and_an_interrupt_drains(tmp_path):
     nbclient = pytest.importorskip("nbclient", reason="pip install nbclient ipykernel")
     nbformat = pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel", reason="pip install nbclient ipykernel")
-    monkeypatch.setenv("SAMESTEP_BIND", "127.0.0.1:0")
     os.mkfifo(tmp_path / "gate")
     gate = os.open(tmp_path / "gate", os.O_RDWR)
 

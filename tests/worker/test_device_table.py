@@ -87,6 +87,16 @@ def test_for_scripts_it_is_one_document(monkeypatch):
     assert [*row["base_parameters"]] == [*TOLD]
 
 
+def test_with_what_was_tried_it_is_one_document_too(monkeypatch):
+    rows = [DeviceInfo("cpu", "CPU", True, ""), DeviceInfo("cuda", "CUDA", False, "no driver")]
+    monkeypatch.setattr("backends.registry.devices", lambda: rows)
+    monkeypatch.setattr("backends.canonical_devices.canonical_words", lambda info: [info.name])
+    said = CliRunner().invoke(app, ["devices", "--canonical", "--json"]).stdout
+    assert [row["canonical"] for row in json.loads(said)["devices"]] == [["CPU"], []]
+    said = CliRunner().invoke(app, ["devices", "--canonical"]).stdout
+    assert said == "cpu 0: CPU\n  CPU\n"
+
+
 def test_main_memory_is_what_the_group_may_have_of_it():
     assert without_swap(Memory(9 * GIB, GIB, None, None, None)) == 9 * GIB
     assert without_swap(Memory(9 * GIB, GIB, 4 * GIB, 0, 3 * GIB)) == 4 * GIB

@@ -125,6 +125,8 @@ class SlicePart:
         self._exchange = exchange
         self._number = 0
         self._table: OwnerTable | None = None
+        self._mine: frozenset[int] = frozenset()
+        """The slices that are this member's by the present table."""
         self._now: _Attempt | None = None
         self._newest = (-1, -1, -1)
         self._early: list[tuple[str, SliceSum | SliceAverage, Body]] = []
@@ -142,6 +144,8 @@ class SlicePart:
         if len(table.owners) != self._grid.count:
             raise OutOfPlace(f"Owners: expected {self._grid.count} slices, got {len(table.owners)}")
         before, self._number, self._table = self._table, number, table
+        place = table.members.index(self.me) if self.me in table.members else None
+        self._mine = frozenset(n for n, owner in enumerate(table.owners) if owner == place)
         now = self._now
         if now is None:
             return self._again()
@@ -187,7 +191,7 @@ class SlicePart:
     def _take_up(self, now: _Attempt) -> None:
         """The slices that are this member's have a merge each; what is another's now is dropped."""
         assert self._table is not None, "a plan by owners comes after their table"
-        mine = self._mine()
+        mine = self._mine
         for number in [n for n, merge in now.merges.items() if n not in mine and not merge.done]:
             del now.merges[number]
         for number in mine - now.merges.keys():
@@ -335,7 +339,7 @@ class SlicePart:
     def _announce(self, now: _Attempt, only: tuple[str, Node] | None = None) -> list[Action]:
         """Tell the coordinator of which nodes all that is this member's is here."""
         assert self._table is not None
-        mine = self._mine()
+        mine = self._mine
         if not mine:
             return []
         actions: list[Action] = []
@@ -349,14 +353,6 @@ class SlicePart:
                 )
                 actions.append(ToCoordinator(message))
         return actions
-
-    def _mine(self) -> set[int]:
-        """The slices that are this member's by the present table."""
-        table = self._table
-        if table is None or self.me not in table.members:
-            return set()
-        index = table.members.index(self.me)
-        return {number for number, owner in enumerate(table.owners) if owner == index}
 
     def _done(self, now: _Attempt, number: int) -> list[Action]:
         """An average is made: all are to have it, and the coordinator its digest."""

@@ -33,7 +33,7 @@ from protocol.host import local_socket
 from protocol.host.machine import Machine
 from protocol.host.secret_file import state_home
 from protocol.host.trace import Tracer
-from protocol.wire import tls
+from protocol.wire import tls, tls_transport
 from protocol.wire.authentication import NO_CERTIFICATE, answer, new_nonce, on_this_machine
 from protocol.wire.connection import Body, Connection, Received, encode
 from protocol.wire.messages import (
@@ -242,17 +242,16 @@ class Client:
             await self._loop.create_unix_connection(lambda: channel, sock=endpoint)
             return channel
         self._certificate = None
-        seconds = limits.HANDSHAKE_TIMEOUT_MS / 1000
-        context = None if self._credentials.plaintext else tls.client_context()
-        at = f"{self._target.host}:{self._target.port}"
+        channel = Channel(Connection("worker"), self, self._machine.now_s)
+        host, port = self._target.host, self._target.port
+        if self._credentials.plaintext or not self._machine.has_sockets:
+            await self._loop.create_connection(lambda: channel, host, port)
+            return channel
+        timeout_s = limits.HANDSHAKE_TIMEOUT_MS / 1000
+        at = f"{host}:{port}"
         try:
-            _, channel = await self._loop.create_connection(
-                lambda: Channel(Connection("worker"), self, self._machine.now_s),
-                self._target.host,
-                self._target.port,
-                ssl=context,
-                ssl_handshake_timeout=None if context is None else seconds,
-            )
+            context = tls.client_context()
+            await tls_transport.connect(host, port, context, channel, timeout_s=timeout_s)
         except ssl.SSLError as error:
             if error.reason in tls.ERROR_MEANS_NO_TLS:
                 raise Mismatch(

@@ -19,10 +19,9 @@ from backends.base.interface import (
     Batch,
     BlockGradient,
     ComputesInPlace,
+    Leaf,
     Loss,
-    LossRaised,
     NodeGradients,
-    NodeItem,
     Program,
 )
 from backends.base.node_stream import rounded_by_microbatch
@@ -45,6 +44,7 @@ from protocol.exact.tree import Node
 from protocol.exact.tree_sum import tree_sum
 from protocol.exact.update import StepScalars
 from protocol.host.machine import Machine
+from protocol.host.memory import figures_of
 from protocol.host.trace import Tracer, now_us
 from protocol.spec.run_spec import RunSpec
 from worker.logic import actions as act
@@ -64,6 +64,7 @@ from worker.logic.events import (
     StretchStateWanted,
 )
 from worker.shell.batch_shapes import evaluation_of_each_shape, microbatch_of_each_shape
+from worker.shell.samples_named import samples_named
 from worker.shell.signature import library_versions, probe_digest, rows_probe, signature_digest
 from worker.shell.stretches import Bytes, Stretches
 from worker.tasks.base import DrawsBatches, ReadsFiles, Task
@@ -85,7 +86,7 @@ def _build_failed(run_id: str, spec: RunSpec, error: Exception) -> BuildFailed:
     """What a task or a library under it raised; another machine may have the memory."""
     told = f"the task {spec.task!r} cannot be built: {(words := in_words(error))}"
     if words == NO_MEMORY:
-        return BuildFailed(run_id, RunFailed(told), own=True)
+        return BuildFailed(run_id, RunFailed(f"{told}{figures_of(error)}"), own=True)
     return BuildFailed(run_id, DataError(told))
 
 
@@ -98,25 +99,16 @@ def _traits(backend: Backend, job: _Job) -> dict[str, str]:
     return {**backend.signature(job.spec.threads), **versions, **kept}
 
 
+def _gradients(job: _Job, leaves: Sequence[Leaf]) -> NodeGradients:
+    if job.spec.exchange.precision == "bfloat16":
+        return rounded_by_microbatch(job.program, leaves, len(job.task.manifest.blocks))
+    return job.program.gradients(leaves)
+
+
 def _batch(task: Task, samples: Sequence[int], seed: int) -> Batch:
     if isinstance(task, DrawsBatches):
         return task.drawn_batch(samples, seed)
     return task.batch(samples)
-
-
-def _naming_samples(
-    stream: NodeGradients, batches: Sequence[Batch], samples: Sequence[Sequence[int]]
-) -> Iterator[NodeItem]:
-    """The stream; if the loss of one of the batches raised, the error says of which samples.
-
-    Raises:
-        DataError: Likewise.
-    """
-    try:
-        yield from stream
-    except LossRaised as error:
-        of = next(s for s, batch in zip(samples, batches, strict=True) if batch is error.batch)
-        raise DataError(f"{error}, samples {', '.join(map(str, of))}") from error
 
 
 class _Unfit(Exception):
@@ -429,28 +421,26 @@ class Engine:
         leaf, since_us = node.lo, now_us()
         loss: Loss | None = None
         leaves = list(zip(batches, seeds, strict=True))
-        stream: NodeGradients = (
-            rounded_by_microbatch(job.program, leaves, len(job.task.manifest.blocks))
-            if job.spec.exchange.precision == "bfloat16"
-            else job.program.gradients(leaves)
-        )
-        for item in _naming_samples(stream, batches, [samples[leaf] for leaf in range(*node)]):
-            yield  # the device has computed
-            if self._is_cancelled(generation, place, node):
-                stream.close()
-                return
-            if isinstance(item, Loss):
-                loss = item
-                continue
-            if self._tracer is not None:
-                self._tracer.span(
-                    f"backward block {item.block}", "device", since_us,
-                    step=place.step, microbatch=leaf, block=item.block,
-                )  # fmt: skip
-                since_us = now_us()
-            if isinstance(item, BlockGradient):
-                self._emit(BlockSum(place, node, item.block, item.values, weight))
-            leaf += item.block == 0
+        of = [samples[leaf] for leaf in range(*node)]
+        with samples_named(place.step, batches, of):
+            stream = _gradients(job, leaves)
+            for item in stream:
+                yield  # the device has computed
+                if self._is_cancelled(generation, place, node):
+                    stream.close()
+                    return
+                if isinstance(item, Loss):
+                    loss = item
+                    continue
+                if self._tracer is not None:
+                    self._tracer.span(
+                        f"backward block {item.block}", "device", since_us,
+                        step=place.step, microbatch=leaf, block=item.block,
+                    )  # fmt: skip
+                    since_us = now_us()
+                if isinstance(item, BlockGradient):
+                    self._emit(BlockSum(place, node, item.block, item.values, weight))
+                leaf += item.block == 0
         assert loss is not None
         if self._tracer is not None:
             self._tracer.span(f"node {node}", "nodes", start_us, step=place.step)

@@ -34,6 +34,7 @@ from worker.logic.events import (
     StepAttempt,
     StretchStep,
 )
+from worker.shell.samples_named import samples_named
 
 _TOLD_EVERY_S: Final = 0.5
 _FEEDBACK: Final = np.float32(0.95)
@@ -247,7 +248,8 @@ class Stretches:
         carried = self._replicas.inner_state == "carry"
         update = inner + 1 + (taken if carried else 0)
         step = self._order.global_step(round_, inner)
-        return (yield from steps.step(leaves, InnerPlace(update, step, self._order.total)))
+        with samples_named(round_, batches, samples):
+            return (yield from steps.step(leaves, InnerPlace(update, step, self._order.total)))
 
     def _end(
         self, place: StepAttempt, node: Node, start: Sequence[Array], steps: InnerSteps

@@ -57,16 +57,35 @@ _OPERATORS: Final = {
     "sin": "sin(x)",
     "cos": "cos(x)",
     "a power": "power(x, y)",
+    "a multiply-add to nothing": "fma(x, y, 0.0)",
+    "a multiply-add of one": "fma(x, 1.0, y)",
+    "a sum with nothing": "x + 0.0",
+    "a difference from nothing": "0.0 - x",
+    "a difference that is nothing": "x - 0.0",
+    "a product with nothing": "0.0 * x",
+    "a product with one": "x * 1.0",
+    "a product with minus one": "x * -1.0",
+    "a quotient by one": "x / 1.0",
+    "a negated sum": "-(x + y)",
+    "a negated difference": "-(x - y)",
+    "a negated multiply-add": "-fma(x, y, z)",
+    "what nothing is taken from": "x - x",
+    "a difference taken back": "1.0 - (1.0 - x)",
+    "a sum taken back": "(x + y) - x",
+    "one for the other": "x + (y - x)",
+    "a difference of one and a difference": "x - (x - y)",
+    "a product taken back": "x * 3.0 / 3.0",
+    "a power of a number": "power(2.0, y) + power(10.0, y)",
 }
-_SIZES: Final = (16, 65, 24)
-"""Rows, terms and columns of the product."""
+_SIZES: Final = ((16, 65, 24), (8, 4, 16))
+"""Rows, terms and columns of the products: one that loops, and one that a driver unrolls."""
 
 
 def _kernel() -> Shader:
     calls = called(" ".join(_OPERATORS.values()))
     buffers = "".join(
         f"@group(0) @binding({i}) var<storage, read> {name}: array<f32>;\n"
-        for i, name in enumerate("abc")
+        for i, name in enumerate(("x_values", "y_values", "z_values"))
     )
     lines = "\n".join(
         f"  out[i + {number * _CASES}u] = {text};"
@@ -80,7 +99,7 @@ def _kernel() -> Shader:
 fn main(@builtin(global_invocation_id) id: vec3u) {{
   let i = id.x;
   if (i >= {_CASES}u) {{ return; }}
-  let x = a[i]; let y = b[i]; let z = c[i];
+  let x = x_values[i]; let y = y_values[i]; let z = z_values[i];
 {lines}
 }}
 """,
@@ -165,13 +184,20 @@ def _elements(target: ComputeTarget) -> NDArray[np.float32]:
 
 
 def _product(target: ComputeTarget, matmul: MatmulShader) -> NDArray[np.float32]:
-    m, k, n = _SIZES
+    return np.concatenate([_one_product(target, matmul, *sizes) for sizes in _SIZES])
+
+
+def _one_product(
+    target: ComputeTarget, matmul: MatmulShader, m: int, k: int, n: int
+) -> NDArray[np.float32]:
+    """With a first row of zeros: half of its terms are -0, and all of the first output's."""
     problem = MatmulProblem(1, m, k, n, Operand((0, k, 1)), Operand((0, n, 1)))
     shader, grid = matmul(problem)
     draw = np.random.default_rng(1)
-    factors = [draw.normal(size=m * k), draw.normal(size=k * n)]
-    given = [x.astype(np.float32) for x in factors]
-    return _computed(target, [Dispatch(shader, (0, 1, 2), grid, "probe")], given, 4 * m * n)
+    left, right = (draw.normal(size=size).astype(np.float32) for size in ((m, k), (k, n)))
+    left[0], right[:, 0] = 0, -np.abs(right[:, 0])
+    dispatches = [Dispatch(shader, (0, 1, 2), grid, "probe")]
+    return _computed(target, dispatches, [left, right], 4 * m * n)
 
 
 def _computed(

@@ -526,7 +526,7 @@ class _Reader:
             left, right = _settled(left), _settled(right)
             size = size_of(kind)
             return Binary(sign, left, right, "bool" if size == 1 else vector_of("bool", size))
-        return Binary(sign, left, right, kind)
+        return _without_effect(sign, left, right, kind) or Binary(sign, left, right, kind)
 
     def _unary(self) -> Expression:
         if self.next in {"-", "!", "~", "&"}:
@@ -606,6 +606,34 @@ class _Reader:
         if name in self.results:
             return Application(name, tuple(map(_settled, given)), self.results[name])
         return _built_in(name, given)
+
+
+def _without_effect(sign: str, left: Expression, right: Expression, kind: str) -> Expression | None:
+    """What remains of an operator that gives its other operand whatever that is, or that negated.
+
+    Some compilers leave such a one away, and then no subnormal number is flushed: so none meets it.
+    """
+    if kind not in FLOATS and kind != "float":
+        return None
+    for other, given in ((left, right), (right, left)):
+        if other.type != kind or not isinstance(given, Literal):
+            continue
+        ours = sign, str(float(given.value)), given is right
+        if ours in _NOTHING:
+            return other
+        if ours in _NEGATION:
+            return Unary("-", other, kind)
+    return None
+
+
+_NOTHING: Final = frozenset({
+    ("*", "1.0", True), ("*", "1.0", False), ("/", "1.0", True), ("-", "0.0", True),
+    ("+", "-0.0", True), ("+", "-0.0", False),
+})  # fmt: skip
+_NEGATION: Final = frozenset({
+    ("*", "-1.0", True), ("*", "-1.0", False), ("/", "-1.0", True), ("-", "-0.0", False),
+})  # fmt: skip
+"""Operators with a number, and whether it is on the right."""
 
 
 def _built_in(name: str, given: tuple[Expression, ...]) -> Expression:

@@ -79,7 +79,7 @@ class _MadeUp:
         with torch.no_grad():
             try:
                 value = loss(StandIn(self._module, self._run), given)
-            except (AttributeError, SamestepError):
+            except (AttributeError, TypeError, SamestepError):
                 raise _NotBySample from None
         if value.dim():
             raise SamestepError(f"expected a loss that is one sum, got shape {tuple(value.shape)}")

@@ -28,7 +28,7 @@ from backends.wgpu.capture.rewrites import Rewrites
 from backends.wgpu.capture.substitution import named_tensors, substituted
 from backends.wgpu.graph.decompositions import decompositions
 from backends.wgpu.graph.quiet_torch import quiet_torch
-from protocol.base.errors import SamestepError
+from protocol.base.errors import SamestepError, raised_at
 
 Arrays = Mapping[str, torch.Tensor]
 
@@ -348,11 +348,24 @@ def _trace(
     return graph
 
 
+_CAUSES: Final = (
+    ("aten._local_scalar_dense", "it reads a tensor's value, as .item(), float(x) or `if x` do"),
+    (".numpy() is not supported", "it takes a tensor as numpy's"),
+    ("aten._pack_padded_sequence", "it packs sequences; give them padded instead"),
+    ("DynamicOutputShape", "a shape depends on a tensor's values, as x[x > 0] and nonzero() do"),
+    ("use_reentrant=True", "it uses checkpoints that are reentrant; write use_reentrant=False"),
+)
+"""What is found in torch's words for it, and ours."""
+
+
 def _cannot(what: str, error: Exception) -> SamestepError:
-    reason = " ".join(str(error).split())[:400]
+    said = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+    found = next((ours for theirs, ours in _CAUSES if theirs in said), "")
+    reason = f"{found} ({said.split(';', maxsplit=1)[0][:80].rstrip('. ')})" if found else said
+    rest = "" if found else "; a step must not depend on the values of tensors"
     return SamestepError(
-        f"the vulkan backend cannot capture {what}: {type(error).__name__}: {reason}; "
-        "a step must not depend on the values of tensors"
+        f"the vulkan backend cannot capture {what}{raised_at(error)}: {reason.rstrip('.')}{rest}; "
+        "use a cpu or cuda worker for this model"
     )
 
 

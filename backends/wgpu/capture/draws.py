@@ -208,7 +208,8 @@ class Draws:
         if torch._C._current_graph_task_id() != -1:  # noqa: SLF001
             raise SamestepError(
                 "Vulkan and canonical arithmetic cannot draw the same numbers again in backward, "
-                "as torch.utils.checkpoint asks for; set model.gradient_checkpointing instead"
+                "as torch.utils.checkpoint asks for: draw nothing (no dropout) inside of it, or, "
+                "for a model that a run spec names, set model.gradient_checkpointing"
             )
         site, self.sites = self.sites, self.sites + 1
         return site

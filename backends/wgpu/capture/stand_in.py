@@ -35,8 +35,16 @@ class StandIn(nn.Module):
         """Configuration and the like, but no part that could be computed with."""
         value = getattr(object.__getattribute__(self, "_samestep_module"), name)
         if callable(value) or isinstance(value, torch.Tensor | nn.Module):
-            raise SamestepError(
-                f"the evaluation reads {name!r} of the model; on the vulkan backend it may only "
-                "call the model itself, which runs on the device"
-            )
+            raise _part_is_read(name)
         return value
+
+    def __getitem__(self, name: Any) -> Any:
+        """Of a module that is a list or a dictionary: its parts."""
+        raise _part_is_read(name)
+
+
+def _part_is_read(name: Any) -> SamestepError:
+    return SamestepError(
+        f"the evaluation reads {name!r} of the model; on the vulkan backend it may only "
+        "call the model itself, which runs on the device"
+    )

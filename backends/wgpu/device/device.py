@@ -141,10 +141,10 @@ class Device:
             return Buffer(size, self._device.create_buffer(size=size, usage=_STORAGE))
 
     def uniform(self) -> Buffer:
-        """Sixteen bytes of zeros, for a uniform binding."""
+        """Four vectors of zeros, for a uniform binding."""
         usage = wgpu.BufferUsage.UNIFORM
         with failures(self.adapter.name):
-            return Buffer(16, self._device.create_buffer(size=16, usage=usage))
+            return Buffer(64, self._device.create_buffer(size=64, usage=usage))
 
     def upload(self, buffer: Buffer, values: NDArray[Any]) -> None:
         """Fill the buffer from its start; done before whatever is run after this call.

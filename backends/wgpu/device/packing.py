@@ -59,8 +59,8 @@ def to_words(array: NDArray[Any], name: str = "a tensor") -> Words:
         low, high = int(flat.min()), int(flat.max())
         if low < _SMALLEST or high > _LARGEST:
             raise DataError(
-                f"expected whole numbers of at most 32 bits in {name}, got {low} to {high}; "
-                "the vulkan backend has no larger ones"
+                f"expected whole numbers of at most 32 bits in {name}, got {low} to {high}: the "
+                "vulkan backend has no larger ones; make them smaller, or use a cpu or cuda worker"
             )
     return flat.astype(np.int32).view(np.uint32)
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from backends.base.interface import Array
 from backends.wgpu.capture.capture import Capture
 from backends.wgpu.device.target import Buffer, ComputeTarget, Copy, Prepared, Readback
+from backends.wgpu.graph.table_indices import TableIndices
 from backends.wgpu.graph.whole_numbers import WholeNumbers
 from backends.wgpu.lowering.plan import Plan
 from protocol.base.errors import DeviceError
@@ -51,6 +52,7 @@ class PlacedPlan:
     upload: Buffer
     buffers: tuple[Buffer, ...]
     whole_numbers: WholeNumbers
+    table_indices: TableIndices
     submissions: dict[int, tuple[Submission, ...]]
 
     def output(self, number: int, microbatch: int) -> Buffer | None:

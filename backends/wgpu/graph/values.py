@@ -7,6 +7,7 @@ values are kept as u32, and every float is computed in f32.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import torch
@@ -33,6 +34,20 @@ HALVES: Final = frozenset({torch.float16, torch.bfloat16})
 STORED: Final[dict[Scalar, str]] = {"f32": "f32", "i32": "i32", "bool": "u32"}
 """The type of a buffer's elements: 4 bytes each."""
 
+NO_MODULE: Final = "the model's own forward, the loss, or the backward"
+"""Where an operator came from that is in no part of the model."""
+_NAMED: Final = 7
+"""Operators without a rule that are named beside the first."""
+_REMEDIES: Final = (
+    (
+        "_weight_norm_",
+        "write weight norm out in forward: of a linear layer, g * v / v.norm(dim=1, keepdim=True)",
+    ),
+    ("_fft_", "take Fourier transforms where the batch is made, if nothing trained comes before"),
+)
+"""How torch's names of operators begin that stand for what a user calls otherwise, and what to
+write instead."""
+
 
 class NoRule(SamestepError):
     """An operator that the backend cannot compute.
@@ -41,6 +56,7 @@ class NoRule(SamestepError):
         operator: As torch calls it.
         shape: Of its result.
         module: Where in the model it came from.
+        others: More of them, that were found with it.
     """
 
     def __init__(self, node: fx.Node, reason: str = "") -> None:
@@ -48,16 +64,54 @@ class NoRule(SamestepError):
         self.operator = str(node.target).removeprefix("aten.")
         first = value[0] if isinstance(value, list | tuple) and value else value
         self.shape = tuple(first.shape) if isinstance(first, torch.Tensor) else ()
-        self.module = str(node.meta.get("module", "")) or "the loss, or the backward"
+        self.module = str(node.meta.get("module", "")) or NO_MODULE
         self.reason = reason
+        self.others: tuple[NoRule, ...] = ()
         super().__init__(self.operator, self.shape, self.module, reason)
 
     def __str__(self) -> str:
-        because = f" ({self.reason})" if self.reason else ""
-        return (
-            f"the vulkan backend has no rule for {self.operator!r}{because}, which gives shape "
-            f"{list(self.shape)} in {self.module}; use a cpu or cuda worker for this model"
-        )
+        return self.told("the vulkan backend", "a cpu or cuda worker")
+
+    def told(self, by: str, instead: str) -> str:
+        """In one line.
+
+        Args:
+            by: Who has no rule.
+            instead: What to use for the model.
+        """
+        named = f"{_named(self)}, which gives shape {list(self.shape)} in {self.module}"
+        if self.others:
+            rest = [_named(each) + self._elsewhere(each) for each in self.others[:_NAMED]]
+            more = len(self.others) - len(rest)
+            named += f"; nor for {', '.join(rest)}{f' and {more} more' if more else ''}"
+        operators = [each.operator for each in (self, *self.others)]
+        ways = [way for begin, way in _REMEDIES if any(op.startswith(begin) for op in operators)]
+        what = ", or ".join([*ways, f"use {instead}"])
+        return f"{by} has no rule for {named}; {what} for this model"
+
+    def _elsewhere(self, other: NoRule) -> str:
+        return "" if other.module == self.module else f" in {other.module}"
+
+
+def _named(one: NoRule) -> str:
+    return f"{one.operator!r} ({one.reason})" if one.reason else repr(one.operator)
+
+
+def all_of(found: Sequence[NoRule]) -> NoRule:
+    """The first of at least one, with the others: each operator once."""
+    named: dict[str, NoRule] = {}
+    for each in found:
+        for one in (each, *each.others):
+            named.setdefault(one.operator, one)
+    first, *others = named.values()
+    first.others = tuple(others)
+    return first
+
+
+def arrays_of(graph: fx.GraphModule, arrays: Sequence[str]) -> dict[fx.Node, str]:
+    """The last placeholders of a traced graph, and the arrays, in order, that they stand for."""
+    holders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    return dict(zip(holders[len(holders) - len(arrays) :], arrays, strict=True))
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:

@@ -187,7 +187,9 @@ def _select(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> 
 def _flip(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> Coordinates:
     for dim in _ints(node.args[1]) if shape else ():
         place = dim % len(shape)
-        coordinates[place] = plain(f"({shape[place] - 1}u - {coordinates[place]})", shape[place])
+        if shape[place] > 1:
+            turned = f"({shape[place] - 1}u - {coordinates[place]})"
+            coordinates[place] = plain(turned, shape[place])
     return coordinates
 
 

@@ -1,21 +1,23 @@
 """How large whole numbers can become in a graph: torch has 64 bits for them, the device 32.
 
 Bounds of the inputs, which are known when a microbatch is uploaded, give bounds of all that is
-computed from them by operators known here, and of whole numbers that are made of others. What other
-operators give is unknown, and so is what follows.
+computed from them by operators known here, and of whole numbers that are made of others. Those that
+other operators lead to are computed once more on the host, if no weight and no draw has a part in
+them; else they are unknown.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import fx
 
+from backends.wgpu.graph.values import arrays_of
 from backends.wgpu.graph.views import is_copy, is_view
 from protocol.base.errors import DataError
 
@@ -47,14 +49,24 @@ class WholeNumbers:
     """
 
     def __init__(self, graph: fx.GraphModule, arrays: Sequence[str]) -> None:
-        holders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        self._arrays = dict(zip(holders[len(holders) - len(arrays) :], arrays, strict=True))
+        self._arrays = arrays_of(graph, arrays)
         self._steps = [
             _Step(node, node.args, node.kwargs, value)
             for node in graph.graph.nodes
             if node.op == "call_function"
             and isinstance(value := node.meta.get("val"), torch.Tensor)
         ]
+        self._constants = {
+            node: constant
+            for node in graph.graph.nodes
+            if node.op == "get_attr"
+            and isinstance(constant := getattr(graph, str(node.target), None), torch.Tensor)
+        }
+        self._from_inputs = [*_from_these(self._steps, {*self._arrays, *self._constants})]
+        self._varying: set[fx.Node] = set(self._arrays)
+        for step in self._from_inputs:
+            if not self._varying.isdisjoint(step.node.all_input_nodes):
+                self._varying.add(step.node)
         if not any(map(_made_of_others, self._steps)):
             whole = (step for step in self._steps if not step.value.dtype.is_floating_point)
             self._steps = [*whole]
@@ -76,21 +88,55 @@ class WholeNumbers:
         key = tuple(wide.values())
         if key in self._fit:
             return
-        if self._too_large(wide) is None:
-            self._fit.add(key)
-        elif (found := self._too_large(bounds)) is not None:
+        known: dict[fx.Node, Bounds | None] = {}
+        found = self._too_large(wide, known)
+        fits_all = found is None
+        if found is not None:
+            found = self._too_large(bounds, known)
+        if found is None:
+            unknown = {x.node for x in self._from_inputs if _is_long(x) and known[x.node] is None}
+            found = self._too_large_there(given, unknown) if unknown else None
+            if fits_all and found is None and unknown.isdisjoint(self._varying):
+                self._fit.add(key)
+        if found is not None:
             step, (low, high) = found
-            name = str(step.node.target).removeprefix("aten.").split(".")[0]
             raise DataError(
-                f"{name!r} of {step.node.meta.get('module') or 'the loss'} may give whole numbers "
-                f"from {low} to {high}, and the vulkan backend computes with 32 bits; use a cpu "
-                "or cuda worker for this model"
+                f"{_named(step)} may give whole numbers from {low} to {high}, and the vulkan "
+                "backend computes with 32 bits; use a cpu or cuda worker for this model"
             )
 
-    def _too_large(self, given: Mapping[str, Bounds | None]) -> tuple[_Step, Bounds] | None:
-        known: dict[fx.Node, Bounds | None] = {
-            node: given[name] for node, name in self._arrays.items()
-        }
+    def _too_large_there(
+        self, given: Mapping[str, Any], unknown: set[fx.Node]
+    ) -> tuple[_Step, Bounds] | None:
+        """What is, of the nodes without bounds, with these very arrays."""
+        values = dict(self._constants)
+        for node, name in self._arrays.items():
+            values[node] = torch.tensor(given[name]).to(node.meta["val"].dtype)
+        with torch.no_grad():
+            for step in self._from_inputs:
+                args, kwargs = fx.map_arg((step.args, dict(step.kwargs)), values.__getitem__)
+                operator_of_torch: Any = step.node.target
+                try:
+                    value = operator_of_torch(*args, **kwargs)
+                except (IndexError, RuntimeError) as error:  # as it would where torch computes
+                    raise DataError(
+                        f"{_named(step)} raised {' '.join(str(error).split())}"
+                    ) from error
+                if _made_of_others(step) and args and isinstance(args[0], torch.Tensor):
+                    value = _as_the_device_has(value, args[0])
+                values[step.node] = value
+                if step.node in unknown and value.numel():
+                    low, high = int(value.min()), int(value.max())
+                    if low < _LEAST or high > _MOST:
+                        return step, (low, high)
+        return None
+
+    def _too_large(
+        self, given: Mapping[str, Bounds | None], known: dict[fx.Node, Bounds | None]
+    ) -> tuple[_Step, Bounds] | None:
+        """What may be, and the bounds of all before it in `known`."""
+        known.clear()
+        known.update({node: given[name] for node, name in self._arrays.items()})
 
         def of(value: Any) -> Bounds | None:
             if isinstance(value, fx.Node):
@@ -113,12 +159,44 @@ class WholeNumbers:
         return None
 
 
+def _from_these(steps: Sequence[_Step], given: Collection[fx.Node]) -> Iterator[_Step]:
+    """What leads from these alone to whole numbers of 64 bits."""
+    known, found = set(given), list[_Step]()
+    for step in steps:
+        namespace = getattr(step.node.target, "namespace", "")
+        if namespace == "aten" and known.issuperset(step.node.all_input_nodes):
+            known.add(step.node)
+            found.append(step)
+    wanted: set[fx.Node] = set()
+    for step in reversed(found):
+        if _is_long(step) or step.node in wanted:
+            wanted.update([step.node, *step.node.all_input_nodes])
+    return (step for step in found if step.node in wanted)
+
+
+def _named(step: _Step) -> str:
+    name = str(step.node.target).removeprefix("aten.").split(".")[0]
+    return f"{name!r} of {step.node.meta.get('module') or 'the loss'}"
+
+
+def _is_long(step: _Step) -> bool:
+    return step.value.dtype == torch.int64
+
+
 def _made_of_others(step: _Step) -> bool:
     """Whether whole numbers of 64 bits are made of such as are not."""
     return step.value.dtype == torch.int64 and any(
         isinstance(value := each.meta.get("val"), torch.Tensor) and value.dtype.is_floating_point
         for each in step.node.all_input_nodes
     )
+
+
+def _as_the_device_has(whole: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """What is made of infinities: no number of torch's either, and where formulas have them (a
+    logarithm of no distance, say) they choose another value."""
+    if whole.shape != source.shape or not source.is_floating_point():
+        return whole
+    return torch.where(source.isfinite(), whole, whole.clamp(_LEAST, _MOST))
 
 
 def _whole(bounds: Bounds) -> Bounds:

@@ -41,6 +41,7 @@ _BINARY_OF_TRUTH: Final[dict[Any, str]] = {
 }
 _MULTIPLIED: Final = frozenset({_aten.mul.Tensor, _aten.mul.Scalar})
 _DIVIDED: Final = frozenset({_aten.div.Tensor, _aten.div.Scalar})
+_ADDED: Final = frozenset({_aten.add.Tensor, _aten.add.Scalar})
 _SUBTRACTED: Final = frozenset({_aten.sub.Tensor, _aten.sub.Scalar})
 _RULES_OF_TRUTH: Final[dict[Any, str]] = {
     _aten.logical_and.default: "({0} && {1})",
@@ -57,7 +58,6 @@ _BITWISE: Final[dict[Any, tuple[str, str]]] = {
     _aten.bitwise_not.default: ("(!{0})", "(~{0})"),
 }
 _UNARY: Final[dict[Any, str]] = {
-    _aten.neg.default: "(-{0})",
     _aten.abs.default: "abs({0})",
     _aten.exp.default: "exp({0})",
     _aten.log.default: "logarithm({0})",
@@ -72,6 +72,7 @@ _UNARY: Final[dict[Any, str]] = {
     _aten.floor.default: "floor({0})",
     _aten.ceil.default: "ceil({0})",
     _aten.trunc.default: "trunc({0})",
+    _aten.round.default: "round({0})",  # halves to even ones, as torch does
     _aten.sign.default: "sign({0})",
     _aten.exp2.default: "exp2({0})",
     _aten.log2.default: f"(logarithm({{0}}) * {1 / math.log(2)!r})",
@@ -96,7 +97,24 @@ def _binary(k: KernelText, node: fx.Node, at: Coordinates) -> str:
         two = f"({literal(alpha, scalar)} * {two})"
     if scalar == "i32":
         return _BINARY_OF_WHOLE.get(node.target, _BINARY[node.target]).format(one, two)
-    return _of_written_zeros(node.target, one, two) or _BINARY[node.target].format(one, two)
+    written = _of_written_zeros(node.target, one, two)
+    return written or _not_cancelled(k, node.target, one, two)
+
+
+def _not_cancelled(k: KernelText, target: Any, one: str, two: str) -> str:
+    """The operator; of `x + (y - x)` a driver may make `y`, also where x is infinite or no number.
+
+    What is there with both signs then has its say once more: the sum is no number either.
+    """
+    text = _BINARY[target].format(one, two)
+    if target not in _ADDED and target not in _SUBTRACTED:
+        return text
+    ours, theirs = k.terms_of(one), k.terms_of(two, turned=target in _SUBTRACTED)
+    both = {name for sign, name in theirs if (-sign, name) in ours and name.isidentifier()}
+    if both:
+        finite = " && ".join(f"is_finite({name})" for name in sorted(both))
+        text = f"select(not_a_number(0u), {text}, {finite})"
+    return k.let_sum(text, frozenset(term for term in ours | theirs if term[1] not in both))
 
 
 def _of_written_zeros(target: Any, one: str, two: str) -> str:
@@ -104,12 +122,18 @@ def _of_written_zeros(target: Any, one: str, two: str) -> str:
     division by zero, of which some make the dividend."""
     zeros = {literal(zero, "f32"): zero for zero in (0.0, -0.0)}
     if target in _MULTIPLIED and (one in zeros or two in zeros):
-        return f"times_zero({two if one in zeros else one})"
+        x, zero = (two, one) if one in zeros else (one, two)
+        return f"times_zero({'-' if math.copysign(1, zeros[zero]) < 0 else ''}{x})"
     if target in _SUBTRACTED and one == two:
-        return f"times_zero({one})"
+        return f"times_zero(abs({one}))"
     if target in _DIVIDED and two in zeros:
         return f"({one} * {literal(math.copysign(math.inf, zeros[two]), 'f32')})"
     return ""
+
+
+def _negative(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+    x = k.argument(node.args[0], at, scalar_of(node))
+    return k.let_sum(f"(-{x})", k.terms_of(x, turned=True))
 
 
 def _unary(k: KernelText, node: fx.Node, at: Coordinates) -> str:
@@ -205,8 +229,10 @@ def _remainder(k: KernelText, node: fx.Node, at: Coordinates) -> str:
 def _where(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     scalar = scalar_of(node)
     chosen, yes, no = node.args
-    condition = k.argument(chosen, at, "bool")
-    return f"select({k.argument(no, at, scalar)}, {k.argument(yes, at, scalar)}, {condition})"
+    one, other = k.argument(yes, at, scalar), k.argument(no, at, scalar)
+    if one == other:
+        return one  # a compiler would see as much, and a zero in it
+    return f"select({other}, {one}, {k.argument(chosen, at, 'bool')})"
 
 
 def _clamp(k: KernelText, node: fx.Node, at: Coordinates) -> str:
@@ -285,6 +311,7 @@ def _word(k: KernelText, seed: object, at: Coordinates, site: object) -> str:
 ELEMENTWISE: Final[dict[Any, Rule]] = {
     **dict.fromkeys(_BINARY, _binary),
     **dict.fromkeys(_UNARY, _unary),
+    _aten.neg.default: _negative,
     **dict.fromkeys(_RULES_OF_TRUTH, _truth),
     **dict.fromkeys(_BITWISE, _bitwise),
     **{

@@ -429,6 +429,8 @@ class _Reduction:
         name, parts = str(node.target).split(".")[1], 1
         if node.target is PARTIAL:
             parts, name = node.args[2:4]  # type: ignore[assignment]
+        if not math.prod(shape):
+            raise NoRule(node, "of nothing: a tensor without elements")
         return _Reduction(node, shape, dims if shape else (), scalar, name, parts)
 
     @property

@@ -12,6 +12,7 @@ import torch
 
 from backends.wgpu.capture.capture import Capture
 from backends.wgpu.graph.opaque import CallsOfTrace
+from backends.wgpu.graph.values import NoRule, all_of
 from backends.wgpu.lowering.layer_kernels import LayerKernels, lower_layer
 from backends.wgpu.lowering.lowering import Templates, lower
 from backends.wgpu.lowering.plan import Plan, make_plan
@@ -35,16 +36,25 @@ def lowered_plan(
         groups: Outputs that are read back together, in the order they are wanted.
 
     Raises:
-        NoRule: An operator has none.
+        NoRule: An operator has none; all such of the model are named.
     """
+    refused: list[NoRule] = []
     lowered: dict[tuple[int, Forms], LayerKernels] = {}
     calls = base.layer_forms(capture)
     for kind, forms in calls:
         if (id(kind), forms) not in lowered:
-            lowered[id(kind), forms] = lower_layer(kind, forms, templates)
-    layers = [lowered[id(kind), forms] for kind, forms in calls]
+            try:
+                lowered[id(kind), forms] = lower_layer(kind, forms, templates)
+            except NoRule as error:
+                refused.append(error)
     others = len(capture.arrays) + 1
     known = [*(constants.get(name) for name in capture.tensors), *[None] * others]
     with CallsOfTrace(capture.calls):  # a graph with mutations is traced once more
-        outer = lower(capture.graph, known, base.forms(capture), templates)
+        try:
+            outer = lower(capture.graph, known, base.forms(capture), templates)
+        except NoRule as error:
+            raise all_of([*refused, error]) from None
+    if refused:
+        raise all_of(refused)
+    layers = [lowered[id(kind), forms] for kind, forms in calls]
     return make_plan(capture, outer, layers, groups, templates.joined)

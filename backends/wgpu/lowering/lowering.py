@@ -14,7 +14,7 @@ from backends.wgpu.capture.attention import pays
 from backends.wgpu.graph import passes
 from backends.wgpu.graph.halves import hold_halves
 from backends.wgpu.graph.opaque import LAYER_FORWARD
-from backends.wgpu.graph.values import NoRule, scalar_of
+from backends.wgpu.graph.values import NoRule, all_of, scalar_of
 from backends.wgpu.graph.views import is_view, whole_buffer
 from backends.wgpu.lowering.fusion import LAYERS, decide, is_part
 from backends.wgpu.lowering.joins import Joins, ordered
@@ -116,7 +116,7 @@ def lower(
         first: How many of the outputs shall be there before the rest is begun.
 
     Raises:
-        NoRule: An operator has no rule.
+        NoRule: An operator has no rule; all such of the graph are named.
     """
     # Simplified first: what is folded and fused below is decided for the graph that is left.
     graph = passes.simplified(graph)
@@ -205,9 +205,11 @@ def _check(nodes: Sequence[fx.Node], folded: Mapping[fx.Node, torch.Tensor]) -> 
     """Refuse what has no rule, before any kernel is written.
 
     Raises:
-        NoRule: An operator has none.
+        NoRule: An operator has none; all that have none are named.
         SamestepError: A buffer of the model would change.
     """
+    found: list[NoRule] = []
+    refused: set[fx.Node] = set()
     for node in nodes:
         if node.op != "call_function" or node in folded or node.target in LAYERS:
             continue
@@ -216,9 +218,27 @@ def _check(nodes: Sequence[fx.Node], folded: Mapping[fx.Node, torch.Tensor]) -> 
                 f"a tensor of the model changes in forward ({node.meta.get('module', '')!r}), "
                 "which no replica could follow; use a layer without running state"
             )
-        if not (is_known(node) or is_part(node)):
-            raise NoRule(node)
+        follows = not refused.isdisjoint(node.all_input_nodes)
+        if follows and node.target is operator.getitem:
+            refused.add(node)
+            continue
+        error = _refused(node)
+        if error is not None:
+            refused.add(node)
+            if not (follows and error.reason):  # a type that what was refused before has made
+                found.append(error)
+    if found:
+        raise all_of(found)
+
+
+def _refused(node: fx.Node) -> NoRule | None:
+    if not (is_known(node) or is_part(node)):
+        return NoRule(node)
+    try:
         scalar_of(node)
+    except NoRule as error:
+        return error
+    return None
 
 
 def _call(node: fx.Node, buffers: set[fx.Node]) -> CallStep:

@@ -63,7 +63,9 @@ fn smaller(a: f32, b: f32) -> f32 {
   return select(min(a, b), not_a_number(0u), is_nan(a) || is_nan(b));
 }""",
     "times_zero": """\
-fn times_zero(x: f32) -> f32 { return select(not_a_number(0u), 0.0, is_finite(x)); }""",
+fn times_zero(x: f32) -> f32 {
+  return select(not_a_number(0u), bitcast<f32>(bitcast<u32>(x) & 0x80000000u), is_finite(x));
+}""",
     "floor_div": """\
 fn floor_div(a: i32, b: i32) -> i32 {
   let q = a / b;

@@ -32,6 +32,9 @@ from backends.wgpu.shaders.narrow import form_of
 
 _NUMBER: Final = re.compile(r"[fi]32\(-?[\d.]+(?:e[+-]?\d+)?\)")
 
+Terms = frozenset[tuple[int, str]]
+"""Of a sum: 1 or -1, and a name or a number."""
+
 Rule = Callable[["KernelText", fx.Node, Coordinates], str]
 
 
@@ -63,6 +66,7 @@ class KernelText:
         self._in_memory = buffers
         self._folded = folded
         self._known: dict[tuple[fx.Node, tuple[str, ...]], str] = {}
+        self._terms: dict[str, Terms] = {}
         self._names = 0
 
     def scope(self) -> KernelText:
@@ -78,6 +82,17 @@ class KernelText:
         self._names += 1
         self.lines.append(f"let t{self._names} = {expression};")
         return f"t{self._names}"
+
+    def let_sum(self, expression: str, terms: Terms) -> str:
+        """A name for a sum."""
+        name = self.let(expression)
+        self._terms[name] = terms
+        return name
+
+    def terms_of(self, name: str, *, turned: bool = False) -> Terms:
+        """What a value, or that negated, is the sum of: itself, if nothing else is known."""
+        terms = self._terms.get(name, frozenset({(1, name)}))
+        return frozenset((-sign, each) for sign, each in terms) if turned else terms
 
     def buffer(self, node: fx.Node) -> str:
         """The name of a value's buffer."""

@@ -48,7 +48,7 @@ def repeats(source: str) -> bool:
     if main is None or re.search(rf"\b{_NUMBER}\b", source):
         return False
     names = [name for _, name, _ in _BINDING.findall(source)]
-    return not any(re.search(rf"&\s*{name}\b", source) for name in names)
+    return not any(re.search(rf"&\s*{name}\b(?!\) == 0u)", source) for name in names)
 
 
 @cache

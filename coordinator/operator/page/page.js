@@ -318,7 +318,7 @@ function showRun(run, status, other) {
     ["seconds per step", figure(Number.isFinite(each) ? each : null)],
     ["elapsed", duration(paced ? status.elapsed_s : since)],
     ["time left", paced && LEGAL.halt.includes(phase) ? duration(status.left_s) : "-"],
-    ["workers", live ? `${status.workers.length} of ${status.expect_workers}` : figure(run.workers_at.at(-1)?.[1])],
+    ["workers", live ? `${status.able_workers} of ${status.expect_workers}` : figure(run.workers_at.at(-1)?.[1])],
   ]);
   lines([
     ...(going ? [["waits for", phase === "halted" ? "an operator: continue, with this step or without it" : status.waiting_for ? status.waiting_for + (status.stage ? ` (${status.stage})` : "") : "nothing"]] : []),
@@ -507,7 +507,7 @@ function empty(status) {
   $("h-run").textContent = "No run yet";
   $("count").textContent = "";
   say(status.phase, status.reason);
-  pairs("facts", [["workers", `${status.workers.length} of ${status.expect_workers}`], ["address", status.address], ["encryption", status.encryption]]);
+  pairs("facts", [["workers", `${status.able_workers} of ${status.expect_workers}`], ["address", status.address], ["encryption", status.encryption]]);
   lines([]);
   for (const id of [...Object.values(CURVES), "chart-eval", "chart-workers"]) chart(id, [], [], [[]]);
   showWorkers({ workers: [], errors: {} }, status);

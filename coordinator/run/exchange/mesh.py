@@ -265,6 +265,8 @@ class Mesh:
         active: Collection[str],
     ) -> str:  # fmt: skip
         """Why there is to be no table; empty if there is to be one."""
+        if len(active) < 2:
+            return "a star: there is one worker, and sharded takes two"
         if len(members) < 2:
             return "a star: no two members reach each other"
         if self._way == "sharded":

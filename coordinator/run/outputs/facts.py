@@ -14,7 +14,7 @@ from coordinator.run.outputs.restart import CommitRecord
 from protocol.exact.tree import Node
 from protocol.spec.manifest import Manifest
 
-Change = Literal["started", "joined", "lost", "late", "reseeded"]
+Change = Literal["started", "joined", "lost", "late", "drained", "reseeded"]
 """Why others compute from now on."""
 Cause = Literal["step", "reassigned", "speculative"]
 """Why nodes were given out."""
@@ -83,6 +83,16 @@ class WorkerLost(Fact):
     """Its connection is over."""
 
     event = "worker_lost"
+    worker: str
+    reason: str
+    view: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLeft(Fact):
+    """It wanted to leave, and was let go: it owed nothing."""
+
+    event = "worker_left"
     worker: str
     reason: str
     view: int

@@ -67,6 +67,7 @@ class Admission:
         self._manifest = manifest
         self._manifest_digest = manifest.digest()
         self._signature: str | None = None
+        self._first_device = ""
         self._initial_digest = ""
         self.uploader: str | None = None
         self._uploaded = False
@@ -79,6 +80,7 @@ class Admission:
         """The first ready worker settles signature and initial state; later ones change nothing."""
         if self._signature is None:
             self._signature = message.signature
+            self._first_device = f" than that of {message.device}, {message.backend}"
             self._initial_digest = self._initial_digest or message.initial_digest
 
     def resume(self, terms: Terms | None, initial_digest: str | None) -> None:
@@ -115,7 +117,9 @@ class Admission:
             return ""
         if self._exactness == "require" and ready.signature != self._signature:
             return (
-                "the run requires exactness and this worker's numeric signature is another: "
+                f"the run requires exactness and this worker's numeric signature ({ready.device}, "
+                f"{ready.backend}) is another{self._first_device}: take devices of one kind, "
+                "arithmetic: canonical, or exactness: prefer; it is "
                 f"{ready.signature_text}"
             )
         known = self._initial_digest

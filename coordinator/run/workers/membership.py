@@ -12,8 +12,9 @@ from enum import Enum
 from statistics import median
 from typing import Final
 
-from coordinator.run.outputs.actions import Report
+from coordinator.run.outputs.actions import Dismiss, Report
 from coordinator.run.outputs.facts import Change, ComputingWorker, ViewBegins
+from protocol.base.errors import ExitCode
 from protocol.wire.messages import Ready
 
 _IDLE_STEPS: Final = 16
@@ -80,6 +81,8 @@ class Member:
     """Whether it is being sent what it lacks, and does not hear broadcasts yet."""
     right_at: int | None = None
     """After how many steps its state was found to be the run's, meanwhile."""
+    released: bool = False
+    """Whether it wanted to leave, and was let go."""
     late: bool = False
     """Whether it was silent for longer than its measured speed explains, and is so still."""
     _measured_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASUREMENTS_KEPT))
@@ -100,6 +103,11 @@ class Member:
         self.initial_digest = message.initial_digest
         self.step, self.state_digest = message.step, message.state_digest
         self.signature, self.signature_text = message.signature, message.signature_text
+
+    def release(self) -> Dismiss:
+        """Let it go: it wanted to leave, and nobody waits for it."""
+        self.released = True
+        return Dismiss(self.name, "drained", ExitCode.OK)
 
     def measured(self, ms_per_microbatch: float) -> None:
         """Take in a measured time."""

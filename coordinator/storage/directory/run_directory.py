@@ -19,6 +19,7 @@ The coordinator's own directory has lock and epoch too. When it runs one run alo
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,10 +124,7 @@ class RunDirectory:
         """
         if self.read_run_file() is not None:
             if self.manifest_file.exists() or self.log.exists() or self.checkpoints.exists():
-                raise UsageError(
-                    f"{str(self.path)!r} holds a run already: go on with it (--resume), or choose "
-                    "another directory"
-                )
+                raise UsageError(f"{str(self.path)!r} holds a run already{self._way_on(spec)}")
             with storing("remove what is left of a run that never began in", self.path):
                 for left in (self.journal, self.files_file, self.terms_file, self.result_file):
                     left.unlink(missing_ok=True)
@@ -189,6 +187,23 @@ class RunDirectory:
             if self.result_file.exists():
                 self.result_file.unlink()
                 sync_directory(self.path)
+
+    def _way_on(self, spec: RunSpec) -> str:
+        """What to do where a run is already: one of another run spec is not gone on with as this.
+
+        Raises:
+            StorageFailed: It cannot be read.
+        """
+        try:
+            stored = self.read_run()
+        except StorageDamaged:
+            stored = None  # whoever goes on with it is told
+        if stored is None or stored.spec == spec:
+            return ": go on with it (--resume), or choose another directory"
+        return (
+            f", {stored.run_id!r} of another run spec: choose another directory; that one goes on "
+            f"by coordinator --resume --out {shlex.quote(str(self.path))}"
+        )
 
     def read_run(self) -> StoredRun | None:
         """The run that is there, if any.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from backends.base.interface import (
     Array,
@@ -351,6 +353,34 @@ def test_a_gradient_whose_memory_flows_on_through_the_graph_is_left_as_it_is(los
     }
     for number, values in enumerate(expected):
         assert given[number].tobytes() == values.numpy().tobytes()
+    program.close()
+
+
+class Checkpointed(nn.Module):
+    """Its last layer is behind a checkpoint that is reentrant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(self.last, self.first(x), use_reentrant=True)
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_what_torch_s_jit_has_compiled_is_refused_in_a_clear_line():
+    job = trainable(nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+    scripted: Any = torch.jit.script(job.module)
+    with pytest.raises(SamestepError, match=r"torch\.jit\.script has compiled: give the nn"):
+        compiled(replace(job, module=scripted))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_reentrant_checkpoint_is_named_as_such():
+    program = compiled(trainable(Checkpointed()))
+    with pytest.raises(SamestepError, match=r"'last.*write use_reentrant=False"):
+        list(program.gradients([(batch(), 0)]))
     program.close()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from backends.base.quantise import dequantise, quantise
 from backends.wgpu.device.target import Copy
-from backends.wgpu.shaders.dispatch import Dispatch
+from backends.wgpu.shaders.dispatch import Dispatch, Shader
 from backends.wgpu.shaders.matmul.shader import (
     MatmulProblem,
     MatmulTraits,
@@ -22,6 +22,12 @@ from backends.wgpu.shaders.matmul.shader import (
 from backends.wgpu.shaders.narrow import Narrow
 
 SMALL_TILES = Tiles(16, 32, 8, 4, 4)
+"""Quick to compile, for tests that need a card's kernels of whatever size."""
+
+
+def small_tiles(problem: MatmulProblem) -> tuple[Shader, tuple[int, int, int]]:
+    """A product by them."""
+    return matmul_shader(problem, SMALL_TILES)
 
 
 @dataclass
@@ -52,10 +58,14 @@ class Product:
 
 
 def product(batch, m, k, n, *, a_turned=False, b_turned=False, offset=0, seed=0):
-    """Random operands, each either as written or with its two dimensions turned in memory."""
+    """Random operands, each either as written or with its two dimensions turned in memory.
+
+    All terms of the first output are -0: their sum from zero is +0, and so in every kernel.
+    """
     draw = np.random.default_rng(seed)
     a = draw.standard_normal((batch, m, k)).astype(np.float32)
     b = draw.standard_normal((batch, k, n)).astype(np.float32)
+    a[:, 0], b[:, :, 0] = 0, -np.abs(b[:, :, 0])
     held = []
     for values, turned in ((a, a_turned), (b, b_turned)):
         laid = values.swapaxes(1, 2) if turned else values

@@ -77,6 +77,35 @@ def bert(dropout: float = 0.0, **changes: Any) -> nn.Module:
     return model
 
 
+class Mixer(nn.Module):
+    """Products, batched ones too, a norm, dropout, and a gather whose gradient is a scatter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(7, 12)
+        self.norm = nn.LayerNorm(12)
+        self.up = nn.Linear(12, 20)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        x = self.up(self.norm(self.table(numbers)))
+        y = torch.dropout(torch.relu(x), 0.3, self.training)
+        return torch.softmax(y @ x.transpose(1, 2), -1)
+
+
+def mixer_loss(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
+    return (module(arrays["x"]) * arrays["y"]).sum()
+
+
+def mixed(samples: int = SAMPLES, length: int = 5, seed: int = 0) -> Batch:
+    """Numbers for a `Mixer`, and what its results are weighed with."""
+    draws = np.random.default_rng(seed)
+    numbers = draws.integers(0, 7, (samples, length))
+    weights = draws.normal(size=(samples, length, length)).astype(np.float32)
+    return Batch({"x": numbers, "y": weights}, float(samples))
+
+
 def next_token_loss(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
     logits = module(input_ids=arrays["input_ids"]).logits
     return nn.functional.cross_entropy(

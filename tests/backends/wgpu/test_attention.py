@@ -25,10 +25,10 @@ from backends.wgpu.lowering.lowered_plan import lowered_plan
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
 from backends.wgpu.shaders.attention.problem import AttentionSizes
-from backends.wgpu.shaders.matmul.shader import matmul_shader
 from backends.wgpu.weights.narrow_base import BaseLayout
 from tests.backends.wgpu.examples import examples
 from tests.backends.wgpu.on_device import Function, on_device
+from tests.backends.wgpu.products import small_tiles
 from tests.backends.wgpu.small_models import (
     TOKENS,
     assert_like_the_cpu,
@@ -225,14 +225,15 @@ MODELS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("a padded Qwen3 with LoRA, added masks", marks=pytest.mark.slow),
-        "a BERT, truth values",
-    ],
-)
-def test_models_compute_attention_in_one_piece(device, name):
+@pytest.mark.parametrize("name", MODELS)
+def test_models_compute_attention_in_one_piece(name):
+    make, implementation, loss, batch = MODELS[name]
+    assert_in_one_piece(make(attn_implementation=implementation), loss, batch())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_such_models_have_the_gradients_of_the_cpu(device, name):
     make, implementation, loss, batch = MODELS[name]
     module = make(attn_implementation=implementation)
     job = trainable(module, loss)
@@ -241,7 +242,6 @@ def test_models_compute_attention_in_one_piece(device, name):
     again = gradients(program, batch(), seed=5)
     program.close()
     assert all(found[n].tobytes() == again[n].tobytes() for n in found)
-    assert_in_one_piece(module, loss, batch())
 
 
 def assert_in_one_piece(module: nn.Module, loss: Any, batch: Batch) -> None:
@@ -254,7 +254,7 @@ def assert_in_one_piece(module: nn.Module, loss: Any, batch: Batch) -> None:
 
 def trained(device: Any, job: Any, batch: Batch) -> tuple[VulkanProgram, Any]:
     """As on a GPU."""
-    templates = Templates(cooperative=True, matmul=matmul_shader)
+    templates = Templates(cooperative=True, matmul=small_tiles)
     program = VulkanProgram(device, job, templates, adds=True)
     program.check(batch)
     return program, gradients(program, batch)
@@ -283,7 +283,7 @@ def step_bytes(length: int, *, cooperative: bool) -> int:
     names = [name for name, _ in module.named_parameters()]
     batch = text(1, length)
     arrays = {name: torch.from_numpy(array) for name, array in batch.arrays.items()}
-    templates = Templates(cooperative=cooperative, matmul=matmul_shader)
+    templates = Templates(cooperative=cooperative, matmul=small_tiles)
     capture = capture_step(module, next_token_loss, names, arrays, templates.fuses)
     constants = dict(module.named_buffers())
     base = BaseLayout(module, "float32")

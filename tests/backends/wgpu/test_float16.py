@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,8 @@ from backends.wgpu.lowering.elementwise import ELEMENTWISE
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
 from backends.wgpu.shaders.matmul.problem import Held
-from backends.wgpu.shaders.matmul.shader import Tiles, matmul_shader
 from protocol.base.errors import SamestepError
-from tests.backends.wgpu.products import SMALL_TILES, TILES, product
+from tests.backends.wgpu.products import SMALL_TILES, TILES, product, small_tiles
 from tests.backends.wgpu.small_models import (
     assert_like_the_cpu,
     bert,
@@ -92,8 +90,7 @@ def expected(module: nn.Module, loss: Any, given: Batch) -> dict[str, torch.Tens
 
 
 def program_of(device, module, loss, *, precision="float16", cooperative=True):
-    small = partial(matmul_shader, choice=Tiles(16, 64, 32, 4, 4))
-    templates = Templates(cooperative, small, bindings=16, halves=precision == "float16")
+    templates = Templates(cooperative, small_tiles, bindings=16, halves=precision == "float16")
     job = trainable(module, loss, precision=precision)
     program = VulkanProgram(device, job, templates, adds=True)
     program.loss_scale = SCALE if precision == "float16" else 1.0

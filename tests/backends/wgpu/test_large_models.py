@@ -15,8 +15,8 @@ from backends.wgpu.capture.substitution import named_tensors
 from backends.wgpu.lowering.estimate import ROOM, estimate
 from backends.wgpu.lowering.lowered_plan import lowered_plan
 from backends.wgpu.lowering.lowering import Templates
-from backends.wgpu.shaders.matmul.shader import matmul_shader
 from backends.wgpu.weights.narrow_base import BaseLayout
+from tests.backends.wgpu.products import small_tiles
 
 TOKENS = 512
 EIGHT_GB = 8 * 10**9
@@ -53,7 +53,7 @@ def account(base_dtype, layers, *, checkpointing):
     model.model.rotary_emb = Qwen3RotaryEmbedding(config)
     trained = [name for name, p in module.named_parameters() if p.requires_grad]
     ids = torch.zeros((1, TOKENS), dtype=torch.int64)
-    templates = Templates(cooperative=True, matmul=matmul_shader)
+    templates = Templates(cooperative=True, matmul=small_tiles)
     arrays = {"input_ids": ids, "labels": ids}
     capture = capture_step(module, loss, trained, arrays, templates.fuses)
     held = named_tensors(module)

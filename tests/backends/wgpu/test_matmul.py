@@ -72,14 +72,15 @@ def test_any_shape_layout_and_kernel(device, shape, turned, offset, data):
         )
         kernels.append(Lanes(rows, columns, data.draw(st.booleans()), lanes))
     results = [it.on(device, kernel) for kernel in kernels]
-    assert it.error(results[0]) < 1e-5
+    assert (np.abs(results[0] - it.expected) < 1e-5 * max(1.0, np.abs(it.expected).max())).all()
     assert all(same_bits(results[0], other) for other in results)
+    assert not np.signbit(results[0][:, 0, 0]).any()
 
 
 @pytest.mark.parametrize(
     ("shape", "turned"),
     [
-        ((1, 4, 151_936, 64), False),  # the backward of a head with Qwen3's vocabulary
+        ((1, 4, 140_000, 10), False),  # about as the backward of a head with Qwen3's vocabulary
         ((2, 3, 70_001, 7), True),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,13 @@ from backends.wgpu.device.adapters import adapters
 from backends.wgpu.lowering.elementwise import ELEMENTWISE
 from protocol.base.errors import SamestepError
 from tests.backends.wgpu.small_models import (
+    Mixer,
     bert,
     class_loss,
     labelled,
     llama,
+    mixed,
+    mixer_loss,
     next_token_loss,
     qwen3_with_lora,
     text,
@@ -45,8 +49,15 @@ def compared(backend: VulkanBackend, job: Trainable, *batches: Batch) -> str:
     return program.parity
 
 
-def test_a_whole_model_with_dropout_is_compared_in_two_shapes(backend):
-    found = compared(backend, trainable(bert(dropout=0.2), class_loss), labelled(), labelled(2))
+@pytest.mark.parametrize(
+    ("make", "loss", "batch"),
+    [
+        (Mixer, mixer_loss, mixed),
+        pytest.param(partial(bert, dropout=0.2), class_loss, labelled, marks=pytest.mark.slow),
+    ],
+)
+def test_a_whole_model_with_dropout_is_compared_in_two_shapes(backend, make, loss, batch):
+    found = compared(backend, trainable(make(), loss), batch(), batch(2))
     assert found.startswith("gradients within ")
     assert float(found.split()[2]) < 1e-5
     assert "(all; " in found
@@ -163,8 +174,15 @@ def test_torchs_own_rounding_is_no_fault_of_the_device(backend):
     assert compared(backend, job_of(Saturated()), vectors())
 
 
-def test_one_microbatch_is_also_taken_in_the_opposite_order(backend):
-    assert compared(backend, trainable(llama(), next_token_loss), text(samples=2))
+@pytest.mark.parametrize(
+    ("make", "loss", "batch"),
+    [
+        (Mixer, mixer_loss, mixed),
+        pytest.param(llama, next_token_loss, text, marks=pytest.mark.slow),
+    ],
+)
+def test_one_microbatch_is_also_taken_in_the_opposite_order(backend, make, loss, batch):
+    assert compared(backend, trainable(make(), loss), batch(samples=2))
 
 
 def test_whatever_lowering_raises_is_one_line_of_ours(backend, monkeypatch):

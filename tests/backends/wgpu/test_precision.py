@@ -20,7 +20,10 @@ from worker.shell.engine import Engine
 from worker.tasks.regress import Regress
 
 PATIENCE_S = 60.0
-LINE = "expected model.precision float32 or float16, got bfloat16: the vulkan backend has no other"
+LINE = (
+    "expected model.precision float32 or float16, got bfloat16: "
+    "Vulkan and canonical arithmetic have no other"
+)
 SPEC = RunSpec(
     task="regress", steps=1, batch=BatchSpec(samples=8, microbatch=8),
     optimizer=OptimizerSpec(name="sgd", lr=0.1),

@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from backends.base.interface import Batch, BlockGradient, Loss, Trainable
 from backends.wgpu.backend import VulkanBackend
+from backends.wgpu.capture.capture import capture_step
 from backends.wgpu.device.adapters import adapters
 from backends.wgpu.device.matmul_tuning import MatmulTuner
-from backends.wgpu.device.packing import seed_words
+from backends.wgpu.device.packing import seed_words, to_words
 from backends.wgpu.graph import threefry
+from backends.wgpu.graph.values import NoRule, all_of
 from backends.wgpu.lowering.estimate import ROOM, Estimate, has_room
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
@@ -409,9 +411,11 @@ class Hooked(nn.Linear):
 
 
 class CountedRows(nn.Module):
-    def __init__(self) -> None:
+    """Rows whose gradients are divided by how often they are looked up; or other ones."""
+
+    def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.rows = nn.Embedding(4, 4, scale_grad_by_freq=True)
+        self.rows = nn.Embedding(4, 4, **(options or {"scale_grad_by_freq": True}))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.rows((x > 0).long()[:, 0])
@@ -425,11 +429,12 @@ def total(module: nn.Module, arrays: Any) -> torch.Tensor:
     ("module", "loss", "message"),
     [
         (Sorted, total, r"no rule for 'sort.default', .* shape \[2, 4\] in inner.1"),
-        (lambda: Branching(4, 4), total, "cannot capture .*values of tensors"),
+        (lambda: Branching(4, 4), total, "cannot capture .*reads a tensor's value"),
         (Counting, total, "changes in forward"),
         (Normed, total, "running statistics"),
         (Hooked, total, "'weight' has a hook on its gradient"),
         (CountedRows, total, "divides gradients by how often"),
+        (lambda: CountedRows(sparse=True), total, "'rows' has sparse .*leave out sparse=True"),
         (lambda: nn.Linear(4, 4), lambda m, a: total(m, a) / len(a["x"]), "summed over samples"),
         (lambda: nn.Linear(4, 4), lambda m, a: m(a["x"]).sum(1), "one sum"),
         (lambda: nn.Linear(4, 4).half(), total, "got torch.float16"),
@@ -440,6 +445,96 @@ def test_what_cannot_be_trained_is_refused_before_training(compiled, module, los
     x = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
     with pytest.raises(SamestepError, match=message):
         compiled(trainable(module(), loss), Batch({"x": x}, 2.0))
+
+
+class Folding(nn.Module):
+    """Like `Sorting`, but also with others that have no rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x).cummax(-1).values
+        for _ in range(2):
+            x = x.sort(-1).values
+        return x.cummin(-1).values
+
+
+def test_all_operators_without_a_rule_are_named_once(compiled):
+    """Of repeated layers, which are lowered one by one, and of what is around them."""
+    module = nn.Sequential(Folding(), Folding(), nn.Sequential(nn.Linear(4, 4), Sorting()))
+    x = np.ones((2, 4), np.float32)
+
+    def unfolded(module: nn.Module, arrays: Any) -> torch.Tensor:
+        return module(arrays["x"]).median(-1).values.sum()
+
+    with pytest.raises(SamestepError) as refused:
+        compiled(trainable(module, unfolded), Batch({"x": x}, 2.0))
+    told = str(refused.value)
+    for operator in ("cummax.default", "sort.default", "cummin.default", "median.dim"):
+        assert told.count(f"'{operator}'") == 1
+    assert "which gives shape [2, 4] in 0; nor for 'sort.default'" in told
+    assert told.endswith("; use a cpu or cuda worker for this model")
+    assert "\n" not in told
+
+
+class Normalizing(nn.Module):
+    """What torch's weight norm computes, written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v, self.g = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.ones(4, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.g * self.v / self.v.norm(dim=1, keepdim=True)
+        return nn.functional.linear(x, weight)
+
+
+class Spectrum(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.rfft(super().forward(x)).abs()
+
+
+def test_what_to_write_instead_of_some_operators_is_told(compiled):
+    batch = Batch({"x": np.ones((2, 4), np.float32)}, 2.0)
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    with pytest.raises(SamestepError, match=r"write weight norm out .* or use a cpu"):
+        compiled(trainable(normed, total), batch)
+    compiled(trainable(Normalizing(), total), batch)
+    with pytest.raises(SamestepError, match="take Fourier transforms where the batch is made"):
+        compiled(trainable(Spectrum(4, 4), total), batch)
+
+
+def test_of_many_operators_without_a_rule_only_some_are_named():
+    unknown = (str.lower, str.upper, str.title, str.strip, str.split, str.join, str.find, str.index)
+    graph = fx.Graph()
+    nodes = [graph.call_function(each) for each in (*unknown, str.count, str.format)]
+    told = str(all_of([NoRule(node) for node in nodes]))
+    assert told.count("<") == 8
+    assert "and 2 more; use" in told
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_what_torch_s_jit_has_compiled_is_refused_in_a_clear_line(compiled):
+    job, x = trainable(nn.Sequential(nn.Linear(4, 4)), total), np.ones((2, 4), np.float32)
+    scripted: Any = torch.jit.script(job.module)
+    with pytest.raises(SamestepError, match=r"torch\.jit\.script has compiled: give the nn"):
+        compiled(replace(job, module=scripted), Batch({"x": x}, 2.0))
+
+
+def test_a_batch_in_float64_is_refused_by_its_input(compiled):
+    with pytest.raises(SamestepError, match=r"input 'x' of the batch is float64: .*\.float\(\)"):
+        compiled(trainable(nn.Linear(4, 4), total), Batch({"x": np.ones((2, 4))}, 2.0))
+
+
+def test_a_number_in_a_batch_is_for_all_samples(compiled):
+    job = trainable(nn.Linear(4, 4), lambda m, a: total(m, a) * a["t"])
+    x = np.ones((2, 4), np.float32)
+    program = compiled(job, Batch({"x": x, "t": np.array(0.5, np.float32)}, 2.0))
+    *_, half = program.gradients([(Batch({"x": x, "t": np.array(0.5, np.float32)}, 2.0), 0)])
+    *_, whole = program.gradients([(Batch({"x": x, "t": np.array(1.0, np.float32)}, 2.0), 0)])
+    assert whole.loss_sum == 2 * half.loss_sum
 
 
 def test_a_microbatch_without_samples_counts_as_zeros(compiled):
@@ -453,9 +548,54 @@ def test_a_microbatch_without_samples_counts_as_zeros(compiled):
 def test_numbers_that_do_not_fit_in_32_bits_are_refused(of_a_llama):
     batch = text()
     batch.arrays["input_ids"][0, 0] = 2**40
-    with pytest.raises(DataError, match="32 bits in input_ids"):
+    with pytest.raises(
+        DataError, match=r"'input_ids' has 1099511627776 at \[0, 0\], .* expected 0 to 96"
+    ):
         of_a_llama.gradients([(batch, 0)])
+    with pytest.raises(DataError, match="32 bits in input_ids"):
+        to_words(batch.arrays["input_ids"], "input_ids")
+
+
+@pytest.mark.parametrize(
+    "module", [Branching(4, 4), nn.Sequential(Branching(4, 4)), nn.Sequential(nn.Linear(4, 4))]
+)
+def test_the_line_that_cannot_be_captured_is_named(module):
+    """Of the model itself, of a part of it, and of the loss."""
+    of_the_loss = type(module[0]) is nn.Linear if isinstance(module, nn.Sequential) else False
+
+    def loss(module: nn.Module, arrays: Any) -> torch.Tensor:
+        y = module(arrays["x"]).sum()
+        return y if not of_the_loss or y.item() else -y
+
+    code = loss.__code__ if of_the_loss else Branching.forward.__code__
+    line = code.co_firstlineno + (2 if of_the_loss else 1)
+    name = next(name for name, _ in module.named_parameters())
+    with pytest.raises(SamestepError, match=rf" in test_program\.py, line {line}: it reads a"):
+        capture_step(module, loss, [name], {"x": torch.ones(2, 4)})
 
 
 def _tensors(batch: Batch) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(array) for name, array in batch.arrays.items()}
+
+
+def _packed(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    lengths = x[:, 0, 0].long() + 1
+    return nn.utils.rnn.pack_padded_sequence(layer(x), lengths, batch_first=True).data
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (lambda layer, x: layer(x) * float(x.mean()), r"reads a tensor's value, as \.item\(\)"),
+        (lambda layer, x: layer(x)[x > 0], "a shape depends on a tensor's values"),
+        (_packed, "it packs sequences; give them padded instead"),
+    ],
+)
+def test_what_cannot_be_captured_is_told_in_the_user_s_words(function, told):
+    def loss(module: nn.Module, arrays: Any) -> torch.Tensor:
+        return function(module, arrays["x"].requires_grad_()).sum()
+
+    with pytest.raises(SamestepError, match=told) as refused:
+        capture_step(nn.Linear(4, 4), loss, ["weight"], {"x": torch.ones(2, 3, 4)})
+    assert str(refused.value).endswith("use a cpu or cuda worker for this model")
+    assert "\n" not in str(refused.value)

@@ -1,6 +1,6 @@
 """Random modules agree with torch or are refused in one line: no wrong number, no driver's words.
 
-`SAMESTEP_PROGRAMS` says how many (20 in a plain run, always the same ones), `SAMESTEP_FIRST` which
+`SAMESTEP_PROGRAMS` says how many (10 in a plain run, always the same ones), `SAMESTEP_FIRST` which
 part of them comes first. In parts, so that several processes share them; every second part has the
 kernels of a card:
 
@@ -20,9 +20,9 @@ from backends.wgpu.lowering import kernels
 from tests.backends.wgpu.differential import Untakable, Wrong, compare
 from tests.backends.wgpu.random_programs import Text, programs, shrunk
 
-PROGRAMS: Final = int(os.environ.get("SAMESTEP_PROGRAMS", "20"))
+PROGRAMS: Final = int(os.environ.get("SAMESTEP_PROGRAMS", "10"))
 FIRST: Final = int(os.environ.get("SAMESTEP_FIRST", "0"))
-PER_PART: Final = 20
+PER_PART: Final = 10
 LEAST_AGREEING: Final = 0.25
 """Of all: what refuses everything is never wrong."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from backends.base.interface import Batch, BlockGradient, Leaf, Loss
+from backends.base.interface import Batch, BlockGradient, Leaf, Loss, Trainable
 from backends.wgpu.canonical.convention import Convention
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.lowering.estimate import ROOM, estimate
@@ -18,58 +19,27 @@ from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.lowering.several import several, with_room
 from backends.wgpu.program import VulkanProgram
 from backends.wgpu.shaders.dispatch import Shader
-from backends.wgpu.shaders.matmul.shader import Tiles, matmul_shader
 from backends.wgpu.shaders.repeated import element_bytes, repeated, repeats
 from protocol.base.limits import INVOCATIONS_PER_DISPATCH
 from tests.backends.wgpu import test_families as families
+from tests.backends.wgpu.products import small_tiles
 from tests.backends.wgpu.small_models import (
+    Mixer,
     bert,
     class_loss,
     labelled,
     llama,
+    mixed,
+    mixer_loss,
     next_token_loss,
     qwen3_with_lora,
     text,
     trainable,
 )
 
-SMALL = Tiles(16, 64, 32, 4, 4)
-"""Compiled in a fraction of a second."""
-
-
-def small_tiles(problem):
-    return matmul_shader(problem, SMALL)
-
-
-class Block(nn.Module):
-    """Products, batched ones too, a norm, dropout, and a gather whose gradient is a scatter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(7, 12)
-        self.norm = nn.LayerNorm(12)
-        self.up, self.down = nn.Linear(12, 20), nn.Linear(20, 12, bias=False)
-        self.unused = nn.Parameter(torch.ones(3))
-
-    def forward(self, numbers):
-        x = self.norm(self.table(numbers))
-        y = torch.dropout(torch.relu(self.up(x)), 0.3, self.training)
-        y = self.down(y)
-        return torch.softmax(y @ x.transpose(1, 2), -1) @ y
-
-
-def block_loss(module, arrays):
-    return (module(arrays["x"]) * arrays["y"]).sum()
-
-
-def of_block(seed: int = 0, samples: int = 3) -> Batch:
-    draws = np.random.default_rng(seed)
-    numbers = draws.integers(0, 7, (samples, 5))
-    return Batch({"x": numbers, "y": draws.normal(size=(samples, 5, 12)).astype("f4")}, 3.0)
-
 
 def compiled(  # noqa: PLR0917
-    target, job, batch, at_once: int, matmul=matmul_shader, largest_bytes=None, **changes: Any
+    target, job, batch, at_once: int, matmul=small_tiles, largest_bytes=None, **changes: Any
 ) -> VulkanProgram:
     changes = {"cooperative": True} | changes
     template = Templates(matmul=matmul, microbatches=at_once, **changes)
@@ -101,12 +71,19 @@ def dispatched(device, monkeypatch) -> list[int]:
     return counts
 
 
-def same_bits(target, job, make_batch, matmul=matmul_shader, room: int = 4, **changes: Any) -> None:
+def made(model, loss) -> Trainable:
+    """Anew each time: a device takes what is frozen with it."""
+    return trainable(model(), loss)
+
+
+def same_bits(
+    target, make_job, make_batch, matmul=small_tiles, room: int = 4, **changes: Any
+) -> None:
     """Nodes whose microbatches are computed one by one, and `room` at once; one is left over."""
     leaves = [(make_batch(seed=leaf), 10 + leaf) for leaf in range(room + 1)]
     found = []
     for at_once in (1, room):
-        program = compiled(target, job, leaves[0][0], at_once, matmul, **changes)
+        program = compiled(target, make_job(), leaves[0][0], at_once, matmul, **changes)
         assert {ready.plan.at_once for ready in program._plans.values()} == {at_once}
         found.append(node(program, leaves))
         program.close()
@@ -115,10 +92,10 @@ def same_bits(target, job, make_batch, matmul=matmul_shader, room: int = 4, **ch
 
 def test_each_microbatch_has_the_bits_that_it_has_alone(device, monkeypatch):
     torch.manual_seed(0)
-    job = trainable(Block(), block_loss)
-    leaves = [(of_block(seed=leaf), 10 + leaf) for leaf in range(7)]
-    leaves[5] = (of_block(samples=0), 15)
-    alone, four = (compiled(device, job, of_block(), n, small_tiles) for n in (1, 4))
+    job = trainable(Mixer(), mixer_loss)
+    leaves = [(mixed(seed=leaf), 10 + leaf) for leaf in range(7)]
+    leaves[5] = (mixed(samples=0), 15)
+    alone, four = (compiled(device, job, mixed(), n) for n in (1, 4))
     (ready,) = four._plans.values()
     assert ready.plan.at_once == 4
     counts = dispatched(device, monkeypatch)
@@ -127,7 +104,7 @@ def test_each_microbatch_has_the_bits_that_it_has_alone(device, monkeypatch):
     counts.clear()
     node(four, leaves[:4])
     assert sum(counts) < 2 * len(ready.plan.dispatches)
-    spoilt = [(of_block(seed=leaf), 10 + leaf) for leaf in range(4)]
+    spoilt = [(mixed(seed=leaf), 10 + leaf) for leaf in range(4)]
     spoilt[2][0].arrays["y"][1, 2, 3] = np.nan
     *_, last = four.gradients(spoilt)
     assert isinstance(last, Loss)
@@ -140,8 +117,8 @@ def test_each_microbatch_has_the_bits_that_it_has_alone(device, monkeypatch):
 
 def test_what_is_not_small_or_has_no_room_is_computed_one_by_one(device, monkeypatch):
     torch.manual_seed(0)
-    job = trainable(Block(), block_loss)
-    program = compiled(device, job, of_block(), 1, small_tiles)
+    job = trainable(Mixer(), mixer_loss)
+    program = compiled(device, job, mixed(), 1)
     (plan,) = (ready.plan for ready in program._plans.values())
     memory_bytes = program.estimates[-1].total
     assert several(plan, 5, lambda _: True).at_once == 4
@@ -152,7 +129,7 @@ def test_what_is_not_small_or_has_no_room_is_computed_one_by_one(device, monkeyp
     program.close()
     room = int((memory_bytes + 1000) / (1 - ROOM))
     monkeypatch.setattr(device, "adapter", replace(device.adapter, memory_bytes=room))
-    without = compiled(device, job, of_block(), 4, small_tiles)
+    without = compiled(device, job, mixed(), 4)
     assert {ready.plan.at_once for ready in without._plans.values()} == {1}
     without.close()
     large = replace(plan.dispatches[0], grid=(INVOCATIONS_PER_DISPATCH // 64, 1, 1))
@@ -209,21 +186,21 @@ MODELS: dict[str, Any] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_models_have_the_same_bits(device, name, bindings):
     module, loss, batch = MODELS[name]
-    same_bits(device, trainable(module(), loss), batch, bindings=bindings)
+    same_bits(device, partial(made, module, loss), batch, bindings=bindings)
 
 
 @pytest.mark.slow
 def test_kernels_of_software_devices_have_the_same_bits(device):
     """Among them products that read two numbers as one of 64 bits."""
-    job, matmul = trainable(llama(), next_token_loss), MatmulTuner(device).shader
-    same_bits(device, job, text, matmul, cooperative=False)
+    make_job, matmul = partial(trainable, llama(), next_token_loss), MatmulTuner(device).shader
+    same_bits(device, make_job, text, matmul, cooperative=False)
 
 
 @pytest.mark.slow
 def test_in_float16_too(device):
     torch.manual_seed(0)
-    job = trainable(Block(), block_loss, precision="float16")
-    same_bits(device, job, of_block, small_tiles, halves=True, room=2)
+    make_job = partial(trainable, Mixer(), mixer_loss, precision="float16")
+    same_bits(device, make_job, mixed, halves=True, room=2)
 
 
 @pytest.mark.slow
@@ -235,7 +212,7 @@ def test_canonical_kernels_have_the_same_bits(device):
     plain = Device(device.adapter)
     target = CanonicalDevice(plain, Convention(fused=False))
     for module, loss, batch in (MODELS["llama"], MODELS["bert with dropout"]):
-        same_bits(target, trainable(module(), loss), batch, canonical=True)
+        same_bits(target, partial(made, module, loss), batch, canonical=True)
     plain.close()
 
 
@@ -252,4 +229,4 @@ def test_families_have_the_same_bits(device, family):
         ids = found.arrays["input_ids"]
         return replace(found, arrays={**found.arrays, "input_ids": np.roll(ids, seed, 0)})
 
-    same_bits(device, trainable(module, loss), batch, room=2, bindings=16)
+    same_bits(device, partial(trainable, module, loss), batch, room=2, bindings=16)

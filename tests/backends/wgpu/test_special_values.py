@@ -49,14 +49,25 @@ OF_ONE: Functions = {
         for name in ("silu", "softplus", "logsigmoid", "relu6", "hardsigmoid", "softshrink")
     },
     "clamp": lambda x: x.clamp(-1, 1),
+    "round": torch.round,
+    "round halves": lambda x: (x.clamp(-9, 9) * 2).trunc().mul(0.5).round(),
     "clamp from below": lambda x: x.clamp(min=-1),
     "as truth": lambda x: x.bool(),
     "differs": lambda x: x != 0,
     "times zero": lambda x: x * 0.0,
     "times zeros": lambda x: x * torch.zeros_like(x),
+    "one over zeros": lambda x: 1 / torch.cat([x * 0.0, x * -0.0, x - x]),
+    "masked": lambda x: x * (x > 0).float(),
+    "masked by a truth value": lambda x: x * (x > 0),
+    "masked twice": lambda x: x * ((x > 0).float() * 0.0),
+    "zero either way": lambda x: torch.where(x > 0, 0.0, 0.0) * x,
+    "less what it is not": lambda x: x * (1.0 - (x > 0).float()),
+    "a mask from a threshold": lambda x: x * functional.threshold(x, 0.5, 0.0).sign(),
+    "dropped": lambda x: x * torch.relu(x).ne(0),
     "by zero": lambda x: x / 0.0,
     "by a negative zero": lambda x: x / -0.0,
     "less itself": lambda x: x - x,
+    "less itself turned": lambda x: (x[None] - x[None].flip(0))[0],
     "where": lambda x: torch.where(x > 0, x, NAN),
     "remainder": lambda x: x % -1.5,
     "floor division": lambda x: x // 0.1,
@@ -78,6 +89,13 @@ OF_TWO: Functions = {
     "remainder": lambda x, y: torch.remainder(x, torch.where(y == 0, 1, y)),
     "floor division": torch.floor_divide,
 }
+CANCELLED: Functions = {
+    "one for the other": lambda x, y: x + (y - x).detach(),
+    "there and back": lambda x, y: (x + y) - x,
+    "back and there": lambda x, y: -x + (y + x),
+    "of two sums": lambda x, y: (x + y) - (x - 1.0),
+}
+"""Of these a driver leaves x away, and with it x's bits: not what is no number."""
 FOLDS: Functions = {
     **{
         name: lambda x, name=name: getattr(x, name)(-1)
@@ -102,6 +120,14 @@ def test_functions_of_two(device):
     ordinary = EDGES.where(EDGES.abs() != 1e-9, 7.0)  # a power of it is at the edge of the edges
     count = len(EDGES)
     assert_alike(device, OF_TWO, ordinary.repeat_interleave(count), ordinary.repeat(count))
+
+
+def test_what_cancels_is_no_number_where_torchs_is_none(device):
+    count = len(EDGES)
+    given = EDGES.repeat_interleave(count), EDGES.repeat(count)
+    found = on_device(device, lambda *x: tuple(f(*x) for f in CANCELLED.values()), given)
+    for (name, function), got in zip(CANCELLED.items(), found, strict=True):
+        assert torch.equal(got.isnan(), function(*given).isnan()), name
 
 
 @pytest.mark.parametrize("cooperative", [False, True])
@@ -153,6 +179,7 @@ def test_indices_that_are_no_places_give_no_number(device):
     table, numbers = torch.ones(5, 3), torch.tensor([0, 4, 5, -1, 2])
 
     def function(table: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        numbers = numbers + 0  # computed: those of a batch itself are refused before
         rows = torch.arange(5) * 0
         put = torch.zeros(5, 3).index_put((rows, rows), numbers.float(), accumulate=True)
         return (

@@ -78,14 +78,8 @@ MODELS: dict[str, Any] = {
 }  # fmt: skip
 
 
-PLAIN = ("a Qwen3 with LoRA, its head tied", "a Llama in full, its head tied")
-"""A frozen table and a trained one, each as head, too: what a plain run has."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] if n not in PLAIN else []) for n in MODELS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_the_whole_table(device, name):
     make, loss, batch = MODELS[name]
     assert_as_the_whole(device, make(), loss, batch(), LARGEST)

@@ -10,7 +10,7 @@ from torch import nn
 from backends.base.interface import Batch
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
-from backends.wgpu.shaders.matmul.shader import Tiles, matmul_shader
+from tests.backends.wgpu.products import small_tiles
 from tests.backends.wgpu.small_models import (
     assert_like_the_cpu,
     bert,
@@ -26,10 +26,6 @@ from tests.backends.wgpu.small_models import (
 WIDE = {"hidden_size": 128, "intermediate_size": 160, "num_attention_heads": 2}
 """Rows that a workgroup shares."""
 ALONE, FEW, MANY = 0, 8, 16
-
-
-SMALL = Tiles(16, 64, 32, 4, 4)
-"""Compiled in a fraction of a second."""
 
 
 class Block(nn.Module):
@@ -51,9 +47,9 @@ def block_loss(module, arrays):
     return (module(arrays["x"]) * arrays["y"]).sum()
 
 
-def results(device, job, batch, bindings, matmul):
+def results(device, job, batch, bindings):
     """The gradients, and how many dispatches they took."""
-    program = VulkanProgram(device, job, Templates(True, matmul, bindings=bindings), adds=True)
+    program = VulkanProgram(device, job, Templates(True, small_tiles, bindings=bindings), adds=True)
     program.check(batch)
     found = gradients(program, batch)
     dispatches = sum(len(ready.plan.dispatches) for ready in program._plans.values())
@@ -68,11 +64,8 @@ def test_one_block_in_fewer_dispatches_has_the_same_bits(device):
     arrays = {name: draws.normal(size=(2, 5, 128)).astype(np.float32) for name in "xy"}
     batch = Batch(arrays, 2.0)
 
-    def small(problem):
-        return matmul_shader(problem, SMALL)
-
     (alone, before), (few, after) = (
-        results(device, trainable(module, block_loss), batch, n, small) for n in (ALONE, FEW)
+        results(device, trainable(module, block_loss), batch, n) for n in (ALONE, FEW)
     )
     assert all(np.array_equal(few[number], values) for number, values in alone.items())
     assert after < 0.7 * before
@@ -89,7 +82,7 @@ def test_the_bits_are_those_of_kernels_one_by_one(device, kind):
     found, counts = {}, {}
     for bindings in (ALONE, FEW, MANY):
         job = trainable(module, loss)
-        found[bindings], counts[bindings] = results(device, job, batch, bindings, matmul_shader)
+        found[bindings], counts[bindings] = results(device, job, batch, bindings)
     for bindings in (FEW, MANY):
         for number, values in found[ALONE].items():
             assert np.array_equal(found[bindings][number], values)

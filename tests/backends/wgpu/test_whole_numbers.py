@@ -23,6 +23,9 @@ FITS: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda x: ((x.float() - 36_000) * 1e6).clamp(-5, 2.5).long().cumsum(1),
     lambda x: x.clamp(0, 30) ** 3 - x.abs() // 2,
     lambda x: torch.arange(12) * 128 + x.max(),
+    lambda x: (x / 1_800).exp().long() * 4,
+    lambda x: torch.where(x > 36_003, (x - 36_000).float().log().long() + 8, x),
+    lambda x: (1 / (x - 36_003.5)).long().clamp(-9, 9) * 1_000_000,
 ]
 LARGE: list[tuple[Callable[[torch.Tensor], torch.Tensor], str]] = [
     (lambda x: x * 1_000_003 % 4096, "mul"),
@@ -34,6 +37,11 @@ LARGE: list[tuple[Callable[[torch.Tensor], torch.Tensor], str]] = [
     (lambda x: (x * 1e6).relu().floor().long() % 97, "_to_copy"),
     (lambda x: (x.float() / 0.5).long() * 40_000, "mul"),
     (lambda x: (x.float() * 1e4).long().sum(), "sum"),
+    (lambda x: (x / 1_600).exp().long() % 97, "_to_copy"),
+    (lambda x: torch.exp2(x / 1_000).long(), "_to_copy"),
+    (lambda x: (1 / (x - 36_003 + 1e-30)).long(), "_to_copy"),
+    (lambda x: (x / 4_000).exp().long() * 1_000_003 % 1_000, "mul"),
+    (lambda x: (torch.nn.functional.softplus(x) * torch.tensor([1e6])).long(), "_to_copy"),
 ]
 
 
@@ -54,6 +62,11 @@ def test_what_does_not_fit_is_refused_by_the_name_of_its_operator(number):
     function, name = LARGE[number]
     with pytest.raises(DataError, match=f"'{name}' of the loss may give whole numbers"):
         looked_at(function, np.arange(36_000, 36_024).reshape(2, 12))
+
+
+def test_what_torch_raises_is_told():
+    with pytest.raises(DataError, match="'index' of the loss raised index 9 is out of bounds"):
+        looked_at(lambda x: (x / 2).exp().long()[x[:1, 0]], np.array([[9, 1]]))
 
 
 def test_what_fits_though_a_rounded_bound_does_not():

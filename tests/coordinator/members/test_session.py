@@ -217,6 +217,18 @@ async def test_a_worker_that_came_back_takes_the_place_of_its_old_connection(tmp
 
 
 @on_uvloop
+async def test_who_was_let_go_left_for_that(tmp_path):
+    """Though it is the worker that closes."""
+    async with live_service(tmp_path, 1) as live, HostileWorker(live.port, "w") as worker:
+        await worker.join()
+        worker.send(messages.Drain())
+        await worker.until(messages.Goodbye)
+        worker.vanish()
+        left = await live.wait_for("worker_disconnected", worker="w")
+        assert left["reason"] == "drained"
+
+
+@on_uvloop
 async def test_a_welcome_says_the_epoch_and_the_rhythm(tmp_path):
     for epoch in (1, 2):
         async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as worker:

@@ -4,6 +4,7 @@ import io
 import math
 import re
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from coordinator.operator.console import ProgressConsole
 from coordinator.operator.structured_log import set_up_logging
-from coordinator.run.outputs.facts import RunHalted, StepCommitted, TrainingStarted
+from coordinator.run.outputs.facts import RunHalted, StepCommitted, TrainingStarted, WorkerRefused
 from coordinator.run.outputs.restart import CommitRecord
 from coordinator.run.run import RunPhase
 from coordinator.service.listener import RunAccepted, RunEnded, WorkerConnected
@@ -73,10 +74,17 @@ def test_an_entry_has_its_event_s_fields_and_its_weight():
     assert screen.getvalue() == ""
 
 
-def test_without_a_journal_the_same_lines_are_printed():
+@pytest.mark.parametrize("reason", ["a NaN", "step 3: a NaN"])
+def test_without_a_journal_the_same_lines_are_printed(reason):
     told, screen = progress()
-    told.reported(HALTED)
+    told.reported(replace(HALTED, reason=reason))
     assert screen.getvalue() == "HALTED at step 3: a NaN\n"
+
+
+def test_a_worker_that_is_sent_away_is_told_of():
+    told, screen = progress()
+    told.reported(WorkerRefused("bob", "the run requires exactness"))
+    assert screen.getvalue() == "worker bob is sent away: the run requires exactness\n"
 
 
 @pytest.mark.parametrize("once", [True, False])

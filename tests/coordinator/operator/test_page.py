@@ -69,11 +69,14 @@ class Page:
         await asyncio.to_thread(self.driver.get, f"http://{self.operator.address}/{fragment}")
 
     async def until(self, script: str) -> Any:
-        """Wait until an expression holds in the page; the page itself is driven by events."""
+        """Wait until an expression holds in the page; the page itself is driven by events.
+
+        Looked at by a timer and not by animation frames: a page behind another tab has none.
+        """
         wait = (
             "const done = arguments[0]; const look = () => { const found = (() => { try { return "
             f"{script}; }} catch {{ return null; }} }})(); if (found) return done(found); "
-            "requestAnimationFrame(look); }; look();"
+            "setTimeout(look, 15); }; look();"
         )
         self.driver.set_script_timeout(PATIENCE_S)
         return await asyncio.to_thread(self.driver.execute_async_script, wait)

@@ -223,6 +223,32 @@ async def test_unlike_workers_show_as_mixed():
     assert len(signatures) == 2
 
 
+@pytest.mark.parametrize(
+    ("commands", "options", "why"),
+    [
+        (("invite ann", "invite bob", "ready ann", "ready bob signature=gpu"),
+            {"exactness": "require"},
+            "the run requires exactness and this worker's numeric signature"),
+        (("invite ann", "invite bob", "ready ann", "unready bob own=yes"), {},
+            "too large for its device"),
+    ],
+    ids=["other bits", "too small"],
+)  # fmt: skip
+async def test_who_cannot_take_part_is_named_and_counted_nowhere(commands, options, why):
+    run = staged(*commands, workers="2", **options)
+    service = await service_with(run, "ann", "bob")
+    document = json.loads(json.dumps(status_document(service, NOW_S), allow_nan=False))
+    waiting = document["waiting_for"]
+    assert waiting.startswith(f"1 more worker: 1 of 2 are here; bob cannot take part: {why}")
+    _, bob = document["workers"]
+    assert (bob["state"], bob["cannot"].startswith(why)) == ("cannot take part", True)
+    lines = list(status_lines(document))
+    assert f"waiting  for {waiting}" in lines
+    assert "workers  1 of 2 expected, view 0" in lines
+    assert "  bob: cannot take part, seen 2 s ago" in lines
+    assert ", 1 of 2 workers; waiting for 1 more worker: 1 of 2 are here" in summary(document)
+
+
 async def test_what_waits_and_a_loss_that_is_not_there_are_told_in_words():
     run = staged(*COMMITTED, "applied ann 1", "applied bob 1", "replica 1", workers="2")
     document = status_document(await service_with(run, "ann", "bob"), NOW_S)

@@ -64,6 +64,17 @@ def test_what_a_lost_worker_leaves_is_planned_again_with_its_cause():
     assert (planned.cause, planned.nodes) == ("reassigned", {"ann": ((2, 4),)})
 
 
+def test_a_worker_that_was_let_go_is_no_fault():
+    _, records = told(*TRAINS, ("drains", "bob"), ("node", "bob", "2-4"), ("lost", "bob"))
+    assert Fault not in kinds(records)
+    view = records[-1]
+    assert (view.change, view.worker, [member.name for member in view.members]) == (
+        "drained", "bob", ["ann"],
+    )  # fmt: skip
+    _, records = told(*TRAINS, ("drains", "bob"), ("lost", "bob"))  # it had not finished
+    assert records[3].what == "worker_lost"
+
+
 def test_a_late_worker_is_noted_with_what_is_done_about_it():
     _, records = told(*TRAINS, ("tick", "100"), ("node", "bob", "2-4"), ("tick", "5100"))
     late, planned, speculated = records[3:]

@@ -163,6 +163,10 @@ def test_a_run_that_does_not_fit_is_refused_with_the_figure_and_what_to_set(monk
     assert "210.0 MiB are free" in text
     assert "optimizer.name=sgd" in text
     assert "with 2.0 MiB more" in text
+    with pytest.raises(RunFailed) as refused:
+        check_memory(spec, manifest, 2, goes_on=True)  # with no other run spec
+    told = "210.0 MiB are free; run the coordinator on a machine with 2.0 MiB more"
+    assert str(refused.value).endswith(told)
 
 
 @on_uvloop

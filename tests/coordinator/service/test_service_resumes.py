@@ -127,6 +127,13 @@ async def test_another_run_spec_is_refused_and_the_directory_let_go(tmp_path):
     async with live_service(tmp_path, 1) as live:
         with pytest.raises(Mismatch, match="of another run spec"):
             live.service.resume(tmp_path / run_id, scripted_spec(steps=31))
+        with pytest.raises(UsageError) as caught:
+            live.service.submit(scripted_spec(steps=31), tmp_path / run_id)
+        told = f"holds a run already, {run_id!r} of another run spec: choose another directory"
+        assert told in str(caught.value)
+        assert "(--resume)" not in str(caught.value)
+        with pytest.raises(UsageError, match=r"already: go on with it \(--resume\)"):
+            live.service.submit(SPEC, tmp_path / run_id)
         assert live.service.resume(tmp_path / run_id, SPEC) == run_id
 
 

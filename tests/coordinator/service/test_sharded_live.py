@@ -58,9 +58,10 @@ async def test_shared_memory_changes_no_bit_and_is_used_where_it_can_be(way, tmp
 
 async def test_an_owner_that_is_lost_is_replaced_and_the_bits_stay(tmp_path):
     async def lose_one(live):
-        await live.wait_for("owners")
-        live.clients[1]._channel.abort("pulled out")  # its links end with it; it comes back
-        await live.wait_for("worker_lost", worker="w1")
+        owners = (await live.wait_for("owners"))["owners"]
+        number = next(n for n in range(3) if f"w{n}" in owners)  # not all may have links by then
+        live.clients[number]._channel.abort("pulled out")  # its links end with it; it comes back
+        await live.wait_for("worker_lost", worker=f"w{number}")
 
     star, _ = await trained(tmp_path / "star", "star")
     sharded, live = await trained(tmp_path / "sharded", "sharded", during=lose_one)
@@ -87,12 +88,15 @@ async def test_what_it_takes_of_the_coordinator_does_not_grow_with_the_workers(t
             number = 1  # one whose way was measured as slow may own nothing
             while len((await live.wait_for("owners", number=number))["owners"]) < workers:
                 number += 1
-            assert live.service.current is not None
-            begun = live.service.current.run.step
-            await live.wait_for("committed", step=begun)
-            before = _bytes(live)
-            await live.wait_for("committed", step=begun + steps)
-            passed[workers] = (_bytes(live) - before) / steps
+            undisturbed = False
+            while not undisturbed:  # on a busy machine one is taken for a straggler, and comes back
+                assert live.service.current is not None
+                begun, owners = live.service.current.run.step, len(live.every("owners"))
+                await live.wait_for("committed", step=begun)
+                before = _bytes(live)
+                await live.wait_for("committed", step=begun + steps)
+                passed[workers] = (_bytes(live) - before) / steps
+                undisturbed = len(live.every("owners")) == owners
     for workers, per_step in passed.items():
         assert per_step < 1.1 * blocks * block_bytes + 20_000 * workers, passed
 

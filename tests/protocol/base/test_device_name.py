@@ -30,6 +30,16 @@ def test_what_is_no_backend(name):
         parse_devices(name, "")
 
 
+@pytest.mark.parametrize("kind", ["cuda", "vulkan"])
+def test_a_device_as_torch_writes_it_is_told_as_we_do(kind):
+    with pytest.raises(UsageError) as caught:
+        parse_devices(f"{kind}:1", "")
+    hint = f"; device 1 of them is {kind}1; see: worker devices"
+    assert str(caught.value).endswith(f"got '{kind}:1'{hint}")
+    with pytest.raises(UsageError, match=r"got 'mps:1'$"):
+        parse_devices("mps:1", "")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

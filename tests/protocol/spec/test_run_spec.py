@@ -119,6 +119,11 @@ def test_the_order_of_keys_of_free_form_sections_does_not_count_either():
         ),
         ({"lora": {"alfa": 1}}, "'lora.alfa'; did you mean 'alpha'?"),
         ({"batch": {"micro_batch": 1}}, "'batch.micro_batch'; did you mean 'microbatch'?"),
+        (
+            {"exchange": {"mode": "star"}},
+            "'exchange.mode'; there are precision, averages, way; did you mean 'arithmetic.mode'?",
+        ),
+        ({"optimizer": {"steps": 1}}, "'optimizer.steps'; did you mean 'eps' or 'steps'?"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(document, expected):
@@ -142,6 +147,20 @@ def test_what_was_set_is_not_blamed_on_the_file(written):
     with pytest.raises(RunSpecError) as caught:
         load_run_spec(written("task: regress\nsteps: 3\n"), ["steps=abc"])
     assert str(caught.value).endswith("(from --set steps=abc)")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("arithmetic=canon", "arithmetic.mode: expected 'native' or 'canonical', got \"canon\""),
+        ("optimizer={lr: fast}", 'optimizer.lr: expected a number, got "fast"'),
+        ("data={num_classes: 2}", "the key 'data.train' is missing"),
+    ],
+)
+def test_what_was_set_with_its_section_is_told_as_set(override, expected):
+    with pytest.raises(RunSpecError) as caught:
+        parse_run_spec(REGRESS, [override], "run.yaml")
+    assert str(caught.value) == f"{expected} (from --set {override})"
 
 
 def test_bounds_and_patterns_are_told_in_words():
@@ -570,3 +589,12 @@ def test_canonical_arithmetic_widens_no_nf4():
     assert parse_run_spec(document).model is not None
     with pytest.raises(RunSpecError, match="canonical arithmetic widens no nf4"):
         parse_run_spec({**document, "arithmetic": "canonical"})
+
+
+def test_a_way_alone_is_an_exchange():
+    alone = parse_run_spec_text("task: regress\nsteps: 3\nexchange: sharded\n")
+    assert alone.exchange.way == "sharded"
+    told = parse_run_spec_text("task: regress\nsteps: 3\n", ["exchange=sharded"])
+    assert told.digest() == alone.digest()
+    with pytest.raises(RunSpecError, match=r"exchange\.way: expected .*star.*got .*ring"):
+        parse_run_spec_text("task: regress\nsteps: 3\nexchange: ring\n")

@@ -124,7 +124,7 @@ def streams(draw):
     return reader, sent, b"".join(frame(message) for message in sent)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(streams(), st.lists(st.integers(1, 200), min_size=1, max_size=8))
 def test_every_reader_gives_the_same_events(stream, sizes):
     role, sent, data = stream

@@ -302,16 +302,29 @@ def test_what_the_device_refuses_is_its_own_matter(device):
     device.build()
 
 
+def _raised_by(work):
+    try:
+        work()
+    except (MemoryError, RuntimeError) as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
 def test_what_a_library_raises_while_building_is_told_in_one_line(device):
     for raised, told, own in (
         (RuntimeError("size of tensor a\n(3)"), "RuntimeError: size of tensor a (3)", False),
-        (MemoryError(), "it takes more main memory than can be had", True),
+        (MemoryError(), "it takes more main memory than can be had; ", True),
+        (_raised_by(lambda: torch.empty(2**45)), "than can be had: 131072.00 GiB at once; ", True),
+        (_raised_by(lambda: np.empty(2**45, "f4")), "than can be had: 131072.00 GiB at once", True),
     ):
         device.toolbox.failure = raised
         device.engine.build("run", SPEC)
         failed = device.next()
         assert isinstance(failed, events.BuildFailed)
-        assert str(failed.error) == f"the task 'scripted' cannot be built: {told}"
+        said = str(failed.error)
+        assert said.startswith("the task 'scripted' cannot be built: ")
+        assert told in said
+        assert (" can be had: end other programs, add memory or swap" in said) is own
         assert (failed.own, failed.error.exit_code) == (own, 1 if own else 2)
     device.toolbox.failure = None
     device.build()

@@ -118,7 +118,8 @@ def test_a_student_trains_whole(task):
     program.close()
 
 
-@pytest.mark.parametrize("temperature", [2.0, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_a_student_on_vulkan_is_torch_s(tmp_path, temperature):
     if isinstance(why := adapters(), str):
         pytest.skip(why)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from backends.wgpu.shaders.dispatch import Shader
-from backends.wgpu.shaders.matmul.problem import MatmulProblem
+from backends.wgpu.shaders.matmul.problem import ZERO, MatmulProblem
 from backends.wgpu.shaders.matmul.side import sides
 
 
@@ -125,7 +125,7 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
 
     def _places(self) -> str:
         """Each lane's own columns and rows, clamped to what is there, and the sums."""
-        lines = []
+        lines = [f"  {ZERO}"]
         per = self.together
         for c in range(self.lanes.columns):
             span = per * self.lanes.subgroup
@@ -141,7 +141,7 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
             at = f"first_row + {g * each * self.lanes.subgroup}u + lane * {each}u"
             lines.append(f"  let row{g} = min({at}, {self.row.extent - each}u);")
         for i in range(self.lanes.rows):
-            lines += [f"  var c{i}_{c} = 0.0;" for c in range(self.lanes.columns)]
+            lines += [f"  var c{i}_{c} = zero;" for c in range(self.lanes.columns)]
         return "\n".join(lines)
 
     def _row_groups(self) -> int:

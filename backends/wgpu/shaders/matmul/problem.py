@@ -15,6 +15,9 @@ rounds in all: Mesa's software Vulkan ends them after 65,535, without a word."""
 _ALIGNMENT: Final = 8
 """Elements: what matters of an offset is whether so many can be read at once."""
 
+ZERO: Final = "let zero = bitcast<f32>(select(0u, 1u, arrayLength(&a) == 0u));"
+"""What sums begin with, and no compiler knows to be 0: where one unrolls a short loop, it makes
+`x * y` of `fma(x, y, 0.0)`, and -0 of what is +0, so that kernels of other sizes had other bits."""
 
 Held = Literal["f32", "f16", "rounded"]
 """How an operand's elements lie in memory, and whether they are rounded to float16 when they are

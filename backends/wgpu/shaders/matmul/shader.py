@@ -57,6 +57,9 @@ _LOAD_COST: Final = 9.0
 _PRODUCT_COST: Final = 1.4
 """Cycles of an element's load and of a vector's product: measured on lavapipe of Mesa 22.3."""
 
+_COMPILING_COST: Final = 800.0
+"""Cycles of compiling one product of the unrolled code, spread over ten thousand runs of it."""
+
 _PRODUCTS_PER_ROUND: Final = 512
 """Of unrolled code: twice as many compile for a second and win a tenth."""
 
@@ -120,7 +123,10 @@ def _lanes(problem: MatmulProblem, traits: MatmulTraits) -> list[Lanes]:
 
 
 def _cost(problem: MatmulProblem, lanes: Lanes, traits: MatmulTraits) -> float:
-    """Cycles, roughly: loads and stores by element, products by vector, on all units."""
+    """Cycles, roughly: loads and stores by element, products by vector, on all units.
+
+    What compiling takes is in it: a large kernel for a small product would never win that back.
+    """
     row, column = reversed(sides(problem)) if lanes.swap else sides(problem)
     size = lanes.subgroup
     width = lanes.columns * size
@@ -132,7 +138,7 @@ def _cost(problem: MatmulProblem, lanes: Lanes, traits: MatmulTraits) -> float:
     products = lanes.rows * lanes.columns
     stores = lanes.rows * width / 2
     cycles = problem.k * (loads * _LOAD_COST + products * _PRODUCT_COST) + stores * _LOAD_COST
-    return -(-blocks // traits.units) * cycles
+    return -(-blocks // traits.units) * cycles + products * _COMPILING_COST
 
 
 def _waste(problem: MatmulProblem, tiles: Tiles) -> float:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from backends.wgpu.shaders.dispatch import Shader
-from backends.wgpu.shaders.matmul.problem import MatmulProblem
+from backends.wgpu.shaders.matmul.problem import ZERO, MatmulProblem
 from backends.wgpu.shaders.matmul.side import Side, sides
 
 _UNROLLED: Final = 4
@@ -30,7 +30,7 @@ _UNROLLED: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Sizes of the kernel; all multiples of 4.
+    """Sizes of the kernel: multiples of 4, the depth of 8.
 
     Attributes:
         rows: Outputs of a workgroup along m.
@@ -45,6 +45,12 @@ class Tiles:
     depth: int
     own_rows: int
     own_columns: int
+
+    def __post_init__(self) -> None:
+        """Refuse what `_place` leaves holes in."""
+        sizes = (self.rows, self.columns, self.depth // 2, self.own_rows, self.own_columns)
+        if any(size % 4 for size in (*sizes, self.depth)):
+            raise ValueError(f"expected multiples of 4, and a depth of 8, got {self}")
 
     @property
     def invocations(self) -> int:
@@ -151,7 +157,7 @@ def _vector(side: Side) -> bool:
 
 def _sums(tiles: Tiles) -> str:
     names = (f"c{i}_{j}" for i in range(tiles.own_rows) for j in range(tiles.own_columns // 4))
-    return "\n".join(f"  var {name} = vec4f(0.0);" for name in names)
+    return "\n".join([f"  {ZERO}", *(f"  var {name} = vec4f(zero);" for name in names)])
 
 
 def _held(tiles: Tiles) -> str:

@@ -16,8 +16,8 @@ from backends.wgpu.device.target import ComputeTarget
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
 from backends.wgpu.shaders.attention.problem import AttentionSizes
-from backends.wgpu.shaders.matmul.shader import matmul_shader
 from tests.backends.wgpu.on_device import Function
+from tests.backends.wgpu.products import small_tiles
 
 pytest.importorskip("ziglang")
 
@@ -67,6 +67,6 @@ def test_a_device_and_the_cpu_give_the_same_bits(device: object) -> None:
     ours = _on(cpu, _Fused(cooperative=True, matmul=product_shader, canonical=True))
     cpu.close()
     card = CanonicalDevice(device, _SEPARATE)
-    theirs = _on(card, _Fused(cooperative=True, matmul=matmul_shader, canonical=True))
+    theirs = _on(card, _Fused(cooperative=True, matmul=small_tiles, canonical=True))
     for one, other in zip(ours, theirs, strict=True):
         assert np.array_equal(one.numpy().view(np.uint32), other.numpy().view(np.uint32))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from blake3 import blake3
 from torch import nn
+from torch.nn import functional
 
 from backends.base.interface import Batch, BlockGradient, Loss, Program
 from backends.cpu import CpuBackend
@@ -19,10 +21,13 @@ from backends.wgpu.device.adapters import adapters
 from protocol.base.errors import SamestepError
 from protocol.spec.arithmetic_spec import ArithmeticSpec
 from tests.backends.wgpu.small_models import (
+    Mixer,
     bert,
     class_loss,
     labelled,
     llama,
+    mixed,
+    mixer_loss,
     next_token_loss,
     qwen3_with_lora,
     text,
@@ -31,9 +36,32 @@ from tests.backends.wgpu.small_models import (
 
 pytest.importorskip("ziglang")
 
+
+def perceptron() -> nn.Module:
+    """Where a unit is off, its gradients are zeros: sums of terms that are -0."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 3)
+    )
+
+
+def perceptron_loss(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
+    """And of what drivers shorten, or compute themselves."""
+    x = module(arrays["x"])
+    shortened = 0.0 * (x - 1.0) + (1 - (1 - x)) + (x + (0.3 - x)) + 10.0 ** (0.3 * x)
+    return functional.cross_entropy(x, arrays["y"], reduction="sum") + shortened.sum()
+
+
+def few_samples() -> Batch:
+    draw = np.random.default_rng(0)
+    return Batch({"x": draw.normal(size=(4, 6)).astype(np.float32), "y": np.arange(4) % 3}, 4.0)
+
+
 Model = Callable[[], nn.Module]
 MODELS: dict[str, tuple[Model, Any, Batch, dict[str, Any]]] = {
+    "perceptron": (perceptron, perceptron_loss, few_samples(), {}),
     "llama": (llama, next_token_loss, text(), {}),
+    "mixer": (Mixer, mixer_loss, mixed(), {}),
     "bert with dropout": (lambda: bert(0.1), class_loss, labelled(), {}),
     "lora on int8": (qwen3_with_lora, next_token_loss, text(), {"base_dtype": "int8"}),
 }
@@ -79,8 +107,8 @@ def on_one_thread(name: str, way: str) -> str:
     return on_backend(CpuBackend(), name, way)
 
 
-QUICK = "bert with dropout"
-NAMES = [n if n == QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
+QUICK = {"mixer", "perceptron"}
+NAMES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
 _WAYS = ("fused", "separate", "flushed")
 
 

@@ -1,0 +1,52 @@
+"""What torch's functions refuse of labels and indices is told by the input, as Vulkan tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn import functional
+
+from backends.base.outside_table import index_outside
+
+LABELS = torch.tensor([0, 2, 7, -100])
+LOGITS, TABLE = torch.zeros(4, 3), torch.zeros(5, 2)
+ARRAYS = {"x": torch.tensor([[0, 1], [4, 5]]), "y": LABELS, "z": torch.tensor([9])}
+
+
+def raised(function: Callable[[], object]) -> str | None:
+    try:
+        function()
+    except (IndexError, RuntimeError, ValueError) as error:
+        outside = index_outside(error, ARRAYS)
+        return None if outside is None else f"{outside.text} ({outside.row})"
+    raise AssertionError("torch computes it")
+
+
+OF_Y = "which the model, or its loss, looks up in 3 rows: expected 0 to 2"
+
+
+CASES: list[tuple[Callable[[], object], str | None]] = [
+    (lambda: functional.cross_entropy(LOGITS, LABELS), f"input 'y' has 7 at [2], {OF_Y} (2)"),
+    (lambda: torch.nn.NLLLoss()(LOGITS, LABELS), f"input 'y' has 7 at [2], {OF_Y} (2)"),
+    (lambda: functional.cross_entropy(LOGITS[0], LABELS[2]), f"input 'y' has 7, {OF_Y} (None)"),
+    (lambda: functional.cross_entropy(LOGITS, LABELS + 1), f"an index is 3, {OF_Y} (None)"),
+    (
+        lambda: functional.cross_entropy(LOGITS, LABELS, ignore_index=7),
+        f"input 'y' has -100 at [3], {OF_Y} (3)",
+    ),
+    (
+        lambda: functional.embedding(ARRAYS["x"], TABLE),
+        f"input 'x' has 5 at [1, 1], {OF_Y.replace('3', '5').replace('2', '4')} (1)",
+    ),
+    (lambda: functional.cross_entropy(LOGITS, LABELS[:2]), None),
+    (lambda: functional.linear(LOGITS, TABLE), None),
+    (lambda: LOGITS[9], None),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_an_index_outside_is_told_by_its_input_and_other_errors_are_not(number):
+    function, told = CASES[number]
+    assert raised(function) == told

@@ -1,0 +1,176 @@
+"""An index outside of its table is named before a device looks it up: torch raises, too."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from backends.base.interface import Batch, LossRaised, Trainable
+from backends.wgpu.capture.capture import capture_step
+from backends.wgpu.device.matmul_tuning import MatmulTuner
+from backends.wgpu.graph.table_indices import TableIndices
+from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.program import VulkanProgram
+from protocol.base.errors import DataError
+from tests.backends.wgpu.small_models import gradients
+from worker.models.blocks import cut_into_blocks
+
+TOKENS, CLASSES = 10, 3
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(TOKENS, 4)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.table(ids).mean(1))
+        return logits
+
+
+def loss(module: nn.Module, arrays: Any) -> torch.Tensor:
+    return functional.cross_entropy(module(arrays["x"]), arrays["y"], reduction="sum")
+
+
+def given(ids: int = 9, label: int = 2) -> dict[str, Any]:
+    return {"x": np.array([[0, ids], [1, 2]]), "y": np.array([0, label])}
+
+
+OF_Y = "which the model, or its loss, looks up in 3 rows: expected 0 to 2"
+OUTSIDE = {
+    (10, 2): "input 'x' has 10 at [0, 1], which table looks up in 10 rows: expected 0 to 9",
+    (-1, 2): "input 'x' has -1 at [0, 1], which table looks up in 10 rows: expected 0 to 9",
+    (9, 3): f"input 'y' has 3 at [1], {OF_Y}",
+    (9, -1): f"input 'y' has -1 at [1], {OF_Y}",
+}
+
+
+def looked_at(loss: Any, arrays: dict[str, Any]) -> None:
+    module = Classifier()
+    tensors = {name: torch.tensor(array) for name, array in given().items()}
+    names = [name for name, _ in module.named_parameters()]
+    captured = capture_step(module, loss, names, tensors)
+    TableIndices(captured.graph, captured.arrays).refuse_what_is_outside(arrays)
+
+
+@pytest.mark.parametrize(("values", "said"), OUTSIDE.items())
+def test_what_torch_raises_for_is_named(values, said):
+    arrays = given(*values)
+    with pytest.raises((IndexError, RuntimeError)):
+        loss(Classifier(), {name: torch.tensor(array) for name, array in arrays.items()})
+    with pytest.raises(DataError, match=re.escape(said)):
+        looked_at(loss, arrays)
+
+
+@pytest.mark.parametrize("label", [*range(CLASSES), -100])
+def test_what_is_in_the_table_or_ignored_is_not_refused(label):
+    looked_at(loss, given(9, label))
+
+
+def test_an_ignored_value_is_the_one_that_the_loss_says():
+    def ignoring(module: nn.Module, arrays: Any) -> torch.Tensor:
+        logits = module(arrays["x"])
+        return functional.cross_entropy(logits, arrays["y"], ignore_index=7, reduction="sum")
+
+    looked_at(ignoring, given(9, 7))
+    with pytest.raises(DataError, match="input 'y' has -100"):
+        looked_at(ignoring, given(9, -100))
+
+
+def test_an_index_may_count_from_the_end_and_gather_s_may_not():
+    def indexed(module: nn.Module, arrays: Any) -> torch.Tensor:
+        return module(arrays["x"])[arrays["y"]].sum()
+
+    looked_at(indexed, given(9, -2))
+    with pytest.raises(DataError, match=r"'y' has -3 at \[1\], .* in 2 rows: expected -2 to 1"):
+        looked_at(indexed, given(9, -3))
+
+    def gathered(module: nn.Module, arrays: Any) -> torch.Tensor:
+        return module(arrays["x"]).gather(1, arrays["y"][:, None]).sum()
+
+    with pytest.raises(DataError, match=r"'y' has -2 at \[1\], .* in 3 rows: expected 0 to 2"):
+        looked_at(gathered, given(9, -2))
+
+
+def test_of_an_input_of_which_a_part_is_looked_up_the_rest_may_be_anything():
+    def shifted(module: Any, arrays: Any) -> torch.Tensor:
+        """As in causal language models: the last one has no next one."""
+        padded = functional.pad(arrays["x"], (0, 1), value=-100)
+        logits = module.table(arrays["x"]).flatten(0, 1)
+        labels = padded[..., 1:].contiguous().view(-1)
+        losses = functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+        return losses + arrays["y"].sum()
+
+    with pytest.raises(DataError, match=r"'x' has 9 at \[0, 1\], .* in 4 rows: expected 0 to 3"):
+        looked_at(shifted, given(9))
+    looked_at(shifted, given(3))
+    first = given(3)
+    first["x"][:, 0] = 9  # looked up in the table of tokens, and no label
+    looked_at(shifted, first)
+
+
+def test_a_constant_of_the_model_has_no_place_in_the_input():
+    def padded(module: Any, arrays: Any) -> torch.Tensor:
+        ids = functional.pad(arrays["x"], (1, 0), value=TOKENS)
+        total: torch.Tensor = module(ids).sum()
+        return total
+
+    with pytest.raises(DataError, match=f"input 'x' has {TOKENS}, which table"):
+        looked_at(padded, given())
+
+
+def test_of_numbers_with_a_fraction_the_whole_part_is_looked_up():
+    def cut_off(module: nn.Module, arrays: Any) -> torch.Tensor:
+        return module(arrays["x"])[:, arrays["z"].long()].sum()
+
+    module, names = Classifier(), ["table.weight"]
+    tensors = {"x": torch.zeros((2, 2), dtype=torch.int64), "z": torch.zeros(2)}
+    captured = capture_step(module, cut_off, names, tensors)
+    indices = TableIndices(captured.graph, captured.arrays)
+    indices.refuse_what_is_outside({"x": np.zeros((2, 2), int), "z": np.array([-3.9, 2.9], "f4")})
+    with pytest.raises(DataError, match=r"'z' has 3 at \[0\], .* in 3 rows"):
+        indices.refuse_what_is_outside({"x": np.zeros((2, 2), int), "z": np.array([3.1, 0], "f4")})
+
+
+def test_what_is_made_of_an_input_is_not_taken_for_it():
+    def clamped(module: nn.Module, arrays: Any) -> torch.Tensor:
+        return module(arrays["x"].clamp(0, 9)).gather(1, arrays["y"][:, None] % 3).sum()
+
+    looked_at(clamped, given(99, 17))
+
+
+def test_a_program_refuses_them_in_training_and_in_evaluation(device):
+    module = Classifier()
+
+    def evaluate(module: nn.Module, arrays: Any) -> dict[str, float]:
+        return {"loss": float(loss(module, arrays))}
+
+    job = Trainable(cut_into_blocks(module), module, loss, evaluate)
+    template = Templates(not device.adapter.software, MatmulTuner(device).shader)
+    program = VulkanProgram(device, job, template, adds=True)
+    try:
+        good, bad = Batch(given(), 2.0), Batch(given(99), 2.0)
+        program.check(good)
+        with pytest.raises(
+            DataError, match=r"'x' has 99 at \[0, 1\], which table looks up"
+        ) as refused:
+            gradients(program, bad)
+        assert isinstance(refused.value, LossRaised)
+        assert refused.value.batch is bad
+        assert refused.value.row == 0
+        assert program.evaluate(good)["loss"] > 0
+        with pytest.raises(DataError, match=r"has 99 at \[0, 1\], which table looks up in 10 rows"):
+            program.evaluate(bad)
+        with pytest.raises(DataError, match=rf"^input 'y' has 7 at \[1\], {OF_Y}$"):
+            program.evaluate(Batch(given(9, 7), 2.0))
+        assert gradients(program, good)
+    finally:
+        program.close()
