@@ -356,8 +356,7 @@ class Progress:
         if self._spec.replicas is not None:
             # A difference is encoded by itself: sums of two would need another codec.
             nodes = {name: tuple(leaves_of(mine)) for name, mine in nodes.items()}
-        round_.plan(sum(map(len, nodes.values())))
-        actions: list[Action] = []
+        actions = self._may_send(round_, round_.plan(sum(map(len, nodes.values()))))
         for name, mine in nodes.items():
             parts = [mine[at : at + _MAX_NODES] for at in range(0, len(mine), _MAX_NODES)]
             for part in parts or [()]:
@@ -379,7 +378,7 @@ class Progress:
         sliced = round_.sliced
         plan = StepPlan(
             **place, view=view, nodes=nodes, microbatches=round_.microbatches,
-            uploads=round_.uploads, owners=0 if sliced is None else sliced.number,
+            uploads=round_.uploads(worker), owners=0 if sliced is None else sliced.number,
             loss_scale=self.loss_scale,
         )  # fmt: skip
         told = self.mesh.tell([worker]) if sliced is not None else []
@@ -400,11 +399,15 @@ class Progress:
 
     def credit(self, round_: Round) -> list[Action]:
         """Let workers send more, once there is room for its sums."""
-        workers = round_.raise_uploads()
+        return self._may_send(round_, round_.raise_uploads())
+
+    def _may_send(self, round_: Round, workers: list[str]) -> list[Action]:
         for worker in workers:
             self._stragglers.may_send(worker)
-        message = Credit(**self.place(), uploads=round_.uploads)
-        return [Send(worker, message) for worker in workers]
+        return [
+            Send(worker, Credit(**self.place(), uploads=round_.uploads(worker)))
+            for worker in workers
+        ]
 
     def _note_signatures(self) -> None:
         """Also of those that have left since: what they computed stays."""

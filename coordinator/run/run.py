@@ -761,10 +761,11 @@ class Run:
             return self._not_finite(outcome)
         if isinstance(outcome, Differing):
             return self.halt(f"step {self.step}: {outcome}")
+        credit = progress.credit(round_)  # before an average: it is short, and waited for
         averaged: list[Action] = []
         if outcome is not None:
-            averaged = [outcome, *progress.credit(round_), *round_.summarise()]
-        return averaged + progress.release() + self._on(Event.ADVANCE)
+            averaged = [outcome, *round_.summarise()]
+        return credit + averaged + progress.release() + self._on(Event.ADVANCE)
 
     def _summarised(
         self, step: int, attempt: int, summaries: Mapping[int, Summary]

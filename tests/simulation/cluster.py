@@ -156,7 +156,8 @@ class Cluster:
         sums_bytes = 1 if queue_bytes == 32_000 else 200_000
         self._limits = {
             **_LIMITS, "SEND_QUEUE_BYTES": queue_bytes, "PARTIAL_SUMS_BYTES": sums_bytes,
-            "SUMMARISED_AT_ONCE_BYTES": sums_bytes,
+            "SUMMARISED_AT_ONCE_BYTES": sums_bytes, "UPLOAD_AHEAD_BYTES": sums_bytes,
+            "UPLOAD_AHEAD_CHUNKS": 1,
         }  # fmt: skip
         self.expect_workers = rng.randint(1, 4)
         self._evaluators = evaluators

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from operator import add
 from typing import Final
@@ -99,11 +99,13 @@ class Share:
             sends a node's loss and withholds a chunk still owes the node: its lease goes on. With
             owners of slices there is a bit for each of them instead.
         dropped: Those that it need not compute or send any more.
+        uploads: How many chunks of a node it may send, in the order in which they are.
     """
 
     nodes: list[Node] = field(default_factory=list)
     owed: dict[Node, int] = field(default_factory=dict)
     dropped: set[Node] = field(default_factory=set)
+    uploads: int = 0
 
     def pending(self, due: int) -> tuple[Node, ...]:
         """Nodes of which anything is still to come that is due by now, as bits of `owed`."""
@@ -132,7 +134,6 @@ class Round:
         begun: Whether nodes were given to anyone.
         double_check: Compares what comes twice.
         doubled: A node that is to be computed by two workers to the end, and these.
-        uploads: How many chunks of a node may be sent, in the order in which they are.
         tainted: Whether something in it may stem from weights that nobody has compared.
         inner: Where each worker is in a stretch: replica, and inner steps taken of it.
         stretches: Whether a leaf is a whole stretch of a replica: too much work to wait for others
@@ -167,9 +168,9 @@ class Round:
         self.averages = [allocate(block.elements) for block in blocks]
         self.inner: dict[str, tuple[int, int]] = {}
         self.begun = False
-        self.uploads = 0
         self._order = UploadOrder(blocks)
         self._given_nodes = 0
+        self._given_again = False
         self._summed = 0
         self._delivered: set[str] = set()
         self._blocks = blocks
@@ -192,51 +193,86 @@ class Round:
             self._ways = self.sliced.ways
         self._loss_bit = self._first_bit[-1] if owners is None else len(owners[1].members)
 
-    def plan(self, nodes: int) -> None:
-        """So many more nodes are about to be given to workers."""
-        self._given_nodes += nodes
-        self.uploads = max(self.uploads, self._uploads_now())
+    def plan(self, nodes: int) -> list[str]:
+        """So many more nodes are about to be given to workers.
 
-    def _uploads_now(self) -> int:
+        Returns:
+            Which of those that have nodes already may send more.
+        """
+        self._given_again = self._given_nodes > 0
+        self._given_nodes += nodes
+        return self._raise(least=1)
+
+    def uploads(self, worker: str) -> int:
+        """How many chunks of a node the worker may send."""
+        return self.shares[worker].uploads
+
+    def raise_uploads(self) -> list[str]:
+        """More may be sent once a quarter of what may come at once is there.
+
+        Returns:
+            By whom.
+        """
+        if self.sliced is not None:
+            return []  # sums wait at their owners, a part of all at each
+        while self._summed < self._order.chunks and self._is_summed(self._summed):
+            self._summed += 1
+        return self._raise(least=4)
+
+    def _raise(self, least: int) -> list[str]:
+        """Who may now send more, by one part in `least` of what may come of it at once."""
+        raised = []
+        within, last = self._within_memory(), self._last_sender(self.shares.values())
+        for worker, share in self.shares.items():
+            now = min(within, self._ahead(share, last))
+            more = now - share.uploads
+            if more > 0 and more * least >= now - last:
+                share.uploads = now
+                raised.append(worker)
+        return sorted(raised)
+
+    def _within_memory(self) -> int:
         """So many that the sums of all nodes, none merged, are within the limit from there on."""
         if self.stretches:
             return self._order.chunks
         limit_bytes = max(limits.PARTIAL_SUMS_BYTES, self._order.total_bytes // 2)
         return self._order.end(self._summed, limit_bytes // max(self._given_nodes, 1))
 
-    def raise_uploads(self) -> list[str]:
-        """More may be sent once half of what may be sent is summed.
+    def _ahead(self, share: Share, last: int) -> int:
+        """How far ahead of the last one: flows that share a link do not get equal parts of it, and
+        a sum waits for the last of them, with the other direction idle.
 
-        Returns:
-            Who is to know.
+        Nobody waits for a node that another computes instead: then all may send what they have.
         """
-        if self.sliced is not None:
-            return []  # sums wait at their owners, a part of all at each
-        while self._summed < self._order.chunks and self._is_summed(self._summed):
-            self._summed += 1
-        now = self._uploads_now() if self._summed < self._order.chunks else self.uploads
-        if now <= self.uploads or 2 * (self.uploads - self._summed) > now - self._summed:
-            return []
-        self.uploads = now
-        return sorted(self.shares)
+        if self._given_again or self.stretches:
+            return self._order.chunks
+        first = min(last, self._last_sender([share]))
+        most = first + limits.UPLOAD_AHEAD_CHUNKS
+        return max(self._order.end(first, limits.UPLOAD_AHEAD_BYTES), min(most, self._order.chunks))
+
+    def _last_sender(self, shares: Iterable[Share]) -> int:
+        """Of the nodes of which a part has come, the smallest part, in chunks; 0: there is none."""
+        chunks, mask = self._order.chunks, (1 << self._first_bit[-1]) - 1
+        owed = (bits & mask for share in shares for bits in share.owed.values())
+        came = (chunks - bits.bit_count() for bits in owed)
+        return min((count for count in came if 0 < count < chunks), default=0)
 
     def _is_summed(self, position: int) -> bool:
         block, chunk = self._order.chunk(position)
         return self._chunks[block][chunk].done
 
-    @property
-    def due(self) -> int:
+    def due(self, share: Share) -> int:
         """What a worker may have sent of a node, as bits of what it owes."""
-        if self.sliced is not None or self.uploads >= self._order.chunks:
+        if self.sliced is not None or share.uploads >= self._order.chunks:
             return -1
-        allowed = (self._order.chunk(position) for position in range(self.uploads))
+        allowed = (self._order.chunk(position) for position in range(share.uploads))
         chunks = sum(1 << (self._first_bit[block] + chunk) for block, chunk in allowed)
         return chunks | 1 << self._first_bit[-1]
 
     def pending(self, worker: str) -> tuple[Node, ...]:
         """The worker's nodes of which anything is to come that it may send."""
         share = self.shares.get(worker)
-        return share.pending(self.due) if share is not None else ()
+        return share.pending(self.due(share)) if share is not None else ()
 
     def assign(self, worker: str, nodes: tuple[Node, ...]) -> None:
         """These nodes are now the worker's to compute."""
@@ -247,6 +283,8 @@ class Round:
         everything = loss | (loss - 1 if self.sliced is None else self.sliced.owed_to)
         share.owed.update(dict.fromkeys(nodes, everything))
         share.dropped.difference_update(nodes)
+        first = min(self._within_memory(), self._ahead(share, 0))
+        share.uploads = max(share.uploads, first)
 
     def payload(
         self, worker: str, message: GradientPayload, values: Array

@@ -202,10 +202,10 @@ class Stragglers:
         be done at one time, so one that takes several times as long as those that are done is
         late, however slow it has been before.
         """
-        late, due, done_ms = [], round_.due, self._done_ms(round_)
-        for worker, share in sorted(round_.shares.items()):
+        late, done_ms = [], self._done_ms(round_)
+        for worker in sorted(round_.shares):
             member = self._members.get(worker)
-            pending = share.pending(due)
+            pending = round_.pending(worker)
             if member is None or not pending:
                 continue
             expected_ms = member.expected_work_ms(max(node.leaves for node in pending))

@@ -147,11 +147,14 @@ def test_partial_sums_stay_within_the_limit_and_it_is_done_whatever_the_interlea
     """Workers compute node by node, and send of each what they may: none waits for ever."""
     microbatches = data.draw(st.integers(1, 9))
     nodes = cut(data.draw, root(microbatches))
-    limit_bytes = data.draw(st.sampled_from([1, 100, 10_000]))
+    limit_bytes, ahead_bytes = (data.draw(st.sampled_from([1, 100, 10_000])) for _ in "12")
+    ahead_chunks = data.draw(st.integers(1, 3))
     sent: dict[Node, int] = {}
     ready: dict[str, list[Node]] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "PARTIAL_SUMS_BYTES", limit_bytes)
+        patch.setattr(limits, "UPLOAD_AHEAD_BYTES", ahead_bytes)
+        patch.setattr(limits, "UPLOAD_AHEAD_CHUNKS", ahead_chunks)
         round_ = Round(BLOCKS, microbatches, 1, 0, 0)
         round_.plan(len(nodes))
         for node in nodes:
@@ -167,7 +170,7 @@ def test_partial_sums_stay_within_the_limit_and_it_is_done_whatever_the_interlea
                 (worker, node)
                 for worker, mine in sorted(ready.items())
                 for node in mine
-                if sent[node] < round_.uploads and sent[node] < len(chunks())
+                if sent[node] < round_.uploads(worker) and sent[node] < len(chunks())
             ]
             worker, node = data.draw(st.sampled_from(may))
             assert round_.pending(worker)
@@ -187,7 +190,7 @@ def test_who_may_send_no_more_owes_nothing_that_is_due(monkeypatch):
     round_.plan(len(nodes))
     for worker, node in zip("abcd", nodes, strict=True):
         round_.assign(worker, (node,))
-    assert round_.uploads == 1
+    assert round_.uploads("a") == 1
     assert round_.pending("a") == (nodes[0],)
     block, chunk = chunks()[0]
     for worker, node in zip("abcd", nodes, strict=True):
@@ -197,7 +200,7 @@ def test_who_may_send_no_more_owes_nothing_that_is_due(monkeypatch):
         round_.payload(worker, payload(node, block, chunk), values(node, block, chunk))
         assert round_.pending(worker) == ()
     assert round_.raise_uploads() == ["a", "b", "c", "d"]
-    assert round_.uploads == 2
+    assert round_.uploads("a") == 2
     assert round_.pending("a") == (nodes[0],)
 
 
