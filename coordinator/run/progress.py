@@ -367,8 +367,8 @@ class Progress:
 
     def _plan(self, round_: Round, worker: str, nodes: tuple[Node, ...]) -> list[Action]:
         known = worker in round_.shares
-        round_.assign(worker, nodes)
         member = self._members.get(worker)
+        round_.assign(worker, nodes, local=member is not None and not member.host)
         if member is not None:
             round_.double_check.given(worker, member.signature, nodes)
         self._stragglers.given(worker)

@@ -100,12 +100,14 @@ class Share:
             owners of slices there is a bit for each of them instead.
         dropped: Those that it need not compute or send any more.
         uploads: How many chunks of a node it may send, in the order in which they are.
+        local: Whether it is on the coordinator's machine, and shares no link with anyone.
     """
 
     nodes: list[Node] = field(default_factory=list)
     owed: dict[Node, int] = field(default_factory=dict)
     dropped: set[Node] = field(default_factory=set)
     uploads: int = 0
+    local: bool = False
 
     def pending(self, due: int) -> tuple[Node, ...]:
         """Nodes of which anything is still to come that is due by now, as bits of `owed`."""
@@ -201,7 +203,7 @@ class Round:
         """
         self._given_again = self._given_nodes > 0
         self._given_nodes += nodes
-        return self._raise(least=1)
+        return self._raise(self._order.chunks)
 
     def uploads(self, worker: str) -> int:
         """How many chunks of a node the worker may send."""
@@ -217,16 +219,18 @@ class Round:
             return []  # sums wait at their owners, a part of all at each
         while self._summed < self._order.chunks and self._is_summed(self._summed):
             self._summed += 1
-        return self._raise(least=4)
+        return self._raise(4)
 
-    def _raise(self, least: int) -> list[str]:
-        """Who may now send more, by one part in `least` of what may come of it at once."""
+    def _raise(self, parts: int) -> list[str]:
+        """Who may now send more, by one of so many parts of what may come of it at once."""
         raised = []
-        within, last = self._within_memory(), self._last_sender(self.shares.values())
+        within = self._within_memory()
+        last = self._slowest(share for share in self.shares.values() if not share.local)
         for worker, share in self.shares.items():
-            now = min(within, self._ahead(share, last))
+            own = self._slowest([share])
+            now = min(within, self._ahead(share, min(last, own)))
             more = now - share.uploads
-            if more > 0 and more * least >= now - last:
+            if more > 0 and more * parts >= now - own:
                 share.uploads = now
                 raised.append(worker)
         return sorted(raised)
@@ -244,13 +248,12 @@ class Round:
 
         Nobody waits for a node that another computes instead: then all may send what they have.
         """
-        if self._given_again or self.stretches:
+        if share.local or self._given_again or self.stretches:
             return self._order.chunks
-        first = min(last, self._last_sender([share]))
-        most = first + limits.UPLOAD_AHEAD_CHUNKS
-        return max(self._order.end(first, limits.UPLOAD_AHEAD_BYTES), min(most, self._order.chunks))
+        most = last + limits.UPLOAD_AHEAD_CHUNKS
+        return max(self._order.end(last, limits.UPLOAD_AHEAD_BYTES), min(most, self._order.chunks))
 
-    def _last_sender(self, shares: Iterable[Share]) -> int:
+    def _slowest(self, shares: Iterable[Share]) -> int:
         """Of the nodes of which a part has come, the smallest part, in chunks; 0: there is none."""
         chunks, mask = self._order.chunks, (1 << self._first_bit[-1]) - 1
         owed = (bits & mask for share in shares for bits in share.owed.values())
@@ -274,10 +277,10 @@ class Round:
         share = self.shares.get(worker)
         return share.pending(self.due(share)) if share is not None else ()
 
-    def assign(self, worker: str, nodes: tuple[Node, ...]) -> None:
-        """These nodes are now the worker's to compute."""
+    def assign(self, worker: str, nodes: tuple[Node, ...], *, local: bool = False) -> None:
+        """These nodes are now the worker's to compute; see `Share.local`."""
         self.begun = True
-        share = self.shares.setdefault(worker, Share())
+        share = self.shares.setdefault(worker, Share(local=local))
         share.nodes.extend(nodes)
         loss = 1 << self._loss_bit
         everything = loss | (loss - 1 if self.sliced is None else self.sliced.owed_to)

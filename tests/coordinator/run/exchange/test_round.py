@@ -159,7 +159,7 @@ def test_partial_sums_stay_within_the_limit_and_it_is_done_whatever_the_interlea
         round_.plan(len(nodes))
         for node in nodes:
             worker = data.draw(st.sampled_from("abc"))
-            round_.assign(worker, (node,))
+            round_.assign(worker, (node,), local=worker == "c")
             ready.setdefault(worker, []).append(node)
             sent[node] = 0
             round_.node_loss(worker, node_loss(node))
@@ -410,3 +410,62 @@ def test_blocks_are_summarised_by_another_thread_and_the_round_waits_for_it(monk
     for each in asked:
         round_.summarised({n: summary_of(*given) for n, given in each.averages.items()})
     assert_is_the_plain_sum(round_, 1, FLOAT32)
+
+
+@pytest.fixture
+def one_ahead(monkeypatch):
+    """A chunk, however large."""
+    monkeypatch.setattr(limits, "UPLOAD_AHEAD_BYTES", 1)
+    monkeypatch.setattr(limits, "UPLOAD_AHEAD_CHUNKS", 1)
+
+
+def send(round_, worker, node, count=1):
+    """The next chunks of its node; gives who may send more then."""
+    sent = len(chunks()) - round_.shares[worker].owed[node].bit_count()
+    for block, chunk in chunks()[sent:][:count]:
+        round_.payload(worker, payload(node, block, chunk), values(node, block, chunk))
+    return round_.raise_uploads()
+
+
+def of_three(local=""):
+    """A round of three workers with a node each."""
+    nodes = cut_leaves(3)
+    round_ = Round(BLOCKS, 3, 1, 0, 0)
+    assert round_.plan(len(nodes)) == []
+    for worker, node in zip("abc", nodes, strict=True):
+        round_.assign(worker, (node,), local=worker == local)
+        round_.node_loss(worker, node_loss(node))
+    return round_, nodes
+
+
+@pytest.mark.usefixtures("one_ahead")
+def test_those_who_send_get_on_alike():
+    round_, (first, second, _) = of_three()
+    assert [round_.uploads(worker) for worker in "abc"] == [1, 1, 1]
+    assert send(round_, "a", first) == ["a"], "nobody waits for those who compute"
+    assert send(round_, "a", first) == ["a"]
+    assert send(round_, "b", second) == ["b"], "but for those who send"
+    assert send(round_, "a", first) == []
+    assert round_.pending("a") == (), "it has sent what it may: nobody takes it for late"
+    assert send(round_, "b", second) == ["b"]
+    assert send(round_, "b", second) == ["a", "b"]
+    assert [round_.uploads(worker) for worker in "abc"] == [4, 4, 1]
+
+
+@pytest.mark.usefixtures("one_ahead")
+def test_who_shares_no_link_is_not_held_back_and_holds_nobody_back():
+    round_, (first, _, third) = of_three(local="c")
+    assert round_.uploads("c") == len(chunks())
+    assert send(round_, "c", third) == []
+    assert send(round_, "a", first) == ["a"]
+    assert send(round_, "a", first) == ["a"]
+
+
+@pytest.mark.usefixtures("one_ahead")
+def test_nobody_waits_for_a_node_that_is_given_to_another():
+    """The first may have stopped for good, without a word."""
+    round_, (first, second, _) = of_three()
+    send(round_, "a", first)
+    send(round_, "b", second)
+    assert round_.plan(1) == ["a", "b", "c"]
+    assert round_.uploads("b") == len(chunks())
