@@ -14,7 +14,7 @@ BODY_BYTES: Final = 4 * MIB
 """A chunk: small enough that a halt or a heartbeat never waits behind a gigabyte."""
 CHUNK_ELEMENTS: Final = BODY_BYTES // 4
 """float32 elements in a chunk of a block at most."""
-SMALL_CHUNK_ELEMENTS: Final = 256 * KIB // 4
+SMALL_CHUNK_ELEMENTS: Final = 512 * KIB // 4
 """In one chunk at least, unless it is a block's last: a frame, and its way back as an average, cost
 the coordinator about 0.3 ms of processor, as much as encrypting 300 KB."""
 
@@ -85,10 +85,10 @@ REPLAY_BYTES: Final = 64 * MIB
 """Of missed steps that a worker is sent before its whole state is taken to be the shorter way."""
 PARTIAL_SUMS_BYTES: Final = 64 * MIB
 """Of gradients that wait to be added to others; half of a step's, where that is more."""
-UPLOAD_AHEAD_BYTES: Final = 1024 * KIB
+UPLOAD_AHEAD_BYTES: Final = 1 * MIB
 """Of a gradient that a worker may send ahead of the others that send, or so many chunks: enough to
 keep a link busy meanwhile, and little enough that those who share one get on alike."""
-UPLOAD_AHEAD_CHUNKS: Final = 4
+UPLOAD_AHEAD_CHUNKS: Final = 2
 BOUNDARIES_BYTES: Final = 64 * MIB
 """Of replicas' boundaries that wait for the disk, before no more is read of who sends them."""
 SUMMARISED_AT_ONCE_BYTES: Final = 4 * MIB
