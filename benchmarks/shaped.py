@@ -212,7 +212,12 @@ def main() -> None:
     head = ["what", "rounds", "min ms", "median ms", "ratio", "wires ms", "out MB", "in MB"]
     head.append("coordinator MB")
     print_table(head, table)
-    print(f"load {os.getloadavg()[0]:.1f}")
+    print(f"load {os.getloadavg()[0]:.1f}, congestion control {_congestion_control()}")
+
+
+def _congestion_control() -> str:
+    """What TCP does here, on the hosts too: flows that share a link fare unlike by it."""
+    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text(encoding="ascii").strip()
 
 
 if __name__ == "__main__":

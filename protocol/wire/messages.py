@@ -349,7 +349,10 @@ class Cancel(_InStep):
 
 
 class Credit(_InStep):
-    """Coordinator: what came of the present step is summed: so many chunks may be sent by now."""
+    """Coordinator: so many chunks of each of your nodes may be sent by now.
+
+    There is room for their sums, and the others that send are about as far.
+    """
 
     tag = 31
     uploads: Number
