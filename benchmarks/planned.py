@@ -73,9 +73,9 @@ class Measured(NamedTuple):
 
 
 _MEASURED: Final = (
-    Measured(3, 100, 1282.0, 593.6),
-    Measured(4, 100, 1933.8, 671.8),
-    Measured(8, 100, 4824.1, 911.1),
+    Measured(3, 100, 1071.5, 593.6),
+    Measured(4, 100, 1693.2, 671.8),
+    Measured(8, 100, 4037.5, 911.1),
 )
 
 

@@ -13,7 +13,7 @@ from typing import Final
 
 _HEADERS: Final = 1.05
 """Of Ethernet, IP, TCP, TLS and frames, on 1500-byte packets."""
-_UNEVEN: Final = 1.33
+_UNEVEN: Final = 1.17
 """Of a star: workers that send to one link do not get equal parts of it, and a sum waits for the
 last one; averages go the other way over the same connections meanwhile."""
 _LOOP_S: Final = 0.9e-9
