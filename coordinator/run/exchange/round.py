@@ -173,6 +173,7 @@ class Round:
         self._order = UploadOrder(blocks)
         self._given_nodes = 0
         self._given_again = False
+        self._due: dict[int, int] = {}
         self._summed = 0
         self._delivered: set[str] = set()
         self._blocks = blocks
@@ -268,9 +269,11 @@ class Round:
         """What a worker may have sent of a node, as bits of what it owes."""
         if self.sliced is not None or share.uploads >= self._order.chunks:
             return -1
-        allowed = (self._order.chunk(position) for position in range(share.uploads))
-        chunks = sum(1 << (self._first_bit[block] + chunk) for block, chunk in allowed)
-        return chunks | 1 << self._first_bit[-1]
+        if share.uploads not in self._due:  # leases ask for it ten times a second, of each worker
+            allowed = (self._order.chunk(position) for position in range(share.uploads))
+            chunks = sum(1 << (self._first_bit[block] + chunk) for block, chunk in allowed)
+            self._due[share.uploads] = chunks | 1 << self._first_bit[-1]
+        return self._due[share.uploads]
 
     def pending(self, worker: str) -> tuple[Node, ...]:
         """The worker's nodes of which anything is to come that it may send."""
