@@ -22,6 +22,8 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # More processes than cores: torch's threads that wait leave them to others.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("loaded machine", deadline=None)
 settings.load_profile("loaded machine")
 

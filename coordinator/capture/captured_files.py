@@ -20,7 +20,7 @@ import numpy as np
 from coordinator.capture.spool import Bytes, Spool, kept_steps
 from coordinator.disk.durable_file import (
     TEMPORARY_SUFFIX,
-    make_directory,
+    make_below,
     replace_file,
     storing,
     sync_directory,
@@ -65,6 +65,7 @@ class CapturedFiles:
             tokenizer=manifest.digests["vocabulary"],
             layout=self._layout,
         )
+        self._run_directory = directory
         self._spool_directory = directory / DIRECTORY
         self._export = manifest.export
         self._directory = directory / manifest.export.directory
@@ -123,7 +124,7 @@ class CapturedFiles:
             self.close()
             path = self._spool_directory / f"{number:05}{_ROWS}"
             with storing("make", self._spool_directory):
-                make_directory(self._spool_directory)
+                make_below(self._run_directory, self._spool_directory)
             first = number * self._steps
             committed = min(self._committed, first + self._steps)
             self._spool = number, Spool(path, first, committed)
@@ -144,7 +145,7 @@ class CapturedFiles:
     def _write(self, path: Path, spool: Spool) -> None:
         """One file of logits, durable before it has its name."""
         with storing("write", path):
-            make_directory(path.parent)
+            make_below(self._run_directory, path.parent)
             temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
             write_logits(temporary, self._facts, self._groups(spool))
             fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)

@@ -7,6 +7,7 @@ opens the file anew, cuts it to what was confirmed, and has its owner write the 
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -76,8 +77,7 @@ class AppendFile:
         """Make what was written durable, under this name; inside `use`."""
         os.fdatasync(self._fd)
         if not is_same_file(self._fd, self.path):
-            gone = "the file was removed or moved; bring the directory back, then go on"
-            raise FileNotFoundError(2, gone)
+            raise FileNotFoundError(errno.ENOENT, "the file was removed or moved")
 
     def confirm(self) -> None:
         """What was written and synced is final."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from coordinator.disk.durable_file import NewFile, replace_file
+from coordinator.disk.durable_file import NewFile, make_below, replace_file
 from coordinator.disk.safetensors_file import safetensors_pieces
 from protocol.base.errors import DataError
 from protocol.exact.replica import Replica
@@ -51,7 +51,7 @@ def begin_model(
     """
     export = manifest.export
     target = directory / export.directory
-    target.mkdir(parents=True, exist_ok=True)
+    make_below(directory, target)
     tensors = {export.names.get(name, name): values for name, values in named.items()}
     contents: dict[str, bytes | Iterator[memoryview]] = {
         export.weights_file: safetensors_pieces(tensors, {"format": "pt"})

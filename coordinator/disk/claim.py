@@ -89,7 +89,7 @@ class Claim:
         except StorageDamaged as error:
             raise StorageFailed("use", str(self._epoch_file), error.reason) from None
         if stored == 0:
-            reason = "its epoch file is gone; bring the directory back, then go on"
+            reason = "its epoch file is gone; bring back what is missing, then go on"
             raise StorageFailed("use", str(self.directory), reason)
         if stored != self.epoch:
             raise Superseded(

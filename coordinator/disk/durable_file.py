@@ -127,6 +127,21 @@ def make_directory(path: Path) -> None:
         sync_directory(directory.parent)
 
 
+def make_below(base: Path, path: Path) -> None:
+    """Make a directory, and those between it and `base`, which must be there.
+
+    A run's directory that has vanished while the run goes on is not made anew: it could not be
+    brought back to its place then.
+
+    Raises:
+        OSError: It cannot be made, or `base` is not there.
+    """
+    between = [base / part for part in reversed(path.relative_to(base).parents)]
+    for directory in (*between[1:], path):
+        directory.mkdir(exist_ok=True)
+        sync_directory(directory.parent)
+
+
 def replace_file(path: Path, content: bytes | Iterable[memoryview]) -> str:
     """Write, sync, rename into place, sync the directory.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from coordinator.disk.durable_file import make_below
 from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.tracking.rows import Rows
 from coordinator.tracking.trackers import DIRECTORY, Tracked, Tracker, open_tracker
@@ -39,7 +40,7 @@ def feed(name: str, run: Path, news: Callable[[], bytes] | None = None) -> tuple
     if stored is None:
         raise UsageError(f"expected a run's directory at {str(run)!r}, found no run.json there")
     place = run / DIRECTORY / name
-    place.mkdir(parents=True, exist_ok=True)
+    make_below(run, place)
     with (place / "lock").open("w") as lock:
         # An earlier process that is about to end has it until it has.
         fcntl.flock(lock, fcntl.LOCK_EX)

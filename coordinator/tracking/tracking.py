@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from coordinator.disk.durable_file import make_below
 from coordinator.run.outputs.facts import Fact
 from coordinator.service.listener import RunAccepted, RunEnded, RunResumed
 from coordinator.tracking.feeding import END, NEWS
@@ -80,7 +81,7 @@ class _Feed:
         self._late = False
         self._process: subprocess.Popen[bytes] | None = None
         try:
-            self._log.parent.mkdir(parents=True, exist_ok=True)
+            make_below(run, self._log.parent)
             with self._log.open("ab") as log:
                 self._process = subprocess.Popen(  # noqa: S603 -- a command of ours
                     [*own_command("coordinator"), "track", str(run), "--to", name, "--follow"],

@@ -24,7 +24,13 @@ from itertools import pairwise
 from pathlib import Path
 
 from coordinator.disk.append_file import AppendFile
-from coordinator.disk.durable_file import TEMPORARY_SUFFIX, storing, sync_directory, write_all
+from coordinator.disk.durable_file import (
+    TEMPORARY_SUFFIX,
+    make_below,
+    storing,
+    sync_directory,
+    write_all,
+)
 from coordinator.run.outputs.restart import CommitRecord
 from coordinator.storage.log.log_index import (
     LogIndex,
@@ -99,8 +105,7 @@ class GradientLog:
         self._attempt: tuple[int, int] | None = None
         self._pending: dict[ChunkPlace, Array] = {}
         with storing("make", directory):
-            directory.mkdir(parents=True, exist_ok=True)
-            sync_directory(directory.parent)
+            make_below(directory.parent, directory)
         self._file = self._new_segment()
         try:
             self._keep_name()

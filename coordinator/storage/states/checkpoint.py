@@ -34,6 +34,7 @@ from coordinator.disk.canonical_json import json_digest
 from coordinator.disk.durable_file import (
     TEMPORARY_SUFFIX,
     NewFile,
+    make_below,
     remove_temporaries,
     replace_file,
     storing,
@@ -139,8 +140,7 @@ def write_checkpoint(
     assert len(losses) == replica.step
     path = checkpoint_path(root, replica.step)
     with storing("make", root):
-        root.mkdir(parents=True, exist_ok=True)
-        sync_directory(root.parent)
+        make_below(root.parent, root)
     remove_temporaries(root)
     digests = replica.digests()
     info = CheckpointInfo(

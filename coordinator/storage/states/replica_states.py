@@ -23,7 +23,7 @@ from blake3 import blake3
 
 from coordinator.disk.durable_file import (
     TEMPORARY_SUFFIX,
-    make_directory,
+    make_below,
     replace_file,
     storing,
 )
@@ -109,7 +109,7 @@ class ReplicaStates:
             return None
         self._guard()
         with storing("make", self._path):
-            make_directory(self._path)
+            make_below(self._path.parent, self._path)
         digests: list[bytes] = []
         replace_file(self._directory.own_file(step), self._sealed(step, content, digests))
         self._told = {known: told for known, told in self._told.items() if known > step - LATEST}

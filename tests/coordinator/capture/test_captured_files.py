@@ -62,6 +62,7 @@ def rows(step: int) -> list[np.ndarray]:
 
 
 def files(directory: Path, spec: RunSpec, committed: int = 0) -> CapturedFiles:
+    directory.mkdir(exist_ok=True)
     return CapturedFiles(directory, MANIFEST, spec, committed, lambda: None)
 
 

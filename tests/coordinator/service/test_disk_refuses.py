@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import threading
 
 import pytest
 
@@ -12,6 +13,7 @@ from coordinator.disk.durable_file import TEMPORARY_SUFFIX
 from coordinator.run.run import RunPhase
 from coordinator.storage import run_storage
 from coordinator.storage.log.gradient_log import GradientLog
+from coordinator.storage.states.checkpoint import write_checkpoint
 from protocol.base.errors import StorageFailed, UsageError
 from tests.durable_run import small_disk
 from tests.live_service import PATIENCE_S, Scripted, live_service, scripted_spec, undisturbed
@@ -178,8 +180,38 @@ async def test_a_directory_that_vanishes_and_comes_back(tmp_path, long_reference
         run_id = live.service.submit(LONG)
         result = await interrupted(
             live, run_id, lambda: runs.rename(away), lambda: away.rename(runs),
-            "bring the directory back",
+            "bring back what is missing",
         )  # fmt: skip
+    assert result["weights_digest"] == long_reference["weights_digest"]
+    assert audit(directory_of(live, run_id)).ok
+
+
+async def test_a_directory_that_vanishes_is_not_made_anew(tmp_path, long_reference, monkeypatch):
+    """Not by a checkpoint that is about to be written either: it could not be moved back then."""
+    runs, away = tmp_path / "runs", tmp_path / "away"
+    gone = threading.Event()
+
+    def away_at_first(root, manifest, replica, **given):
+        if replica.step and not gone.is_set():
+            runs.rename(away)
+            gone.set()
+        return write_checkpoint(root, manifest, replica, **given)
+
+    monkeypatch.setattr(run_storage, "write_checkpoint", away_at_first)
+    async with live_service(runs, 1) as live:
+        run_id = live.service.submit(LONG)
+        live.worker("w0")
+        assert await halt_or_end(live, 0)
+        assert gone.is_set()
+        assert "bring back what is missing" in live.every("halted")[-1]["reason"]
+        assert not runs.exists()
+        away.rename(runs)
+        halts = 1
+        go_on(live)
+        while await halt_or_end(live, halts):  # what failed meanwhile is told once
+            halts = len(live.every("halted"))
+            go_on(live)
+        result = await live.result(run_id)
     assert result["weights_digest"] == long_reference["weights_digest"]
     assert audit(directory_of(live, run_id)).ok
 

@@ -126,7 +126,7 @@ def test_a_directory_that_vanishes_while_it_is_looked_at_is_gone_not_another_s(
         return usual(*arguments)
 
     monkeypatch.setattr(claim_module, look, vanished_first)
-    with pytest.raises(StorageFailed, match="bring the directory back"):
+    with pytest.raises(StorageFailed, match="bring back what is missing"):
         claim.check()
     monkeypatch.undo()
     away.rename(runs)
@@ -137,7 +137,7 @@ def test_a_claim_on_a_directory_that_is_away_is_good_when_it_is_back(tmp_path):
     directory = tmp_path / "run"
     claim = Claim.take(directory)
     directory.rename(tmp_path / "away")
-    with pytest.raises(StorageFailed, match="bring the directory back"):
+    with pytest.raises(StorageFailed, match="bring back what is missing"):
         claim.check()
     (tmp_path / "away").rename(directory)
     claim.check()
