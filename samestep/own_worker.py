@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -127,8 +128,9 @@ class OwnWorker:
     def drain(self) -> None:
         """Finish what there is, and leave."""
         self._begun.wait()
-        if self._loop is not None and self._client is not None and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._client.drain)
+        if self._loop is not None and self._client is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: it has left
+                self._loop.call_soon_threadsafe(self._client.drain)
 
     def end(self) -> None:
         """Leave, and wait for the thread: afterwards the module is nobody's but the caller's."""
