@@ -17,14 +17,14 @@ def test_who_leaves_as_it_ends_by_itself_leaves_like_any_other():
     made: queue.SimpleQueue[OwnWorker] = queue.SimpleQueue()
 
     class Happened(queue.SimpleQueue[Any]):
-        def put(self, item, block=True, timeout=None):
+        def put(self, item, *given, **named):
             worker = made.get()
             try:
                 worker.drain()
                 raised.append(None)
             except RuntimeError as error:
                 raised.append(error)
-            super().put(item, block, timeout)
+            super().put(item, *given, **named)
 
     happened = Happened()
     nobody = Target("127.0.0.1", 1, "alone", "cpu", retry_for_s=0.0)
