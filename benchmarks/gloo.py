@@ -24,11 +24,13 @@ from protocol.host.trace import now_us
 Times = list[tuple[float, float]]
 
 
-def all_reduce(payload_bytes: int, rounds: int) -> Times:
-    """Mean of one float32 tensor of so many bytes: all-reduce, then one division."""
+def all_reduce(payload_bytes: int, rounds: int, quiet_ms: float) -> Times:
+    """Mean of one float32 tensor of so many bytes: all-reduce, then one division; before each as
+    long without a byte as a step computes, in which TCP forgets how quick a link is."""
     tensor = torch.ones(payload_bytes // 4)
     times = []
     for _ in range(rounds):
+        time.sleep(quiet_ms / 1e3)
         dist.barrier()
         start_us = now_us()
         dist.all_reduce(tensor)

@@ -123,7 +123,10 @@ def measure(row: Row, ways: Sequence[Way], rounds: int, turns: int) -> dict[str,
     passed: dict[str, int] = dict.fromkeys(ways, 0)
     taken = rounds + _WARMING_ROUNDS
     worker = ["benchmarks.ready_worker", "--quiet-ms", str(row.case.quiet_ms)]
-    command = {"do": "all_reduce", "payload_bytes": row.case.payload_bytes, "rounds": taken}
+    command = {
+        "do": "all_reduce", "payload_bytes": row.case.payload_bytes, "rounds": taken,
+        "quiet_ms": row.case.quiet_ms,
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as name, Network(row.mbits) as network:
         directory = Path(name)
         places = [network.hosts[host] for host in row.on]

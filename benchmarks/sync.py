@@ -109,6 +109,7 @@ def measure(case: Case, rounds: int, turns: int = TURNS, *, apart: bool = False)
                     "do": "all_reduce",
                     "payload_bytes": case.payload_bytes,
                     "rounds": rounds + WARMING_ROUNDS,
+                    "quiet_ms": case.quiet_ms,
                 }
                 gloo_us += spans_us(ranks.ask(command))[WARMING_ROUNDS:]
         timelines = cluster.timelines()
