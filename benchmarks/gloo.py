@@ -25,8 +25,8 @@ Times = list[tuple[float, float]]
 
 
 def all_reduce(payload_bytes: int, rounds: int, quiet_ms: float) -> Times:
-    """Mean of one float32 tensor of so many bytes: all-reduce, then one division; before each as
-    long without a byte as a step computes, in which TCP forgets how quick a link is."""
+    """Mean of one float32 tensor of so many bytes: all-reduce, then one division. Before each it is
+    as quiet as before ours: a link may be slower after a while without a byte."""
     tensor = torch.ones(payload_bytes // 4)
     times = []
     for _ in range(rounds):
