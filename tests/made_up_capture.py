@@ -50,6 +50,7 @@ def capture_of(
         each = layout.sample_bytes
         patch.setattr(limits, "LOGITS_FILE_BYTES", steps_of_a_file * STEP * each)
         patch.setattr(limits, "ROW_GROUP_BYTES", samples_of_a_group * each)
+        directory.mkdir(exist_ok=True)
         captured = CapturedFiles(directory, manifest, spec, 0, lambda: None)
         for step in range(steps):
             captured.keep(step, [_rows(layout, step)])

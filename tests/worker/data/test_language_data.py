@@ -216,6 +216,7 @@ def test_a_student_learns_what_counted_for_its_teacher(tokenizers, tmp_path):
     spec = parse_run_spec(document | {"task": "teacher-logits", "capture": {"top_k": 4}})
     teacher = build(spec)
     program = EagerBackend("cpu").compile(teacher.trainable, teacher.batch([0, 1]))
+    (tmp_path / "capture").mkdir()
     files = CapturedFiles(tmp_path / "capture", teacher.manifest, spec, 0, lambda: None)
     for step in range(3):
         rows = [program.rows(teacher.batch([n, n + 1])).rows for n in (4 * step, 4 * step + 2)]

@@ -29,6 +29,7 @@ def finished(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     task = build(spec)
     replica = Replica(task.manifest.blocks, spec.optimizer)
     replica.load_parameters([values + np.float32(0.5) for values in task.initial_parameters()])
+    (directory / "out").mkdir()
     write_model(directory / "out", task.manifest, replica)
     (directory / "out" / "run.json").write_text("{}")
     (directory / "out" / "result.json").write_text("{}")
