@@ -411,7 +411,7 @@ def _until_over(
         match event:
             case Interrupted():
                 coordinator.drain()
-            case WorkerEnded(error=Exception() as error) if not worker.over:
+            case WorkerEnded(error=Exception() as error) if worker.ended is None:
                 failed = error
                 if alone:
                     coordinator.drain()
@@ -576,9 +576,9 @@ def _follow(worker: OwnWorker, happened: Happened) -> None:
             interrupted = True
             worker.drain()
         elif isinstance(event, WorkerEnded):
-            if event.error is not None and not worker.over:
+            if event.error is not None and worker.ended is None:
                 raise event.error
-            if interrupted and not worker.over:
+            if interrupted and worker.ended is None:
                 raise SystemExit(ExitCode.OK)
             return
 
@@ -621,17 +621,24 @@ def _join(call: script.Call, joining: Joining) -> FitResult:
 
 
 def _as_joined(call: script.Call, worker: OwnWorker) -> FitResult:
-    task = call.built
-    if task is None or not worker.over:
-        raise RunFailed(worker.over or "this worker left before the run was over")
+    task, ended = call.built, worker.ended
+    if ended is None:
+        raise RunFailed("this worker left before the run was over")
+    if task is None or ended.outcome == "failed":
+        raise RunFailed(ended.reason)
     task.refuse_what_draws_otherwise_now()
     tensors = task.trained()
+    digest = weights_digest(tensors)
+    if digest != ended.weights:
+        raise RunFailed(
+            f"the run is over ({ended.reason}) and has weights {ended.weights or 'none'}, this "
+            f"worker has {digest}: it had not got so far; take what was trained from the run's "
+            "directory"
+        )
     task.load(tensors)
     history = tuple(row for _, row in sorted(worker.rows.items()))
     steps = int(history[-1]["step"]) if history else 0
-    return FitResult(
-        task.user.module, history, {}, weights_digest(tensors), steps, "finished", None, joined=True
-    )
+    return FitResult(task.user.module, history, {}, digest, steps, ended.outcome, None, joined=True)
 
 
 @contextmanager

@@ -69,7 +69,7 @@ class _OneRunClient(Client):
 
     rows: dict[int, dict[str, float]]
     halted: Callable[[str], None]
-    over = ""
+    ended: EndRun | None = None
 
     def on_message(self, channel: Channel, received: Received) -> None:
         """See `Client`; a commit is noted, and the end."""
@@ -81,7 +81,7 @@ class _OneRunClient(Client):
             if message.scalars is not None:
                 self.rows[step]["learning_rate"] = message.scalars.learning_rate
         elif isinstance(message, EndRun):
-            self.over = message.reason
+            self.ended = message
             self.drain()
         elif isinstance(message, Halt):
             self.halted(message.reason)
@@ -93,7 +93,7 @@ class OwnWorker:
     Attributes:
         rows: Loss and learning rate of the steps that were committed while this worker took part,
             from 1.
-        over: Why the run is over, as the coordinator said; empty before.
+        ended: That the run is over, how and why, as the coordinator said; None before.
 
     Args:
         target: Whom to serve.
@@ -122,8 +122,8 @@ class OwnWorker:
         self._thread.start()
 
     @property
-    def over(self) -> str:
-        return self._client.over if self._client is not None else ""
+    def ended(self) -> EndRun | None:
+        return self._client.ended if self._client is not None else None
 
     def drain(self) -> None:
         """Finish what there is, and leave."""

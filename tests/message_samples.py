@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from hypothesis import strategies as st
@@ -101,7 +101,7 @@ EXAMPLES: dict[type[Message], Message] = {
         messages.Halt(**PLACE, reason="non-finite"),
         messages.Continue(**PLACE),
         messages.Drain(),
-        messages.EndRun(run_id="r", reason="over"),
+        messages.EndRun(run_id="r", outcome="finished", reason="over", weights=DIGEST),
         messages.MemoryReturned(places=(0, 8192)),
         messages.Goodbye(reason="bye", retry=False, exit_code=0),
         messages.BlobRequest(run_id="r", digest=DIGEST, offset=4),
@@ -254,7 +254,10 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
     messages.Halt: {**_in_step, "reason": _text},
     messages.Continue: _in_step,
     messages.Drain: {},
-    messages.EndRun: {"run_id": _small, "reason": _text},
+    messages.EndRun: {
+        "run_id": _small, "outcome": st.sampled_from(get_args(messages.Outcome)), "reason": _text,
+        "weights": st.none() | _digest,
+    },
     messages.MemoryReturned: {"places": st.lists(_number, max_size=64).map(tuple)},
     messages.Goodbye: {
         "reason": _text, "retry": st.booleans(), "exit_code": st.integers(0, 125)

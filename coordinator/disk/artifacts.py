@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from coordinator.disk.durable_file import NewFile, make_below, replace_file
+from coordinator.disk.durable_file import NewFile, make_below, replace_file, storing
 from coordinator.disk.safetensors_file import safetensors_pieces
 from protocol.base.errors import DataError
 from protocol.exact.replica import Replica
@@ -29,6 +29,9 @@ def write_model(directory: Path, manifest: Manifest, replica: Replica) -> dict[s
 
     Returns:
         BLAKE3 of each file, by its path below `directory`.
+
+    Raises:
+        StorageFailed: The disk refuses.
     """
     with ExitStack() as stack:
         files = begin_model(stack, directory, manifest, replica.trained_tensors())
@@ -51,7 +54,8 @@ def begin_model(
     """
     export = manifest.export
     target = directory / export.directory
-    make_below(directory, target)
+    with storing("make", target):
+        make_below(directory, target)
     tensors = {export.names.get(name, name): values for name, values in named.items()}
     contents: dict[str, bytes | Iterator[memoryview]] = {
         export.weights_file: safetensors_pieces(tensors, {"format": "pt"})

@@ -22,6 +22,7 @@ from protocol.base.errors import StorageFailed, UsageError
 TEMPORARY_SUFFIX: Final = ".part"
 _PIECE_BYTES: Final = 1 << 24
 
+MISSING: Final = "No such file or directory; bring back what is missing, then go on"
 _REMEDIES: Final = {
     errno.ENOSPC: "make room, then go on",
     errno.EDQUOT: "raise the quota or make room, then go on",
@@ -29,6 +30,7 @@ _REMEDIES: Final = {
     errno.ENOENT: "bring back what is missing, then go on",
     errno.ESTALE: "bring the file system back, then go on",
     errno.EACCES: "let this user read and write it, then go on",
+    errno.EPERM: "let this user read and write it, then go on",
     errno.EIO: "look after the disk, then go on",
     errno.EISDIR: "expected a file there; bring it back from a copy",
     errno.ENOTDIR: "expected a directory there; bring it back from a copy",

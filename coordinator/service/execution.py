@@ -644,7 +644,11 @@ class Execution:
             self._tell(RunFails(self.outcome.reason))
         if self._copying is not None:
             await self._copying
-        message = EndRun(run_id=self.run.run_id, reason=cut_text(self.outcome.reason))
+        weights = self.result.get("weights_digest")
+        message = EndRun(
+            run_id=self.run.run_id, outcome=self.outcome.outcome,
+            reason=cut_text(self.outcome.reason), weights=None if weights is None else str(weights),
+        )  # fmt: skip
         try:
             await self.close()
         finally:

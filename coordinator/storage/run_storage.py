@@ -19,6 +19,7 @@ from typing import Final, NamedTuple, TypeVar
 from blake3 import blake3
 
 from coordinator.capture.captured_files import CapturedFiles
+from coordinator.disk.durable_file import MISSING
 from coordinator.run.outputs.kept import Bytes
 from coordinator.run.outputs.own_state import own_state_bytes
 from coordinator.run.outputs.restart import CommitRecord, Terms
@@ -42,7 +43,7 @@ from coordinator.storage.states.replica_states import ReplicaStates
 from coordinator.storage.states.retention import best_step, prune
 from coordinator.storage.states.saved_state import Piece, SavedState
 from protocol.base import limits
-from protocol.base.errors import SamestepError
+from protocol.base.errors import SamestepError, StorageFailed
 from protocol.exact.replica import Replica
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec
@@ -407,12 +408,15 @@ class RunStorage:
             RunFailed: The directory has another coordinator now.
         """
         manifest, root = self._begun.manifest, self.directory.checkpoints
+        made_before = self.newest is not None
 
         def read() -> None:
             self._loop.call_soon_threadsafe(state_read)
 
         def work() -> tuple[Checkpoint, int | None]:
             self._guard()
+            if made_before and not root.is_dir():  # made anew it could not be brought back
+                raise StorageFailed("write to", str(root), MISSING)
             checkpoint = write_checkpoint(
                 root, manifest, replica, run_id=self._run_id, epoch=self._epoch, losses=losses,
                 state_read=read,

@@ -23,6 +23,8 @@ from protocol.exact.update import StepScalars
 NodeList = Annotated[tuple[tuple[Number, Number], ...], Field(max_length=64)]
 BodyRule = Literal["none", "values", "document", "bytes"]
 StateKind = Literal["parameters", "first_moment", "second_moment"]
+Outcome = Literal["finished", "drained", "failed"]
+"""Of a run."""
 
 
 class Message(BaseModel):
@@ -690,11 +692,16 @@ class Drain(Message):
 
 
 class EndRun(Message):
-    """Coordinator: the run is over; wait for the next one."""
+    """Coordinator: the run is over; wait for the next one.
+
+    `weights` is the digest of what was trained, if the run leaves that.
+    """
 
     tag = 26
     run_id: Small
+    outcome: Outcome
     reason: Text
+    weights: Digest | None
 
 
 class MemoryReturned(Message):

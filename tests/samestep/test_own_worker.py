@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import queue
+from types import SimpleNamespace
 from typing import Any
 
-from protocol.base.errors import Unreachable
+import numpy as np
+import pytest
+
+from protocol.base.errors import RunFailed, Unreachable
+from protocol.exact.digest import weights_digest
+from protocol.wire.messages import EndRun
+from samestep.fitting import _as_joined
 from samestep.own_worker import OwnWorker, WorkerEnded
 from worker.joining.credentials import WorkerCredentials
 from worker.shell.client import Target
@@ -35,3 +42,40 @@ def test_who_leaves_as_it_ends_by_itself_leaves_like_any_other():
     assert isinstance(ended, WorkerEnded)
     assert isinstance(ended.error, Unreachable)
     assert raised == [None]
+
+
+TRAINED = {"weight": np.ones(3, np.float32)}
+
+
+def joined(ended: EndRun | None) -> Any:
+    task = SimpleNamespace(
+        trained=lambda: TRAINED, load=lambda _: None, user=SimpleNamespace(module=None),
+        refuse_what_draws_otherwise_now=lambda: None,
+    )  # fmt: skip
+    rows = {5: {"step": 5, "loss": 1.0}}
+    return _as_joined(SimpleNamespace(built=task), SimpleNamespace(ended=ended, rows=rows))  # type: ignore[arg-type]
+
+
+def end(**changes: Any) -> EndRun:
+    same = {"outcome": "finished", "reason": "why", "weights": weights_digest(TRAINED)}
+    return EndRun(run_id="run", **{**same, **changes})
+
+
+def test_who_has_joined_has_the_outcome_and_the_weights_of_the_run():
+    for outcome in ("finished", "drained"):
+        result = joined(end(outcome=outcome))
+        assert (result.outcome, result.steps, result.digest) == (outcome, 5, end().weights)
+
+
+@pytest.mark.parametrize(
+    ("ended", "why"),
+    [
+        (None, "this worker left before the run was over"),
+        (end(outcome="failed", weights=None), "^why$"),
+        (end(weights="a" * 64), "has weights a{64}, this worker has .* it had not got so far"),
+        (end(weights=None), "has weights none"),
+    ],
+)
+def test_other_weights_than_the_run_has_are_no_result(ended, why):
+    with pytest.raises(RunFailed, match=why):
+        joined(ended)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,8 @@ def test_two_fits_in_one_script_are_two_runs_for_all_who_run_it(tmp_path):
         tmp_path,
         HEAD
         + """
-first = samestep.fit(task, steps=3, batch=8, workers=2)
+averages = {"name": "schedule-free", "lr": 0.1}
+first = samestep.fit(task, steps=3, batch=8, workers=2, optimizer=averages)
 second = samestep.fit(lambda: task(first.module), steps=2, batch=8, workers=2)
 for each in (first, second):
     print("loss", len(each.history), "digest", each.digest, flush=True)
@@ -85,3 +87,19 @@ for each in (first, second):
     there = joined.communicate(timeout=300)[0]
     assert len(digests(said)) == 2
     assert digests(there) == digests(said)
+
+
+@pytest.mark.slow
+def test_a_drain_is_told_to_who_has_joined(tmp_path):
+    fit = "r = samestep.fit(task, steps=1_000_000, batch=8, workers=2)\n"
+    fit += "print('outcome', r.outcome, r.steps, r.joined, r.digest, flush=True)\n"
+    running = RunningScript(written(tmp_path, HEAD + fit))
+    joined = running.joined("second")
+    running.wait_for("step ")
+    running.process.send_signal(signal.SIGINT)
+    mine = re.search(r"^outcome drained (\d+) False (\w{64})$", running.ended(), re.MULTILINE)
+    there = joined.communicate(timeout=300)[0]
+    theirs = re.search(r"^outcome drained (\d+) True (\w{64})$", there, re.MULTILINE)
+    assert mine is not None
+    assert theirs is not None
+    assert mine.groups() == theirs.groups()

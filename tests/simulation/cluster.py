@@ -18,11 +18,11 @@ from random import Random
 from typing import Any, Final
 from unittest import mock
 
-from coordinator.run.outputs.actions import Outcome
 from coordinator.run.run import RunPhase
 from coordinator.service.execution import Execution
 from protocol.base import limits
 from protocol.spec.run_spec import RunSpec, Way
+from protocol.wire.messages import Outcome
 from tests.simulation.device import Flaws
 from tests.simulation.disk import Disk
 from tests.simulation.disturbances import Disturbances

@@ -306,8 +306,14 @@ class Engine:
             done()
 
     def _free(self) -> None:
-        if self._job is not None:
-            self._job.program.close()
+        """Whoever made the task has its module back, with what was trained."""
+        job = self._job
+        if job is None:
+            return
+        try:
+            self._load_trained(job)
+        finally:
+            job.program.close()
 
     def _build(self, run_id: str, spec: RunSpec, inputs: str | None, *, keep: bool) -> None:
         try:
@@ -589,6 +595,13 @@ class Engine:
         job.loaded = True
         job.averaged = False
 
+    def _load_trained(self, job: _Job) -> None:
+        """Where the optimizer averages, that is another than what gradients are taken at."""
+        if job.replica.averages and not job.averaged:
+            self._await_digest()
+            job.program.load(job.replica.trained())
+            job.averaged = True
+
     def _report_digest(self, replica: Replica) -> None:
         """Hash while the next step computes; the next change of the replica waits for it."""
 
@@ -625,10 +638,7 @@ class Engine:
             return
         if not job.loaded:
             self._load(job)
-        if job.replica.averages and not job.averaged:
-            self._await_digest()
-            job.program.load(job.replica.trained())
-            job.averaged = True
+        self._load_trained(job)
         sums = job.program.evaluate(job.task.evaluation_batch(part))
         self._emit(PartEvaluated(step, part, dict(sums)))
 

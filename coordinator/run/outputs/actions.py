@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from numpy.typing import NDArray
 
@@ -14,9 +14,7 @@ from coordinator.run.outputs.restart import CommitRecord, Terms
 from protocol.base.errors import ExitCode
 from protocol.exact.update import Array, StepScalars
 from protocol.spec.manifest import Block, Manifest
-from protocol.wire.messages import Boundary, Message, StateChunk, StretchRequest
-
-Outcome = Literal["finished", "drained", "failed"]
+from protocol.wire.messages import Boundary, Message, Outcome, StateChunk, StretchRequest
 
 
 @dataclass(frozen=True, slots=True)

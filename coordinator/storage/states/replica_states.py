@@ -81,6 +81,7 @@ class ReplicaStates:
         self._directory = directory
         self._told = {step: told}
         self._path = directory.replicas
+        self._made = self._path.is_dir()
         self._checkpoints = directory.checkpoints
         self._own_bytes = own_bytes
         self._every = every
@@ -108,8 +109,7 @@ class ReplicaStates:
         if not self._own_bytes:
             return None
         self._guard()
-        with storing("make", self._path):
-            make_below(self._path.parent, self._path)
+        self._make()
         digests: list[bytes] = []
         replace_file(self._directory.own_file(step), self._sealed(step, content, digests))
         self._told = {known: told for known, told in self._told.items() if known > step - LATEST}
@@ -117,6 +117,13 @@ class ReplicaStates:
         self._whole.clear()
         self._prune(step)
         return self._told[step]
+
+    def _make(self) -> None:
+        """Once: a directory that has vanished since is to be brought back."""
+        if not self._made:
+            with storing("make", self._path):
+                make_below(self._path.parent, self._path)
+            self._made = True
 
     def _sealed(
         self, step: int, content: Sequence[Bytes], digests: list[bytes]
@@ -161,7 +168,7 @@ class ReplicaStates:
         replica, inner = message.replica, message.inner
         path = self._path / f"boundary-{replica}"
         with storing("write", path):
-            self._path.mkdir(exist_ok=True)
+            self._make()
             temporary = path.with_name(f"{path.name}-{inner}{TEMPORARY_SUFFIX}")
             with temporary.open("ab" if message.chunk else "wb") as file:
                 file.write(content.data)

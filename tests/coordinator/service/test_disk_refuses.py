@@ -5,6 +5,7 @@ import contextlib
 import errno
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -214,6 +215,51 @@ async def test_a_directory_that_vanishes_is_not_made_anew(tmp_path, long_referen
         result = await live.result(run_id)
     assert result["weights_digest"] == long_reference["weights_digest"]
     assert audit(directory_of(live, run_id)).ok
+
+
+async def test_checkpoints_that_vanish_are_not_begun_anew(tmp_path, long_reference):
+    """All by themselves: nothing else of the run misses them."""
+    async with live_service(tmp_path / "runs", 1) as live:
+        run_id = live.service.submit(LONG)
+        checkpoints, away = directory_of(live, run_id) / "checkpoints", tmp_path / "away"
+        live.worker("w0")
+        await live.wait_for("checkpoint", step=0)
+        checkpoints.rename(away)
+        assert await halt_or_end(live, 0)
+        reason = live.every("halted")[-1]["reason"]
+        assert f"'{checkpoints}': No such file or directory; bring back what is missing" in reason
+        assert not checkpoints.exists()
+        away.rename(checkpoints)
+        go_on(live)
+        halts = 1
+        while await halt_or_end(live, halts):
+            halts = len(live.every("halted"))
+            go_on(live)
+        result = await live.result(run_id)
+    assert result["weights_digest"] == long_reference["weights_digest"]
+    assert audit(directory_of(live, run_id)).ok
+
+
+async def test_an_export_that_is_not_permitted_waits_for_the_operator(tmp_path, monkeypatch):
+    mkdir = Path.mkdir
+    refused: list[Path] = []
+
+    def refuse(path, *given, **named):
+        if path.name == "model" and path.parent.name == run_id:
+            refused.append(path)
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        mkdir(path, *given, **named)
+
+    async with live_service(tmp_path / "runs", 1) as live:
+        run_id = live.service.submit(SPEC)
+        monkeypatch.setattr(Path, "mkdir", refuse)
+        live.worker("w0")
+        assert await halt_or_end(live, 0)
+        reason = live.every("halted")[-1]["reason"]
+        assert f"'{refused[0]}': Permission denied; let this user read and write it" in reason
+        monkeypatch.undo()
+        go_on(live)
+        await live.result(run_id)
 
 
 async def test_a_coordinator_that_has_lost_its_directory_ends_and_commits_nothing_more(tmp_path):

@@ -46,6 +46,10 @@ def body(values):
     return np.array(values, "<f4").view(np.uint8)
 
 
+def end_run(reason):
+    return msg.EndRun(run_id="run", outcome="finished", reason=reason, weights=None)
+
+
 def start_run(run_id="run", epoch=EPOCH, step=0, blobs=None, spec=SPEC):
     message = msg.StartRun(run_id=run_id, epoch=epoch, step=step, blobs=blobs)
     return message, np.frombuffer(spec.to_bytes(), np.uint8)
@@ -139,7 +143,7 @@ def test_what_it_is_doing_is_one_line():
     assert session.status() == "ann: run run: step 2 of 3"
     session.drain()
     assert session.status() == "ann: run run: step 2 of 3, draining"
-    session.receive(msg.EndRun(run_id="run", reason="over"), None)
+    session.receive(end_run("over"), None)
     assert session.status() == "ann: waiting for a run, draining"
 
 
@@ -260,7 +264,7 @@ def test_every_message_and_result_has_an_answer_in_every_phase():
         step()
         phases.append(session.phase)
     assert phases == list(SessionPhase)
-    session.receive(msg.EndRun(run_id="run", reason="over"), None)
+    session.receive(end_run("over"), None)
     assert (session.phase, session.run_id, session.step) == (SessionPhase.IDLE, "", 0)
 
 
@@ -483,7 +487,7 @@ def test_a_halt_abandons_everything():
 
 def test_after_a_run_the_worker_waits_for_the_next():
     session = working()
-    actions = session.receive(msg.EndRun(run_id="run", reason="done"), None)
+    actions = session.receive(end_run("done"), None)
     assert kinds(actions) == ["CancelWork"]
     assert session.result(events.Applied(1, DIGEST)) == []
     with pytest.raises(OutOfPlace):

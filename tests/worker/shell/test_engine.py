@@ -273,6 +273,26 @@ def test_an_equal_spec_takes_the_task_that_is_there_at_state_0(device):
     assert device.toolbox.built == 2
 
 
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_whoever_made_the_task_has_its_module_back_with_what_was_trained(device, evaluated):
+    """With an optimizer that averages that is not where gradients are taken."""
+    optimizer = OptimizerSpec(name="schedule-free", lr=0.1)
+    device.build(SPEC.model_copy(update={"optimizer": optimizer}))
+    job = device.engine._job
+    loaded = []
+    job.program.load = lambda parameters: loaded.append([each.copy() for each in parameters])
+    for step in (1, 2):
+        device.engine.apply(ONES, step_scalars(optimizer, step, step - 1, 4, 1.0))
+        device.until(events.Applied)
+    if evaluated:
+        device.engine.evaluate(2, 3)
+        device.until(events.PartEvaluated)
+    device.engine.close()
+    for mine, trained in zip(loaded[-1], job.replica.trained(), strict=True):
+        np.testing.assert_array_equal(mine, trained)
+        assert not np.array_equal(mine, job.replica.parameters[0])
+
+
 def test_parts_are_evaluated(device):
     device.build()
     device.engine.evaluate(0, 3)
