@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from coordinator.members.listening import from_here
-from protocol.base.errors import ExitCode
+from protocol.base.errors import ExitCode, RunFailed
 from protocol.command.own_command import own_command, own_environment
 
 _END_TIMEOUT_S: Final = 10.0
@@ -99,10 +99,16 @@ class LocalWorkers:
                 return
 
     async def _begin(self, name: str, arguments: list[str]) -> Process:
-        self._processes[name] = await asyncio.create_subprocess_exec(
-            *self._command, *arguments,
-            stdin=self._watched, env=self._environment, start_new_session=True,
-        )  # fmt: skip
+        try:
+            self._processes[name] = await asyncio.create_subprocess_exec(
+                *self._command, *arguments,
+                stdin=self._watched, env=self._environment, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise RunFailed(
+                f"--local-workers: a worker cannot be started with {self._command[0]!r}: "
+                f"{error.strerror}; let this user run that, or start workers by themselves"
+            ) from None
         return self._processes[name]
 
     async def _keep(self, name: str, arguments: list[str]) -> int:

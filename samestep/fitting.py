@@ -198,8 +198,9 @@ def _begin(call: script.Call, arguments: Arguments) -> FitResult:
                 show(Line(told, fault=False))
                 return _result(call, kept.directory, joined=False)
         return _alone(call, spec, arguments)
-    except KeyboardInterrupt:
-        show(Line("samestep: interrupted; nothing of this fit goes on", fault=True))
+    except KeyboardInterrupt as interrupt:
+        why = str(interrupt) or "nothing of this fit goes on"
+        show(Line(f"samestep: interrupted; {why}", fault=True))
         if call.script.path is None:
             raise  # a notebook goes on with its other cells
         raise SystemExit(ExitCode.INTERRUPTED) from None
@@ -369,6 +370,10 @@ def _alone(call: script.Call, spec: RunSpec, arguments: Arguments) -> FitResult:
     return _result(call, directory, joined=False)
 
 
+def _has_saved(directory: Path) -> bool:
+    return (directory / "checkpoints").exists()
+
+
 @contextmanager
 def _own_directory(given: Path | str | None, name: str) -> Iterator[Path]:
     """The one that is given, or a new one: gone again if nothing was trained at an interrupt."""
@@ -379,7 +384,7 @@ def _own_directory(given: Path | str | None, name: str) -> Iterator[Path]:
     try:
         yield directory
     except KeyboardInterrupt:
-        if not (directory / "checkpoints").exists():
+        if not _has_saved(directory):
             shutil.rmtree(directory, ignore_errors=True)
         raise
 
@@ -401,6 +406,7 @@ def _until_over(
     """
     failed: Exception | None = None
     held: list[Line] = []
+    interrupts = 0
     while True:
         event = happened.get()
         if isinstance(event, Line):
@@ -410,6 +416,7 @@ def _until_over(
             _show(held, directory, refused=isinstance(failed, Mismatch))
         match event:
             case Interrupted():
+                interrupts += 1
                 coordinator.drain()
             case WorkerEnded(error=Exception() as error) if worker.ended is None:
                 failed = error
@@ -425,6 +432,11 @@ def _until_over(
                     "arguments begin in another directory"
                 )
                 coordinator.drain()
+            case CoordinatorEnded(code) if code and interrupts > 1 and _has_saved(directory):
+                _show(held, directory)
+                raise KeyboardInterrupt(
+                    f"ended at once; {_way_on(directory)} goes on from what was saved"
+                )
             case CoordinatorEnded():
                 raised = failed if alone else None
                 if raised is None and event.exit_code:

@@ -54,20 +54,22 @@ Happened = queue.SimpleQueue[Any]
 @contextlib.contextmanager
 def interrupts_into(happened: Happened) -> Iterator[None]:
     """Meanwhile what would raise KeyboardInterrupt is something that happened instead: raised
-    between two events, or in the midst of one, it would end the run that it is to drain."""
+    between two events, or in the midst of one, it would end the run that it is to drain. So is
+    SIGTERM, unless the script sees to it: a shell lets what it starts in the background ignore
+    SIGINT."""
     ours = threading.current_thread() is threading.main_thread()
-    numbers = [
-        number
-        for number in (signal.SIGINT, signal.SIGTERM)
-        if ours and signal.getsignal(number) is signal.default_int_handler
-    ]
-    for number in numbers:
+    plain = {
+        signal.SIGINT: (signal.default_int_handler,),
+        signal.SIGTERM: (signal.default_int_handler, signal.SIG_DFL),
+    }
+    before = {n: signal.getsignal(n) for n in plain if ours and signal.getsignal(n) in plain[n]}
+    for number in before:
         signal.signal(number, lambda *_: happened.put(Interrupted()))
     try:
         yield
     finally:
-        for number in numbers:
-            signal.signal(number, signal.default_int_handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class OwnCoordinator:

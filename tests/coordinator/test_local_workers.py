@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from coordinator import local_workers
 from coordinator.local_workers import RESTARTS
+from protocol.base.errors import RunFailed
 from protocol.command.own_command import own_environment
 from tests.cluster import PATIENCE_S, Cluster
 
@@ -91,3 +93,16 @@ def test_ctrl_c_before_anything_has_begun_is_one_line(command):
         timeout=60, check=False,
     )  # fmt: skip
     assert (ended.returncode, ended.stderr) == (130, f"{command}: interrupted\n")
+
+
+async def test_one_that_cannot_be_started_is_told_in_a_line(tmp_path, monkeypatch):
+    nothing = str(tmp_path / "python")
+    monkeypatch.setattr(local_workers, "own_command", lambda _: [nothing])
+    address = ("127.0.0.1", 1)
+    workers = local_workers.LocalWorkers(address, "cpu", (), tmp_path / "token", print)
+    with pytest.raises(
+        RunFailed, match=f"cannot be started with '{nothing}': No such file"
+    ) as told:
+        await workers.start(1)
+    assert "\n" not in str(told.value)
+    await workers.stop()

@@ -90,16 +90,33 @@ for each in (first, second):
 
 
 @pytest.mark.slow
-def test_a_drain_is_told_to_who_has_joined(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_drain_is_told_to_who_has_joined(tmp_path, number):
     fit = "r = samestep.fit(task, steps=1_000_000, batch=8, workers=2)\n"
     fit += "print('outcome', r.outcome, r.steps, r.joined, r.digest, flush=True)\n"
     running = RunningScript(written(tmp_path, HEAD + fit))
     joined = running.joined("second")
     running.wait_for("step ")
-    running.process.send_signal(signal.SIGINT)
+    running.process.send_signal(number)
     mine = re.search(r"^outcome drained (\d+) False (\w{64})$", running.ended(), re.MULTILINE)
     there = joined.communicate(timeout=300)[0]
     theirs = re.search(r"^outcome drained (\d+) True (\w{64})$", there, re.MULTILINE)
     assert mine is not None
     assert theirs is not None
     assert mine.groups() == theirs.groups()
+
+
+@pytest.mark.slow
+def test_the_second_interrupt_ends_at_once_and_says_how_to_go_on(tmp_path):
+    slow = HEAD.replace("lambda module, batch: ", "lambda module, batch: time.sleep(0.5) or ")
+    fit = "samestep.fit(task, steps=1000, batch=32, microbatch=1, directory='here')\n"
+    running = RunningScript(written(tmp_path, "import time\n" + slow + fit))
+    running.wait_for("training starts")
+    running.process.send_signal(signal.SIGINT)
+    running.wait_for("drain")
+    running.process.send_signal(signal.SIGINT)
+    assert running.process.wait(60) == 130
+    last = said_by(running.process).splitlines()[-1]
+    assert last.startswith("samestep: interrupted; ended at once; fit(")
+    assert "goes on from what was saved" in last
+    close(running.process)
