@@ -94,11 +94,24 @@ def figures_of(error: BaseException, proc: Path = PROC, groups: Path = GROUPS) -
     `read_memory`."""
     asked = asked_bytes(error)
     needed = "" if asked is None else f": {byte_size(asked)} at once"
+    if (addresses := _address_limit()) is not None:
+        held = f"this process is held to {byte_size(addresses)} of addresses"
+        return f"{needed}; {held}: ulimit -v unlimited, or train a smaller model"
     try:
         there = f"; {byte_size(read_memory(proc, groups).most)} can be had"
     except (OSError, ValueError):
         there = ""  # not on this system
     return f"{needed}{there}: end other programs, add memory or swap, or train a smaller model"
+
+
+def _address_limit() -> int | None:
+    """What `ulimit -v` lets this process map; None where nothing bounds it."""
+    try:
+        import resource  # noqa: PLC0415 -- not for every system
+    except ImportError:
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _number(file: Path) -> int | None:
