@@ -403,6 +403,7 @@ def _until_over(
     Raises:
         RunFailed: The run has halted, and there is nobody else who waits for an operator.
         SamestepError: The run failed, or this worker did and was alone.
+        KeyboardInterrupt: It was interrupted twice.
     """
     failed: Exception | None = None
     held: list[Line] = []
@@ -432,29 +433,36 @@ def _until_over(
                     "arguments begin in another directory"
                 )
                 coordinator.drain()
-            case CoordinatorEnded(code) if code and interrupts > 1 and _has_saved(directory):
-                _show(held, directory)
-                raise KeyboardInterrupt(
-                    f"ended at once; {_way_on(directory)} goes on from what was saved"
-                )
-            case CoordinatorEnded():
-                raised = failed if alone else None
-                if raised is None and event.exit_code:
-                    raised = coordinator.error(event.exit_code)
-                if raised is None:
+            case CoordinatorEnded(code):
+                if code and interrupts > 1:
                     _show(held, directory)
-                    return
-                held = [line for line in held if not _says(raised, line)]
-                if isinstance(failed, Mismatch) and alone:
-                    _show(held, directory, refused=True)
-                    if not resumed:
-                        raise failed
-                    raise Mismatch(
-                        f"{failed}; the run in {str(directory)!r} goes on with what it was begun "
-                        "with: give that, or another directory"
-                    ) from failed
-                _show(held, directory)
-                raise _with_our_way_on_after(raised, directory)
+                    way_on = f"ended at once; {_way_on(directory)} goes on from what was saved"
+                    raise KeyboardInterrupt(way_on if _has_saved(directory) else "")
+                raised = failed if alone else None
+                if raised is None and code:
+                    raised = coordinator.error(code)
+                refused = alone and isinstance(failed, Mismatch)
+                _end_with(raised, held, directory, refused=refused, resumed=resumed)
+                return
+
+
+def _end_with(
+    raised: Exception | None, held: list[Line], directory: Path, *, refused: bool, resumed: bool
+) -> None:
+    """Show what is left of what was said, and raise what the run has ended with, if anything."""
+    if raised is None:
+        _show(held, directory)
+        return
+    held = [line for line in held if not _says(raised, line)]
+    _show(held, directory, refused=refused)
+    if not refused:
+        raise _with_our_way_on_after(raised, directory)
+    if not resumed:
+        raise raised
+    raise Mismatch(
+        f"{raised}; the run in {str(directory)!r} goes on with what it was begun with: give that, "
+        "or another directory"
+    ) from raised
 
 
 def _may_be_raised(line: Line, *, alone: bool) -> bool:

@@ -137,6 +137,11 @@ async def interrupted(live, run_id, hinder, mend, expected):
     go_on(live)
     assert await halt_or_end(live, 1)
     mend()
+    return await mended(live, run_id)
+
+
+async def mended(live, run_id):
+    """Let the run go on to its end; what failed before is told once."""
     halts = len(live.every("halted"))
     go_on(live)
     while await halt_or_end(live, halts):
@@ -207,12 +212,7 @@ async def test_a_directory_that_vanishes_is_not_made_anew(tmp_path, long_referen
         assert "bring back what is missing" in live.every("halted")[-1]["reason"]
         assert not runs.exists()
         away.rename(runs)
-        halts = 1
-        go_on(live)
-        while await halt_or_end(live, halts):  # what failed meanwhile is told once
-            halts = len(live.every("halted"))
-            go_on(live)
-        result = await live.result(run_id)
+        result = await mended(live, run_id)
     assert result["weights_digest"] == long_reference["weights_digest"]
     assert audit(directory_of(live, run_id)).ok
 
@@ -230,12 +230,7 @@ async def test_checkpoints_that_vanish_are_not_begun_anew(tmp_path, long_referen
         assert f"'{checkpoints}': No such file or directory; bring back what is missing" in reason
         assert not checkpoints.exists()
         away.rename(checkpoints)
-        go_on(live)
-        halts = 1
-        while await halt_or_end(live, halts):
-            halts = len(live.every("halted"))
-            go_on(live)
-        result = await live.result(run_id)
+        result = await mended(live, run_id)
     assert result["weights_digest"] == long_reference["weights_digest"]
     assert audit(directory_of(live, run_id)).ok
 
