@@ -10,6 +10,8 @@ with one for each, what the device's thread has freed would be of no use to the 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Final
 
 from protocol.base import limits
@@ -17,26 +19,34 @@ from protocol.base import limits
 # <malloc.h>
 _M_TRIM_THRESHOLD: Final = -1
 _M_TOP_PAD: Final = -2
+_M_MMAP_THRESHOLD: Final = -3
 _M_MMAP_MAX: Final = -4
 _M_ARENA_MAX: Final = -8
+_USUAL_MAPPED: Final = 65_536
 _LARGEST_INT: Final = 2**31 - 1
 
 
 def keep_freed_memory() -> None:
     """Tell glibc's allocator; another C library is left as it is."""
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return
-    mallopt(_M_ARENA_MAX, 1)  # an array above 64 MiB fits no arena but the first
-    mallopt(_M_MMAP_MAX, 0)  # the threshold for it cannot be above 32 MiB
-    mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT)
-    mallopt(_M_TOP_PAD, 64 * limits.MIB)
+    _set({
+        _M_ARENA_MAX: 1,  # an array above 64 MiB fits no arena but the first
+        _M_MMAP_MAX: 0,  # a threshold cannot be above 32 MiB
+        _M_TRIM_THRESHOLD: _LARGEST_INT,
+        _M_TOP_PAD: 64 * limits.MIB,
+    })  # fmt: skip
 
 
 def give_back_freed_memory() -> None:
-    """Once, after much was freed that no step will ask for again; glibc alone can."""
-    try:
+    """Once, after much was freed that no step will ask for again; large arrays are mapped again."""
+    _set({
+        _M_ARENA_MAX: 0, _M_MMAP_MAX: _USUAL_MAPPED, _M_MMAP_THRESHOLD: 32 * limits.MIB,
+    })  # fmt: skip
+    with suppress(AttributeError, OSError, TypeError):  # glibc alone can
         ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError, TypeError):
-        return
+
+
+def _set(options: Mapping[int, int]) -> None:
+    with suppress(AttributeError, OSError, TypeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for option, value in options.items():
+            mallopt(option, value)
