@@ -308,6 +308,9 @@ class SocketLinks:
                 link.receiving = wire
         if before is not None:
             before.close()
+        if link.over.is_set():  # `_end` may have looked before this one was there to be closed
+            wire.close()
+            return
         if sends:
             link.queue = queue.PriorityQueue()
             link.queued_bytes = 0

@@ -4,6 +4,7 @@ import contextlib
 import queue
 import socket
 import ssl
+import threading
 
 import numpy as np
 import pytest
@@ -142,6 +143,32 @@ def test_who_is_named_no_more_is_left(members):
     other.know(one)
     other.next("linked")
     one.know()
+    assert other.next("unlinked")[0] == "one"
+
+
+def test_who_is_named_no_more_while_connections_are_made_is_left_too(members, monkeypatch):
+    forgotten = threading.Event()
+    probed, answer_probe = links._probed, SocketLinks._answer_probe
+
+    def probed_late(wire):
+        mbit = probed(wire)
+        if threading.current_thread().name == "dial other":
+            assert forgotten.wait(PATIENCE_S)
+        return mbit
+
+    def answer_late(self, wire):
+        answer_probe(self, wire)
+        if self is one.links:
+            assert forgotten.wait(PATIENCE_S)
+
+    monkeypatch.setattr(links, "_probed", probed_late)
+    monkeypatch.setattr(SocketLinks, "_answer_probe", answer_late)
+    one, other = members("one", "other")
+    one.know(other)
+    other.know(one)
+    other.next("linked")
+    one.know()
+    forgotten.set()
     assert other.next("unlinked")[0] == "one"
 
 
