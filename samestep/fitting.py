@@ -40,7 +40,7 @@ from protocol.base.errors import (
     error_for,
 )
 from protocol.exact.digest import weights_digest
-from protocol.host.allocator import give_back_freed_memory, keep_freed_memory
+from protocol.host.allocator import keep_freed_memory, keep_freed_memory_no_more
 from protocol.host.scratch import ScratchDirectory
 from protocol.host.secret_file import join_token_file, state_home
 from protocol.spec.idle_keys import TASK_SECTIONS
@@ -669,7 +669,7 @@ def _memory_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        give_back_freed_memory()
+        keep_freed_memory_no_more()
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from protocol.base import limits
 from protocol.base.byte_size import byte_size
 from protocol.base.errors import RunFailed
 from protocol.exact.update import moment_count
+from protocol.host.allocator import give_back_freed_memory
 from protocol.host.memory import read_memory
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec
@@ -85,12 +86,14 @@ def check_memory(spec: RunSpec, manifest: Manifest, workers: int, *, goes_on: bo
     Raises:
         RunFailed: It does not; how much is missing, and what to set instead.
     """
+    needed = NeededMemory.of(spec, manifest, workers)
     try:
-        memory = read_memory()
+        if needed.total <= _free_bytes():
+            return
+        give_back_freed_memory()  # an earlier run's
+        free = _free_bytes()
     except (OSError, ValueError):
         return  # another system than Linux
-    needed = NeededMemory.of(spec, manifest, workers)
-    free = memory.free if memory.bound is None else min(memory.free, memory.bound)
     if needed.total <= free:
         return
     instead = "" if spec.update.name == "sgd" else "set optimizer.name=sgd (--set), "
@@ -104,3 +107,8 @@ def check_memory(spec: RunSpec, manifest: Manifest, workers: int, *, goes_on: bo
         f"connections), {byte_size(free)} are free; {'' if goes_on else instead}"
         f"run the coordinator on a machine with {byte_size(needed.total - free)} more"
     )
+
+
+def _free_bytes() -> int:
+    memory = read_memory()
+    return memory.free if memory.bound is None else min(memory.free, memory.bound)

@@ -37,12 +37,17 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Once, after much was freed that no step will ask for again; large arrays are mapped again."""
+    """What was freed so far; where a run is over, or another one needs it elsewhere."""
+    with suppress(AttributeError, OSError, TypeError):  # glibc alone can
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def keep_freed_memory_no_more() -> None:
+    """What was freed is given back, and large arrays are mapped again."""
     _set({
         _M_ARENA_MAX: 0, _M_MMAP_MAX: _USUAL_MAPPED, _M_MMAP_THRESHOLD: 32 * limits.MIB,
     })  # fmt: skip
-    with suppress(AttributeError, OSError, TypeError):  # glibc alone can
-        ctypes.CDLL(None).malloc_trim(0)
+    give_back_freed_memory()
 
 
 def _set(options: Mapping[int, int]) -> None:

@@ -169,6 +169,18 @@ def test_a_run_that_does_not_fit_is_refused_with_the_figure_and_what_to_set(monk
     assert str(refused.value).endswith(told)
 
 
+def test_what_an_earlier_run_has_freed_counts_as_free(monkeypatch):
+    given_back: list[int] = []
+    spec = parse_run_spec(document())
+    manifest = Scripted(spec).manifest
+    total = NeededMemory.of(spec, manifest, 2).total
+    free = (total - MIB, total)
+    monkeypatch.setattr(memory_room, "read_memory", lambda: small_machine(free[len(given_back)]))
+    monkeypatch.setattr(memory_room, "give_back_freed_memory", lambda: given_back.append(1))
+    check_memory(spec, manifest, 2)
+    assert given_back == [1]
+
+
 @on_uvloop
 async def test_it_is_refused_before_a_step_is_taken(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(memory_room, "read_memory", lambda: small_machine(MIB))
