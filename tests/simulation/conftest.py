@@ -31,20 +31,18 @@ def play(_home, monkeypatch):
     where = memory if memory.is_dir() else None
 
     def play(seed, where=where, **options):
-        with tempfile.TemporaryDirectory(dir=where) as root:
-            return Cluster(seed, Path(root), **options).run()
+        # What is thrown away is finalized between two plays, not in the midst of one: a seed is to
+        # give the same each time.
+        gc.disable()
+        try:
+            with tempfile.TemporaryDirectory(dir=where) as root:
+                return Cluster(seed, Path(root), **options).run()
+        finally:
+            gc.enable()
+            gc.collect()
 
     yield play
     structlog.reset_defaults()
-
-
-@pytest.fixture(autouse=True)
-def _less_garbage_collected():
-    """Simulations are short, and are thrown away as a whole."""
-    before = gc.get_threshold()
-    gc.set_threshold(100_000, 20, 20)
-    yield
-    gc.set_threshold(*before)
 
 
 @pytest.fixture
