@@ -12,13 +12,10 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
 
 from coordinator.disk.durable_file import is_same_file, storing, write_all
 from protocol.base import limits
 from protocol.base.errors import StorageFailed
-
-_WRITES_BACK: Final = getattr(os, "POSIX_FADV_DONTNEED", None)
 
 
 class AppendFile:
@@ -43,6 +40,7 @@ class AppendFile:
         self._fd = fd
         self._synced = end
         self._on_its_way = end
+        self._cached_from = self._freed = end
         self._rewrite = rewrite
         os.lseek(fd, end, os.SEEK_SET)
 
@@ -67,17 +65,30 @@ class AppendFile:
         sync has less to wait for."""
         write_all(self._fd, buffers)
         self.end += sum(buffer.nbytes for buffer in buffers)
-        if self.end - self._on_its_way >= limits.WRITTEN_BACK_BYTES and _WRITES_BACK is not None:
-            # Linux begins to write what it is told will not be read soon; errors come at the sync.
-            size = self.end - self._on_its_way
-            os.posix_fadvise(self._fd, self._on_its_way, size, _WRITES_BACK)
+        if self.end - self._on_its_way >= limits.WRITTEN_BACK_BYTES:
+            self._not_read_soon(self._on_its_way, self.end)  # errors come at the sync
             self._on_its_way = self.end
+            self._freed = self._free_before(self.end, self._freed)
 
     def sync(self) -> None:
         """Make what was written durable, under this name; inside `use`."""
         os.fdatasync(self._fd)
         if not is_same_file(self._fd, self.path):
             raise FileNotFoundError(errno.ENOENT, "the file was removed or moved")
+        # What was still on its way when it was to be freed has stayed.
+        self._cached_from = self._freed = self._free_before(self.end, self._cached_from)
+
+    def _free_before(self, end: int, start: int) -> int:
+        """Keep no more than the file's end in memory; gives from where on it is kept."""
+        if end - limits.CACHED_TAIL_BYTES - start < limits.WRITTEN_BACK_BYTES:
+            return start
+        self._not_read_soon(start, end - limits.CACHED_TAIL_BYTES)
+        return end - limits.CACHED_TAIL_BYTES
+
+    def _not_read_soon(self, start: int, end: int) -> None:
+        """Linux begins to write what it is told this of, and frees what is written already."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, start, end - start, os.POSIX_FADV_DONTNEED)
 
     def confirm(self) -> None:
         """What was written and synced is final."""
@@ -98,5 +109,6 @@ class AppendFile:
         os.ftruncate(self._fd, self._synced)
         os.lseek(self._fd, self._synced, os.SEEK_SET)
         self.end = self._on_its_way = self._synced
+        self._cached_from = self._freed = min(self._cached_from, self.end)
         self._rewrite()
         self.broken = False

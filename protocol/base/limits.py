@@ -99,6 +99,10 @@ LOGGED_TOGETHER_MS: Final = 5
 sending a chunk."""
 WRITTEN_BACK_BYTES: Final = 1 * MIB
 """Of a file that grows, before the disk is told to begin: a commit waits for the rest alone."""
+CACHED_TAIL_BYTES: Final = 32 * MIB
+"""Of such a file that the system keeps in memory, for workers that come back after a moment. Memory
+for more would be taken from others, and that for each step be found anew, which can cost more than
+writing to it."""
 RECEIVED_AHEAD_BYTES: Final = 64 * MIB
 """Of state and averages that wait for a worker's engine, before it reads no more."""
 SEND_QUEUE_BYTES: Final = 64 * MIB

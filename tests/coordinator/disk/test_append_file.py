@@ -11,17 +11,27 @@ from coordinator.disk.append_file import AppendFile
 from protocol.base import limits
 
 
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system has no such call")
-def test_much_is_on_its_way_at_once_and_no_byte_twice(tmp_path, monkeypatch):
-    begun: list[tuple[int, int]] = []
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "posix_fadvise"), reason="the system has no such call"
+)
+
+
+@pytest.fixture
+def advised(monkeypatch) -> list[tuple[int, int]]:
+    """Start and size of what the system was told of; from 100 bytes on."""
+    told: list[tuple[int, int]] = []
     advise = os.posix_fadvise
 
     def note(fd: int, start: int, size: int, advice: int) -> None:
-        begun.append((start, size))
+        told.append((start, size))
         advise(fd, start, size, advice)
 
     monkeypatch.setattr(os, "posix_fadvise", note)
     monkeypatch.setattr(limits, "WRITTEN_BACK_BYTES", 100)
+    return told
+
+
+def test_much_is_on_its_way_at_once_and_no_byte_twice(tmp_path, advised):
     path = tmp_path / "log"
     path.write_bytes(b"header")
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -29,7 +39,7 @@ def test_much_is_on_its_way_at_once_and_no_byte_twice(tmp_path, monkeypatch):
     for size in (60, 60, 250):
         with file.use("append to"):
             file.write([memoryview(bytes(size))])
-    assert begun == [(6, 120), (126, 250)]
+    assert advised == [(6, 120), (126, 250)]
     with file.use("sync"):
         file.sync()
     file.confirm()
@@ -39,6 +49,33 @@ def test_much_is_on_its_way_at_once_and_no_byte_twice(tmp_path, monkeypatch):
     assert file.broken
     with file.use("append to"):  # what was not confirmed is written again
         file.write([memoryview(b"more")])
-    assert begun[2:] == [(376, 200), (376, 150)]
+    assert advised[2:] == [(376, 200), (376, 150)]
     assert path.read_bytes()[376:] == b"again" * 30 + b"more"
+    file.close()
+
+
+def test_of_what_is_synced_only_the_end_stays_in_memory(tmp_path, monkeypatch, advised):
+    monkeypatch.setattr(limits, "CACHED_TAIL_BYTES", 1000)
+    path = tmp_path / "log"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    rest = b"again" * 100
+    file = AppendFile(path, fd, 0, lambda: file.write([memoryview(rest)]))
+    for number in range(3):
+        with file.use("append to"):
+            file.write([memoryview(bytes([number]) * 600)])
+    # Begun at once; freed as soon as there is more than the end, and what stayed at the sync.
+    assert advised == [(0, 600), (600, 600), (0, 200), (1200, 600), (200, 600)]
+    with file.use("sync"):
+        file.sync()
+    file.confirm()
+    assert advised[5:] == [(0, 800)]
+    with contextlib.suppress(ZeroDivisionError), file.use("append to"):
+        file.write([memoryview(bytes(2000))])
+        raise ZeroDivisionError
+    with file.use("append to"):  # cut to 1800 bytes
+        file.write([memoryview(b"more" * 100)])
+    with file.use("sync"):
+        file.sync()
+    assert advised[-1] == (800, 900)
+    assert path.read_bytes()[1800:] == rest + b"more" * 100
     file.close()
