@@ -10,7 +10,6 @@ import pytest
 from coordinator.disk.append_file import AppendFile
 from protocol.base import limits
 
-
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "posix_fadvise"), reason="the system has no such call"
 )
