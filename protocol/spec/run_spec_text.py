@@ -128,6 +128,8 @@ def apply_override(document: dict[str, Any], override: str) -> None:
         at = inner
     try:
         at[last] = read_yaml(text)
+    except yaml.constructor.ConstructorError as error:
+        raise RunSpecError(f"--set {override!r}: {error.problem}") from None
     except (yaml.YAMLError, ValueError, RecursionError):
         raise RunSpecError(f"--set {override!r}: expected a YAML value") from None
 
