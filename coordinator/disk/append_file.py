@@ -68,7 +68,7 @@ class AppendFile:
         if self.end - self._on_its_way >= limits.WRITTEN_BACK_BYTES:
             self._not_read_soon(self._on_its_way, self.end)  # errors come at the sync
             self._on_its_way = self.end
-            self._freed = self._free_before(self.end, self._freed)
+            self._freed = self._free_from(self._freed)
 
     def sync(self) -> None:
         """Make what was written durable, under this name; inside `use`."""
@@ -76,14 +76,15 @@ class AppendFile:
         if not is_same_file(self._fd, self.path):
             raise FileNotFoundError(errno.ENOENT, "the file was removed or moved")
         # What was still on its way when it was to be freed has stayed.
-        self._cached_from = self._freed = self._free_before(self.end, self._cached_from)
+        self._cached_from = self._freed = self._free_from(self._cached_from)
 
-    def _free_before(self, end: int, start: int) -> int:
-        """Keep no more than the file's end in memory; gives from where on it is kept."""
-        if end - limits.CACHED_TAIL_BYTES - start < limits.WRITTEN_BACK_BYTES:
+    def _free_from(self, start: int) -> int:
+        """From there on keep no more than the end in memory; gives from where on that is kept."""
+        kept = self.end - limits.CACHED_TAIL_BYTES
+        if kept - start < limits.WRITTEN_BACK_BYTES:
             return start
-        self._not_read_soon(start, end - limits.CACHED_TAIL_BYTES)
-        return end - limits.CACHED_TAIL_BYTES
+        self._not_read_soon(start, kept)
+        return kept
 
     def _not_read_soon(self, start: int, end: int) -> None:
         """Linux begins to write what it is told this of, and frees what is written already."""
