@@ -18,8 +18,8 @@ from protocol.base.errors import SamestepError, Unreachable, UsageError
 from protocol.command import host_checks
 from protocol.command.doctor import Finding, failure, ok, warning
 from protocol.host.cache_directory import cache_directory
-from protocol.host.secret_file import read_secret, state_home
-from worker.joining.credentials import WorkerCredentials
+from protocol.host.secret_file import state_home
+from worker.joining.credentials import WorkerCredentials, key_fault
 from worker.joining.this_machine import HERE, someone_listens
 from worker.joining.trial_join import trial_join
 
@@ -89,13 +89,21 @@ def _directories() -> Iterator[Finding]:
 
 
 def _keys() -> Iterator[Finding]:
-    """Keys that coordinators have given: private."""
+    """Keys that coordinators have given: private, and whole."""
     files = sorted((state_home() / "worker").glob("*.key"))
-    try:
-        for file in files:
-            read_secret(file)
-    except UsageError as error:
-        yield failure("keys", str(error))
+    faults: list[str] = []
+    for file in files:
+        try:
+            if fault := key_fault(file):
+                faults.append(f"{str(file)!r} {fault}")
+        except UsageError as error:
+            faults.append(str(error))
+    if faults:
+        yield failure(
+            "keys", "; ".join(faults),
+            "restore a damaged one from a backup, or remove it and join with a token: "
+            "coordinator token show, on the coordinator's machine",
+        )  # fmt: skip
         return
     yield ok("keys", f"of {len(files)} coordinators and names" if files else "none yet")
 

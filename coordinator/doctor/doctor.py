@@ -18,6 +18,7 @@ from typing import Final
 
 from coordinator.disk.claim import is_held
 from coordinator.doctor.port_checks import control_port, workers_port
+from coordinator.members.worker_keys import WorkerKeys
 from coordinator.service.accepted_run import is_unfinished, unfinished_runs
 from coordinator.storage.directory.run_directory import RunDirectory
 from protocol.base import limits
@@ -97,6 +98,7 @@ def _secrets(directory: Path) -> Iterator[Finding]:
     names = ("certificate.pem", "key.pem", "join.token", "workers.json")
     try:
         certificate, key, token, workers = (read_secret(directory / name) for name in names)
+        WorkerKeys(directory / "workers.json").refresh()
     except UsageError as error:
         yield failure("secrets", str(error))
         return
@@ -114,15 +116,16 @@ def _secrets(directory: Path) -> Iterator[Finding]:
     try:
         tls.server_context(directory / "certificate.pem", directory / "key.pem")
         fingerprint = tls.fingerprint(ssl.PEM_cert_to_DER_cert(certificate))
-        named = JoinToken.parse(token, "join.token").fingerprint if token is not None else None
-    except (OSError, ValueError, SamestepError) as error:
+    except (OSError, ValueError) as error:
+        empty = [name for name, text in zip(names, (certificate, key), strict=False) if not text]
+        what = f"{' and '.join(empty)} is empty" if empty else str(error)
         yield failure(
-            "secrets", f"certificate, key and token in {str(directory)!r} cannot be used ({error})",
-            "remove them: the next start makes new ones, and every worker needs the new token",
+            "secrets", f"certificate.pem and key.pem in {str(directory)!r} cannot be used: {what}",
+            "restore them from a backup, or remove both: the next start makes new ones, and every "
+            "worker needs the new join token",
         )  # fmt: skip
         return
-    if named != fingerprint:
-        what = "is missing" if named is None else "is of another certificate"
+    if what := _token_fault(token, fingerprint):
         yield warning(
             "secrets", f"the join token {what}",
             "the next start makes a new one; workers that have joined before need it not",
@@ -130,6 +133,17 @@ def _secrets(directory: Path) -> Iterator[Finding]:
         return
     keys = "some workers' keys" if workers is not None else "no worker's key yet"
     yield ok("secrets", f"certificate {fingerprint.hex()[:16]}..., join token, {keys}")
+
+
+def _token_fault(token: str | None, fingerprint: bytes) -> str:
+    """What is wrong with the text of the join token; empty if nothing is."""
+    if token is None:
+        return "is missing"
+    try:
+        named = JoinToken.parse(token, "join.token").fingerprint
+    except UsageError:
+        return "in join.token is none" if token.strip() else "is missing: join.token is empty"
+    return "" if named == fingerprint else "is of another certificate"
 
 
 def _fingerprint(home: Path) -> bytes | None:

@@ -8,6 +8,9 @@
 
 All are of mode 0600, in `coordinator/` below `protocol.host.secret_file.state_home()`: not in a
 run's directory, so that a worker's token and key stay good from run to run.
+
+A file that goes missing while a coordinator runs is no order: what was read last counts, and
+`look` writes it again once its directory is there.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import os
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 from coordinator.members.worker_keys import WorkerKeys
 from protocol.base.errors import UsageError
@@ -33,6 +37,14 @@ from protocol.wire import tls
 from protocol.wire.authentication import new_key
 from protocol.wire.join_token import JoinToken
 
+_CERTIFICATE: Final = "certificate.pem"
+_KEY: Final = "key.pem"
+_WORKERS: Final = "workers.json"
+_NEW_CERTIFICATE: Final = (
+    "restore certificate.pem and key.pem from a backup, or remove both: the next start makes new "
+    "ones, and every worker needs the new join token"
+)
+
 
 class CoordinatorCredentials:
     """See the module's text; make one with `open`.
@@ -42,11 +54,13 @@ class CoordinatorCredentials:
         keys: Of the workers.
     """
 
-    def __init__(self, home: Path, fingerprint: bytes) -> None:
+    def __init__(self, home: Path, certificate: str, key: str) -> None:
         self.home = home
-        self.fingerprint = fingerprint
         self.token_file = join_token_file(home)
-        self.keys = WorkerKeys(self.token_file.with_name("workers.json"))
+        self.fingerprint = _fingerprint(certificate, self.token_file.with_name(_CERTIFICATE))
+        self.keys = WorkerKeys(self.token_file.with_name(_WORKERS))
+        self._texts = {_CERTIFICATE: certificate, _KEY: key}
+        self._token: JoinToken | None = None
 
     @classmethod
     def open(cls, home: Path | None = None) -> CoordinatorCredentials:
@@ -61,29 +75,93 @@ class CoordinatorCredentials:
         home = home or state_home()
         directory = join_token_file(home).parent
         with _locked(directory):
-            certificate, key = directory / "certificate.pem", directory / "key.pem"
-            if read_secret(certificate) is None or read_secret(key) is None:
+            certificate = read_secret(directory / _CERTIFICATE)
+            key = read_secret(directory / _KEY)
+            if certificate is None or key is None:
                 from protocol.wire.certificate import self_signed  # noqa: PLC0415 -- 40 ms, once
 
-                for path, text in zip((key, certificate), reversed(self_signed()), strict=True):
-                    write_secret(path, text)
-            der = ssl.PEM_cert_to_DER_cert(read_secret(certificate) or "")
-            found = cls(home, tls.fingerprint(der))
-            token = read_secret(found.token_file)
-            if token is None or found.join_token().fingerprint != found.fingerprint:
+                certificate, key = self_signed()
+                write_secret(directory / _KEY, key)
+                write_secret(directory / _CERTIFICATE, certificate)
+            found = cls(home, certificate, key)
+            token = found._read_token()
+            # A damaged token opens nothing: a new one is all that can be done.
+            if token is None or token.fingerprint != found.fingerprint:
                 found._write_token()
         return found
 
     def join_token(self) -> JoinToken:
         """The present one; another process may have changed it.
 
+        It is the last one where the file is gone or damaged meanwhile.
+
         Raises:
-            UsageError: It is not there, or cannot be used.
+            UsageError: There was none, or the file cannot be read.
+        """
+        token = self._read_token() or self._token
+        if token is None:
+            raise UsageError(f"{str(self.token_file)!r} is gone; make it: coordinator token rotate")
+        return token
+
+    def look(self) -> list[str]:
+        """See whether all files are there and can be used; write again what is missing.
+
+        Returns:
+            What is wrong, in words; empty if all files can be used.
+        """
+        directory = self.token_file.parent
+        if not directory.is_dir():
+            # Not made anew: it may come back under its old name.
+            told = "bring it back; its keys and token count until then, and nobody gets a new key"
+            return [f"{str(directory)!r} is gone: {told}"]
+        troubles: list[str] = []
+        for look_at in (self._certificate_troubles, self._token_troubles, self._key_troubles):
+            try:
+                troubles += look_at(directory)
+            except UsageError as error:
+                troubles.append(str(error))
+        return troubles
+
+    def _certificate_troubles(self, directory: Path) -> Iterator[str]:
+        for name, text in self._texts.items():
+            path = directory / name
+            yield from _written_again(path, text)
+            if read_secret(path) != text:
+                yield (
+                    f"{str(path)!r} has changed: this coordinator goes on with the one it started "
+                    "with, the next start reads the new one"
+                )
+
+    def _token_troubles(self, directory: Path) -> Iterator[str]:
+        del directory
+        if self._token is not None:
+            yield from _written_again(self.token_file, self._token.reveal() + "\n")
+        if self._read_token() is None:
+            yield (
+                f"{str(self.token_file)!r} holds no join token, the last one counts; make a new "
+                "one: coordinator token rotate (workers that have a key of their own keep it)"
+            )
+
+    def _key_troubles(self, directory: Path) -> Iterator[str]:
+        self.keys.refresh()
+        if self.keys.trouble and not os.path.lexists(directory / _WORKERS):
+            with _locked(directory):
+                self.keys.write_again()
+            yield f"{str(directory / _WORKERS)!r} was gone and is written again"
+        elif self.keys.trouble:
+            yield f"{self.keys.trouble}; the keys that it held last count until then"
+
+    def _read_token(self) -> JoinToken | None:
+        """None if there is no file, or it holds no token.
+
+        Raises:
+            UsageError: It cannot be read, or others may read it.
         """
         text = read_secret(self.token_file)
-        if text is None:
-            raise UsageError(f"{str(self.token_file)!r} is gone; make it: coordinator token rotate")
-        return JoinToken.parse(text, repr(str(self.token_file)))
+        with contextlib.suppress(UsageError):
+            self._token = JoinToken.parse(text or "", repr(str(self.token_file)))
+            return self._token
+        return None
 
     def rotate(self, *, everyone: bool) -> None:
         """A new join token; workers that have a key of their own keep it, unless told otherwise.
@@ -114,8 +192,9 @@ class CoordinatorCredentials:
         with contextlib.suppress(UsageError):
             if (known := self.keys.get(name)) is not None:
                 return known
-            with _locked(self.token_file.parent):
-                return self.keys.add(name)
+            if self.token_file.parent.is_dir():  # else `_locked` would make it anew
+                with _locked(self.token_file.parent):
+                    return self.keys.add(name)
         return b""
 
     def server_context(self) -> ssl.SSLContext:
@@ -126,16 +205,45 @@ class CoordinatorCredentials:
         """
         directory = self.token_file.parent
         try:
-            return tls.server_context(directory / "certificate.pem", directory / "key.pem")
+            return tls.server_context(directory / _CERTIFICATE, directory / _KEY)
         except OSError as error:
             raise UsageError(
-                f"the certificate in {str(directory)!r} cannot be used ({error}); remove "
-                "certificate.pem and key.pem, and the next start makes new ones"
+                f"the certificate in {str(directory)!r} cannot be used with its key ({error}); "
+                f"{_NEW_CERTIFICATE}"
             ) from None
 
     def _write_token(self) -> None:
         token = JoinToken(self.fingerprint, new_key())
         write_secret(self.token_file, token.reveal() + "\n")
+        self._token = token
+
+
+def _fingerprint(certificate: str, path: Path) -> bytes:
+    """Of a certificate in PEM.
+
+    Raises:
+        UsageError: It is none.
+    """
+    try:
+        return tls.fingerprint(ssl.PEM_cert_to_DER_cert(certificate))
+    except ValueError:
+        found = "something else" if certificate.strip() else "an empty file"
+        raise UsageError(
+            f"expected a certificate in {str(path)!r}, got {found}; {_NEW_CERTIFICATE}"
+        ) from None
+
+
+def _written_again(path: Path, text: str) -> Iterator[str]:
+    """Write a file that is missing, and say so.
+
+    Raises:
+        UsageError: It cannot be written.
+    """
+    if not os.path.lexists(path):
+        with _locked(path.parent):
+            if not os.path.lexists(path):
+                write_secret(path, text)
+        yield f"{str(path)!r} was gone and is written again"
 
 
 @contextlib.contextmanager

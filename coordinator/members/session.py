@@ -182,8 +182,9 @@ class JoinCheck:
             self._secret = self._credentials.join_token().secret
         if not self._secret:
             raise NotAuthorised(
-                f"the key of {self.name!r} does not count (any more): it was revoked; "
-                "who may join again needs the present join token"
+                f"the key of {self.name!r} does not count (any more): it was revoked, or the "
+                "coordinator has lost its workers.json; who may join again needs the present join "
+                "token"
             )
         return self._exchange.challenge(self._secret)
 

@@ -46,6 +46,7 @@ def status_document(service: Service, now_s: float) -> dict[str, Any]:
             "longest_hold_ms": round(service.loop_watch.longest_hold_ms, 1),
             "longest_delay_ms": round(service.loop_watch.longest_delay_ms, 1),
         },
+        "secrets": service.secrets_troubles,
         "queued_runs": [accepted.stored.run_id for accepted in service.waiting],
         "step": 0,
         "steps": 0,

@@ -51,6 +51,8 @@ def status_lines(document: dict[str, Any]) -> Iterator[str]:
         yield f"exchange {exchange['reason']}"
     if document["encryption"] != "TLS 1.3":
         yield f"NOT ENCRYPTED: {document['encryption']}"
+    for trouble in document["secrets"]:
+        yield f"secrets  {trouble}"
     workers, expected = document["workers"], document["expect_workers"]
     beside = sum(worker["duty"] == "evaluate" for worker in workers)
     more = f" and {beside} to evaluate" if beside else ""

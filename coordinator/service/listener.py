@@ -48,6 +48,24 @@ class WorkerDisconnected(Fact):
     workers: int
 
 
+# Secrets.
+
+
+@dataclass(frozen=True, slots=True)
+class SecretsTrouble(Fact):
+    """A file of keys or of the join token is missing or damaged; what was read last counts."""
+
+    event = "secrets_trouble"
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SecretsSound(Fact):
+    """All files of keys and token can be used again."""
+
+    event = "secrets_sound"
+
+
 # Runs.
 
 

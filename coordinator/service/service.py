@@ -35,6 +35,8 @@ from coordinator.service.listener import (
     RunAccepted,
     RunEnded,
     RunResumed,
+    SecretsSound,
+    SecretsTrouble,
     WorkerConnected,
     WorkerDisconnected,
     document,
@@ -104,6 +106,7 @@ class Service:
         finished: The last run that ended.
         over: Set when the service is to end.
         credentials: What it proves itself with, once it has started.
+        secrets_troubles: What is wrong with the files of those, in words; empty if nothing is.
         loop_watch: How long its event loop was held, once that is watched.
     """
 
@@ -119,6 +122,7 @@ class Service:
         self.loop_watch = LoopWatch(lambda held_ms: self.reported(LoopHeld(round(held_ms))))
         self._machine = machine or Machine()
         self._open_doorway = doorway
+        self.secrets_troubles: list[str] = []
         self.sessions: dict[str, MemberSession] = {}
         self.known: set[str] = set()
         self.current: Execution | None = None
@@ -153,6 +157,7 @@ class Service:
                 taken or not this machine's; there are no credentials and none can be made.
         """
         self.credentials = CoordinatorCredentials.open()
+        self.credentials.keys.refresh()
         self.claim()
         loop = asyncio.get_running_loop()
         plaintext = self.settings.plaintext
@@ -477,6 +482,7 @@ class Service:
             last_s = self._machine.now_s()
             if stalled:
                 continue
+            self._look_at_secrets()
             for session in list(self.sessions.values()):
                 silent_s = self._machine.now_s() - session.channel.last_received_s
                 unread = session.channel.paused
@@ -487,6 +493,15 @@ class Service:
                     session.channel.goodbye(reason, retry=False, exit_code=ExitCode.NOT_AUTHORISED)
                 else:
                     session.channel.send(Heartbeat())
+
+    def _look_at_secrets(self) -> None:
+        """Say what is wrong with the files of keys and token, and when that is over."""
+        before, self.secrets_troubles = self.secrets_troubles, self.credentials.look()
+        for trouble in self.secrets_troubles:
+            if trouble not in before:
+                self.reported(SecretsTrouble(trouble))
+        if before and not self.secrets_troubles:
+            self.reported(SecretsSound())
 
     def _patience_ms(self, session: MemberSession) -> int:
         """How long this member may give no sign of life.

@@ -109,6 +109,14 @@ def test_a_key_that_others_may_read(own_home):
     assert (wrong.outcome, "chmod 600" in wrong.found) == ("failure", True)
 
 
+@pytest.mark.parametrize("text", ["", "00" * 31])
+def test_a_key_that_is_damaged(own_home, text):
+    write_secret(own_home / "worker" / "a.key", text)
+    wrong = checks(plan())["keys"]
+    assert (wrong.outcome, "a.key' is damaged" in wrong.found) == ("failure", True)
+    assert "coordinator token show" in wrong.advice
+
+
 def test_a_token_file_that_cannot_be_used(tmp_path):
     path = tmp_path / "token"
     for said in ("is not there", "expected a join token", "chmod 600"):

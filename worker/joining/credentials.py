@@ -3,7 +3,8 @@
 The token comes from `--token-file` (or `$SAMESTEP_TOKEN_FILE`), `$SAMESTEP_TOKEN`, systemd's
 `$CREDENTIALS_DIRECTORY/join.token`, else from where a coordinator of the same user on this machine
 keeps it; never from an argument, which every user of a machine can read. Files are read at each
-attempt, so that a changed token counts at once. After the first join the coordinator, known by its
+attempt, so that a changed token counts at once; one that goes missing later, or is damaged, leaves
+what was read last. After the first join the coordinator, known by its
 certificate's fingerprint, gives a key, which is kept in `worker/` below `state_home()`.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Final
@@ -50,10 +52,12 @@ class WorkerCredentials:
         home = state_home(environment)
         self._keys = home / "worker"
         self._given, self._token = self._source(token_file, home, environment)
+        self._last_token: JoinToken | None = None
+        self._last_keys: dict[Path, bytes] = {}
         self._refused: set[Path] = set()
         self._used: Path | None = None
         if self._given:
-            self._present_token()
+            self._last_token = self._token()
 
     def secret(self, certificate: bytes | None, name: str) -> tuple[bytes, bool]:
         """What to prove oneself with on a connection, and whether that is this name's own key.
@@ -79,6 +83,11 @@ class WorkerCredentials:
         if (token is None or not self._given) and (key := self._key(certificate, name)):
             return key
         if token is None:
+            if fault := key_fault(path := self._key_file(certificate, name)):
+                raise NotAuthorised(
+                    f"this worker has no join token, and its key in {str(path)!r} {fault}; restore "
+                    f"that file from a backup, or join with a token, which mends it: {_HOW}"
+                )
             raise NotAuthorised(
                 f"this worker has no join token, and under the name {name!r} no key; keys are kept "
                 f"by name, so one that has joined before comes back under its old one (--name), or "
@@ -112,6 +121,7 @@ class WorkerCredentials:
             return ""
         path = self._key_file(certificate, name)
         self._refused.discard(path)
+        self._last_keys[path] = key
         try:
             write_secret(path, key.hex() + "\n")
         except UsageError as error:
@@ -143,24 +153,52 @@ class WorkerCredentials:
         return False, lambda: _from_file(join_token_file(home), must_exist=False)
 
     def _present_token(self) -> JoinToken | None:
-        return self._token()
+        """The token now; the last one while its file is missing or damaged.
+
+        Raises:
+            UsageError: There was none before, and the file that the user named cannot be used.
+        """
+        try:
+            self._last_token = self._token() or self._last_token
+        except UsageError:
+            if self._last_token is None and self._given:
+                raise
+        return self._last_token
 
     def _key(self, certificate: bytes, name: str) -> tuple[bytes, bool] | None:
         path = self._key_file(certificate, name)
-        if path in self._refused or (text := read_secret(path)) is None:
+        if path in self._refused:
             return None
-        try:
-            key = bytes.fromhex(text)
-        except ValueError:
+        text = read_secret(path)
+        if text is not None and not _key_text_fault(text):
+            self._last_keys[path] = bytes.fromhex(text)
+        if path not in self._last_keys:
             return None
         self._used = path
-        return key, True
+        return self._last_keys[path], True
 
     def _key_file(self, certificate: bytes, name: str) -> Path:
         """One file for each coordinator and name; names may hold what file names may not."""
         assert certificate != NO_CERTIFICATE
         digest = hashlib.sha256(certificate + name.encode()).hexdigest()
         return self._keys / f"{digest[:32]}.key"
+
+
+def key_fault(path: Path) -> str:
+    """What is wrong with a key that a coordinator gave; empty if nothing is, or it is not there.
+
+    Raises:
+        UsageError: Others may read it too, or it cannot be read.
+    """
+    text = read_secret(path)
+    return "" if text is None else _key_text_fault(text)
+
+
+def _key_text_fault(text: str) -> str:
+    if re.fullmatch(r"[0-9a-f]{64}\s*", text):
+        return ""
+    found = "something else" if text.strip() else "an empty file"
+    return f"is damaged (expected 64 hexadecimal digits, got {found})"
 
 
 def _from_file(path: Path, *, must_exist: bool) -> JoinToken | None:

@@ -78,8 +78,8 @@ def test_damage_is_named_without_what_it_holds(tmp_path):
     path = tmp_path / "coordinator" / "workers.json"
     secret = json.loads(path.read_text())["w"]["key"]
     path.write_text(path.read_text()[:-4])
-    with pytest.raises(UsageError, match="does not hold workers' keys") as caught:
-        credentials.keys.get("w")
+    with pytest.raises(UsageError, match="expected workers' keys") as caught:
+        CoordinatorCredentials.open(tmp_path).keys.get("w")
     assert secret not in str(caught.value)
     key = tmp_path / "coordinator" / "key.pem"
     key.write_text("no key")
@@ -102,23 +102,108 @@ def test_one_is_revoked_and_others_stay(tmp_path):
         credentials.revoke("carl")
 
 
-def test_keys_that_cannot_be_read_now_are_not_revoked(tmp_path):
-    """A passing fault of the disk must not send every member away for good."""
-    credentials = CoordinatorCredentials.open(tmp_path)
+@pytest.fixture
+def members(tmp_path):
+    """Credentials, their directory, and a check of the member ann."""
+    credentials = CoordinatorCredentials.open(tmp_path / "home")
     check = JoinCheck(credentials, encrypted=True)
     check.name = "ann"
-    assert check.new_key() == credentials.keys.get("ann")
-    path = credentials.keys._path
+    assert check.new_key() == credentials.keys.get("ann") != b""
+    assert credentials.look() == []
+    return credentials, tmp_path / "home" / "coordinator", check
+
+
+def _is_no_order(credentials, check) -> None:
+    """Whatever the files are: ann's key, the token and the certificate are what they were."""
+    before = check._key
+    assert credentials.keys.get("ann") == before
+    assert not check.revoked
+
+
+def test_keys_that_cannot_be_read_now_are_not_revoked(members, tmp_path):
+    """A passing fault of the disk must not send every member away for good."""
+    credentials, directory, check = members
+    path = directory / "workers.json"
     kept = path.rename(tmp_path / "kept")
     path.symlink_to(path)  # ELOOP, also for root
-    with pytest.raises(UsageError, match="cannot read"):
-        credentials.keys.get("ann")
-    assert not check.revoked
+    _is_no_order(credentials, check)
+    assert "cannot read" in credentials.look()[0]
     assert credentials.enrol("bob") == b""
     path.unlink()
-    assert check.revoked, "there is none any more"
     kept.rename(path)
-    assert not check.revoked
+    assert credentials.look() == []
+    _is_no_order(credentials, check)
+
+
+def test_a_directory_that_is_away_for_a_while_revokes_nobody(members, tmp_path):
+    credentials, directory, check = members
+    token = credentials.join_token()
+    away = directory.rename(tmp_path / "away")
+    for _ in range(2):
+        assert "is gone: bring it back" in credentials.look()[0]
+        _is_no_order(credentials, check)
+        assert credentials.join_token() == token
+        assert credentials.enrol("bob") == b""
+    assert not directory.exists(), "it comes back under its own name"
+    away.rename(directory)
+    assert credentials.look() == []
+    assert credentials.enrol("bob")
+
+
+@pytest.mark.parametrize("text", ["", "{", "null", '{"ann": {}}', None])
+def test_a_file_of_keys_that_is_none_revokes_nobody(members, text):
+    credentials, directory, check = members
+    path = directory / "workers.json"
+    valid = path.read_text()
+    if text is None:
+        path.unlink()
+    else:
+        path.write_text(text)
+    _is_no_order(credentials, check)
+    (told,) = credentials.look()
+    assert "workers.json" in told
+    if text is not None:
+        assert path.read_text() == text, "what is damaged is for a person to look at"
+        assert credentials.enrol("bob") == b""
+        path.unlink()  # as the line advises
+        credentials.look()
+    assert json.loads(path.read_text()) == json.loads(valid)
+    assert credentials.look() == []
+    CoordinatorCredentials.open(directory.parent).revoke("ann")
+    assert check.revoked
+
+
+@pytest.mark.parametrize("name", ["certificate.pem", "key.pem", "join.token"])
+def test_what_goes_missing_beside_a_coordinator_is_written_again(members, name):
+    credentials, directory, check = members
+    text = (directory / name).read_text()
+    (directory / name).unlink()
+    assert f"{name}' was gone and is written again" in credentials.look()[0]
+    assert (directory / name).read_text() == text
+    assert stat.S_IMODE((directory / name).stat().st_mode) == 0o600
+    (directory / name).write_text("")
+    assert name in credentials.look()[0]
+    assert (directory / name).read_text() == ""
+    _is_no_order(credentials, check)
+
+
+@pytest.mark.parametrize("name", ["certificate.pem", "key.pem"])
+def test_an_empty_certificate_or_key_is_named(tmp_path, name):
+    CoordinatorCredentials.open(tmp_path)
+    (tmp_path / "coordinator" / name).write_text("")
+    with pytest.raises(UsageError, match=r"certificate.*remove both: the next start makes new"):
+        CoordinatorCredentials.open(tmp_path).server_context()
+
+
+@pytest.mark.parametrize("text", ["", "none\n"])
+def test_a_damaged_token_is_mended_by_what_its_readers_advise(tmp_path, text):
+    before = CoordinatorCredentials.open(tmp_path)
+    key, path = before.enrol("ann"), before.token_file
+    path.write_text(text)
+    after = CoordinatorCredentials.open(tmp_path)  # as `coordinator token show` does
+    assert after.join_token() != before.join_token() or path.read_text() != text
+    assert after.join_token().reveal() + "\n" == path.read_text()
+    assert after.keys.get("ann") == key
 
 
 def test_there_is_an_end_to_keys(tmp_path, monkeypatch):

@@ -150,3 +150,31 @@ def test_no_secret_in_any_text_of_a_token():
     assert given.reveal().partition(".")[2] not in repr(given)
     assert str(given.secret) not in repr(given)
     assert JoinToken.parse(f" {given.reveal()}\n", "a test") == given
+
+
+def test_files_that_are_gone_or_damaged_leave_what_was_read_last(tmp_path, environment):
+    given, key = token(), new_key()
+    path = kept(tmp_path / "file", given)
+    credentials = WorkerCredentials(path, environment=environment)
+    assert credentials.remember(HERE, "w", key) == ""
+    home = tmp_path / "home"
+    home.rename(tmp_path / "away")
+    path.unlink()
+    assert credentials.secret(HERE, "w") == (key, True)
+    assert credentials.try_token_next()
+    assert credentials.secret(HERE, "w") == (given.secret, False)
+    path.write_text("")
+    assert credentials.secret(HERE, "w") == (given.secret, False)
+
+
+@pytest.mark.parametrize("text", ["", "0" * 62, "xyz\n", "\x00" * 65])
+def test_a_damaged_key_is_no_key(tmp_path, environment, text):
+    credentials = WorkerCredentials(environment=environment)
+    credentials.remember(HERE, "w", new_key())
+    (path,) = (tmp_path / "home" / "worker").glob("*.key")
+    path.write_text(text)
+    with pytest.raises(NotAuthorised, match=f"{path.name}.*damaged.*join with a token"):
+        WorkerCredentials(environment=environment).secret(HERE, "w")
+    given = kept(tmp_path / "file", token())
+    again = WorkerCredentials(given, environment=environment)
+    assert again.secret(HERE, "w")[1] is False

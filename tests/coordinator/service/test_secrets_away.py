@@ -1,0 +1,52 @@
+"""Files of keys that vanish beside a coordinator that works: nobody is sent away, all are told."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from coordinator.operator.status import status_document
+from coordinator.operator.status_text import status_lines
+from tests.live_service import live_service
+
+
+@pytest.fixture
+def own_home(tmp_path, monkeypatch):
+    """Where this test's coordinator keeps its secrets."""
+    monkeypatch.setenv("SAMESTEP_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.mark.parametrize("gone", ["directory", "emptied"])
+async def test_members_stay_and_come_back_while_the_keys_are_away(tmp_path, own_home, gone):
+    async with live_service(tmp_path / "runs", 1) as live:
+        service = live.service
+        live.worker("w0")
+        await live.wait_for("worker_connected", worker="w0")
+        directory = own_home / "coordinator"
+        keys = directory / "workers.json"
+        held = keys.read_text()
+        if gone == "directory":
+            directory.rename(tmp_path / "away")
+        else:
+            keys.write_text("")
+        service._look_at_secrets()
+        told = await live.wait_for("secrets_trouble")
+        assert not service.sessions["w0"].check.revoked
+        lines = list(status_lines(status_document(service, time.monotonic())))
+        assert f"secrets  {told['reason']}" in lines
+        live.events.clear()
+        service.sessions["w0"].channel.abort("the test breaks the connection")
+        await live.wait_for("worker_connected", worker="w0")
+        if gone == "directory":
+            (tmp_path / "away").rename(directory)
+        else:
+            keys.write_text(held)
+        async with asyncio.timeout(10):
+            while live.first("secrets_sound") is None:
+                service._look_at_secrets()
+                await asyncio.sleep(0)
+        assert service.secrets_troubles == []
+        assert live.every("worker_connected")[-1]["admitted_by"].startswith("the key")
