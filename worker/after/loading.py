@@ -22,6 +22,7 @@ from worker.models import pretrained
 from worker.models.tokens import load_tokenizer, tokenizer_in
 from worker.tasks.trained import FILE, Trained
 
+_PEFT_PREFIX = "base_model.model."
 PROBE_TOKENS = 24
 """Logits of so many are compared where one model is to be another."""
 
@@ -62,6 +63,8 @@ def load(finished: Finished, base: str | None) -> Loaded:
     source = model_source(finished.base(base))
     loaded = _base(source, trained)
     _refuse_another_base(finished, source, loaded.weights_digest)
+    if trained is None and not loaded.drawn.keys() <= _saved(finished):
+        pretrained.refuse_drawn_weights(loaded, source, "take a model with its head")
     model: Any = loaded.model
     model.requires_grad_(requires_grad=False)
     if finished.adapter is not None:
@@ -83,6 +86,23 @@ def _base(source: str, trained: Trained | None) -> pretrained.Pretrained:
     padding = int(tokenizer.pad_token_id)
     model = trained.model.model_copy(update={"source": source})
     return pretrained.load_classifier(model, trained.labels, padding, trained.seed)
+
+
+def _saved(finished: Finished) -> set[str]:
+    """Names of the parameters that an adapter brings along whole.
+
+    Raises:
+        DataError: Its file cannot be read.
+    """
+    if finished.adapter is None:
+        return set()
+    try:
+        with safe_open(finished.directory / ADAPTER_WEIGHTS, "np") as tensors:
+            return {name.removeprefix(_PEFT_PREFIX) for name in tensors.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise DataError(
+            f"cannot add the adapter {str(finished.directory)!r} to its base: {in_words(error)}"
+        ) from None
 
 
 def _refuse_another_base(finished: Finished, source: str, digest: str) -> None:

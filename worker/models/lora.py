@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -53,7 +53,7 @@ class Lora:
         model: Its own parameters are frozen from here on.
         spec: Rank, scale, dropout and targets; targets left out are found in the model.
         task_type: What the adapter is for, in peft's words.
-        heads: Modules that are trained in full.
+        heads: Modules that are trained in full: a classifier's head, what the checkpoint lacks.
         seed: The run's.
         adapter: The directory of one to go on with, in PEFT's layout.
 
@@ -83,6 +83,7 @@ class Lora:
             check_lora(earlier, config_of_earlier, spec)
             targets = targets or targets_of(config_of_earlier)
         targets = targets or _attention_targets(model)
+        _refuse_what_is_drawn_and_adapted(heads, targets)
         self._config = {
             "bias": "none",
             "fan_in_fan_out": _transposed(model, targets),
@@ -142,6 +143,30 @@ def head_modules(model: torch.nn.Module) -> list[str]:
         for name, child in model.named_children()
         if name != encoder and any(True for _ in child.parameters())
     ]
+
+
+def modules_drawn(drawn: Collection[str], heads: Sequence[str]) -> tuple[str, ...]:
+    """The modules that hold these parameters, as far as they are in none of the heads, sorted."""
+    owners = {owner_of(name) for name in drawn}
+    return tuple(sorted(each for each in owners if each.partition(".")[0] not in heads))
+
+
+def owner_of(parameter: str) -> str:
+    """The name of the module that holds a parameter."""
+    return parameter.rpartition(".")[0]
+
+
+def _refuse_what_is_drawn_and_adapted(heads: Sequence[str], targets: Sequence[str]) -> None:
+    """A module that is trained in full has no room for low-rank matrices.
+
+    Raises:
+        DataError: A target is one.
+    """
+    both = [head for head in heads if head.rpartition(".")[2] in targets or head in targets]
+    if both:
+        raise DataError(
+            f"lora.targets names {both[0]!r}, which is trained in full already; leave it out"
+        )
 
 
 def _start(module: torch.nn.Module, seed: int) -> None:

@@ -18,7 +18,7 @@ import urllib.request
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -44,6 +44,7 @@ from protocol.spec import sources
 from protocol.spec.manifest import Block
 from protocol.spec.run_spec import ModelSpec, RunSpec
 from worker.models import as_stored, gguf_weights, main_memory
+from worker.models.causality import check_causality
 
 _OTHERS_NARROW_FORMS: Final = ("bitsandbytes", "gptq", "awq")
 _DEVIATION: Final = 0.02
@@ -55,13 +56,20 @@ _HUB_TIMEOUT_S: Final = 5.0
 class Pretrained:
     """A model ready to train, in float32, and its configuration.
 
-    `forward_options` go along with every forward: a cache for generating is of no use here.
+    Attributes:
+        model: All of it.
+        config: Its configuration.
+        weights_digest: Of all weights, those that were drawn included.
+        forward_options: Go along with every forward: a cache for generating is of no use here.
+        drawn: The parameters that the source lacks, which were drawn, with their elements; none
+            of a model that was started from its configuration.
     """
 
     model: torch.nn.Module
     config: Any
     weights_digest: str
     forward_options: Mapping[str, Any]
+    drawn: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def vocabulary(self) -> int:
@@ -94,8 +102,32 @@ def load_classifier(spec: ModelSpec, labels: Sequence[str], padding: int, seed: 
 
 
 def load_causal_lm(spec: ModelSpec, seed: int) -> Pretrained:
-    """A decoder with its language-modelling head; errors as of `load_classifier`."""
-    return _load(transformers.AutoModelForCausalLM, spec, seed, {})
+    """A decoder with its language-modelling head; errors as of `load_classifier`.
+
+    Args:
+        spec: Names the source.
+        seed: Of a head that the source lacks. Beside an adapter it is 0, whatever the run's: so
+            the adapter finds its base again.
+    """
+    return _decoder(_load(transformers.AutoModelForCausalLM, spec, seed, {}))
+
+
+def _decoder(loaded: Pretrained) -> Pretrained:
+    check_causality(loaded.model, loaded.vocabulary, loaded.forward_options)
+    return loaded
+
+
+def refuse_drawn_weights(loaded: Pretrained, source: str, remedy: str) -> None:
+    """See that all weights came from the source: what is drawn has learned nothing.
+
+    Raises:
+        DataError: Some were drawn; what to do.
+    """
+    if loaded.drawn:
+        raise DataError(
+            f"the checkpoint {source!r} lacks {min(loaded.drawn)}, without which it says nothing "
+            f"that it has learned; {remedy}"
+        )
 
 
 def start_causal_lm(run: RunSpec, vocabulary: int, end: int) -> Pretrained:
@@ -145,7 +177,7 @@ def start_causal_lm(run: RunSpec, vocabulary: int, end: int) -> Pretrained:
             f"cannot make a {model_type} from model.config: {in_words(error)}; see to its sizes"
         ) from None
     _draw(model, {name for name, _ in model.named_parameters()}, run.seed)
-    return _ready(model, spec)
+    return _decoder(_ready(model, spec, {}))
 
 
 def _copies(run: RunSpec) -> int:
@@ -271,7 +303,8 @@ def _load(kind: Any, spec: ModelSpec, seed: int, extra: Mapping[str, Any]) -> Pr
         vars(model.config).pop("quantization_config", None)
     _refuse_what_is_not_there(model, drawn, spec.source)
     _draw(model, drawn, seed)
-    return _ready(model, spec)
+    sizes = {name: each.numel() for name, each in model.named_parameters() if name in drawn}
+    return _ready(model, spec, sizes)
 
 
 def _refuse_others_narrow_forms(place: str, source: str) -> None:
@@ -336,7 +369,7 @@ def _refuse_what_is_not_there(model: Any, drawn: Collection[str], source: str) -
         )
 
 
-def _ready(model: Any, spec: ModelSpec) -> Pretrained:
+def _ready(model: Any, spec: ModelSpec, drawn: Mapping[str, int]) -> Pretrained:
     if getattr(model.config, "output_router_logits", False):
         raise DataError(
             "the model's configuration asks for a balancing loss of its experts "
@@ -353,7 +386,7 @@ def _ready(model: Any, spec: ModelSpec) -> Pretrained:
     arrays = as_stored.Wide(model.state_dict())
     cached = "use_cache" in inspect.signature(model.forward).parameters
     options = {"use_cache": False} if cached else {}
-    return Pretrained(model, model.config, digest_arrays(arrays), options)
+    return Pretrained(model, model.config, digest_arrays(arrays), options, drawn)
 
 
 def _check_keys(given: Mapping[str, Any], config: Any, model_type: str) -> None:

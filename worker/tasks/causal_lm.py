@@ -52,7 +52,7 @@ class CausalLM:
             evaluation_parts=-(-len(self._measured) // self._part_samples),
             metrics=_METRICS,
             digests={**tuned.digests, **data.digests},
-            notes=dict(data.notes),
+            notes={**data.notes, **tuned.notes},
             export=tuned.export(tokenizer_files(tokenizer)),
         )
         self.trainable = tuned.trainable(
@@ -96,7 +96,7 @@ def load_model(spec: RunSpec, tokenizer: Any) -> pretrained.Pretrained:
     assert spec.model is not None
     assert spec.data is not None
     if spec.model.config is None:
-        loaded = pretrained.load_causal_lm(spec.model, spec.seed)
+        loaded = pretrained.load_causal_lm(spec.model, spec.seed if spec.lora is None else 0)
     else:
         end = tokenizer.eos_token_id
         loaded = pretrained.start_causal_lm(spec, len(tokenizer), end)

@@ -97,6 +97,7 @@ class Classify:
                 "texts_truncated": cut,
                 "unknown_tokens_per_thousand": unknown_per_thousand(tokenizer, data.texts),
                 **(overlap(data.texts, valid.texts) if valid.texts else {}),
+                **tuned.notes,
             },
             export=tuned.export({FILE: trained.document(), **tokenizer_files(tokenizer)}),
         )

@@ -93,6 +93,7 @@ class Distil:
                 "captured_samples": samples,
                 "logits_of_each_token": layout.top_k,
                 "student_padding_not_compared": max(0, loaded.vocabulary - layout.vocabulary),
+                **tuned.notes,
             },
             export=tuned.export(files),
             row_groups=_row_groups(self._samples, self._train),
@@ -183,7 +184,7 @@ def _student(spec: RunSpec, tokenizer: Any, vocabulary: int) -> pretrained.Pretr
     """
     assert spec.model is not None
     if spec.model.config is None:
-        loaded = pretrained.load_causal_lm(spec.model, spec.seed)
+        loaded = pretrained.load_causal_lm(spec.model, spec.seed if spec.lora is None else 0)
     else:
         end = tokenizer.eos_token_id if tokenizer is not None else None
         loaded = pretrained.start_causal_lm(spec, vocabulary, end or 0)

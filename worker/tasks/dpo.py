@@ -42,7 +42,8 @@ class Dpo:
         self._measured = data.held_out[
             holdout.measured(count, spec.data.holdout_samples, spec.seed)
         ]
-        loaded = pretrained.load_causal_lm(spec.model, spec.seed)
+        loaded = pretrained.load_causal_lm(spec.model, 0)
+        pretrained.refuse_drawn_weights(loaded, spec.model.source, "train it by causal-lm first")
         pretrained.check_length(loaded.config, spec.data.max_tokens)
         check_tokens(self._pairs.highest, loaded.vocabulary)
         tuned = Tuned.of(loaded, spec.model, spec.lora, "CAUSAL_LM", spec.seed)

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from backends.base.interface import Array, Backend, Batch, Sums
 from protocol.base.errors import DataError
+from protocol.spec.adapter import adapter_config
 from protocol.spec.sources import model_source
 from worker.tasks.trained import Trained
 
@@ -62,7 +63,8 @@ def classify(
     padding = int(tokenizer.pad_token_id)
     model = trained.model.model_copy(update={"source": source})
     loaded = load_classifier(model, trained.labels, padding, trained.seed)
-    classifier = Tuned.of(loaded, model, trained.lora, "SEQ_CLS", trained.seed)
+    heads = _heads(directory) if trained.lora is not None else None
+    classifier = Tuned.of(loaded, model, trained.lora, "SEQ_CLS", trained.seed, heads=heads)
     if trained.lora is not None and loaded.weights_digest != trained.base_weights:
         raise DataError(
             f"the model {source!r} is not the one that {str(directory)!r} was trained on: its "
@@ -97,6 +99,12 @@ def _probabilities(classifier: Tuned, module: Any, arrays: Mapping[str, Any]) ->
 
     logits = logits_of(module, arrays, classifier.loaded.forward_options)
     return {str(number): float(p) for number, p in enumerate(logits[0].softmax(dim=0))}
+
+
+def _heads(directory: Path) -> list[str] | None:
+    """What the adapter trained in full; an earlier release left a drawn pooler as it was."""
+    named = adapter_config(directory).get("modules_to_save")
+    return list(dict.fromkeys(map(str, named))) if named else None
 
 
 def _weights(directory: Path, trained: Trained) -> Path:

@@ -25,6 +25,7 @@ from protocol.spec.capture_layout import CaptureLayout
 from protocol.spec.manifest import Block, Export, Manifest, TensorSpec
 from protocol.spec.run_spec import RunSpec
 from worker.data.language_data import read_language_data
+from worker.models import pretrained
 from worker.models.tokens import NOTHING, check_tokens, tokenizer_files
 from worker.tasks.causal_lm import load_model, token_loss
 
@@ -48,6 +49,9 @@ class TeacherLogits:
         data = read_language_data(spec, 0.0, even=True)
         tokenizer = data.tokenizer
         loaded = load_model(spec, tokenizer)
+        pretrained.refuse_drawn_weights(
+            loaded, str(spec.model.source), "take a teacher with all of its weights"
+        )
         vocabulary = min(loaded.vocabulary, len(tokenizer))
         check_tokens(data.highest, vocabulary)
         self._samples = data.train
