@@ -1,8 +1,8 @@
 """Loads Hugging Face models, or starts them from a configuration, with the same bits everywhere.
 
-What a checkpoint lacks (a new head) and the weights of a new model are drawn by
-`backends.base.draws`, since transformers draws them with torch's generator. Code that comes with
-a model is never run.
+What a checkpoint lacks (a new head) is drawn by `backends.base.draws`, and so are the weights of a
+new model, since transformers draws them with torch's generator. Code that comes with a model is
+never run.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from protocol.spec.manifest import Block
 from protocol.spec.run_spec import ModelSpec, RunSpec
 from worker.models import as_stored, gguf_weights, main_memory
 from worker.models.causality import check_causality
+from worker.models.initial_weights import draw_initial_weights
 
 _OTHERS_NARROW_FORMS: Final = ("bitsandbytes", "gptq", "awq")
 _DEVIATION: Final = 0.02
@@ -131,7 +132,7 @@ def refuse_drawn_weights(loaded: Pretrained, source: str, remedy: str) -> None:
 
 
 def start_causal_lm(run: RunSpec, vocabulary: int, end: int) -> Pretrained:
-    """A new decoder of `model.config`, every weight drawn from the seed.
+    """A new decoder of `model.config`, its weights as `draw_initial_weights` has them.
 
     Args:
         run: Its model's config names model_type and sizes; vocab_size may be left out.
@@ -167,7 +168,7 @@ def start_causal_lm(run: RunSpec, vocabulary: int, end: int) -> Pretrained:
         with torch.device("meta"):
             elements = sum(each.numel() for each in make().parameters())
         main_memory.refuse_more_than_there_is(4 * elements * _copies(run))
-        model = make()
+        model = draw_initial_weights(make, run.seed)
     except (DataError, MainMemoryTooSmall):
         raise
     except Exception as error:  # (sizes that do not fit raise errors of all kinds)
@@ -176,7 +177,6 @@ def start_causal_lm(run: RunSpec, vocabulary: int, end: int) -> Pretrained:
         raise DataError(
             f"cannot make a {model_type} from model.config: {in_words(error)}; see to its sizes"
         ) from None
-    _draw(model, {name for name, _ in model.named_parameters()}, run.seed)
     return _decoder(_ready(model, spec, {}))
 
 

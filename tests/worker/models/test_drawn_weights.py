@@ -132,13 +132,13 @@ def test_a_drawn_head_is_saved_with_the_adapter_whatever_the_seed(tmp_path, base
 
 def test_without_the_head_nothing_is_said_or_taught(tmp_path):
     source = save_body(tmp_path / "model")
-    with pytest.raises(DataError, match="lacks lm_head.weight"):
+    with pytest.raises(DataError, match=r"lacks lm_head\.weight"):
         load(find(source), None)
-    with pytest.raises(DataError, match="lacks lm_head.weight"):
+    with pytest.raises(DataError, match=r"lacks lm_head\.weight"):
         build(spec_of("teacher-logits", source, tmp_path, lora=None))
     pair = {"prompt": "What is 1?", "chosen": "It is 1.", "rejected": "It is 2."}
     pairs = jsonl(tmp_path / "pairs.jsonl", [pair | {"prompt": f"{n}?"} for n in range(9)])
-    with pytest.raises(DataError, match="lacks lm_head.weight"):
+    with pytest.raises(DataError, match=r"lacks lm_head\.weight"):
         build(spec_of("dpo", source, tmp_path, data={"train": str(pairs)}))
 
 

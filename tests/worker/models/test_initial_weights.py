@@ -1,0 +1,150 @@
+"""A new model begins as its library makes it, with the same draws everywhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from backends.base import draws
+from protocol.base.errors import DataError
+from protocol.spec.run_spec import parse_run_spec
+from worker.models.pretrained import start_causal_lm
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2}
+ATTENTION = {"intermediate_size": 32, "num_attention_heads": 2}
+LLAMA = {**SIZES, **ATTENTION, "num_key_value_heads": 1, "tie_word_embeddings": True}
+MAMBA = {**SIZES, "state_size": 8, "expand": 2}
+
+
+def started(model_type: str, seed: int = 7, **config: Any) -> Any:
+    spec = parse_run_spec({
+        "task": "causal-lm", "steps": 1, "seed": seed, "data": {"train": "python-stdlib"},
+        "model": {"config": {"model_type": model_type, **config}},
+    })  # fmt: skip
+    return start_causal_lm(spec, 300, 2).model
+
+
+def library_made(model_type: str, seed: int, **config: Any) -> Any:
+    torch.manual_seed(seed)
+    made = transformers.AutoConfig.for_model(
+        model_type, vocab_size=300, bos_token_id=2, eos_token_id=2, **config
+    )
+    return transformers.AutoModelForCausalLM.from_config(made)
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2},
+    "mamba": MAMBA,
+    "mamba2": {**MAMBA, "num_heads": 4, "head_dim": 8, "n_groups": 1},
+    "falcon_mamba": MAMBA,
+    "rwkv": {"hidden_size": 16, "num_hidden_layers": 2, "attention_hidden_size": 16},
+    "opt": {**SIZES, "ffn_dim": 16, "num_attention_heads": 2, "word_embed_proj_dim": 16},
+    "bert": {**SIZES, **ATTENTION, "is_decoder": True},
+    "gpt_neox": {**SIZES, **ATTENTION},
+    "recurrent_gemma": {
+        **SIZES, **ATTENTION, "num_key_value_heads": 1, "lru_width": 16, "head_dim": 8,
+    },
+    "qwen3_next": {
+        **LLAMA, "head_dim": 8, "linear_num_value_heads": 2, "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 2,
+        "num_experts_per_tok": 1, "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 8, "layer_types": ["linear_attention", "full_attention"],
+    },
+}  # fmt: skip
+
+
+QUICK = ("llama", "gpt2", "mamba")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+)
+def test_what_the_library_sets_is_kept_and_what_it_draws_is_alike(family):
+    ours = parameters(started(family, **FAMILIES[family]))
+    one, other = (parameters(library_made(family, n, **FAMILIES[family])) for n in (1, 2))
+    for name, value in one.items():
+        mine = ours[name]
+        if (value == other[name]).all():
+            np.testing.assert_allclose(mine, value, rtol=1e-6, err_msg=name)
+            continue
+        assert mine.std() > 0, name
+        if value.size >= 256:
+            assert mine.mean() == pytest.approx(float(value.mean()), abs=float(value.std()) / 4), (
+                name
+            )
+            assert mine.std() == pytest.approx(float(value.std()), rel=0.2), name
+        else:  # as step biases: within what the library draws from
+            spread = max(value.max() - value.min(), 4.0)
+            assert value.min() - spread < mine.min(), name
+            assert mine.max() < value.max() + spread, name
+
+
+def parameters(model: Any) -> dict[str, Any]:
+    return {name: value.detach().numpy() for name, value in model.named_parameters()}
+
+
+def test_a_llama_has_the_draws_that_it_always_had():
+    for name, value in started("llama", **LLAMA).named_parameters():
+        if value.dim() == 1:
+            assert (value == 1).all()
+        else:
+            key = draws.key_of(7, name)
+            expected = draws.with_deviation(key, value.numel(), 0.02)
+            assert value.detach().numpy().tobytes() == expected.tobytes()
+
+
+@pytest.mark.slow
+def test_neither_torchs_generator_nor_its_instruction_set_shows():
+    """torch's own logarithm has other bits on other instruction sets."""
+    program = (
+        "import hashlib, sys, torch\n"
+        "from tests.worker.models.test_initial_weights import FAMILIES, started\n"
+        "torch.manual_seed(int(sys.argv[1]))\n"
+        "for family in ('mamba', 'mamba2', 'gpt2'):\n"
+        "    state = started(family, **FAMILIES[family]).state_dict()\n"
+        "    bits = b''.join(value.numpy().tobytes() for value in state.values())\n"
+        "    print(family, hashlib.sha256(bits).hexdigest())\n"
+    )
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", program, seed],
+            env={**os.environ, **level},
+            capture_output=True, text=True, check=True,
+        ).stdout
+        for seed, level in (("1", {}), ("2", {"ATEN_CPU_CAPABILITY": "default"}))
+    }  # fmt: skip
+    assert len(told) == 1
+
+
+def test_functions_are_those_of_float64_rounded():
+    state = dict(started("mamba", **MAMBA).named_parameters())
+    expected = np.log(np.arange(1, 9, dtype=np.float64)).astype(np.float32)
+    assert (state["backbone.layers.0.mixer.A_log"].detach().numpy() == expected).all()
+
+
+def test_two_seeds_give_two_models():
+    one, other = started("mamba", 1, **MAMBA), started("mamba", 2, **MAMBA)
+    pairs = zip(one.named_parameters(), other.parameters(), strict=True)
+    assert {name.rpartition("mixer.")[2] for (name, a), b in pairs if not torch.equal(a, b)} >= {
+        "dt_proj.bias", "in_proj.weight",
+    }  # fmt: skip
+
+
+def test_what_is_drawn_otherwise_is_refused(monkeypatch):
+    def permuted(_, module):
+        if hasattr(module, "A_log"):
+            module.D.data.copy_(torch.randperm(len(module.D)))
+
+    monkeypatch.setattr(transformers.MambaForCausalLM, "_init_weights", permuted)
+    monkeypatch.setattr(transformers.MambaModel, "_init_weights", permuted)
+    with pytest.raises(DataError, match="randperm"):
+        started("mamba", **MAMBA)
