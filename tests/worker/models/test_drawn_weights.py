@@ -22,7 +22,7 @@ from worker.after.merging import merge
 from worker.tasks.base import Task
 from worker.tasks.registry import build
 
-BODY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 300}
+BODY: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 300}
 
 
 def save_masked_lm(directory: Path) -> Path:
@@ -47,6 +47,7 @@ def save_body(directory: Path) -> Path:
 
 
 def spec_of(task: str, source: Path, directory: Path, **changes: Any) -> RunSpec:
+    rows: list[Any]
     if task == "classify":
         rows = [{"text": f"number {n}", "label": "ab"[n % 2]} for n in range(20)]
         data = {"train": str(jsonl(directory / "texts.jsonl", rows))}
