@@ -16,7 +16,12 @@ from worker.models.causality import check_causality
 from worker.models.pretrained import load_causal_lm
 from worker.tasks.registry import build
 
-SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 300}
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "vocab_size": 300,
+}
 
 
 def bert(**changes: Any) -> transformers.BertConfig:

@@ -22,7 +22,12 @@ from worker.after.merging import merge
 from worker.tasks.base import Task
 from worker.tasks.registry import build
 
-BODY: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 300}
+BODY: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "vocab_size": 300,
+}
 
 
 def save_masked_lm(directory: Path) -> Path:
