@@ -7,6 +7,7 @@ wherever the logits are the same.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,8 +17,15 @@ import torch
 
 from backends.base import draws
 from protocol.base.errors import DataError, in_words
+from worker.after.loading import probe_tokens, vocabulary_of
 from worker.models.pretrained import positions
+from worker.models.tokens import check_tokens
 
+_CACHES: Final = ("past_key_values", "cache_params")
+"""Keywords of forward for the state of attention, and of state-space models."""
+_CACHED_TOKENS: Final = 4
+_CACHE_TOLERANCE: Final = 1e-3
+"""Of the largest logit, or of 1 if that is larger: what float32 may differ by."""
 _HALF_A_CHARACTER: Final = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -77,9 +85,11 @@ def generate(model: Any, tokenizer: Any, prompt: list[int], sampling: Sampling) 
         sampling: How tokens are chosen.
 
     Raises:
-        DataError: The prompt and what is asked for are longer than the model has positions.
+        DataError: The prompt and what is asked for are longer than the model has positions, or the
+            prompt has tokens that the model does not know.
     """
-    most = positions(model.config)
+    check_tokens(max(prompt), vocabulary_of(model))
+    most = positions(model)
     if len(prompt) + sampling.max_tokens > most:
         raise DataError(
             f"expected a prompt and --max-tokens of {most} tokens together, the model's positions, "
@@ -114,18 +124,56 @@ def _mark_after_an_answer(tokenizer: Any) -> int | None:
 def _tokens(
     model: Any, prompt: list[int], sampling: Sampling, ends: frozenset[int]
 ) -> Iterator[int]:
-    given = torch.tensor([prompt], device=model.device)
-    known = None
+    text, cache = torch.tensor([prompt], device=model.device), _cache(model)
+    step, options = text, _options(model, cache)
     uniforms = draws.uniforms(draws.key_of(sampling.seed, "generate"), sampling.max_tokens)
     with torch.no_grad():
         for number in range(sampling.max_tokens):
-            out = model(input_ids=given, past_key_values=known, use_cache=True)
-            known = out.past_key_values
+            out = model(input_ids=step, **options)
             token = choose(out.logits[0, -1].float().cpu(), sampling, float(uniforms[number]))
             if token in ends:
                 return
             yield token
-            given = torch.tensor([[token]], device=model.device)
+            step = torch.tensor([[token]], device=model.device)
+            if cache is None:
+                step = text = torch.cat([text, step], 1)
+            else:
+                options[cache] = out[cache]
+
+
+def _options(model: Any, cache: str | None) -> dict[str, Any]:
+    """Keywords of the first forward pass."""
+    known = inspect.signature(_undecorated(model).forward).parameters
+    return {"use_cache": cache is not None} if "use_cache" in known else {}
+
+
+def _undecorated(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _cache(model: Any) -> str | None:
+    """Return the keyword that carries a model's state from token to token.
+
+    None where there is none, or where it does not lead to the logits of the whole text: some
+    families keep their state elsewhere, or count positions by keywords of their own.
+    """
+    known = inspect.signature(_undecorated(model).forward).parameters
+    ids = probe_tokens(vocabulary_of(model)).to(model.device)
+    for cache in _CACHES:
+        if cache in known and "use_cache" in known:
+            with torch.no_grad():
+                whole = model(input_ids=ids, use_cache=False).logits
+                out = model(input_ids=ids[:, :-_CACHED_TOKENS], use_cache=True)
+                parts = [out.logits]
+                for at in range(ids.shape[1] - _CACHED_TOKENS, ids.shape[1]):
+                    if out.get(cache) is None:
+                        return None
+                    state = {cache: out[cache], "use_cache": True}
+                    out = model(input_ids=ids[:, at : at + 1], **state)
+                    parts.append(out.logits)
+            difference = (torch.cat(parts, 1) - whole).abs().max()
+            return cache if difference <= _CACHE_TOLERANCE * max(1, whole.abs().max()) else None
+    return None
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, uniform: float) -> int:

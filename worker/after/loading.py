@@ -19,6 +19,7 @@ from protocol.spec.run_spec import ModelSpec
 from protocol.spec.sources import model_source
 from worker.after.finished import ADAPTER_WEIGHTS, Finished
 from worker.models import pretrained
+from worker.models.lora import adapter_name
 from worker.models.tokens import load_tokenizer, tokenizer_in
 from worker.tasks.trained import FILE, Trained
 
@@ -128,9 +129,10 @@ def _with_adapter(model: Any, finished: Finished) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             adapted = peft.PeftModel.from_pretrained(model, place)
-        expected = set(peft.get_peft_model_state_dict(adapted))
+        expected = set(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))
         with safe_open(finished.directory / ADAPTER_WEIGHTS, "np") as tensors:
-            there = set(tensors.keys())
+            names = tensors.keys()
+            there = {adapter_name(name) for name in names}
     except (ValueError, RuntimeError, KeyError, OSError, SafetensorError) as error:
         raise DataError(
             f"cannot add the adapter {place!r} to its base: {in_words(error)}"
@@ -145,12 +147,23 @@ def _with_adapter(model: Any, finished: Finished) -> Any:
 
 
 def probe(model: Any, vocabulary: int) -> torch.Tensor:
-    """Logits for a few tokens that are the same everywhere, float32."""
-    drawn = draws.hashes(draws.key_of("probe"), PROBE_TOKENS) % vocabulary
-    ids = torch.from_numpy(drawn.astype("int64"))[None]
+    """Logits for a few tokens that are the same everywhere, float32.
+
+    A text of an encoder-decoder ends with its end token, which classifiers look for.
+    """
+    ids, end = probe_tokens(vocabulary), model.config.eos_token_id
+    if model.config.is_encoder_decoder and isinstance(end, int):
+        ids[ids == end] = (end + 1) % vocabulary
+        ids[0, -1] = end
     with torch.no_grad():
         logits: torch.Tensor = model(input_ids=ids).logits.float()
     return logits
+
+
+def probe_tokens(vocabulary: int) -> torch.Tensor:
+    """Return a few token numbers that are the same everywhere, int64 (1, PROBE_TOKENS)."""
+    drawn = draws.hashes(draws.key_of("probe"), PROBE_TOKENS) % vocabulary
+    return torch.from_numpy(drawn.astype("int64"))[None]
 
 
 def vocabulary_of(model: Any) -> int:

@@ -24,7 +24,7 @@ from worker.after.finished import Finished
 from worker.after.loading import PROBE_TOKENS, Loaded, load, probe, vocabulary_of
 from worker.models import pretrained
 from worker.models.tokens import tokenizer_files
-from worker.tasks.trained import FILE, Trained
+from worker.tasks.trained import FILE
 
 TOLERANCE: Final = 1e-5
 """Of the largest logit, or of 1 if that is larger."""
@@ -72,7 +72,7 @@ def merge(finished: Finished, base: str | None, out: Path) -> Merged:
         model = merged(loaded)
         _save(model, loaded, new)
         del model
-        again = _read_back(new, loaded.trained)
+        again = _read_back(new, loaded)
         difference = compare(before, probe(again.model, vocabulary))
         found = Merged(out, difference, PROBE_TOKENS, again.weights_digest)
         if finished.facts is not None:
@@ -89,10 +89,24 @@ def merged(loaded: Loaded) -> Any:
     """
     if not loaded.adapted:
         return loaded.model
+    _untie(loaded.model)
     try:
         return loaded.model.merge_and_unload(safe_merge=True)
     except ValueError as error:
         raise DataError(f"cannot merge the adapter: {error}") from None
+
+
+def _untie(model: Any) -> None:
+    """Give each adapted layer a weight of its own: the adapter belongs to that layer alone."""
+    places: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        places[id(parameter)] = places.get(id(parameter), 0) + 1
+    for layer in model.modules():
+        weight = getattr(layer, "weight", None) if hasattr(layer, "base_layer") else None
+        if weight is not None and places[id(weight)] > 1:
+            layer.base_layer.weight = torch.nn.Parameter(weight.detach().clone(), False)
+            for config in (model.config, model.config.get_text_config()):
+                config.tie_word_embeddings = False
 
 
 def compare(expected: torch.Tensor, got: torch.Tensor) -> float:
@@ -151,12 +165,13 @@ def _save(model: Any, loaded: Loaded, new: Path) -> None:
         (new / FILE).write_text(told.document(), encoding="utf-8")
 
 
-def _read_back(new: Path, trained: Trained | None) -> pretrained.Pretrained:
+def _read_back(new: Path, loaded: Loaded) -> pretrained.Pretrained:
+    spec, trained = ModelSpec(source=str(new)), loaded.trained
     if trained is None:
-        found = pretrained.load_causal_lm(ModelSpec(source=str(new)), 0)
+        found = pretrained.load_causal_lm(spec, 0)
     else:
-        spec = ModelSpec(source=str(new))
-        found = pretrained.load_classifier(spec, trained.labels, 0, trained.seed)
+        padding = int(loaded.tokenizer.pad_token_id)
+        found = pretrained.load_classifier(spec, trained.labels, padding, trained.seed)
     found.model.eval()
     return found
 

@@ -104,6 +104,7 @@ class Lora:
             raise DataError(
                 f"cannot add LoRA to {', '.join(targets)}: {in_words(error)}; see to lora.targets"
             ) from None
+        _refuse_other_tables(self.module)
         _start(self.module, seed)
         self.adapter_digest = "" if earlier is None else _continue(self.module, earlier)
 
@@ -169,6 +170,29 @@ def _refuse_what_is_drawn_and_adapted(heads: Sequence[str], targets: Sequence[st
         )
 
 
+def _refuse_other_tables(module: torch.nn.Module) -> None:
+    """Refuse embeddings that are called with other numbers than they look up, or never.
+
+    Raises:
+        DataError: A target is a table of positions, or the table that encoder and decoder share.
+    """
+    from peft.tuners.lora import Embedding  # noqa: PLC0415
+
+    for name, layer in module.named_modules():
+        if not isinstance(layer, Embedding):
+            continue
+        table: Any = layer.get_base_layer()
+        target, remedy = name.rpartition(".")[2], "leave it out of lora.targets"
+        plain = type(table).forward is torch.nn.Embedding.forward or hasattr(table, "embed_scale")
+        if target == "shared":
+            plain, remedy = False, "name embed_tokens, of encoder and decoder, instead"
+        if not plain:
+            raise DataError(
+                f"expected lora.targets of linear layers and plain embeddings, got {target!r}, a "
+                f"{type(table).__name__} which the forward pass calls otherwise; {remedy}"
+            )
+
+
 def _start(module: torch.nn.Module, seed: int) -> None:
     """A as peft's own rule has it (kaiming_uniform_ with a = sqrt(5)), other draws; B zeros."""
     with torch.no_grad():
@@ -191,7 +215,7 @@ def _continue(module: torch.nn.Module, directory: Path) -> str:
 
     path = directory / ADAPTER_WEIGHTS
     try:
-        given = {name: value.float() for name, value in load_file(path).items()}
+        given = {adapter_name(name): value.float() for name, value in load_file(path).items()}
     except (OSError, SafetensorError) as error:
         raise DataError(f"cannot read the adapter's {str(path)!r}: {error}") from None
     trained = {
@@ -233,8 +257,12 @@ def _fits(module: torch.nn.Module) -> bool:
 
 
 def adapter_name(name: str) -> str:
-    """A parameter's name in a peft module as the adapter's file has it."""
-    return name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
+    """Return the name in an adapter's file of a parameter of a peft module.
+
+    Also translates names in files of earlier releases, where those of embeddings end in `.default`.
+    """
+    plain = name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
+    return plain.removesuffix(".default")
 
 
 def _whole(value: float) -> Any:

@@ -16,7 +16,7 @@ import socket
 import urllib.parse
 import urllib.request
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -98,7 +98,8 @@ def load_classifier(spec: ModelSpec, labels: Sequence[str], padding: int, seed: 
         "ignore_mismatched_sizes": True,
     }
     loaded = _load(transformers.AutoModelForSequenceClassification, spec, seed, labelled)
-    loaded.config.pad_token_id = padding
+    if not list(_rows_before_positions(loaded.model)):
+        loaded.config.pad_token_id = padding
     return loaded
 
 
@@ -193,24 +194,39 @@ def _copies(run: RunSpec) -> int:
     return 3 + moment_count(run.update) + alone
 
 
-def check_length(config: Any, max_tokens: int) -> None:
+def check_length(model: torch.nn.Module, max_tokens: int) -> None:
     """Refuse samples longer than the model has positions; their length is `data.max_tokens`.
 
     Raises:
         DataError: They are.
     """
-    longest = positions(config)
+    longest = positions(model)
     if max_tokens > longest:
         raise DataError(
             f"expected data.max_tokens of at most {longest}, the model's positions, "
-            f"got {max_tokens}"
+            f"got {max_tokens}; --set data.max_tokens={longest}"
         )
 
 
-def positions(config: Any) -> float:
-    """How many tokens a sample may have; without end where the configuration names none."""
-    longest = getattr(config, "max_position_embeddings", None)
-    return math.inf if longest is None else int(longest)
+def positions(model: torch.nn.Module) -> float:
+    """Return the most tokens that a sample may have, infinity where the model sets no limit.
+
+    RoBERTa and the models after it number positions from behind their padding token, so the first
+    `padding_idx + 1` rows of their table stand for no token.
+    """
+    longest = getattr(model.config, "max_position_embeddings", None)
+    limits = [math.inf if longest is None else int(longest)]
+    limits += [rows - unused for rows, unused in _rows_before_positions(model)]
+    return min(limits)
+
+
+def _rows_before_positions(model: torch.nn.Module) -> Iterator[tuple[int, int]]:
+    """Yield the size of each table of positions that begin behind padding, and its unused rows."""
+    for module in model.modules():
+        table = getattr(getattr(module, "position_embeddings", None), "weight", None)
+        padding = getattr(module, "padding_idx", None)
+        if table is not None and padding is not None:
+            yield len(table), padding + 1
 
 
 def initial_values(module: torch.nn.Module, blocks: Sequence[Block]) -> list[Array]:

@@ -100,7 +100,7 @@ def load_model(spec: RunSpec, tokenizer: Any) -> pretrained.Pretrained:
     else:
         end = tokenizer.eos_token_id
         loaded = pretrained.start_causal_lm(spec, len(tokenizer), end)
-    pretrained.check_length(loaded.config, spec.data.max_tokens)
+    pretrained.check_length(loaded.model, spec.data.max_tokens)
     return loaded
 
 

@@ -62,7 +62,7 @@ class Classify:
         self._padding = int(tokenizer.pad_token_id)
         loaded = pretrained.load_classifier(spec.model, data.names, self._padding, spec.seed)
         tuned = Tuned.of(loaded, spec.model, spec.lora, "SEQ_CLS", spec.seed)
-        pretrained.check_length(loaded.config, spec.data.max_tokens)
+        pretrained.check_length(loaded.model, spec.data.max_tokens)
         texts = itertools.chain(data.texts, valid.texts)
         self._tokens, cut = encoded(tokenizer, texts, spec.data.max_tokens)
         check_tokens(max(self._padding, self._tokens.highest), loaded.vocabulary)

@@ -203,7 +203,7 @@ def _check_length(spec: RunSpec, student: pretrained.Pretrained, tokens: int) ->
         DataError: It has fewer.
     """
     assert spec.model is not None
-    longest = pretrained.positions(student.config)
+    longest = pretrained.positions(student.model)
     if tokens > longest:
         anew = f"--set model.config.max_position_embeddings={tokens}"
         remedy = "take one with more" if spec.model.config is None else anew

@@ -44,7 +44,7 @@ class Dpo:
         ]
         loaded = pretrained.load_causal_lm(spec.model, 0)
         pretrained.refuse_drawn_weights(loaded, spec.model.source, "train it by causal-lm first")
-        pretrained.check_length(loaded.config, spec.data.max_tokens)
+        pretrained.check_length(loaded.model, spec.data.max_tokens)
         check_tokens(self._pairs.highest, loaded.vocabulary)
         tuned = Tuned.of(loaded, spec.model, spec.lora, "CAUSAL_LM", spec.seed)
         self._initial = tuned.initial_values()

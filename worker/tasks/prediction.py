@@ -129,14 +129,14 @@ def _values(path: Path, classifier: Tuned) -> list[Array]:
     """
     from worker.models.lora import adapter_name  # noqa: PLC0415
 
-    lora = classifier.lora
+    name_of = adapter_name if classifier.lora else str
     with _open(path) as tensors:
+        names = tensors.keys()
+        stored = {name_of(name): name for name in names}
+        wanted = [[name_of(tensor.name) for tensor in block.tensors] for block in classifier.blocks]
         values = [
-            [
-                np.asarray(tensors.get_tensor(adapter_name(t.name) if lora else t.name))
-                for t in block.tensors
-            ]
-            for block in classifier.blocks
+            [np.asarray(tensors.get_tensor(stored.get(name, name))) for name in of_block]
+            for of_block in wanted
         ]
     for block, arrays in zip(classifier.blocks, values, strict=True):
         for tensor, array in zip(block.tensors, arrays, strict=True):

@@ -12,13 +12,11 @@ import torch
 
 from backends.base.frozen_base import frozen_base
 from backends.eager.narrow_linear import NarrowLinear, narrow_frozen_base
-from coordinator.disk.artifacts import write_json
-from coordinator.service.model_card import write_card
-from coordinator.storage.directory.run_directory import RunDirectory
 from protocol.base.errors import DataError, SamestepError
 from protocol.spec.model_card import read_card
-from protocol.spec.run_spec import ModelSpec, load_run_spec
+from protocol.spec.run_spec import ModelSpec
 from tests.commands import called
+from tests.finished_run import finished_run
 from tests.small_chat import CHATML, chat_run
 from worker.after.exporting import export_gguf
 from worker.after.finished import find
@@ -28,7 +26,6 @@ from worker.after.loading import load, probe
 from worker.after.merging import compare, merge
 from worker.models import gguf_weights
 from worker.models.pretrained import load_causal_lm
-from worker.tasks.registry import build
 
 
 @pytest.fixture(scope="module")
@@ -36,32 +33,7 @@ def run(tmp_path_factory) -> Path:
     """A run's directory as a coordinator leaves it, LoRA trained by some drawn numbers."""
     directory = tmp_path_factory.mktemp("chat")
     changes = {"source": str(directory / "model"), "base_dtype": "int8"}
-    spec = load_run_spec(chat_run(directory, model=changes))
-    task = build(spec)
-    kept = RunDirectory(directory / "run")
-    kept.begin("chat-1", spec)
-    kept.keep_manifest(task.manifest)
-    plan = task.manifest.export
-    adapter = kept.path / plan.directory
-    adapter.mkdir()
-    rng = np.random.default_rng(0)
-    tensors = {
-        plan.names[tensor.name]: (
-            values[place] + 0.05 * rng.standard_normal(tensor.elements, np.float32)
-        ).reshape(tensor.shape)
-        for block, values in zip(task.manifest.blocks, task.initial_parameters(), strict=True)
-        for tensor, place in block.slices()
-    }
-    safetensors.numpy.save_file(tensors, adapter / plan.weights_file, {"format": "pt"})
-    for name, text in plan.files.items():
-        (adapter / name).write_text(text)
-    result = {
-        "run_id": "chat-1", "outcome": "finished", "steps": 4, "weights_digest": "ab" * 32,
-        "exact": True,
-    }  # fmt: skip
-    write_card(kept, spec, task.manifest, result)
-    write_json(kept.result_file, result)
-    return kept.path
+    return finished_run(chat_run(directory, model=changes), directory / "run", "chat-1")
 
 
 def test_a_card_says_what_the_run_recorded(run):
