@@ -42,8 +42,8 @@ from worker.models.blocks import cut_by_size
 _LOOKED_AT: Final = 64
 """Samples of a data set whose digest is taken, evenly spread; of tensors all are."""
 _ROOTS: Final = fields(UserTask)
-_WEIGHT: Final = "samestep.weight"
-"""Beside a held-out batch's arrays: its weight."""
+_COUNTED: Final = "samestep.counted"
+"""Beside a held-out batch's arrays: its weight, and how many samples it has."""
 
 
 class FittedTask:
@@ -110,7 +110,7 @@ class FittedTask:
         rows = range(lo, min(lo + self._part_samples, len(self.user.held_out)))
         batch = self._collated(self.user.held_out, rows, draws.key_of(self._seed, part))
         weight = self._weight(batch, len(rows))
-        arrays = {**self._nested.apart(batch), _WEIGHT: np.array(weight)}
+        arrays = {**self._nested.apart(batch), _COUNTED: np.array([weight, len(rows)])}
         return Batch(arrays, weight)
 
     def trained(self) -> dict[str, NDArray[np.float32]]:
@@ -156,22 +156,17 @@ class FittedTask:
 
     def _evaluate(self, module: Any, arrays: Mapping[str, Any]) -> Sums:
         given = dict(arrays)
-        weight = float(given.pop(_WEIGHT))
-        batch = self._nested.together(given)
+        weight, samples = given.pop(_COUNTED).tolist()
         assert self.user.loss is not None
-        with _told_as("the loss of held-out samples", given):
+        with _told_as("the loss of held-out samples", own := _copied(given)):
+            batch = self._nested.together(own)
             sums = {"loss": float(self.user.loss(module, batch)), "loss of": weight}
         for name, metric in self.user.metrics.items():
-            with _told_as(f"the metric {name!r}", given):
-                value = metric(module, batch)
+            with _told_as(f"the metric {name!r}", own := _copied(given)):
+                value = metric(module, self._nested.together(own))
             above, below = check_metric(name, metric, value)
-            sums |= {name: above, f"{name} of": self._count(given) if below is None else below}
+            sums |= {name: above, f"{name} of": samples if below is None else below}
         return sums
-
-    def _count(self, arrays: Mapping[str, Any]) -> int:
-        """Samples of a batch: what most of its arrays have first."""
-        lengths = [len(array) for array in arrays.values() if array.ndim]
-        return max(set(lengths), key=lengths.count)
 
     def _weight(self, batch: object, samples: int) -> float:
         if self.user.weight is None:
@@ -184,7 +179,7 @@ class FittedTask:
 
     def _collated(self, data: Any, samples: Sequence[int], seed: int) -> Any:
         collate = self.user.collate
-        if collate is None and isinstance(data, TensorDataset):
+        if collate is None and type(data) is TensorDataset:  # a subclass may read otherwise
             rows = torch.as_tensor(samples, dtype=torch.int64)
             return [tensor[rows] for tensor in data.tensors]
         try:
@@ -343,10 +338,11 @@ class FittedTask:
         return found
 
     def _tried(self, module: Any, batch: Mapping[str, torch.Tensor], how: str) -> Any:
+        own = _copied(batch)
         try:
-            return self._loss(module, batch)
+            return self._loss(module, own)
         except Exception as error:
-            outside = index_outside(error, batch)
+            outside = index_outside(error, own)
             what = "two samples together" if how == "together" else "one sample alone"
             if outside is not None:
                 raise DataError(f"the loss of {what}: {outside.text}") from error
@@ -356,6 +352,11 @@ class FittedTask:
     @staticmethod
     def _on_cpu(arrays: Mapping[str, NDArray[Any]]) -> dict[str, torch.Tensor]:
         return {name: torch.tensor(values) for name, values in arrays.items()}
+
+
+def _copied(arrays: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """For code that may change its batch in place, where the arrays are used again."""
+    return {name: values.clone() for name, values in arrays.items()}
 
 
 @contextlib.contextmanager
@@ -387,7 +388,7 @@ def _metric(name: str) -> Metric:
 
 def _items(data: Any, samples: Sequence[int]) -> list[Any]:
     at_once = getattr(data, "__getitems__", None)
-    if at_once is not None:
+    if at_once:  # as torch's own loader does
         return list(at_once(list(samples)))
     return [data[number] for number in samples]
 
@@ -409,7 +410,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 def _data_digest(task: FittedTask, data: Any) -> str:
     """Of all tensors of a TensorDataset; of others so many samples, and how many there are."""
-    if isinstance(data, TensorDataset):
+    if type(data) is TensorDataset:
         tensors = [tensor.detach().contiguous().numpy() for tensor in data.tensors]
         return digest_arrays({str(number): each for number, each in enumerate(tensors)})
     count = min(len(data), _LOOKED_AT)

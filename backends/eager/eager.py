@@ -385,12 +385,11 @@ class EagerProgram(HostSummedProgram):
     def _check(self, example: Batch) -> None:
         refuse_running_statistics(self._module)
         refuse_gradients_across_samples(self._module)
-        arrays = self._on_device(example)
         before = {name: value.clone() for name, value in self._module.named_buffers()}
         trained = {name: _sum_of_bits(value) for name, value in self._parameters.items()}
         self._module.train()
         numerics.seed_everything(self._seed)
-        loss = self._loss_of(arrays)
+        loss = self._loss_of(self._on_device(example))
         self._find_unused = bool(unused_parameters(loss, self._parameters))
         for name, weights in self._parameters.items():
             if _sum_of_bits(weights) != trained[name]:  # by `.data`, which has no version
@@ -403,19 +402,20 @@ class EagerProgram(HostSummedProgram):
                 )
         self._module.eval()
         with torch.no_grad():
-            self._refuse_loss_that_does_not_add_up(arrays)
+            self._refuse_loss_that_does_not_add_up(example)
 
-    def _refuse_loss_that_does_not_add_up(self, arrays: Mapping[str, torch.Tensor]) -> None:
+    def _refuse_loss_that_does_not_add_up(self, example: Batch) -> None:
         """Where all arrays have samples first, the loss of halves must add to the whole."""
-        counts = {len(array) if array.dim() else 0 for array in arrays.values()}
+        counts = {len(array) if array.ndim else 0 for array in example.arrays.values()}
         samples = counts.pop() if len(counts) == 1 else 0
         if samples < 2:
             return
-        whole = float(self._loss_of(arrays))
-        parts = sum(
-            float(self._loss_of({name: a[half] for name, a in arrays.items()}))
-            for half in (slice(0, samples // 2), slice(samples // 2, samples))
-        )
+        whole = float(self._loss_of(self._on_device(example)))
+        parts = 0.0
+        for half in (slice(0, samples // 2), slice(samples // 2, samples)):
+            # Anew each time: a loss may change its batch in place.
+            arrays = self._on_device(example)
+            parts += float(self._loss_of({name: a[half] for name, a in arrays.items()}))
         refuse_unlike(whole, parts, samples)
 
 

@@ -142,7 +142,7 @@ class Parity:
         names = [name for name in self._trained if name in self._values]
         values = rounded_otherwise(self._values, rounding) if rounding else self._values
         step = HostStep(self._module, self._loss, values, names, capture.calls, scale=scale)
-        arrays = {name: torch.from_numpy(array) for name, array in batch.arrays.items()}
+        arrays = {name: torch.tensor(array) for name, array in batch.arrays.items()}
         found = step.run(arrays, _seeds(seed, capture))
         return {n: x.numpy().reshape(-1) for n, x in zip(["", *names], found, strict=True)}
 

@@ -591,7 +591,8 @@ def _shortened(words: str) -> str:
 
 
 def _tensors(batch: Batch) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(array) for name, array in batch.arrays.items()}
+    """Copies: a loss may change its batch in place."""
+    return {name: torch.tensor(array) for name, array in batch.arrays.items()}
 
 
 def _shapes(batch: Batch) -> Any:

@@ -75,7 +75,7 @@ class _MadeUp:
     ) -> float:  # fmt: skip
         """Of a part of the samples."""
         self._part, self._calls = part, 0
-        given = {name: array[part] for name, array in arrays.items()}
+        given = {name: array[part].clone() for name, array in arrays.items()}
         with torch.no_grad():
             try:
                 value = loss(StandIn(self._module, self._run), given)
@@ -101,4 +101,5 @@ class _MadeUp:
                 made.append(value.to(like.dtype))
             self._outputs.append((made, result.structure))
         made, structure = self._outputs[number]
-        return pytree.tree_unflatten([x[self._part] for x in made], structure)
+        # Copies, as those of the batch: a loss may change in place what it is given.
+        return pytree.tree_unflatten([x[self._part].clone() for x in made], structure)

@@ -281,9 +281,38 @@ class _Trace:
             given = [_fake(array) for array in arrays.values()]
             graph = _trace(traced, (tensors, seeds, given), self.module, "")
             kinds = _kinds(calls)
+        _copy_changed_arrays(graph, len(given))
         (last,) = (node for node in graph.graph.nodes if node.op == "output")
         outputs = tuple(None if n is None else Like.of(n.meta["val"]) for n in last.args[0])
         return Capture(graph, names, tuple(arrays), kinds, calls, len(used_seeds), outputs)
+
+
+def _copy_changed_arrays(graph: fx.GraphModule, arrays: int) -> None:
+    """A loss may change its batch in place: what it writes into one of the last inputs goes into
+    a copy."""
+    nodes = list(graph.graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    batch = inputs[len(inputs) - arrays :]
+    changed = {_viewed(node.args[0]) for node in nodes if _is_in_place(node)}
+    for holder in batch:
+        if holder in changed:
+            with graph.graph.inserting_before(holder.next):
+                copy = graph.graph.call_function(torch.ops.aten.clone.default, (holder,))
+            copy.meta = dict(holder.meta)
+            holder.replace_all_uses_with(copy)
+            copy.args = (holder,)
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _viewed(given: Any) -> Any:
+    """What it is a view of, if it is one."""
+    while isinstance(given, fx.Node) and given.op == "call_function" and given.args:
+        given = given.args[0]
+    return given
 
 
 def _in_float32(value: Any) -> Any:

@@ -599,3 +599,21 @@ def test_what_cannot_be_captured_is_told_in_the_user_s_words(function, told):
         capture_step(nn.Linear(4, 4), loss, ["weight"], {"x": torch.ones(2, 3, 4)})
     assert str(refused.value).endswith("use a cpu or cuda worker for this model")
     assert "\n" not in str(refused.value)
+
+
+def test_a_loss_may_change_its_batch_in_place(compiled):
+    def in_place(module, arrays):
+        arrays["x"].add_(1.0)
+        arrays["y"][:, 0].mul_(0.5)
+        return ((module(arrays["x"]) - arrays["y"]) ** 2).sum()
+
+    given = np.linspace(-1, 1, 4, dtype=np.float32)[:, None]
+    batch = Batch({"x": given, "y": given.copy()}, 4)
+    program = compiled(trainable(nn.Linear(1, 1), in_place), batch)
+    once, again = (dict(program.computed(batch, 0)) for _ in range(2))
+    assert np.array_equal(batch.arrays["x"], np.linspace(-1, 1, 4, dtype=np.float32)[:, None])
+    with torch.no_grad():
+        weight, bias = (program._weights.module.get_parameter(n) for n in ("weight", "bias"))
+        x = torch.tensor(given)
+        expected = (((x + 1) * weight + bias - 0.5 * x) ** 2).sum()
+    assert once[""] == again[""] == pytest.approx(float(expected), rel=1e-5)

@@ -1,0 +1,148 @@
+"""Batches as arrays and back: every container and tensor comes back as it was."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import BatchEncoding
+from transformers.modeling_outputs import BaseModelOutput
+
+from protocol.base.errors import DataError
+from samestep.nested import NestedBatches, batch_digest
+
+ONE, TWO = torch.tensor([1.0, 2.0]), torch.tensor([3, 4])
+with warnings.catch_warnings(action="ignore"):  # of torch's, once each: prototypes and deprecations
+    SPARSE_AND_NESTED = [
+        torch.eye(3).to_sparse(),
+        torch.eye(3).to_sparse_csr(),
+        torch.nested.nested_tensor([ONE, ONE[:1]]),
+        torch.nested.nested_tensor([ONE, ONE[:1]], layout=torch.jagged),
+    ]
+    QUANTIZED = torch.quantize_per_tensor(ONE, 0.1, 0, torch.qint8)
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    nodes: Any
+    directed: bool = True
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+class Labelled(list[Any]):
+    pass
+
+
+def there_and_back(batch, batches=None):
+    batches = batches or NestedBatches()
+    arrays = batches.apart(batch)
+    return batches.together({name: torch.tensor(values) for name, values in arrays.items()})
+
+
+def assert_alike(one, other):
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert (one.dtype, one.layout) == (other.dtype, other.layout)
+        assert one.requires_grad == other.requires_grad
+        if one.is_nested:
+            assert_alike(list(one.unbind()), list(other.unbind()))
+        else:
+            assert one.shape == other.shape
+            dense = (each.detach().to_dense() for each in (one, other))
+            assert torch.equal(*dense)
+    elif isinstance(one, Mapping):
+        assert list(one) == list(other)
+        assert_alike(list(one.values()), list(other.values()))
+    elif isinstance(one, list | tuple):
+        for a, b in zip(one, other, strict=True):
+            assert_alike(a, b)
+    elif isinstance(one, Graph):
+        assert_alike([one.nodes, one.directed], [other.nodes, other.directed])
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        ONE,
+        {"a": {"b": ONE}, "a.b": TWO},
+        {0: ONE, "0": TWO, (1, 2): ONE + 1},
+        {"flag": False, "none": None, "count": 3, "rate": 0.1, "x": ONE},
+        [ONE, (TWO, Pair(ONE, [TWO]))],
+        Graph({"x": ONE}, directed=False),
+        OrderedDict(y=ONE, x=TWO),
+        defaultdict(lambda: ONE, x=ONE),
+        UserDict({"x": ONE}),
+        BatchEncoding({"input_ids": TWO, "attention_mask": ONE}),
+        BaseModelOutput(last_hidden_state=ONE),
+        ONE.bfloat16(),
+        ONE.to(torch.float8_e5m2),
+        torch.complex(ONE, ONE).conj(),
+        *SPARSE_AND_NESTED,
+        ONE.clone().requires_grad_(),
+    ],
+)
+def test_a_batch_comes_back_as_it_was(batch):
+    assert_alike(there_and_back(batch), batch)
+
+
+def test_structures_of_the_same_names_are_kept_apart():
+    given = [
+        [ONE, TWO], (ONE, TWO), {"0": ONE, "1": TWO}, {"1": TWO, "0": ONE}, {0: ONE, 1: TWO},
+        {"x": ONE, "train": True}, {"x": ONE, "train": False},
+        {"x": ONE, "y": None}, {"x (2)": ONE}, {"x": ONE},
+    ]  # fmt: skip
+    batches = NestedBatches()
+    apart = [batches.apart(batch) for batch in given]
+    for arrays, batch in zip(apart, given, strict=True):
+        tensors = {name: torch.tensor(values) for name, values in arrays.items()}
+        assert_alike(batches.together(tensors), batch)
+        assert set(batches.apart(batch)) == set(arrays)
+    assert len({batch_digest(batch) for batch in given}) == len(given)
+
+
+def test_a_digest_is_of_values_and_structure_not_of_what_was_seen_before():
+    assert batch_digest({"x": ONE, "n": 2}) == batch_digest({"x": ONE.clone(), "n": 2})
+    assert batch_digest({"x": ONE, "n": 2}) != batch_digest({"x": ONE, "n": 3})
+    assert batch_digest({"x": ONE, "n": 2}) != batch_digest({"x": ONE, "n": 2.0})
+
+
+def with_attribute():
+    batch = Labelled([ONE])
+    batch.labels = TWO  # type: ignore[attr-defined]
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("batch", "told"),
+    [
+        ({"text": "a"}, "got 'text' of type str: leave it out"),
+        ({"x": ONE.as_subclass(Marked)}, r"got 'x' of type Marked .*\.as_subclass\(torch\.Tensor"),
+        ({"x": np.ma.masked_array([1.0], [True])}, "got 'x' of type MaskedArray"),
+        ({"x": np.array([None])}, "got 'x' of type ndarray in object"),
+        ({"x": QUANTIZED}, r"\.dequantize\(\)"),
+        (with_attribute(), "as attribute 'labels' of a Labelled: make it an entry"),
+        ({"x": nn.Linear(1, 1)}, "got 'x' of type Linear"),
+        ({}, "got dict without any"),
+    ],
+)
+def test_what_cannot_come_back_is_refused_by_name(batch, told):
+    with pytest.raises(DataError, match=told) as raised:
+        NestedBatches().apart(batch)
+    assert "\n" not in str(raised.value)
