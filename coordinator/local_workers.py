@@ -20,7 +20,7 @@ RESTARTS: Final = 3
 """How often one that was killed is started again: what kills it once more is there to stay."""
 _ORDERS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Whoever sends these wants the process to end."""
-_CANNOT_BEGIN: Final = (ExitCode.USAGE, ExitCode.UNREACHABLE)
+_CANNOT_BEGIN: Final = (ExitCode.USAGE, ExitCode.UNREACHABLE, ExitCode.MISMATCH)
 
 
 class LocalWorkers:
@@ -81,7 +81,8 @@ class LocalWorkers:
 
     @property
     def could_not_begin(self) -> int:
-        """The exit code of all, if all ended because what they were given cannot be had; else 0."""
+        """The exit code of all, if all ended because what they were given cannot be had, or is not
+        what the run was begun with; else 0."""
         codes = {task.result() if task.done() else 0 for task in self._kept}
         return codes.pop() if len(codes) == 1 and codes <= set(_CANNOT_BEGIN) else 0
 

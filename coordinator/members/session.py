@@ -57,7 +57,7 @@ class MemberSession:
         run: The run that it was taken into, if one is in progress.
         questions: To it, about copies.
         saying_goodbye: Why it leaves, if it said so.
-        failed: Whether it leaves because its device failed, or cannot be used.
+        exit_code: What it ends with, if it said so: not OK where it or its device is of no use.
     """
 
     channel: Channel
@@ -71,7 +71,7 @@ class MemberSession:
         self.check = check
         self.run: MembersRun | None = None
         self.saying_goodbye = ""
-        self.failed = False
+        self.exit_code: int = ExitCode.OK
         self._owner = owner
 
     def start(self, channel: Channel) -> None:
@@ -95,7 +95,7 @@ class MemberSession:
                 pass
             case Goodbye():
                 self.saying_goodbye = message.reason or "goodbye"
-                self.failed = message.exit_code != ExitCode.OK
+                self.exit_code = message.exit_code
                 channel.abort(self.saying_goodbye)
             case _:
                 if not self.name:

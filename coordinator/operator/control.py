@@ -18,7 +18,7 @@ from coordinator.operator.control_guard import OPEN, Guard, Handler
 from coordinator.operator.event_stream import EventStream
 from coordinator.operator.metrics import ServiceMetrics
 from coordinator.operator.page_server import PageServer
-from coordinator.operator.status import able_workers, status_document
+from coordinator.operator.status import able_workers, status_document, waiting_for
 from coordinator.operator.visitors import Visitors
 from coordinator.run.outputs.facts import Fact
 from coordinator.run.run import RunPhase
@@ -125,8 +125,13 @@ class ControlPort:
 
     async def _readyz(self, request: web.Request) -> web.Response:
         del request
-        enough = len(able_workers(self._service)) >= self._service.settings.expect_workers
-        return web.json_response({"ready": enough}, status=200 if enough else 503)
+        service = self._service
+        if len(able_workers(service)) >= service.settings.expect_workers:
+            return web.json_response({"ready": True})
+        told: dict[str, object] = {"ready": False}
+        if service.current is not None:
+            told["waiting_for"] = waiting_for(service.current.run, service.trainers).words
+        return web.json_response(told, status=503)
 
     async def _status(self, request: web.Request) -> web.Response:
         del request

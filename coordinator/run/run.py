@@ -105,6 +105,8 @@ from protocol.wire.messages import (
 )
 from protocol.wire.peers import Traffic, parse
 
+OTHERS_COME_WITHIN_MS: Final = 30_000
+"""How long a run that goes on waits for another worker, after all that have come were refused."""
 _BEHIND: Final = 2
 """A joiner whose state was right so many steps ago takes part: it gets every commit since."""
 
@@ -238,6 +240,21 @@ class Settled:
     admission: Admission
 
 
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """Why no worker that has come can take part, and what the run ends with if none comes that can.
+
+    Attributes:
+        all_alike: Whether what hinders one hinders all.
+        since_ms: Since when nobody else is here; None before the next tick.
+    """
+
+    reason: str
+    exit_code: int
+    all_alike: bool
+    since_ms: float | None = None
+
+
 class Run:
     """The logic of one run: what workers, the shell and an operator say, and what follows.
 
@@ -251,7 +268,7 @@ class Run:
         metrics: Figures of the newest evaluation.
         saves: The checkpoints.
         blobs: Digest of the list of files that workers may ask for, if there are any.
-        unfit: Workers whose device cannot take part in this run, and why.
+        unfit: Workers that cannot take part in this run, and why.
         outcome: Of a run that is over.
 
     Args:
@@ -291,6 +308,8 @@ class Run:
         self._stopped = ""
         self.blobs: str | None = None
         self.unfit: dict[str, str] = {}
+        self._unfit_devices: dict[str, int] = {}
+        self._verdict: _Verdict | None = None
         self.outcome: Outcome | None = None
         self._secret = secret
         self._allocate = allocate
@@ -375,7 +394,13 @@ class Run:
     # Events about workers.
 
     def invite(
-        self, worker: str, admitted_by: str = "", host: str = "", *, evaluates: bool = False
+        self,
+        worker: str,
+        admitted_by: str = "",
+        host: str = "",
+        *,
+        devices: int = 1,
+        evaluates: bool = False,
     ) -> list[Action]:
         """A worker is connected and free: ask it to build the task.
 
@@ -383,9 +408,13 @@ class Run:
             worker: Its name.
             admitted_by: What it proved itself with.
             host: Where it connects from; empty from the coordinator's machine.
+            devices: How many it has.
             evaluates: Whether it is to evaluate, and to compute nothing.
         """
-        return self._on(Event.INVITE, worker, (admitted_by, host), evaluates=evaluates)
+        if self.phase is RunPhase.OVER:
+            return []
+        member = self.members.add(worker, admitted_by, host, devices=devices, evaluates=evaluates)
+        return self._on(Event.INVITE, member)
 
     def receive(
         self, worker: str, message: Message, body: Array | Bytes | bytes | None
@@ -414,25 +443,28 @@ class Run:
             raise OutOfPlace(f"{type(message).__name__} is out of place here")
         return self._on(event, member, message, body)
 
-    def lost(self, worker: str, reason: str, *, failed: bool = False) -> list[Action]:
+    def lost(self, worker: str, reason: str, *, exit_code: int = ExitCode.OK) -> list[Action]:
         """A worker's session is over; its unfinished nodes go to others within the step.
 
         Args:
             worker: Its name.
             reason: Why.
-            failed: Whether its device failed, or cannot be used. When a second one fails at the
-                same microbatches the run halts: the others would follow.
+            exit_code: What the worker ends with, as it said: OK; MISMATCH, if it can have no part
+                in this run; else its device failed, or cannot be used. When a second one fails at
+                the same microbatches the run halts: the others would follow.
         """
         member = self.members.remove(worker)
         if member is None:
             return []
         told = self.settled.progress.mesh.lost(worker) if self.settled is not None else []
-        return told + self._on(Event.LOST, member, reason, failed=failed)
+        return told + self._on(Event.LOST, member, reason, exit_code)
 
     # Events from the shell.
 
     def tick(self, now_ms: float) -> list[Action]:
         """Time goes on: nobody waits for those who are late, if others can do it."""
+        if ended := self._end_if_nobody_came(now_ms):
+            return ended
         return self._on(Event.TICK, now_ms)
 
     def resume(self) -> list[Action]:
@@ -551,15 +583,9 @@ class Run:
 
     # Workers come and go.
 
-    def _early_invite(
-        self, worker: str, where: tuple[str, str], *, evaluates: bool
-    ) -> list[Action]:
+    def _early_invite(self, member: Member) -> list[Action]:
         """Evaluators wait: what all have to agree on is for those to settle that train."""
-        member = self.members.add(worker, *where, evaluates=evaluates)
-        return [] if evaluates else self._ask(member)
-
-    def _invite(self, worker: str, where: tuple[str, str], *, evaluates: bool) -> list[Action]:
-        return self._ask(self.members.add(worker, *where, evaluates=evaluates))
+        return [] if member.evaluates else self._ask(member)
 
     def _ask(self, member: Member) -> list[Action]:
         if member.evaluates and not self._evaluates_beside:
@@ -625,7 +651,8 @@ class Run:
         if refusal := admission.refusal(manifest, message, evaluates=member.evaluates):
             self.members.remove(member.name)
             if not member.evaluates:
-                self.unfit[member.name] = refusal
+                self._note_unfit(member, refusal)
+                self._judge_later(member, refusal, ExitCode.MISMATCH)
             return refuse(member.name, refusal)
         member.now_ready(message)
         told = WorkerReady(member.name, member.device, member.backend, member.signature_text)
@@ -636,20 +663,54 @@ class Run:
     def _unready(self, member: Member, message: Unready, body: None = None) -> list[Action]:
         del body
         self.members.remove(member.name)
-        if message.own and not member.evaluates:
-            self.unfit[member.name] = message.reason
+        if not member.evaluates:
+            self._note_unfit(member, message.reason)
+            self._judge_later(member, message.reason, message.exit_code, all_alike=not message.own)
         return [Report(WorkerUnready(member.name, message.reason))]
 
     def _early_unready(self, member: Member, message: Unready, body: None) -> list[Action]:
         """Before the start: what hinders one hinders all, unless it is the worker's own matter
         and others may still come."""
-        del body
-        actions = self._unready(member, message)
-        able = self.members.names(MemberState.PREPARING, MemberState.READY)
-        if message.own and (able or len(self.unfit) < self.expect_workers):
+        actions = self._unready(member, message, body)
+        verdict = self._verdict
+        if verdict is None or (message.own and self._others_may_come(verdict)):
             return actions
-        reason = f"worker {member.name!r}: {message.reason}"
-        return actions + self._finish("failed", reason, message.exit_code)
+        return actions + self._fail(verdict)
+
+    def _judge_later(
+        self, member: Member, reason: str, exit_code: int, *, all_alike: bool = False
+    ) -> None:
+        """A worker can have no part in the run: if nobody else comes soon, that ends it.
+
+        Others may come: who is here and was not refused; who was here and is only away; who took
+        part before a restart, for a while; and, unless what hinders this one hinders all, whoever
+        is still missing of those that are expected.
+        """
+        reason = f"worker {member.name!r}: {reason}"
+        self._verdict = _Verdict(reason, exit_code, all_alike=all_alike)
+
+    def _others_may_come(self, verdict: _Verdict) -> bool:
+        able = any(not member.evaluates for member in self.members)
+        away = self.members.departed - self.unfit.keys()
+        unfit = sum(self._unfit_devices[name] for name in self.unfit)
+        return able or bool(away) or (unfit < self.expect_workers and not verdict.all_alike)
+
+    def _end_if_nobody_came(self, now_ms: float) -> list[Action]:
+        """The last worker that came can have no part in the run, and nobody has come since."""
+        verdict = self._verdict
+        if verdict is None or self.phase in (RunPhase.HALTED, RunPhase.OVER):
+            return []
+        if self._others_may_come(verdict):
+            self._verdict = None
+            return []
+        if verdict.since_ms is None:
+            self._verdict = replace(verdict, since_ms=now_ms)
+            return []
+        late = now_ms - verdict.since_ms >= OTHERS_COME_WITHIN_MS
+        return self._fail(verdict) if late else []
+
+    def _fail(self, verdict: _Verdict) -> list[Action]:
+        return self._finish("failed", verdict.reason, verdict.exit_code)
 
     def _state_chunk(self, member: Member, message: StateChunk, values: Array) -> list[Action]:
         if self.settled is None:
@@ -682,20 +743,20 @@ class Run:
         invited = [action for member in evaluators for action in self._ask(member)]
         return [started, *admitted, *view, *progress.begin(), *invited]
 
-    def _early_lost(self, member: Member, reason: str, *, failed: bool) -> list[Action]:
+    def _early_lost(self, member: Member, reason: str, exit_code: int) -> list[Action]:
         actions: list[Action] = [self._gone(member, reason)]
-        self._note_unfit(member, reason, failed=failed)
+        self._lost_unfit(member, reason, exit_code)
         return actions + (self.settled.admission.lost(member.name) if self.settled else [])
 
-    def _lost(self, member: Member, reason: str, *, failed: bool) -> list[Action]:
-        progress, worker = self._agreed.progress, member.name
+    def _lost(self, member: Member, reason: str, exit_code: int) -> list[Action]:
+        progress, worker, failed = self._agreed.progress, member.name, exit_code != ExitCode.OK
         round_ = progress.round
         pattern = ""
         if failed and round_ is not None:
             pattern = self._failures.note(worker, round_.unfinished(worker))
         self._odd.discard(worker)
-        self._note_unfit(member, reason, failed=failed)
         actions: list[Action] = [self._gone(member, reason)]
+        self._lost_unfit(member, reason, exit_code)
         change: Change = "drained" if member.released else "lost"
         actions += self.members.view_begins(self.step, change, worker, reason)
         proven = progress.lose(worker)
@@ -724,9 +785,18 @@ class Run:
         kind = WorkerLeft if member.released else WorkerLost
         return Report(kind(member.name, reason, self.members.view))
 
-    def _note_unfit(self, member: Member, reason: str, *, failed: bool) -> None:
-        if failed and member.state is MemberState.PREPARING and not member.evaluates:
-            self.unfit[member.name] = reason  # it may come again, mended, or another in its place
+    def _lost_unfit(self, member: Member, reason: str, exit_code: int) -> None:
+        """It may have left before its task was built, because of what it is or has."""
+        if member.evaluates or member.state is not MemberState.PREPARING:
+            return
+        if exit_code != ExitCode.OK:
+            self._note_unfit(member, reason)
+        if exit_code == ExitCode.MISMATCH:  # else it may come again, mended
+            self._judge_later(member, reason, exit_code)
+
+    def _note_unfit(self, member: Member, reason: str) -> None:
+        self.unfit[member.name] = reason
+        self._unfit_devices[member.name] = member.devices
 
     def _release(self, member: Member, message: Drain, body: None) -> list[Action]:
         """It wants to leave, and owes nothing that others wait for."""
@@ -1295,7 +1365,7 @@ class Run:
 
     _TABLE: Final = _rows(
         # event, then what handles it when WAITING, TRAINING, EVALUATING, HALTED, OVER
-        (Event.INVITE, _early_invite, _invite, _invite, _invite, _ignore),
+        (Event.INVITE, _early_invite, _ask, _ask, _ask, _ignore),
         (Event.LOST, _early_lost, _lost, _lost, _lost, _ignore),
         (Event.READY, _first_ready, _later_ready, _later_ready, _later_ready, _ignore),
         (Event.UNREADY, _early_unready, _unready, _unready, _unready, _ignore),

@@ -199,7 +199,10 @@ class Execution:
         evaluates = session.hello.duty == "evaluate"
         name, admitted_by = session.name, session.check.admitted_by
         host = "" if session.channel.is_local else session.host
-        self._handle(lambda: self.run.invite(name, admitted_by, host, evaluates=evaluates))
+        devices = session.hello.devices
+        self._handle(
+            lambda: self.run.invite(name, admitted_by, host, devices=devices, evaluates=evaluates)
+        )
 
     def receive(self, session: MemberSession, received: Received) -> None:
         """A member's message; see `members.session.MembersRun`."""
@@ -249,7 +252,7 @@ class Execution:
         """A member's connection is over."""
         self._followers.discard(session.name)
         self._stop_leading(session.name)
-        self._handle(lambda: self.run.lost(session.name, reason, failed=session.failed))
+        self._handle(lambda: self.run.lost(session.name, reason, exit_code=session.exit_code))
 
     def command(self, command: Command, event: Callable[[], Sequence[Action]]) -> None:
         """Do what an operator's word leads to."""

@@ -9,7 +9,7 @@ action a line, in order; the phase in brackets when it changes. `#` begins a rem
         [way=star|sharded]    sharded: members may average slices among themselves
     restart STEP [saved=0] [skipped=N] [signature=S] [state=S] [steps=2] [disk=slow] ...
                               a new coordinator, instead of `run`; `state` if it is known at once
-    invite NAME [duty=evaluate]   a worker is connected and free
+    invite NAME [duty=evaluate] [devices=1]   a worker is connected and free
     ready NAME [initial=S] [signature=S] [run=ID] [data=D] [step=N] [state=S]
     unready NAME [run=ID] [own=yes]
     chunk NAME [block=layer] [last=yes]   of state 0
@@ -34,7 +34,8 @@ action a line, in order; the phase in brackets when it changes. `#` begins a rem
     infinite OWNER SLICE LO-HI [of=NAME]   a sum, or (of nobody) all of them, is not finite
     wants NAME STEP               slices of a committed step have not come
     wrong NAME STEP SLICE OWNER   one of them came with another digest
-    lost NAME, fails NAME, drains NAME, drain, halt, continue [skip=yes], give-up, save
+    lost NAME, fails NAME, differs NAME, drains NAME
+    drain, halt, continue [skip=yes], give-up, save
     tick MS                       the time goes on until then
     durable STEP, saved STEP  what the disk answers; at once unless it is slow
     full [commit=lost]        or it refuses; maybe it was the commit that did not get there
@@ -161,7 +162,9 @@ class Stage:
         self.run = Run(RUN_ID, spec, EPOCH, int(workers), resumption, secret=b"of the run")
         run = self.run
         self._commands: dict[str, Callable[..., Actions]] = {
-            "invite": lambda name, duty="train": run.invite(name, evaluates=duty == "evaluate"),
+            "invite": lambda name, duty="train", devices="1": run.invite(
+                name, devices=int(devices), evaluates=duty == "evaluate"
+            ),
             "ready": self._ready,
             "unready": self._unready,
             "loaded": self._loaded,
@@ -174,7 +177,8 @@ class Stage:
             "result": self._result,
             **self._sliced_commands(),
             "lost": lambda name: run.lost(name, "the connection is over"),
-            "fails": lambda name: run.lost(name, "the device failed: out of memory", failed=True),
+            "fails": lambda name: run.lost(name, "the device failed: out of memory", exit_code=1),
+            "differs": lambda name: run.lost(name, "another script", exit_code=78),
             "drains": lambda name: run.receive(name, msg.Drain(), None),
             "drain": run.drain,
             "replayed": run.replayed,

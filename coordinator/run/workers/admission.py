@@ -66,6 +66,7 @@ class Admission:
         self._members = members
         self._manifest = manifest
         self._manifest_digest = manifest.digest()
+        self._resumed = False
         self._signature: str | None = None
         self._first_device = ""
         self._initial_digest = ""
@@ -90,7 +91,7 @@ class Admission:
             terms: None if nobody had computed.
             initial_digest: Of state 0, where that is known without them.
         """
-        self.state_known = True
+        self.state_known = self._resumed = True
         if terms is None:
             self._initial_digest = initial_digest or ""
         else:
@@ -112,6 +113,11 @@ class Admission:
             ours, theirs = self._manifest.digests, manifest.digests
             keys = sorted(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k))
             what = ", ".join(keys) or "model shape, sample counts or metrics"
+            if self._resumed:
+                return (
+                    f"expected the {what} that the run was begun with, got another digest: bring "
+                    "that back, or begin a new run"
+                )
             return f"expected the same {what} as the run's first worker, got another digest"
         if evaluates:
             return ""

@@ -214,11 +214,17 @@ class Membership:
         return self._members.get(name)
 
     def add(
-        self, name: str, admitted_by: str = "", host: str = "", *, evaluates: bool = False
+        self,
+        name: str,
+        admitted_by: str = "",
+        host: str = "",
+        *,
+        devices: int = 1,
+        evaluates: bool = False,
     ) -> Member:
         """A worker is asked to build the task; an evaluator will be."""
         state = MemberState.IDLE if evaluates else MemberState.PREPARING
-        member = Member(name, state, admitted_by, evaluates, host)
+        member = Member(name, state, admitted_by, evaluates, host, devices=devices)
         self._members[name] = member
         self._members = dict(sorted(self._members.items()))
         return member
@@ -279,6 +285,11 @@ class Membership:
         for member in self:
             counts[member.name] = counts.get(member.name, 0) + member.microbatches
         return dict(sorted(counts.items()))
+
+    @property
+    def departed(self) -> set[str]:
+        """Names of those that have computed in this run, and are not here."""
+        return self._departed.keys() - self._members.keys()
 
     @property
     def signatures(self) -> set[str]:
