@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from protocol.base import limits
+from protocol.exact.replica import MISSED, part_slices
 from protocol.exact.slices import SliceGrid
 from protocol.exact.update import StepScalars
 from protocol.spec.manifest import Block, TensorSpec
@@ -135,6 +136,8 @@ def body_for(message: Message) -> Any:
         return np.arange(_GRID.elements(message.slice), dtype="<f4")
     block, chunk = message.block, message.chunk  # type: ignore[attr-defined]
     piece = BLOCKS[block].chunk_slice(chunk)
+    if isinstance(message, messages.StateChunk):
+        piece = part_slices(message.kind, BLOCKS[block])[chunk]
     return np.arange(piece.stop - piece.start, dtype="<f4")
 
 
@@ -201,7 +204,7 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
     messages.StateRequest: {"run_id": _small},
     messages.StateChunk: {
         "run_id": _small, "block": _number, "chunk": _number, "step": _number,
-        "kind": st.sampled_from(["parameters", "first_moment", "second_moment"]),
+        "kind": st.sampled_from(["parameters", "first_moment", "second_moment", "missed_updates"]),
         "optimizer_step": _number, "last": st.booleans(),
     },
     messages.StepPlan: {
@@ -322,10 +325,12 @@ def in_place(kinds: frozenset[type[Message]]) -> st.SearchStrategy[Message]:
             )
         non_block = (messages.NonBlockGradientPayload, messages.AveragedNonBlockGradient)
         blocks = [(0, 0), (3, 0)] if kind in non_block else [(1, 0), (2, BLOCKS[2].chunks - 1)]
-        return st.builds(
-            lambda message, at: message.model_copy(update={"block": at[0], "chunk": at[1]}),
-            STRATEGIES[kind],
-            st.sampled_from(blocks),
-        )
+        return st.builds(at_place, STRATEGIES[kind], st.sampled_from(blocks))
+
+    def at_place(message: Message, place: tuple[int, int]) -> Message:
+        block, chunk = place
+        if isinstance(message, messages.StateChunk) and message.kind == MISSED:
+            chunk = 0
+        return message.model_copy(update={"block": block, "chunk": chunk})
 
     return st.sampled_from(sorted(kinds, key=lambda kind: kind.tag)).flatmap(placed)

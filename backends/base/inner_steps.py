@@ -7,14 +7,14 @@ the exact update. A device that can update its own copy offers `Program.inner_st
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from backends.base.interface import Array, BlockGradient, Leaf, Loss, Program
-from protocol.exact.replica import Replica
-from protocol.exact.update import average, global_norm, square_sum, step_scalars
+from protocol.exact.replica import KINDS, Replica
+from protocol.exact.update import average, global_norm, moment_count, square_sum, step_scalars
 from protocol.spec.manifest import Block
 from protocol.spec.run_spec import OptimizerSpec
 
@@ -26,10 +26,12 @@ class InnerState:
     Attributes:
         parameters: One flat array per block.
         moments: The same, for each moment of the optimizer.
+        missed: By block, the updates that each tensor has missed (`Replica.missed`); empty: none.
     """
 
     parameters: list[Array]
     moments: list[list[Array]]
+    missed: list[Array] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,9 @@ class HostInnerSteps:
         for values, part in zip([state.parameters, *state.moments], self._arrays(), strict=True):
             for mine, given in zip(part, values, strict=True):
                 np.copyto(mine, given)
+        self._replica.clear_missed()
+        for mine, given in zip(self._replica.missed, state.missed, strict=bool(state.missed)):
+            np.copyto(mine, given)
         self._program.load(self._replica.parameters)
 
     def step(self, leaves: Sequence[Leaf], place: InnerPlace) -> Generator[None, None, Loss]:
@@ -119,6 +124,7 @@ class HostInnerSteps:
         norm = global_norm(square_sum(values) for values in gradients)
         if np.isfinite(norm):  # else the loss tells, or the parameters at the end do
             scalars = step_scalars(self._optimizer, place.update, place.step, place.steps, norm)
+            self._replica.optimizer_step = place.update - 1
             self._replica.apply(gradients, scalars)
             self._program.load(self._replica.parameters)
             return loss
@@ -127,7 +133,8 @@ class HostInnerSteps:
     def state(self) -> InnerState:
         """See `InnerSteps`."""
         parameters, *moments = [[a.copy() for a in arrays] for arrays in self._arrays()]
-        return InnerState(parameters, moments)
+        missed = [c.copy() for c in self._replica.missed] if self._replica.has_missed else []
+        return InnerState(parameters, moments, missed)
 
     def parameters(self) -> list[Array]:
         """See `InnerSteps`."""
@@ -135,10 +142,8 @@ class HostInnerSteps:
 
     def _arrays(self) -> list[list[Array]]:
         """Parameters, then each moment: the replica's own, by block."""
-        found: dict[str, list[Array]] = {}
-        for part in self._replica.parts():
-            found.setdefault(part.kind, []).append(part.values)
-        return list(found.values())
+        kinds = KINDS[: 1 + moment_count(self._optimizer)]
+        return [self._replica.arrays(kind) for kind in kinds]
 
 
 def inner_steps(

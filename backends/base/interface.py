@@ -112,6 +112,8 @@ Leaf = tuple[Batch, int]
 class BlockGradient:
     """The gradient sum of one block over a node: flat float32, the manifest's layout.
 
+    That of a tensor that no microbatch of the node has reached is absent.
+
     The array is the receiver's own: the program does not touch it again.
     """
 
@@ -172,7 +174,8 @@ class Program(Protocol):
         """Forward and backward of one node's microbatches, one after the other.
 
         Their gradients are added in float32 along the tree, wherever that is; losses and weights
-        in float64. A tensor without a gradient counts as zeros. One node is in work at a time.
+        in float64. The gradient of a tensor that a microbatch does not reach is absent
+        (`protocol.exact.absent`). One node is in work at a time.
 
         Args:
             leaves: At least one; shapes as in the example batches, or fewer samples.

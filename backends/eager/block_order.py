@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from protocol.base.errors import SamestepError
-from protocol.spec.manifest import Block, TensorSpec
+from protocol.spec.manifest import Block
 
-Emit = Callable[[int, list[torch.Tensor]], None]
+Emit = Callable[[int, list[torch.Tensor | None]], None]
 """Takes a block's number and its tensors' gradients: flat float32 on the device, to be read only:
-autograd gives two tensors one memory where nothing but their shapes differs."""
+autograd gives two tensors one memory where nothing but their shapes differs. None: not reached."""
 
 
 class BlockOrder:
@@ -25,11 +25,8 @@ class BlockOrder:
     as it is.
     """
 
-    def __init__(
-        self, blocks: Sequence[Block], device: torch.device, emit: Emit, unused: frozenset[str]
-    ) -> None:
+    def __init__(self, blocks: Sequence[Block], emit: Emit, unused: frozenset[str]) -> None:
         self._blocks = blocks
-        self._device = device
         self._emit = emit
         self._unused = unused
         self._gradients: list[dict[str, torch.Tensor]] = [{} for _ in blocks]
@@ -54,7 +51,7 @@ class BlockOrder:
             self._give()
 
     def flush(self) -> None:
-        """Backward is over: what has no gradient counts as zeros."""
+        """Backward is over: it has not reached what has no gradient."""
         while self._next >= 0:
             self._finish()
 
@@ -66,13 +63,13 @@ class BlockOrder:
     def _finish(self) -> None:
         number, self._next = self._next, self._next - 1
         held, self._gradients[number] = self._gradients[number], {}
-        self._emit(number, [self._piece(held, t) for t in self._blocks[number].tensors])
+        self._emit(number, [_flat(held.get(t.name)) for t in self._blocks[number].tensors])
 
-    def _piece(self, held: Mapping[str, torch.Tensor], tensor: TensorSpec) -> torch.Tensor:
-        gradient = held.get(tensor.name)
-        if gradient is None:
-            return torch.zeros(tensor.elements, dtype=torch.float32, device=self._device)
-        return (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
+
+def _flat(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    if gradient is None:
+        return None
+    return (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
 
 
 def unused_parameters(

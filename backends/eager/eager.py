@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch.autograd.graph import increment_version
@@ -43,6 +43,8 @@ from backends.eager.block_order import BlockOrder, unused_parameters
 from backends.eager.inner_steps import EagerInnerSteps
 from backends.eager.narrow_linear import narrow_frozen_base
 from protocol.base.errors import NO_MEMORY, DataError, SamestepError, in_words, raised_words
+from protocol.exact.absent import absent, mark_absent, present
+from protocol.spec.manifest import Block
 from protocol.spec.run_spec import OptimizerSpec
 
 T = TypeVar("T")
@@ -299,7 +301,7 @@ class EagerProgram(HostSummedProgram):
             unused: frozenset[str] = frozenset()
             if self._find_unused:
                 unused = unused_parameters(loss, self._parameters)
-            self._order = BlockOrder(self._blocks, self._device, partial(self._emit, put), unused)
+            self._order = BlockOrder(self._blocks, partial(self._emit, put), unused)
             if loss.requires_grad:  # not so for a microbatch without tokens
                 scaled = loss if self.loss_scale == 1.0 else loss * self.loss_scale
                 scaled.backward()  # type: ignore[no-untyped-call]
@@ -325,12 +327,26 @@ class EagerProgram(HostSummedProgram):
                 f"the model or its loss raised {raised_words(error)}", batch
             ) from error
 
-    def _emit(self, put: Callable[[_Item], None], number: int, parts: list[torch.Tensor]) -> None:
+    def _emit(
+        self, put: Callable[[_Item], None], number: int, parts: list[torch.Tensor | None]
+    ) -> None:
         """Hand a block to the receiver; from CUDA it is copied beside the running backward."""
+        block = self._blocks[number]
+        sized = list(zip(block.tensors, parts, strict=True))
         if self._copies is None:
-            put(BlockParts(number, tuple(part.cpu().numpy() for part in parts)))
+            host_parts = (
+                absent(tensor.elements) if part is None else present(part.cpu().numpy())
+                for tensor, part in sized
+            )
+            put(BlockParts(number, tuple(host_parts)))
             return
-        flat = torch.cat(parts)
+        unreached = frozenset(tensor.name for tensor, part in sized if part is None)
+        flat = torch.cat(
+            [
+                torch.zeros(tensor.elements, device=self._device) if part is None else part
+                for tensor, part in sized
+            ]
+        )
         host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
         self._copies.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._copies):
@@ -338,7 +354,7 @@ class EagerProgram(HostSummedProgram):
             flat.record_stream(self._copies)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self._copies)
-        put((number, host, copied))
+        put(_Copied(number, block, unreached, host, copied))
 
     def _in_evaluation(self, measure: Callable[[Any, Any], T], batch: Batch) -> T:
         self._abandoned = threading.Event()
@@ -434,7 +450,24 @@ class _Abandoned(Exception):
     """Ends forward or backward of a microbatch that nobody wants any more."""
 
 
-_Item = BlockParts | tuple[int, torch.Tensor, torch.cuda.Event] | Future[Loss]
+class _Copied(NamedTuple):
+    """A block on its way from a card to the host.
+
+    Attributes:
+        number: The block's.
+        block: Of the manifest.
+        unreached: Its tensors without a gradient.
+        host: All gradients, flat, once `copied` has happened.
+    """
+
+    number: int
+    block: Block
+    unreached: frozenset[str]
+    host: torch.Tensor
+    copied: torch.cuda.Event
+
+
+_Item = BlockParts | _Copied | Future[Loss]
 
 
 def _items(
@@ -451,9 +484,9 @@ def _items(
         if isinstance(item, BlockParts):
             yield item
         else:
-            number, host, copied = item
-            copied.synchronize()
-            yield BlockGradient(number, host.numpy())
+            item.copied.synchronize()
+            gradient = mark_absent(item.block, item.host.numpy(), item.unreached)
+            yield BlockGradient(item.number, gradient)
 
 
 def _enter_device_thread(device: torch.device, threads: int) -> None:

@@ -10,14 +10,21 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Sequence
 from concurrent.futures import Executor
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from backends.base.inner_steps import InnerPlace, InnerState
 from backends.base.interface import Array, Batch, Leaf, Loss
-from protocol.exact.update import StepScalars, decays, moment_count, step_scalars
+from protocol.exact.update import (
+    StepScalars,
+    counts_updates,
+    decays,
+    moment_count,
+    scalars_after,
+    step_scalars,
+)
 from protocol.spec.manifest import Block
 from protocol.spec.run_spec import OptimizerSpec
 
@@ -32,6 +39,15 @@ class Accumulates(Protocol):
 
     def accumulate(self, batch: Batch, seed: int) -> torch.Tensor:
         """Forward and backward; gradients are added to those that are there. Gives the loss."""
+
+
+class _Chosen(NamedTuple):
+    """Tensors that are updated alike: values, gradients, each moment, and which of them decay."""
+
+    parameters: Tensors
+    gradients: Tensors
+    moments: list[Tensors]
+    decayed: list[int]
 
 
 class EagerInnerSteps:
@@ -61,6 +77,8 @@ class EagerInnerSteps:
         self._parameters = [parameters[name] for name in names]
         self._decays = [decays(name, optimizer) for name in names]
         self._moments: list[Tensors] = []
+        self._missed: list[int] = []
+        """By tensor, as `Replica.missed`."""
 
     def begin(self, state: InnerState) -> None:
         """See `InnerSteps`."""
@@ -93,6 +111,8 @@ class EagerInnerSteps:
     def _begin(self, state: InnerState) -> None:
         self._program.load_blocks(state.parameters)
         self._moments = [self._tensors(moment) for moment in state.moments]
+        counts = [int(count) for block in state.missed for count in block]
+        self._missed = counts or [0] * len(self._parameters)
         self._clear()
 
     def _clear(self) -> None:
@@ -119,16 +139,24 @@ class EagerInnerSteps:
 
     def _state(self) -> InnerState:
         parameters = self._flat([p.data for p in self._parameters])
-        return InnerState(parameters, [self._flat(moment) for moment in self._moments])
+        moments = [self._flat(moment) for moment in self._moments]
+        return InnerState(parameters, moments, self._missed_by_block())
+
+    def _missed_by_block(self) -> list[Array]:
+        if not any(self._missed):
+            return []
+        left = iter(self._missed)
+        return [np.array([next(left) for _ in b.tensors], np.float32) for b in self._blocks]
 
     @torch.no_grad()
     def _update(self, losses: Tensors, weight: float, place: InnerPlace) -> float:
         spec = self._optimizer
         assert len(self._moments) == moment_count(spec)
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
+        reached = {n: p.grad for n, p in enumerate(self._parameters) if p.grad is not None}
         self._clear()
-        torch._foreach_mul_(gradients, 1.0 / weight if weight else 0.0)
-        if spec.clip_norm is not None:
+        if gradients := list(reached.values()):
+            torch._foreach_mul_(gradients, 1.0 / weight if weight else 0.0)
+        if gradients and spec.clip_norm is not None:
             squares = torch.stack([g.double().square().sum() for g in gradients])
             norm = squares.sum().sqrt()
             clip = torch.clamp(spec.clip_norm / (norm + 1e-6), max=1.0).float()
@@ -137,42 +165,65 @@ class EagerInnerSteps:
         scalars = step_scalars(
             spec.model_copy(update={"clip_norm": None}), place.update, place.step, place.steps, 0.0
         )
-        match spec.name:
-            case "sgd":
-                self._sgd(gradients, scalars)
-            case "momentum" | "nesterov":
-                self._momentum(gradients, scalars)
-            case "adamw":
-                self._adamw(gradients, scalars)
+        for chosen, own_scalars in self._updates(reached, scalars, place.update):
+            match spec.name:
+                case "sgd":
+                    self._sgd(chosen, own_scalars)
+                case "momentum" | "nesterov":
+                    self._momentum(chosen, own_scalars)
+                case "adamw":
+                    self._adamw(chosen, own_scalars)
         total = float(torch.stack(losses).double().sum())
         return total if math.isfinite(total) else math.nan
 
-    def _decayed(self) -> Tensors:
-        return [p.data for p, decay in zip(self._parameters, self._decays, strict=True) if decay]
+    def _updates(
+        self, reached: dict[int, torch.Tensor], scalars: StepScalars, update: int
+    ) -> list[tuple[_Chosen, StepScalars]]:
+        """The tensors that have a gradient, those together that have missed as many updates."""
+        by_count: dict[int, list[int]] = {}
+        for number in range(len(self._parameters)):
+            if number in reached:
+                by_count.setdefault(self._missed[number], []).append(number)
+            elif counts_updates(self._optimizer):
+                self._missed[number] += 1
+        return [
+            (
+                self._chosen(numbers, reached),
+                scalars_after(self._optimizer, scalars, update - missed) if missed else scalars,
+            )
+            for missed, numbers in by_count.items()
+        ]
 
-    def _with_decay(self, gradients: Tensors, weight_decay: float) -> None:
-        if not weight_decay:
+    def _chosen(self, numbers: list[int], reached: dict[int, torch.Tensor]) -> _Chosen:
+        parameters = [self._parameters[n].data for n in numbers]
+        decayed = [i for i, n in enumerate(numbers) if self._decays[n]]
+        moments = [[moment[n] for n in numbers] for moment in self._moments]
+        return _Chosen(parameters, [reached[n] for n in numbers], moments, decayed)
+
+    def _with_decay(self, chosen: _Chosen, weight_decay: float) -> None:
+        if not weight_decay or not chosen.decayed:
             return
-        chosen = [g for g, decay in zip(gradients, self._decays, strict=True) if decay]
-        torch._foreach_add_(chosen, self._decayed(), alpha=weight_decay)
+        gradients = [chosen.gradients[i] for i in chosen.decayed]
+        parameters = [chosen.parameters[i] for i in chosen.decayed]
+        torch._foreach_add_(gradients, parameters, alpha=weight_decay)
 
-    def _sgd(self, gradients: Tensors, scalars: StepScalars) -> None:
-        self._with_decay(gradients, scalars.weight_decay)
-        torch._foreach_add_(self._data, gradients, alpha=-scalars.learning_rate)
+    def _sgd(self, chosen: _Chosen, scalars: StepScalars) -> None:
+        self._with_decay(chosen, scalars.weight_decay)
+        torch._foreach_add_(chosen.parameters, chosen.gradients, alpha=-scalars.learning_rate)
 
-    def _momentum(self, gradients: Tensors, scalars: StepScalars) -> None:
-        (velocity,) = self._moments
-        self._with_decay(gradients, scalars.weight_decay)
+    def _momentum(self, chosen: _Chosen, scalars: StepScalars) -> None:
+        (velocity,), gradients = chosen.moments, chosen.gradients
+        self._with_decay(chosen, scalars.weight_decay)
         torch._foreach_mul_(velocity, scalars.momentum)
         torch._foreach_add_(velocity, gradients)
         if self._optimizer.name == "nesterov":
             torch._foreach_add_(gradients, velocity, alpha=scalars.momentum)
             velocity = gradients
-        torch._foreach_add_(self._data, velocity, alpha=-scalars.learning_rate)
+        torch._foreach_add_(chosen.parameters, velocity, alpha=-scalars.learning_rate)
 
-    def _adamw(self, gradients: Tensors, scalars: StepScalars) -> None:
-        first, second = self._moments
-        if decayed := self._decayed():
+    def _adamw(self, chosen: _Chosen, scalars: StepScalars) -> None:
+        (first, second), gradients = chosen.moments, chosen.gradients
+        if decayed := [chosen.parameters[i] for i in chosen.decayed]:
             torch._foreach_mul_(decayed, scalars.decay_factor)
         torch._foreach_lerp_(first, gradients, scalars.one_minus_beta1)
         torch._foreach_mul_(second, scalars.beta2)
@@ -180,8 +231,4 @@ class EagerInnerSteps:
         roots = [values.sqrt() for values in second]
         torch._foreach_mul_(roots, scalars.root_correction)
         torch._foreach_add_(roots, scalars.epsilon)
-        torch._foreach_addcdiv_(self._data, first, roots, -scalars.step_size)
-
-    @property
-    def _data(self) -> Tensors:
-        return [p.data for p in self._parameters]
+        torch._foreach_addcdiv_(chosen.parameters, first, roots, -scalars.step_size)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from backends.base.interface import Batch, BlockAdded, BlockGradient, Leaf, Loss, NodeItem
+from backends.base.interface import Array, Batch, BlockAdded, BlockGradient, Leaf, Loss, NodeItem
 from backends.base.node_stream import Microbatch, NodeStream
 from backends.wgpu.device.running import Running
 from protocol.exact.tree_sum import tree_sum
@@ -16,6 +16,7 @@ def added_on_device(
     leaves: Sequence[Leaf],
     groups: Sequence[range],
     start: Callable[[range], Running],
+    marked: Callable[[int, Array], Array],
     blocks: int,
 ) -> NodeStream:
     """Nothing comes back before the node's last microbatch; then its sums, and all its losses.
@@ -24,6 +25,8 @@ def added_on_device(
         leaves: The node's microbatches.
         groups: Their numbers, in order: those of a group are computed at once.
         start: Starts a group.
+        marked: Takes a block's number and its sum once all groups were started; marks in it the
+            tensors that no microbatch reaches.
         blocks: How many there are.
     """
     weights = [batch.weight for batch, _ in leaves]
@@ -47,7 +50,8 @@ def added_on_device(
                 yield BlockAdded(block)
                 continue
             losses = arrays.pop() if block == 0 else None
-            yield BlockGradient(block, np.concatenate(arrays) if len(arrays) > 1 else arrays[0])
+            values = np.concatenate(arrays) if len(arrays) > 1 else np.array(arrays[0])
+            yield BlockGradient(block, marked(block, values))
             if losses is not None:
                 yield Loss(tree_sum([float(loss) for loss in losses]), tree_sum(weights))
 

@@ -59,6 +59,7 @@ from backends.wgpu.weights.split_tables import split_tables
 from protocol.base.byte_size import byte_size
 from protocol.base.errors import DataError, DeviceError, SamestepError
 from protocol.base.limits import MICROBATCHES_PER_STEP
+from protocol.exact.absent import absent, mark_absent
 from protocol.exact.subnormals import subnormals_are_kept
 from protocol.host.allocator import give_back_freed_memory
 from protocol.spec.manifest import Block
@@ -112,7 +113,7 @@ class VulkanProgram:
         pairs = template.bindings // 2 if template.microbatches > 1 else 1
         self._sums = SumStack(device, sizes, 1 << pairs.bit_length() - 1) if adds else None
         self._summing: dict[Any, tuple[Submission, ...]] = {}
-        self._zero: Buffer | None = None
+        self._absent_gradient: Buffer | None = None
         self._adding = False
         """Whether a node is in work whose sums are on the device."""
         self._plans: dict[Any, PlacedPlan] = {}
@@ -240,7 +241,9 @@ class VulkanProgram:
         self._sums.hold(levels)
         self._adding = True
         start = partial(self._start, self._sums, leaves)
-        return added_on_device(leaves, self._at_once(leaves), start, len(self._blocks))
+        shapes = {_shapes(batch): batch for batch, _ in leaves if not _is_empty(batch)}
+        marked = partial(self._marked, list(shapes.values()))
+        return added_on_device(leaves, self._at_once(leaves), start, marked, len(self._blocks))
 
     def added_on_host(self, leaves: Sequence[Leaf]) -> NodeStream:
         """One node, whatever the device can do."""
@@ -324,7 +327,7 @@ class VulkanProgram:
             self._once = None
             self._summing.clear()
             self._slots.clear()
-            self._sums = self._zero = None
+            self._sums = self._absent_gradient = None
             self._weights.forget()
 
     def _at_once(self, leaves: Sequence[Leaf]) -> list[range]:
@@ -371,27 +374,28 @@ class VulkanProgram:
         return ready.submissions[many]
 
     def _sources(self, ready: PlacedPlan | None, many: int) -> Sources:
-        """Where steps' results are; what the loss does not reach is zero."""
+        """Where steps' results are; of what the loss does not reach they are absent."""
         gradients = []
         for microbatch in range(many):
             found = [
                 ready.output(number, microbatch) if ready else None
                 for number in range(1, 1 + sum(map(len, self._results)))
             ]
-            held = [self._zeros() if each is None else each for each in found]
+            held = [self._absent() if each is None else each for each in found]
             gradients.append([[held[o - 1] for o in self._outputs_of(n)] for n in self._order()])
         loss = ready.plan.outputs[0] if ready else None
         if ready is None or loss is None:
-            return Sources(gradients, self._zeros())
+            return Sources(gradients, self._device.buffer(4))
         stride = ready.plan.strides[loss] if ready.plan.strides else 0
         return Sources(gradients, ready.buffers[loss], stride)
 
-    def _zeros(self) -> Buffer:
-        """As many as the largest tensor has elements; made when first needed."""
-        if self._zero is None:
+    def _absent(self) -> Buffer:
+        """As long as the largest gradient; made when first needed."""
+        if self._absent_gradient is None:
             largest = max(elements for results in self._results for elements in results)
-            self._zero = self._device.buffer(4 * largest)
-        return self._zero
+            self._absent_gradient = self._device.buffer(4 * largest)
+            self._device.upload(self._absent_gradient, absent(largest).view(np.uint32))
+        return self._absent_gradient
 
     def _order(self) -> Sequence[int]:
         """Blocks as backward gives them."""
@@ -411,7 +415,7 @@ class VulkanProgram:
         yield Loss(loss, weight)
 
     def _flat(self, plan: Plan, number: int, arrays: Sequence[Array]) -> Array:
-        """The block's gradient; tensors that the loss does not reach are zeros."""
+        """The block's gradient; of tensors that the loss does not reach it is absent."""
         rest = iter(arrays)
         parts = [
             np.zeros(elements, np.float32) if plan.outputs[output] is None else next(rest)
@@ -419,7 +423,28 @@ class VulkanProgram:
                 self._results[number], self._outputs_of(number), strict=True
             )
         ]
-        return np.concatenate(parts) if len(parts) > 1 else np.array(parts[0])
+        values = np.concatenate(parts) if len(parts) > 1 else np.array(parts[0])
+        return mark_absent(self._blocks[number], values, self._unreached(plan, number))
+
+    def _marked(self, batches: Sequence[Batch], number: int, values: Array) -> Array:
+        """The block's sum over a node, of batches one of each shape; of tensors that none of them
+        reaches it is absent."""
+        block = self._blocks[number]
+        unreached = {tensor.name for tensor in block.tensors}
+        for batch in batches:
+            unreached &= self._unreached(self._step(batch).plan, number)
+        return mark_absent(block, values, unreached)
+
+    def _unreached(self, plan: Plan, number: int) -> set[str]:
+        """The block's tensors that have no gradient in a step: the same for every microbatch of its
+        shapes, since its graph is."""
+        outputs = iter(self._outputs_of(number))
+        unreached = set()
+        for tensor in self._blocks[number].tensors:
+            own = [next(outputs) for _ in self._weights.tables.get(tensor.name, "1")]
+            if all(plan.outputs[output] is None for output in own):
+                unreached.add(tensor.name)
+        return unreached
 
     def _outputs_of(self, number: int) -> range:
         """The outputs of a step that are a block's gradients; output 0 is the loss."""
@@ -438,7 +463,7 @@ class VulkanProgram:
 
     def _nothing(self, batch: Batch) -> Iterator[BlockGradient | Loss]:
         for number in self._order():
-            yield BlockGradient(number, np.zeros(self._blocks[number].elements, np.float32))
+            yield BlockGradient(number, absent(self._blocks[number].elements))
         yield Loss(0.0, batch.weight)
 
     def _uploaded(self, ready: PlacedPlan, batch: Batch, seed: int) -> NDArray[np.uint32]:

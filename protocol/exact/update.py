@@ -28,6 +28,7 @@ from pydantic import (
     model_serializer,
 )
 
+from protocol.exact.absent import keep_absent
 from protocol.exact.schedule import learning_rate
 from protocol.spec.run_spec import OptimizerSpec
 
@@ -146,6 +147,41 @@ def step_scalars(
         "loss_scale": loss_scale,
     }
     return StepScalars(**{name: _rounded(value) for name, value in exact.items()})
+
+
+def scalars_after(spec: OptimizerSpec, scalars: StepScalars, updates: int) -> StepScalars:
+    """The same step's scalars for a tensor that has had fewer updates, with this one.
+
+    torch counts the steps of each parameter, and adamw corrects its bias by that count. Powers are
+    products in a fixed order, since not every library rounds `pow` alike.
+
+    Args:
+        spec: The optimizer; of adamw alone do scalars depend on the count.
+        scalars: Of a tensor that has had all of them.
+        updates: How many the tensor has had, from 1.
+    """
+    assert counts_updates(spec)
+    beta1, beta2 = spec.betas
+    exact = {
+        "step_size": scalars.learning_rate / (1.0 - _power(beta1, updates)),
+        "root_correction": 1.0 / math.sqrt(1.0 - _power(beta2, updates)),
+    }
+    return scalars.model_copy(update={name: _rounded(value) for name, value in exact.items()})
+
+
+def _power(base: float, exponent: int) -> float:
+    product = 1.0
+    while exponent:
+        if exponent & 1:
+            product *= base
+        base *= base
+        exponent >>= 1
+    return product
+
+
+def counts_updates(spec: OptimizerSpec) -> bool:
+    """Whether an update depends on how many there were of that tensor."""
+    return spec.name == "adamw"
 
 
 def averaging_share(optimizer_step: int, warmup_steps: int) -> float:
@@ -443,12 +479,12 @@ def average(sums: Array, total_weight: float, out: Array) -> None:
     """Turn gradient sums into averages, written to `out` (which may be `sums`).
 
     A multiplication by the reciprocal, taken in float64 and rounded to float32. A step without
-    any weight (no sample, no token) has a gradient of zero.
+    any weight (no sample, no token) has a gradient of zero. What is absent stays absent.
     """
     assert math.isfinite(total_weight)
     assert total_weight >= 0
     if total_weight == 0:
-        out.fill(0)
+        keep_absent(sums, out)
         return
     with np.errstate(all="ignore"):
         np.multiply(sums, np.float32(1.0 / total_weight), out=out)

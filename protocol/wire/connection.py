@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from protocol.base import limits
 from protocol.base.errors import FrameError, LocalProtocolError, OutOfPlace, VersionMismatch
 from protocol.exact.codecs import body_bytes
+from protocol.exact.replica import part_slices
 from protocol.exact.slices import SliceGrid
 from protocol.spec.manifest import Block
 from protocol.spec.replicas_spec import Codec, Codecs
@@ -504,13 +505,15 @@ class Connection:
         if isinstance(message, SliceSum | SliceAverage):
             return self._slice_bytes(self.blocks, message)
         block, chunk = _place(message)
-        if block >= len(self.blocks) or chunk >= self.blocks[block].chunks:
+        state = message.kind if isinstance(message, StateChunk) else "parameters"
+        pieces = part_slices(state, self.blocks[block]) if block < len(self.blocks) else []
+        if chunk >= len(pieces):
             raise OutOfPlace(f"{type(message).__name__}: no chunk {chunk} of block {block}")
         kind = self.blocks[block].kind
         if _KIND.get(type(message), kind) != kind:
             raise OutOfPlace(f"{type(message).__name__}: block {block} is of kind {kind!r}")
-        piece = self.blocks[block].chunk_slice(chunk)
-        return body_bytes(codec_of(message, self.exchange), piece.stop - piece.start)
+        elements = pieces[chunk].stop - pieces[chunk].start
+        return body_bytes(codec_of(message, self.exchange), elements)
 
     def _slice_bytes(self, blocks: tuple[Block, ...], message: SliceSum | SliceAverage) -> int:
         if self._grid is None or self._grid.blocks is not blocks:

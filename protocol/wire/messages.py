@@ -22,7 +22,7 @@ from protocol.exact.update import StepScalars
 
 NodeList = Annotated[tuple[tuple[Number, Number], ...], Field(max_length=64)]
 BodyRule = Literal["none", "values", "document", "bytes"]
-StateKind = Literal["parameters", "first_moment", "second_moment"]
+StateKind = Literal["parameters", "first_moment", "second_moment", "missed_updates"]
 Outcome = Literal["finished", "drained", "failed"]
 """Of a run."""
 
@@ -121,7 +121,7 @@ class Ready(Message):
 
     `initial_digest` is of the state that the task starts from here; `state_digest` of the state
     that this replica has, after `step` steps: another one if it was in this run before. `devices`:
-    how many compute for it, each with a replica of its own; `left_out`: why others cannot.
+    how many compute for it, each with a replica of its own.
     """
 
     tag = 6
@@ -135,7 +135,6 @@ class Ready(Message):
     signature: Digest
     signature_text: Text
     devices: Annotated[int, Field(ge=1, le=limits.DEVICES_PER_HOST)] = 1
-    left_out: Text = ""
 
 
 class Unready(Message):
@@ -156,7 +155,11 @@ class StateRequest(Message):
 
 
 class StateChunk(Message):
-    """Either side: one chunk of the state after `step` steps; the last one says so."""
+    """Either side: one chunk of the state after `step` steps; the last one says so.
+
+    Parameters come first. `missed_updates` has a value for each tensor of a block, and comes only
+    if any tensor has missed an update (`protocol.exact.replica`).
+    """
 
     tag = 9
     body = "values"

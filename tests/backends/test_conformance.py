@@ -17,6 +17,7 @@ from backends.base.node_stream import HostSums, NodeStream
 from backends.registry import choose
 from backends.wgpu.device.adapters import adapters
 from protocol.base.errors import SamestepError
+from protocol.exact.absent import is_absent
 from protocol.spec.manifest import Block, TensorSpec
 
 BACKENDS = ["scripted", "cpu", *(["cuda"] if torch.cuda.is_available() else []), "vulkan"]
@@ -122,6 +123,22 @@ def test_gradients_are_flat_finite_float32_arrays_of_the_receiver(program):
         item.values.fill(7.0)
     assert bits(first) == kept
     assert bits(run(program, make_batch(), 3)[0]) == kept
+
+
+@pytest.mark.parametrize("leaves", [1, 3])
+def test_gradients_of_what_is_not_reached_are_absent_and_no_others(program, backend, leaves):
+    if backend == "scripted":
+        pytest.skip("reaches everything")
+    blocks = make_trainable().blocks
+    node = [(make_batch(seed=seed), seed) for seed in range(leaves)]
+    gradients = [item for item in program.gradients(node) if isinstance(item, BlockGradient)]
+    missed = {
+        tensor.name
+        for item in gradients
+        for tensor, part in blocks[item.block].slices()
+        if is_absent(item.values[part])
+    }
+    assert missed == {"unused.weight", "unused.bias"}
 
 
 def test_the_seed_decides_the_draws(program):

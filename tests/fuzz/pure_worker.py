@@ -120,7 +120,4 @@ class PureWorker:
         return [events.Applied(self._replica.step, self._replica.state_digest())]
 
     def _load(self, action: act.LoadChunk) -> None:
-        piece = self._built.manifest.blocks[action.block].chunk_slice(action.chunk)
-        for part in self._replica.parts():
-            if (part.kind, part.block) == (action.kind, action.block):
-                part.values[piece] = action.values
+        self._replica.load_piece(action.kind, action.block, action.chunk, action.values)

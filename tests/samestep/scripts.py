@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 
 from tests.cluster import Hold
@@ -30,11 +29,9 @@ def task(module=None):
 class RunningScript:
     """A script that was started, and has told where workers join it."""
 
-    def __init__(self, script: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, script: Path) -> None:
         self.script = script
-        self.process = start(
-            "tests.plain_script", str(script), cwd=script.parent, environment=environment
-        )
+        self.process = start("tests.plain_script", str(script), cwd=script.parent)
         self.lines: list[str] = []
         self._told = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)

@@ -258,7 +258,8 @@ class Disk:
         return left
 
     def _found(self, path: Path | None, number: int, rng: Random) -> Content | None:
-        if number in self._names or (path is not None and path.is_dir()):
+        # A removed directory's number may be a file's by now.
+        if path.is_dir() if path is not None else number in self._names:
             return self._left_of(path, number, rng)
         synced = self._files.get(number, b"")
         present = path.read_bytes() if path is not None else synced

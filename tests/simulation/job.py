@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from backends.base.interface import Array, Batch, Trainable
 from coordinator.capture.captured_files import CapturedFiles
 from protocol.data.captured_rows import record_dtype
+from protocol.exact.absent import absent
 from protocol.exact.digest import weights_digest
-from protocol.exact.replica import Replica
+from protocol.exact.replica import MISSED, Replica
 from protocol.exact.samples import SampleOrder, microbatch_seed
 from protocol.exact.tree import Node
 from protocol.exact.update import StepScalars, global_norm, square_sum, step_scalars
@@ -51,11 +52,15 @@ Rows = NDArray[np.uint8]
 COVERAGE = 2
 """Number of the block whose gradient is 1 at the place of its microbatch: it counts them."""
 
-_BLOCKS = (
-    ("embedding", "non_block", (5,)),
-    ("layer.0", "block", (2, 4)),
-    ("coverage", "block", (MOST_MICROBATCHES,)),
+LAYER = 1
+"""Number of the block whose second tensor few microbatches reach, and in some steps none."""
+_BLOCKS: tuple[tuple[str, str, dict[str, tuple[int, ...]]], ...] = (
+    ("embedding", "non_block", {"embedding": (5,)}),
+    ("layer.0", "block", {"layer.0": (2, 4), "layer.0.expert": (3,)}),
+    ("coverage", "block", {"coverage": (MOST_MICROBATCHES,)}),
 )
+EXPERT = slice(8, 11)
+"""Where that tensor lies in its block."""
 _BATCHES = ((1, 13, 30), (1, 8, 40), (2, 11, 25), (1, 5, 12), (1, 2, 9), (3, 3, 7), (1, 12, 12))
 """Samples per microbatch, per step, and in all: the last step of an epoch may be smaller."""
 _OPTIMIZERS = (
@@ -115,9 +120,15 @@ class Job:
         )
         self.blocks = tuple(
             Block.model_validate(
-                {"name": name, "kind": kind, "tensors": (TensorSpec(name=name, shape=shape),)}
+                {
+                    "name": name,
+                    "kind": kind,
+                    "tensors": tuple(
+                        TensorSpec(name=tensor, shape=shape) for tensor, shape in tensors.items()
+                    ),
+                }
             )
-            for name, kind, shape in _BLOCKS
+            for name, kind, tensors in _BLOCKS
         )
         ratio = Metric(name="ratio", numerator={"hits": 1.0}, denominator={"all": 1.0})
         self.manifest = Manifest(
@@ -207,7 +218,10 @@ class Job:
             values[microbatch] = 1
             return values
         noise = _noise(1000 + step, microbatch, 0, block, self.blocks[block].elements)
-        return noise + parameters[block] * np.float32(0.125)
+        values = noise + parameters[block] * np.float32(0.125)
+        if block == LAYER and not reaches(step, microbatch):
+            values[EXPERT] = absent(EXPERT.stop - EXPERT.start)
+        return values
 
     def _gradient_of(
         self, parameters: list[Array], step: int, block: int, microbatch: int
@@ -263,6 +277,17 @@ class Job:
             self._coverage[step] = expected
         return self._coverage[step]
 
+    def _check_unreached(self, before: Replica, after: Replica) -> None:
+        """What none of a step's microbatches has reached is as it was; in torch it would be."""
+        count = self.order.microbatch_count(before.step)
+        if self.captures or any(reaches(before.step, leaf) for leaf in range(count)):
+            return
+        there = {(part.kind, part.block): part.values for part in after.parts()}
+        for part in before.parts():
+            if part.block == LAYER and part.kind != MISSED:
+                same = there[part.kind, LAYER][EXPERT].tobytes() == part.values[EXPERT].tobytes()
+                assert same, f"step {before.step}: an expert that nothing reached has moved"
+
     def undisturbed(self, skips: tuple[bool, ...], flavour: int = 0) -> Taken:
         """The run without workers, after as many steps as there are skips; True skips a step."""
         key = (*skips, bool(flavour))
@@ -303,8 +328,14 @@ class Job:
         ]  # fmt: skip
         digest = blake3("".join(digests).encode()).hexdigest()
         replica.apply(averages, scalars)
+        self._check_unreached(before, replica)
         mean = loss / total if total else 0.0
         return Taken(replica, replica.state_digest(), mean, digest, scalars)
+
+
+def reaches(step: int, microbatch: int) -> bool:
+    """Whether a microbatch reaches the expert; in every third step none does."""
+    return step % 3 != 1 and (step + microbatch) % 4 == 0
 
 
 def _weight(samples: Sequence[int]) -> float:

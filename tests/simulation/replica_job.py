@@ -148,6 +148,7 @@ class ReplicaJob(Job):
         loss = along_tree(count, partial(self._loss_of, inner.parameters, batch))
         norm = global_norm([square_sum(values) for values in gradients])
         length = self.spec.steps * self.replicas.inner_steps
+        inner.optimizer_step = updates - 1
         inner.apply(gradients, step_scalars(self.spec.optimizer, updates, step, length, norm))
         return loss / total if total else 0.0
 

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 
 from coordinator.disk.claim import Claim
@@ -25,8 +26,9 @@ from coordinator.storage.log.gradient_log import GradientLog
 from coordinator.storage.log.log_records import HEAD_BYTES
 from coordinator.storage.run_storage import RunStorage
 from protocol.base.errors import SamestepError
+from protocol.exact import replica, slice_merge
 from protocol.exact.tree import parent, root, sibling
-from protocol.exact.tree_sum import TreeSum
+from protocol.exact.tree_sum import ADDITIONS, TreeSum, add_arrays
 from protocol.spec.run_spec import Way
 from protocol.wire.messages import Assign, Cancel, StartRun
 from worker.logic.session import WorkerSession
@@ -36,6 +38,7 @@ from worker.shell.blob_cache import Part
 pytestmark = pytest.mark.simulation
 
 _ENOUGH_SEEDS = 1000
+_ABSENT = np.uint32(0x80000000)
 
 
 def counts_what_is_covered(self, node, value):
@@ -145,6 +148,13 @@ def assumes_proven(self, worker, *, proven):
 def forgets_nothing(self, worker, *, proven):
     """A lost worker's parts stay its own."""
     del self, worker, proven
+
+
+def reached_by_all_or_none(left, right):
+    """A tensor that one of two nodes has not reached is taken for one that neither has."""
+    lost = (left.view(np.uint32) == _ABSENT) | (right.view(np.uint32) == _ABSENT)
+    add_arrays(left, right)[lost] = -0.0
+    return left
 
 
 async def tells_first(self, action):
@@ -473,6 +483,15 @@ PLANTED = {
         "a worker is wrong | differs",
         way="sharded",
         seed=2,
+    ),
+    "what another microbatch has reached is lost": Planted(
+        [(slice_merge, "ADDITIONS", dict.fromkeys(ADDITIONS, reached_by_all_or_none))],
+        "other averages",
+        often="kill",
+    ),
+    "what no microbatch has reached is updated": Planted(
+        [(replica, "is_absent", no)],
+        "that nothing reached has moved",
     ),
     "what was fetched is not compared": Planted(
         [(Part, "finish", keeps_anything)],

@@ -27,6 +27,7 @@ from protocol.base.errors import (
 )
 from protocol.base.fields import cut_text
 from protocol.exact.codecs import packed, unpacked
+from protocol.exact.replica import MISSED, are_counts
 from protocol.exact.tree import Node, is_node
 from protocol.exact.update import is_finite
 from protocol.exact.upload_order import UploadOrder
@@ -409,7 +410,6 @@ class WorkerSession:
             signature=event.signature,
             signature_text=event.signature_text,
             devices=event.devices,
-            left_out=cut_text(event.left_out),
         )
         memory = f"; memory: {event.memory}" if event.memory else ""
         parity = f"; {event.parity}" if event.parity else ""
@@ -479,6 +479,10 @@ class WorkerSession:
         task = self._task
         task.sliced = None
         values = body.view("<f4")
+        if message.kind == MISSED and not are_counts(values, message.optimizer_step):
+            raise OutOfPlace(
+                f"StateChunk: expected missed updates, whole numbers up to {message.optimizer_step}"
+            )
         actions: list[Action] = [LoadChunk(message.kind, message.block, message.chunk, values)]
         if message.last:
             self._task.step = message.step

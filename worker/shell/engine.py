@@ -624,10 +624,7 @@ class Engine:
         job.whole = job.fresh = False
         if job.stretches is not None:
             job.stretches.forget()
-        piece = job.task.manifest.blocks[block].chunk_slice(chunk)
-        for part in job.replica.parts():
-            if part.kind == kind and part.block == block:
-                part.values[piece] = values
+        job.replica.load_piece(kind, block, chunk, values)
 
     def _evaluate(self, generation: int, step: int, part: int) -> None:
         if generation != self._generation:

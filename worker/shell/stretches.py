@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from backends.base.inner_steps import InnerPlace, InnerState, InnerSteps, inner_steps
 from backends.base.interface import Array, Batch, Loss, Program
 from protocol.base.errors import DataError
+from protocol.exact.absent import mark_absent
 from protocol.exact.codecs import projected
 from protocol.exact.replica import Replica
 from protocol.exact.stretches import StretchOrder
@@ -70,7 +71,8 @@ class _Reached:
     state: InnerState
 
     def to_bytes(self) -> Bytes:
-        arrays = [*self.state.parameters, *(a for moment in self.state.moments for a in moment)]
+        moments = (a for moment in self.state.moments for a in moment)
+        arrays = [*self.state.parameters, *moments, *self.state.missed]
         head = np.frombuffer(_LOSS.pack(self.losses), np.uint8)
         return np.concatenate([head, _joined(arrays)])
 
@@ -157,7 +159,9 @@ class Stretches:
         if inner:
             losses = arrays.number()
             moments = moment_count(self._spec.optimizer)
-            state = InnerState(arrays.blocks(), [arrays.blocks() for _ in range(moments)])
+            state = InnerState(
+                arrays.blocks(), [arrays.blocks() for _ in range(moments)], arrays.counts()
+            )
             self._reached[place, replica] = _Reached(inner, losses, state)
         arrays.end()
         self._asked.add((place, replica))
@@ -281,6 +285,7 @@ class Stretches:
                 for chunk in range(block.chunks):
                     piece = block.chunk_slice(chunk)
                     sent[piece] = projected(sent[piece].copy(), self._replicas.codec)
+                mark_absent(block, sent)  # a difference is there of every tensor
                 found.append(sent)
                 if before:
                     rest.append(difference - sent)
@@ -313,6 +318,15 @@ class _Reader:
         """One flat array for each block."""
         return [
             np.frombuffer(self._take(4 * block.elements).tobytes(), "<f4").copy()
+            for block in self._blocks
+        ]
+
+    def counts(self) -> list[Array]:
+        """Missed updates of each block's tensors, if there are any: they come last."""
+        if self._at == len(self._content):
+            return []
+        return [
+            np.frombuffer(self._take(4 * len(block.tensors)).tobytes(), "<f4").copy()
             for block in self._blocks
         ]
 

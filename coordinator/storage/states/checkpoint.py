@@ -2,7 +2,8 @@
 
     step-0000000040/
         adapter/ or model/        the parameters as the run's result has them: for LoRA as PEFT's
-        optimizer.safetensors     the moments, as first_moment/TENSOR and second_moment/TENSOR
+        optimizer.safetensors     the moments, as first_moment/TENSOR and second_moment/TENSOR; if a
+                                  tensor has missed updates, how many, as missed_updates/TENSOR
         checkpoint.json           counters, digests, the losses so far, the hash of every file
         metrics.json              figures of an evaluation of this state, once there are any
 
@@ -321,10 +322,10 @@ def _write_files(
 ) -> CheckpointInfo:
     path.mkdir()
     moments = {
-        f"{part.kind}/{tensor.name}": part.values[place].reshape(tensor.shape)
+        f"{part.kind}/{tensor.name}": values
         for part in replica.parts()
         if part.kind != "parameters"
-        for tensor, place in manifest.blocks[part.block].slices()
+        for tensor, values in part.by_tensor(manifest.blocks[part.block])
     }
     with ExitStack() as stack:
         new = begin_model(stack, path, manifest, replica.tensors())

@@ -14,7 +14,7 @@ import numpy as np
 from coordinator.disk.safetensors_file import SafetensorsFile
 from coordinator.storage.states.checkpoint import STATE_FILE, Checkpoint
 from protocol.base.errors import StorageDamaged
-from protocol.exact.replica import KINDS, PartKind, Replica
+from protocol.exact.replica import KINDS, MISSED, PartKind, Replica, part_slices
 from protocol.exact.update import Array, moment_count
 from protocol.spec.manifest import Manifest, TensorSpec
 from protocol.spec.run_spec import OptimizerSpec
@@ -51,12 +51,15 @@ class SavedState:
         self.step, self.optimizer_step = checkpoint.info.step, checkpoint.info.optimizer_step
         self._blocks, self._export = manifest.blocks, manifest.export
         self._kinds = KINDS[: 1 + moment_count(optimizer)]
+        """Of the moments; missed updates are told only where there are any."""
         if self.optimizer_step > self.step:
             raise StorageDamaged(str(checkpoint.path), "", "it counts more updates than steps")
         weights = checkpoint.path / self._export.directory / self._export.weights_file
         with ExitStack() as stack:
             self._parameters = stack.enter_context(SafetensorsFile(weights))
             self._moments = stack.enter_context(SafetensorsFile(checkpoint.path / STATE_FILE))
+            if any(name.startswith(f"{MISSED}/") for name in self._moments.shapes):
+                self._kinds = (*self._kinds, MISSED)
             self._check(checkpoint)
             self._open = stack.pop_all()
 
@@ -70,7 +73,7 @@ class SavedState:
         """All that the state consists of, in a fixed order."""
         for kind in self._kinds:
             for number, block in enumerate(self._blocks):
-                for chunk in range(block.chunks):
+                for chunk in range(len(part_slices(kind, block))):
                     yield Piece(kind, number, chunk)
 
     def read(self, piece: Piece) -> Array:
@@ -80,19 +83,24 @@ class SavedState:
             StorageDamaged: A file is shorter than it was.
             StorageFailed: It cannot be read.
         """
-        part = self._blocks[piece.block].chunk_slice(piece.chunk)
+        part = part_slices(piece.kind, self._blocks[piece.block])[piece.chunk]
         values = np.empty(part.stop - part.start, np.float32)
         self._fill(piece.kind, piece.block, part, values)
         return values
 
     def fill(self, replica: Replica) -> None:
         """Make it the replica's state; as `read`."""
-        for part in replica.parts():
-            self._fill(part.kind, part.block, slice(0, part.values.size), part.values)
+        replica.clear_missed()
+        for kind in self._kinds:
+            for block, values in enumerate(replica.arrays(kind)):
+                self._fill(kind, block, slice(0, values.size), values)
         replica.restore(self.step, self.optimizer_step)
 
     def _fill(self, kind: PartKind, block: int, part: slice, out: Array) -> None:
-        for tensor, place in self._blocks[block].slices():
+        for number, (tensor, place) in enumerate(self._blocks[block].slices()):
+            if kind == MISSED:
+                self._moments.read_into(f"{kind}/{tensor.name}", 0, out[number : number + 1])
+                continue
             lo, hi = max(place.start, part.start), min(place.stop, part.stop)
             if lo < hi:
                 file, name = self._place(kind, tensor)
@@ -108,8 +116,9 @@ class SavedState:
             for block in self._blocks:
                 for tensor in block.tensors:
                     file, name = self._place(kind, tensor)
-                    if file.shapes.get(name) != tensor.shape:
-                        reason = f"expected {kind} of {tensor.name!r} as float32 {tensor.shape}"
+                    shape = (1,) if kind == MISSED else tensor.shape
+                    if file.shapes.get(name) != shape:
+                        reason = f"expected {kind} of {tensor.name!r} as float32 {shape}"
                         raise StorageDamaged(str(checkpoint.path), "", reason)
 
 

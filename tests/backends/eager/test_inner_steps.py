@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from backends.base.inner_steps import HostInnerSteps, InnerPlace, InnerState, inner_steps
 from backends.base.interface import Batch, Trainable
@@ -9,8 +11,6 @@ from backends.eager.eager import EagerBackend
 from protocol.exact.update import moment_count
 from protocol.spec.manifest import Block, TensorSpec
 from protocol.spec.run_spec import OptimizerSpec
-
-torch = pytest.importorskip("torch")
 
 BLOCKS = (
     Block(name="first", kind="block", tensors=(
@@ -114,3 +114,95 @@ def test_gradients_of_ordinary_nodes_are_as_before(program):
     taken(program.inner_steps(SPECS["sgd"]), SPECS["sgd"])
     program.load(start(SPECS["sgd"]).parameters)
     assert node() == before
+
+
+class Chosen(nn.Module):
+    """An expert that the first sample's sign chooses, and one that is never chosen."""
+
+    def __init__(self):
+        super().__init__()
+        self.expert, self.never = (nn.Linear(3, 3) for _ in range(2))
+        self.last = nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.expert(x)) if x[0, 0] > 1.2 else x)
+
+
+CHOSEN = tuple(
+    Block(name=name, kind="block", tensors=tuple(
+        TensorSpec(name=f"{name}.{each}", shape=shape)
+        for each, shape in (("weight", (out, 3)), ("bias", (out,)))
+    ))
+    for name, out in (("expert", 3), ("never", 3), ("last", 1))
+)  # fmt: skip
+
+
+def by_torch(module, spec, steps):
+    decay = {"weight_decay": spec.weight_decay}
+    named = dict(module.named_parameters())
+    groups = [
+        {"params": [p for n, p in named.items() if "bias" not in n], **decay},
+        {"params": [p for n, p in named.items() if "bias" in n], "weight_decay": 0.0},
+    ]
+    optimizer: torch.optim.Optimizer
+    if spec.name == "adamw":
+        optimizer = torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps)
+    else:
+        nesterov, momentum = spec.name == "nesterov", spec.momentum if spec.name != "sgd" else 0.0
+        optimizer = torch.optim.SGD(groups, lr=spec.lr, momentum=momentum, nesterov=nesterov)
+    for leaves in steps:
+        optimizer.zero_grad()
+        for batch, _ in leaves:
+            (((module(torch.from_numpy(batch.arrays["x"])) - 1) ** 2).sum() / 8).backward()
+        if spec.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(list(named.values()), spec.clip_norm)
+        optimizer.step()
+    return named
+
+
+@pytest.mark.parametrize("on", ["device", "host"])
+@pytest.mark.parametrize("name", SPECS)
+def test_what_an_inner_step_does_not_reach_stays_as_in_torch(name, on):
+    """Across a boundary, whose state counts the updates that were missed."""
+    spec = SPECS[name]
+    torch.manual_seed(3)
+    module, plain = Chosen(), Chosen()
+    plain.load_state_dict(module.state_dict())
+    named = dict(module.named_parameters())
+    parameters = [
+        np.concatenate([named[t.name].detach().numpy().reshape(-1) for t in block.tensors])
+        for block in CHOSEN
+    ]
+    rng = np.random.default_rng(4)
+    steps = [
+        [(Batch({"x": rng.standard_normal((4, 3)).astype(np.float32)}, 4.0), 0) for _ in range(2)]
+        for _ in range(12)
+    ]
+    reached = [any(batch.arrays["x"][0, 0] > 1.2 for batch, _ in leaves) for leaves in steps]
+    assert 2 < sum(reached) < 9
+    loss = lambda m, arrays: ((m(arrays["x"]) - 1) ** 2).sum()  # noqa: E731
+    program = EagerBackend("cpu").compile(Trainable(CHOSEN, module, loss), steps[0][0][0])
+
+    def made():
+        return inner_steps(program, CHOSEN, spec) if on == "device" else HostInnerSteps(
+            program, CHOSEN, spec
+        )  # fmt: skip
+
+    zeros = [[np.zeros(b.elements, np.float32) for b in CHOSEN]] * moment_count(spec)
+    taking = made()
+    taking.begin(InnerState(parameters, zeros))
+    for number, leaves in enumerate(steps):
+        if number == 7:
+            state, taking = taking.state(), made()
+            taking.begin(state)
+        for _ in taking.step(leaves, InnerPlace(number + 1, number, len(steps))):
+            pass
+    state = taking.state()
+    program.close()
+    expected = by_torch(plain, spec.model_copy(update={"schedule": "constant"}), steps)
+    for block, values in zip(CHOSEN, state.parameters, strict=True):
+        for tensor, part in block.slices():
+            there = expected[tensor.name].detach().numpy().reshape(-1)
+            np.testing.assert_allclose(values[part], there, rtol=1e-5, atol=1e-6)
+    missed = [count for block in state.missed for count in block]
+    assert missed == ([reached.count(False)] * 2 + [12, 12, 0, 0] if name == "adamw" else [])

@@ -323,6 +323,12 @@ def head_of(message, body_bytes):
     return frames.encode_head(message.tag, message.to_header(), bytes(body_bytes))
 
 
+def missed(**changes):
+    """Missed updates of a block of one tensor."""
+    example = EXAMPLES[messages.StateChunk]
+    return example.model_copy(update={"kind": "missed_updates", "block": 1, **changes})
+
+
 def payload(**changes):
     return messages.BlockGradientPayload(**{**PAYLOAD, "block": 1, **changes})
 
@@ -342,6 +348,9 @@ def payload(**changes):
         (payload(), 0, "a body of 32 bytes, got 0"),
         (payload(block=2, chunk=4), limits.BODY_BYTES, "a body of 20 bytes"),
         (EXAMPLES[messages.StateChunk], 12, "a body of 32 bytes, got 12"),
+        (missed(), 32, "a body of 4 bytes, got 32"),
+        (missed(chunk=1), 4, "no chunk 1 of block 1"),
+        (missed(block=4), 4, "no chunk 0 of block 4"),
         (EXAMPLES[Heartbeat], 1, "a body of 0 bytes, got 1"),
     ],
 )

@@ -454,6 +454,15 @@ def test_a_state_that_does_not_fit_is_out_of_place(wrong):
         ready().receive(wrong, body([1, 2]))
 
 
+@pytest.mark.parametrize("counts", [[2], [-1], [0.5], [float("nan")]])
+def test_missed_updates_are_whole_numbers_up_to_all_updates(counts):
+    session = ready()
+    (load,) = session.receive(chunk(kind="missed_updates"), body([1]))
+    assert isinstance(load, act.LoadChunk)
+    with pytest.raises(OutOfPlace, match="expected missed updates, whole numbers up to 1"):
+        session.receive(chunk(kind="missed_updates"), body(counts))
+
+
 def test_state_0_is_sent_as_parameters_alone():
     session = ready()
     assert session.receive(msg.StateRequest(run_id="run"), None) == [act.CopyState()]

@@ -19,8 +19,9 @@ from coordinator.storage.states.checkpoint import (
     write_metrics,
 )
 from coordinator.storage.states.retention import prune
-from coordinator.storage.states.saved_state import load_replica
+from coordinator.storage.states.saved_state import Piece, SavedState, load_replica
 from protocol.base.errors import Mismatch, StorageDamaged, StorageFailed
+from protocol.exact.absent import mark_absent
 from protocol.exact.replica import Replica
 from protocol.spec.run_spec import CheckpointSpec, OptimizerSpec
 from tests.durable_run import (
@@ -70,6 +71,25 @@ def test_a_state_comes_back_bit_for_bit(tmp_path, name):
     assert loaded.state_digest() == replica.state_digest()
     for mine, theirs in zip(replica.parts(), loaded.parts(), strict=True):
         assert mine.values.tobytes() == theirs.values.tobytes()
+
+
+def test_missed_updates_come_back_and_a_worker_is_sent_them(tmp_path):
+    replica = trained(2)
+    gradients = averages(2)
+    mark_absent(BLOCKS[0], gradients[0], {"layer.0.bias"})
+    replica.apply(gradients, commit_of(2, 3).scalars)
+    assert replica.has_missed
+    write_checkpoint(tmp_path, MANIFEST, replica, run_id=RUN_ID, epoch=7, losses=[1.0] * 3)
+    found, _ = latest(tmp_path)
+    names = set(load_file(found.path / "optimizer.safetensors"))
+    assert {"missed_updates/layer.0.bias", "missed_updates/head"} <= names
+    loaded = load_replica(found, MANIFEST, SPEC.optimizer)
+    assert loaded.state_digest() == replica.state_digest()
+    joining = trained(3)
+    with SavedState(found, MANIFEST, SPEC.optimizer) as saved:
+        for kind, block, chunk in saved.pieces():
+            joining.load_piece(kind, block, chunk, saved.read(Piece(kind, block, chunk)))
+    assert joining.state_digest() == replica.state_digest()
 
 
 def test_parameters_have_the_layout_and_the_names_of_the_result(tmp_path):

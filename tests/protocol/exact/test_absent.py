@@ -1,0 +1,239 @@
+"""Absent gradients: joined by the tree, kept by what travels, skipped by the update as in torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.exact.absent import absent, is_absent, keep_absent, mark_absent, present
+from protocol.exact.bfloat16 import packed, rounded, unpacked
+from protocol.exact.replica import MISSED, Replica, are_counts, part_slices
+from protocol.exact.tree import Node
+from protocol.exact.tree_sum import ADDITIONS, TreeSum
+from protocol.exact.update import average, averaged, scalars_after, step_scalars
+from protocol.spec.manifest import Block, TensorSpec
+from protocol.spec.run_spec import OptimizerSpec
+from tests.protocol.exact.test_update import SPECS, Lion, ScheduleFree
+
+SIZES = {"often": 7, "seldom": 4, "never": 3, "alone.bias": 1}
+BLOCK = Block(
+    name="all",
+    kind="block",
+    tensors=tuple(TensorSpec(name=name, shape=(size,)) for name, size in SIZES.items()),
+)
+CHANCE = {"often": 0.9, "seldom": 0.15, "never": 0.0, "alone.bias": 0.4}
+numbers = st.one_of(st.just(-0.0), st.integers(-9, 9).map(lambda n: n / 8))
+
+
+@given(st.data(), st.integers(1, 9), st.sampled_from(["float32", "bfloat16"]))
+def test_a_sum_is_absent_exactly_if_all_its_terms_are(data, count, precision):
+    """In any order of arrival; cancelled sums and negative zeros are there all the same."""
+    gradients = [
+        data.draw(st.lists(numbers, min_size=2, max_size=2)) if data.draw(st.booleans()) else None
+        for _ in range(count)
+    ]
+    sums = TreeSum(count, ADDITIONS[precision])
+    for leaf in data.draw(st.permutations(range(count))):
+        values = gradients[leaf]
+        there = absent(2) if values is None else present(rounded(np.array(values, np.float32)))
+        sums.put(Node(leaf, leaf + 1), there.copy())
+    out = np.empty(2, np.float32)
+    assert sums.total is not None
+    average(sums.total, 3.0, out)
+    reached = [values for values in gradients if values is not None]
+    assert is_absent(out) == (not reached)
+    travelled = unpacked(packed(rounded(out), "bfloat16").view(np.uint8), "bfloat16")
+    assert is_absent(travelled) == (not reached)
+
+
+def test_an_absent_term_changes_no_bit_of_a_sum():
+    values = np.array([1.5, -0.0, 0.0, -1e-45, 3e38, np.inf], np.float32)
+    for left, right in ((values.copy(), absent(6)), (absent(6), values.copy())):
+        assert ADDITIONS["float32"](left, right).tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([], False), ([-0.0], True), ([-0.0, -0.0], True), ([0.0], False), ([-0.0, 0.0], False),
+        ([0.0, -0.0], False), ([-0.0, 1.0], False), ([np.nan], False), ([-0.0, np.nan], False),
+    ],
+)  # fmt: skip
+def test_what_is_absent_and_what_is_made_present(values, expected):
+    gradient = np.array(values, np.float32)
+    before = gradient.tobytes()
+    assert is_absent(gradient) is expected
+    there = present(gradient)
+    assert gradient.tobytes() == before
+    assert not is_absent(there)
+    np.testing.assert_array_equal(there, gradient)
+    assert not values or math.copysign(1, there[0]) == 1 or there[0] != 0
+
+
+def test_a_block_is_marked_tensor_by_tensor():
+    gradient = np.full(BLOCK.elements, -0.0, np.float32)
+    mark_absent(BLOCK, gradient, {"seldom", "alone.bias"})
+    found = [is_absent(gradient[part]) for _, part in BLOCK.slices()]
+    assert found == [False, True, False, True]
+    assert not gradient.any()
+
+
+def test_a_step_without_weight_keeps_what_is_absent():
+    gradient = np.array([-0.0, 2.0, np.nan, 0.0], np.float32)
+    out = np.empty_like(gradient)
+    average(gradient, 0.0, out)
+    assert out.tobytes() == np.array([-0.0, 0, 0, 0], np.float32).tobytes()
+    keep_absent(gradient, gradient)
+    assert gradient.tobytes() == out.tobytes()
+
+
+def by_torch(spec, start, steps):
+    """What torch's own optimizer makes of these gradients, None where one is absent."""
+    parameters = {name: torch.nn.Parameter(torch.from_numpy(v.copy())) for name, v in start.items()}
+    decays = {name: 0.0 if "bias" in name else spec.weight_decay for name in SIZES}
+    if spec.name in {"lion", "schedule-free"}:
+        kind: Any = Lion if spec.name == "lion" else ScheduleFree
+        each = {
+            name: kind(p, spec.model_copy(update={"weight_decay": decays[name]}))
+            for name, p in parameters.items()
+        }
+    else:
+        groups = [{"params": [p], "weight_decay": decays[n]} for n, p in parameters.items()]
+        one: torch.optim.Optimizer
+        if spec.name == "adamw":
+            one = torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps)
+        else:
+            momentum = 0.0 if spec.name == "sgd" else spec.momentum
+            nesterov = spec.name == "nesterov"
+            one = torch.optim.SGD(groups, lr=spec.lr, momentum=momentum, nesterov=nesterov)
+    for gradients in steps:
+        for name, parameter in parameters.items():
+            given = gradients[name]
+            parameter.grad = None if given is None else torch.from_numpy(given.copy())
+        if spec.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(list(parameters.values()), spec.clip_norm)
+        if spec.name not in {"lion", "schedule-free"}:
+            one.step()
+            continue
+        for name, own in each.items():
+            own.param_groups[0]["lr"] = spec.lr
+            if gradients[name] is not None:
+                own.step()
+            elif spec.name == "schedule-free":
+                passed(own)
+    if spec.name == "schedule-free":
+        return {name: own.averaged().numpy() for name, own in each.items()}
+    return {name: parameter.detach().numpy() for name, parameter in parameters.items()}
+
+
+def passed(own):
+    """schedulefree counts steps and weights for all parameters together."""
+    spec = own.spec
+    rate = spec.lr * min(1.0, (own.k + 1) / spec.warmup_steps if spec.warmup_steps else 1.0)
+    own.lr_max = max(rate, own.lr_max)
+    own.weight_sum += own.lr_max**2
+    own.k += 1
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_rule_skips_what_is_absent_as_torch_does(name):
+    spec = SPECS[name].model_copy(update={"schedule": "constant"})
+    random = np.random.default_rng(8)
+    draw = {
+        name: (lambda n=size: random.standard_normal(n).astype("f4"))
+        for name, size in SIZES.items()
+    }
+    start = {name: draw[name]() for name in SIZES}
+    steps = [
+        {name: draw[name]() if random.random() < CHANCE[name] else None for name in SIZES}
+        for _ in range(60)
+    ]
+    replica = Replica((BLOCK,), spec)
+    replica.load_parameters([np.concatenate(list(start.values()))])
+    for number, gradients in enumerate(steps):
+        flat = np.concatenate(
+            [
+                absent(size) if gradients[name] is None else gradients[name]
+                for name, size in SIZES.items()
+            ]
+        )
+        norm = float(np.sqrt((flat.astype(np.float64) ** 2).sum()))
+        replica.apply([flat], step_scalars(spec, number + 1, number, 60, norm))
+    expected = by_torch(spec, start, steps)
+    for tensor, values in replica.trained_tensors().items():
+        np.testing.assert_allclose(values, expected[tensor], rtol=2e-6, atol=2e-7, err_msg=tensor)
+    np.testing.assert_array_equal(replica.trained_tensors()["never"], start["never"])
+    assert replica.has_missed == (spec.name == "adamw")
+
+
+ADAMW = OptimizerSpec(name="adamw", lr=0.01)
+
+
+def trained(reached, steps=4):
+    """By which tensors each step reaches."""
+    replica = Replica((BLOCK,), ADAMW)
+    for number in range(steps):
+        flat = np.full(BLOCK.elements, 0.5, np.float32)
+        mark_absent(BLOCK, flat, SIZES.keys() - reached(number))
+        replica.apply([flat], step_scalars(ADAMW, number + 1, number, 9, 1.0))
+    return replica
+
+
+def test_missed_updates_are_a_part_of_the_state_only_if_there_are_any():
+    whole, some = trained(lambda _: set(SIZES)), trained(lambda n: {"often"} if n else set(SIZES))
+    assert {part.kind for part in whole.parts()} == {"parameters", "first_moment", "second_moment"}
+    assert some.parts()[-1].kind == MISSED
+    assert some.parts()[-1].values.tolist() == [0, 3, 3, 3]
+    copied = some.copy()
+    assert copied.state_digest() == some.state_digest()
+    copied.clear_missed()
+    assert copied.state_digest() != some.state_digest()
+    assert copied.weights_digest() == some.weights_digest()
+
+
+def test_a_state_is_taken_piece_by_piece_whatever_was_there():
+    whole, some = trained(lambda _: set(SIZES)), trained(lambda n: {"often"} if n else set(SIZES))
+    for theirs, mine in (
+        (whole, some.copy()),
+        (some, whole.copy()),
+        (some, Replica((BLOCK,), ADAMW)),
+    ):
+        for part in theirs.parts():
+            for number, piece in enumerate(part_slices(part.kind, BLOCK)):
+                mine.load_piece(part.kind, part.block, number, part.values[piece])
+        mine.restore(theirs.step, theirs.optimizer_step)
+        assert mine.state_digest() == theirs.state_digest()
+    some.clear_moments()
+    assert not some.has_missed
+
+
+@pytest.mark.parametrize("bad", [-1.0, 5.0, 0.5, np.nan, np.inf])
+def test_counts_that_cannot_be(bad):
+    assert are_counts(np.array([0, 4], np.float32), 4)
+    assert not are_counts(np.array([0, bad], np.float32), 4)
+
+
+@given(st.integers(1, 100_000))
+def test_scalars_after_all_updates_are_those_of_the_step(updates):
+    spec = SPECS["adamw-decay-clip"]
+    scalars = step_scalars(spec, updates, updates, 10**6, 0.25)
+    own = scalars_after(spec, scalars, updates)
+    for name, value in own.model_dump().items():
+        assert value == pytest.approx(scalars.model_dump()[name], rel=3e-7)
+        assert float(np.float32(value)) == value
+
+
+def test_what_is_averaged_by_schedule_free_stays():
+    spec = SPECS["schedule-free"]
+    replica = Replica((BLOCK,), spec)
+    replica.load_parameters([np.arange(BLOCK.elements, dtype=np.float32)])
+    replica.apply([np.ones(BLOCK.elements, np.float32)], step_scalars(spec, 1, 0, 9, 1.0))
+    before = averaged(spec, replica.parameters[0], (replica.parts()[1].values,)).tobytes()
+    replica.apply([absent(BLOCK.elements)], step_scalars(spec, 2, 1, 9, 0.0))
+    assert replica.trained()[0].tobytes() == before

@@ -1,0 +1,101 @@
+"""Parameters that a step does not reach stay as they are: torch's numbers, for any workers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import samestep
+from protocol.exact.samples import SampleOrder
+from protocol.spec.run_spec import BatchSpec
+from tests.samestep import experts
+from tests.samestep.scripts import RunningScript, close
+
+STEPS = 12
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"name": "adamw", "lr": 0.02, "weight_decay": 0.3, "clip_norm": 0.5},
+    "momentum": {"name": "momentum", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.1},
+}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def by_torch(module: nn.Module, optimizer: torch.optim.Optimizer, clip: float | None) -> set[str]:
+    """Trains it on the same samples; gives the parameters that some steps have not reached."""
+    inputs = experts.data()
+    order = SampleOrder(0, len(inputs[0]), BatchSpec(samples=8, microbatch=4))
+    missed = set()
+    for step in range(STEPS):
+        numbers = [n for samples in order.microbatches(step) for n in samples]
+        optimizer.zero_grad()
+        (experts.loss(module, [each[numbers] for each in inputs]) / 8).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
+        missed |= {name for name, p in module.named_parameters() if p.grad is None}
+        optimizer.step()
+    return missed
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_experts_and_unused_layers_have_the_weights_of_plain_torch(name):
+    spec = OPTIMIZERS[name]
+    result = samestep.fit(
+        experts.task, steps=STEPS, batch=8, microbatch=4, device="cpu", optimizer=spec
+    )
+    torch.manual_seed(0)
+    start = experts.Experts()
+    module = experts.Experts()
+    module.load_state_dict(start.state_dict())
+    undecayed = [p for n, p in module.named_parameters() if "bias" in n]
+    decayed = [p for n, p in module.named_parameters() if "bias" not in n]
+    groups: list[Any] = [{"params": decayed}, {"params": undecayed, "weight_decay": 0.0}]
+    optimizer: torch.optim.Optimizer
+    if name == "adamw":
+        optimizer = torch.optim.AdamW(groups, lr=0.02, betas=(0.9, 0.999), weight_decay=0.3)
+    else:
+        optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.1)
+    missed = by_torch(module, optimizer, spec.get("clip_norm"))
+    assert {"unused.weight", "experts.2.weight", "experts.3.bias"} <= missed
+    found, expected = result.module.state_dict(), module.state_dict()
+    for tensor, values in expected.items():
+        np.testing.assert_allclose(found[tensor], values, rtol=2e-6, atol=2e-7, err_msg=tensor)
+    before = start.state_dict()
+    assert torch.equal(found["unused.weight"], before["unused.weight"])
+    assert not torch.equal(found["experts.0.weight"], before["experts.0.weight"])
+
+
+def digests(said: str) -> list[str]:
+    return re.findall(r"^digest (\w{64})$", said, re.MULTILINE)
+
+
+@pytest.mark.slow  # clusters in memory have such steps too
+@pytest.mark.parametrize("way", ["star", "sharded"])
+def test_one_digest_for_one_worker_and_two_of_which_one_is_killed(tmp_path, way):
+    fit = f"""
+from tests.samestep import experts
+import samestep
+r = samestep.fit(experts.task, steps=6, batch=8, microbatch=2, workers=WORKERS,
+    optimizer={OPTIMIZERS["adamw"]!r}, settings={{"exchange": {{"way": "{way}"}}}})
+print("digest", r.digest)
+"""
+    path = tmp_path / "train.py"
+    path.write_text(fit.replace("WORKERS", "1"))
+    expected = digests(RunningScript(path).ended())
+    assert len(expected) == 1
+    path.write_text(fit.replace("WORKERS", "2"))
+    two = RunningScript(path)
+    hold, second = two.held("second", 3)
+    hold.reached()
+    second.kill()
+    assert digests(two.ended()) == expected
+    hold.close()
+    second.wait()
+    close(second)
