@@ -9,25 +9,19 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from protocol.base.errors import DataError
-from protocol.data.delimited import column_names, read_table
 from protocol.data.disk_texts import DistinctTexts
-from protocol.data.logits_file import pyarrow_modules
-from protocol.data.text_file import check_columns, json_records, shown
+from protocol.data.rows import Record, place_of, read_rows
+from protocol.data.text_file import shown
 from protocol.spec import sources
-from protocol.spec.run_spec import COLUMNS_OF_FORMAT, DataSpec
+from protocol.spec.run_spec import COLUMNS_OF_FORMAT, OPTIONAL_COLUMNS, DataSpec
 
 _ROLES: Final = ("system", "user", "assistant")
-_NEED_NOT_BE: Final = ("input",)
-_PARQUET: Final = ".parquet"
-_TABLES: Final = (".csv", ".tsv")
-_ROWS_AT_ONCE: Final = 64
-_BUFFER_BYTES: Final = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,72 +105,20 @@ def read_conversations(spec: DataSpec) -> DistinctRows[Conversation]:
     messages_of = _MESSAGES_OF[spec.format]
     given = (
         (place, Conversation(messages_of(place, record), place).document)
-        for place, record in records(path, spec, COLUMNS_OF_FORMAT[spec.format], _NEED_NOT_BE)
+        for place, record in records(path, spec, COLUMNS_OF_FORMAT[spec.format], OPTIONAL_COLUMNS)
     )
     return DistinctRows(given, conversation_of, f"conversations in {str(path)!r}")
 
 
-Record = Mapping[str, Any]
-
-
 def records(
-    path: Path, spec: DataSpec, columns: Sequence[str], need_not_be: Sequence[str]
+    path: Path, spec: DataSpec, columns: Sequence[str], need_not_be: Collection[str]
 ) -> Iterator[tuple[str, Record]]:
     """Every row with its place; the columns by the keys of `data.columns`."""
     asked: Mapping[str, str] = dict(spec.columns.items())
     names = {key: asked.get(key, key) for key in columns}
     wanted = {f"columns.{key}": name for key, name in names.items() if key not in need_not_be}
-    for number, record in _rows(path, wanted, [*names.values()]):
-        place = f"{str(path)!r} {'row' if path.suffix == _PARQUET else 'line'} {number}"
-        yield place, {key: record.get(name) for key, name in names.items()}
-
-
-def _rows(
-    path: Path, wanted: Mapping[str, str], names: Sequence[str]
-) -> Iterator[tuple[int, Record]]:
-    if path.suffix == ".jsonl":
-        for number, record in json_records(path):
-            check_columns(path, number, list(record), wanted)
-            yield number, record
-    elif path.suffix in _TABLES:
-        yield from _table_rows(path, wanted)
-    elif path.suffix == _PARQUET:
-        yield from _parquet_rows(path, wanted, names)
-    else:
-        hint = "; write one object on each line" if path.suffix == ".json" else ""
-        known = ", ".join((*sources.TEXT_SUFFIXES, _PARQUET))
-        raise DataError(f"expected a file that ends with one of {known}, got {str(path)!r}{hint}")
-
-
-def _table_rows(path: Path, wanted: Mapping[str, str]) -> Iterator[tuple[int, Record]]:
-    rows = read_table(path, {*wanted.values()})
-    line, first = next(rows, (0, []))
-    if not first:
-        return
-    header = column_names(first)
-    check_columns(path, line, header, wanted)
-    for number, cells in rows:
-        yield number, dict(zip(header, cells, strict=True))
-
-
-def _parquet_rows(
-    path: Path, wanted: Mapping[str, str], names: Sequence[str]
-) -> Iterator[tuple[int, Record]]:
-    pa, pq = pyarrow_modules()
-    number = 0
-    try:
-        # Page by page: else whole columns of a group are read at once, and all may be one group.
-        with pq.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
-            there = list(file.schema_arrow.names)
-            check_columns(path, 1, there, wanted)
-            used = [name for name in names if name in there]
-            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=used):
-                for record in batch.to_pylist():
-                    number += 1
-                    yield number, record
-    except (pa.ArrowException, OSError, ValueError) as error:
-        words = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"expected Parquet in {str(path)!r}, got: {words}") from None
+    for number, record in read_rows(path, wanted, [*names.values()]):
+        yield place_of(path, number), {key: record.get(name) for key, name in names.items()}
 
 
 def _of_messages(place: str, record: Record) -> tuple[ChatMessage, ...]:

@@ -11,7 +11,7 @@ from protocol.data.capture_check import check_capture
 from protocol.data.conversations import read_conversations
 from protocol.data.labelled_text import read_labelled_text
 from protocol.data.preferences import read_preferences
-from protocol.data.text_corpus import documents
+from protocol.data.text_corpus import parts
 from protocol.spec.adapter import check_adapter, check_labels
 from protocol.spec.run_spec import DataSpec, RunSpec
 
@@ -45,7 +45,7 @@ def check_data(spec: RunSpec) -> None:
     if spec.data.format != "text":
         samples = len(read_conversations(spec.data))
         check_samples(samples if spec.captures else trained_on(samples, spec.data), spec)
-    elif not sum(1 for text in documents(spec.data) if text.strip()):
+    elif not sum(1 for _ in parts(spec.data)):
         raise DataError(f"expected text in {spec.data.train!r}, found none")
     if spec.data.validation is not None:
         check_validation(spec.data)
@@ -60,7 +60,7 @@ def check_validation(data: DataSpec) -> None:
     measured = validation_data(data)
     if data.format != "text":
         read_conversations(measured)
-    elif not sum(1 for text in documents(measured) if text.strip()):
+    elif not sum(1 for _ in parts(measured)):
         raise DataError(f"expected text in {measured.train!r}, found none")
 
 

@@ -13,6 +13,8 @@ from typing import Any, Final
 from protocol.base.errors import DataError
 from protocol.data.text_file import stream_lines
 
+_CELL_CHARACTERS: Final = 1 << 28
+csv.field_size_limit(_CELL_CHARACTERS)  # for the process: its own limit is 131,072
 _TAB: Final = "\t"
 _DELIMITERS: Final = (",", _TAB, ";", "|")
 
@@ -94,6 +96,11 @@ def _rows(path: Path, delimiter: str, quoting: Any) -> Iterator[Row]:
                 )
             yield table.line_num, row
     except csv.Error as error:
+        if "field limit" in str(error):
+            raise DataError(
+                f"{str(path)!r} line {table.line_num}: expected cells of at most "
+                f"{_CELL_CHARACTERS} characters, got a longer one; is a quote left open?"
+            ) from None
         raise DataError(
             f"{str(path)!r} line {table.line_num} is not a table: {error}; is a quote left open, "
             "or not doubled inside a cell? JSONL knows no such question"

@@ -19,12 +19,14 @@ from blake3 import blake3
 from protocol.base.errors import DataError
 from protocol.data.delimited import column_names, read_table
 from protocol.data.disk_texts import DIGEST_BYTES, DiskTexts
+from protocol.data.rows import JSON_REMEDY, JSON_SUFFIXES
 from protocol.data.text_file import check_columns, json_records, shown
 from protocol.spec import sources
 from protocol.spec.run_spec import DataSpec
 
 LABELS: Final = 1_000
 LABEL_CHARACTERS: Final = 90
+_CONFLICTS_SHOWN: Final = 100
 _MANY: Final = 20
 """More labels than these, and more than half as many as samples, are ids or texts."""
 _HEADERLESS: Final = ("label", "text")
@@ -35,12 +37,37 @@ class LabelledText:
     """Texts with their labels as numbers into `names`; no text comes twice.
 
     Those that are read from a file are on disk: they may be larger than memory.
+
+    Attributes:
+        texts: Without the spaces at both ends.
+        labels: Of each text.
+        names: Of the labels.
+        duplicates: How many came again.
+        lines: Of the file, where each text stands.
+        conflicts: How many came again with another label and were left out.
     """
 
     texts: Sequence[str]
     labels: Sequence[int]
     names: tuple[str, ...]
     duplicates: int = field(default=0, compare=False)
+    lines: Sequence[int] = field(default=(), compare=False)
+    conflicts: int = field(default=0, compare=False)
+
+    @property
+    def alike(self) -> list[tuple[str, ...]]:
+        """Labels that differ in case, spaces or how a number is written: mostly one class."""
+        groups: dict[object, list[str]] = {}
+        for name in self.names:
+            groups.setdefault(_plain(name), []).append(name)
+        return [tuple(group) for group in groups.values() if len(group) > 1]
+
+
+def _plain(name: str) -> object:
+    try:
+        return float(name)
+    except ValueError:
+        return " ".join(name.casefold().split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +90,13 @@ def read_labelled_text(spec: DataSpec, known: Sequence[str] | None = None) -> La
 
     Raises:
         DataError: The file is not there, not UTF-8, empty, lacks a column, a label or a class, or
-            gives one text two labels.
+            gives one text two labels, unless `data.conflicts` keeps the first.
     """
     path = sources.text_source(spec.train)
     texts, lines, labels = DiskTexts(), array("q"), array("q")
     seen: dict[bytes, int] = {}
     there: dict[str, int] = {}
+    conflicts = _Conflicts(path, spec)
     rows = 0
     for row in _rows(path, spec):
         if known is not None and row.label not in known:
@@ -84,17 +112,51 @@ def read_labelled_text(spec: DataSpec, known: Sequence[str] | None = None) -> La
             lines.append(row.line)
             labels.append(label)
         elif labels[first] != label:
-            raise DataError(
-                f"{str(path)!r} line {row.line}: expected the label {[*there][labels[first]]!r} "
-                f"that line {lines[first]} gives to the same text, got {row.label!r}; keep one of "
-                "them"
-            )
+            conflicts.add(row, lines[first], [*there][labels[first]])
+    conflicts.refuse()
     if not rows:
         raise DataError(f"expected samples in {str(path)!r}, found none")
     names = known or _label_names({*there}, len(texts), spec, path)
     number = [{name: index for index, name in enumerate(names)}[name] for name in there]
     labels = array("q", (number[label] for label in labels))
-    return LabelledText(texts, labels, tuple(names), rows - len(texts))
+    duplicates = rows - len(texts) - conflicts.count
+    return LabelledText(texts, labels, tuple(names), duplicates, lines, conflicts.count)
+
+
+class _Conflicts:
+    """Texts that came again with another label.
+
+    Attributes:
+        count: How many.
+    """
+
+    def __init__(self, path: Path, spec: DataSpec) -> None:
+        self._path = path
+        self._keeps_first = spec.conflicts == "keep_first"
+        self._shown: list[str] = []
+        self.count = 0
+
+    def add(self, row: _Row, first_line: int, first_label: str) -> None:
+        """One more: the row, and what an earlier line says of the same text."""
+        self.count += 1
+        if len(self._shown) < _CONFLICTS_SHOWN:
+            self._shown.append(f"line {row.line} {row.label!r} (line {first_line} {first_label!r})")
+
+    def refuse(self) -> None:
+        """See that there are none, or that the first label counts.
+
+        Raises:
+            DataError: There are.
+        """
+        if not self.count or self._keeps_first:
+            return
+        more = self.count - len(self._shown)
+        others = f" and {more} more" if more else ""
+        raise DataError(
+            f"{str(self._path)!r}: expected one label for each text, got another for the same text "
+            f"in {', '.join(self._shown)}{others}; mend them, or keep the first label of each: "
+            "--set data.conflicts=keep_first"
+        )
 
 
 def _label_names(found: set[str], samples: int, spec: DataSpec, path: Path) -> tuple[str, ...]:
@@ -130,12 +192,17 @@ def _label_names(found: set[str], samples: int, spec: DataSpec, path: Path) -> t
 
 
 def _rows(path: Path, spec: DataSpec) -> Iterator[_Row]:
-    if path.suffix == ".jsonl":
+    suffix = path.suffix.lower()
+    if suffix == ".jsonl":
         return _json_rows(path, spec)
-    if path.suffix in (".csv", ".tsv"):
+    if suffix in (".csv", ".tsv"):
         return _table_rows(path, spec)
     known = ", ".join(sources.TEXT_SUFFIXES)
-    raise DataError(f"expected a file that ends with one of {known}, got {str(path)!r}")
+    hint = f"; {JSON_REMEDY}" if suffix in JSON_SUFFIXES else ""
+    raise DataError(
+        f"expected a file that ends with one of {known}, got {str(path)!r}: this kind of file is "
+        f"not read for classify{hint}"
+    )
 
 
 def _json_rows(path: Path, spec: DataSpec) -> Iterator[_Row]:

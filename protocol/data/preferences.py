@@ -16,13 +16,13 @@ from protocol.data.conversations import (
     ChatMessage,
     Conversation,
     DistinctRows,
-    Record,
     check_turns,
     conversation_of,
     read_messages,
     read_words,
     records,
 )
+from protocol.data.rows import Record
 from protocol.data.text_file import shown
 from protocol.spec import sources
 from protocol.spec.run_spec import PREFERENCE_COLUMNS, DataSpec

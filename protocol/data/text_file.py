@@ -13,6 +13,32 @@ from typing import Any, Final, TextIO
 from protocol.base.errors import DataError
 
 _PIECE_CHARACTERS: Final = 1 << 20
+_UNPACK, _AS_TEXT = "unpack it first", "save what it says as text (UTF-8)"
+_OTHER_KINDS: Final = {
+    b"\x1f\x8b": ("gzip", _UNPACK),
+    b"BZh": ("bzip2", _UNPACK),
+    b"\xfd7zXZ\0": ("xz", _UNPACK),
+    b"\x28\xb5\x2f\xfd": ("zstandard", _UNPACK),
+    b"7z\xbc\xaf\x27\x1c": ("7-Zip", _UNPACK),
+    b"Rar!\x1a\x07": ("RAR", _UNPACK),
+    b"PK\x03\x04": (
+        "a ZIP archive, as .zip, .docx, .xlsx and .odt are",
+        f"{_UNPACK}, or {_AS_TEXT}",
+    ),
+    b"%PDF-": ("PDF", _AS_TEXT),
+    b"{\\rtf": ("RTF", _AS_TEXT),
+    b"\xd0\xcf\x11\xe0": ("an old Office document", _AS_TEXT),
+    b"PAR1": (
+        "Parquet",
+        "let its name end with .parquet where Parquet is read, or write it as .jsonl",
+    ),
+    b"ARROW1": ("Arrow", "write it as .jsonl"),
+    b"SQLite format 3\0": ("SQLite", "write the table as .csv or .jsonl"),
+    b"\xff\xfe": ("UTF-16", "convert it to UTF-8"),
+    b"\xfe\xff": ("UTF-16", "convert it to UTF-8"),
+}
+"""How files begin that are no text: what they are, and what to do."""
+_MAGIC_BYTES: Final = max(map(len, _OTHER_KINDS))
 
 
 def read_text(path: Path) -> str:
@@ -21,6 +47,7 @@ def read_text(path: Path) -> str:
     Raises:
         DataError: It cannot be read, or is not UTF-8.
     """
+    _refuse_other_kinds(path)
     try:
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -55,6 +82,7 @@ def stream_lines(path: Path) -> Iterator[str]:
 
 
 def _streamed(path: Path, pieces: Callable[[TextIO], Iterator[str]]) -> Iterator[str]:
+    _refuse_other_kinds(path)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             yield from pieces(file)
@@ -64,6 +92,25 @@ def _streamed(path: Path, pieces: Callable[[TextIO], Iterator[str]]) -> Iterator
         ) from None
     except OSError as error:
         raise DataError(f"cannot read {str(path)!r}: {error.strerror}") from None
+
+
+def _refuse_other_kinds(path: Path) -> None:
+    """See that a file is not what people take for text by its name.
+
+    Raises:
+        DataError: It begins as another kind of file does.
+    """
+    try:
+        with path.open("rb") as file:
+            beginning = file.read(_MAGIC_BYTES)
+    except OSError:
+        return  # who reads it says what is wrong with it
+    for magic, (kind, remedy) in _OTHER_KINDS.items():
+        if beginning.startswith(magic):
+            raise DataError(
+                f"expected text in {str(path)!r}, got {kind}: this kind of file is not read here; "
+                f"{remedy}"
+            )
 
 
 def _bad_byte(path: Path) -> int:

@@ -35,7 +35,7 @@ TEXT_KEYS: Final = frozenset({"text", "label", "pattern"})
 KEYS_OF_DATA: Final = {
     "classify": {
         "train", "text", "label", "pattern", "holdout", "holdout_samples", "max_tokens",
-        "validation", "num_classes", "class_weights",
+        "validation", "num_classes", "class_weights", "conflicts",
     },
     "causal-lm": {
         "train", "text", "label", "pattern", "holdout", "holdout_samples", "max_tokens", "format",

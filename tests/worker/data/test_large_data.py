@@ -21,10 +21,9 @@ from protocol.spec.run_spec import DataSpec
 from tests.resident_memory import measured_growth
 from worker.data import holdout
 from worker.data.chat_template import ChatTemplate, Counted, Rendered
-from worker.data.disk_arrays import DiskArrays
-from worker.data.language_data import Turns, Windows
+from worker.data.language_data import TextStream, Turns, Windows
 from worker.data.preference_data import EncodedPairs
-from worker.models.tokens import Tokens, encode_each
+from worker.models.tokens import Tokens
 from worker.tasks.classify import data_digest, encoded
 
 SIZE: Final = 24 * MIB
@@ -40,7 +39,9 @@ class Bytes:
 
     eos_token_id = 0
 
-    def __call__(self, texts: list[str], **_: Any) -> Any:
+    def __call__(self, texts: str | list[str], **_: Any) -> Any:
+        if isinstance(texts, str):
+            return Encoded({"input_ids": list(texts.encode()[::8])})
         ids = [list(text.encode()[::8]) for text in texts]
         return Encoded({"input_ids": ids})
 
@@ -92,12 +93,10 @@ def test_running_text(tmp_path, form):
             file.write(line if form == "t.txt" else json.dumps({"text": line}) + "\n")
     with measured_growth() as growth:
         corpus = read_text_corpus(DataSpec(train=str(path)))
-        stream = DiskArrays("<u4", np.int64)
-        for tokens in encode_each(Bytes(), corpus.documents):
-            stream.append(tokens)
+        stream = TextStream.of(Bytes(), corpus, range(len(corpus.documents)))
         windows = Windows(stream, 512)
         assert windows.batch(np.array([5, len(windows) - 1])).weight > 512
-    assert stream.elements > size // 9
+    assert stream.tokens.elements > size // 9
     assert growth.peak_bytes < 32 * MIB
 
 
@@ -136,7 +135,7 @@ def test_labelled_text(tmp_path, form):
     with measured_growth() as growth:
         found = read_labelled_text(DataSpec(train=str(path)))
         train, _ = holdout.split(found.texts, 0, 0.2)
-        tokens, cut = encoded(Bytes(), found.texts, 4096)
+        tokens, cut = encoded(Bytes(), found.texts, 4096, str)
         data_digest(found)
     assert (len(tokens), cut, len(train)) == (ROWS, 0, ROWS - round(ROWS * 0.2))
     assert found.texts[7] == f"7 {WORDS}".strip()

@@ -19,7 +19,7 @@ from protocol.exact.samples import SampleOrder
 from protocol.spec.run_spec import parse_run_spec
 from tests.small_chat import conversation, jsonl, save_chat_tokenizer
 from worker.data.disk_arrays import DiskArrays
-from worker.data.language_data import CutDocuments, read_language_data
+from worker.data.language_data import CutDocuments, TextStream, read_language_data
 from worker.data.packing import PackedSamples, check_packing, packed
 from worker.models.tokens import NOTHING
 from worker.tasks.registry import build
@@ -70,7 +70,7 @@ def test_every_token_of_a_document_but_its_first_is_predicted_once(documents, le
     stream = DiskArrays("<u4", np.int64)
     for document in documents:
         stream.append(np.array(document, np.int64))
-    cut = CutDocuments.of(stream, length)
+    cut = CutDocuments.of(TextStream(stream), length)
     pairs = [
         pair
         for number in range(len(cut.lengths))

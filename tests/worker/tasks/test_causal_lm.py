@@ -21,7 +21,7 @@ from protocol.base import limits
 from protocol.base.errors import DataError
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from worker.data.disk_arrays import DiskArrays
-from worker.data.language_data import Windows
+from worker.data.language_data import TextStream, Windows
 from worker.models.tokens import NOTHING
 from worker.tasks.base import Task
 from worker.tasks.registry import build
@@ -95,7 +95,7 @@ def gradients(task: Task, seed: int = 1, rows: Any = (0, 1)) -> tuple[list[bytes
 def test_every_token_but_the_first_is_predicted_once_from_the_one_before(stream, length):
     kept = DiskArrays("<u4", np.int64)
     kept.append(np.array(stream, np.int64))
-    windows = Windows(kept, length)
+    windows = Windows(TextStream(kept), length)
     batch = windows.batch(slice(None))
     inputs, labels = batch.arrays["input_ids"], batch.arrays["labels"]
     pairs = zip(inputs.reshape(-1).tolist(), labels.reshape(-1).tolist(), strict=True)

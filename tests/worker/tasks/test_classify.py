@@ -532,3 +532,34 @@ def test_a_file_of_its_own_is_measured_on(tiny, texts, tmp_path):
     for look in (build, check_data):
         with pytest.raises(DataError, match=told):
             look(spec_of(texts, tiny, validation=str(path)))
+
+
+def test_labels_that_look_wrong_are_told(tmp_path):
+    rows = [(f"text {n}", ("good", "Good", "bad")[n % 3]) for n in range(30)]
+    path = tmp_path / "texts.jsonl"
+    rows += [("text 3", "bad")]
+    path.write_text("".join(json.dumps({"text": t, "label": x}) + "\n" for t, x in rows))
+    notes = build(spec_of(str(path), lora=LoraSpec(), conflicts="keep_first")).manifest.notes
+    assert notes["labels_alike[Good|good]"] == 20
+    assert notes["conflicting_labels_left_out"] == 1
+    # The rare class is held out by itself.
+    few = [(f"text {n}", "ab"[n % 2]) for n in range(30)] + [("text of c", "c")]
+    for seed in range(20):
+        path.write_text("".join(json.dumps({"text": t, "label": x}) + "\n" for t, x in few))
+        spec = spec_of(str(path), lora=LoraSpec()).model_copy(update={"seed": seed})
+        notes = build(spec).manifest.notes
+        if "held_out_class_without_training_sample[c]" in notes:
+            break
+    else:
+        raise AssertionError(notes)
+
+
+def test_a_text_of_which_nothing_is_left_is_named_with_its_line():
+    from worker.models.tokens import encode_cut
+
+    class Nothing:
+        def __call__(self, texts, **_):
+            return type("E", (dict,), {"encodings": None})(input_ids=[[] for _ in texts])
+
+    with pytest.raises(DataError, match=r"'x' line 7: expected text, got '\\u200b'"):
+        list(encode_cut(Nothing(), ["\u200b"], 9, lambda n: f"'x' line {n + 7}"))
