@@ -55,6 +55,8 @@ def export(
     typer.echo(f"read back: {made.written.tensors} tensors, all as written")
     if made.written.otherwise:
         typer.echo(f"stored as f16, as their rows are no multiple of 32: {made.written.otherwise}")
+    if made.written.left_out:
+        typer.echo(f"left out: {made.written.left_out} tokens that the model has no row for")
 
 
 def generate(

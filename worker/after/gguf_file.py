@@ -2,7 +2,7 @@
 
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Names of tensors are those of
 llama.cpp's own library, `gguf`. What a family needs besides its names (Llama's queries and keys in
-another order of rows) is known here for a few; others are refused.
+another order of rows) is known here for those of `gguf_support`; others are refused.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from backends.base.interface import Array
 from protocol.base.errors import DataError, StorageDamaged
+from worker.after.gguf_support import check_config, rope
+from worker.models.tokens import check_tokens
 
 Storage = Literal["f32", "f16", "bf16", "q8_0"]
 STORAGES: Final[tuple[Storage, ...]] = ("f32", "f16", "bf16", "q8_0")
 
-_ARCHITECTURES: Final = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
-"""By `model_type`: what llama.cpp calls it."""
 _FILE_TYPES: Final = {
     "f32": "ALL_F32",
     "f16": "MOSTLY_F16",
@@ -44,10 +44,17 @@ _BY_PATTERN: Final = {_LETTERS % r"\p{N}{1,3}": "llama-bpe", _LETTERS % r"\p{N}"
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What came of it: tensors, and how many of them could not be stored as asked."""
+    """What came of it.
+
+    Attributes:
+        tensors: How many there are.
+        otherwise: How many of them could not be stored as asked.
+        left_out: How many of the tokenizer's marks the model has no row for.
+    """
 
     tensors: int
     otherwise: int
+    left_out: int
 
 
 def write_gguf(model: Any, tokenizer: Any, path: Path, storage: Storage, name: str) -> Written:
@@ -65,7 +72,7 @@ def write_gguf(model: Any, tokenizer: Any, path: Path, storage: Storage, name: s
         StorageDamaged: The file does not hold what was written.
     """
     gguf = _library()
-    architecture = _architecture(gguf, model.config)
+    architecture = gguf.MODEL_ARCH[check_config(model.config)]
     words = _Words.of(tokenizer, _vocabulary(model))
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
     _describe(writer, gguf, model, name, storage)
@@ -78,7 +85,7 @@ def write_gguf(model: Any, tokenizer: Any, path: Path, storage: Storage, name: s
     writer.write_tensors_to_file()
     writer.close()
     _compare(gguf, path, told, words)
-    return Written(len(told), sum(each.otherwise for each in told.values()))
+    return Written(len(told), sum(each.otherwise for each in told.values()), words.left_out)
 
 
 def check_gguf() -> None:
@@ -97,29 +104,6 @@ def _library() -> Any:
         raise DataError(
             "a GGUF file needs llama.cpp's library: pip install 'samestep[gguf]'"
         ) from None
-
-
-def _architecture(gguf: Any, config: Any) -> Any:
-    known = _ARCHITECTURES.get(config.model_type)
-    if known is None:
-        raise DataError(
-            f"expected a model of type {', '.join(_ARCHITECTURES)} for GGUF, got "
-            f"{config.model_type!r}; use the model's directory as it is"
-        )
-    rope = _rope(config)
-    if rope["rope_type"] not in ("default", "llama3"):
-        raise DataError(
-            "expected a model whose rotary positions are plain or scaled as Llama 3's for GGUF, "
-            f"got the scaling {rope['rope_type']!r}; use the model's directory as it is"
-        )
-    return gguf.MODEL_ARCH[known]
-
-
-def _rope(config: Any) -> Mapping[str, Any]:
-    """Of both ways in which transformers has kept them."""
-    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    theta = found.get("rope_theta", getattr(config, "rope_theta", None) or 10_000.0)
-    return {"rope_type": "default", **found, "rope_theta": float(theta)}
 
 
 def _vocabulary(model: Any) -> int:
@@ -145,13 +129,26 @@ def _describe(writer: Any, gguf: Any, model: Any, name: str, storage: Storage) -
         getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     )
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(_rope(config)["rope_theta"])
+    _describe_rope(writer, gguf, config)
     writer.add_rope_dimension_count(_head_width(config))
     writer.add_key_length(_head_width(config))
     writer.add_value_length(_head_width(config))
     writer.add_vocab_size(_vocabulary(model))
     writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[storage]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+
+def _describe_rope(writer: Any, gguf: Any, config: Any) -> None:
+    """Rotary positions; those of Llama 3 are a tensor besides."""
+    found = rope(config)
+    writer.add_rope_freq_base(found["rope_theta"])
+    longest = config.max_position_embeddings
+    original = found.get("original_max_position_embeddings") or longest
+    if found["rope_type"] in {"linear", "yarn"}:
+        writer.add_rope_scaling_type(gguf.RopeScalingType[found["rope_type"].upper()])
+        writer.add_rope_scaling_factor(found.get("factor") or longest / original)
+    if found["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(original)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +183,7 @@ def _tensors(gguf: Any, architecture: Any, model: Any, storage: Storage) -> Iter
             )
         values = _rows_in_order(architecture.name, name, tensor.float().numpy(), model.config)
         yield _stored(gguf, there, values, storage)
-    if _rope(model.config)["rope_type"] == "llama3":
+    if rope(model.config)["rope_type"] == "llama3":
         yield _stored(gguf, "rope_freqs.weight", _frequencies(model), "f32")
 
 
@@ -214,7 +211,7 @@ def _rows_in_order(architecture: str, name: str, values: Array, config: Any) -> 
 
 def _frequencies(model: Any) -> Array:
     """What Llama 3 divides the plain frequencies by, as transformers has computed it."""
-    width, theta = _head_width(model.config), _rope(model.config)["rope_theta"]
+    width, theta = _head_width(model.config), rope(model.config)["rope_theta"]
     plain = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     scaled = model.get_decoder().rotary_emb.inv_freq.float()
     return np.asarray((plain / scaled).numpy(), np.float32)
@@ -245,19 +242,21 @@ class _Words:
         kinds: Of each: plain, a mark, one of the user's, or unused.
         merges: Pairs, the first to be merged first.
         parting: llama.cpp's name for how text is parted before.
+        left_out: How many marks the model has no row for.
     """
 
     tokens: list[str]
     kinds: list[int]
     merges: list[str]
     parting: str
+    left_out: int
 
     @staticmethod
     def of(tokenizer: Any, vocabulary: int) -> _Words:
-        """Of a fast tokenizer.
+        """Of a fast tokenizer, without marks that the model has no row for.
 
         Raises:
-            DataError: It is of another kind, or parts text as llama.cpp cannot.
+            DataError: It is of another kind or another model's, or parts text as llama.cpp cannot.
         """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         document = json.loads(backend.to_str()) if backend is not None else {}
@@ -268,17 +267,24 @@ class _Words:
                 f"{'BPE with byte fallback' if model.get('type') == 'BPE' else model.get('type')}; "
                 "use the model's directory as it is"
             )
-        gguf = _library()
-        kinds = gguf.TokenType
+        parting = _parting(document.get("pre_tokenizer"))
+        _check_bpe(document, parting)
+        added = tokenizer.added_tokens_decoder
+        highest = max(set(tokenizer.get_vocab().values()) - added.keys())
+        check_tokens(highest, vocabulary)
+        kinds = _library().TokenType
         tokens = [f"[PAD{number}]" for number in range(vocabulary)]
         which = [int(kinds.UNUSED)] * vocabulary
         for token, number in tokenizer.get_vocab().items():
-            tokens[number], which[number] = token, int(kinds.NORMAL)
-        for number, added in tokenizer.added_tokens_decoder.items():
-            tokens[number] = added.content
-            which[number] = int(kinds.CONTROL if added.special else kinds.USER_DEFINED)
+            if number < vocabulary:
+                tokens[number], which[number] = token, int(kinds.NORMAL)
+        for number, mark in added.items():
+            if number < vocabulary:
+                tokens[number] = mark.content
+                which[number] = int(kinds.CONTROL if mark.special else kinds.USER_DEFINED)
         merges = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
-        return _Words(tokens, which, merges, _parting(document.get("pre_tokenizer")))
+        left_out = sum(number >= vocabulary for number in added)
+        return _Words(tokens, which, merges, parting, left_out)
 
     def put(self, writer: Any, tokenizer: Any) -> None:
         """Into a file that is being written, with marks and the chat template."""
@@ -293,12 +299,37 @@ class _Words:
             (writer.add_unk_token_id, tokenizer.unk_token_id),
             (writer.add_pad_token_id, tokenizer.pad_token_id),
         ):
-            if number is not None:
+            if number is not None and number < len(self.tokens):
                 add(number)
-        first = tokenizer("a", verbose=False)["input_ids"][:1]
-        writer.add_add_bos_token(first == [tokenizer.bos_token_id])
+        marked = tokenizer("a", verbose=False)["input_ids"]
+        writer.add_add_bos_token(marked[:1] == [tokenizer.bos_token_id])
+        writer.add_add_eos_token(marked[-1:] == [tokenizer.eos_token_id])
         if isinstance(tokenizer.chat_template, str):
             writer.add_chat_template(tokenizer.chat_template)
+
+
+def _check_bpe(document: Mapping[str, Any], parting: str) -> None:
+    """See that a tokenizer does nothing besides what llama.cpp does by the name of its parting.
+
+    Raises:
+        DataError: It changes the text before, or looks up whole words where llama.cpp merges.
+    """
+    normalizer = document.get("normalizer") or {}
+    steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
+    odd = [f"the normalizer {step['type']}" for step in steps if step["type"] != "NFC"]
+    model = document["model"]
+    odd += [
+        f"{key} {model[key]!r}"
+        for key in ("continuing_subword_prefix", "end_of_word_suffix", "dropout")
+        if model.get(key)
+    ]
+    if bool(model.get("ignore_merges")) != (parting == "llama-bpe"):
+        odd.append(f"ignore_merges {bool(model.get('ignore_merges'))}")
+    if odd:
+        raise DataError(
+            f"expected a tokenizer without {odd[0]} for GGUF, as llama.cpp has none and would make "
+            "other tokens; use the model's directory as it is"
+        )
 
 
 def _parting(document: Any) -> str:

@@ -43,7 +43,7 @@ from protocol.exact.update import moment_count
 from protocol.spec import sources
 from protocol.spec.manifest import Block
 from protocol.spec.run_spec import ModelSpec, RunSpec
-from worker.models import as_stored, gguf_weights, main_memory
+from worker.models import as_stored, gguf_config, gguf_weights, main_memory
 from worker.models.causality import check_causality
 from worker.models.initial_weights import draw_initial_weights
 
@@ -346,9 +346,14 @@ def _read(
     kind: Any, spec: ModelSpec, place: str, dtype: torch.dtype, keywords: Mapping[str, Any]
 ) -> tuple[Any, Any]:
     assert spec.source is not None
-    of_gguf = "gguf_file" in keywords and spec.base_dtype != "float32"
+    narrow = spec.base_dtype != "float32"
+    of_gguf = "gguf_file" in keywords
     try:
-        with gguf_weights.put_aside() if of_gguf else nullcontext():
+        if of_gguf:
+            labels = {key: keywords[key] for key in ("id2label", "label2id") if key in keywords}
+            config = gguf_config.read_config(place, keywords["gguf_file"], labels)
+            keywords = {k: v for k, v in keywords.items() if k not in labels} | {"config": config}
+        with gguf_weights.put_aside() if of_gguf and narrow else nullcontext():
             return tuple(
                 kind.from_pretrained(
                     place,
