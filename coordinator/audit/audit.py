@@ -18,7 +18,7 @@ from coordinator.audit.state_proof import Progress, StateProof
 from coordinator.capture.captured_files import first_lost_step
 from coordinator.disk.canonical_json import json_digest
 from coordinator.disk.claim import EPOCH_FILE, stored_epoch
-from coordinator.run.outputs.own_state import own_state_bytes
+from coordinator.run.outputs.own_state import own_state_lengths
 from coordinator.storage.directory.journal import Verified, verify_journal
 from coordinator.storage.directory.run_directory import RESULT_REMEDY, RunDirectory, StoredRun
 from coordinator.storage.kept_files import changed_files, check_bound, file_digest, known_epoch
@@ -315,8 +315,8 @@ def _check_recomputed(evidence: _Evidence, recomputed: Recomputed, asked: Asked)
 def _check_own_states(evidence: _Evidence, manifest: Manifest) -> None:
     """What replicas have of their own is what the commit that led there names."""
     directory, spec = evidence.directory, evidence.run.spec
-    own_bytes, commits = own_state_bytes(spec, manifest), evidence.history.commits
-    if not own_bytes:
+    lengths, commits = own_state_lengths(spec, manifest), evidence.history.commits
+    if not lengths:
         return
     there = own_steps(directory.replicas)
     every, newest = spec.checkpoint.every, len(commits)
@@ -328,7 +328,7 @@ def _check_own_states(evidence: _Evidence, manifest: Manifest) -> None:
             continue
         told = commits[step - 1][1].own_digest
         try:
-            fault = own_fault(directory.own_file(step), own_bytes, told)
+            fault = own_fault(directory.own_file(step), lengths, told)
         except StorageFailed as error:
             fault = str(error)
         text = f"step {step}: the replicas' own states are those that its commit names, {told}"

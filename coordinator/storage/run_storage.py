@@ -21,7 +21,7 @@ from blake3 import blake3
 from coordinator.capture.captured_files import CapturedFiles
 from coordinator.disk.durable_file import MISSING
 from coordinator.run.outputs.kept import Bytes
-from coordinator.run.outputs.own_state import own_state_bytes
+from coordinator.run.outputs.own_state import own_state_lengths
 from coordinator.run.outputs.restart import CommitRecord, Terms
 from coordinator.storage.directory.journal import Journal
 from coordinator.storage.directory.journal_records import FilesKept, Record
@@ -158,9 +158,9 @@ class RunStorage:
         self.newest = newest
         self._start = _LogStart(manifest, next_step, redo, index)
         if self._spec.replicas is not None:
-            own_bytes = own_state_bytes(self._spec, manifest)
+            own_lengths = own_state_lengths(self._spec, manifest)
             self.replica_states = ReplicaStates(
-                self.directory, own_bytes, self._spec.checkpoint.every, self._guard,
+                self.directory, own_lengths, self._spec.checkpoint.every, self._guard,
                 step=next_step, told=own_digest or NOTHING_YET,
             )  # fmt: skip
         if manifest.capture is not None:

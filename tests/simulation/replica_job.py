@@ -49,10 +49,12 @@ class Alone:
     Attributes:
         moments: Of its inner optimizer, where they are carried.
         rest: What topk has left.
+        missed: The updates that its tensors have missed, where moments are carried.
     """
 
     moments: list[Array] = field(default_factory=list)
     rest: list[Array] = field(default_factory=list)
+    missed: list[Array] = field(default_factory=list)
 
 
 class ReplicaJob(Job):
@@ -116,6 +118,8 @@ class ReplicaJob(Job):
         moments = [part.values for part in inner.parts() if part.kind != "parameters"]
         for mine, given in zip(moments, alone.moments, strict=False):
             np.copyto(mine, given)
+        for mine, given in zip(inner.missed, alone.missed, strict=False):
+            np.copyto(mine, given)
         losses = 0.0
         for h in range(steps):
             batch = (before.step * steps + h) * self.replicas.count + k
@@ -135,7 +139,8 @@ class ReplicaJob(Job):
         if self.replicas.codec == "topk":
             rest = [d - s for d, s in zip(differences, sent, strict=True)]
         kept = [moment.copy() for moment in moments] if carries else []
-        return sent, losses / steps, Alone(kept, rest)
+        missed = [counts.copy() for counts in inner.missed] if carries else []
+        return sent, losses / steps, Alone(kept, rest, missed)
 
     def _inner_step(self, inner: Replica, batch: int, updates: int, step: int) -> float:
         count, total = self.order.microbatch_count(batch), self.total_weight(batch)

@@ -23,8 +23,12 @@ pytestmark = pytest.mark.simulation
 
 _SEEDS = Seeds("SAMESTEP_REPLICA_SEEDS", "6")
 _ENOUGH_SEEDS = 300
-_CHECKS = ("other averages", "another loss", "one numeric signature and gave unlike")
-"""Two that computed the same replica compare what it keeps, too."""
+_CHECKS = (
+    "other averages", "another loss", "one numeric signature and gave unlike",
+    "expected missed updates",
+)  # fmt: skip
+"""Two that computed the same replica compare what it keeps, too; and a worker sees where a replica
+has missed more updates than there were."""
 
 
 @pytest.mark.timeout(0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -20,10 +20,10 @@ from backends.base.interface import Array, Batch, Loss, Program
 from protocol.base.errors import DataError
 from protocol.exact.absent import mark_absent
 from protocol.exact.codecs import projected
-from protocol.exact.replica import Replica
+from protocol.exact.replica import Replica, are_counts
 from protocol.exact.stretches import StretchOrder
 from protocol.exact.tree import Node
-from protocol.exact.update import moment_count
+from protocol.exact.update import counts_updates, moment_count
 from protocol.spec.manifest import Block
 from protocol.spec.run_spec import RunSpec
 from worker.logic.events import (
@@ -52,14 +52,18 @@ class OwnState:
     Attributes:
         moments: Of its inner optimizer, where they are carried; else none.
         rest: What topk has not sent so far, one flat array per block; else none.
+        missed: The updates that each tensor has missed, by block, where moments are carried and
+            they count; else none.
     """
 
     moments: list[list[Array]]
     rest: list[Array]
+    missed: list[Array] = field(default_factory=list)
 
     def to_bytes(self) -> Bytes:
         """What travels of it."""
-        return _joined([*(a for moment in self.moments for a in moment), *self.rest])
+        moments = (a for moment in self.moments for a in moment)
+        return _joined([*moments, *self.rest, *self.missed])
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +164,9 @@ class Stretches:
             losses = arrays.number()
             moments = moment_count(self._spec.optimizer)
             state = InnerState(
-                arrays.blocks(), [arrays.blocks() for _ in range(moments)], arrays.counts()
+                arrays.blocks(),
+                [arrays.blocks() for _ in range(moments)],
+                arrays.counts() if arrays.left else [],
             )
             self._reached[place, replica] = _Reached(inner, losses, state)
         arrays.end()
@@ -170,7 +176,15 @@ class Stretches:
         carried = self._replicas.inner_state == "carry"
         moments = moment_count(self._spec.optimizer) if carried else 0
         rest = self._replicas.codec == "topk"
-        return OwnState([arrays.blocks() for _ in range(moments)], arrays.blocks() if rest else [])
+        return OwnState(
+            [arrays.blocks() for _ in range(moments)],
+            arrays.blocks() if rest else [],
+            arrays.counts() if self._carries_counts else [],
+        )
+
+    @property
+    def _carries_counts(self) -> bool:
+        return self._replicas.inner_state == "carry" and counts_updates(self._spec.optimizer)
 
     def compute(
         self, place: StepAttempt, node: Node, run: Replica, now_s: Callable[[], float]
@@ -189,6 +203,8 @@ class Stretches:
         replica, start, since_s = node.lo, run.parameters, now_s()
         taken = run.optimizer_step * self._order.inner_steps  # by moments that are carried
         told_s, reached = since_s, self._begin(place, replica, start)
+        carried = taken if self._replicas.inner_state == "carry" else 0
+        _check_counts(replica, reached.state.missed, carried + reached.inner)
         steps, losses, inner = self._inner(), reached.losses, reached.inner
         steps.begin(reached.state)
         try:
@@ -217,8 +233,9 @@ class Stretches:
         reached = self._reached.get((place, replica))
         if reached is not None:
             return reached
-        moments = self._own_at(place.step, replica).moments or self._zeros_of_moments()
-        return _Reached(0, 0.0, InnerState(list(start), moments))
+        own = self._own_at(place.step, replica)
+        moments = own.moments or self._zeros_of_moments()
+        return _Reached(0, 0.0, InnerState(list(start), moments, own.missed))
 
     def _own_at(self, step: int, replica: int) -> OwnState:
         """At the start of this round; at the very start there is nothing but zeros."""
@@ -264,7 +281,10 @@ class Stretches:
         rest: list[Array] = []
         differences = self._differences(place.step, replica, start, state.parameters, rest)
         if self._replicas.carries:
-            own = OwnState(state.moments if carried else [], rest)
+            missed = state.missed or [np.zeros(len(b.tensors), np.float32) for b in self._blocks]
+            own = OwnState(
+                state.moments if carried else [], rest, missed if self._carries_counts else []
+            )
             self._left[replica] = (place, own)
             yield MicrobatchRows(place, node, replica, own.to_bytes().reshape(1, -1))
         for number in reversed(range(len(self._blocks))):
@@ -298,6 +318,13 @@ class Stretches:
         return self._own_at(step, replica).rest or self._zeros()
 
 
+def _check_counts(replica: int, missed: Sequence[Array], updates: int) -> None:
+    if not all(are_counts(counts, updates) for counts in missed):
+        raise DataError(
+            f"replica {replica}: expected missed updates, whole numbers up to {updates}"
+        )
+
+
 class _Reader:
     """Takes what was joined apart.
 
@@ -321,10 +348,13 @@ class _Reader:
             for block in self._blocks
         ]
 
+    @property
+    def left(self) -> int:
+        """Bytes that are still to be read."""
+        return len(self._content) - self._at
+
     def counts(self) -> list[Array]:
-        """Missed updates of each block's tensors, if there are any: they come last."""
-        if self._at == len(self._content):
-            return []
+        """Missed updates of each block's tensors."""
         return [
             np.frombuffer(self._take(4 * len(block.tensors)).tobytes(), "<f4").copy()
             for block in self._blocks

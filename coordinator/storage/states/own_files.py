@@ -16,7 +16,7 @@ from typing import BinaryIO, Final
 from blake3 import blake3
 
 from coordinator.disk.durable_file import storing
-from coordinator.run.outputs.own_state import own_state_bytes
+from coordinator.run.outputs.own_state import own_state_lengths
 from coordinator.storage.directory.journal import newest_commit
 from coordinator.storage.directory.run_directory import RunDirectory, StoredRun
 from coordinator.storage.states.checkpoint import checkpoint_steps
@@ -55,8 +55,33 @@ def read_digests(path: Path, own_bytes: int) -> list[bytes] | None:
     return None if rest else found
 
 
-def own_fault(path: Path, own_bytes: int, told: str | None) -> str:
+def told_digests(
+    path: Path, lengths: Sequence[int], told: str | None
+) -> tuple[int, list[bytes]] | None:
+    """How long each replica's own state is in a file, and the digest before each.
+
+    Args:
+        path: The file.
+        lengths: What it can be (`own_state_lengths`).
+        told: The digest that the commit of its round names.
+
+    Returns:
+        None where the file has not what is named.
+
+    Raises:
+        StorageFailed: It cannot be read, or is not there.
+    """
+    for own_bytes in lengths:
+        digests = read_digests(path, own_bytes)
+        if digests is not None and own_digest(digests) == told:
+            return own_bytes, digests
+    return None
+
+
+def own_fault(path: Path, lengths: Sequence[int], told: str | None) -> str:
     """Why a round's own states are not those that its commit names, all bytes read; or nothing.
+
+    Args as for `told_digests`.
 
     Raises:
         StorageFailed: They cannot be read.
@@ -65,9 +90,10 @@ def own_fault(path: Path, own_bytes: int, told: str | None) -> str:
         return "it is missing"
     if told is None:
         return "no commit tells what it holds"
-    digests = read_digests(path, own_bytes)
-    if digests is None or own_digest(digests) != told:
+    found_digests = told_digests(path, lengths, told)
+    if found_digests is None:
         return "it is not what the commit of its round names"
+    own_bytes, digests = found_digests
     for replica, digest in enumerate(digests):
         own = verified(path, replica * (own_bytes + DIGEST_BYTES) + DIGEST_BYTES, own_bytes)
         found = next(own)
@@ -93,25 +119,25 @@ def check_own(
         StorageDamaged: They are not; says which checkpoints can be gone back to.
         StorageFailed: They cannot be read.
     """
-    own_bytes = own_state_bytes(run.spec, manifest)
-    if not own_bytes or not step:
+    lengths = own_state_lengths(run.spec, manifest)
+    if not lengths or not step:
         return
     path = directory.own_file(step)
-    if reason := own_fault(path, own_bytes, told):
+    if reason := own_fault(path, lengths, told):
         remedy = "bring it back from a copy"
-        if usable := _usable(directory, own_bytes, step):
+        if usable := _usable(directory, lengths, step):
             steps = ", ".join(map(str, usable))
             remedy += f", or go back to a checkpoint (--from-step N, N one of {steps})"
         raise StorageDamaged(str(path), "", f"{reason}; {remedy}")
 
 
-def _usable(directory: RunDirectory, own_bytes: int, but: int) -> list[int]:
+def _usable(directory: RunDirectory, lengths: Sequence[int], but: int) -> list[int]:
     """Checkpoints whose own states are whole."""
     return [
         step
         for step in checkpoint_steps(directory.checkpoints)
         if step != but
-        and (not step or not own_fault(directory.own_file(step), own_bytes, told(directory, step)))
+        and (not step or not own_fault(directory.own_file(step), lengths, told(directory, step)))
     ]
 
 

@@ -36,7 +36,7 @@ from coordinator.storage.states.own_files import (
     digest_of,
     own_digest,
     own_steps,
-    read_digests,
+    told_digests,
     verified,
 )
 from protocol.base import limits
@@ -61,7 +61,7 @@ class ReplicaStates:
 
     Args:
         directory: The run's.
-        own_bytes: Length of a replica's own state; 0 if they have none.
+        own_lengths: Of a replica's own state (`own_state_lengths`); empty if they have none.
         every: A checkpoint is made after so many rounds; 0: none but the first and last.
         guard: Raises if the directory is not this coordinator's any more.
         step: The round that the run goes on with.
@@ -71,7 +71,7 @@ class ReplicaStates:
     def __init__(
         self,
         directory: RunDirectory,
-        own_bytes: int,
+        own_lengths: Sequence[int],
         every: int,
         guard: Callable[[], None],
         *,
@@ -83,7 +83,8 @@ class ReplicaStates:
         self._path = directory.replicas
         self._made = self._path.is_dir()
         self._checkpoints = directory.checkpoints
-        self._own_bytes = own_bytes
+        self._own_lengths = own_lengths
+        self._own_bytes = next(iter(own_lengths), 0)
         self._every = every
         self._guard = guard
         self._whole: dict[int, _At] = {}
@@ -227,15 +228,16 @@ class ReplicaStates:
 
     def _own_of(self, step: int, replica: int) -> Iterator[bytes]:
         path, told = self._directory.own_file(step), self._told.get(step)
-        digests = read_digests(path, self._own_bytes)
-        whole = digests is not None and own_digest(digests) == told
-        if whole and not digests:  # every round so far was skipped
-            return _zeros(self._own_bytes)
-        if digests is not None and whole:
-            start = replica * (self._own_bytes + DIGEST_BYTES) + DIGEST_BYTES
-            own = verified(path, start, self._own_bytes)
+        found = None if told is None else told_digests(path, self._own_lengths, told)
+        if found is not None:
+            own_bytes, digests = found
+            if not digests:  # every round so far was skipped
+                return _zeros(self._own_bytes)
+            start = replica * (own_bytes + DIGEST_BYTES) + DIGEST_BYTES
+            own = verified(path, start, own_bytes)
             if next(own) == digests[replica]:
-                return own
+                # What an older release has not counted comes last, and is nothing missed.
+                return itertools.chain(own, _zeros(self._own_bytes - own_bytes))
             own.close()
         reason = "it is not what was written; go back to a checkpoint (--from-step N)"
         raise StorageDamaged(str(path), f"replica {replica}", reason)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from coordinator.storage.directory.run_directory import RunDirectory
-from coordinator.storage.states.own_files import own_steps
+from coordinator.storage.states.own_files import own_fault, own_steps
 from coordinator.storage.states.replica_states import ReplicaStates
 from protocol.base.errors import RunFailed, StorageDamaged
 from protocol.wire.messages import Boundary, StretchRequest
@@ -12,8 +12,8 @@ from protocol.wire.messages import Boundary, StretchRequest
 OWN = 1000
 
 
-def states(tmp_path, every=0, own_bytes=OWN, guard=lambda: None, **told):
-    return ReplicaStates(RunDirectory(tmp_path), own_bytes, every, guard, **told)
+def states(tmp_path, every=0, own_lengths=(OWN,), guard=lambda: None, **told):
+    return ReplicaStates(RunDirectory(tmp_path), own_lengths, every, guard, **told)
 
 
 def content(seed, replicas=3):
@@ -45,6 +45,18 @@ def test_each_replica_gets_its_own_back(tmp_path):
         expected = b"".join(p.tobytes() for p in given[2 * replica :][:2])
         assert asked(kept, 4, replica) == (0, expected)
         assert asked(states(tmp_path, step=4, told=told), 4, replica) == (0, expected)
+
+
+def test_what_an_older_release_has_written_has_missed_nothing(tmp_path):
+    given = content(1)
+    told = states(tmp_path).keep_own(4, given)
+    newer = states(tmp_path, own_lengths=(OWN + 12, OWN), step=4, told=told)
+    for replica in range(3):
+        expected = b"".join(p.tobytes() for p in given[2 * replica :][:2])
+        assert asked(newer, 4, replica) == (0, expected + bytes(12))
+    assert newer.keep_own(5, ()) == told
+    assert asked(newer, 5, 1) == asked(newer, 4, 1)
+    assert own_fault(tmp_path / "replicas" / "own-5", (OWN + 12, OWN), told) == ""
 
 
 def test_a_round_that_is_skipped_changes_nothing(tmp_path):
