@@ -142,6 +142,15 @@ Track = Annotated[
         help="Also tell tensorboard, wandb, mlflow or trackio.",
     ),
 ]
+DataRoot = Annotated[
+    list[Path],
+    typer.Option(
+        "--data-root",
+        metavar="DIR",
+        help="Submitted runs read files below it alone; again for more. Default: any file but "
+        "secrets.",
+    ),
+]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log as JSON lines on standard error.")]
 EndWithStdin = Annotated[
     bool, typer.Option("--end-with-stdin", callback=_end_with_stdin, hidden=True)
@@ -178,6 +187,7 @@ def serve(
     address_file: AddressFile = None,
     trace: Trace = None,
     track: Track = [],  # noqa: B006
+    data_root: DataRoot = [],  # noqa: B006
     log_json: LogJson = False,
     end_with_stdin: EndWithStdin = False,
     version: Version = False,
@@ -208,8 +218,7 @@ def serve(
         local_devices=local_devices,
         address_file=address_file,
         trace=trace,
-        trackers=tuple(track),
-        log_json=log_json,
+        trackers=tuple(track), log_json=log_json, data_roots=tuple(data_root),
     )  # fmt: skip
     raise typer.Exit(main(options))
 

@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -84,6 +84,7 @@ class CoordinatorOptions:
     trace: Path | None
     trackers: tuple[str, ...]
     log_json: bool
+    data_roots: tuple[Path, ...] = ()
 
 
 def main(options: CoordinatorOptions) -> int:
@@ -105,6 +106,7 @@ def main(options: CoordinatorOptions) -> int:
 
 
 async def _serve(options: CoordinatorOptions, journal: SystemJournal | None) -> int:
+    _check_data_roots(options)
     if options.out is not None:
         with storing("read", options.out):
             options.out.exists()  # no matter whether: its name must be one
@@ -114,16 +116,8 @@ async def _serve(options: CoordinatorOptions, journal: SystemJournal | None) -> 
     alone = options.resume and RunDirectory(directory).read_run_file() is not None
     # Before anything is made: a mistake in the data leaves nothing behind.
     blobs = index_blobs(options.spec) if options.spec is not None and not alone else None
-    service = Service(
-        Settings(
-            bind=options.bind,
-            expect_workers=options.expect_workers,
-            directory=directory,
-            once=options.spec is not None or alone,
-            trace=options.trace,
-            plaintext=options.plaintext,
-        )
-    )
+    once = options.spec is not None or alone
+    service = Service(_settings(options, directory, once=once))
     control = ControlPort(service)
     # A pipe is no terminal, also where a notebook asks for colours (FORCE_COLOR).
     console = _Console(highlight=False, force_terminal=sys.stdout.isatty())
@@ -144,7 +138,8 @@ async def _serve(options: CoordinatorOptions, journal: SystemJournal | None) -> 
         plaintext=options.plaintext,
     )
     end_on_signals(service.drain, service.over.set)
-    ticking = asyncio.create_task(_tick(progress, service.loop_watch.run()))
+    each_second = (progress.tick, control.guard.write_again)
+    ticking = asyncio.create_task(_tick(each_second, service.loop_watch.run()))
     try:
         progress.start()
         await local.start(options.local_workers)
@@ -162,6 +157,30 @@ async def _serve(options: CoordinatorOptions, journal: SystemJournal | None) -> 
         supervisor.close()
     code = _conclude(service, console, partial(resume_line, options, control=control.address))
     return local.could_not_begin or code if code else code
+
+
+def _settings(options: CoordinatorOptions, directory: Path, *, once: bool) -> Settings:
+    return Settings(
+        bind=options.bind,
+        expect_workers=options.expect_workers,
+        directory=directory,
+        once=once,
+        trace=options.trace,
+        plaintext=options.plaintext,
+        data_roots=options.data_roots,
+    )
+
+
+def _check_data_roots(options: CoordinatorOptions) -> None:
+    """Before anything is made."""
+    if options.data_roots and options.spec is not None:
+        raise UsageError(
+            "--data-root is for runs that are submitted; one that is given here reads what its run "
+            "spec names, so leave it out"
+        )
+    for root in options.data_roots:
+        if not root.is_dir():
+            raise UsageError(f"--data-root: expected a directory, got {str(root)!r}")
 
 
 def _say(text: str) -> None:
@@ -364,12 +383,15 @@ class _TellsOfTheEnd:
             self._supervisor.stopping()
 
 
-async def _tick(progress: ProgressConsole, watching: Coroutine[Any, Any, None]) -> None:
+async def _tick(
+    each_second: Sequence[Callable[[], None]], watching: Coroutine[Any, Any, None]
+) -> None:
     async with asyncio.TaskGroup() as beside:
         beside.create_task(watching)
         while True:
             await asyncio.sleep(1)
-            progress.tick()
+            for tick in each_second:
+                tick()
 
 
 async def _until_over(service: Service, local: LocalWorkers | None) -> None:

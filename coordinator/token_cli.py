@@ -58,12 +58,27 @@ def workers() -> None:
 
 
 @app.command()
+def reader(
+    new: Annotated[bool, typer.Option("--new", help="Make another; the old one opens nothing.")] = (
+        False
+    ),
+) -> None:
+    """Print the token that only reads: status, metrics, events. For Prometheus."""
+    from coordinator.members.credentials import CoordinatorCredentials
+
+    credentials = CoordinatorCredentials.open()
+    if new:
+        credentials.renew_reader_token()
+    typer.echo(credentials.reader_token)
+
+
+@app.command()
 def control(
     address: Annotated[
         str, typer.Argument(envvar="SAMESTEP_CONTROL", help="Of the control port.")
     ] = "127.0.0.1:9001",
 ) -> None:
-    """Print a running coordinator's control token, for its page or for Prometheus."""
+    """Print a running coordinator's control token, which commands: for its page."""
     from coordinator.operator.control_client import control_token
     from protocol.base.errors import NotAuthorised
 

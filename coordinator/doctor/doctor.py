@@ -99,6 +99,7 @@ def _secrets(directory: Path) -> Iterator[Finding]:
     try:
         certificate, key, token, workers = (read_secret(directory / name) for name in names)
         WorkerKeys(directory / "workers.json").refresh()
+        read_secret(directory / "reader.token")
     except UsageError as error:
         yield failure("secrets", str(error))
         return

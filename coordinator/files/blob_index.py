@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from coordinator.files.permitted import PermittedFiles
 from protocol.base.errors import DataError
 from protocol.data.capture_check import check_digests
 from protocol.data.data_check import check_data
@@ -51,25 +52,39 @@ class BlobIndex:
     blobs: Mapping[str, Blob]
 
 
-async def find_blobs(spec: RunSpec) -> BlobIndex | None:
+async def find_blobs(spec: RunSpec, permitted: PermittedFiles) -> BlobIndex | None:
     """`index_blobs` in a thread of its own: large models take seconds to hash."""
-    return await asyncio.to_thread(index_blobs, spec)
+    return await asyncio.to_thread(index_blobs, spec, permitted)
 
 
-def index_blobs(spec: RunSpec) -> BlobIndex | None:
+def index_blobs(spec: RunSpec, permitted: PermittedFiles | None = None) -> BlobIndex | None:
     """Find and hash every file that the run spec names; None if it names none.
 
+    Args:
+        spec: The run spec.
+        permitted: Which files it may name; None for all, as on the operator's own command line.
+
     Raises:
-        DataError: One is missing, cannot be read or sent to workers, or holds no usable data.
+        DataError: One is missing, cannot be read or sent to workers, holds no usable data, or is
+            none that the run spec may name.
     """
     blobs: dict[str, Blob] = {}
+    for named in filter(None, (source_of(spec, role) for role in ROLES)):
+        if permitted is not None:
+            permitted.check_source(named)
     found = [files for role in ROLES if (files := source_files(spec, role)) is not None]
     for files in found:
         refuse_links_out(files)
-    check_data(spec)
+        _check_permitted(files, permitted)
+    try:
+        check_data(spec)
+    except DataError:
+        for files in found:  # what it says may quote a file that was put there meanwhile
+            _check_permitted(files, permitted)
+        raise
     if not found:
         return None
-    listed = tuple(_hash(files, blobs) for files in found)
+    listed = tuple(_hash(files, blobs, permitted) for files in found)
     if spec.task == "distil":
         for source in listed:
             if source.role in {"data", "validation"}:
@@ -85,12 +100,22 @@ def index_blobs(spec: RunSpec) -> BlobIndex | None:
     return BlobIndex(digest, listing, blobs)
 
 
-def _hash(files: SourceFiles, blobs: dict[str, Blob]) -> BlobSource:
+def _check_permitted(files: SourceFiles, permitted: PermittedFiles | None) -> None:
+    if permitted is not None:
+        for _, path in files.files:
+            permitted.check(path, files.source)
+
+
+def _hash(
+    files: SourceFiles, blobs: dict[str, Blob], permitted: PermittedFiles | None
+) -> BlobSource:
     listed = []
     for name, path in files.files:
         try:
             place = path.resolve()
             with open_plain(place) as file:
+                if permitted is not None:
+                    permitted.check_open(file.fileno(), place, files.source)
                 known = lasting_identity(os.fstat(file.fileno()), time.time_ns())
                 size, digest = open_file_digest(file)
         except OSError as error:

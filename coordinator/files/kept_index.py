@@ -11,6 +11,7 @@ from pathlib import Path
 
 from coordinator.disk.durable_file import replace_file, storing
 from coordinator.files.blob_index import Blob, BlobIndex, index_blobs
+from coordinator.files.permitted import PermittedFiles
 from protocol.base.errors import MessageError, StorageDamaged
 from protocol.spec.blob_list import BlobList, document_digest
 from protocol.spec.run_spec import RunSpec
@@ -28,8 +29,15 @@ def keep_index(path: Path, index: BlobIndex) -> None:
     replace_file(path, json.dumps({"list": document.decode(), "files": files}).encode())
 
 
-def kept_index(path: Path, spec: RunSpec) -> BlobIndex | None:
+def kept_index(
+    path: Path, spec: RunSpec, permitted: PermittedFiles | None = None
+) -> BlobIndex | None:
     """Read it; where none was kept, find the files as for a new run, and keep that.
+
+    Args:
+        path: Where it is kept.
+        spec: The run's.
+        permitted: See `index_blobs`.
 
     Raises:
         StorageDamaged: It cannot be read as what was written.
@@ -39,7 +47,7 @@ def kept_index(path: Path, spec: RunSpec) -> BlobIndex | None:
     with storing("read", path):
         content = path.read_bytes() if path.exists() else None
     if content is None:
-        index = index_blobs(spec)
+        index = index_blobs(spec, permitted)
         if index is not None:
             keep_index(path, index)
         return index

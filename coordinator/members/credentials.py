@@ -2,6 +2,7 @@
 
     certificate.pem, key.pem   of TLS; made once
     join.token                 what a machine needs to become a member
+    reader.token               what looking at the control port needs, and commanding does not
     workers.json               keys of those that have become one (`worker_keys`)
     control/HOST:PORT.token    of the control port there, new at each start
     lock                       held while any of them is changed
@@ -18,6 +19,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
+import secrets
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +42,8 @@ from protocol.wire.join_token import JoinToken
 
 _CERTIFICATE: Final = "certificate.pem"
 _KEY: Final = "key.pem"
+_READER: Final = "reader.token"
+_READER_TOKEN: Final = re.compile(r"[A-Za-z0-9_-]{43}\s*")
 _WORKERS: Final = "workers.json"
 _NEW_CERTIFICATE: Final = (
     "restore certificate.pem and key.pem from a backup, or remove both: the next start makes new "
@@ -52,6 +57,7 @@ class CoordinatorCredentials:
     Attributes:
         fingerprint: SHA-256 of the certificate.
         keys: Of the workers.
+        reader_token: What opens the control port for looking; see `control_guard`.
     """
 
     def __init__(self, home: Path, certificate: str, key: str) -> None:
@@ -59,6 +65,7 @@ class CoordinatorCredentials:
         self.token_file = join_token_file(home)
         self.fingerprint = _fingerprint(certificate, self.token_file.with_name(_CERTIFICATE))
         self.keys = WorkerKeys(self.token_file.with_name(_WORKERS))
+        self.reader_token = ""
         self._texts = {_CERTIFICATE: certificate, _KEY: key}
         self._token: JoinToken | None = None
 
@@ -88,6 +95,8 @@ class CoordinatorCredentials:
             # A damaged token opens nothing: a new one is all that can be done.
             if token is None or token.fingerprint != found.fingerprint:
                 found._write_token()
+            if not found._read_reader_token():
+                found._write_reader_token()
         return found
 
     def join_token(self) -> JoinToken:
@@ -115,7 +124,10 @@ class CoordinatorCredentials:
             told = "bring it back; its keys and token count until then, and nobody gets a new key"
             return [f"{str(directory)!r} is gone: {told}"]
         troubles: list[str] = []
-        for look_at in (self._certificate_troubles, self._token_troubles, self._key_troubles):
+        for look_at in (
+            self._certificate_troubles, self._token_troubles, self._reader_troubles,
+            self._key_troubles,
+        ):  # fmt: skip
             try:
                 troubles += look_at(directory)
             except UsageError as error:
@@ -140,6 +152,14 @@ class CoordinatorCredentials:
             yield (
                 f"{str(self.token_file)!r} holds no join token, the last one counts; make a new "
                 "one: coordinator token rotate (workers that have a key of their own keep it)"
+            )
+
+    def _reader_troubles(self, directory: Path) -> Iterator[str]:
+        yield from _written_again(directory / _READER, self.reader_token + "\n")
+        if not self._read_reader_token():
+            yield (
+                f"{str(directory / _READER)!r} holds no token, the last one counts; make a new "
+                "one: coordinator token reader --new"
             )
 
     def _key_troubles(self, directory: Path) -> Iterator[str]:
@@ -176,6 +196,15 @@ class CoordinatorCredentials:
             self._write_token()
             if everyone:
                 self.keys.clear()
+
+    def renew_reader_token(self) -> None:
+        """A new token for looking; a running coordinator has it within seconds.
+
+        Raises:
+            UsageError: It cannot be written.
+        """
+        with _locked(self.token_file.parent):
+            self._write_reader_token()
 
     def revoke(self, name: str) -> None:
         """Take one worker's key, and the join token that it knows.
@@ -216,6 +245,18 @@ class CoordinatorCredentials:
         token = JoinToken(self.fingerprint, new_key())
         write_secret(self.token_file, token.reveal() + "\n")
         self._token = token
+
+    def _read_reader_token(self) -> bool:
+        """Whether there is one."""
+        text = read_secret(self.token_file.with_name(_READER)) or ""
+        if _READER_TOKEN.fullmatch(text):
+            self.reader_token = text.strip()
+            return True
+        return False
+
+    def _write_reader_token(self) -> None:
+        self.reader_token = secrets.token_urlsafe(32)
+        write_secret(self.token_file.with_name(_READER), self.reader_token + "\n")
 
 
 def _fingerprint(certificate: str, path: Path) -> bytes:

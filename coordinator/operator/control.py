@@ -92,6 +92,8 @@ class ControlPort:
         await self._runner.setup()
         assert self._runner.server is not None
         self.visitors = Visitors(self._runner.server)
+        credentials = self._service.credentials
+        self.guard.reader_token = lambda: credentials.reader_token
         self._doorway = Doorway(self.visitors.greet, None)
         await self._doorway.open("--control", host, port)
         self.address = self._doorway.address
@@ -155,7 +157,8 @@ class ControlPort:
             return _conflict("this coordinator does one run and ends; start one without --run")
         submission = await _body(request, _Submission)
         spec = parse_run_spec(submission.run, submission.overrides)
-        run_id = self._service.submit(spec, blobs=await find_blobs(spec))
+        blobs = await find_blobs(spec, self._service.permitted)
+        run_id = self._service.submit(spec, blobs=blobs)
         return web.json_response({"run_id": run_id})
 
     async def _halt(self, request: web.Request) -> web.Response:

@@ -1,13 +1,15 @@
 """What a request to the control port must be before any of it is looked at.
 
 Allow-lists: the methods, the host that it was sent to (a name that someone else's DNS has pointed
-here is none), no other site's page behind it, and the port's own bearer token. That token is new
-at each start of the coordinator and is not the join token: a worker may not halt a run. There are
+here is none), no other site's page behind it, and a bearer token. The control token is new at each
+start of the coordinator and is not the join token: a worker may not halt a run. The reader token
+stays from start to start, and opens `READS` alone: who collects figures may not command. There are
 no cookies, so no browser adds anything by itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import re
 import secrets
@@ -18,6 +20,7 @@ from typing import Final
 from aiohttp import web
 
 from coordinator.operator.page_server import PAGE_PATHS
+from protocol.base.errors import UsageError
 from protocol.host.secret_file import control_token_file, state_home, write_secret
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -25,6 +28,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 METHODS: Final = ("GET", "POST")
 OPEN: Final = ("/healthz", *PAGE_PATHS)
 """Without a token: whether the loop answers, and the page, which holds no data of its own."""
+READS: Final = frozenset({
+    "/readyz", "/status", "/metrics", "/events", "/runs", "/history", "/report",
+})  # fmt: skip
+"""What the reader token opens: it changes nothing and shows no secret, as /join does."""
 _HOSTS: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _PORT: Final = re.compile(r":[0-9]{1,5}$")
 _SITES: Final = frozenset({"same-origin", "none"})
@@ -35,10 +42,12 @@ class Guard:
 
     Attributes:
         token: What a request must bear.
+        reader_token: Gives what is enough for one that only reads; an empty text is no token.
     """
 
     def __init__(self) -> None:
         self.token = secrets.token_urlsafe(32)
+        self.reader_token: Callable[[], str] = str
         self._hosts = _HOSTS
         self._file: Path | None = None
 
@@ -52,6 +61,13 @@ class Guard:
         self._hosts = _HOSTS | {shown}
         self._file = control_token_file(state_home(), f"{host}:{port}")
         write_secret(self._file, self.token + "\n")
+
+    def write_again(self) -> None:
+        """Put the token back where it was, if it is gone and its directory is there."""
+        if self._file is None or self._file.exists() or not self._file.parent.parent.is_dir():
+            return
+        with contextlib.suppress(UsageError):
+            write_secret(self._file, self.token + "\n")
 
     def close(self) -> None:
         """The token opens nothing any more; take it away."""
@@ -70,18 +86,28 @@ class Guard:
             return _refused(403, "expected no other site's request, got a foreign origin")
         if request.headers.get("Sec-Fetch-Site", "none") not in _SITES:
             return _refused(403, "expected no other site's request, got a cross-site one")
-        if request.path in OPEN or self._bears_token(request):
+        if request.path in OPEN:
             return None
+        shown = _bearer(request)
+        if hmac.compare_digest(shown, self.token.encode()):
+            return None
+        reader = self.reader_token().encode()
+        if reader and hmac.compare_digest(shown, reader):
+            if request.method == "GET" and request.path in READS:
+                return None
+            return _refused(
+                403, "expected the control token (coordinator token control), got the reader token"
+            )
         answer = _refused(401, "expected the control token (Authorization: Bearer ...)")
         answer.headers["WWW-Authenticate"] = "Bearer"
         return answer
 
-    def _bears_token(self, request: web.Request) -> bool:
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        # aiohttp keeps bytes that are no UTF-8 as lone surrogates.
-        shown = given.strip().encode(errors="surrogateescape")
-        right = hmac.compare_digest(shown, self.token.encode())
-        return right and scheme.lower() == "bearer"
+
+def _bearer(request: web.Request) -> bytes:
+    """The token that a request bears; empty if none."""
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    # aiohttp keeps bytes that are no UTF-8 as lone surrogates.
+    return given.strip().encode(errors="surrogateescape") if scheme.lower() == "bearer" else b""
 
 
 def _refused(status: int, reason: str) -> web.Response:

@@ -12,6 +12,7 @@ from pathlib import Path
 from coordinator.disk.claim import Claim
 from coordinator.files.blob_index import BlobIndex
 from coordinator.files.kept_index import keep_index, kept_index
+from coordinator.files.permitted import PermittedFiles
 from coordinator.run.outputs.restart import Resumption, Terms
 from coordinator.service.chronicle import committed, settled
 from coordinator.storage.copies import check_place
@@ -98,7 +99,10 @@ def begin_run(
 
 
 def find_run(
-    claim: Claim, spec: RunSpec | None = None, from_step: int | None = None
+    claim: Claim,
+    spec: RunSpec | None = None,
+    from_step: int | None = None,
+    permitted: PermittedFiles | None = None,
 ) -> AcceptedRun | None:
     """The run in a directory that is held, to go on with.
 
@@ -106,6 +110,7 @@ def find_run(
         claim: Holds the directory.
         spec: What the run has to be; None for whatever it is.
         from_step: Go back to the checkpoint after so many steps, also of a finished run.
+        permitted: Which files may be read that the run has not read before; None for all.
 
     Returns:
         None if there is no run, or it has finished.
@@ -128,7 +133,8 @@ def find_run(
         )
     if from_step is None and not is_unfinished(claim.directory):
         return None
-    blobs, terms = kept_index(directory.files_file, stored.spec), directory.read_terms()
+    blobs = kept_index(directory.files_file, stored.spec, permitted)
+    terms = directory.read_terms()
     gone_back = () if from_step is None else (go_back(directory, from_step, claim.epoch),)
     recovery = recover(directory)
     if recovery is None:

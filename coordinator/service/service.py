@@ -17,6 +17,7 @@ import structlog
 from coordinator.disk.claim import Claim
 from coordinator.files.blob_index import BlobIndex
 from coordinator.files.blob_server import BlobServer
+from coordinator.files.permitted import PermittedFiles
 from coordinator.members.credentials import CoordinatorCredentials
 from coordinator.members.doorway import HERE, Doorway, Greet
 from coordinator.members.session import JoinCheck, MemberSession
@@ -55,6 +56,7 @@ from protocol.exact.update import Array
 from protocol.host.lent_memory import Lender, new_lender
 from protocol.host.loop_watch import LoopWatch
 from protocol.host.machine import Machine
+from protocol.host.secret_file import secret_places
 from protocol.host.trace import Tracer
 from protocol.spec.run_spec import RunSpec
 from protocol.wire.authentication import new_key
@@ -75,6 +77,7 @@ class Settings:
         directory: Where runs are kept: each in a directory below, or the one run right there.
         once: End after the first run.
         plaintext: Without TLS: members still prove themselves, but all can be read and changed.
+        data_roots: Below which submitted runs may read files; none: anywhere but in secrets.
     """
 
     bind: tuple[str, int]
@@ -83,6 +86,7 @@ class Settings:
     once: bool
     trace: Path | None = None
     plaintext: bool = False
+    data_roots: tuple[Path, ...] = ()
 
 
 class Entrance(Protocol):
@@ -106,6 +110,7 @@ class Service:
         finished: The last run that ended.
         over: Set when the service is to end.
         credentials: What it proves itself with, once it has started.
+        permitted: Which files submitted runs may read.
         secrets_troubles: What is wrong with the files of those, in words; empty if nothing is.
         loop_watch: How long its event loop was held, once that is watched.
     """
@@ -122,6 +127,7 @@ class Service:
         self.loop_watch = LoopWatch(lambda held_ms: self.reported(LoopHeld(round(held_ms))))
         self._machine = machine or Machine()
         self._open_doorway = doorway
+        self.permitted = PermittedFiles(settings.data_roots, secret_places())
         self.secrets_troubles: list[str] = []
         self.sessions: dict[str, MemberSession] = {}
         self.known: set[str] = set()
@@ -285,7 +291,7 @@ class Service:
             raise UsageError(f"expected the name of a run, found none at {str(directory)!r}")
         claim = self.claim(directory)
         try:
-            accepted = await asyncio.to_thread(find_run, claim, None, from_step)
+            accepted = await asyncio.to_thread(find_run, claim, None, from_step, self.permitted)
         except SamestepError:
             self._release(claim)
             raise

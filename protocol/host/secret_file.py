@@ -36,6 +36,15 @@ def control_token_file(home: Path, address: str) -> Path:
     return home / "coordinator" / "control" / f"{address.replace('/', '_')}.token"
 
 
+def secret_places(environment: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
+    """Files and directories with secrets of this user's daemons, or of processes of this system."""
+    home = state_home(environment)
+    named = ("SAMESTEP_TOKEN_FILE", "SAMESTEP_CONTROL_TOKEN_FILE", "CREDENTIALS_DIRECTORY")
+    given = [Path(environment[name]) for name in named if environment.get(name)]
+    system = [Path("/proc"), Path("/sys"), Path("/dev")]  # the environment of a process is a file
+    return (home / "coordinator", home / "worker", *given, *system)
+
+
 def read_secret(path: Path) -> str | None:
     """A secret's text; None if there is no such file.
 

@@ -23,6 +23,7 @@ from coordinator.service.listener import Draining
 from protocol.base import limits
 from protocol.base.errors import ExitCode, NotAuthorised
 from protocol.host.secret_file import control_token_file, state_home
+from tests.commands import called
 from tests.event_loop import on_uvloop
 from tests.live_service import live_service
 
@@ -108,6 +109,61 @@ async def test_every_method_with_the_token(tmp_path, path):
                 expected = ANSWERS.get(path, 200) if method == ROUTES[path] else 405
             got = await ask(control, method, path, **bearing(control))
             assert (method, got) == (method, expected)
+
+
+READS = {"/readyz", "/status", "/metrics", "/events", "/runs", "/history", "/report"}
+
+
+@pytest.mark.parametrize("path", [*ROUTES, "/nothing"])
+@on_uvloop
+async def test_the_reader_token_opens_what_only_reads(tmp_path, path):
+    async with port(tmp_path) as control:
+        reader = {"Authorization": f"Bearer {CoordinatorCredentials.open().reader_token}"}
+        for method in METHODS:
+            if method not in ("GET", "POST"):
+                expected = 405
+            elif path in OPEN:
+                expected = 200 if method == "GET" else 405
+            elif path in READS and method == "GET":
+                expected = ANSWERS.get(path, 200)
+            else:
+                expected = 403
+            assert (method, await ask(control, method, path, **reader)) == (method, expected)
+        assert not control._service._draining
+
+
+@on_uvloop
+async def test_the_reader_token_stays_until_a_new_one_is_made(tmp_path):
+    credentials = CoordinatorCredentials.open()
+    first = called("coordinator", "token", "reader").stdout.strip()
+    assert first == credentials.reader_token
+    async with port(tmp_path / "a") as control:
+        at = ("GET", "/metrics")
+        assert await ask(control, *at, Authorization=f"Bearer {first}") == 200
+        assert control.guard.token != first
+    async with port(tmp_path / "b") as control:
+        assert await ask(control, *at, Authorization=f"Bearer {first}") == 200
+        done = await asyncio.to_thread(called, "coordinator", "token", "reader", "--new")
+        control._service._look_at_secrets()
+        second = done.stdout.strip()
+        assert await ask(control, *at, Authorization=f"Bearer {first}") == 401
+        assert await ask(control, *at, Authorization=f"Bearer {second}") == 200
+        path = credentials.token_file.with_name("reader.token")
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        for text in ("", "\n", "x"):
+            path.write_text(text)
+            control._service._look_at_secrets()
+            assert await ask(control, *at, Authorization="Bearer") == 401
+            assert await ask(control, *at, Authorization=f"Bearer {second}") == 200
+
+
+@on_uvloop
+async def test_a_control_token_that_is_gone_is_written_again(tmp_path):
+    async with port(tmp_path) as control:
+        path = control.guard._file
+        path.unlink()
+        control.guard.write_again()
+        assert path.read_text() == control.guard.token + "\n"
 
 
 @pytest.mark.parametrize("method", ["BREW", "CONNECT"])
