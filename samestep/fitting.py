@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 from safetensors.numpy import load_file
@@ -337,25 +337,27 @@ def _built(
 
 
 def _alone(call: script.Call, spec: RunSpec, arguments: Arguments) -> FitResult:
-    happened: Happened = queue.SimpleQueue()
-    bind = os.environ.get("SAMESTEP_BIND") or usual_bind()
-    bind = _LISTENED[-1] if _LISTENED else bind
     alone = arguments.expected_workers == 1
     options = [
-        "--bind", bind, "--control", "127.0.0.1:0",
-        "--expect-workers", str(arguments.expected_workers),
+        "--control", "127.0.0.1:0", "--expect-workers", str(arguments.expected_workers),
         *(["--resume"] if arguments.resume else []),
     ]  # fmt: skip
     document = json.loads(spec.to_bytes())
     with (
         _own_directory(arguments.directory, spec.name) as directory,
         ScratchDirectory() as home,
-        OwnCoordinator(
-            document, Path(home), [*options, "--out", str(directory)], happened
-        ) as coordinator,
+        contextlib.ExitStack() as stack,
     ):
-        address = coordinator.listening()
-        _LISTENED[:] = [f"{bind.rpartition(':')[0]}:{address[1]}"]
+
+        def start(bind: str) -> tuple[OwnCoordinator, tuple[str, int], Happened]:
+            happened: Happened = queue.SimpleQueue()
+            given = ["--bind", bind, *options, "--out", str(directory)]
+            coordinator = OwnCoordinator(document, Path(home), given, happened)
+            address = stack.enter_context(coordinator).listening()
+            _LISTENED[:] = [f"{bind.rpartition(':')[0]}:{address[1]}"]
+            return coordinator, address, happened
+
+        coordinator, address, happened = _start_where_free(start)
         _say_how_to_join(call, coordinator.first_lines)
         credentials = WorkerCredentials(join_token_file(state_home()))
         resumed = arguments.resume
@@ -368,6 +370,25 @@ def _alone(call: script.Call, spec: RunSpec, arguments: Arguments) -> FitResult:
         if not (directory / "result.json").exists():
             raise KeyboardInterrupt  # before the first step
     return _result(call, directory, joined=False)
+
+
+_Started = TypeVar("_Started")
+
+
+def _start_where_free(start: Callable[[str], _Started]) -> _Started:
+    """Start a coordinator at the address that was asked for, else at the usual one, or at a free
+    port if that is taken: by now, or until the coordinator gets to it."""
+    asked = os.environ.get("SAMESTEP_BIND")
+    if _LISTENED or asked:
+        return start(_LISTENED[-1] if _LISTENED else str(asked))
+    bind = usual_bind()
+    try:
+        return start(bind)
+    except SamestepError:
+        free = usual_bind()
+        if free == bind:
+            raise
+        return start(free)
 
 
 def _has_saved(directory: Path) -> bool:

@@ -131,11 +131,12 @@ class _Here:
 
     call: Call | None = None
     calls: int = 0
-    accepts: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 _HERE: Final = _Here()
+_ACCEPT: Final = "SAMESTEP_ACCEPT_SCRIPTS"
+"""In the environment, which processes of several devices inherit."""
 _LOOKING = threading.local()
 
 
@@ -147,8 +148,9 @@ class _ReachedError(BaseException):
 
 
 def accept_scripts() -> None:
-    """From now on this process runs scripts that its coordinator sends."""
-    _HERE.accepts = True
+    """From now on this process, and each that it starts for a device, runs scripts that its
+    coordinator sends."""
+    os.environ[_ACCEPT] = "1"
 
 
 @contextmanager
@@ -238,7 +240,7 @@ def _sent(spec: RunSpec, name: str, digest: str) -> FittedTask:
         raise ScriptMissing(
             "the run's model is in a notebook, where others cannot take part: put it in a script"
         )
-    if not _HERE.accepts or spec.data is None:
+    if os.environ.get(_ACCEPT) != "1" or spec.data is None:
         raise ScriptMissing(
             f"the run's model is in the script {name!r}, which this worker was not given: start "
             f"it with `worker {name}`, or with --accept-scripts to run what its coordinator sends"

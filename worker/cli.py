@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -24,6 +24,9 @@ from protocol.command.torchrun import started_by_torchrun
 from protocol.wire.discovery import check_name
 from worker import after_cli
 from worker.logits_cli import app as logits
+
+if TYPE_CHECKING:
+    from worker.main import WorkerOptions
 
 DEFAULT_PORT = 9000
 
@@ -65,11 +68,21 @@ def _accept_scripts(value: bool) -> None:
         accept_scripts()
 
 
-def _check_group(*, shard: bool, scripted: bool) -> None:
+def _check_group(*, shard: bool, scripted: bool, options: WorkerOptions) -> None:
     if shard and not started_by_torchrun():
         raise UsageError("--shard is for a group of ranks: torchrun --nproc-per-node N -m worker")
     if scripted and started_by_torchrun():
         raise UsageError("a group of ranks takes scripts from its coordinator: --accept-scripts")
+    if started_by_torchrun() and len(options.devices) > 1:
+        raise UsageError("torchrun gives each rank a device: leave out --gpus")
+    if scripted and len(options.devices) > 1:
+        raise UsageError(
+            "expected one device for a script, which holds the module that is trained, got "
+            f"{len(options.devices)}: start `worker --accept-scripts` with --gpus, or a worker "
+            "for each device"
+        )
+    if scripted and options.trace is not None:
+        raise UsageError("--trace is for a worker without SCRIPT: use --accept-scripts")
 
 
 Coordinator = Annotated[
@@ -129,6 +142,7 @@ AcceptScripts = Annotated[
     bool,
     typer.Option(
         "--accept-scripts",
+        envvar="SAMESTEP_ACCEPT_SCRIPTS",
         callback=_accept_scripts,
         help="Run scripts (samestep.fit) that the coordinator sends.",
     ),
@@ -177,7 +191,7 @@ def serve(
         address, named, name or _host_name(), backend, retry_for,
         wanted, processes, trace, quiet, credentials, to_do, shard,
     )  # fmt: skip
-    _check_group(shard=shard, scripted=scripted)
+    _check_group(shard=shard, scripted=scripted, options=options)
     if not scripted:
         raise typer.Exit(main(options))
     context.obj = options
@@ -199,6 +213,7 @@ def script(
     from worker.main import find
 
     options = context.obj
+    _warn_of_own_options(context, arguments or ())
 
     def tell(text: str) -> None:
         if not options.quiet:
@@ -215,6 +230,19 @@ def script(
         tell=tell,
     )
     run_script(path, arguments or (), joining)
+
+
+def _warn_of_own_options(context: typer.Context, arguments: Sequence[str]) -> None:
+    """What stands after SCRIPT is the script's; people write options of the worker there."""
+    assert context.parent is not None
+    own = {name for each in context.parent.command.params for name in each.opts}
+    named = next((a.partition("=")[0] for a in arguments if a.partition("=")[0] in own), None)
+    if named is not None:
+        text = (
+            f"worker: {named} stands after the script and so goes to the script; options of the "
+            f"worker go before it: worker {named} ... SCRIPT.py"
+        )
+        print(text, file=sys.stderr, flush=True)
 
 
 @app.command()

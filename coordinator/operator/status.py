@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -158,6 +159,7 @@ def _worker_part(service: Service, name: str, now_s: float) -> dict[str, Any]:
             "aside_until": member.aside_until if run.step < member.aside_until else None,
             "backend": member.backend or hello.backend,
             "device": member.device,
+            "left_out": member.left_out,
             "signature": member.signature[:12],
             "signature_text": member.signature_text,
             "microbatches_of_step": share.microbatches if share is not None else 0,
@@ -176,7 +178,22 @@ def able_workers(service: Service) -> list[str]:
 
 
 def _able(run: Run | None, present: list[str]) -> list[str]:
-    return [name for name in present if run is None or name not in run.unfit]
+    if run is None:
+        return present
+    able = []
+    for name, devices in Counter(present).items():
+        if name not in run.unfit:
+            member = run.members.get(name)
+            is_known = member is not None and member.state is not MemberState.PREPARING
+            able += [name] * (run.members.devices(name) if is_known else devices)
+    return able
+
+
+def _cannot(run: Run) -> str:
+    """Workers and devices that are here and take no part, each with its reason."""
+    left_out = {member.name: member.left_out for member in run.members if member.left_out}
+    told = [f"{name} cannot take part: {why}" for name, why in sorted(run.unfit.items())]
+    return "".join(f"; {each}" for each in [*told, *map(": ".join, sorted(left_out.items()))])
 
 
 def _stretch(run: Run, worker: str) -> dict[str, int] | None:
@@ -215,7 +232,7 @@ def waiting_for(run: Run, present: list[str]) -> Waiting:
         present: The workers that are there to train, each as often as it has devices.
     """
     preparing = run.members.names(MemberState.PREPARING)
-    cannot = "".join(f"; {n} cannot take part: {why}" for n, why in sorted(run.unfit.items()))
+    cannot = _cannot(run)
     if run.phase is RunPhase.WAITING:
         ready = run.members.names(MemberState.READY)
         able = _able(run, present)

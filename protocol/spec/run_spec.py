@@ -24,6 +24,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     WithJsonSchema,
     model_validator,
 )
@@ -159,6 +160,10 @@ ColumnOf = Literal[
     "messages", "prompt", "completion", "instruction", "input", "output", "chosen", "rejected"
 ]
 ClassWeights = Literal["balanced"] | Annotated[dict[str, Weight], AfterValidator(_sorted)]
+
+
+_ALREADY_VALIDATED: Final = object()
+"""Validation context: check types and bounds only, not which keys go with which."""
 
 
 class _Section(BaseModel):
@@ -582,7 +587,9 @@ class RunSpec(_Section):
     )
 
     @model_validator(mode="after")
-    def _sections_fit_the_task(self) -> RunSpec:
+    def _sections_fit_the_task(self, info: ValidationInfo) -> RunSpec:
+        if info.context is _ALREADY_VALIDATED:
+            return self
         if self.epochs is not None and self.known_steps is not None:
             text = "expected steps or epochs, got both: leave out one of them, or --set steps=null"
             raise KeyFault(text, "epochs", "steps")
@@ -604,8 +611,8 @@ class RunSpec(_Section):
         return self
 
     @model_validator(mode="after")
-    def _replicas_fit(self) -> RunSpec:
-        if self.replicas is None:
+    def _replicas_fit(self, info: ValidationInfo) -> RunSpec:
+        if self.replicas is None or info.context is _ALREADY_VALIDATED:
             return self
         if self.captures:
             raise KeyFault("task teacher-logits trains nothing: leave out replicas", "replicas")
@@ -968,6 +975,15 @@ def parse_run_spec_bytes(document: bytes) -> RunSpec:
         return RunSpec.model_validate_json(document)
     except ValidationError as error:
         raise MessageError(f"expected a run spec: {explain(RunSpec, error)}") from None
+
+
+def restore_run_spec(document: bytes) -> RunSpec:
+    """Rebuild a run spec that this machine validated before and `RunSpec.to_bytes` wrote.
+
+    For another process of the same worker. There the sources are local paths already, so the rules
+    about which keys go together hold for the user's document and not for this one.
+    """
+    return RunSpec.model_validate_json(document, context=_ALREADY_VALIDATED)
 
 
 def source_of(spec: RunSpec, role: Role) -> str | None:

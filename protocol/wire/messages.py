@@ -121,7 +121,7 @@ class Ready(Message):
 
     `initial_digest` is of the state that the task starts from here; `state_digest` of the state
     that this replica has, after `step` steps: another one if it was in this run before. `devices`:
-    how many compute for it, each with a replica of its own.
+    how many compute for it, each with a replica of its own; `left_out`: why others cannot.
     """
 
     tag = 6
@@ -135,6 +135,7 @@ class Ready(Message):
     signature: Digest
     signature_text: Text
     devices: Annotated[int, Field(ge=1, le=limits.DEVICES_PER_HOST)] = 1
+    left_out: Text = ""
 
 
 class Unready(Message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.cluster import Hold
@@ -29,9 +30,11 @@ def task(module=None):
 class RunningScript:
     """A script that was started, and has told where workers join it."""
 
-    def __init__(self, script: Path) -> None:
+    def __init__(self, script: Path, environment: Mapping[str, str] | None = None) -> None:
         self.script = script
-        self.process = start("tests.plain_script", str(script), cwd=script.parent)
+        self.process = start(
+            "tests.plain_script", str(script), cwd=script.parent, environment=environment
+        )
         self.lines: list[str] = []
         self._told = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 import threading
 import types
@@ -18,9 +19,9 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from protocol.base.errors import ExitCode, Mismatch, SamestepError, Unreachable, UsageError
-from samestep import fitting
+from samestep import fitting, own_coordinator
 from samestep.fitting import new_directory
-from samestep.own_coordinator import show
+from samestep.own_coordinator import show, usual_bind
 from tests.cluster import Cluster
 from tests.processes import PATIENCE_S
 
@@ -68,6 +69,21 @@ def test_gives_the_trained_module_and_what_became_of_the_run(capsys):
     assert (result.directory / "result.json").is_file()
     assert "training starts" in capsys.readouterr().out
     assert torch.get_deterministic_debug_mode() == deterministic
+
+
+def test_the_usual_port_that_another_takes_meanwhile_is_given_up_for_a_free_one(monkeypatch):
+    """Nobody has asked for it: two scripts that start together both find it free."""
+    monkeypatch.delenv("SAMESTEP_BIND")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        usual = other.getsockname()
+        monkeypatch.setattr(own_coordinator, "_USUAL", usual)
+        answers = [f"127.0.0.1:{usual[1]}"]
+        monkeypatch.setattr(
+            fitting, "usual_bind", lambda: answers.pop() if answers else usual_bind()
+        )
+        result = samestep.fit(line, steps=1, **FEW)
+    assert result.outcome == "finished"
+    assert not fitting._LISTENED[0].endswith(f":{usual[1]}")
 
 
 def test_a_module_given_back_has_its_frozen_weights_and_can_be_trained_again():

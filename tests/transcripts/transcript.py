@@ -296,12 +296,13 @@ class Stage:
         data: str = "d",
         step: str = "0",
         state: str = "",
+        left_out: str = "",
     ) -> Actions:
         message = msg.Ready(
             run_id=run, backend="scripted", device="a device", initial_digest=digest(initial),
             step=int(step), state_digest=digest(state or initial),
             signature_text=f"device {signature}",
-            signature=digest(signature),
+            signature=digest(signature), left_out=left_out,
         )  # fmt: skip
         manifest = self._manifest(data)
         return self.run.receive(name, message, manifest.to_bytes())

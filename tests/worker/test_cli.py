@@ -78,6 +78,8 @@ def test_devices_says_of_each_whether_it_is_usable_and_why_not():
         (["--retry-for", "-1"], "retry-for"),
         (["--backend", "vulkan", "doctor"], "options of 'worker doctor' after it, got --backend"),
         (["--quiet", "devices"], "--quiet before it"),
+        (["--backend", "cpu", "--gpus", "0,1", "some.py"], "worker --accept-scripts"),
+        (["--trace", "trace.json", "some.py"], "--trace"),
     ],
 )
 def test_what_can_not_be_used_is_one_line_and_exit_2(arguments, named):
@@ -92,6 +94,14 @@ def test_without_a_coordinator_it_gives_up_with_69():
     assert code == 69
     assert "127.0.0.1:9" in out + err
     assert len(err.strip().splitlines()) == 1
+
+
+def test_an_option_of_the_worker_after_the_script_is_noticed(tmp_path):
+    (tmp_path / "plain.py").write_text("")
+    script = str(tmp_path / "plain.py")
+    ended = called("worker", "--retry-for", "0", script, "--lr", "1", "--coordinator=box:9000")
+    first, *_ = ended.stderr.splitlines()
+    assert first.endswith("options of the worker go before it: worker --coordinator ... SCRIPT.py")
 
 
 def test_the_address_may_come_from_torchrun_s_variables():

@@ -41,6 +41,8 @@ class Built:
     parity: str = ""
     devices: int = 1
     """Of a host."""
+    left_out: str = ""
+    """Why other devices of the host take no part; empty if all do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Final
 
 from backends.base.interface import Array, Loss
-from protocol.base.errors import BackendUnavailable, DeviceError
+from protocol.base.errors import BackendUnavailable, DataError, DeviceError
 from protocol.base.fields import cut_text
 from protocol.exact.replica import part_slices
 from protocol.exact.tree import Node, cover
@@ -102,6 +102,7 @@ class _Device:
         evaluations: Step and part of what it is to evaluate.
         copies: For whom it copies its state, in order; None: for the session.
         held: What it gets once it has the state that is being copied for it; None if nothing.
+        reason: Why it is left out.
     """
 
     name: str
@@ -117,6 +118,7 @@ class _Device:
     copies: deque[str | None] = field(default_factory=deque)
     held: list[act.DeviceAction] | None = None
     answer: events.Applied | None = None
+    reason: str = ""
     measured_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASUREMENTS_KEPT))
 
     @property
@@ -285,6 +287,8 @@ class Host:
         candidates = [device.built for device in self._preparing() if device.built is not None]
         if not candidates:
             return self._cannot_build()
+        if fault := _unlike_tasks(candidates):
+            return [Give(events.BuildFailed(self._build.run_id, DataError(fault)))]
         alike = [sum(map(one.__eq__, map(_kind, candidates))) for one in map(_kind, candidates)]
         most = max(zip(alike, candidates, strict=True), key=lambda pair: (pair[1].step, pair[0]))
         self._reference = reference = most[1]
@@ -322,7 +326,7 @@ class Host:
         return self._copy_for(device.name)
 
     def _leave_out(self, device: _Device, reason: str) -> list[Output]:
-        device.state = DeviceState.LEFT_OUT
+        device.state, device.reason = DeviceState.LEFT_OUT, reason
         return [Remark(device.name, f"device {device.name!r} is left out of the run: {reason}")]
 
     def _as_one(self, built: events.Built) -> events.Built:
@@ -330,7 +334,13 @@ class Host:
             d.state is DeviceState.ALIGNING for d in self._devices.values()
         )
         name = cut_text(f"{count} x {built.device}", _NAME_CHARACTERS)
-        return replace(built, device=name if count > 1 else built.device, devices=count)
+        left_out = "; ".join(
+            f"device {device.name!r} is left out: {device.reason}"
+            for device in self._devices.values()
+            if device.state is DeviceState.LEFT_OUT
+        )
+        device = name if count > 1 else built.device
+        return replace(built, device=device, devices=count, left_out=left_out)
 
     # The state of a sibling.
 
@@ -690,6 +700,26 @@ class Host:
 def is_finite_loss(loss: Loss) -> bool:
     """Whether it can be added to others and still be told from what spoilt it."""
     return abs(loss.loss_sum) < float("inf")
+
+
+def _unlike_tasks(built: Sequence[events.Built]) -> str:
+    """Why the devices have built unlike tasks though they read the same run spec on one machine;
+    empty if all are alike."""
+    one = built[0]
+    for other in built[1:]:
+        ours, theirs = one.manifest.digests, other.manifest.digests
+        unlike = [key for key in sorted(ours.keys() | theirs) if ours.get(key) != theirs.get(key)]
+        if not unlike and one.manifest.digest() != other.manifest.digest():
+            unlike = ["model shape, sample counts or metrics"]
+        if one.initial_digest != other.initial_digest:
+            unlike.append("initial weights")
+        if unlike:
+            return (
+                f"expected the task to build the same {', '.join(unlike)} on each device of this "
+                "machine, got others on each: draw from a generator that is seeded with the run "
+                "spec's seed"
+            )
+    return ""
 
 
 def _kind(built: events.Built) -> tuple[str, str]:

@@ -410,6 +410,7 @@ class WorkerSession:
             signature=event.signature,
             signature_text=event.signature_text,
             devices=event.devices,
+            left_out=cut_text(event.left_out),
         )
         memory = f"; memory: {event.memory}" if event.memory else ""
         parity = f"; {event.parity}" if event.parity else ""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from backends.base.interface import BlockGradient, Loss, Program
 from protocol.base.errors import RunFailed, in_words
 from protocol.exact.tree import Node
-from protocol.spec.run_spec import parse_run_spec_bytes
+from protocol.spec.run_spec import restore_run_spec
 from worker.ranks.group import RankGroup, batches_together
 from worker.shell.engine import Toolbox
 from worker.tasks.base import Task
@@ -63,7 +63,7 @@ class Follower:
     def _build(self, order: _Order, arrays: _Arrays) -> Mapping[str, str]:
         del arrays
         self._close()
-        self._task = self._own.task(parse_run_spec_bytes(json.dumps(order["spec"]).encode()))
+        self._task = self._own.task(restore_run_spec(json.dumps(order["spec"]).encode()))
         return {}
 
     def _compile(self, order: _Order, arrays: _Arrays) -> Mapping[str, str]:

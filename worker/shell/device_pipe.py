@@ -32,7 +32,7 @@ from protocol.exact.tree import Node
 from protocol.exact.update import StepScalars
 from protocol.host.shared_memory import Extent, SharedMemory
 from protocol.spec.manifest import Manifest
-from protocol.spec.run_spec import parse_run_spec_bytes
+from protocol.spec.run_spec import restore_run_spec
 from worker.logic import actions as act
 from worker.logic import events
 from worker.logic.events import StepAttempt
@@ -127,7 +127,7 @@ def unpack_order(packed: Packed, host: SharedMemory) -> act.DeviceAction:
             return act.OpenDevice()
         case "build":
             run_id, document, keep, inputs = fields
-            return act.Build(run_id, parse_run_spec_bytes(document), keep, inputs)
+            return act.Build(run_id, restore_run_spec(document), keep, inputs)
         case "compute":
             *place, microbatches, lo, hi = fields
             return act.Compute(StepAttempt(*place), microbatches, Node(lo, hi))

@@ -65,6 +65,8 @@ class Member:
     device: str = ""
     devices: int = 1
     """Of its host: as many workers as that counts for."""
+    left_out: str = ""
+    """Why other devices of its host take no part; empty if all do."""
     initial_digest: str = ""
     step: int = 0
     """Of the state that it had when it became ready; of an evaluator, of its newest."""
@@ -99,7 +101,7 @@ class Member:
         """Its task is built."""
         self.state = MemberState.READY
         self.backend, self.device = message.backend, message.device
-        self.devices = message.devices
+        self.devices, self.left_out = message.devices, message.left_out
         self.initial_digest = message.initial_digest
         self.step, self.state_digest = message.step, message.state_digest
         self.signature, self.signature_text = message.signature, message.signature_text

@@ -61,6 +61,8 @@ COMMITTED = (*TWO_TRAIN, "node ann 0-2", "node bob 2-4")
                 "ann cannot take part: the device failed: out of memory"),
         ),
         (("invite ann", "invite bob", "ready ann"), {}, ["ann", "bob"], "bob to build the task"),
+        (("invite ann", "ready ann left_out=other-bits"), {"workers": "2"}, ["ann", "ann"],
+            "1 more worker: 1 of 2 are here; ann: other-bits"),
         (TWO_TRAIN[:-1], {}, ["ann", "bob"], "ann to send the initial state"),
         ((*TWO_TRAIN, "node bob 2-4", "payload ann 0-2", "loss ann 0-2"), {}, ["ann", "bob"],
             "gradients of ann"),

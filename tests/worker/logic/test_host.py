@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,6 +38,10 @@ SPEC = scripted_spec()
 PLACE = StepAttempt(0, 0)
 BUILT = events.Built("r", MANIFEST, "0" * 64, 0, "0" * 64, "5" * 64, "probe", "cpu", "CPU")
 M = 6
+
+
+def unlike_manifest(**changes: Any) -> Manifest:
+    return MANIFEST.model_copy(update=changes)
 
 
 def host(*names: str) -> Host:
@@ -198,6 +203,35 @@ def test_a_device_of_another_signature_is_left_out_and_the_rest_goes_on():
     assert isinstance(built, events.Built)
     assert (built.devices, built.device) == (2, "2 x CPU")
     assert {name for name, _ in computes(made.do(act.Compute(PLACE, M, Node(0, M))))} == {"a", "b"}
+
+
+def test_the_coordinator_is_told_why_a_device_is_left_out():
+    made = Host(("a", "odd"))
+    made.do(act.Build("r", SPEC, keep=False))
+    made.told("a", BUILT)
+    (built,) = given(made.told("odd", replace(BUILT, signature="6" * 64)))
+    assert isinstance(built, events.Built)
+    assert built.devices == 1
+    assert built.left_out.startswith("device 'odd' is left out: its gradients would have other")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"initial_digest": "1" * 64}, "initial weights"),
+        ({"manifest": unlike_manifest(digests={"data": "1" * 64})}, "data"),
+        ({"manifest": unlike_manifest(train_samples=65)}, "model shape, sample counts"),
+    ],
+)
+def test_a_task_that_is_another_on_each_device_is_refused(change, named):
+    made = Host(("a", "b"))
+    made.do(act.Build("r", SPEC, keep=False))
+    made.told("a", BUILT)
+    (failed,) = given(made.told("b", replace(BUILT, **change)))
+    assert isinstance(failed, events.BuildFailed)
+    assert not failed.own, "no other machine would do better"
+    assert str(failed.error).startswith(f"expected the task to build the same {named}")
+    assert "seeded with the run spec's seed" in str(failed.error)
 
 
 def test_one_answer_for_all_and_the_device_that_differs_is_named():

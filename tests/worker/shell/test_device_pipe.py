@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import socket
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -17,10 +18,13 @@ from protocol.base.errors import SharedMemoryFull, UsageError
 from protocol.exact.tree import Node
 from protocol.host import shared_memory
 from protocol.host.shared_memory import SharedMemory
+from protocol.spec.blob_list import BlobFile, BlobList, BlobSource
+from protocol.spec.run_spec import parse_run_spec
 from worker.logic import actions as act
 from worker.logic import events
 from worker.shell.device_pipe import Pipe, Reports, pack_order, pack_report, unpack_order
 from worker.shell.device_processes import DeviceProcesses
+from worker.shell.input_directory import placed_spec
 
 NO_ARRAYS: Any = None
 PLACE, NODE = events.StepAttempt(3, 1, loss_scale=512.0), Node(0, 2)
@@ -35,6 +39,22 @@ def test_a_node_keeps_its_scale_of_losses_also_where_it_waits_for_files():
     assert isinstance(told, events.FilesWanted)
     assert told.for_node is not None
     assert (told, told.for_node[0].loss_scale) == (wanted, 512.0)
+
+
+def test_a_run_spec_whose_sources_are_local_files_arrives_as_it_is():
+    """A directory of captured logits is read whole: that is no key of the user's document."""
+    listed = BlobFile(name="capture.json", size=1, digest="0" * 64)
+    listing = BlobList(sources=(BlobSource(role="data", form="directory", files=(listed,)),))
+    spec, _ = placed_spec(
+        parse_run_spec({
+            "task": "distil", "steps": 1, "model": {"source": "m"}, "data": {"train": "logits"},
+        }),
+        listing,
+        Path("inputs"),
+    )  # fmt: skip
+    order = unpack_order(pack_order(act.Build("r", spec, keep=False), NO_ARRAYS), NO_ARRAYS)
+    assert isinstance(order, act.Build)
+    assert order.spec == spec
 
 
 def framed(packed):

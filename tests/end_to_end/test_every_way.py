@@ -1,0 +1,279 @@
+"""Every task by every way to run it: the digest of one undisturbed worker.
+
+The slow set has the whole table, the default suite a way or two of the tasks that differ most.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.spec.capture_layout import CaptureLayout
+from tests import processes
+from tests.cluster import Cluster
+from tests.free_ports import free_ports
+from tests.made_up_capture import capture_of
+from tests.samestep.scripts import HEAD, RunningScript, close, said
+from tests.small_chat import chat_run, dpo_run
+from tests.small_decoder import decoder_run
+
+STEPS = 3
+LLAMA = {
+    "model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64,
+}  # fmt: skip
+BATCH = {"samples": 8, "microbatch": 2}
+
+
+def saved(directory: Path, **document: Any) -> Path:
+    path = directory / "run.yaml"
+    path.write_text(json.dumps({"seed": 7, "steps": STEPS, "batch": BATCH, **document}))
+    return path
+
+
+def teacher(directory: Path) -> Path:
+    text = directory / "text.txt"
+    text.write_text("".join(f"{n} and {n % 7} is {n + n % 7}.\n" for n in range(120)))
+    return saved(
+        directory, task="teacher-logits", model={"config": LLAMA}, tokenizer={"vocab_size": 300},
+        data={"train": str(text), "max_tokens": 32}, capture={"top_k": 16},
+    )  # fmt: skip
+
+
+def student(directory: Path) -> Path:
+    layout = CaptureLayout(tokens=12, vocabulary=50, top_k=4)
+    logits = capture_of(directory / "teacher", layout, 3, steps_of_a_file=4)
+    return saved(
+        directory, task="distil", model={"config": LLAMA},
+        data={"train": str(logits), "holdout": 0.25},
+    )  # fmt: skip
+
+
+def decoder(directory: Path, **model: Any) -> Path:
+    """Changes of the section model."""
+    path = decoder_run("causal-lm", directory, steps=STEPS)
+    document = json.loads(path.read_text())
+    document["model"] |= model
+    path.write_text(json.dumps(document))
+    return path
+
+
+REPLICAS = {"count": 2, "inner_steps": 2}
+TASKS: dict[str, Callable[[Path], Path]] = {
+    "regress": lambda d: saved(d, task="regress", regress={"samples": 64}),
+    "digits": lambda d: saved(d, task="digits", digits={"hidden": [8, 8], "dropout": 0.1}),
+    "classify": lambda d: decoder_run("classify", d, steps=STEPS),
+    "causal-lm, base in int8": decoder,
+    "causal-lm, in float16": lambda d: decoder(d, base_dtype="float32", precision="float16"),
+    "chat": lambda d: chat_run(d, steps=STEPS),
+    "dpo": lambda d: dpo_run(d, steps=STEPS),
+    "teacher-logits": teacher,
+    "distil": student,
+    "a task of one's own": lambda d: saved(d, task="tests.frozen_base_task:FrozenBase"),
+    "replicas": lambda d: saved(d, task="regress", regress={"samples": 64}, replicas=REPLICAS),
+    "canonical": lambda d: saved(d, task="digits", arithmetic={"mode": "canonical"}),
+}
+
+ANYWHERE = ("--bind", "127.0.0.1:0", "--control", "127.0.0.1:0")
+SHARED_BY_RANKS = TASKS.keys() - {"teacher-logits", "replicas", "canonical"}
+"""Tasks whose microbatches a group of ranks computes together."""
+
+
+def digest_in(out: Path) -> object:
+    """Of the weights; of a capture, of the files with logits."""
+    result = json.loads((out / "result.json").read_text())
+    assert result["outcome"] == "finished"
+    assert result["exact"]
+    exported = result["exported"]
+    logits = {name: digest for name, digest in exported.items() if name.startswith("logits/")}
+    return logits or result["weights_digest"]
+
+
+def local(directory: Path, run: Path, devices: int, *further: str) -> object:
+    out = directory / "out"
+    ended = processes.ended(
+        "coordinator", *ANYWHERE, "--run", str(run), "--out", str(out),
+        "--local-workers", str(devices), "--backend", "cpu", *further,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr
+    return digest_in(out)
+
+
+def one_device(directory: Path, run: Path) -> object:
+    return local(directory, run, 1)
+
+
+def two_devices(directory: Path, run: Path) -> object:
+    return local(directory, run, 2)
+
+
+def two_workers(directory: Path, run: Path) -> object:
+    with Cluster(directory, "--expect-workers", "2", "--run", str(run)) as cluster:
+        for name in ("ann", "bob"):
+            cluster.worker(name, "--backend", "cpu")
+        cluster.result()
+        return digest_in(directory / "out")
+
+
+def resumed(directory: Path, run: Path) -> object:
+    """The coordinator is killed when the worker has taken a step, and both are started again."""
+    with Cluster(directory, "--expect-workers", "1", "--run", str(run)) as cluster:
+        hold = cluster.held_worker("ann", 1, "--backend", "cpu")
+        hold.reached()
+        cluster.coordinator.send_signal(signal.SIGKILL)
+        cluster.wait_for_exit(cluster.coordinator)
+    return local(directory, run, 1, "--resume")
+
+
+def submitted(directory: Path, run: Path) -> object:
+    with Cluster(directory, "--expect-workers", "2") as cluster:
+        cluster.worker("ann", "--backend", "cpu", "--gpus", "0,1")
+        control = ("--control", cluster.address["control"])
+        sent = processes.ended("coordinator", "submit", str(run), *control)
+        assert sent.returncode == 0, sent.stderr
+        cluster.wait_for("run_ended")
+        (out,) = [path.parent for path in directory.rglob("result.json")]
+        return digest_in(out)
+
+
+def ranks_of_torchrun(directory: Path, run: Path) -> object:
+    with Cluster(directory, "--expect-workers", "1", "--run", str(run)) as cluster:
+        port = str(free_ports(1)[0])
+        for rank in range(2):
+            cluster.workers[f"rank-{rank}"] = processes.start(
+                "tests.one_rank", str(rank), "2", port, "--coordinator", cluster.address["data"],
+                "--name", "pair", "--backend", "cpu",
+            )  # fmt: skip
+        cluster.result()
+        return digest_in(directory / "out")
+
+
+WAYS = {
+    "two devices": two_devices,
+    "two workers": two_workers,
+    "resumed": resumed,
+    "submitted": submitted,
+    "ranks of torchrun": ranks_of_torchrun,
+}
+QUICK = {("distil", "two devices"), ("dpo", "submitted"), ("teacher-logits", "resumed")}
+
+
+def table() -> list[Any]:
+    return [
+        pytest.param(
+            task, way, marks=() if (task, way) in QUICK else pytest.mark.slow, id=f"{task}, {way}"
+        )
+        for task in TASKS
+        for way in WAYS
+        if way != "ranks of torchrun" or task in SHARED_BY_RANKS
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Callable[[str], tuple[Path, object]]:
+    """The run spec of a task, and what one worker has made of it."""
+    known: dict[str, tuple[Path, object]] = {}
+
+    def find(task: str) -> tuple[Path, object]:
+        if task not in known:
+            directory = tmp_path_factory.mktemp("undisturbed")
+            run = TASKS[task](directory)
+            known[task] = run, one_device(directory, run)
+        return known[task]
+
+    return find
+
+
+@pytest.mark.parametrize(("task", "way"), table())
+def test_the_digest_of_one_undisturbed_worker(tmp_path, undisturbed, task, way):
+    run, digest = undisturbed(task)
+    assert WAYS[way](tmp_path, run) == digest
+
+
+SCRIPT = (
+    HEAD
+    + """
+import os
+how = {name: eval(os.environ.get(name, "None")) for name in ("workers", "control", "resume")}
+how = {name: value for name, value in how.items() if value is not None}
+if not how.get("control"):
+    how["directory"] = "out"
+result = samestep.fit(task, steps=3, batch=8, microbatch=2, device="cpu", **how)
+print("digest", result.digest, flush=True)
+"""
+)
+
+
+def script_digest(said: str) -> str:
+    (digest,) = re.findall(r"^digest (\w{64})$", said, re.MULTILINE)
+    return str(digest)
+
+
+def script_in(directory: Path) -> Path:
+    path = directory / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def script_alone(directory: Path, **environment: str) -> str:
+    process = processes.start(
+        "tests.plain_script", str(script_in(directory)), cwd=directory, environment=environment
+    )
+    said, faults = process.communicate(timeout=processes.PATIENCE_S)
+    assert process.wait() == 0, faults
+    return script_digest(said)
+
+
+def script_joined_by(directory: Path, workers: int, *arguments: str) -> str:
+    running = RunningScript(script_in(directory), {"workers": str(workers)})
+    other = running.worker("other", "--backend", "cpu", *arguments)
+    digest = script_digest(running.ended())
+    assert other.wait(processes.PATIENCE_S) == 0, said(other)
+    close(other)
+    return digest
+
+
+def script_joined(directory: Path) -> str:
+    return script_joined_by(directory, 2, "train.py")
+
+
+def script_joined_by_two_devices(directory: Path) -> str:
+    return script_joined_by(directory, 3, "--accept-scripts", "--gpus", "0,1")
+
+
+def script_resumed(directory: Path) -> str:
+    running = RunningScript(script_in(directory), {"workers": "2"})
+    hold, other = running.held("other", 1)
+    hold.reached()
+    running.process.send_signal(signal.SIGKILL)
+    running.process.wait(processes.PATIENCE_S)
+    other.kill()
+    other.wait()
+    hold.close()
+    close(running.process, other)
+    return script_alone(directory, resume="True")
+
+
+def script_submitted(directory: Path) -> str:
+    with Cluster(directory / "service", "--expect-workers", "1") as cluster:
+        return script_alone(directory, control=repr(cluster.address["control"]))
+
+
+@pytest.fixture(scope="module")
+def script_undisturbed(tmp_path_factory) -> str:
+    return script_alone(tmp_path_factory.mktemp("script"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "way", [script_joined, script_joined_by_two_devices, script_resumed, script_submitted]
+)
+def test_a_script_has_the_digest_of_its_run_alone(tmp_path, script_undisturbed, way):
+    assert way(tmp_path) == script_undisturbed
