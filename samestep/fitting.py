@@ -14,6 +14,7 @@ import json
 import math
 import os
 import queue
+import random
 import shutil
 import socket
 import threading
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
+import numpy as np
 import torch
 from safetensors.numpy import load_file
 
@@ -49,6 +51,7 @@ from samestep import script
 from samestep.arguments import Arguments
 from samestep.fitted import FittedTask
 from samestep.kept_run import KeptRun
+from samestep.optimizers import optimizer_of
 from samestep.own_coordinator import (
     LAST_WORDS,
     CoordinatorEnded,
@@ -61,7 +64,6 @@ from samestep.own_coordinator import (
     usual_bind,
 )
 from samestep.own_worker import OwnWorker, StandsStill, WorkerEnded, told
-from samestep.refusals import optimizer_of
 from samestep.result import FitResult, read_history
 from samestep.words import for_a_script, in_a_scripts_words
 from worker.joining.credentials import WorkerCredentials
@@ -170,6 +172,11 @@ def _function(build: object) -> Callable[..., object]:
         raise DataError(
             f"expected a function that gives a samestep.Task, got {type(build).__name__}: write "
             "def build(): return samestep.Task(...) and fit(build)"
+        )
+    if torch.is_inference_mode_enabled():
+        raise UsageError(
+            "fit: expected a call outside of torch.inference_mode, got one inside of it: what is "
+            "made there takes no gradient; call fit before or after it"
         )
     return build
 
@@ -695,7 +702,14 @@ def _memory_kept() -> Iterator[None]:
 
 @contextmanager
 def _torch_as_it_was() -> Iterator[None]:
-    """What a backend sets for the process, it has no more afterwards."""
+    """What a backend sets for the process, it has no more afterwards; and what the script draws
+    next is what it would have drawn without `fit`."""
+    drawn = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    on_cards = torch.cuda.get_rng_state_all() if _has_cards() else None
+    cudnn = torch.backends.cudnn
+    sdp = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    half_sums = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    benchmark, tf32 = cudnn.benchmark, cudnn.allow_tf32
     mode = torch.get_deterministic_debug_mode()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     matmul, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
@@ -706,3 +720,17 @@ def _torch_as_it_was() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
         torch.set_float32_matmul_precision(matmul)
         torch.set_num_threads(threads)
+        cudnn.benchmark, cudnn.allow_tf32 = benchmark, tf32
+        torch.backends.cuda.enable_cudnn_sdp(sdp)
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = half_sums
+        torch.set_rng_state(drawn[0])
+        np.random.set_state(drawn[1])  # noqa: NPY002
+        random.setstate(drawn[2])
+        if on_cards is not None:
+            torch.cuda.set_rng_state_all(on_cards)
+        elif _has_cards():  # since this fit: as if the script's own seed had just reached them
+            torch.cuda.manual_seed_all(torch.initial_seed())
+
+
+def _has_cards() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

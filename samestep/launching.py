@@ -32,7 +32,7 @@ def run_script(path: Path, arguments: Sequence[str], joining: Joining) -> None:
     # The first of these drains, as Ctrl-C does; `fit` waits for both in the same place.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    runpy.run_path(str(path), run_name="__main__")
+    runpy.run_path(str(path.absolute()), run_name="__main__")
     if not script.calls():
         raise DataError(
             f"the script {path.name!r} has ended without a samestep.fit, which is what a worker "

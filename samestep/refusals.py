@@ -34,9 +34,6 @@ _GRADIENT_WITHIN_IN_FLOAT64: Final = 1e-6
 _FLOAT64_ELEMENTS: Final = 1 << 27
 """Of a model whose copy in float64 is made to try its loss: 1 GiB."""
 
-OPTIMIZERS: Final = {"SGD": "sgd", "AdamW": "adamw", "Adam": "adamw"}
-"""torch's classes, and what the same is called here."""
-
 PRECISIONS: Final[tuple[ComputePrecision, ...]] = get_args(ComputePrecision)
 
 
@@ -142,8 +139,8 @@ def check_loss(value: object) -> torch.Tensor:
         )
     if torch.is_grad_enabled() and not value.requires_grad:
         raise DataError(
-            "the loss depends on no trainable tensor: leave out detach(), no_grad() and .data, and "
-            "write use_reentrant=False where checkpoint is called"
+            "the loss depends on no trainable tensor: leave out detach(), no_grad(), "
+            "inference_mode() and .data, and write use_reentrant=False where checkpoint is called"
         )
     return value
 
@@ -313,29 +310,6 @@ def refuse_no_gradient_sum(
                 "across the batch in backward, such as scale_grad_by_freq, or a Function or hook "
                 "that normalizes"
             )
-
-
-def optimizer_of(given: object) -> dict[str, Any]:
-    """The section `optimizer` of a run spec.
-
-    Raises:
-        DataError: It is torch's, or nothing that says an optimizer.
-    """
-    if isinstance(given, str):
-        return {"name": given}
-    if isinstance(given, Mapping):
-        return dict(given)
-    kind = given if isinstance(given, type) else type(given)
-    if issubclass(kind, torch.optim.Optimizer):
-        name = OPTIMIZERS.get(kind.__name__, "adamw")
-        rate = given.param_groups[0]["lr"] if isinstance(given, torch.optim.Optimizer) else 1e-3
-        raise DataError(
-            f"expected an optimizer by name, got torch.optim.{kind.__name__}: every machine takes "
-            f'the same exact update, so write optimizer={{"name": "{name}", "lr": {rate:g}}}'
-        )
-    raise DataError(
-        f"expected an optimizer such as {{'name': 'adamw', 'lr': 1e-3}}, got {kind.__name__}"
-    )
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

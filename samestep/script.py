@@ -83,7 +83,7 @@ class Script:
             return ""
         home, found = self.path.parent, {}
         for module in list(sys.modules.values()):
-            path = Path(getattr(module, "__file__", None) or "")
+            path = Path(getattr(module, "__file__", None) or "").resolve()  # as `home` is
             others = ours(path) or "site-packages" in path.parts
             beside = path != self.path and path.suffix == ".py" and path.is_relative_to(home)
             if beside and not others and path.is_file():

@@ -344,8 +344,9 @@ def part_of(
     }
     least = around + sum(per_layer[name] * len(names) for name, names in kept.items())
     samples = 0
-    if least > affordable and len({len(array) for array in batch.arrays.values()}) == 1:
-        count = len(next(iter(batch.arrays.values())))
+    lengths = {len(array) for array in batch.arrays.values() if array.ndim}
+    if least > affordable and len(lengths) == 1:
+        (count,) = lengths
         samples = max(1, int(count * affordable / least))
     return _Part(tuple((stacks[name][0], tuple(names)) for name, names in kept.items()), samples)
 

@@ -13,3 +13,5 @@ class SFTTrainer(SamestepMixin, PlainSFTTrainer):  # type: ignore[misc]  # it sh
     """`trl.SFTTrainer`, whose own arguments say how it makes its data and its loss."""
 
     honoured_by_the_class = fields_of(SFTConfig, TrainingArguments)
+    # TRL's own offload activations, and count tokens and save model cards.
+    loop_of_the_class = frozenset(PlainSFTTrainer.__mro__)

@@ -33,10 +33,22 @@ from samestep.user_task import UserTask
 
 _NOT_OURS_TO_CALL: Final = (
     "training_step", "create_optimizer", "create_scheduler", "create_optimizer_and_scheduler",
-    "get_train_dataloader", "get_batch_samples", "_get_train_sampler", "_inner_training_loop",
+    "get_optimizer_cls_and_kwargs", "get_train_dataloader", "_get_dataloader", "get_batch_samples",
+    "_get_train_sampler", "_inner_training_loop", "_run_epoch", "_init_training_state",
+    "_prepare_for_training", "_finalize_training", "_prepare_inputs", "_prepare_input",
+    "compute_loss_context_manager", "autocast_smart_context_manager", "_clip_grad_norm",
+    "_maybe_log_save_evaluate", "_save_checkpoint", "_get_learning_rate", "_wrap_model",
+    "set_initial_training_values", "get_total_train_batch_size", "num_examples", "call_model_init",
     "optimizer_step",
 )  # fmt: skip
 """Methods of the loop, which a subclass may have changed and nobody would call."""
+_OF_EVALUATION: Final = (
+    "evaluate", "_evaluate", "evaluation_loop", "prediction_step", "get_eval_dataloader",
+    "_get_eval_sampler",
+)  # fmt: skip
+"""Likewise, where the loop evaluates; called by `trainer.evaluate()` as ever."""
+_SAMPLES: Final = "samestep.samples"
+"""Beside a batch's own entries: how many samples it has, a float32 tensor."""
 
 _OF_ITS_OWN_LOOP: Final = "NotebookProgressCallback"
 """Shows a table that the class's own loop begins."""
@@ -55,6 +67,9 @@ class SamestepMixin:
 
     honoured_by_the_class: ClassVar[frozenset[str]] = frozenset()
     """Further fields of its training arguments that the class makes use of before it trains."""
+
+    loop_of_the_class: ClassVar[frozenset[type]] = frozenset()
+    """Classes whose changes to the loop are of no effect on what is trained."""
 
     only_own_names: ClassVar[bool] = True
     """See `samestep.kept_state`: a Trainer counts what is of no effect on what is trained."""
@@ -191,14 +206,27 @@ def _refuse_what_nobody_calls(trainer: Any, resume: Any, more: Mapping[str, Any]
         )
     if trainer.args.data_seed not in (None, trainer.args.seed):
         raise DataError("data_seed cannot be honoured beside seed: leave it out")
+    _refuse_another_loop(trainer)
+
+
+def _refuse_another_loop(trainer: Any) -> None:
+    """A class may change the loop before the mixin, after it, or on the trainer itself."""
+    evaluates = word_of(trainer.args.eval_strategy) != "no"
+    names = (*_NOT_OURS_TO_CALL, *(_OF_EVALUATION if evaluates else ()))
     kinds = type(trainer).__mro__
-    for kind in kinds[: kinds.index(SamestepMixin)]:
-        for name in _NOT_OURS_TO_CALL:
-            if name in vars(kind):
-                raise DataError(
-                    f"{kind.__name__}.{name} cannot be honoured: nobody would call it; change "
-                    "compute_loss or the collator instead"
-                )
+    ours = {SamestepMixin, *trainer.loop_of_the_class}
+    own = [kind for kind in kinds[: kinds.index(transformers.Trainer)] if kind not in ours]
+    for where in (trainer, *own):
+        if found := [name for name in names if name in vars(where)]:
+            instead = (
+                "write eval_strategy='no', and call trainer.evaluate() after train()"
+                if found[0] in _OF_EVALUATION
+                else "change compute_loss or the collator instead"
+            )
+            kind = where if isinstance(where, type) else type(where)
+            raise DataError(
+                f"{kind.__name__}.{found[0]} cannot be honoured: nobody would call it; {instead}"
+            )
 
 
 def _checkpoint_activations(arguments: Any, model: Any) -> None:
@@ -247,7 +275,10 @@ def _task(trainer: Any) -> UserTask:
         module=trainer.model,
         train=train,
         held_out=None if held_out is None else _columns_of_model(trainer, held_out),
-        collate=lambda items: dict(collate(items)),
+        collate=lambda items: {
+            **collate(items),
+            _SAMPLES: torch.tensor(float(len(items))),
+        },
         loss=losses.loss,
         weight=losses.weight,
     )
@@ -302,12 +333,12 @@ class _Losses:
         return float(counted) if counted is not None else float(self._count(batch))
 
     def _of(self, model: Any, batch: Mapping[str, Any], items: Any) -> Any:
-        return self._trainer.compute_loss(model, dict(batch), num_items_in_batch=items)
+        inputs = {name: each for name, each in batch.items() if name != _SAMPLES}
+        return self._trainer.compute_loss(model, inputs, num_items_in_batch=items)
 
-    def _count(self, batch: Mapping[str, Any]) -> int:
-        if self._by_token:
-            return int((batch["labels"] != -100).sum())
-        return len(next(each for each in batch.values() if getattr(each, "ndim", 0)))
+    def _count(self, batch: Mapping[str, Any]) -> Any:
+        """A tensor: no device has to tell its value."""
+        return (batch["labels"] != -100).sum() if self._by_token else batch[_SAMPLES]
 
 
 def fields_of(arguments: type, base: type) -> frozenset[str]:

@@ -7,6 +7,7 @@ import itertools
 import re
 from copy import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from protocol.base.errors import SamestepError
 from protocol.exact.samples import SampleOrder
 from protocol.spec.run_spec import BatchSpec
 from samestep.hf.arguments import HARMLESS, HONOURED, REFUSED, refuse_what_is_not_had
+from samestep.hf.training import _task
 from tests.cluster import Cluster
 
 CONFIG = LlamaConfig(
@@ -211,13 +213,58 @@ def test_an_argument_that_a_newer_release_has_is_refused_where_it_is_set(tmp_pat
         refuse_what_is_not_had(Newer(output_dir=str(tmp_path), gradient_noise=0.5))
 
 
-def test_a_loop_of_ones_own_is_named(tmp_path):
-    class Mine(samestep.hf.Trainer):
-        def training_step(self, *_):
-            return None
+class OwnStep(samestep.hf.Trainer):
+    def training_step(self, *_):
+        return None
 
-    with pytest.raises(SamestepError, match=r"Mine\.training_step cannot be honoured"):
-        trained(Mine, tmp_path)
+
+class OwnInputs(transformers.Trainer):
+    def _prepare_inputs(self, inputs):
+        return inputs
+
+
+class Mixed(samestep.hf.SamestepMixin, OwnInputs):
+    """Theirs comes after the mixin."""
+
+
+class OwnEvaluation(samestep.hf.Trainer):
+    def evaluate(self, *_, **__):
+        return {}
+
+
+def test_a_loop_of_ones_own_is_named(tmp_path):
+    for kind, named in ((OwnStep, "OwnStep.training_step"), (Mixed, "OwnInputs._prepare_inputs")):
+        with pytest.raises(SamestepError, match=rf"{re.escape(named)} cannot be honoured"):
+            made(kind, tmp_path).train()
+    patched = made(samestep.hf.Trainer, tmp_path)
+    patched.get_train_dataloader = list
+    with pytest.raises(SamestepError, match=r"Trainer\.get_train_dataloader cannot be honoured"):
+        patched.train()
+    trainer = made(OwnEvaluation, tmp_path)
+    trainer.args.eval_strategy = "epoch"
+    with pytest.raises(SamestepError, match=r"OwnEvaluation\.evaluate .* eval_strategy='no'"):
+        trainer.train()
+
+
+def test_a_mean_is_multiplied_by_samples_whatever_the_first_entry_has(tmp_path):
+    class OfPatches(samestep.hf.Trainer):
+        def compute_loss(self, model, inputs, *_, **__):
+            return model(inputs["patches"]).mean() * inputs["labels"].mean()
+
+    given: dict[str, Any] = {**SET, "remove_unused_columns": False}
+    trainer = OfPatches(
+        model=torch.nn.Linear(1, 1),
+        args=TrainingArguments(output_dir=str(tmp_path), **given),
+        train_dataset=[{"n": n + 1} for n in range(4)],
+        data_collator=lambda items: {
+            "patches": torch.ones(6, 1), "labels": torch.tensor([float(i["n"]) for i in items]),
+        },
+    )  # fmt: skip
+    task: Any = _task(trainer)
+    batch = task.collate([task.train[1], task.train[3]])
+    assert task.weight(batch) == 2.0
+    mean = trainer.compute_loss(trainer.model, batch)
+    assert torch.equal(task.loss(trainer.model, batch), mean * 2)
 
 
 @pytest.mark.parametrize(
