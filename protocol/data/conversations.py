@@ -22,6 +22,12 @@ from protocol.spec import sources
 from protocol.spec.run_spec import COLUMNS_OF_FORMAT, OPTIONAL_COLUMNS, DataSpec
 
 _ROLES: Final = ("system", "user", "assistant")
+_TURN: Final = ("user", "assistant")
+_STEERING: Final = frozenset({
+    "system", "system_prompt", "history", "tools", "functions", "tool_calls", "documents", "image",
+    "images", "video", "videos", "audio", "audios", "weight", "label", "chat_template_kwargs",
+})  # fmt: skip
+"""Columns that steer a conversation or what is learned of it, in the formats that others read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +123,25 @@ def records(
     asked: Mapping[str, str] = dict(spec.columns.items())
     names = {key: asked.get(key, key) for key in columns}
     wanted = {f"columns.{key}": name for key, name in names.items() if key not in need_not_be}
-    for number, record in read_rows(path, wanted, [*names.values()]):
-        yield place_of(path, number), {key: record.get(name) for key, name in names.items()}
+    unread = _STEERING - {*names.values()}
+    for number, record in read_rows(path, wanted, [*names.values(), *sorted(unread)]):
+        place = place_of(path, number)
+        for key in sorted(unread & record.keys()):
+            if _is_said(record[key]) and (key != "label" or isinstance(record[key], bool)):
+                raise DataError(
+                    f"{place}: expected {' and '.join(names)} alone to say what is learned, got "
+                    f"{key!r} too, which would not be heeded; leave it out"
+                )
+        yield place, {key: record.get(name) for key, name in names.items()}
+
+
+def _is_said(value: object) -> bool:
+    """Whether a key says something: zero and false do, since they mean to leave something out."""
+    return value is not None and value not in ("", [], {}, "[]", "{}", "null")
 
 
 def _of_messages(place: str, record: Record) -> tuple[ChatMessage, ...]:
-    messages = read_messages(place, record["messages"])
+    messages = with_system(place, record["system"], read_messages(place, record["messages"]))
     check_turns(place, messages)
     return messages
 
@@ -153,7 +172,7 @@ def _message(place: str, told: object) -> ChatMessage:
     for key in ("role", "content"):
         if key not in told:
             raise DataError(f"{place}: expected role and content, found no {key}")
-    others = [key for key, value in told.items() if value and key not in {"role", "content"}]
+    others = [k for k, value in told.items() if _is_said(value) and k not in {"role", "content"}]
     if others:
         raise DataError(
             f"{place}: expected role and content alone, got {others[0]!r} too, which would not be "
@@ -195,16 +214,56 @@ def _of_prompt(place: str, record: Record) -> tuple[ChatMessage, ...]:
                 "messages: --set data.format=messages"
             )
     prompt, completion = (read_words(place, record[key], key) for key in ("prompt", "completion"))
-    return ChatMessage("user", prompt), ChatMessage("assistant", completion)
+    said = ChatMessage("user", prompt), ChatMessage("assistant", completion)
+    return with_system(place, record["system"], said)
 
 
 def _of_alpaca(place: str, record: Record) -> tuple[ChatMessage, ...]:
     asked = read_words(place, record["instruction"], "instruction")
     if record["input"] is not None and record["input"] != "":
         asked = f"{asked}\n\n{read_words(place, record['input'], 'input')}"
-    return ChatMessage("user", asked), ChatMessage(
-        "assistant", read_words(place, record["output"], "output")
-    )
+    answer = ChatMessage("assistant", read_words(place, record["output"], "output"))
+    before = _history(place, record["history"])
+    return with_system(place, record["system"], (*before, ChatMessage("user", asked), answer))
+
+
+def _history(place: str, told: object) -> Iterator[ChatMessage]:
+    """Turns before a row's own: a list of pairs, instruction and answer; JSON in a table's cell."""
+    if not _is_said(told):
+        return
+    if isinstance(told, str):
+        try:
+            told = json.loads(told)
+        except (ValueError, RecursionError):
+            told = None
+    pairs = told if isinstance(told, list) else [None]
+    for number, pair in enumerate(pairs, start=1):
+        at = f"{place} history {number}"
+        if not isinstance(pair, list) or len(pair) != len(_TURN):
+            raise DataError(f"{at}: expected an instruction and its answer, got {shown(pair)}")
+        for role, content in zip(_TURN, pair, strict=True):
+            yield ChatMessage(role, read_words(at, content, f"the {role}'s turn"))
+
+
+def with_system(
+    place: str, told: object, messages: tuple[ChatMessage, ...]
+) -> tuple[ChatMessage, ...]:
+    """Messages with what the row's column `system` says before them, if it says something.
+
+    Raises:
+        DataError: It is no text, or the messages begin with another system message.
+    """
+    if not _is_said(told) or (isinstance(told, str) and not told.strip()):
+        return messages
+    system = ChatMessage("system", read_words(place, told, "system"))
+    if messages[0].role != "system":
+        return (system, *messages)
+    if messages[0] != system:
+        raise DataError(
+            f"{place}: expected one system message, got one in the column system and another in "
+            "the messages; leave one out"
+        )
+    return messages
 
 
 _MESSAGES_OF: Final = {

@@ -21,13 +21,14 @@ from protocol.data.conversations import (
     read_messages,
     read_words,
     records,
+    with_system,
 )
 from protocol.data.rows import Record
 from protocol.data.text_file import shown
 from protocol.spec import sources
 from protocol.spec.run_spec import PREFERENCE_COLUMNS, DataSpec
 
-_NEED_NOT_BE: Final = ("prompt",)
+_OPTIONAL: Final = ("prompt", "system")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ def read_preferences(spec: DataSpec) -> DistinctRows[Pair]:
     path = sources.text_source(spec.train)
     given = (
         (place, _pair(place, record).document)
-        for place, record in records(path, spec, PREFERENCE_COLUMNS, _NEED_NOT_BE)
+        for place, record in records(path, spec, PREFERENCE_COLUMNS, _OPTIONAL)
     )
     return DistinctRows(given, _pair_of, f"pairs in {str(path)!r}")
 
@@ -66,7 +67,8 @@ def _pair_of(document: str, place: str) -> Pair:
 def _pair(place: str, record: Record) -> Pair:
     prompt = _messages(f"{place} prompt", record["prompt"], "user")
     chosen, rejected = (
-        _conversation(place, key, prompt, record[key]) for key in ("chosen", "rejected")
+        _conversation(place, key, prompt, record[key], record["system"])
+        for key in ("chosen", "rejected")
     )
     if chosen.messages[:-1] != rejected.messages[:-1]:
         raise DataError(
@@ -82,7 +84,7 @@ def _pair(place: str, record: Record) -> Pair:
 
 
 def _conversation(
-    place: str, key: str, prompt: tuple[ChatMessage, ...], told: object
+    place: str, key: str, prompt: tuple[ChatMessage, ...], told: object, system: object
 ) -> Conversation:
     answer = _messages(f"{place} {key}", told, "assistant")
     if not answer:
@@ -101,6 +103,7 @@ def _conversation(
             f"{place} {key}: expected a prompt before the answer, found none; give the column "
             "prompt, or whole conversations"
         )
+    messages = with_system(f"{place} {key}", system, messages)
     check_turns(f"{place} {key}", messages)
     return Conversation(messages, place)
 

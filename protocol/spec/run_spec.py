@@ -68,14 +68,14 @@ _IDLE_IN_CAPTURES: Final = (
 
 COLUMNS_OF_FORMAT: Final[dict[str, tuple[str, ...]]] = {
     "text": (),
-    "messages": ("messages",),
-    "prompt-completion": ("prompt", "completion"),
-    "alpaca": ("instruction", "input", "output"),
+    "messages": ("messages", "system"),
+    "prompt-completion": ("prompt", "completion", "system"),
+    "alpaca": ("instruction", "input", "output", "system", "history"),
 }
 """What a row of each `data.format` has, by the keys of `data.columns`."""
-PREFERENCE_COLUMNS: Final = ("prompt", "chosen", "rejected")
+PREFERENCE_COLUMNS: Final = ("prompt", "chosen", "rejected", "system")
 """Likewise of task dpo."""
-OPTIONAL_COLUMNS: Final = frozenset({"input"})
+OPTIONAL_COLUMNS: Final = frozenset({"input", "system", "history"})
 """Those that a row need not have."""
 
 
@@ -157,7 +157,16 @@ Weight = Annotated[float, Field(gt=0.0, le=1e6)]
 DataFormat = Literal["text", "messages", "prompt-completion", "alpaca"]
 CountedTokens = Literal["assistant", "all"]
 ColumnOf = Literal[
-    "messages", "prompt", "completion", "instruction", "input", "output", "chosen", "rejected"
+    "messages",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "system",
+    "history",
+    "chosen",
+    "rejected",
 ]
 ClassWeights = Literal["balanced"] | Annotated[dict[str, Weight], AfterValidator(_sorted)]
 

@@ -19,7 +19,13 @@ from backends.base import draws
 from protocol.base.errors import DataError, in_words
 from worker.after.loading import probe_tokens, vocabulary_of
 from worker.models.pretrained import positions
-from worker.models.tokens import check_tokens, marks_around_text
+from worker.models.tokens import (
+    answer_ends,
+    check_tokens,
+    marks_around_text,
+    where_said,
+    without_spaces,
+)
 
 _CACHES: Final = ("past_key_values", "cache_params")
 """Keywords of forward for the state of attention, and of state-space models."""
@@ -63,6 +69,9 @@ def prompt_tokens(tokenizer: Any, prompt: str, system: str | None) -> list[int]:
             raise DataError(
                 f"the tokenizer's chat template refuses it: {in_words(error)}"
             ) from None
+        for said, option in ((system, "--system"), (prompt, "the prompt")):
+            if said and where_said(without_spaces(text), said) < 0:
+                raise DataError(f"{option}: the tokenizer's chat template leaves it out")
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     elif system is not None:
         raise DataError(
@@ -102,27 +111,10 @@ def generate(model: Any, tokenizer: Any, prompt: list[int], sampling: Sampling) 
 
 
 def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    """What ends an answer: as model and tokenizer say, and the mark behind an answer in the
-    tokenizer's chat template."""
+    """What ends an answer: as the model says, and as training had it (`answer_ends`)."""
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    _, behind = marks_around_text(tokenizer)
-    ends = {*behind[:1], *(named if isinstance(named, list) else [named])}
-    if tokenizer.chat_template:
-        ends.add(_mark_after_an_answer(tokenizer))
+    ends = {*answer_ends(tokenizer), *(named if isinstance(named, list) else [named])}
     return frozenset(each for each in ends if each is not None)
-
-
-def _mark_after_an_answer(tokenizer: Any) -> int | None:
-    """The first token behind what the assistant says, if it is one of the tokenizer's marks."""
-    said = "unlikely words"
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
-    try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except (jinja2.TemplateError, TypeError, ValueError):
-        return None
-    behind = tokenizer(text.rpartition(said)[2], add_special_tokens=False)["input_ids"]
-    marks = tokenizer.added_tokens_decoder
-    return int(behind[0]) if behind and behind[0] in marks else None
 
 
 def _tokens(

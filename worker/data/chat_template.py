@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from protocol.base.errors import DataError, in_words
 from protocol.data.conversations import ChatMessage, Conversation
-from worker.models.tokens import Tokens
+from worker.models.tokens import Tokens, where_said, without_spaces
 
 _MARK: Final = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
 _BEGIN, _END = "\ue000\ue00a", "\ue000\ue00b"
@@ -33,6 +33,7 @@ _FIXED_DATE: Final = (
 """A template that asks for today would make other tokens tomorrow: it is told the day that those
 of Llama 3 name without a clock."""
 _ENCODED_AT_ONCE: Final = 256
+_THOUGHTS_END: Final = "</think>"
 
 Counted = NDArray[np.bool_]
 
@@ -72,6 +73,7 @@ class ChatTemplate:
             ) from None
         self._tokenizer = tokenizer
         self._everything = everything
+        self._known_roles: set[tuple[str, ...]] = set()
         self._or_all = ", or learn everything: --set data.loss=all" if else_all else ""
         fixed = _FIXED_DATE if "strftime_now" in text else ""
         self._plain = fixed + text
@@ -84,11 +86,32 @@ class ChatTemplate:
             DataError: The template refuses it, or does not say what the assistant's words are.
         """
         full = self._text(conversation, len(conversation.messages))
+        self._refuse_what_is_left_out(conversation, full)
         if self._everything:
             return Rendered(full, ((0, len(full)),))
         if self._marked is not None:
             return self._by_marks(conversation, full)
         return Rendered(full, tuple(self._by_beginnings(conversation, full)))
+
+    def _refuse_what_is_left_out(self, conversation: Conversation, full: str) -> None:
+        """See that each message is in what the template makes of a conversation.
+
+        Once for each order of roles unlikely words are looked for too: short ones are anywhere.
+
+        Raises:
+            DataError: One is not.
+        """
+        _refuse_absent(conversation, full)
+        roles = tuple(message.role for message in conversation.messages)
+        if roles not in self._known_roles:
+            unlikely = tuple(ChatMessage(role, f"zq{n}xv") for n, role in enumerate(roles))
+            model = Conversation(unlikely, conversation.place)
+            self._known_roles.add(roles)
+            try:
+                text = self._text(model, len(unlikely))
+            except DataError:
+                return  # a template may ask for certain words
+            _refuse_absent(model, text)
 
     def encode(self, rendered: Sequence[Rendered]) -> Iterator[tuple[Tokens, Counted]]:
         """Tokens of each, and which of them count.
@@ -208,6 +231,24 @@ class ChatTemplate:
                 f"{conversation.place}: the tokenizer's chat template refuses it: {in_words(error)}"
             ) from None
         return str(rendered)
+
+
+def _refuse_absent(conversation: Conversation, full: str) -> None:
+    rendered = without_spaces(full)
+    rest = rendered
+    for number, message in enumerate(conversation.messages, start=1):
+        # Some templates write the system's words with the last question, others no old thoughts.
+        within = rendered if message.role == "system" else rest
+        content = message.content.rpartition(_THOUGHTS_END)[2] or message.content
+        end = where_said(within, content)
+        if end < 0:
+            raise DataError(
+                f"{conversation.place} message {number}: the chat template leaves out what the "
+                f"{message.role} says, so it would not be heeded; give a template that writes "
+                "every message (--set data.chat_template=JINJA), or leave the message out"
+            )
+        if message.role != "system":
+            rest = rest[end:]
 
 
 def _stand_in(mark: re.Match[str]) -> str:

@@ -9,7 +9,7 @@ tokenizer's chat template writes it; what of it is longer than `data.max_tokens`
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final, Protocol
@@ -33,6 +33,7 @@ from worker.data.packing import PackedSamples
 from worker.models.tokens import (
     NOTHING,
     Tokens,
+    answer_ends,
     encode_each,
     load_tokenizer,
     marks_around_text,
@@ -218,11 +219,11 @@ def _conversations(spec: RunSpec, data: DataSpec, fraction: float, *, even: bool
 
     tokenizer = load_or_train_tokenizer(spec, said())
     template = ChatTemplate(tokenizer, data.chat_template, everything=data.loss == "all")
+    ends = answer_ends(tokenizer)
     pad_to = data.max_tokens if even else _PADDING_TOKENS
+    how: dict[str, Any] = {"grouped": data.group_by_length, "ends": ends}
     both = [
-        Turns.encode(
-            template, (of[n] for n in part), data.max_tokens, pad_to, grouped=data.group_by_length
-        )
+        Turns.encode(template, (of[n] for n in part), data.max_tokens, pad_to, **how)
         for of, part in chosen
     ]
     if not len(both[0]):
@@ -231,6 +232,7 @@ def _conversations(spec: RunSpec, data: DataSpec, fraction: float, *, even: bool
             f"{data.max_tokens} tokens reach an answer, found none; raise it: "
             f"--set data.max_tokens={max(part.longest for part in both)}"
         )
+    _refuse_answers_without_end(tokenizer, both[0], ends)
     lengths = [int(length) for part in both for length in part.tokens.lengths]
     samples: list[Samples] = [
         PackedSamples.of(part, data.max_tokens, spec.seed) if data.packing else part
@@ -259,6 +261,23 @@ def _conversations(spec: RunSpec, data: DataSpec, fraction: float, *, even: bool
             **({} if documents is None else overlap(found.documents, documents)),
             **_packed_notes(samples[0]),
         },
+    )
+
+
+def _refuse_answers_without_end(tokenizer: Any, trained: Turns, ends: frozenset[int]) -> None:
+    """See that a model learns to end its answers: generation stops at nothing else.
+
+    Raises:
+        DataError: No token that ends an answer is ever predicted with loss.
+    """
+    if trained.ended or trained.truncated == len(trained):
+        return
+    names = ", ".join(repr(tokenizer.decode([each])) for each in sorted(ends)) or "no token"
+    raise DataError(
+        f"expected answers whose end is learned, got {len(trained)} conversations without: "
+        f"generation stops at {names}, and no such token counts; write it behind each answer in "
+        "the chat template, inside of {% generation %} where that is used: "
+        "--set data.chat_template=JINJA"
     )
 
 
@@ -349,6 +368,7 @@ class Turns:
         truncated: How many of these were cut.
         left_out: How many are not here: nothing that counts is in their first `length` tokens.
         longest: Tokens of the longest one before any was cut or left out.
+        ended: In how many a token that ends an answer counts.
     """
 
     tokens: DiskArrays
@@ -359,6 +379,7 @@ class Turns:
     truncated: int
     left_out: int
     longest: int
+    ended: int = 0
 
     @staticmethod
     def encode(
@@ -368,6 +389,7 @@ class Turns:
         pad_to: int,
         *,
         grouped: bool = False,
+        ends: Collection[int] = (),
     ) -> Turns:
         """Render, encode and cut.
 
@@ -375,7 +397,8 @@ class Turns:
             DataError: The template refuses a conversation.
         """
         tokens, counted = DiskArrays("<u4", np.int64), DiskArrays(np.uint8, np.bool_)
-        truncated = longest = given = 0
+        truncated = longest = given = ended = 0
+        last = np.array(sorted(ends), np.int64)
         for some in _some_at_a_time(conversations):
             given += len(some)
             for ids, marks in template.encode([template.render(each) for each in some]):
@@ -384,13 +407,14 @@ class Turns:
                 if not marks[:length].any():
                     continue
                 truncated += len(ids) > length
+                ended += bool(np.isin(ids[:length][marks[:length]], last).any())
                 tokens.append(ids[:length])
                 counted.append(marks[:length])
         order = np.arange(len(tokens))
         if grouped:
             order = np.argsort(tokens.lengths, kind="stable")
         left_out = given - len(tokens)
-        return Turns(tokens, counted, order, length, pad_to, truncated, left_out, longest)
+        return Turns(tokens, counted, order, length, pad_to, truncated, left_out, longest, ended)
 
     def __len__(self) -> int:
         return len(self.tokens)

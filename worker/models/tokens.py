@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import html
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import jinja2
 import numpy as np
 import transformers
 from numpy.typing import NDArray
@@ -207,6 +209,46 @@ def marks_around_text(tokenizer: Any) -> tuple[list[int], list[int]]:
     at = next((n for n in range(len(marked)) if marked[n : n + count] == plain), None)
     before, behind = ([], []) if at is None else (marked[:at], marked[at + count :])
     return before, behind if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+
+
+def where_said(rendered: str, content: str) -> int:
+    """Where a chat template has written a message, behind its last character; -1 if nowhere.
+
+    Args:
+        rendered: Without any spaces and line ends: see `without_spaces`.
+        content: What the message says; a template may strip it, or write it as JSON or HTML.
+    """
+    forms = (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
+    for form in map(without_spaces, (*forms, html.escape(content))):
+        at = rendered.find(form)
+        if at >= 0:
+            return at + len(form)
+    return -1
+
+
+def without_spaces(text: str) -> str:
+    """A text without spaces and line ends, which templates strip and add."""
+    return "".join(text.split())
+
+
+def answer_ends(tokenizer: Any) -> frozenset[int]:
+    """What ends an answer: the end token, and the mark behind an answer in the chat template."""
+    _, behind = marks_around_text(tokenizer)
+    mark = _mark_after_an_answer(tokenizer) if tokenizer.chat_template else None
+    return frozenset(behind[:1] if mark is None else [*behind[:1], mark])
+
+
+def _mark_after_an_answer(tokenizer: Any) -> int | None:
+    """The first token behind what the assistant says, if it is one of the tokenizer's marks."""
+    said = "unlikely words"
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except (jinja2.TemplateError, TypeError, ValueError):
+        return None
+    behind = tokenizer(text.rpartition(said)[2], add_special_tokens=False)["input_ids"]
+    marks = tokenizer.added_tokens_decoder
+    return int(behind[0]) if behind and behind[0] in marks else None
 
 
 def _some_at_a_time(texts: Iterable[str]) -> Iterator[list[str]]:

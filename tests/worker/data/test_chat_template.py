@@ -166,3 +166,52 @@ def test_what_a_template_does_not_say_is_not_guessed(tokenizer, template, told):
     assert told in str(raised.value)
     assert "line 3" in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+BODY = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+LEAVING_OUT = {
+    "the system": (
+        "{% for m in messages if m['role'] != 'system' %}" + BODY, "message 1: .*system",
+    ),
+    "what the user says": (
+        "{% for m in messages %}" + BODY.replace("m['content']", "(m['content'] if m['role'] != "
+        "'user' else '?')"), "message 2: .*user",
+    ),
+    "all but the last": (
+        "{% for m in messages %}{% if loop.last %}" + BODY
+        + "{% endif %}", "message 1: .*system",
+    ),
+    "the end of a long one": (
+        "{% for m in messages %}" + BODY.replace("m['content']", "m['content'][:12]"),
+        "message 4: .*user",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize(("template", "told"), LEAVING_OUT.values(), ids=list(LEAVING_OUT))
+def test_a_template_that_leaves_words_out_is_refused(tokenizer, template, told, everything):
+    template += (
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    with pytest.raises(DataError, match=f"line 3 {told} says"):
+        read(tokenizer, WEATHER, template, everything=everything)
+
+
+def test_short_words_that_stand_elsewhere_are_no_excuse(tokenizer):
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+        "{% if m['role'] != 'user' %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    with pytest.raises(DataError, match=r"message 1: .*user says"):
+        read(tokenizer, (ChatMessage("user", "s"), ChatMessage("assistant", "ok")), template)
+
+
+def test_words_may_be_stripped_moved_or_written_as_json(tokenizer):
+    last = "{% if loop.index == messages | length - 1 %}{{ messages[0]['content'] }}{% endif %}"
+    moved = "{% for m in messages if m['role'] != 'system' %}" + last + BODY + "{% endfor %}"
+    as_json = "{% for m in messages %}" + BODY.replace("m['content']", "(m['content'] | tojson)")
+    stripped = "{% for m in messages %}" + BODY.replace("m['content']", "m['content'].strip()")
+    for template in (moved, as_json + "{% endfor %}", stripped + "{% endfor %}"):
+        read(tokenizer, WEATHER, template, everything=True)

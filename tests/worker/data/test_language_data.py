@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from protocol.base.errors import DataError
 from protocol.data.data_check import check_data
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from tests.commands import called
@@ -424,3 +425,38 @@ def test_more_than_forty_mistakes_are_named():
 
     assert len(MISTAKES) + len(OTHER_MISTAKES) >= 40
     assert len({*MISTAKES, *OTHER_MISTAKES, *test_dpo.MISTAKES}) >= 60
+
+
+END_OUTSIDE = MARKED.replace(
+    "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}",
+    "{{ message['content'] }}{% endgeneration %}{{ '<|im_end|>' }}",
+)
+NEXT_ROLE = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "loss", "is_learned"),
+    [
+        (CHATML, "assistant", True),
+        (MARKED, "assistant", True),
+        (END_OUTSIDE, "assistant", False),
+        (END_OUTSIDE, "all", True),
+        (NEXT_ROLE, "assistant", False),
+        (NEXT_ROLE, "all", False),
+        (NEXT_ROLE.replace("+ '\n'", "+ eos_token + '\n'"), "assistant", True),
+    ],
+)
+def test_an_answer_whose_end_is_not_learned_is_refused(
+    tokenizers, tmp_path, template, loss, is_learned
+):
+    train = str(jsonl(tmp_path / "chat.jsonl", ROWS))
+    data = {"train": train, "chat_template": template, "loss": loss}
+    spec = parse_run_spec(document_of(tokenizers, data, tokenizer="bare"))
+    if is_learned:
+        read_language_data(spec, 0.2)
+    else:
+        with pytest.raises(DataError, match=r"stops at '<\|im_end\|>', and no such token counts"):
+            read_language_data(spec, 0.2)
