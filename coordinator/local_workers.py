@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from coordinator.members.listening import from_here
+from protocol.base.address import format_address
 from protocol.base.errors import ExitCode, RunFailed
 from protocol.command.own_command import own_command, own_environment
 
@@ -51,7 +52,8 @@ class LocalWorkers:
         plaintext: bool = False,
     ) -> None:
         self._command = [
-            *own_command("worker"), "--coordinator", f"{from_here(address[0])}:{address[1]}",
+            *own_command("worker"),
+            "--coordinator", format_address(from_here(address[0]), address[1]),
             "--quiet", "--end-with-stdin", "--backend", backend,
             *(["--plaintext"] if plaintext else []),
         ]  # fmt: skip

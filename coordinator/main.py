@@ -38,6 +38,7 @@ from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.tracking.trackers import check_trackers
 from coordinator.tracking.tracking import Tracking
 from protocol.base import limits
+from protocol.base.address import format_address
 from protocol.base.errors import ExitCode, SamestepError, StorageFailed, UsageError
 from protocol.base.place import is_directory
 from protocol.command.command_line import check_writable, end_on_signals, need_open_files
@@ -451,8 +452,7 @@ def _announced(options: CoordinatorOptions, service: Service) -> Announcement | 
 def _say_where(
     options: CoordinatorOptions, service: Service, control: ControlPort, console: Console
 ) -> None:
-    data = f"{service.address[0]}:{service.address[1]}"
-    page = f"{control.address[0]}:{control.address[1]}"
+    data, page = format_address(*service.address), format_address(*control.address)
     if options.address_file is not None:
         try:
             write_json(options.address_file, {"data": data, "control": page})

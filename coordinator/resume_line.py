@@ -7,6 +7,8 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from protocol.base.address import format_address
+
 if TYPE_CHECKING:
     from coordinator.main import CoordinatorOptions
 
@@ -34,9 +36,9 @@ def resume_line(
     """
     words = ["coordinator", "--resume", "--out", str(directory)]
     if bind != _BIND:
-        words += ["--bind", _shown(bind)]
+        words += ["--bind", format_address(*bind)]
     if control != _CONTROL:
-        words += ["--control", _shown(control)]
+        words += ["--control", format_address(*control)]
     if options.name not in ("", usual_name()):
         words += ["--name", options.name]
     if not options.name:
@@ -50,8 +52,3 @@ def resume_line(
     if options.expect_workers != max(options.local_workers, 1):
         words += ["--expect-workers", str(options.expect_workers)]
     return shlex.join(words)
-
-
-def _shown(address: tuple[str, int]) -> str:
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -67,7 +67,7 @@ from samestep.own_worker import OwnWorker, StandsStill, WorkerEnded, told
 from samestep.result import FitResult, read_history
 from samestep.words import for_a_script, in_a_scripts_words
 from worker.joining.credentials import WorkerCredentials
-from worker.shell.client import Target
+from worker.shell.client import FindAgain, Target
 
 _OWN_KEYS: Final = {
     "name", "task", "seed", "batch", "optimizer", "steps", "epochs", "evaluate_every", "options",
@@ -90,6 +90,7 @@ class Joining:
     Attributes:
         find: Gives the coordinator's address; may look for it.
         name: This worker's.
+        find_again: Looks for it once more, where it was found on the network.
     """
 
     find: Callable[[], tuple[str, int]]
@@ -100,6 +101,7 @@ class Joining:
     credentials: WorkerCredentials
     duty: Duty
     tell: Callable[[str], None]
+    find_again: FindAgain | None = None
 
 
 _LISTENED: list[str] = []
@@ -659,7 +661,10 @@ def _join(call: script.Call, joining: Joining) -> FitResult:
     target = Target(
         *joining.find(), joining.name, joining.backend, joining.retry_for_s, joining.duty
     )
-    worker = OwnWorker(target, joining.device, joining.credentials, joining.tell, happened)
+    worker = OwnWorker(
+        target, joining.device, joining.credentials, joining.tell, happened,
+        find_again=joining.find_again,
+    )  # fmt: skip
     try:
         with interrupts_into(happened):
             _follow(worker, happened)

@@ -19,7 +19,7 @@ from protocol.wire.messages import Commit, EndRun, Halt
 from protocol.wire.transport import Channel
 from samestep.own_coordinator import Happened
 from worker.joining.credentials import WorkerCredentials
-from worker.shell.client import Client, Target
+from worker.shell.client import Client, FindAgain, Target
 from worker.tasks.base import Task
 from worker.tasks.registry import build
 
@@ -101,6 +101,7 @@ class OwnWorker:
         credentials: What it joins with.
         tell: Where its lines go.
         happened: Where its end goes.
+        find_again: Looks for the coordinator once more, where it was found on the network.
     """
 
     def __init__(
@@ -110,11 +111,13 @@ class OwnWorker:
         credentials: WorkerCredentials,
         tell: Callable[[str], None],
         happened: Happened,
+        *,
+        find_again: FindAgain | None = None,
     ) -> None:
         self.rows: dict[int, dict[str, float]] = {}
         self._target, self._credentials, self._tell = target, credentials, tell
         self._devices = _Devices(target.backend, device)
-        self._happened = happened
+        self._happened, self._find_again = happened, find_again
         self._client: _OneRunClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._begun = threading.Event()
@@ -149,7 +152,9 @@ class OwnWorker:
             self._happened.put(WorkerEnded(error))
 
     async def _serve(self) -> ExitCode:
-        client = _OneRunClient(self._target, self._devices, self._credentials, self._tell)
+        client = _OneRunClient(
+            self._target, self._devices, self._credentials, self._tell, find_again=self._find_again
+        )
         client.rows = self.rows
         client.halted = lambda reason: self._happened.put(StandsStill(reason))
         self._client, self._loop = client, asyncio.get_running_loop()

@@ -50,6 +50,14 @@ class Network:
         port = f"port{self._numbers[host]}"
         _ip("-n", self._name("hub"), "link", "set", port, "master", "bridge")
 
+    def drop_large(self, host: str, mtu: int) -> None:
+        """From now on its link drops packets above that many bytes, either way; nobody is told."""
+        port = f"port{self._numbers[host]}"
+        _ip("-n", self._name("hub"), "link", "set", port, "mtu", str(mtu))
+        # A host hands its link packets of up to 64 KiB, to be cut there; these would pass whole.
+        for each in self._numbers:
+            _ip("-n", self._name(each), "link", "set", "eth0", "gso_max_segs", "1")
+
     def start(
         self, host: str, module: str, *arguments: str, environment: Mapping[str, str] | None = None
     ) -> Process:

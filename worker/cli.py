@@ -210,7 +210,7 @@ def script(
     """Run it; every `samestep.fit` in it takes part in the coordinator's run of the same script."""
     from samestep.fitting import Joining
     from samestep.launching import run_script
-    from worker.main import find
+    from worker.main import find, find_again
 
     options = context.obj
     _warn_of_own_options(context, arguments or ())
@@ -228,6 +228,7 @@ def script(
         credentials=options.credentials,
         duty=options.duty,
         tell=tell,
+        find_again=find_again(options),
     )
     run_script(path, arguments or (), joining)
 

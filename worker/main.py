@@ -25,7 +25,7 @@ from protocol.host.trace import Tracer
 from worker.joining.credentials import WorkerCredentials
 from worker.joining.this_machine import HERE, someone_listens
 from worker.local_device import LocalDevice
-from worker.shell.client import Client, Target
+from worker.shell.client import Client, FindAgain, Target
 from worker.shell.device_processes import DeviceProcesses
 from worker.shell.host_engine import Several
 
@@ -125,7 +125,8 @@ async def _serve(options: WorkerOptions, group: LeadingToolbox | None = None) ->
     target = Target(*address, options.name, options.backend, options.retry_for_s, options.duty)
     tracer = Tracer.to_file(options.trace, options.name) if options.trace else None
     toolbox = group or _devices(options, tell, warn)
-    client = Client(target, toolbox, options.credentials, tell, tracer)
+    again = find_again(options)
+    client = Client(target, toolbox, options.credentials, tell, tracer, find_again=again)
     _end_on_signals(client, supervisor)
     watch = LoopWatch(lambda held_ms: tell(f"nobody was heard for {held_ms:.0f} ms: network held"))
     watching = asyncio.create_task(watch.run())
@@ -147,12 +148,26 @@ async def _find(options: WorkerOptions, tell: Callable[[str], None]) -> tuple[st
     """Where the coordinator is; the network is asked only if none is on this machine."""
     if not options.coordinator and someone_listens(*HERE):
         return HERE
+    return await _ask_network(options, options.retry_for_s, tell)
+
+
+def find_again(options: WorkerOptions) -> FindAgain | None:
+    """Looks for a coordinator that was found on the network; None for one whose address the user
+    gave."""
+    if options.address is not None:
+        return None
+    return lambda: _ask_network(options, 0.0, lambda _: None)
+
+
+async def _ask_network(
+    options: WorkerOptions, retry_for_s: float, tell: Callable[[str], None]
+) -> tuple[str, int]:
     from worker.joining.discovery import find  # noqa: PLC0415 -- 0.1 s, and seldom needed
 
     def is_ours(certificate: str) -> bool:
         return options.credentials.is_for(bytes.fromhex(certificate), options.name)
 
-    return await find(options.coordinator, is_ours, options.retry_for_s, tell)
+    return await find(options.coordinator, is_ours, retry_for_s, tell)
 
 
 def _end_on_signals(client: Client, supervisor: Supervisor) -> None:

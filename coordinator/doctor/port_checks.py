@@ -5,20 +5,27 @@ A port that is in use is connected to: it may be this very coordinator that is a
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import http.client
-import ipaddress
 import json
 import socket
 from collections.abc import Iterator
 from typing import Final
 
-from coordinator.members.invitation import reachable_address
-from coordinator.members.listening import bind_failure, from_here, is_loopback, require_loopback
+from coordinator.members.listening import (
+    bind_failure,
+    from_here,
+    is_loopback,
+    reachable_addresses,
+    require_loopback,
+)
+from protocol.base.address import format_address
 from protocol.base.errors import UsageError
 from protocol.command.doctor import Finding, failure, ok, warning
-from protocol.wire import tls
+from protocol.wire import dial, tls
+from protocol.wire.dial import described
 
 _PATIENCE_S: Final = 5.0
 _ELSEWHERE: Final = "check from another machine with: worker doctor --coordinator"
@@ -44,7 +51,7 @@ def workers_port(host: str, port: int, certificate: bytes | None) -> Iterator[Fi
         if shown is None or shown != certificate:
             yield failure(check, bind_failure("--bind", host, port, error))
             return
-        yield ok(check, f"this user's coordinator listens at {host}:{port}")
+        yield ok(check, f"this user's coordinator listens at {format_address(host, port)}")
         yield from _open_to_others(check, host, port)
 
 
@@ -54,12 +61,12 @@ def control_port(host: str, port: int) -> Iterator[Finding]:
     try:
         require_loopback(host, "--control")
         with _listening(host, port) as (_, at):
-            yield ok(check, f"{host}:{at[1]} is free")
+            yield ok(check, f"{format_address(host, at[1])} is free")
     except UsageError as error:
         yield failure(check, str(error))
     except OSError as error:
         if error.errno == errno.EADDRINUSE and _is_healthy(host, port):
-            yield ok(check, f"a coordinator answers at {host}:{port}")
+            yield ok(check, f"a coordinator answers at {format_address(host, port)}")
         else:
             yield failure(check, bind_failure("--control", host, port, error))
 
@@ -71,29 +78,30 @@ def _listening(host: str, port: int) -> Iterator[tuple[socket.socket, tuple[str,
     Raises:
         OSError: It cannot be had.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, protocol, _, address = found[0]
-    with socket.socket(family, kind, protocol) as listener:
+    address, *_ = asyncio.run(dial.resolve(host, port, _PATIENCE_S, socket.AI_PASSIVE))
+    with socket.socket(address.family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        listener.bind(address.socket_address)
         listener.listen(1)
         yield listener, listener.getsockname()[:2]
 
 
 def _reached(check: str, host: str, port: int, listener: socket.socket) -> Iterator[Finding]:
     """Connect to what listens, by the address that others are told."""
-    there = reachable_address(host)
-    try:
-        with socket.create_connection((there, port), _PATIENCE_S):
-            listener.settimeout(_PATIENCE_S)
-            listener.accept()[0].close()
-    except OSError as error:
-        yield failure(
-            check, f"{host}:{port} is free, but cannot be reached at {there}:{port} even from here "
-            f"({error.strerror or error})", "look at the addresses (ip addr) and the firewall",
-        )  # fmt: skip
-        return
-    yield ok(check, f"{host}:{port} is free")
+    for there in reachable_addresses(host):
+        at = format_address(there, port)
+        try:
+            with dial.connect_blocking(there, port, _PATIENCE_S):
+                listener.settimeout(_PATIENCE_S)
+                listener.accept()[0].close()
+        except OSError as error:
+            yield failure(
+                check, f"{format_address(host, port)} is free, but cannot be reached at {at} even "
+                f"from here ({described(error, at).found})",
+                "look at the addresses (ip addr) and the firewall",
+            )  # fmt: skip
+            return
+    yield ok(check, f"{format_address(host, port)} is free")
     yield from _open_to_others(check, host, port)
 
 
@@ -107,31 +115,22 @@ def _open_to_others(check: str, host: str, port: int) -> Iterator[Finding]:
             f"for others: --bind 0.0.0.0:{port}",
         )  # fmt: skip
         return
-    there = reachable_address(host)
-    if not _is_known_to_others(host, there):
+    at = [format_address(there, port) for there in reachable_addresses(host)]
+    if not at:
         yield failure(
-            check, f"this machine has no address that others know, only {there}",
+            check, "this machine has no address that others know",
             "connect it to a network (ip addr)",
         )  # fmt: skip
         return
-    yield ok(check, f"others connect to {there}:{port}; {_ELSEWHERE} {there}:{port}")
-
-
-def _is_known_to_others(host: str, there: str) -> bool:
-    """Whether an address can be another machine's way in; a name is what the user has said."""
-    try:
-        address = ipaddress.ip_address(there)
-    except ValueError:
-        return there == host  # else there was no address, so the machine's name had to do
-    return not (address.is_loopback or address.is_link_local)
+    yield ok(check, f"others connect to {' or '.join(at)}; {_ELSEWHERE} {at[0]}")
 
 
 def _loopback_only(host: str) -> str:
     """What the host means if that is loopback alone; a machine's own name often is, to itself."""
     if is_loopback(host):
         return host
-    found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    if found and all(is_loopback(address) for address in found):
+    found = {each.host for each in asyncio.run(dial.resolve(host, 0, _PATIENCE_S))}
+    if all(is_loopback(address) for address in found):
         return f"{host} means {', '.join(sorted(found))} here (/etc/hosts)"
     return ""
 
@@ -140,7 +139,7 @@ def _certificate_at(host: str, port: int) -> bytes | None:
     """Fingerprint of what is shown there; None if nothing there speaks TLS 1.3."""
     with (
         contextlib.suppress(OSError),
-        socket.create_connection((host, port), _PATIENCE_S) as plain,
+        dial.connect_blocking(host, port, _PATIENCE_S) as plain,
         tls.client_context().wrap_socket(plain) as secured,
     ):
         shown = secured.getpeercert(binary_form=True)

@@ -9,25 +9,28 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import itertools
 import uuid
 from typing import Final
 
-import ifaddr
 import structlog
 from zeroconf import Error, InterfaceChoice, IPVersion
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
-from coordinator.members.invitation import reachable_address
+from coordinator.members.listening import reachable_addresses
 from protocol import PROTOCOL_VERSION
 from protocol.wire.discovery import SERVICE, Announced
 
 log = structlog.get_logger("coordinator")
 
+LOOK_EVERY_S: Final = 5.0
+"""How often the interfaces are asked for their addresses."""
 _GOODBYE_S: Final = 2.0
+_MOST_ADDRESSES: Final = 32
 
 
 class Announcement:
-    """Of one coordinator, from `start` to `stop`.
+    """Of one coordinator, from `start` to `stop`; made anew when this machine's addresses change.
 
     Args:
         name: Its own; with a number after it if another has that name.
@@ -44,26 +47,37 @@ class Announcement:
 
     def start(self) -> None:
         """Announce it; nobody waits for that."""
-        self._task = asyncio.get_running_loop().create_task(self._announce())
+        self._task = asyncio.get_running_loop().create_task(self._keep_announced())
 
     async def stop(self) -> None:
         """Take it back."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,))
-        if self._zeroconf is not None:
-            try:
-                async with asyncio.timeout(_GOODBYE_S):
-                    await self._zeroconf.async_unregister_all_services()
-                    await self._zeroconf.async_close()
-            except (OSError, Error) as error:
-                log.warning("still_announced", reason=str(error))
+        await self._withdraw()
 
-    async def _announce(self) -> None:
+    async def _keep_announced(self) -> None:
+        announced: list[str] | None = None
+        failure = ""
+        while True:
+            reachable = (each for each in reachable_addresses(self._host) if "%" not in each)
+            addresses = [*itertools.islice(reachable, _MOST_ADDRESSES)]
+            if addresses != announced:
+                await self._withdraw()
+                reason = await self._announce(addresses)
+                if reason and reason != failure:
+                    log.warning("not_announced", reason=reason)
+                announced, failure = (None if reason else addresses), reason
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _announce(self, addresses: list[str]) -> str:
+        """Announce it at these addresses; why that is not possible, else an empty text."""
+        if not addresses:
+            return "there is no address that others reach without a zone; check --bind and ip addr"
         try:
             announced = Announced(
                 name=self._name,
-                addresses=tuple(addresses_of(self._host)),
+                addresses=tuple(addresses),
                 port=self._port,
                 protocol=PROTOCOL_VERSION,
                 certificate=self._certificate,
@@ -80,40 +94,23 @@ class Announcement:
             self._zeroconf = AsyncZeroconf(self._interfaces(), ip_version=IPVersion.V4Only)
             await (await self._zeroconf.async_register_service(info, allow_name_change=True))
         except (OSError, Error, ValueError) as error:
-            log.warning("not_announced", reason=str(error) or repr(error))
+            return str(error) or repr(error)
+        log.info("announced", name=info.name.removesuffix(f".{SERVICE}"), addresses=addresses)
+        return ""
+
+    async def _withdraw(self) -> None:
+        zeroconf, self._zeroconf = self._zeroconf, None
+        if zeroconf is None:
             return
-        log.info("announced", name=info.name.removesuffix(f".{SERVICE}"))
+        try:
+            async with asyncio.timeout(_GOODBYE_S):
+                await zeroconf.async_unregister_all_services()
+                await zeroconf.async_close()
+        except (OSError, Error) as error:
+            log.warning("still_announced", reason=str(error))
 
     def _interfaces(self) -> list[str] | InterfaceChoice:
         listening = ipaddress.ip_address(self._host)
         if listening.version == 6 or listening.is_unspecified:
             return InterfaceChoice.All
         return [self._host]
-
-
-def addresses_of(host: str) -> list[str]:
-    """Where others can reach what listens there; the one towards the default route comes first.
-
-    Args:
-        host: An address, or the one that stands for all.
-    """
-    listening = ipaddress.ip_address(host)
-    if not listening.is_unspecified:
-        return [host]
-    found = [reachable_address(host)]
-    for adapter in ifaddr.get_adapters():
-        for each in adapter.ips:
-            text = each.ip if isinstance(each.ip, str) else each.ip[0]
-            address = ipaddress.ip_address(text)
-            local = address.is_loopback or address.is_link_local
-            if address.version == listening.version and not local:
-                found.append(text)
-    return [text for text in dict.fromkeys(found) if _is_address(text)]
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True

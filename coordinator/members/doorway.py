@@ -20,7 +20,7 @@ from protocol.base import limits
 from protocol.base.errors import Mismatch, UsageError
 from protocol.host import local_socket
 from protocol.host.lent_memory import Lender
-from protocol.wire import frames, tls_transport
+from protocol.wire import dial, frames, tls_transport
 from protocol.wire.connection import encode
 from protocol.wire.messages import Goodbye
 from protocol.wire.transport import Channel
@@ -35,6 +35,8 @@ _HELLO_BYTES: Final = 2 * limits.UNAUTHENTICATED_HEADER_BYTES
 _NO_TLS: Final = "the coordinator speaks TLS: start this worker without --plaintext"
 HERE: Final = ("this machine", 0)
 """The address of who comes in by the Unix socket."""
+_NAME_PATIENCE_S: Final = 10.0
+"""For the name servers, where --bind has a name."""
 _PAUSE_S: Final = 0.2
 """After the system has no file descriptor or memory for another connection."""
 
@@ -64,15 +66,14 @@ class Doorway:
             UsageError: The address is taken or not this machine's.
         """
         try:
-            found = await self._loop.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )
-            for family, kind, protocol, _, address in dict.fromkeys(found):
-                self._listen(socket.socket(family, kind, protocol), address)
+            for found in await dial.resolve(host, port, _NAME_PATIENCE_S, socket.AI_PASSIVE):
+                listener = socket.socket(found.family, socket.SOCK_STREAM)
+                self._listen(listener, found.socket_address)
         except OSError as error:
             self.close()
             raise UsageError(bind_failure(option, host, port, error)) from None
-        self.address = self._listeners[0].getsockname()[:2]
+        own = self._listeners[0].getsockname()
+        self.address = dial.host_of(own), own[1]
         for listener in self._listeners:
             self._loop.add_reader(listener, self._accept, listener)
 
@@ -83,8 +84,8 @@ class Doorway:
             fingerprint: Of the certificate.
             lender: Has memory to share with them; None: this system has none.
         """
-        for host, port in {listener.getsockname()[:2] for listener in self._listeners}:
-            listener = local_socket.listen(host, port)
+        for at in {listener.getsockname() for listener in self._listeners}:
+            listener = local_socket.listen(dial.host_of(at), at[1])
             if listener is not None:
                 self._listeners.append(listener)
                 self._loop.add_reader(listener, self._accept_here, listener, fingerprint, lender)

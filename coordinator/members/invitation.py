@@ -6,14 +6,12 @@ a file) says how to get it instead.
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 import os
-import socket
 from collections.abc import Iterator
 
 from coordinator.members.credentials import CoordinatorCredentials
-from coordinator.members.listening import from_here, is_loopback
+from coordinator.members.listening import from_here, is_loopback, reachable_addresses
+from protocol.base.address import format_address
 
 
 def invitation(
@@ -35,19 +33,25 @@ def invitation(
     """
     host, port = address
     option = " --plaintext" if plaintext else ""
-    yield f"listening for workers: worker --coordinator {from_here(host)}:{port}{option}"
+    here = format_address(from_here(host), port)
+    yield f"listening for workers: worker --coordinator {here}{option}"
     if plaintext:
         yield "NOT ENCRYPTED (--plaintext): all that workers send can be read and changed"
     if is_loopback(host):
         return
-    there = reachable_address(host)
+    there, *others = reachable_addresses(host) or [""]
+    if not there:
+        yield "other machines cannot reach this one: it is on no network (ip addr)"
+        return
     if to_terminal:
         token = credentials.join_token().reveal()
     else:
         token = f'"$({_over_ssh(there, credentials)} token show)"'
     yield "on another machine, in one line:"
-    yield f"  SAMESTEP_TOKEN={token} worker --coordinator {there}:{port}{option}"
-    if name:
+    yield f"  SAMESTEP_TOKEN={token} worker --coordinator {format_address(there, port)}{option}"
+    if others:
+        yield f"  or at {', '.join(format_address(each, port) for each in others)}"
+    if name and "%" not in there:
         yield f"(on the same network it is found without its address, as {name!r})"
 
 
@@ -58,30 +62,11 @@ def _over_ssh(host: str, credentials: CoordinatorCredentials) -> str:
     return f"ssh {host} coordinator"
 
 
-def reachable_address(host: str) -> str:
-    """What other machines can connect to where this one listens on all addresses.
-
-    Not what the host's name resolves to here: that is often 127.0.1.1.
-    """
-    try:
-        every = ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return host
-    if not every:
-        return host
-    # A datagram socket that is connected sends nothing; it only finds the way out.
-    for family, somewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((somewhere, 9))
-            return str(probe.getsockname()[0])
-    return socket.gethostname()
-
-
 def status_line(control: tuple[str, int], token: str, *, to_terminal: bool) -> str:
     """How to see the status; with the control token only for a person at a terminal.
 
     A fragment of an address stays in the browser: it is in no request and in no log.
     """
-    at = f"{control[0]}:{control[1]}"
+    at = format_address(*control)
     fragment = f"#token={token}" if to_terminal else ""
     return f"status: coordinator status --control {at}   (page: http://{at}/{fragment})"

@@ -20,6 +20,7 @@ from coordinator.run.workers.membership import COMPUTING, MemberState
 from coordinator.service.execution import Execution
 from coordinator.service.service import Service
 from protocol import __version__
+from protocol.base.address import format_address
 
 Stage = Literal["compute", "up", "reduce", "down", "disk"]
 """Of a step: gradients are computed; their sums go to who adds them; those are added; averages and
@@ -42,7 +43,7 @@ def status_document(service: Service, now_s: float) -> dict[str, Any]:
         "expect_workers": service.settings.expect_workers,
         "able_workers": len(able_workers(service)),
         "encryption": "none (--plaintext)" if service.settings.plaintext else "TLS 1.3",
-        "address": f"{service.address[0]}:{service.address[1]}",
+        "address": format_address(*service.address),
         "event_loop": {
             "longest_hold_ms": round(service.loop_watch.longest_hold_ms, 1),
             "longest_delay_ms": round(service.loop_watch.longest_delay_ms, 1),

@@ -45,6 +45,7 @@ from coordinator.service.listener import (
 from coordinator.storage.kept_files import hold
 from coordinator.storage.run_storage import RunStorage
 from protocol.base import limits
+from protocol.base.address import format_address
 from protocol.base.errors import (
     ExitCode,
     OutOfPlace,
@@ -387,7 +388,7 @@ class Service:
         check = JoinCheck(self.credentials, encrypted=encrypted, here=address == HERE)
         session = MemberSession(self, check, host)
         channel = Channel(Connection("coordinator"), session, self._machine.now_s)
-        channel.peer = f"{host}:{address[1]}"
+        channel.peer = format_address(host, address[1])
         session.start(channel)
         self._joining.enter(session)
         return channel

@@ -135,12 +135,14 @@ def _name(host: str, port: int) -> bytes:
 def _names(host: str, port: int) -> list[bytes]:
     """Where a listener of this address is, if that is one of this machine's."""
     host = "127.0.0.1" if host == "localhost" else host
-    family, everywhere = (
-        (socket.AF_INET6, "::") if ":" in host else (socket.AF_INET, "0.0.0.0")  # noqa: S104 -- a name
-    )
+    everywhere = "::" if ":" in host else "0.0.0.0"  # noqa: S104 -- a name
     try:
+        # A host name is not looked up: name servers may take minutes.
+        (family, _, _, _, address), *_ = socket.getaddrinfo(
+            host, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST
+        )
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((host, 0))  # only an address of this machine can be had
-    except OSError:
+            probe.bind(address)  # only an address of this machine can be had
+    except (OSError, UnicodeError):
         return []
     return [_name(host, port), _name(everywhere, port)]

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from protocol.base import limits
-from protocol.wire import frames
+from protocol.wire import dial, frames
 from protocol.wire.transport import Channel, Parsed
 
 _READ_BYTES: Final = 32 * limits.KIB
@@ -575,29 +575,28 @@ async def secure(
 async def connect(
     host: str, port: int, context: ssl.SSLContext, channel: Channel, *, timeout_s: float
 ) -> None:
-    """Connect to the first address of the host's that answers, over TLS.
+    """Connect to the first address of the host that answers, over TLS.
+
+    Args:
+        host: A name or an IP address.
+        port: At each address of the host.
+        context: A client's.
+        channel: Hears what comes.
+        timeout_s: For name and connection, and again for the handshake at each address.
 
     Raises:
         OSError: None does, or the handshake came to nothing.
     """
-    loop = asyncio.get_running_loop()
-    wrong: OSError = OSError(f"{host} has no address")
-    for family, kind, protocol, _, address in await loop.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM
-    ):
-        endpoint = socket.socket(family, kind, protocol)
+    addresses = await dial.resolve(host, port, timeout_s)
+    while True:
+        endpoint, address = await dial.connect_first(addresses, timeout_s)
+        addresses.remove(address)
         try:
-            endpoint.setblocking(False)
-            await loop.sock_connect(endpoint, address)
             await secure(endpoint, context, channel, server_side=False, timeout_s=timeout_s)
-        except OSError as error:
+        except BaseException as error:
             endpoint.close()
-            wrong = error
-            if isinstance(error, ssl.SSLError):
-                break
-        except BaseException:
-            endpoint.close()
-            raise
+            # Another address may lead there by another path; what speaks no TLS does so nowhere.
+            if not addresses or not isinstance(error, OSError) or isinstance(error, ssl.SSLError):
+                raise
         else:
             return
-    raise wrong

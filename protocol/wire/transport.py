@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol, cast
 
 from protocol.base import limits
+from protocol.base.address import format_address
 from protocol.base.errors import OutOfPlace, ProtocolError, SharedMemoryFull
 from protocol.base.fields import cut_text
 from protocol.wire import frames
@@ -247,7 +248,7 @@ class Channel(asyncio.BufferedProtocol):
             high_bytes -= min(limits.LENT_COPIES_BYTES, high_bytes // 2)
         transport.set_write_buffer_limits(high=high_bytes)
         address = transport.get_extra_info("peername")
-        self.peer = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "this machine"
+        self.peer = format_address(*address[:2]) if isinstance(address, tuple) else "this machine"
         endpoint = transport.get_extra_info("socket")
         if endpoint is not None:
             set_socket_options(endpoint)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from tests.live_service import live_service
 from tests.network_hosts import network
 from worker.doctor import WorkerPlan, examine
 from worker.joining.credentials import WorkerCredentials
-from worker.joining.trial_join import trial_join
+from worker.joining.trial_join import _large_message, trial_join
 
 ROOT = Path(__file__).parents[2]
 
@@ -157,7 +158,7 @@ def test_nothing_listens():
         port = closed.getsockname()[1]
         line = joining("127.0.0.1", port)[-1]
     assert (line.check, line.outcome) == ("connection", "failure")
-    assert f"nothing listens at 127.0.0.1:{port}" in line.found
+    assert line.found == f"127.0.0.1:{port} refused the connection"
     assert "--bind 0.0.0.0:PORT" in line.advice
 
 
@@ -176,6 +177,45 @@ def test_no_answer(monkeypatch):
     assert (line.check, line.outcome) == ("connection", "failure")
     assert "no answer" in line.found
     assert "firewall" in line.advice
+
+
+def test_a_large_message_that_does_not_arrive(monkeypatch):
+    monkeypatch.setattr("worker.joining.trial_join._LARGE_PATIENCE_S", 0.1)
+    monkeypatch.setattr("worker.joining.trial_join._LOOK_EVERY_S", 0.02)
+    here, there = socket.socketpair()
+    with here, there:
+        silent = _large_message(here, "192.0.2.1:9000")
+    assert (silent.check, silent.outcome) == ("large messages", "failure")
+    assert "the path drops packets above its MTU" in silent.found
+    here, there = socket.socketpair()
+    with here:
+        there.close()
+        assert _large_message(here, "192.0.2.1:9000").outcome == "ok"
+
+
+@pytest.mark.slow
+def test_a_path_that_drops_large_packets(tmp_path, monkeypatch, own_home):
+    """Small messages pass, so a worker would join, and then hear nothing of the state."""
+    monkeypatch.setattr("worker.joining.trial_join._LARGE_PATIENCE_S", 0.5)
+    spec = tmp_path / "run.yaml"
+    spec.write_text("task: scripted\nsteps: 3\nbatch: {samples: 4, microbatch: 1}\n")
+    with network("a", "b", subnet="10.8.4") as hosts:
+        at = ("--bind", f"{hosts.address('a')}:0", "--control", "127.0.0.1:0", "--run", str(spec))
+
+        def there() -> None:
+            with Cluster(tmp_path, "--expect-workers", "1", "--no-announce", *at) as cluster:
+                host, _, port = cluster.address["data"].rpartition(":")
+                token = CoordinatorCredentials.open(own_home).join_token().reveal()
+                join = partial(joining, host, int(port), token)
+                assert hosts.run_on("b", join)[-2].outcome == "ok"
+                hosts.drop_large("b", 1000)
+                found = {each.check: each for each in hosts.run_on("b", join)}
+                assert found["token"].outcome == "ok"
+                assert found["large messages"].outcome == "failure"
+                assert "the path drops packets above its MTU" in found["large messages"].found
+                assert "mtu 1280" in found["large messages"].advice
+
+        hosts.run_on("a", there)
 
 
 def test_another_service_without_tls():
@@ -213,7 +253,7 @@ async def test_a_coordinator_and_its_token(tmp_path, own_home):
         at = ("127.0.0.1", live.port)
         good = CoordinatorCredentials.open(own_home).join_token()
         outcomes = await asyncio.to_thread(joining, *at, good.reveal())
-        assert [each.outcome for each in outcomes] == ["ok"] * 4
+        assert [each.outcome for each in outcomes] == ["ok"] * 5
         assert f"the join token fits, and both speak protocol version {PROTOCOL_VERSION}" in (
             outcomes[-1].found
         )

@@ -17,6 +17,7 @@ from typing import Final, Self
 from zeroconf import Error, IPVersion, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
+from protocol.base.address import format_address
 from protocol.base.errors import MessageError, Unreachable, UsageError
 from protocol.wire.discovery import SERVICE, Announced
 from worker.joining.this_machine import HERE, someone_listens
@@ -60,7 +61,7 @@ async def find(
             settled = now_s - since_s >= SETTLED_S
             if chosen is not None and (settled or name or is_ours(chosen.certificate)):
                 address = nearest(chosen)
-                tell(f"found coordinator {chosen.name!r} at {address}:{chosen.port}")
+                tell(f"found coordinator {chosen.name!r} at {format_address(address, chosen.port)}")
                 return address, chosen.port
             if settled and chosen is None and browser.found and not name:
                 raise UsageError(_several(browser.found.values()))
@@ -105,7 +106,7 @@ def _closeness(address: str) -> int:
 
 def _several(found: Iterable[Announced]) -> str:
     every = ", ".join(
-        f"{each.name} ({nearest(each)}:{each.port})"
+        f"{each.name} ({format_address(nearest(each), each.port)})"
         for each in sorted(found, key=lambda each: each.name)
     )
     return f"found several coordinators: {every}; say which one: worker --coordinator NAME"

@@ -7,6 +7,7 @@ no key is given, no run notices.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import socket
@@ -21,13 +22,20 @@ from protocol.base import limits
 from protocol.base.errors import ProtocolError, SamestepError, VersionMismatch
 from protocol.base.fields import cut_text
 from protocol.command.doctor import Finding, failure, ok, warning
-from protocol.wire import tls
+from protocol.wire import dial, tls
 from protocol.wire.authentication import NO_CERTIFICATE, answer, new_nonce
-from protocol.wire.connection import Connection
+from protocol.wire.connection import Connection, encode
+from protocol.wire.dial import Address, DialError
 from protocol.wire.messages import Challenge, Goodbye, Hello, Message
 from worker.joining.credentials import WorkerCredentials
 
 _PATIENCE_S: Final = limits.HANDSHAKE_TIMEOUT_MS / 1000
+_LARGE_BYTES: Final = 4_096
+"""More than two packets of Ethernet, which has an MTU of 1,500 bytes."""
+_LARGE_PATIENCE_S: Final = 2.0
+"""The kernel repeats a packet three times by then, and the coordinator still waits for a proof: the
+end of its patience is not taken for an answer."""
+_LOOK_EVERY_S: Final = 0.2
 _LISTENS: Final = (
     "start the coordinator, with --bind 0.0.0.0:PORT if it is on another machine: by default it "
     "listens to its own machine alone"
@@ -49,19 +57,18 @@ def trial_join(
         credentials: What it would prove itself with.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
+        addresses = asyncio.run(dial.resolve(host, port, _PATIENCE_S))
+    except DialError as error:
         yield failure(
-            "address", f"{host!r} is no known name ({error.strerror or error})",
+            "address", error.found,
             f"use the coordinator's IP address; see also: getent hosts {host}",
         )  # fmt: skip
         return
-    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
-    yield _meaning(host, addresses)
-    findings = list(_attempt(addresses, port, name, credentials))
+    yield _meaning(host, [address.host for address in addresses])
+    findings = list(_attempt(addresses, name, credentials))
     # As the worker itself does: a key that counts no more gives way to the token.
     if findings[-1].outcome == "failure" and credentials.try_token_next():
-        findings = list(_attempt(addresses, port, name, credentials))
+        findings = list(_attempt(addresses, name, credentials))
     yield from findings
 
 
@@ -78,32 +85,43 @@ def _meaning(host: str, addresses: list[str]) -> Finding:
 
 
 def _attempt(
-    addresses: list[str], port: int, name: str, credentials: WorkerCredentials
+    addresses: list[Address], name: str, credentials: WorkerCredentials
 ) -> Iterator[Finding]:
     """One connection: TCP, TLS, the coordinator's proof."""
-    connected, at, finding = _connect(addresses, port)
-    yield finding
-    if connected is None:
+    began_s = time.perf_counter()
+    try:
+        connected, address = asyncio.run(dial.connect_first(addresses, _PATIENCE_S))
+    except DialError as error:
+        advice = {"refused": _LISTENS, "no answer": _SILENCE}.get(error.cause, error.advice)
+        yield failure("connection", error.found, advice)
         return
+    at, took_ms = str(address), (time.perf_counter() - began_s) * 1000
+    yield ok("connection", f"{at} answers after {took_ms:.1f} ms")
     with connected:
         connected.settimeout(_PATIENCE_S)
         try:
             if credentials.plaintext:
-                yield _greet(connected, None, name, credentials)
+                yield from _greet(connected, at, None, name, credentials)
                 return
             with tls.client_context().wrap_socket(connected) as secured:
                 shown = secured.getpeercert(binary_form=True) or b""
                 fingerprint = tls.fingerprint(shown)
                 yield ok("encryption", f"{secured.version()}, certificate {fingerprint.hex()[:16]}")
-                yield _greet(secured, fingerprint, name, credentials)
+                yield from _greet(secured, at, fingerprint, name, credentials)
         except ssl.SSLError as error:
             yield _no_tls(at, error)
+        except TimeoutError:
+            yield failure("connection", f"{at} says nothing for {_PATIENCE_S:.0f} s", _QUIET)
         except OSError as error:
             yield failure("connection", f"{at} closed it ({error.strerror or error})", _CLOSED)
 
 
 _CLOSED: Final = (
     "another service has this port, or many newcomers are at the door: try again in some seconds"
+)
+_QUIET: Final = (
+    "another service has this port, that machine is overloaded, or the path drops large packets: "
+    "try with a smaller MTU (ip link set dev INTERFACE mtu 1280)"
 )
 
 
@@ -117,31 +135,16 @@ def _no_tls(at: str, error: ssl.SSLError) -> Finding:
     return failure("encryption", f"no TLS 1.3 with {at}: {error.reason or error}", _CLOSED)
 
 
-def _connect(addresses: list[str], port: int) -> tuple[socket.socket | None, str, Finding]:
-    """A connection to the first address that takes one."""
-    refusals = []
-    for address in addresses:
-        at = f"{address}:{port}"
-        began_s = time.perf_counter()
-        try:
-            connected = socket.create_connection((address, port), _PATIENCE_S)
-        except TimeoutError:
-            refusals.append((f"no answer from {at} for {_PATIENCE_S:.0f} s", _SILENCE))
-        except ConnectionRefusedError:
-            refusals.append((f"nothing listens at {at}", _LISTENS))
-        except OSError as error:
-            refusals.append((f"no way to {at} ({error.strerror or error})", _SILENCE))
-        else:
-            took_ms = (time.perf_counter() - began_s) * 1000
-            return connected, at, ok("connection", f"{at} answers after {took_ms:.1f} ms")
-    found = ", ".join(found for found, _ in refusals)
-    return None, "", failure("connection", found, refusals[0][1])
-
-
 def _greet(
-    connected: socket.socket, fingerprint: bytes | None, name: str, credentials: WorkerCredentials
-) -> Finding:
+    connected: socket.socket,
+    at: str,
+    fingerprint: bytes | None,
+    name: str,
+    credentials: WorkerCredentials,
+) -> Iterator[Finding]:
     """Say Hello, and see whether the Challenge shows that the other side has the same secret.
+
+    If it does, the goodbye is a large message: see `_large_message`.
 
     Raises:
         OSError: The connection broke.
@@ -150,7 +153,8 @@ def _greet(
     try:
         secret, enrolled = credentials.secret(fingerprint, name)
     except SamestepError as error:
-        return failure("token", str(error))
+        yield failure("token", str(error))
+        return
     hello = Hello(
         release=__version__, name=name, instance=uuid.uuid4().hex, backend="doctor",
         duty="train", nonce=new_nonce(), enrolled=enrolled,
@@ -161,19 +165,51 @@ def _greet(
         message = _next_message(connected, connection)
         if isinstance(message, Challenge):
             answer(hello, message, fingerprint or NO_CERTIFICATE, secret)
-            with contextlib.suppress(OSError):
-                _send(connected, connection, Goodbye(reason="doctor", retry=False, exit_code=0))
+            yield _large_message(connected, at)
             what = "the key of its own" if enrolled else "the join token"
             note = f"{what} fits, and both speak protocol version {PROTOCOL_VERSION}"
-            return ok("token", note)
+            yield ok("token", note)
+            return
     except VersionMismatch as error:
-        return failure("version", str(error))
+        yield failure("version", str(error))
     except ProtocolError as error:
-        return failure("connection", f"what answers is no coordinator: {error}", _CLOSED)
+        yield failure("connection", f"what answers is no coordinator: {error}", _CLOSED)
     except SamestepError as error:
-        return failure("token", str(error))
-    reason = message.reason if isinstance(message, Goodbye) else "it ended the connection"
-    return failure("token", f"the coordinator refused: {reason}", "" if message else _CLOSED)
+        yield failure("token", str(error))
+    else:
+        reason = message.reason if isinstance(message, Goodbye) else "it ended the connection"
+        yield failure("token", f"the coordinator refused: {reason}", "" if message else _CLOSED)
+
+
+def _large_message(connected: socket.socket, at: str) -> Finding:
+    """Say goodbye in a message of several full packets, and see whether it arrives.
+
+    A path that drops packets above its MTU, and the ICMP errors about them, lets a handshake
+    through and then nothing of a state or gradient. The goodbye is repeated to fill the message:
+    the coordinator reads the first and closes the connection.
+    """
+    goodbye = b"".join(encode(Goodbye(reason="doctor", retry=False, exit_code=0)).buffers)
+    count = _LARGE_BYTES // len(goodbye) + 1
+    message = goodbye * count
+    until_s = time.monotonic() + _LARGE_PATIENCE_S
+    try:
+        connected.sendall(message)
+        connected.settimeout(_LOOK_EVERY_S)
+        while time.monotonic() < until_s:
+            with contextlib.suppress(TimeoutError):
+                if not connected.recv(4096):
+                    break
+    except OSError:
+        pass  # closed at once: so the message was read
+    if time.monotonic() < until_s:
+        return ok("large messages", f"one of {len(message)} bytes arrives")
+    return failure(
+        "large messages",
+        f"small messages reach {at}, one of {len(message)} bytes does not within "
+        f"{_LARGE_PATIENCE_S:.0f} s: the path drops packets above its MTU without saying so",
+        "lower the MTU on both machines (ip link set dev INTERFACE mtu 1280), have the kernel find "
+        "it (sysctl -w net.ipv4.tcp_mtu_probing=1), or let ICMP through the firewalls in between",
+    )
 
 
 def _send(connected: socket.socket, connection: Connection, message: Message) -> None:

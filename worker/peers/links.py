@@ -24,7 +24,7 @@ from protocol.base import limits
 from protocol.base.errors import NotAuthorised, OutOfPlace, SamestepError
 from protocol.spec.manifest import Block
 from protocol.spec.replicas_spec import Codecs
-from protocol.wire import tls
+from protocol.wire import dial, tls
 from protocol.wire.authentication import NO_CERTIFICATE, new_nonce
 from protocol.wire.connection import Encoded, Received, encode
 from protocol.wire.messages import (
@@ -241,7 +241,7 @@ class SocketLinks:
         """
         seconds = limits.HANDSHAKE_TIMEOUT_MS / 1000
         host = self._coordinator if peer.host == HERE else peer.host
-        endpoint: socket.socket = socket.create_connection((host, peer.port), seconds)
+        endpoint: socket.socket = dial.connect_blocking(host, peer.port, seconds)
         try:
             set_socket_options(endpoint)
             fingerprint = NO_CERTIFICATE

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import ssl
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from backends.base.interface import Array
 from protocol import __version__
 from protocol.base import limits
+from protocol.base.address import format_address
 from protocol.base.duty import Duty
 from protocol.base.errors import (
     ExitCode,
@@ -33,7 +34,7 @@ from protocol.host import local_socket
 from protocol.host.machine import Machine
 from protocol.host.secret_file import state_home
 from protocol.host.trace import Tracer
-from protocol.wire import tls, tls_transport
+from protocol.wire import dial, tls, tls_transport
 from protocol.wire.authentication import NO_CERTIFICATE, answer, new_nonce, on_this_machine
 from protocol.wire.connection import Body, Connection, Received, encode
 from protocol.wire.messages import (
@@ -67,6 +68,15 @@ _SHORT_PAUSE_S: Final = 0.25
 _LONG_PAUSE_S: Final = 5.0
 _SHORT_PAUSES_FOR_S: Final = 60.0
 _TELL_EVERY_S: Final = 10.0
+_LEAST_ATTEMPT_S: Final = 2.0
+"""For one attempt, however little is left of the time to try."""
+_FIND_AGAIN_AFTER_S: Final = 2.0
+"""A coordinator that restarts is at its old address within that time."""
+_LOOK_AGAIN_FOR_S: Final = 5.0
+
+T = TypeVar("T")
+FindAgain = Callable[[], Coroutine[Any, Any, tuple[str, int]]]
+"""Looks on the network for the coordinator; gives host and port, or raises Unreachable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +90,26 @@ class Target:
     retry_for_s: float
     duty: Duty = "train"
 
+    @property
+    def at(self) -> str:
+        """The address, as users write it."""
+        return format_address(self.host, self.port)
+
 
 class Client:
-    """Serves one coordinator until it says goodbye for good."""
+    """Serves one coordinator until it says goodbye for good.
+
+    Args:
+        target: Whom to serve.
+        toolbox: Opens the device, or those of several processes.
+        credentials: What it proves itself with.
+        tell: Prints a line.
+        tracer: Records when messages came and went.
+        cache: Where files of runs are kept; None for the user's cache.
+        machine: Clock, threads and sockets.
+        links: Makes the connections to peers.
+        find_again: Looks for the coordinator on the network, for one that was found there.
+    """
 
     _hello: Hello
 
@@ -97,6 +124,7 @@ class Client:
         cache: Path | None = None,
         machine: Machine | None = None,
         links: MakeLinks | None = None,
+        find_again: FindAgain | None = None,
     ) -> None:
         self._machine = machine = machine or Machine()
         self._target = target
@@ -115,10 +143,11 @@ class Client:
         self._files = Obtainer(self._obtained, cache, machine)
         self._copies = KeptCopies(state_home)
         self._copying: Executor | None = None
-        self._make_links = links or socket_links(target.host, encrypted=not credentials.plaintext)
+        self._links = links
+        self._find_again = find_again
         self._peers: PeerExchange | None = None
         self._session: WorkerSession | None = None
-        self._trouble = f"connecting to {target.host}:{target.port}"
+        self._trouble = f"connecting to {target.at}"
         self._channel: Channel | None = None
         self._boundary_turns = BoundaryTurns()
         self._epochs: dict[str, int] = {}
@@ -167,7 +196,8 @@ class Client:
     async def _serve(self) -> ExitCode:
         since_s, told_s = self._machine.now_s(), -_TELL_EVERY_S
         while not self._stop.is_set():
-            reason = await self._attempt()
+            left_s = self._target.retry_for_s - (self._machine.now_s() - since_s)
+            reason = await self._attempt(max(left_s, _LEAST_ATTEMPT_S))
             leaving = self._leaving
             refused = leaving is not None and leaving.exit_code == ExitCode.NOT_AUTHORISED
             if leaving is not None and refused and self._credentials.try_token_next():
@@ -187,25 +217,67 @@ class Client:
             left_s = self._target.retry_for_s - (now_s - since_s)
             if left_s <= 0:
                 raise Unreachable(
-                    f"no coordinator at {self._target.host}:{self._target.port} "
-                    f"for {self._target.retry_for_s:g} s: {reason}"
+                    f"no coordinator at {self._target.at} for {self._target.retry_for_s:g} s: "
+                    f"{reason}"
                 )
-            self._trouble = f"{self._target.host}:{self._target.port}: {reason}; trying again"
+            where = "" if self._target.at in reason else f"{self._target.at}: "
+            self._trouble = f"{where}{reason}; trying again"
             if now_s - told_s >= _TELL_EVERY_S:
                 told_s = now_s
                 self._tell(f"{self._trouble}, giving up in {left_s:.0f} s")
             soon = now_s - since_s < _SHORT_PAUSES_FOR_S
             await self._pause(min(_SHORT_PAUSE_S if soon else _LONG_PAUSE_S, left_s))
+            if now_s - since_s >= _FIND_AGAIN_AFTER_S:
+                await self._look_again()
         return ExitCode.OK
 
-    async def _attempt(self) -> str:
-        """One connection from beginning to end; why it ended."""
+    async def _look_again(self) -> None:
+        """A coordinator that was found on the network may be at another address by now."""
+        if self._find_again is None:
+            return
+        try:
+            found = await self._unless_stopped(self._find_again(), _LOOK_AGAIN_FOR_S)
+        except (OSError, SamestepError):
+            return  # the next attempt at the address that is known says what is wrong
+        if found is not None and found != (self._target.host, self._target.port):
+            self._target = replace(self._target, host=found[0], port=found[1])
+            self._tell(f"the coordinator is at {self._target.at} now")
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T], patience_s: float) -> T | None:
+        """What the work returns; None if this worker is told to end first.
+
+        Raises:
+            TimeoutError: It takes longer than that.
+        """
+        working = self._loop.create_task(work)
+        stopping = self._loop.create_task(self._stop.wait())
+        try:
+            await asyncio.wait(
+                (working, stopping), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if working.done():
+                return working.result()
+            if self._stop.is_set():
+                return None
+            raise TimeoutError(f"no answer within {patience_s:.0f} s")
+        finally:
+            working.cancel()
+            stopping.cancel()
+
+    async def _attempt(self, patience_s: float) -> str:
+        """One connection from beginning to end; why it ended.
+
+        Args:
+            patience_s: How long it may take to make it.
+        """
         self._lost = self._loop.create_future()
         self._leaving = None
         try:
-            channel = await self._connect()
+            channel = await self._unless_stopped(self._connect(), patience_s)
         except OSError as error:
             return reason_of(error)
+        if channel is None:
+            return "stopped"
         self._channel = channel
         self._session = WorkerSession(self._epochs, self._allocate)
         self._greet(channel)
@@ -244,19 +316,22 @@ class Client:
         self._certificate = None
         channel = Channel(Connection("worker"), self, self._machine.now_s)
         host, port = self._target.host, self._target.port
-        if self._credentials.plaintext or not self._machine.has_sockets:
+        timeout_s = limits.HANDSHAKE_TIMEOUT_MS / 1000
+        if not self._machine.has_sockets:
             await self._loop.create_connection(lambda: channel, host, port)
             return channel
-        timeout_s = limits.HANDSHAKE_TIMEOUT_MS / 1000
-        at = f"{host}:{port}"
+        if self._credentials.plaintext:
+            endpoint = await dial.connect(host, port, timeout_s)
+            await self._loop.create_connection(lambda: channel, sock=endpoint)
+            return channel
         try:
             context = tls.client_context()
             await tls_transport.connect(host, port, context, channel, timeout_s=timeout_s)
         except ssl.SSLError as error:
             if error.reason in tls.ERROR_MEANS_NO_TLS:
                 raise Mismatch(
-                    f"expected TLS at {at}, got something else; if the coordinator was started "
-                    "with --plaintext, give that to the worker too"
+                    f"expected TLS at {self._target.at}, got something else; if the coordinator "
+                    "was started with --plaintext, give that to the worker too"
                 ) from None
             raise
         return channel
@@ -430,9 +505,13 @@ class Client:
         assert self._session is not None
         self._peers = PeerExchange(
             self._session.run_id, self._session.name, action.blocks, action.exchange,
-            make_links=self._make_links, transmit=self._transmit_for_peers,
+            make_links=self._make_links(), transmit=self._transmit_for_peers,
             averaged=self._slices_averaged, traced=self._trace_last,
         )  # fmt: skip
+
+    def _make_links(self) -> MakeLinks:
+        encrypted = not self._credentials.plaintext
+        return self._links or socket_links(self._target.host, encrypted=encrypted)
 
     def _leave_peers(self) -> None:
         if self._peers is not None:

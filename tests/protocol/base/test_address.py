@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.base.address import parse_address
+from protocol.base.address import format_address, parse_address
 from protocol.base.errors import ExitCode, UsageError
 
 
@@ -14,6 +14,7 @@ from protocol.base.errors import ExitCode, UsageError
         ("127.0.0.1:9000", ("127.0.0.1", 9000)),
         ("localhost:0", ("localhost", 0)),
         ("[::1]:65535", ("::1", 65535)),
+        ("[fe80::1%eth0]:9000", ("fe80::1%eth0", 9000)),
         ("a-host.example:80", ("a-host.example", 80)),
     ],
 )
@@ -44,3 +45,15 @@ def test_any_text_is_an_address_or_a_usage_error(text):
 @pytest.mark.parametrize("text", ["10.0.0.7", "10.0.0.7:9000", "localhost", "[fe80::1]", "host"])
 def test_a_host_alone_has_the_port_that_is_usual_there(text):
     assert parse_address(text, "--coordinator", 9000)[1] == 9000
+
+
+@pytest.mark.parametrize("host", ["2001:db8::7", "fe80::1%eth0", "::1"])
+def test_an_ipv6_address_alone_may_do_without_brackets(host):
+    assert parse_address(f"[{host}]", "--coordinator", 9000) == (host, 9000)
+    assert parse_address(host, "--coordinator", 9000) == (host, 9000)
+    assert parse_address("::1:9001", "--coordinator", 9000) == ("::1", 9001)
+
+
+@pytest.mark.parametrize("address", [("::1", 9000), ("10.0.0.7", 1), ("fe80::1%eth0", 2)])
+def test_an_address_is_read_as_it_is_written(address):
+    assert parse_address(format_address(*address), "--bind") == address

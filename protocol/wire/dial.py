@@ -1,0 +1,273 @@
+"""Make TCP connections: with a time limit, to all addresses of a name side by side (RFC 8305).
+
+A name is resolved in a daemon thread, which is abandoned at the time limit: nothing interrupts
+getaddrinfo(3), and a process waits at its end for the threads of an executor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, Final, Literal, NamedTuple
+
+from protocol.base.address import format_address
+
+Cause = Literal["refused", "no route", "no answer", "unknown name", "no name server", "other"]
+
+STAGGER_S: Final = 0.25
+"""Between the attempts at two addresses, unless the first fails earlier (RFC 8305, 5)."""
+_UNREACHABLE: Final = frozenset(
+    {
+        errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.EADDRNOTAVAIL,
+        errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENODEV,
+    }
+)  # fmt: skip
+"""EINVAL: a route that is a black hole, or a link-local address without its zone."""
+_ADVICE: Final[dict[Cause, str]] = {
+    "refused": "start it there, with --bind 0.0.0.0:PORT for other machines, or correct the "
+    "address",
+    "no route": "check the address, and that both machines are on one network or VPN",
+    "no answer": "the machine is off, the address is wrong, or a firewall drops packets to it",
+    "unknown name": "check the spelling, or give the IP address",
+    "no name server": "check the network and /etc/resolv.conf, or give the IP address",
+    "other": "",
+}
+
+
+class DialError(OSError):
+    """A connection was not made.
+
+    Attributes:
+        cause: What kind of failure it is.
+        found: What was tried and what came of it.
+        advice: What to do.
+    """
+
+    def __init__(self, cause: Cause, found: str, advice: str = "") -> None:
+        self.cause: Cause = cause
+        self.found = found
+        self.advice = advice or _ADVICE[cause]
+        super().__init__(f"{found}; {self.advice}" if self.advice else found)
+
+
+class Address(NamedTuple):
+    """Where to connect to, as getaddrinfo gives it."""
+
+    family: int
+    socket_address: tuple[Any, ...]
+
+    @property
+    def host(self) -> str:
+        """The IP address, of a link-local one with its zone."""
+        return host_of(self.socket_address)
+
+    def __str__(self) -> str:
+        return format_address(self.host, self.socket_address[1])
+
+
+def host_of(socket_address: tuple[Any, ...]) -> str:
+    """The IP address in what getsockname or getaddrinfo gives; of a link-local one with its zone,
+    which they give as a number beside it."""
+    host, scope = str(socket_address[0]), socket_address[3] if len(socket_address) == 4 else 0
+    if not scope or "%" in host or not host.startswith("fe80:"):
+        return host
+    with suppress(OSError):
+        return f"{host}%{socket.if_indextoname(scope)}"
+    return f"{host}%{scope}"
+
+
+async def connect(host: str, port: int, timeout_s: float) -> socket.socket:
+    """A connected socket that does not block.
+
+    Args:
+        host: A name or an IP address.
+        port: At each address of the host.
+        timeout_s: For the name and the connection together.
+
+    Raises:
+        DialError: No address of the host takes the connection.
+    """
+    until_s = asyncio.get_running_loop().time() + timeout_s
+    addresses = await resolve(host, port, timeout_s)
+    left_s = max(until_s - asyncio.get_running_loop().time(), 0.0)
+    endpoint, _ = await connect_first(addresses, left_s)
+    return endpoint
+
+
+def connect_blocking(host: str, port: int, timeout_s: float) -> socket.socket:
+    """Like `connect`, in a thread without an event loop; the socket has that timeout."""
+    endpoint = asyncio.run(connect(host, port, timeout_s))
+    endpoint.settimeout(timeout_s)
+    return endpoint
+
+
+async def resolve(host: str, port: int, timeout_s: float, flags: int = 0) -> list[Address]:
+    """The addresses of a host, in the order in which the system prefers them.
+
+    Args:
+        host: A name or an IP address.
+        port: At each of them.
+        timeout_s: How long the name servers may take.
+        flags: More for getaddrinfo(3).
+
+    Raises:
+        DialError: It has none, or no name server answers in time.
+    """
+
+    def ask(more: int) -> list[Address]:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags | more)
+        return list(dict.fromkeys(Address(family, address) for family, _, _, _, address in found))
+
+    with suppress(OSError, UnicodeError):
+        return ask(socket.AI_NUMERICHOST)  # asks no server
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _in_abandoned_thread(lambda: ask(0))
+    except TimeoutError:
+        found = f"no name server answered for {host!r} within {timeout_s:.0f} s"
+        raise DialError("no name server", found) from None
+    except socket.gaierror as error:
+        if error.errno == socket.EAI_AGAIN:
+            found = f"the name servers have no answer for {host!r} just now"
+            raise DialError("no name server", found) from None
+        raise DialError("unknown name", f"no address is known for {host!r}") from None
+    except (OSError, UnicodeError):
+        raise DialError("unknown name", f"no address is known for {host!r}") from None
+
+
+async def connect_first(
+    addresses: list[Address], timeout_s: float
+) -> tuple[socket.socket, Address]:
+    """Connect to whichever address answers first; each next one is tried a moment after the last.
+
+    Raises:
+        DialError: None does in time.
+    """
+    waiting, errors = _interleaved(addresses), list[DialError]()
+    running: dict[asyncio.Task[socket.socket], Address] = {}
+    try:
+        async with asyncio.timeout(timeout_s):
+            while waiting or running:
+                if waiting:
+                    address = waiting.pop(0)
+                    running[asyncio.create_task(_connect_one(address))] = address
+                stagger_s = STAGGER_S if waiting else None
+                done, _ = await asyncio.wait(
+                    running, timeout=stagger_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done:
+                    address = running.pop(task)
+                    if (error := task.exception()) is None:
+                        return task.result(), address
+                    errors.append(described(error, str(address)))
+    except TimeoutError:
+        silent = DialError("no answer", _unanswered(running.values(), timeout_s))
+        raise _together([*errors, silent]) from None
+    finally:
+        for task in running:
+            task.cancel()
+            task.add_done_callback(_close_if_connected)
+    raise _together(errors)
+
+
+def described(error: BaseException, at: str) -> DialError:
+    """Why a connection was not made, in the words of `DialError`.
+
+    Args:
+        error: What the system raised.
+        at: The address.
+    """
+    if isinstance(error, DialError):
+        return error
+    if isinstance(error, TimeoutError):
+        return DialError("no answer", f"no answer from {at}")
+    if isinstance(error, ConnectionRefusedError):
+        return DialError("refused", f"{at} refused the connection")
+    if isinstance(error, socket.gaierror):
+        return DialError("unknown name", f"no address is known for {at}")
+    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    if getattr(error, "errno", None) == errno.EINVAL and at.startswith("[fe80:") and "%" not in at:
+        advice = "give the interface of a link-local address: [fe80::1%eth0]:PORT"
+        return DialError("no route", f"no route to {at} ({reason})", advice)
+    if getattr(error, "errno", None) in _UNREACHABLE:
+        return DialError("no route", f"no route to {at} ({reason})")
+    return DialError("other", f"no connection to {at} ({reason})")
+
+
+async def _connect_one(address: Address) -> socket.socket:
+    endpoint = socket.socket(address.family, socket.SOCK_STREAM)
+    try:
+        endpoint.setblocking(False)
+        # Not the loop's sock_connect: uvloop's loses the zone of a link-local address.
+        with suppress(BlockingIOError):
+            endpoint.connect(address.socket_address)
+            return endpoint
+        await _connected(endpoint)
+    except BaseException:
+        endpoint.close()
+        raise
+    return endpoint
+
+
+async def _connected(endpoint: socket.socket) -> None:
+    """Wait until the connection is made; raises OSError if it is not."""
+    loop, writable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_writer(endpoint, writable.set)
+    try:
+        await writable.wait()
+    finally:
+        loop.remove_writer(endpoint)
+    if number := endpoint.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+        raise OSError(number, os.strerror(number))
+
+
+def _close_if_connected(task: asyncio.Task[socket.socket]) -> None:
+    if not task.cancelled() and task.exception() is None:
+        task.result().close()
+
+
+def _interleaved(addresses: list[Address]) -> list[Address]:
+    """One of each family in turn, the first one's first (RFC 8305, 4)."""
+    families = dict.fromkeys(address.family for address in addresses)
+    rows = ([each for each in addresses if each.family == family] for family in families)
+    return [each for rank in itertools.zip_longest(*rows) for each in rank if each is not None]
+
+
+def _unanswered(addresses: Iterable[Address], timeout_s: float) -> str:
+    return f"no answer from {', '.join(map(str, addresses))} within {timeout_s:.0f} s"
+
+
+def _together(errors: list[DialError]) -> DialError:
+    """One error for those at all addresses; what to do is said for the first kind."""
+    first = errors[0]
+    return DialError(first.cause, ", ".join(each.found for each in errors), first.advice)
+
+
+async def _in_abandoned_thread(work: Callable[[], list[Address]]) -> list[Address]:
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[list[Address]] = loop.create_future()
+
+    def deliver(found: list[Address] | Exception) -> None:
+        if answer.done():
+            return
+        if isinstance(found, Exception):
+            answer.set_exception(found)
+        else:
+            answer.set_result(found)
+
+    def run() -> None:
+        try:
+            found: list[Address] | Exception = work()
+        except (OSError, UnicodeError) as error:
+            found = error
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(deliver, found)
+
+    threading.Thread(target=run, name="name resolution", daemon=True).start()
+    return await answer

@@ -1,0 +1,87 @@
+"""A coordinator is announced where it can be reached now, also after its addresses have changed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from structlog.testing import capture_logs
+
+from coordinator.members import announcement
+from coordinator.members.announcement import Announcement
+
+PATIENCE_S = 20.0
+
+
+class Network:
+    """Stands for zeroconf: which addresses are announced, one list after the other."""
+
+    def __init__(self) -> None:
+        self.heard: asyncio.Queue[list[str]] = asyncio.Queue()
+        self.withdrawn = 0
+        self.failure: OSError | None = None
+        self.tried = asyncio.Event()
+
+    def __call__(self, *_arguments, **_options) -> Network:
+        if self.failure is not None:
+            self.tried.set()
+            raise self.failure
+        return self
+
+    async def async_register_service(self, info, **_options):
+        async def registered() -> None:
+            await self.heard.put(info.parsed_addresses())
+
+        return registered()
+
+    async def async_unregister_all_services(self) -> None:
+        self.withdrawn += 1
+
+    async def async_close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def network(monkeypatch) -> Network:
+    made = Network()
+    monkeypatch.setattr(announcement, "AsyncZeroconf", made)
+    monkeypatch.setattr(announcement, "LOOK_EVERY_S", 0.0)
+    return made
+
+
+def addresses(monkeypatch, *now: str) -> None:
+    monkeypatch.setattr(announcement, "reachable_addresses", lambda _: list(now))
+
+
+async def test_it_is_announced_again_when_addresses_change(network, monkeypatch):
+    addresses(monkeypatch, "192.0.2.1")
+    made = Announcement("den", ("0.0.0.0", 9000), "")
+    made.start()
+    async with asyncio.timeout(PATIENCE_S):
+        assert await network.heard.get() == ["192.0.2.1"]
+        addresses(monkeypatch, "198.51.100.7", "192.0.2.9")
+        assert await network.heard.get() == ["198.51.100.7", "192.0.2.9"]
+        assert network.withdrawn == 1
+        await made.stop()
+    assert network.withdrawn == 2
+    assert network.heard.empty()
+
+
+async def test_it_is_announced_once_the_network_is_there(network, monkeypatch):
+    """Started before the network, as services are at boot; each reason is logged once."""
+    addresses(monkeypatch)
+    network.failure = OSError(101, "Network is unreachable")
+    made = Announcement("den", ("0.0.0.0", 9000), "")
+    with capture_logs() as logs:
+        made.start()
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.sleep(0)  # it has looked once
+            addresses(monkeypatch, "192.0.2.1")
+            await network.tried.wait()
+            network.failure = None
+            assert await network.heard.get() == ["192.0.2.1"]
+            await made.stop()
+    reasons = [each["reason"] for each in logs if each["event"] == "not_announced"]
+    assert "no address that others reach" in reasons[0]
+    assert "Network is unreachable" in reasons[1]
+    assert len(reasons) == 2

@@ -1,0 +1,180 @@
+"""Connections take a bounded time, at whichever address answers, or one line says why not."""
+
+import asyncio
+import errno
+import socket
+import threading
+import time
+
+import pytest
+
+from protocol.host.event_loop import new_event_loop
+from protocol.wire import dial
+from protocol.wire.dial import Address, DialError
+from tests.silent_address import refusing_port, silent_address
+
+PATIENCE_S = 20.0
+"""Far above what any of these takes, and far below what the kernel or a name server would."""
+
+
+def run(work):
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(work)
+
+
+def failure(host: str, port: int, timeout_s: float = PATIENCE_S) -> DialError:
+    with pytest.raises(DialError) as caught:
+        run(dial.connect(host, port, timeout_s))
+    return caught.value
+
+
+@pytest.fixture
+def listener():
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        yield made
+
+
+def named(monkeypatch, *addresses: tuple[str, int]) -> None:
+    """Have the name `somewhere` mean these."""
+    real = socket.getaddrinfo
+
+    def found(host, port, *arguments, **options):
+        if host != "somewhere":
+            return real(host, port, *arguments, **options)
+        if options.get("flags", 0) & socket.AI_NUMERICHOST:
+            raise socket.gaierror(socket.EAI_NONAME, "not a number")
+        return [each for at in addresses for each in real(*at, type=socket.SOCK_STREAM)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+
+
+def test_a_connection_is_made(listener):
+    host, port = listener.getsockname()
+    with run(dial.connect(host, port, PATIENCE_S)) as endpoint:
+        assert endpoint.getpeername() == (host, port)
+        assert not endpoint.getblocking()
+    with dial.connect_blocking(host, port, PATIENCE_S) as endpoint:
+        assert endpoint.gettimeout() == PATIENCE_S
+
+
+def test_an_address_that_drops_packets_takes_no_longer_than_is_said():
+    with silent_address() as (host, port):
+        error = failure(host, port, 0.1)
+    assert error.cause == "no answer"
+    assert str(error).startswith(f"no answer from {host}:{port} within 0 s; the machine is off")
+
+
+def test_the_next_address_is_tried_while_the_first_is_silent(listener, monkeypatch):
+    monkeypatch.setattr(dial, "STAGGER_S", 0.01)
+    with silent_address() as silent:
+        named(monkeypatch, silent, listener.getsockname())
+        with run(dial.connect("somewhere", 1, PATIENCE_S)) as endpoint:
+            assert endpoint.getpeername() == listener.getsockname()
+
+
+def test_one_that_refuses_gives_way_at_once(listener, monkeypatch):
+    monkeypatch.setattr(dial, "STAGGER_S", 3600.0)
+    named(monkeypatch, ("127.0.0.1", refusing_port()), listener.getsockname())
+    run(dial.connect("somewhere", 1, PATIENCE_S)).close()
+
+
+def test_addresses_of_both_families_take_turns():
+    six = [Address(socket.AF_INET6, (f"2001:db8::{n}", 1, 0, 0)) for n in (1, 2, 3)]
+    four = [Address(socket.AF_INET, ("192.0.2.1", 1))]
+    assert dial._interleaved([*six, *four]) == [six[0], four[0], six[1], six[2]]
+
+
+def test_nothing_stays_open_once_one_has_answered(listener, monkeypatch):
+    made = []
+    real = dial._connect_one
+
+    async def noted(address):
+        made.append(await real(address))
+        return made[-1]
+
+    monkeypatch.setattr(dial, "_connect_one", noted)
+    monkeypatch.setattr(dial, "STAGGER_S", 0.0)
+    named(monkeypatch, *[listener.getsockname()] * 3)
+
+    async def connect():
+        at = Address(socket.AF_INET, listener.getsockname())
+        endpoint, _ = await dial.connect_first([at, at, at], PATIENCE_S)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return endpoint
+
+    with run(connect()) as endpoint:
+        assert [each for each in made if each.fileno() >= 0] == [endpoint]
+
+
+def test_what_is_refused():
+    port = refusing_port()
+    error = failure("127.0.0.1", port)
+    assert error.cause == "refused"
+    assert error.found == f"127.0.0.1:{port} refused the connection"
+    assert "--bind 0.0.0.0:PORT" in error.advice
+
+
+@pytest.mark.parametrize("number", [errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EINVAL])
+def test_what_has_no_route(number):
+    error = dial.described(OSError(number, "No such way"), "192.0.2.1:9000")
+    assert error.cause == "no route"
+    assert str(error).startswith("no route to 192.0.2.1:9000 (No such way); check the address")
+
+
+def test_a_link_local_address_without_its_zone_is_told_what_it_lacks():
+    error = dial.described(OSError(errno.EINVAL, "Invalid argument"), "[fe80::7]:9000")
+    assert error.advice == "give the interface of a link-local address: [fe80::1%eth0]:PORT"
+
+
+@pytest.mark.parametrize(
+    ("number", "cause", "found"),
+    [
+        (socket.EAI_NONAME, "unknown name", "no address is known for 'nowhere.invalid'"),
+        (socket.EAI_AGAIN, "no name server", "the name servers have no answer for "),
+    ],
+)
+def test_a_name_without_address(monkeypatch, number, cause, found):
+    def refuse(*_arguments, **_options):
+        raise socket.gaierror(number, "so it is")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    error = failure("nowhere.invalid", 9000)
+    assert error.cause == cause
+    assert error.found.startswith(found)
+    assert "IP address" in error.advice
+
+
+def test_what_can_be_no_name():
+    assert failure("a" * 70 + ".example", 9000).cause == "unknown name"
+
+
+def test_a_dead_name_server_holds_nobody(monkeypatch):
+    """Neither the connection nor the end of the process waits for getaddrinfo."""
+    over = threading.Event()
+
+    def hang(*_arguments, flags=0, **_options):
+        if not flags & socket.AI_NUMERICHOST:
+            over.wait()
+        raise socket.gaierror(socket.EAI_NONAME, "so it is")
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    began_s = time.monotonic()
+    error = failure("coordinator.example", 9000, 0.05)
+    assert time.monotonic() - began_s < PATIENCE_S
+    assert error.cause == "no name server"
+    assert "within 0 s" in error.found
+    held = [each for each in threading.enumerate() if each.name == "name resolution"]
+    assert held
+    assert all(each.daemon for each in held)
+    over.set()
+
+
+def test_the_zone_of_a_link_local_address_is_kept():
+    index = socket.if_nametoindex("lo")
+    assert dial.host_of(("fe80::7", 9000, 0, index)) == "fe80::7%lo"
+    assert dial.host_of(("fe80::7", 9000, 0, 0)) == "fe80::7"
+    assert dial.host_of(("::1", 9000, 0, index)) == "::1"
+    assert dial.host_of(("192.0.2.1", 9000)) == "192.0.2.1"
+    (at,) = run(dial.resolve("fe80::7%lo", 9000, PATIENCE_S))
+    assert str(at) == "[fe80::7%lo]:9000"

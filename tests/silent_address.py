@@ -1,0 +1,35 @@
+"""Addresses of this machine at which connections fail in the ways that a network has."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def silent_address(host: str = "127.0.0.1") -> Iterator[tuple[str, int]]:
+    """An address that answers no SYN, like one behind a firewall that drops: its queue of
+    connections is full."""
+    with contextlib.ExitStack() as held:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = held.enter_context(socket.socket(family))
+        listener.bind((host, 0))
+        listener.listen(0)
+        at = listener.getsockname()[:2]
+        # The kernel takes one more than the queue holds; the next ones wait for an answer.
+        for _ in range(4):
+            queued = held.enter_context(socket.socket(family))
+            queued.settimeout(0.05)
+            try:
+                queued.connect(at)
+            except TimeoutError:
+                break
+        yield at[0], at[1]
+
+
+def refusing_port() -> int:
+    """A port of 127.0.0.1 at which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,133 @@
+"""A worker waits for no connection longer than it is told to, and leaves at once when it is to."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol.base.errors import ExitCode, Unreachable
+from tests.event_loop import on_uvloop
+from tests.live_service import PATIENCE_S, Scripted, live_service
+from tests.silent_address import refusing_port, silent_address
+from worker.joining.credentials import WorkerCredentials
+from worker.shell import client as shell
+from worker.shell.client import Client, FindAgain, Target
+
+FOR_EVER_S = 3600.0
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("SAMESTEP_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def silent() -> Iterator[tuple[str, int]]:
+    with silent_address() as at:
+        yield at
+
+
+@pytest.fixture
+def dead_name_server(monkeypatch) -> Iterator[threading.Event]:
+    """Set once it is asked; it never answers."""
+    asked, over, real = threading.Event(), threading.Event(), socket.getaddrinfo
+
+    def hang(host, *arguments, **options):
+        if host != "coordinator.example":
+            return real(host, *arguments, **options)
+        if options.get("flags", 0) & socket.AI_NUMERICHOST:
+            raise socket.gaierror(socket.EAI_NONAME, "no number")
+        asked.set()
+        over.wait()
+        raise socket.gaierror(socket.EAI_AGAIN, "no answer")
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    yield asked
+    over.set()
+
+
+def client(
+    at: tuple[str, int], retry_for_s: float, told: list[str], find_again: FindAgain | None = None
+) -> Client:
+    target = Target(*at, "w", "scripted", retry_for_s)
+    return Client(target, Scripted(), WorkerCredentials(), told.append, find_again=find_again)
+
+
+async def given_up(at: tuple[str, int]) -> str:
+    with pytest.raises(Unreachable) as caught:
+        async with asyncio.timeout(PATIENCE_S):
+            await client(at, 0.1, []).serve()
+    return str(caught.value)
+
+
+@on_uvloop
+async def test_it_gives_up_on_a_path_that_drops(silent, monkeypatch):
+    monkeypatch.setattr(shell, "_LEAST_ATTEMPT_S", 0.05)
+    host, port = silent
+    reason = await given_up(silent)
+    assert reason.startswith(f"no coordinator at {host}:{port} for 0.1 s: no answer within")
+
+
+@pytest.mark.usefixtures("dead_name_server")
+@on_uvloop
+async def test_it_gives_up_on_a_dead_name_server(monkeypatch):
+    monkeypatch.setattr(shell, "_LEAST_ATTEMPT_S", 0.05)
+    reason = await given_up(("coordinator.example", 9000))
+    assert reason.startswith("no coordinator at coordinator.example:9000 for 0.1 s: no answer")
+
+
+@on_uvloop
+async def test_it_says_what_is_wrong_with_the_address():
+    port = refusing_port()
+    reason = await given_up(("127.0.0.1", port))
+    assert f"127.0.0.1:{port} refused the connection; start it there" in reason
+
+
+@on_uvloop
+async def test_it_leaves_at_once_while_it_connects(silent):
+    worker = client(silent, FOR_EVER_S, [])
+    serving = asyncio.create_task(worker.serve())
+    await asyncio.sleep(0)
+    worker.drain()
+    async with asyncio.timeout(PATIENCE_S):
+        assert await serving == ExitCode.OK
+
+
+@on_uvloop
+async def test_it_leaves_at_once_while_a_name_is_resolved(dead_name_server):
+    worker = client(("coordinator.example", 9000), FOR_EVER_S, [])
+    serving = asyncio.create_task(worker.serve())
+    assert await asyncio.to_thread(dead_name_server.wait, PATIENCE_S)
+    worker.drain()
+    async with asyncio.timeout(PATIENCE_S):
+        assert await serving == ExitCode.OK
+
+
+@on_uvloop
+async def test_one_that_was_found_on_the_network_is_looked_for_again(tmp_path, monkeypatch):
+    """The address at which it was found is dead; meanwhile it is announced at another."""
+    monkeypatch.setattr(shell, "_FIND_AGAIN_AFTER_S", 0.0)
+    told: list[str] = []
+    async with live_service(tmp_path, 1) as live:
+        looks = iter([0, live.port])
+
+        async def find_again() -> tuple[str, int]:
+            if not (port := next(looks)):
+                raise Unreachable("none announces itself")
+            return "127.0.0.1", port
+
+        worker = client(("127.0.0.1", refusing_port()), FOR_EVER_S, told, find_again)
+        serving = asyncio.create_task(worker.serve())
+        async with asyncio.timeout(PATIENCE_S):
+            while not live.every("worker_connected"):
+                live.changed.clear()
+                await live.changed.wait()
+        worker.drain()
+        assert await serving == ExitCode.OK
+    assert f"the coordinator is at 127.0.0.1:{live.port} now" in told
