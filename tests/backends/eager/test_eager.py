@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import queue
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from backends.base.interface import (
     Program,
     Trainable,
 )
-from backends.eager import numerics
+from backends.eager import eager, numerics
 from backends.eager.eager import EagerBackend
 from protocol.base.errors import SamestepError
 from protocol.exact.absent import is_absent
@@ -485,6 +487,20 @@ def test_layers_left_out_by_chance_are_absent_and_follow_the_seed():
     )
     assert not is_absent(joined), "one microbatch that reaches it is enough"
     assert {*left_out} == {False, True}
+
+
+def test_what_a_card_copies_is_marked_on_the_host():
+    """Without a card: the copy is there already."""
+    block = trainable(Net()).blocks[0]
+    (first, bias) = (part for _, part in block.slices())
+    host = torch.zeros(block.elements)
+    host[first.start] = -0.0
+    out: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    copied: Any = SimpleNamespace(synchronize=lambda: None)
+    out.put(eager._Copied(0, block, frozenset({block.tensors[1].name}), host, copied))
+    item = next(eager._items(out, threading.Event()))
+    assert isinstance(item, BlockGradient)
+    assert [is_absent(item.values[part]) for part in (first, bias)] == [False, True]
 
 
 WHOLE = trainable(Net()).blocks
