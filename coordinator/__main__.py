@@ -14,10 +14,12 @@ if (
     del sys.path[0]
 
 from protocol.command.command_line import end_when_interrupted
+from protocol.command.output import keep_reporting
 
 
 def main() -> None:
     """Entry point."""
+    keep_reporting("coordinator")
     end_when_interrupted("coordinator")
     from coordinator.cli import main as command  # noqa: PLC0415 -- what may be interrupted
 

@@ -121,7 +121,7 @@ async def _serve(options: CoordinatorOptions, journal: SystemJournal | None) -> 
     service = Service(_settings(options, directory, once=once))
     control = ControlPort(service)
     # A pipe is no terminal, also where a notebook asks for colours (FORCE_COLOR).
-    console = _Console(highlight=False, force_terminal=sys.stdout.isatty())
+    console = Console(highlight=False, force_terminal=sys.stdout.isatty())
     progress = ProgressConsole(service, console, journal)
     supervisor = Supervisor()
     tracking = Tracking(options.trackers, partial(_run_in_progress, service), _say)
@@ -362,13 +362,6 @@ def _queue(
     if not service.waiting and service.current is None:
         console.print(Text(f"no unfinished run in {str(directory)!r}; waiting for new ones"))
     return True
-
-
-class _Console(Console):
-    """When nobody reads any more it falls silent; rich's own would end the process."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
 
 
 class _TellsOfTheEnd:

@@ -41,6 +41,7 @@ from protocol.base.errors import (
     UsageError,
     error_for,
 )
+from protocol.command.output import open_standard_streams
 from protocol.exact.digest import weights_digest
 from protocol.host.allocator import keep_freed_memory, keep_freed_memory_no_more
 from protocol.host.scratch import ScratchDirectory
@@ -158,6 +159,7 @@ def fit(
     Raises:
         SamestepError: Something cannot be used, in one line that says what to write instead.
     """
+    open_standard_streams()
     arguments = Arguments.of(
         options=options, steps=steps, epochs=epochs, batch=batch, microbatch=microbatch,
         optimizer=optimizer, seed=seed, evaluate_every=evaluate_every, precision=precision,

@@ -19,6 +19,7 @@ from typing import IO, Any, Final, Self
 from coordinator.members.listening import from_here
 from protocol.base.address import parse_address
 from protocol.base.errors import ExitCode, error_for
+from protocol.command.output import say
 from protocol.command.own_command import own_command, own_environment
 from samestep.words import in_a_scripts_words
 
@@ -184,4 +185,4 @@ def usual_bind() -> str:
 
 def show(line: Line) -> None:
     """Print it where this process's own lines go: in a notebook into the cell."""
-    print(line.text, file=sys.stderr if line.fault else sys.stdout, flush=True)
+    say(line.text, sys.stderr if line.fault else sys.stdout)

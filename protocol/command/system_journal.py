@@ -8,6 +8,7 @@ Source: https://systemd.io/JOURNAL_NATIVE_PROTOCOL/; `$JOURNAL_STREAM` in system
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -79,7 +80,8 @@ class SystemJournal:
             self._socket.sendto(content, self._address)
         except OSError:
             # The stream is the journal too, without the fields.
-            os.write(self._stream, f"<{int(priority)}>{message}\n".encode())
+            with contextlib.suppress(OSError):
+                os.write(self._stream, f"<{int(priority)}>{message}\n".encode())
 
     def close(self) -> None:
         """Write nothing more."""
