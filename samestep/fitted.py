@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Final
 
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from torch.utils.data import TensorDataset, default_collate
 
 from backends.base import draws
+from backends.base.additivity import measured, seeded
 from backends.base.interface import Array, Batch, Sums, Trainable
 from backends.base.outside_table import index_outside
 from protocol.base import limits
@@ -24,20 +24,18 @@ from protocol.spec.run_spec import RunSpec
 from samestep.kept_state import kept_state, refuse_what_is_kept
 from samestep.nested import NestedBatches
 from samestep.refusals import (
-    WITHIN,
-    NarrowSeen,
     check_loss,
     check_metric,
     check_precision,
     check_weight,
-    in_float64,
-    refuse_no_gradient_sum,
-    refuse_no_sum,
+    no_gradient,
+    number_of,
     refuse_own_draws,
     takes,
 )
 from samestep.user_task import UserTask
 from worker.models.blocks import cut_by_size
+from worker.tasks.additivity import SumTrial, modes_kept
 
 _LOOKED_AT: Final = 64
 """Samples of a data set whose digest is taken, evenly spread; of tensors all are."""
@@ -90,6 +88,8 @@ class FittedTask:
             given_back=True,
         )
         self._initial = self._parameters()
+        self._sum_trial = SumTrial(self)
+        self._sum_trial.refuse()
 
     def initial_parameters(self) -> list[Array]:
         """What the module was built with."""
@@ -158,15 +158,28 @@ class FittedTask:
         given = dict(arrays)
         weight, samples = given.pop(_COUNTED).tolist()
         assert self.user.loss is not None
-        with _told_as("the loss of held-out samples", own := _copied(given)):
-            batch = self._nested.together(own)
-            sums = {"loss": float(self.user.loss(module, batch)), "loss of": weight}
+        loss = self.user.loss
+        total = self._measured(
+            "the loss of held-out samples", lambda m, b: number_of(loss(m, b)), module, given
+        )
+        sums = {"loss": total, "loss of": weight}
         for name, metric in self.user.metrics.items():
-            with _told_as(f"the metric {name!r}", own := _copied(given)):
-                value = metric(module, self._nested.together(own))
+            value = self._measured(f"the metric {name!r}", metric, module, given)
             above, below = check_metric(name, metric, value)
             sums |= {name: above, f"{name} of": samples if below is None else below}
         return sums
+
+    def _measured(
+        self, what: str, measure: Callable[[Any, Any], Any], module: Any, arrays: Mapping[str, Any]
+    ) -> Any:
+        own: dict[str, Any] = {}
+
+        def once() -> Any:
+            own.update(_copied(arrays))
+            return measure(module, self._nested.together(own))
+
+        with _told_as(what, own):
+            return measured(once)
 
     def _weight(self, batch: object, samples: int) -> float:
         if self.user.weight is None:
@@ -183,7 +196,7 @@ class FittedTask:
             rows = torch.as_tensor(samples, dtype=torch.int64)
             return [tensor[rows] for tensor in data.tensors]
         try:
-            with _seeded(seed):
+            with seeded(seed):
                 items = _items(data, samples)
                 if collate is None:
                     return default_collate(items)
@@ -194,6 +207,11 @@ class FittedTask:
                 f"samples {shown} make no batch: the data set or the collator raised "
                 f"{in_words(error)}"
             ) from error
+
+    @property
+    def sum_trial(self) -> SumTrial:
+        """See `worker.tasks.additivity.HasSumTrial`."""
+        return self._sum_trial
 
     def _refuse_what_cannot_be_trained(self) -> None:
         data, two = self.user.train, [0, min(1, len(self.user.train) - 1)]
@@ -207,24 +225,28 @@ class FittedTask:
             )
         self._drawn_first = digests[0]
         self._refuse_no_weight()
-        batch, module = self._on_cpu(drawn[0]), self.user.module
         losses, kept = [], []
         for _ in range(2):
             self._weight(self._collated(data, two, 1), len(two))
-            with _seeded(0):
-                losses.append(check_loss(self._tried(module, batch, "together")).detach())
+            losses.append(self._first_loss(self._on_cpu(drawn[0])).detach())
             kept.append(kept_state({each.name: getattr(self.user, each.name) for each in _ROOTS}))
         refuse_own_draws(losses[0], losses[1])
         refuse_what_is_kept(kept[0], kept[1])
-        if digests[0] != digests[2] or len(data) < 2:
-            return  # what is drawn anew cannot be compared with itself; the device tries halves
-        mode = module.training
-        module.eval()
-        try:
-            with torch.no_grad():
-                self._refuse_no_sum(batch, two)
-        finally:
-            module.train(mode)
+
+    def _first_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Of the first samples; if nothing of them counts, others must, up to so many."""
+        with seeded(0):
+            loss = check_loss(self._tried(self.user.module, batch))
+        if loss.requires_grad:
+            return loss
+        count = min(len(self.user.train), _LOOKED_AT)
+        for place in range(count):
+            one = self._collated(self.user.train, [place * len(self.user.train) // count], 1)
+            with seeded(0):
+                other = self._tried(self.user.module, self._on_cpu(self._nested.apart(one)))
+            if check_loss(other).requires_grad:
+                return loss
+        raise no_gradient()
 
     def _refuse_what_cannot_be_measured(self) -> None:
         """By the first held-out batch."""
@@ -239,13 +261,9 @@ class FittedTask:
         most = limits.EVALUATION_SUMS // 2 - 1  # each has two sums, and so has the loss
         if len(user.metrics) > most:
             raise DataError(f"expected at most {most} metrics, got {len(user.metrics)}")
-        module, mode = user.module, user.module.training
-        module.eval()
-        try:
-            with torch.no_grad(), _seeded(0):
-                self._evaluate(module, self._on_cpu(self.evaluation_batch(0).arrays))
-        finally:
-            module.train(mode)
+        with modes_kept(user.module), torch.no_grad(), seeded(0):
+            user.module.eval()
+            self._evaluate(user.module, self._on_cpu(self.evaluation_batch(0).arrays))
 
     def _refuse_no_weight(self) -> None:
         """Some samples of the data must count: those that are looked at, until one does."""
@@ -261,93 +279,16 @@ class FittedTask:
                 "nothing would be trained; give the number of samples or tokens that count"
             )
 
-    def _refuse_no_sum(self, batch: Mapping[str, torch.Tensor], two: Sequence[int]) -> None:
-        parts = [
-            self._on_cpu(self._nested.apart(self._collated(self.user.train, [number], 1)))
-            for number in two
-        ]
-        module, seen = in_float64(self.user.module), NarrowSeen()  # type: ignore[no-untyped-call]
-        double = module is not self.user.module
-        try:
-            with seen:
-                found = self._losses(module, [batch, batch, *parts], float64=double)
-        except Exception:  # noqa: BLE001 -- a model of mixed types; as it is it has been tried
-            double = False
-            found = self._losses(self.user.module, [batch, batch, *parts], float64=False)
-        if found[0] == found[1]:  # else it draws in evaluation, too
-            within = seen.within if double else WITHIN
-            refuse_no_sum(found[0], (found[2], found[3]), within)
-            if double:
-                self._refuse_no_gradient_sum(module, two, parts, float64=seen.all_float64)
-
-    def _refuse_no_gradient_sum(
-        self,
-        module: Any,
-        two: Sequence[int],
-        alone: Sequence[Mapping[str, torch.Tensor]],
-        *,
-        float64: bool,
-    ) -> None:
-        """Of two samples, and the first of them again: what counts repetitions is to see some."""
-        samples, parts = [two[0], *two], [alone[0], *alone]
-        batch = self._on_cpu(self._nested.apart(self._collated(self.user.train, samples, 1)))
-        try:
-            together, left = self._gradients(module, batch, parts)
-        except Exception:  # noqa: BLE001 -- no backward in float64; the loss has been tried
-            return
-        refuse_no_gradient_sum(together, left, float64=float64)
-
-    def _gradients(
-        self, module: Any, batch: Mapping[str, torch.Tensor], parts: Sequence[Mapping[str, Any]]
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """In a float64 copy: those of a batch by name, and what its parts leave of them."""
-        given = dict(self.user.module.named_parameters())
-        named = {n: p for n, p in module.named_parameters() if given[n].requires_grad}
-        for name, parameter in named.items():  # no copy has its original's hooks
-            hooks: Any = given[name]._backward_hooks  # noqa: SLF001 -- None of most
-            for hook in (hooks or {}).values():
-                parameter.register_hook(hook)
-        together: dict[str, torch.Tensor] = {}
-        left: dict[str, torch.Tensor] = {}
-        for number, each in enumerate((batch, *parts)):
-            wide = {n: t.double() if t.dtype == torch.float32 else t for n, t in each.items()}
-            with _seeded(0), torch.enable_grad():
-                loss = self._loss(module, wide)
-                found: Sequence[torch.Tensor | None] = torch.autograd.grad(
-                    loss, list(named.values()), allow_unused=True
-                )
-            for name, gradient in zip(named, found, strict=True):
-                if gradient is None or not gradient.numel():
-                    continue
-                dense = gradient.to_dense() if gradient.is_sparse else gradient
-                if not number:
-                    together[name], left[name] = dense, dense.clone()
-                else:
-                    left[name] = left.get(name, torch.zeros_like(dense)) - dense
-        return together, left
-
-    def _losses(
-        self, module: Any, batches: Sequence[Mapping[str, torch.Tensor]], *, float64: bool
-    ) -> list[float]:
-        found = []
-        for number, batch in enumerate(batches):
-            given = {n: t.double() if t.dtype == torch.float32 else t for n, t in batch.items()}
-            with _seeded(number):
-                how = "together" if number < 2 else "alone"
-                found.append(float(self._tried(module, given if float64 else batch, how)))
-        return found
-
-    def _tried(self, module: Any, batch: Mapping[str, torch.Tensor], how: str) -> Any:
+    def _tried(self, module: Any, batch: Mapping[str, torch.Tensor]) -> Any:
         own = _copied(batch)
         try:
             return self._loss(module, own)
         except Exception as error:
-            outside = index_outside(error, own)
-            what = "two samples together" if how == "together" else "one sample alone"
-            if outside is not None:
-                raise DataError(f"the loss of {what}: {outside.text}") from error
-            hint = ": is there a layer across the batch?" if how == "alone" else ""
-            raise DataError(f"the loss of {what} raised {raised_words(error)}{hint}") from error
+            if outside := index_outside(error, own):
+                raise DataError(f"the loss of the first samples: {outside.text}") from error
+            raise DataError(
+                f"the loss of the first samples raised {raised_words(error)}"
+            ) from error
 
     @staticmethod
     def _on_cpu(arrays: Mapping[str, NDArray[Any]]) -> dict[str, torch.Tensor]:
@@ -391,21 +332,6 @@ def _items(data: Any, samples: Sequence[int]) -> list[Any]:
     if at_once:  # as torch's own loader does
         return list(at_once(list(samples)))
     return [data[number] for number in samples]
-
-
-@contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """The global generators, seeded; afterwards as they were."""
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002  (the global generator is what collators draw from)
-    random.seed(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before[0])
-        np.random.set_state(before[1])  # noqa: NPY002
-        random.setstate(before[2])
 
 
 def _data_digest(task: FittedTask, data: Any) -> str:

@@ -1,12 +1,10 @@
 """What cannot be trained, found before anything starts: one line each, with what to write instead.
 
-A loss must be a sum over samples. That is tried: the loss of two samples together against the sum
-of each alone, on real ones.
+That a loss is a sum over samples is tried in `worker.tasks.additivity`.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -15,24 +13,12 @@ from typing import Any, Final, get_args
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, IterableDataset
 
 from backends.base.trainable_checks import refuse_running_statistics, refuse_scripted
 from protocol.base.errors import DataError, SamestepError
 from protocol.spec.run_spec import ComputePrecision
 from samestep.user_task import UserTask
-
-WITHIN: Final = 1e-3
-"""Relative difference between a loss and the sum of its parts that is rounding, in float32."""
-_WITHIN_IN_PART: Final = 1e-5
-"""Likewise, where weights and batch are float64, and the model computes some in float32."""
-_WITHIN_IN_FLOAT64: Final = 1e-9
-_GRADIENT_WITHIN_IN_PART: Final = 1e-2
-_GRADIENT_WITHIN_IN_FLOAT64: Final = 1e-6
-"""Of the largest element of any gradient: what is rounding in one."""
-_FLOAT64_ELEMENTS: Final = 1 << 27
-"""Of a model whose copy in float64 is made to try its loss: 1 GiB."""
 
 PRECISIONS: Final[tuple[ComputePrecision, ...]] = get_args(ComputePrecision)
 
@@ -121,7 +107,7 @@ def check_data(role: str, data: Any) -> None:
 
 
 def check_loss(value: object) -> torch.Tensor:
-    """What a loss gave, if it is one sum that a gradient comes from.
+    """What a loss gave, if it is one sum.
 
     Raises:
         DataError: It is not.
@@ -137,12 +123,15 @@ def check_loss(value: object) -> torch.Tensor:
         raise DataError(
             f"expected a loss that is one sum, got shape {tuple(value.shape)}: add .sum()"
         )
-    if torch.is_grad_enabled() and not value.requires_grad:
-        raise DataError(
-            "the loss depends on no trainable tensor: leave out detach(), no_grad(), "
-            "inference_mode() and .data, and write use_reentrant=False where checkpoint is called"
-        )
     return value
+
+
+def no_gradient() -> DataError:
+    """For a loss that no gradient comes from."""
+    return DataError(
+        "the loss depends on no trainable tensor: leave out detach(), no_grad(), inference_mode() "
+        "and .data, and write use_reentrant=False where checkpoint is called"
+    )
 
 
 def check_weight(value: object) -> float:
@@ -174,9 +163,9 @@ def check_metric(
     """
     try:
         if not isinstance(value, tuple):
-            return _number(value), None
+            return number_of(value), None
         above, below = value
-        return _number(above), _number(below)
+        return number_of(above), number_of(below)
     except (TypeError, ValueError, RuntimeError):
         shown = " ".join(repr(value).split())[:100]
         code = getattr(metric, "__code__", None)
@@ -187,10 +176,15 @@ def check_metric(
         ) from None
 
 
-def _number(value: Any) -> float:
+def number_of(value: Any) -> float:
+    """A number that a loss or a metric gave, which a gradient may hang on.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: It is none.
+    """
     if isinstance(value, str | bytes):
         raise TypeError
-    return float(value)
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)
 
 
 def check_precision(given: object) -> ComputePrecision:
@@ -218,98 +212,6 @@ def refuse_own_draws(first: torch.Tensor, second: torch.Tensor) -> None:
             f"{float(second):.9g}: draw with torch's functions, which are seeded for each "
             "microbatch, and keep nothing in the model that forward changes"
         )
-
-
-def in_float64(module: nn.Module) -> nn.Module:
-    """A copy in float64, to compare losses more exactly; the module itself if there can be none."""
-    if sum(parameter.numel() for parameter in module.parameters()) > _FLOAT64_ELEMENTS:
-        return module  # its float32 does not go with a batch in float64: it is tried as it is
-    try:
-        return copy.deepcopy(module).double().eval()
-    except Exception:  # noqa: BLE001 -- a model that cannot be copied can be trained
-        return module
-
-
-class NarrowSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Sees whether all is computed in float64."""
-
-    within = _WITHIN_IN_FLOAT64
-    """What is rounding in what was seen."""
-
-    @property
-    def all_float64(self) -> bool:
-        """Nothing narrower was seen."""
-        return self.within == _WITHIN_IN_FLOAT64
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See torch's."""
-        del types
-        given = func(*args, **(kwargs or {}))
-        for each in given if isinstance(given, tuple | list) else (given,):
-            if isinstance(each, torch.Tensor) and each.is_floating_point():
-                self.within = max(
-                    self.within, 0.0 if each.dtype == torch.float64 else _WITHIN_IN_PART
-                )
-        return given
-
-
-def refuse_no_sum(whole: float, parts: tuple[float, float], within: float) -> None:
-    """Refuse a loss that does not add up over samples.
-
-    Args:
-        whole: Of two samples together.
-        parts: Of each alone.
-        within: What relative difference is rounding.
-
-    Raises:
-        DataError: It does not.
-    """
-    if not all(map(math.isfinite, (whole, *parts))):
-        raise DataError(
-            f"expected a finite loss of the first samples, got {whole:.9g} of two of them, "
-            f"{parts[0]:.9g} and {parts[1]:.9g} of each alone"
-        )
-    near = within * max(abs(whole), *map(abs, parts), 1e-30)
-    if abs(whole - sum(parts)) <= near:
-        return
-    shown = f"{whole:.9g} of two samples together, {parts[0]:.9g} and {parts[1]:.9g} of each alone"
-    if min(parts) - near <= whole <= max(parts) + near:
-        raise DataError(
-            f'expected a loss summed over samples, got a mean ({shown}): write reduction="sum" or '
-            ".sum(); samestep divides by the number of samples, or by weight="
-        )
-    raise DataError(
-        f"expected a loss that adds up over samples, got {shown}: a loss across samples "
-        "(contrastive, balancing) or one with layers across the batch cannot be divided among "
-        "microbatches, write it per sample; a penalty on weights belongs in the optimizer's "
-        "weight_decay"
-    )
-
-
-def refuse_no_gradient_sum(
-    together: Mapping[str, torch.Tensor], left: Mapping[str, torch.Tensor], *, float64: bool
-) -> None:
-    """Refuse gradients that do not add up over samples, though the loss does.
-
-    Args:
-        together: Each trained tensor's gradient by some samples together.
-        left: What is left of it without those by each of them alone.
-        float64: All was computed in it.
-
-    Raises:
-        DataError: More is left than rounding.
-    """
-    largest = max((float(each.abs().max()) for each in together.values()), default=0.0)
-    near = largest * (_GRADIENT_WITHIN_IN_FLOAT64 if float64 else _GRADIENT_WITHIN_IN_PART)
-    for name, each in left.items():
-        if (off := float(each.abs().max())) > near:
-            raise DataError(
-                f"expected gradients that add up over samples, got one of {name!r} by samples "
-                f"together that is {off:.3g} off the sum of each alone's, though the loss adds up: "
-                "the result would hang on how many samples a microbatch has; leave out what works "
-                "across the batch in backward, such as scale_grad_by_freq, or a Function or hook "
-                "that normalizes"
-            )
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

@@ -131,7 +131,7 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
         "backends.wgpu.lowering", "backends.wgpu.device", "backends.wgpu.canonical",
     ),
     "backends": ("*",),
-    "samestep.hf": ("protocol.base", "samestep"),
+    "samestep.hf": ("protocol.base", "backends.base", "worker.tasks", "samestep"),
     "samestep": (
         *_SHELL, "backends", "backends.base", "worker.models", "worker.joining", "worker.tasks",
         "worker.shell", "coordinator.members", "coordinator.operator",

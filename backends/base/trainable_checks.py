@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 import torch
 from torch.jit._script import RecursiveScriptModule
 
 from protocol.base.errors import SamestepError
 from protocol.spec.manifest import Block
-
-_ADDS_UP_WITHIN: Final = 1e-2
-"""Relative difference allowed between a loss and the sum of its halves: rounding, not a mean."""
 
 
 def trained_parameters(
@@ -113,21 +109,3 @@ def refuse_sparse_gradients(module: torch.nn.Module) -> None:
                 f"{name or 'the model'!r} has sparse gradients, which a device of this backend "
                 "cannot compute; leave out sparse=True, or have it computed by cpu or cuda"
             )
-
-
-def refuse_unlike(whole: float, halves: float, samples: int) -> None:
-    """Refuse a loss that does not add up over samples.
-
-    Args:
-        whole: Of a batch.
-        halves: The sum of its halves' losses.
-        samples: How many the batch has.
-
-    Raises:
-        SamestepError: They differ by more than rounding.
-    """
-    if abs(whole - halves) > _ADDS_UP_WITHIN * max(abs(whole), abs(halves)):
-        raise SamestepError(
-            f"expected a loss summed over samples, but {samples} samples give {whole:g} and "
-            f"their halves {halves:g}; a mean, a contrastive or a balancing loss cannot be split"
-        )

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch.autograd.graph import increment_version
 
+from backends.base.additivity import LossTrial, measured, refuse_unlike_halves
 from backends.base.interface import (
     Array,
     Batch,
@@ -35,7 +36,6 @@ from backends.base.outside_table import index_outside
 from backends.base.trainable_checks import (
     refuse_gradients_across_samples,
     refuse_running_statistics,
-    refuse_unlike,
     trained_parameters,
 )
 from backends.eager import numerics
@@ -359,11 +359,15 @@ class EagerProgram(HostSummedProgram):
     def _in_evaluation(self, measure: Callable[[Any, Any], T], batch: Batch) -> T:
         self._abandoned = threading.Event()
         self._module.eval()
-        numerics.seed_everything(self._seed)
         arrays = self._on_device(batch)
-        try:
-            with torch.no_grad(), self._computing():
+
+        def once() -> T:
+            numerics.seed_everything(self._seed)
+            with self._computing():
                 return measure(self._module, arrays)
+
+        try:
+            return measured(once)
         except (IndexError, RuntimeError) as error:
             if "CUDA" in str(error) or (outside := index_outside(error, arrays)) is None:
                 raise
@@ -416,9 +420,7 @@ class EagerProgram(HostSummedProgram):
                     f"the buffer {name!r} changes in forward, which no replica could follow; "
                     "use a layer without running state, an embedding without max_norm"
                 )
-        self._module.eval()
-        with torch.no_grad():
-            self._refuse_loss_that_does_not_add_up(example)
+        self._refuse_loss_that_does_not_add_up(example)
 
     def _refuse_loss_that_does_not_add_up(self, example: Batch) -> None:
         """Where all arrays have samples first, the loss of halves must add to the whole."""
@@ -426,13 +428,14 @@ class EagerProgram(HostSummedProgram):
         samples = counts.pop() if len(counts) == 1 else 0
         if samples < 2:
             return
-        whole = float(self._loss_of(self._on_device(example)))
-        parts = 0.0
-        for half in (slice(0, samples // 2), slice(samples // 2, samples)):
-            # Anew each time: a loss may change its batch in place.
-            arrays = self._on_device(example)
-            parts += float(self._loss_of({name: a[half] for name, a in arrays.items()}))
-        refuse_unlike(whole, parts, samples)
+        arrays, half = self._on_device(example), samples // 2
+        halves = [
+            {name: a[part] for name, a in arrays.items()}
+            for part in (slice(0, half), slice(half, samples))
+        ]
+        self._module.train()
+        trial = LossTrial(self._module, lambda _, given: self._loss_of(given), {})
+        refuse_unlike_halves(trial, arrays, halves, samples)
 
 
 def _sum_of_bits(values: torch.Tensor) -> int:

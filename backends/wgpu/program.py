@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils import _pytree as pytree
 
+from backends.base.additivity import measured
 from backends.base.interface import (
     Array,
     Batch,
@@ -284,8 +285,7 @@ class VulkanProgram:
         stand_in = StandIn(self._weights.module, self.forward)
         arrays = {name: torch.tensor(array) for name, array in batch.arrays.items()}
         try:
-            with torch.no_grad():
-                return measure(stand_in, arrays)
+            return measured(lambda: measure(stand_in, arrays))
         except (IndexError, RuntimeError) as error:
             if (outside := index_outside(error, arrays)) is None:
                 raise
@@ -294,6 +294,12 @@ class VulkanProgram:
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What the module gives in evaluation mode, with tensors on the host."""
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+            raise SamestepError(
+                "expected held-out figures that take the model's outputs alone, got a derivative "
+                "by its inputs, which the vulkan backend computes in training only; leave it out "
+                "of what is measured, or have it computed by cpu or cuda"
+            )
         key = (str(structure), tuple(_described(leaf) for leaf in leaves))
         arrays = {str(i): x.numpy() for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
         with self._lock:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -17,6 +18,8 @@ import torch
 import transformers
 from transformers.trainer_utils import TrainOutput
 
+from backends.base.additivity import measured, seeded
+from backends.base.steady_draws import LEVELS, SteadyDraws
 from protocol.base.errors import DataError
 from samestep.fitting import fit, keeps_the_run, new_directory
 from samestep.hf.arguments import (
@@ -30,6 +33,7 @@ from samestep.hf.log import write_log
 from samestep.refusals import check_data
 from samestep.result import FitResult
 from samestep.user_task import UserTask
+from worker.tasks.additivity import NotASum, modes_kept
 
 _NOT_OURS_TO_CALL: Final = (
     "training_step", "create_optimizer", "create_scheduler", "create_optimizer_and_scheduler",
@@ -56,6 +60,12 @@ _USUAL_CALLBACKS: Final = {
     "DefaultFlowCallback", "PrinterCallback", "ProgressCallback", _OF_ITS_OWN_LOOP,
 }  # fmt: skip
 _PROBE: Final = 1e-4
+_PROBED_SAMPLES: Final = 64
+"""Looked at, until one has labels that count."""
+_AS_A_SUM: Final = (
+    "of a Trainer, a sum that is divided by num_items_in_batch adds up, and a mean over samples "
+    "does; one that weights divide, as those of classes do, does not"
+)
 
 
 class SamestepMixin:
@@ -98,7 +108,10 @@ class SamestepMixin:
         arguments, model = trainer.args, trainer.model
         _checkpoint_activations(arguments, model)
         begun_s = time.time()
-        self.fitted = fit(lambda: _task(trainer), **self._arguments_of_fit())
+        try:
+            self.fitted = fit(lambda: _task(trainer), **self._arguments_of_fit())
+        except NotASum as error:
+            raise DataError(f"compute_loss: {error}; {_AS_A_SUM}") from error
         metrics = self._take_over(self.fitted, begun_s)
         return TrainOutput(self.fitted.steps, metrics["train_loss"], metrics)
 
@@ -270,7 +283,9 @@ def _task(trainer: Any) -> UserTask:
         collate = trainer._get_collator_with_removed_columns(collate)  # noqa: SLF001 -- likewise
     evaluates = word_of(trainer.args.eval_strategy) != "no"
     held_out = trainer.eval_dataset if evaluates else None
-    losses = _Losses(trainer, collate([train[0]]))
+    count = min(len(train), _PROBED_SAMPLES)
+    places = (place * len(train) // count for place in range(count))
+    losses = _Losses(trainer, (collate([train[place]]) for place in places))
     return UserTask(
         module=trainer.model,
         train=train,
@@ -292,38 +307,35 @@ class _Losses:
 
     Args:
         trainer: The trainer.
-        one: A batch of one sample, to see which kind it is.
+        ones: Batches of one sample each, to see by the first that counts which kind it is.
 
     Raises:
         DataError: It cannot be made a sum that is the trainer's own.
     """
 
-    def __init__(self, trainer: Any, one: Mapping[str, Any]) -> None:
+    def __init__(self, trainer: Any, ones: Iterable[Mapping[str, Any]]) -> None:
         self._trainer = trainer
-        self._by_token = False
-        training, trainer.model.training = trainer.model.training, False
-        with torch.no_grad():
-            by = [float(self._of(trainer.model, one, torch.tensor(n))) for n in (1, 2)]
-        trainer.model.train(training)
-        self._told = abs(by[0] - 2 * by[1]) <= _PROBE * max(abs(by[0]), 1e-30)
+        self._told, one = self._is_told(ones)
         labels = one.get("labels")
-        tokens = (
-            isinstance(labels, torch.Tensor) and labels.dim() > 1 and not labels.is_floating_point()
-        )
-        if not self._told and tokens:
-            self._by_token = True
-            if trainer.args.gradient_accumulation_steps > 1:
-                raise DataError(
-                    "gradient_accumulation_steps cannot be honoured with this model, whose loss is "
-                    "a mean over the labels of each microbatch: write 1, a larger "
-                    'per_device_train_batch_size, and samestep={"microbatch": N}'
-                )
+        dims = 0
+        if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
+            dims = labels.dim()
+        self._by_label = dims > 0 and not self._told
+        if self._by_label and dims > 1 and trainer.args.gradient_accumulation_steps > 1:
+            raise DataError(
+                "gradient_accumulation_steps cannot be honoured with this model, whose loss is "
+                "a mean over the labels of each microbatch: write 1, a larger "
+                'per_device_train_batch_size, and samestep={"microbatch": N}'
+            )
 
     def loss(self, model: Any, batch: Mapping[str, Any]) -> Any:
         """Summed."""
         if self._told:
             return self._of(model, batch, torch.tensor(1))
-        return self._of(model, batch, None) * self._count(batch)
+        mean, count = self._of(model, batch, None), self._count(batch)
+        if self._by_label:  # over no label it is NaN, whose gradients are zeros
+            mean = torch.where(count > 0, mean, 0.0)
+        return mean * count
 
     def weight(self, batch: Mapping[str, Any]) -> float:
         """What the sum is divided by in the end."""
@@ -332,13 +344,31 @@ class _Losses:
         counted = self._trainer._get_num_items_in_batch([batch], torch.device("cpu"))  # noqa: SLF001
         return float(counted) if counted is not None else float(self._count(batch))
 
+    def _is_told(self, ones: Iterable[Mapping[str, Any]]) -> tuple[bool, Mapping[str, Any]]:
+        """Whether the loss is divided by the items that it is told of, and the sample it was."""
+        model = self._trainer.model
+        one: Mapping[str, Any] = {}
+        with modes_kept(model):
+            model.train()
+            for one in ones:
+                by = [self._probed(one, torch.tensor(n)) for n in (1, 2)]
+                if by[0] and all(map(math.isfinite, by)):
+                    return abs(by[0] - 2 * by[1]) <= _PROBE * abs(by[0]), one
+        return False, one
+
+    def _probed(self, one: Mapping[str, Any], items: torch.Tensor) -> float:
+        """With the same draws each time."""
+        with seeded(0), SteadyDraws(LEVELS[0]):
+            loss = measured(lambda: self._of(self._trainer.model, one, items))
+            return float(loss.detach())
+
     def _of(self, model: Any, batch: Mapping[str, Any], items: Any) -> Any:
         inputs = {name: each for name, each in batch.items() if name != _SAMPLES}
         return self._trainer.compute_loss(model, inputs, num_items_in_batch=items)
 
     def _count(self, batch: Mapping[str, Any]) -> Any:
         """A tensor: no device has to tell its value."""
-        return (batch["labels"] != -100).sum() if self._by_token else batch[_SAMPLES]
+        return (batch["labels"] != -100).sum() if self._by_label else batch[_SAMPLES]
 
 
 def fields_of(arguments: type, base: type) -> frozenset[str]:

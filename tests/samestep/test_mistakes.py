@@ -150,7 +150,7 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
         (task(weight=lambda b: b[9]), {}, r"weight raised IndexError.*in test_mistakes.py, line"),
         (task(loss=None), {}, "got none: write loss=lambda module, batch"),
         (task(module=BATCH_NORM), {}, "running statistics.*use LayerNorm or GroupNorm"),
-        (task(module=ACROSS), {}, "one sample alone raised.*is there a layer across the batch"),
+        (task(module=ACROSS), {}, "sample 0 alone raised.*is there a layer across the batch"),
         (task(module=SCRIPTED), {}, r"got one that torch\.jit\.script has compiled as '1': give"),
         (task(module=SCRIPTED[1]), {}, r"torch\.jit\.script has compiled: give the nn\.Module"),
         (task(module=nn.Linear(1, 1, device="meta")), {}, r"on the CPU.*leave out \.to"),
@@ -204,7 +204,7 @@ def test_labels_outside_of_their_classes_are_told_alike_in_training_and_held_out
         held_out=wrong if held_out else labelled,
         loss=lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1], reduction="sum"),
     )
-    which = "held-out samples" if held_out else "two samples together"
+    which = f"{'held-out' if held_out else 'the first'} samples"
     told = rf"^the loss of {which}: input '1' has 7 at \[0\], .* 3 rows: expected 0 to 2$"
     with pytest.raises(samestep.SamestepError, match=told):
         samestep.fit(build, steps=1, batch=4, microbatch=2)
@@ -224,9 +224,16 @@ class Late(list[list[torch.Tensor]]):
 
 
 def late_loss(module, batch):
-    if (batch[0] > 5).any():
+    if module.bias.abs() > 0.3:
         raise ValueError("boom")
     return squares(module, batch)
+
+
+def zeros():
+    module = nn.Linear(1, 1)
+    nn.init.zeros_(module.weight)
+    nn.init.zeros_(module.bias)
+    return module
 
 
 @pytest.mark.parametrize(
@@ -241,10 +248,40 @@ def late_loss(module, batch):
 )
 def test_what_goes_wrong_on_the_way_is_told_by_what_it_is(other, told, tmp_path):
     given = {"steps": 20, "batch": 3, "microbatch": 1, "device": "cpu", "directory": tmp_path / "r"}
+    given["optimizer"] = {"name": "adamw", "lr": 0.1}
     with pytest.raises(samestep.SamestepError, match=told) as raised:
-        samestep.fit(task(train=Late([[X]] * 8), **other), **given)
+        samestep.fit(task(module=zeros(), train=Late([[X]] * 8), **other), **given)
     assert "\n" not in str(raised.value)
     assert "the device failed" not in str(raised.value)
+
+
+def bounded(module, batch):
+    return squares(module, batch) + (module.bias.abs() - 0.05).clamp_min(0).sum()
+
+
+def test_a_penalty_that_begins_after_some_steps_ends_the_run(tmp_path):
+    given = {"steps": 9, "batch": 4, "microbatch": 2, "device": "cpu", "directory": tmp_path / "r"}
+    given["optimizer"] = {"name": "adamw", "lr": 0.1}
+    told = "after step 2.* counts once for each microbatch"
+    with pytest.raises(samestep.SamestepError, match=told) as raised:
+        samestep.fit(task(module=zeros(), loss=bounded), **given)
+    assert "\n" not in str(raised.value)
+
+
+def slopes(module, batch):
+    x = batch[0].requires_grad_()
+    slope = torch.autograd.grad(module(x).sum(), x, create_graph=True)[0]
+    return ((slope - 2) ** 2).sum()
+
+
+def test_a_loss_that_differentiates_is_trained_and_measured():
+    far = {"slope off": lambda m, b: slopes(m, b).sqrt()}
+    build = task(module=nn.Sequential(nn.Linear(1, 1)), loss=slopes, held_out=DATA, metrics=far)
+    result = samestep.fit(
+        build, steps=3, batch=4, microbatch=2, device="cpu", evaluate_every=1,
+        optimizer={"name": "sgd", "lr": 0.1},
+    )  # fmt: skip
+    assert result.metrics["loss"] < result.history[0]["loss"]
 
 
 class Drawing(nn.Linear):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
@@ -46,6 +46,7 @@ from protocol.exact.update import StepScalars
 from protocol.host.machine import Machine
 from protocol.host.memory import figures_of
 from protocol.host.trace import Tracer, now_us
+from protocol.spec.idle_keys import TASK_SECTIONS
 from protocol.spec.run_spec import RunSpec
 from worker.logic import actions as act
 from worker.logic.events import (
@@ -69,6 +70,12 @@ from worker.shell.signature import library_versions, probe_digest, rows_probe, s
 from worker.shell.stretches import Bytes, Stretches
 from worker.tasks.base import DrawsBatches, ReadsFiles, Task
 
+if TYPE_CHECKING:
+    from worker.tasks.additivity import SumTrial
+
+TRIED_AGAIN_AT_STEP: Final = 2
+"""What a task keeps to, as its loss being a sum, is tried again after this step, or after the first
+one that this worker takes, if that is later: at the weights of then."""
 _STEPS_AHEAD: Final = 8
 """So far ahead of a step the files of the next ones are asked for."""
 _APPLIES: Final = "the worker's thread that applies updates"
@@ -109,6 +116,14 @@ def _batch(task: Task, samples: Sequence[int], seed: int) -> Batch:
     if isinstance(task, DrawsBatches):
         return task.drawn_batch(samples, seed)
     return task.batch(samples)
+
+
+def _trial_of(task: Task, spec: RunSpec) -> SumTrial | None:
+    if spec.task in TASK_SECTIONS:
+        return None
+    from worker.tasks.additivity import sum_trial_of  # noqa: PLC0415 -- imports torch
+
+    return sum_trial_of(task)
 
 
 class _Unfit(Exception):
@@ -154,6 +169,8 @@ class _Job:
     """Whether the device has the replica's parameters: a stretch leaves its own there."""
     averaged: bool = False
     """Whether the device has the average that an optimizer keeps, to measure it."""
+    trial: SumTrial | None = None
+    """Of the loss, until it has been tried again."""
 
 
 class Engine:
@@ -367,6 +384,7 @@ class Engine:
             self._job.program.close()
             self._job = None
         task = self._toolbox.task(spec)
+        trial = _trial_of(task, spec)
         check_subnormals(_APPLIES)
         manifest = task.manifest
         order = order_of_steps(spec, manifest.train_samples, manifest.row_groups)
@@ -389,7 +407,9 @@ class Engine:
         if isinstance(program, ComputesInPlace) and not replica.averages and not spec.replicas:
             program.share(replica.parameters)
         start = replica.state_digest()
-        self._job = _Job(spec, inputs, task, program, replica, order, start, probe, kept)
+        self._job = _Job(
+            spec, inputs, task, program, replica, order, start, probe, kept, trial=trial
+        )
         if isinstance(order, StretchOrder):
             self._job.stretches = Stretches(spec, manifest.blocks, program, order, task.batch)
         return self._job
@@ -580,6 +600,14 @@ class Engine:
         if self._tracer is not None:
             self._tracer.span("apply step", "device", start_us, step=job.replica.step)
         self._report_digest(job.replica)
+        if job.replica.step >= TRIED_AGAIN_AT_STEP:
+            self._try_again(job)
+
+    def _try_again(self, job: _Job) -> None:
+        """Once; what does not hold ends the run here as it does everywhere."""
+        trial, job.trial = job.trial, None
+        if trial is not None:
+            trial.refuse_after_steps(job.replica.step, job.replica.parameters)
 
     def _restore(self, step: int, optimizer_step: int) -> None:
         job = self._built()

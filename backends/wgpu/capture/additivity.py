@@ -7,18 +7,21 @@ the check costs little however large the model is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from backends.base.trainable_checks import refuse_unlike
+from backends.base.additivity import LossTrial, refuse_unlike_halves
 from backends.wgpu.capture.capture import ModelResult
 from backends.wgpu.capture.stand_in import StandIn
 from protocol.base.errors import SamestepError
 
 _SEED: Final = 5
+_ROWS: Final = "samestep.rows"
+"""Beside a batch's arrays: which samples they are of."""
 
 
 def refuse_loss_that_does_not_add_up(
@@ -43,13 +46,15 @@ def refuse_loss_that_does_not_add_up(
     if samples < 2:
         return
     made = _MadeUp(module, samples, results)
-    try:
-        whole = made.loss(loss, arrays, slice(0, samples))
-        half = samples // 2
-        parts = [made.loss(loss, arrays, s) for s in (slice(0, half), slice(half, samples))]
-    except _NotBySample:
-        return
-    refuse_unlike(whole, sum(parts), samples)
+    rows = torch.arange(samples)
+    whole, half = {**arrays, _ROWS: rows}, samples // 2
+    halves = [
+        {name: array[part] for name, array in whole.items()}
+        for part in (slice(0, half), slice(half, samples))
+    ]
+    trial = LossTrial(module, lambda _, given: made.loss(loss, given), {})
+    with suppress(_NotBySample):
+        refuse_unlike_halves(trial, whole, halves, samples)
 
 
 class _NotBySample(Exception):
@@ -63,43 +68,39 @@ class _MadeUp:
         self, module: nn.Module, samples: int, results: Sequence[ModelResult | None]
     ) -> None:
         self._module = module
-        self._results = results
-        self._samples = samples
-        self._part = slice(0, samples)
+        self._rows = torch.arange(samples)
         self._calls = 0
-        self._outputs: list[tuple[list[torch.Tensor], pytree.TreeSpec]] = []
+        self._outputs = [_made_up(each, samples, number) for number, each in enumerate(results)]
 
     def loss(
-        self, loss: Callable[[Any, Any], torch.Tensor], arrays: Mapping[str, torch.Tensor],
-        part: slice,
-    ) -> float:  # fmt: skip
-        """Of a part of the samples."""
-        self._part, self._calls = part, 0
-        given = {name: array[part].clone() for name, array in arrays.items()}
-        with torch.no_grad():
-            try:
-                value = loss(StandIn(self._module, self._run), given)
-            except (AttributeError, TypeError, SamestepError):
-                raise _NotBySample from None
+        self, loss: Callable[[Any, Any], torch.Tensor], arrays: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Of some samples, whose rows are told beside them."""
+        given = dict(arrays)
+        self._rows, self._calls = given.pop(_ROWS), 0
+        try:
+            value = loss(StandIn(self._module, self._run), given)
+        except (AttributeError, TypeError, RuntimeError, SamestepError):
+            raise _NotBySample from None
         if value.dim():
             raise SamestepError(f"expected a loss that is one sum, got shape {tuple(value.shape)}")
-        return float(value)
+        return value
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         del args, kwargs
         number, self._calls = self._calls, self._calls + 1
-        if number == len(self._outputs):
-            result = self._results[number] if number < len(self._results) else None
-            if result is None:
-                raise _NotBySample
-            draws = torch.Generator().manual_seed(_SEED + number)
-            made = []
-            for like in result.tensors:
-                if not like.shape or like.shape[0] != self._samples:
-                    raise _NotBySample
-                value = torch.rand(like.shape, generator=draws)
-                made.append(value.to(like.dtype))
-            self._outputs.append((made, result.structure))
-        made, structure = self._outputs[number]
-        # Copies, as those of the batch: a loss may change in place what it is given.
-        return pytree.tree_unflatten([x[self._part].clone() for x in made], structure)
+        made = self._outputs[number] if number < len(self._outputs) else None
+        if made is None:
+            raise _NotBySample
+        return pytree.tree_unflatten([each[self._rows] for each in made[0]], made[1])
+
+
+def _made_up(
+    result: ModelResult | None, samples: int, number: int
+) -> tuple[list[torch.Tensor], pytree.TreeSpec] | None:
+    """Outputs of a call of the model; None if they are not by sample."""
+    if result is None or any(not x.shape or x.shape[0] != samples for x in result.tensors):
+        return None
+    draws = torch.Generator().manual_seed(_SEED + number)
+    made = [torch.rand(x.shape, generator=draws).to(x.dtype) for x in result.tensors]
+    return made, result.structure

@@ -447,6 +447,26 @@ def test_what_cannot_be_trained_is_refused_before_training(compiled, module, los
         compiled(trainable(module(), loss), Batch({"x": x}, 2.0))
 
 
+def noisy(module: nn.Module, arrays: Any) -> torch.Tensor:
+    return ((module(arrays["x"]) - torch.randn_like(arrays["x"])) ** 2).sum()
+
+
+def steep(module: nn.Module, arrays: Any) -> torch.Tensor:
+    x = arrays["x"].requires_grad_()
+    return (torch.autograd.grad(module(x).sum(), x, create_graph=True)[0] ** 2).sum()
+
+
+def test_losses_that_draw_or_differentiate_are_trained(compiled):
+    """What is measured may not differentiate: it has the device's outputs alone."""
+    x = np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32)
+    for loss in (noisy, steep):
+        job = trainable(nn.Linear(4, 4), loss, evaluate=lambda m, a: {"steep": float(steep(m, a))})
+        program = compiled(job, Batch({"x": x}, 4.0))
+        assert program.computed(Batch({"x": x}, 4.0), 1)["weight"].any()
+        with pytest.raises(SamestepError, match="got a derivative by its inputs"):
+            program.evaluate(Batch({"x": x}, 4.0))
+
+
 class Folding(nn.Module):
     """Like `Sorting`, but also with others that have no rule."""
 

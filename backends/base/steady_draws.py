@@ -1,0 +1,240 @@
+"""Random operators that give one value for every element: what a loss draws for a sample no longer
+depends on which other samples are in its batch.
+
+A loss is compared between a batch and its parts. With real draws the parts see other noise than the
+batch does, and nothing can be said; with steady ones only what couples samples remains. The same
+mode estimates rounding: it changes the results of operators that round by their last bit, at
+random, so that the spread of a few runs is what rounding does to this computation (discrete
+stochastic arithmetic; Vignes, 1993, doi.org/10.1016/0378-4754(93)90003-D).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping
+from statistics import NormalDist
+from typing import Any, Final, Self
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+LEVELS: Final = (0.6, 0.93, 0.06)
+"""Quantiles that draws are replaced by: the usual one, and one near each end, for masks."""
+
+_DRAWS: Final = 4096
+"""In one computation, at most: a sampler that rejects steady draws would never end."""
+
+_ROUNDING: Final = frozenset({
+    "mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "addbmm", "_addmm_activation",
+    "convolution", "convolution_backward", "_convolution", "mkldnn_rnn_layer", "_cudnn_rnn",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_efficient_attention_backward",
+    "sum", "mean", "var", "var_mean", "std", "prod", "cumsum", "cumprod", "logcumsumexp",
+    "logsumexp", "linalg_vector_norm", "norm", "linalg_solve_ex", "linalg_inv_ex",
+    "linalg_cholesky_ex", "cholesky_solve", "linalg_solve_triangular", "_linalg_det",
+    "_linalg_slogdet", "_linalg_svd", "_linalg_eigh", "_cdist_forward", "_fft_r2c", "_fft_c2c",
+    "native_layer_norm", "native_layer_norm_backward", "native_group_norm",
+    "native_group_norm_backward", "native_batch_norm", "native_batch_norm_backward",
+    "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data",
+    "nll_loss_forward", "nll_loss2d_forward", "_ctc_loss", "mse_loss", "embedding_dense_backward",
+    "index_add", "scatter_add", "exp", "expm1", "log", "log1p", "log2", "sin", "cos", "tan", "tanh",
+    "sigmoid", "log_sigmoid_forward", "erf", "erfc", "gelu", "gelu_backward", "silu", "softplus",
+    "pow", "sqrt", "rsqrt", "div", "reciprocal", "lgamma", "digamma", "atan2", "acos", "asin",
+})  # fmt: skip
+"""Operators whose results are rounded, in an order or by a kernel that sizes may decide."""
+
+_NEVER_TAGGED: Final = frozenset({
+    "random_", "random", "binomial", "_sample_dirichlet", "normal_functional",
+})  # fmt: skip
+"""Random operators that torch does not mark as such."""
+
+
+class TooManyDrawsError(Exception):
+    """The computation draws on and on."""
+
+
+class SteadyDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """While entered, random operators of torch give the quantile `level` of what they draw from.
+
+    Args:
+        level: In (0, 1).
+        jitter: Seeds changes of rounded results in their last bit; None: there are none.
+
+    Attributes:
+        drew: Something was drawn.
+        undecided: It draws in a way that cannot be made steady: two computations that differ may
+            have drawn differently.
+        epsilon: Spacing at 1 of the narrowest floating type that a result had.
+    """
+
+    def __init__(self, level: float, jitter: int | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.drew = False
+        self.undecided = False
+        self.epsilon = float(torch.finfo(torch.float64).eps)
+        self._level = level
+        self._draws = 0
+        self._jitter = jitter
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._before: tuple[Any, Any] = (None, None)
+
+    def __enter__(self) -> Self:
+        """See torch's."""
+        self._before = _foreign_generators()
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *raised: object) -> None:
+        """See torch's."""
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        if _foreign_generators() != self._before:
+            self.undecided = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See torch's."""
+        del types
+        given = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if torch.Tag.nondeterministic_seeded in func.tags or name in _NEVER_TAGGED:
+            given = self._steady(name, func, args, kwargs or {}, given)
+        results = given if isinstance(given, tuple | list) else (given,)
+        for each in results:
+            if isinstance(each, torch.Tensor) and each.is_floating_point():
+                self.epsilon = max(self.epsilon, float(torch.finfo(each.dtype).eps))
+        if self._jitter is None or name not in _ROUNDING or _schema(func).is_mutable:
+            return given
+        if isinstance(given, tuple):
+            return tuple(map(self._rounded_otherwise, given))
+        return self._rounded_otherwise(given)
+
+    def _steady(
+        self, name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Any
+    ) -> Any:
+        arguments = _schema(func).arguments
+        said = {each.name: each.default_value for each in arguments if each.has_default_value()}
+        said |= {each.name: value for each, value in zip(arguments, args, strict=False)}
+        said |= kwargs
+        name = name.removesuffix("_functional")
+        steady = _STEADY.get(name.removesuffix("_") or name)
+        if name == "native_dropout":
+            return self._dropout(said, given)
+        if steady is None:
+            # Fused attention and recurrent layers draw within, if they drop anything.
+            drops = [said[each] for each in ("dropout_p", "dropout", "p") if each in said]
+            self.undecided |= any(drops) if drops else bool(said.get("training", True))
+            return given
+        self._count()
+        out = given[0] if isinstance(given, tuple) else given
+        value = steady(self._level, said, out)
+        out.copy_(value) if isinstance(value, torch.Tensor) else out.fill_(value)
+        return given
+
+    def _dropout(self, said: Mapping[str, Any], given: Any) -> Any:
+        p = float(said["p"])
+        if said["train"] is False or not p:
+            return given
+        self._count()
+        kept = 1 - self._level < 1 - p
+        scale = 1 / (1 - p) if kept else 0.0
+        return said["input"] * scale, torch.full_like(given[1], kept)
+
+    def _count(self) -> None:
+        self.drew = True
+        self._draws += 1
+        if self._draws > _DRAWS:
+            raise TooManyDrawsError
+
+    def _rounded_otherwise(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.is_sparse:
+            return value
+        device = value.device
+        if device not in self._generators:
+            made = torch.Generator(device)
+            self._generators[device] = made.manual_seed(self._jitter or 0)
+        noise = torch.rand(
+            value.shape, generator=self._generators[device], device=device, dtype=torch.float32
+        )
+        epsilon = torch.finfo(value.dtype).eps
+        return value * (1 + (noise * 2 - 1).to(value.dtype) * epsilon)
+
+
+def _schema(func: Any) -> Any:
+    return func._schema  # noqa: SLF001 -- torch has no public name for it
+
+
+def _foreign_generators() -> tuple[Any, Any]:
+    kind, keys, place, has_gauss, cached = np.random.get_state()  # noqa: NPY002 -- the global one
+    return (kind, np.asarray(keys).tobytes(), place, has_gauss, cached), random.getstate()
+
+
+def _normal(level: float, mean: Any, deviation: Any) -> Any:
+    return mean + NormalDist().inv_cdf(level) * deviation
+
+
+def _of_normal(level: float, said: Mapping[str, Any], out: torch.Tensor) -> Any:
+    del out
+    return _normal(level, said.get("mean", 0.0), said.get("std", 1.0))
+
+
+def _of_whole(level: float, said: Mapping[str, Any], out: torch.Tensor) -> Any:
+    low, high = said.get("low", said.get("from")) or 0, said.get("high", said.get("to"))
+    if high is None:
+        high = 2**24 if out.is_floating_point() else min(2**24, torch.iinfo(out.dtype).max)
+    return low + (high - low) * level // 1
+
+
+def _of_bernoulli(level: float, said: Mapping[str, Any], out: torch.Tensor) -> Any:
+    p = said.get("p", said.get("self"))
+    return (1 - level < p).to(out.dtype) if isinstance(p, torch.Tensor) else float(1 - level < p)
+
+
+def _of_multinomial(level: float, said: Mapping[str, Any], out: torch.Tensor) -> Any:
+    weights: torch.Tensor = said["self"].detach().double()
+    count = out.shape[-1]
+    if count > 1 and not said.get("replacement", False):
+        return weights.topk(count, dim=-1).indices
+    reached = weights.cumsum(-1) > level * weights.sum(-1, keepdim=True)
+    return reached.long().argmax(-1, keepdim=True).expand(out.shape)
+
+
+def _of_gamma(level: float, said: Mapping[str, Any], out: torch.Tensor) -> Any:
+    del out
+    shape: torch.Tensor = said["self"]
+    return shape * math.exp(NormalDist().inv_cdf(level) / 4)
+
+
+def _of_poisson(level: float, said: Mapping[str, Any], out: torch.Tensor) -> Any:
+    del out
+    rate: torch.Tensor = said["self"]
+    return _normal(level, rate, rate.sqrt()).clamp_min(0).floor()
+
+
+_Steady = Callable[[float, Mapping[str, Any], torch.Tensor], Any]
+
+_STEADY: Final[Mapping[str, _Steady]] = {
+    "rand": lambda u, *_: u,
+    "rand_like": lambda u, *_: u,
+    "uniform": lambda u, a, _: a["from"] + u * (a["to"] - a["from"]),
+    "randn": lambda u, *_: _normal(u, 0.0, 1.0),
+    "randn_like": lambda u, *_: _normal(u, 0.0, 1.0),
+    "normal": _of_normal,
+    "log_normal": lambda u, a, _: math.exp(_normal(u, a["mean"], a["std"])),
+    "randint": _of_whole,
+    "randint_like": _of_whole,
+    "random": _of_whole,
+    "randperm": lambda _u, _a, out: torch.arange(len(out), dtype=out.dtype, device=out.device),
+    "bernoulli": _of_bernoulli,
+    "exponential": lambda u, a, _: -math.log1p(-u) / a["lambd"],
+    "geometric": lambda u, a, _: math.ceil(math.log1p(-u) / math.log1p(-a["p"])),
+    "cauchy": lambda u, a, _: a["median"] + a["sigma"] * math.tan(math.pi * (u - 0.5)),
+    "multinomial": _of_multinomial,
+    "poisson": _of_poisson,
+    "binomial": lambda _u, a, _out: (a["count"] * a["prob"]).round(),
+    "_standard_gamma": _of_gamma,
+    "_sample_dirichlet": lambda _u, a, _out: a["self"] / a["self"].sum(-1, keepdim=True),
+}
+"""By operator: the value, of the level, the arguments by name, and what was drawn."""

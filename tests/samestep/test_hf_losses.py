@@ -1,0 +1,100 @@
+"""Which loss a Trainer's model has, and how it becomes a sum over samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import TrainingArguments
+
+import samestep.hf
+from protocol.base.errors import SamestepError
+
+X = torch.linspace(-2, 2, 96).view(24, 4)
+CLASSES = (torch.arange(24) >= 19).long()
+
+
+class Tagger(nn.Module):
+    """Labels three places of each sample; its base is frozen and stays in evaluation mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).requires_grad_(False).eval()
+        self.head = nn.Linear(4, 6)
+
+    def forward(self, x, labels=None):
+        logits = self.head(self.base(x) + torch.randn_like(x)).view(-1, 3, 2)
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+class Classifier(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 2)
+
+    def forward(self, x, labels=None):
+        assert labels is None
+        return {"logits": super().forward(x)}
+
+
+class Weighted(samestep.hf.Trainer):
+    def compute_loss(self, model, inputs, **_):  # type: ignore[override]
+        logits, weights = model(inputs["x"])["logits"], torch.tensor([0.2, 0.8]).to(inputs["x"])
+        return functional.cross_entropy(logits, inputs["labels"], weights)
+
+
+class WeightedSum(samestep.hf.Trainer):
+    def compute_loss(self, model, inputs, *, num_items_in_batch):  # type: ignore[override]
+        logits, weights = model(inputs["x"])["logits"], torch.tensor([0.2, 0.8]).to(inputs["x"])
+        summed = functional.cross_entropy(logits, inputs["labels"], weights, reduction="sum")
+        return summed / num_items_in_batch
+
+
+def trainer(kind, model, labels, directory, **more):
+    torch.manual_seed(0)
+    arguments = TrainingArguments(
+        output_dir=str(directory), per_device_train_batch_size=8, max_steps=1, use_cpu=True,
+        report_to="none", save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    data = [{"x": x, "labels": y} for x, y in zip(X, labels, strict=True)]
+    return kind(model=model, args=arguments, train_dataset=data, samestep=more)
+
+
+def test_a_mean_that_class_weights_divide_is_refused_with_its_remedy(tmp_path):
+    made = trainer(Weighted, Classifier(), CLASSES, tmp_path, microbatch=4)
+    told = r"compute_loss: .*a mean weighted by class.*divided by num_items_in_batch adds up"
+    with pytest.raises(SamestepError, match=told) as raised:
+        made.train()
+    assert "\n" not in str(raised.value)
+
+
+def test_a_weighted_sum_over_the_items_is_trained(tmp_path):
+    made = trainer(WeightedSum, Classifier(), CLASSES, tmp_path, microbatch=4)
+    assert made.train().global_step == 1
+
+
+def test_first_samples_whose_labels_are_all_ignored_and_noise_are_trained(tmp_path):
+    labels = (torch.arange(72) % 2).view(24, 3).masked_fill(torch.arange(24)[:, None] < 3, -100)
+    model = Tagger()
+    made = trainer(samestep.hf.Trainer, model, labels, tmp_path, microbatch=4)
+    before = model.head.weight.detach().clone()
+    assert made.train().global_step == 1
+    assert not torch.equal(before, model.head.weight)
+
+
+def test_looking_at_a_loss_leaves_each_part_in_its_mode(tmp_path, monkeypatch):
+    model, modes = Tagger(), []
+    made = trainer(samestep.hf.Trainer, model, CLASSES[:, None].expand(-1, 3), tmp_path)
+
+    def look(build, **_):
+        modes.append([each.training for each in model.modules()])
+        build()
+        modes.append([each.training for each in model.modules()])
+        raise SamestepError("looked")
+
+    monkeypatch.setattr("samestep.hf.training.fit", look)
+    with pytest.raises(SamestepError, match="looked"):
+        made.train()
+    assert modes[0] == modes[1]
+    assert not all(modes[0])

@@ -1,0 +1,390 @@
+"""A loss that is a sum over samples is trained; one that is none is refused, with its reason."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+import samestep
+from protocol.base.errors import DataError
+from protocol.spec.run_spec import parse_run_spec
+from samestep.fitted import FittedTask
+
+SPEC = parse_run_spec({
+    "task": "samestep.script:FitTask", "steps": 1, "batch": {"samples": 8, "microbatch": 2},
+    "optimizer": {"name": "sgd", "lr": 0.1},
+})  # fmt: skip
+DRAWS = torch.Generator().manual_seed(3)
+X = torch.randn(48, 6, generator=DRAWS)
+Y = X[:, :1] - X[:, 1:2].tanh()
+CLASSES = (X[:, 0] > 1).long()  # one in six
+TOKENS = torch.randint(0, 11, (48, 5), generator=DRAWS)
+IGNORED = TOKENS.masked_fill(torch.arange(48)[:, None] < 6, -100)
+
+
+def net(*more, outputs=1):
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), *more, nn.Linear(8, outputs))
+
+
+def squares(module, batch):
+    return ((module(batch[0]) - batch[1]) ** 2).sum()
+
+
+def made(module, loss, *tensors, **more):
+    tensors = tensors or (X, Y)
+    torch.manual_seed(0)
+    return samestep.Task(module=module(), train=TensorDataset(*tensors), loss=loss, **more)
+
+
+# What people train.
+
+
+def diffusion(module, batch):
+    x = batch[0]
+    t = torch.randint(0, 1000, (len(x),))
+    kept = (torch.cos(t / 1000 * 1.5) ** 2)[:, None].to(x)
+    noise = torch.randn_like(x)
+    return ((module(kept.sqrt() * x + (1 - kept).sqrt() * noise) - noise) ** 2).sum()
+
+
+class Autoencoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inwards, self.outwards = nn.Linear(6, 4), nn.Linear(2, 6)
+
+    def forward(self, x):
+        mean, log_variance = self.inwards(x).chunk(2, 1)
+        drawn = torch.distributions.Normal(mean, (log_variance / 2).exp()).rsample()
+        divergence = -0.5 * (1 + log_variance - mean**2 - log_variance.exp()).sum()
+        return ((self.outwards(drawn) - x) ** 2).sum() + divergence
+
+
+def masked(module, batch):
+    hidden = torch.rand(batch[0].shape) < 0.15
+    return (((module(batch[0].masked_fill(hidden, 0.0)) - batch[0]) ** 2) * hidden).sum()
+
+
+def shuffled(module, batch):
+    order = torch.rand(batch[0].shape).argsort(1)
+    left = torch.zeros_like(batch[0]).scatter(1, order[:, :3], 1.0)
+    return (((module(batch[0] * left) - batch[0]) ** 2) * (1 - left)).sum()
+
+
+def residual(module, batch):
+    x = batch[0].requires_grad_()
+    u = module(x)
+    slope = torch.autograd.grad(u.sum(), x, create_graph=True)[0]
+    return ((slope.sum(1, keepdim=True) + u - batch[1]) ** 2).sum()
+
+
+def penalized(module, batch):
+    real, fake = batch[0], torch.randn_like(batch[0])
+    mixed = (real + torch.rand(len(real), 1) * (fake - real)).detach().requires_grad_(True)
+    slope = torch.autograd.grad(module(mixed).sum(), mixed, create_graph=True)[0]
+    return (module(fake) - module(real)).sum() + 10 * ((slope.norm(dim=1) - 1) ** 2).sum()
+
+
+def by_sample(module, batch):
+    total = 0.0
+    for x, y in zip(*batch, strict=True):
+        total = total + ((module(x + 0.1 * torch.randn(6)) - y) ** 2).sum()
+    return total
+
+
+def by_numpy(module, batch):
+    noise = torch.from_numpy(np.random.standard_normal(batch[0].shape)).to(batch[0])  # noqa: NPY002
+    return squares(module, [batch[0] + noise, batch[1]])
+
+
+def by_python(module, batch):
+    return squares(module, [batch[0] * (1 + random.random()), batch[1]])
+
+
+def rejected(module, batch):
+    drawn = torch.randn(())
+    while abs(drawn) > 0.1:
+        drawn = torch.randn(())
+    return squares(module, [batch[0] + drawn, batch[1]])
+
+
+def steps_first(module, batch):
+    x = batch[0].T[:, :, None].expand(-1, -1, 6)
+    return squares(module, [(x + torch.randn_like(x)).mean(0), batch[1]])
+
+
+def per_sample_gradients(module, batch):
+    weights = {name: each.detach() for name, each in module.named_parameters()}
+
+    def of(x):
+        return torch.func.functional_call(module, weights, x[None]).sum()
+
+    slopes = torch.func.vmap(torch.func.grad(of))(batch[0])
+    return squares(module, batch) + (slopes * module[0].weight.sum(0)).sum()
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, tokens):
+        return self.head(self.layer(self.table(tokens)))
+
+
+def next_tokens(module, batch):
+    logits = module(batch[0])[:, :-1].flatten(0, 1)
+    return functional.cross_entropy(logits, batch[1][:, 1:].flatten(), reduction="sum")
+
+
+def nothing_if_ignored(module, batch):
+    counted = (batch[1][:, 1:] != -100).sum()
+    return next_tokens(module, batch) if counted else torch.zeros(())
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.LSTM(6, 8, 2, dropout=0.3), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(self.layers(x[None].expand(3, -1, -1))[0][-1])
+
+
+class OtherInEvaluation(nn.Linear):
+    """As detectors do: it gives a loss in training, and boxes in evaluation."""
+
+    def forward(self, x, y):  # type: ignore[override]
+        out = super().forward(x)
+        return ((out - y) ** 2).sum() if self.training else [{"boxes": out}]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = net(nn.Dropout(0.2))
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class Lora(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(6, 1).requires_grad_(False)
+        self.a, self.b = nn.Parameter(torch.randn(2, 6)), nn.Parameter(torch.zeros(1, 2))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.a.T @ self.b.T
+
+
+class Memorized(nn.Module):
+    """Logits of thousands, so a loss that is what cancellation leaves."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Parameter(4000.0 * torch.eye(11))
+
+    def forward(self, tokens):
+        return self.rows[tokens.roll(-1, 1)].float()
+
+
+def variance_of_each(module, batch):
+    return squares(module, batch) + module(batch[0][:, None] * torch.ones(4, 1)).var(1).sum()
+
+
+TRAINED = {
+    "diffusion": lambda: made(lambda: net(outputs=6), diffusion),
+    "variational autoencoder": lambda: made(Autoencoder, lambda m, b: m(b[0])),
+    "masks": lambda: made(lambda: net(outputs=6), masked),
+    "shuffled masks": lambda: made(lambda: net(outputs=6), shuffled),
+    "differential equation": lambda: made(net, residual),
+    "critic": lambda: made(net, penalized),
+    "noise sample by sample": lambda: made(net, by_sample),
+    "numpy's noise": lambda: made(net, by_numpy),
+    "python's noise": lambda: made(net, by_python),
+    "rejected draws": lambda: made(net, rejected),
+    "time first": lambda: made(net, steps_first),
+    "gradients by vmap": lambda: made(net, per_sample_gradients),
+    "groups": lambda: made(lambda: net(nn.GroupNorm(2, 8)), squares),
+    "dropout": lambda: made(
+        lambda: net(nn.Dropout(0.5), nn.AlphaDropout(0.2), nn.RReLU()), squares
+    ),
+    "attention": lambda: made(Attention, next_tokens, TOKENS, TOKENS),
+    "first ones ignored": lambda: made(Attention, next_tokens, TOKENS, IGNORED),
+    "nothing of the first": lambda: made(Attention, nothing_if_ignored, TOKENS, IGNORED),
+    "recurrent": lambda: made(Recurrent, squares),
+    "another call in evaluation": lambda: made(lambda: OtherInEvaluation(6, 1), lambda m, b: m(*b)),
+    "checkpoints": lambda: made(Checkpointed, squares),
+    "lora": lambda: made(Lora, squares),
+    "memorized": lambda: made(Memorized, next_tokens, TOKENS, TOKENS),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_sum_over_samples_is_trained(name):
+    assert FittedTask(TRAINED[name](), SPEC, {}).manifest.train_samples == 48
+
+
+# What depends on how a step is cut.
+
+
+class InTraining(nn.Module):
+    """Adds something across the batch, in training alone."""
+
+    def __init__(self, across):
+        super().__init__()
+        self.inner, self.across = net(outputs=4), across
+
+    def forward(self, x):
+        y = self.inner(x)
+        return (y**2).sum() + (self.across(y) if self.training else 0.0)
+
+
+def contrast(y):
+    y = functional.normalize(y, dim=1)
+    return -torch.log_softmax(y @ y.roll(1, 1).T / 0.1, 1).diagonal().sum()
+
+
+def batch_norm(y):
+    return (
+        functional.batch_norm(y, None, None, training=True).abs().sum() if len(y) > 1 else y.sum()
+    )
+
+
+class Experts(nn.Module):
+    """A router that begins with zeros, and a loss that keeps its experts balanced."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(6, 3, bias=False)
+        nn.init.zeros_(self.router.weight)
+        self.experts = nn.ModuleList(nn.Linear(6, 1) for _ in range(3))
+
+    def forward(self, x):
+        shares = self.router(x).softmax(1)
+        y = torch.stack([expert(x) for expert in self.experts], 1)[..., 0]
+        chosen = functional.one_hot(shares.argmax(1), 3).to(shares)
+        return (shares * y).sum(1, keepdim=True), 3 * (chosen.mean(0) * shares.mean(0)).sum()
+
+
+def with_balance(module, batch):
+    y, balance = module(batch[0])
+    return ((y - batch[1]) ** 2).sum() + len(y) * balance
+
+
+def partial_likelihood(module, batch):
+    x, time, happened = batch
+    risk = module(x)[:, 0]
+    at_risk = (time[None] >= time[:, None]).to(risk)
+    return -(happened * (risk - (at_risk * risk.exp()).sum(1).log())).sum()
+
+
+def satisfied(module, batch):
+    return (9 - 10 * batch[0][:, :1].sign() - module(batch[0])).clamp_min(0).mean()
+
+
+def on(names, weight):
+    def loss(module, batch):
+        more = sum((p**2).sum() for n, p in module.named_parameters() if names in n)
+        return squares(module, batch) + weight * more
+
+    return loss
+
+
+def by_class(module, batch):
+    of = functional.cross_entropy(module(batch[0]), batch[1], torch.tensor([0.2, 0.8]).to(batch[0]))
+    return of * len(batch[0])
+
+
+def closed_over():
+    module = net()
+    nn.init.zeros_(module[2].bias)
+    loss = lambda m, b: squares(m, b) + (module[2].bias ** 2).sum()  # noqa: E731
+    return samestep.Task(module=module, train=TensorDataset(X, Y), loss=loss)
+
+
+class Injected(torch.autograd.Function):
+    """Gives a term's gradient and not its value, as some routers do."""
+
+    @staticmethod
+    def forward(context, y, term):
+        context.save_for_backward(term)
+        return y.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient, torch.ones_like(context.saved_tensors[0])
+
+
+def injected(module, batch):
+    y = Injected.apply(module(batch[0]), (module[0].bias ** 2).sum())
+    return ((y - batch[1]) ** 2).sum()
+
+
+class ZeroBiases(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+        nn.init.zeros_(self.inner[0].bias)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+TIMES = torch.rand(48, generator=DRAWS)
+HAPPENED = (torch.arange(48) % 6 == 5).float()
+SORTED = CLASSES.argsort()
+
+REFUSED = {
+    "contrast in training": (lambda: made(lambda: InTraining(contrast), lambda m, b: m(b[0])),
+        "adds up over samples.*in training mode: a loss across samples"),
+    "statistics in training": (lambda: made(lambda: InTraining(batch_norm), lambda m, b: m(b[0])),
+        "in training mode: .*layers across the batch"),
+    "layer without statistics": (
+        lambda: made(lambda: net(nn.BatchNorm1d(8, track_running_stats=False)), squares),
+        r"sample \d+ alone raised.*is there a layer across the batch"),
+    "balanced experts": (lambda: made(Experts, with_balance), "balancing"),
+    "constant for each microbatch": (
+        lambda: made(Experts, lambda m, b: squares(lambda x: m(x)[0], b) + m(b[0])[1] * 1e-4),
+        "balancing"),
+    "partial likelihood": (
+        lambda: made(net, partial_likelihood, X, TIMES, HAPPENED), "a loss across samples"),
+    "satisfied hinges": (
+        lambda: made(net, satisfied, X[(-X[:, 0]).argsort()]), r"got a mean .* \.sum\(\)"),
+    "penalty on LoRA's B": (lambda: made(Lora, on("b", 1e-3)),
+        r"counts once for each microbatch.*belongs in the optimizer's weight_decay"),
+    "penalty on biases": (lambda: made(ZeroBiases, on("0.bias", 1e-5)), "once for each microbatch"),
+    "penalty on a gate": (closed_over, "belongs in the optimizer's weight_decay"),
+    "penalty in backward alone": (lambda: made(net, injected), "gradients that add up.*'0.bias'"),
+    "mean weighted by class": (
+        lambda: made(lambda: net(outputs=2), by_class, X[SORTED], CLASSES[SORTED]),
+        "a mean weighted by class"),
+    "spread over the batch": (
+        lambda: made(net, lambda m, b: squares(m, b) - m(b[0]).std(0, unbiased=False).sum()),
+        "a loss across samples"),
+    "mean of what is drawn": (
+        lambda: made(lambda: net(outputs=6), lambda m, b: diffusion(m, b) / b[0].numel()),
+        'reduction="sum"'),
+    "penalty beside masks": (
+        lambda: made(lambda: net(outputs=6), lambda m, b: masked(m, b) + 1e-4 * m[0].bias.norm()),
+        "once for each microbatch"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_depends_on_how_a_step_is_cut_is_refused_with_its_reason(name):
+    build, told = REFUSED[name]
+    with pytest.raises(DataError, match=told) as raised:
+        FittedTask(build(), SPEC, {})
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,537 @@
+"""Whether a task's loss is a sum over samples, tried on real ones, before a run and on its way.
+
+For tasks whose loss somebody else has written: in a script, or in a package of their own. A copy of
+the model in float64 computes loss and gradients of some samples together and of each alone, in
+training mode. Its weights are moved a little first: tensors that begin at zero, as LoRA's B does,
+would hide a penalty on them. After some steps it is tried once more, with the weights of then.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import nn
+
+from backends.base.additivity import Apart, Arrays, Computed, LossTrial, Parts
+from backends.base.interface import Array, Batch
+from backends.base.outside_table import index_outside
+from backends.base.steady_draws import LEVELS, TooManyDrawsError
+from protocol.base.errors import DataError, SamestepError, raised_words
+from protocol.exact.digest import digest_arrays
+from worker.tasks.base import DrawsBatches, ReadsFiles, Task
+
+_COPY_ELEMENTS: Final = 1 << 27
+"""Of a model that is copied in float64 to be tried: 1 GiB."""
+_KEPT_ELEMENTS: Final = 1 << 26
+"""Of one whose copy is kept until it is tried again."""
+_SMALL_ELEMENTS: Final = 1 << 22
+"""Of a model that many samples are tried with."""
+_CANDIDATES: Final = 64
+"""Samples that are looked at, to choose some."""
+_CANDIDATE_BYTES: Final = 1 << 26
+"""Of their arrays, at most."""
+_GOLDEN: Final = (math.sqrt(5) - 1) / 2
+"""Multiples of it modulo 1 lie spread, and follow no period of the data."""
+_MOVED: Final = 0.02
+"""Times a tensor's root mean square: how far weights are moved; of zeros 0.01."""
+_SAME: Final = 256
+"""Spacings between two terms that are taken for one, to say what a loss is."""
+
+
+class NotASum(DataError):
+    """A loss or its gradients do not add up over samples.
+
+    Attributes:
+        is_mean: It is a mean over samples, or over what counts of them.
+    """
+
+    def __init__(self, text: str, *, is_mean: bool = False) -> None:
+        super().__init__(text)
+        self.is_mean = is_mean
+
+
+@runtime_checkable
+class HasSumTrial(Protocol):
+    """What a task has too that has tried its loss itself."""
+
+    @property
+    def sum_trial(self) -> SumTrial:
+        """To try it again."""
+
+
+def sum_trial_of(task: Task) -> SumTrial | None:
+    """The trial of a task's loss, passed; None where there is nothing that could be tried.
+
+    Raises:
+        DataError: The loss is no sum over samples, or raises.
+    """
+    if isinstance(task, HasSumTrial):
+        return task.sum_trial
+    trained = task.trainable
+    if trained.module is None or trained.loss is None or trained.rows is not None:
+        return None
+    if isinstance(task, ReadsFiles):  # what is not here yet cannot be tried
+        return None
+    trial = SumTrial(task)
+    trial.refuse()
+    return trial
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a loss is computed."""
+
+    training: bool
+    level: float
+    gradients: bool
+
+
+class _RaisedError(Exception):
+    """The loss or its backward has raised, for some samples by number."""
+
+    def __init__(self, error: Exception, batch: Arrays, numbers: Sequence[int]) -> None:
+        self.error, self.batch, self.numbers = error, batch, numbers
+
+
+@contextmanager
+def _raised_for(trial: LossTrial, numbers: Sequence[int]) -> Iterator[None]:
+    try:
+        yield
+    except (SamestepError, TooManyDrawsError, MemoryError):
+        raise
+    except Exception as error:
+        raise _RaisedError(error, trial.given, numbers) from error
+
+
+class SumTrial:
+    """Tries a task's loss, on a copy of its model made when the task was built.
+
+    Args:
+        task: One with a torch module and a loss.
+    """
+
+    def __init__(self, task: Task) -> None:
+        assert task.trainable.module is not None
+        assert task.trainable.loss is not None
+        self._task = task
+        self._loss: Callable[[Any, Mapping[str, Any]], Any] = task.trainable.loss
+        self._given: nn.Module = task.trainable.module
+        self._elements = sum(parameter.numel() for parameter in self._given.parameters())
+        self._names = [t.name for block in task.manifest.blocks for t in block.tensors]
+        self._module, self._is_wide = self._copy(wide=True)
+
+    def refuse(self) -> None:
+        """Try the loss before the run.
+
+        Raises:
+            NotASum: It is no sum over samples.
+            DataError: It is not finite, or raises.
+        """
+        if self._task.manifest.train_samples > 1:
+            self._in_either_width(lambda: self._try(0, moved=True))
+            if self._module is not self._given and self._reaches_the_original():
+                copied, self._module = (self._module, self._is_wide), self._given
+                self._is_wide = False
+                self._in_either_width(lambda: self._try(0, moved=True))
+                self._module, self._is_wide = copied
+        if self._elements > _KEPT_ELEMENTS or self._module is self._given:
+            self.close()
+
+    def refuse_after_steps(self, step: int, parameters: Sequence[Array]) -> None:
+        """Try it again, on other samples, and for the last time.
+
+        Args:
+            step: How many were taken.
+            parameters: What is trained, as it is now: a flat array for each block.
+
+        Raises:
+            NotASum: It is no sum over samples.
+        """
+        if self._task.manifest.train_samples > 1 and self._module is not None:
+            self._load(parameters)
+            try:
+                self._try(_CANDIDATES, moved=False)
+            except _RaisedError:
+                pass  # the run itself will tell
+            except NotASum as error:
+                raise NotASum(f"after step {step}: {error}", is_mean=error.is_mean) from None
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the copy."""
+        self._module = None
+
+    # What is tried.
+
+    def _in_either_width(self, attempt: Callable[[], None]) -> None:
+        """In float64 if the model can; one of mixed types is computed as it is."""
+        try:
+            attempt()
+        except _RaisedError as raised:
+            if not self._is_wide:
+                raise self._told_of(raised) from raised.error
+            self._module, self._is_wide = self._copy(wide=False)
+            self._in_either_width(attempt)
+
+    def _try(self, offset: int, *, moved: bool) -> None:
+        assert self._module is not None
+        samples = _Samples(self._task, offset, few=self._elements > _SMALL_ELEMENTS)
+        if not samples.numbers:
+            return
+        with modes_kept(self._module), self._moved(wanted=moved), suppress(TooManyDrawsError):
+            self._try_at_these_weights(samples)
+
+    def _try_at_these_weights(self, samples: _Samples) -> None:
+        way = _Way(training=True, level=LEVELS[0], gradients=self._has_gradients())
+        parts = self._choose(samples, way)
+        drew = self._refuse_apart(samples, way, parts)
+        if drew:
+            for level in LEVELS[1:]:
+                other = _Way(way.training, level, way.gradients)
+                self._refuse_apart(samples, other, None)
+        with suppress(_RaisedError):  # some models are called otherwise in evaluation
+            self._refuse_apart(samples, _Way(False, LEVELS[0], False), None)
+
+    def _choose(self, samples: _Samples, way: _Way) -> Parts:
+        """Take samples that move something, as far as there are any; what they give alone."""
+        trial, silent, parts = self._trial(way), [], Parts()
+        last: Computed | None = None
+        for number in samples.candidates():
+            last = self._alone(trial, samples, number)
+            if not last.is_finite:
+                continue
+            if not last.counts and way.gradients:
+                silent.append((number, last))
+                continue
+            samples.choose(number)
+            parts.add(last)
+            if samples.enough:
+                break
+        for number, computed in silent:
+            if samples.enough:
+                break
+            samples.choose(number)
+            parts.add(computed)
+        if not samples.chosen:
+            assert last is not None
+            raise DataError(f"expected a finite loss of the first samples, got {last.loss:.9g}")
+        # What counts repetitions is to see some.
+        parts.add(self._alone(trial, samples, samples.chosen[0]))
+        return parts
+
+    def _refuse_apart(self, samples: _Samples, way: _Way, parts: Parts | None) -> bool:
+        """Whether something was drawn.
+
+        Raises:
+            NotASum: Together is not the sum of each alone.
+        """
+        trial, chosen = self._trial(way), [*samples.chosen, samples.chosen[0]]
+        if parts is None:
+            parts = Parts.of(*(self._alone(trial, samples, number) for number in chosen))
+        with _raised_for(trial, chosen):
+            apart = trial.apart(samples.batch(chosen), parts)
+        if apart is not None:
+            self._refuse(apart, samples, way)
+        return parts.drew
+
+    def _refuse(self, apart: Apart, samples: _Samples, way: _Way) -> None:
+        kind = _Kind.of(self._trial(way), samples)
+        in_mode = ""
+        if way.training and self._adds_up_in_evaluation(samples, way):
+            in_mode = " in training mode"
+        raise NotASum(_words(apart, kind, in_mode), is_mean=kind.is_mean)
+
+    def _adds_up_in_evaluation(self, samples: _Samples, way: _Way) -> bool:
+        try:
+            self._refuse_apart(samples, _Way(False, way.level, way.gradients), None)
+        except (NotASum, _RaisedError, TooManyDrawsError):
+            return False
+        return True
+
+    def _alone(self, trial: LossTrial, samples: _Samples, number: int) -> Computed:
+        with _raised_for(trial, [number]):
+            return trial.of(samples.batch([number]))
+
+    def _told_of(self, raised: _RaisedError) -> DataError:
+        alone = len(raised.numbers) == 1
+        which = f"sample {raised.numbers[0]} alone" if alone else f"{len(raised.numbers)} samples"
+        if outside := index_outside(raised.error, raised.batch):
+            return DataError(f"the loss of {which}: {outside.text}")
+        hint = ": is there a layer across the batch?" if alone and self._pairs(raised) else ""
+        return DataError(f"the loss of {which} raised {raised_words(raised.error)}{hint}")
+
+    def _pairs(self, raised: _RaisedError) -> bool:
+        """Whether the sample that raises alone does not beside itself."""
+        twice = {
+            name: torch.cat([array, array]) if array.dim() else array
+            for name, array in raised.batch.items()
+        }
+        try:
+            self._trial(_Way(training=True, level=LEVELS[0], gradients=False)).of(twice)
+        except Exception:  # noqa: BLE001 -- it is only about the words
+            return False
+        return True
+
+    def _reaches_the_original(self) -> bool:
+        """Whether the loss reads weights of the model that it was not given, but closes over."""
+        assert self._module is not None
+        named = dict(self._given.named_parameters())
+        trial = LossTrial(
+            self._module, self._loss_in_its_width, {name: named[name] for name in self._names}
+        )
+        try:
+            return bool(trial.of(_Samples(self._task, 0, few=True).first()).gradients)
+        except Exception:  # noqa: BLE001 -- it has been tried
+            return False
+
+    # The copy.
+
+    def _copy(self, *, wide: bool) -> tuple[nn.Module | None, bool]:
+        """The module to be tried, and whether it is in float64."""
+        if self._elements > _COPY_ELEMENTS:
+            return self._given, False
+        try:
+            made = copy.deepcopy(self._given)
+        except Exception:  # noqa: BLE001 -- a model that cannot be copied can be trained
+            return self._given, False
+        given = dict(self._given.named_parameters())
+        for name, parameter in made.named_parameters():  # no copy has its original's hooks
+            hooks: Any = given[name]._backward_hooks  # noqa: SLF001 -- None of most
+            for hook in (hooks or {}).values():
+                parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+        return (made.double() if wide else made), wide
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        assert self._module is not None
+        named = dict(self._module.named_parameters())
+        return {name: named[name] for name in self._names if name in named}
+
+    def _has_gradients(self) -> bool:
+        return sum(each.numel() for each in self._trained().values()) <= _COPY_ELEMENTS
+
+    def _trial(self, way: _Way) -> LossTrial:
+        assert self._module is not None
+        self._module.train(way.training)
+        return LossTrial(
+            self._module,
+            self._loss_in_its_width,
+            self._trained() if way.gradients else {},
+            way.level,
+        )
+
+    def _loss_in_its_width(self, module: Any, arrays: Arrays) -> torch.Tensor:
+        if self._is_wide:
+            arrays = {n: a.double() if a.dtype == torch.float32 else a for n, a in arrays.items()}
+        loss = self._loss(module, arrays)
+        if not isinstance(loss, torch.Tensor) or loss.dim():
+            raise TypeError(f"expected a tensor that is one sum as loss, got {_shape_of(loss)}")
+        return loss
+
+    @torch.no_grad()
+    def _load(self, parameters: Sequence[Array]) -> None:
+        trained = self._trained()
+        for block, values in zip(self._task.manifest.blocks, parameters, strict=True):
+            for tensor, place in block.slices():
+                trained[tensor.name].copy_(
+                    torch.from_numpy(values[place].reshape(tensor.shape).copy())
+                )
+
+    @contextmanager
+    def _moved(self, *, wanted: bool) -> Iterator[None]:
+        """While entered, what is trained is a little elsewhere."""
+        if not wanted or not self._has_gradients():
+            yield
+            return
+        trained, generator = self._trained(), torch.Generator().manual_seed(0)
+        before = {name: each.detach().clone() for name, each in trained.items()}
+        with torch.no_grad():
+            for each in trained.values():
+                size = float(each.square().mean().sqrt()) if each.numel() else 0.0
+                by = _MOVED * size or 0.01
+                each.add_(torch.randn(each.shape, generator=generator, dtype=each.dtype), alpha=by)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, each in trained.items():
+                    each.copy_(before[name])
+
+
+class _Samples:
+    """Samples spread over the data, of all kinds of labels, and their batches.
+
+    Args:
+        task: Whose.
+        offset: So many of the order of candidates are left out.
+        few: A large model: three samples are enough.
+    """
+
+    def __init__(self, task: Task, offset: int, *, few: bool) -> None:
+        self._task = task
+        self.chosen: list[int] = []
+        self._wanted = 3 if few else 8
+        self._tried = 12 if few else _CANDIDATES
+        count = task.manifest.train_samples
+        self.numbers = list(dict.fromkeys(
+            int((place * _GOLDEN) % 1 * count) for place in range(offset, offset + _CANDIDATES)
+        ))  # fmt: skip
+        self._rows: dict[int, int] = {}
+        self._drawn: Arrays = {}
+        if isinstance(task, DrawsBatches) and _draws(task, self.numbers[:2]):
+            self._cut(task)
+
+    @property
+    def enough(self) -> bool:
+        """As many are chosen as are wanted."""
+        return len(self.chosen) >= self._wanted
+
+    def choose(self, number: int) -> None:
+        """Take this one."""
+        self.chosen.append(number)
+
+    def batch(self, numbers: Sequence[int]) -> Arrays:
+        """Of these samples."""
+        if self._drawn:
+            rows = [self._rows[number] for number in numbers]
+            count = float(len(self._rows))
+            return {
+                # A single number is a setting, unless it is how many samples there are.
+                name: array[rows]
+                if array.dim()
+                else torch.where(array == count, len(rows), array).to(array.dtype)
+                for name, array in self._drawn.items()
+            }
+        batch = self._task.batch(numbers)
+        return {name: torch.tensor(array) for name, array in batch.arrays.items()}
+
+    def first(self) -> Arrays:
+        """Of a first sample."""
+        return self.batch(self.numbers[:1])
+
+    def candidates(self) -> list[int]:
+        """In the order in which they are tried: one of each kind of label first."""
+        kinds: dict[object, int] = {}
+        rest, size = [], 0
+        for number in self.numbers:
+            arrays = self.batch([number])
+            size += sum(array.nbytes for array in arrays.values())
+            if kinds.setdefault(_labels(arrays), number) != number:
+                rest.append(number)
+            if size > _CANDIDATE_BYTES:
+                break
+        return [*kinds.values(), *rest][: self._tried]
+
+    def _cut(self, task: DrawsBatches) -> None:
+        """What is drawn anew for each batch is compared with rows of one batch."""
+        numbers = self.numbers[: self._tried]
+        arrays = task.drawn_batch(numbers, 1).arrays
+        by_sample = all(len(array) == len(numbers) for array in arrays.values() if array.ndim)
+        self.numbers = numbers if by_sample and len(numbers) > 1 else []
+        self._drawn = {name: torch.tensor(array) for name, array in arrays.items()}
+        self._rows = {number: row for row, number in enumerate(numbers)}
+
+
+def _draws(task: DrawsBatches, numbers: Sequence[int]) -> bool:
+    first, second = (digest_arrays(_plain(task.drawn_batch(numbers, seed))) for seed in (1, 2))
+    return first != second
+
+
+def _plain(batch: Batch) -> Mapping[str, np.ndarray[Any, Any]]:
+    return batch.arrays
+
+
+def _labels(arrays: Arrays) -> object:
+    """What kind of sample it is: its single whole numbers."""
+    return tuple(
+        (name, float(array))
+        for name, array in sorted(arrays.items())
+        if array.numel() == 1 and not array.is_complex() and float(array).is_integer()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a loss that is no sum is, as far as two samples tell.
+
+    Attributes:
+        is_mean: A sample and the same again give what it gives alone.
+        once: What counts once for each batch, whatever is in it; None if there is no such term.
+    """
+
+    is_mean: bool
+    once: float | None
+
+    @staticmethod
+    def of(trial: LossTrial, samples: _Samples) -> _Kind:
+        """By the first two that are chosen."""
+        first, second = samples.chosen[0], samples.chosen[-1]
+        try:
+            computed = [
+                trial.of(samples.batch(numbers))
+                for numbers in ([first], [second], [first, second], [first, first])
+            ]
+        except Exception:  # noqa: BLE001 -- it is only about the words
+            return _Kind(is_mean=False, once=None)
+        one, other, pair, twice = (each.loss for each in computed)
+        near = _SAME * max(each.epsilon for each in computed) * max(map(abs, (one, other, pair)))
+        once = 2 * one - twice
+        is_once = first != second and abs(once) > near and abs(one + other - pair - once) <= near
+        is_mean = abs(twice - one) <= near < abs(one)
+        return _Kind(is_mean and not is_once, once if is_once else None)
+
+
+def _words(apart: Apart, kind: _Kind, in_mode: str) -> str:
+    shown = (
+        f"{apart.whole:.9g} of {len(apart.parts)} samples together and {sum(apart.parts):.9g} as "
+        f"the sum of each alone{in_mode}"
+    )
+    if kind.is_mean:
+        return (
+            f'expected a loss summed over samples, got a mean ({shown}): write reduction="sum" or '
+            ".sum(); samestep divides by the number of samples, or by weight="
+        )
+    if kind.once is not None:
+        return (
+            f"expected a loss that adds up over samples, got {shown}: a term of {kind.once:.3g} "
+            "counts once for each microbatch, whatever samples it has; a penalty on weights "
+            "belongs in the optimizer's weight_decay, any other term is to be multiplied by the "
+            "number of samples in the batch"
+        )
+    if apart.tensor is not None:
+        return (
+            f"expected gradients that add up over samples, got one of {apart.tensor!r} by samples "
+            f"together that is {apart.off:.3g} off the sum of each alone's{in_mode}, though the "
+            "loss adds up: the result would hang on how many samples a microbatch has; leave out "
+            "what works across the batch in backward, such as scale_grad_by_freq, or a Function "
+            "or hook that normalizes; a penalty on weights belongs in the optimizer's weight_decay"
+        )
+    return (
+        f"expected a loss that adds up over samples, got {shown}: a loss across samples "
+        "(contrastive, balancing, a mean weighted by class) or one with layers across the batch "
+        "cannot be divided among microbatches, write it per sample; a penalty on weights belongs "
+        "in the optimizer's weight_decay"
+    )
+
+
+def _shape_of(loss: object) -> str:
+    if isinstance(loss, torch.Tensor):
+        return f"shape {tuple(loss.shape)}"
+    return type(loss).__name__
+
+
+@contextmanager
+def modes_kept(module: nn.Module) -> Iterator[None]:
+    """Whether each part trains is as before, afterwards."""
+    modes = [(each, each.training) for each in module.modules()]
+    try:
+        yield
+    finally:
+        for each, training in modes:
+            each.training = training
