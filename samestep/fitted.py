@@ -16,12 +16,14 @@ from backends.base import draws
 from backends.base.additivity import measured, seeded
 from backends.base.interface import Array, Batch, Sums, Trainable
 from backends.base.outside_table import index_outside
+from backends.base.trainable_checks import refuse_shared_memory
 from protocol.base import limits
 from protocol.base.errors import DataError, SamestepError, in_words, raised_words
 from protocol.exact.digest import digest_arrays
 from protocol.spec.manifest import Manifest, Metric
 from protocol.spec.run_spec import RunSpec
-from samestep.kept_state import kept_state, refuse_what_is_kept
+from samestep.kept_state import kept_state, reached_tensors, refuse_what_is_kept
+from samestep.modes import parts_in_evaluation
 from samestep.nested import NestedBatches
 from samestep.refusals import (
     check_loss,
@@ -59,10 +61,13 @@ class FittedTask:
     def __init__(self, user: UserTask, spec: RunSpec, digests: Mapping[str, str]) -> None:
         self.user = user
         self._nested = NestedBatches()
+        self._kept_in_evaluation = parts_in_evaluation(user.module)
+        self._requires_grad = [(n, p, p.requires_grad) for n, p in user.module.named_parameters()]
         self._collate_takes_seed = user.collate is not None and takes(user.collate, "seed")
         self._seed = spec.seed
         self._part_samples = spec.batch.microbatch
         held_out = 0 if user.held_out is None else len(user.held_out)
+        self._refuse_shared_memory()
         self._refuse_what_cannot_be_trained()
         self._refuse_what_cannot_be_measured()
         data = {"data": _data_digest(self, user.train)}
@@ -151,8 +156,19 @@ class FittedTask:
         ]
 
     def _loss(self, module: Any, arrays: Mapping[str, Any]) -> Any:
+        """Of the user's; a backend has just put all of the module into training mode."""
         assert self.user.loss is not None
-        return self.user.loss(module, self._nested.together(arrays))
+        for part in self._kept_in_evaluation:
+            part.training = False
+        loss = self.user.loss(module, self._nested.together(arrays))
+        for name, parameter, trained in self._requires_grad:
+            if parameter.requires_grad is not trained:
+                raise DataError(
+                    f"expected what is trained to stay as build left it, got {name!r} "
+                    f"{'frozen' if trained else 'unfrozen'} on the way: set requires_grad in build "
+                    "alone, and begin another fit to train something else"
+                )
+        return loss
 
     def _evaluate(self, module: Any, arrays: Mapping[str, Any]) -> Sums:
         given = dict(arrays)
@@ -212,6 +228,15 @@ class FittedTask:
     def sum_trial(self) -> SumTrial:
         """See `worker.tasks.additivity.HasSumTrial`."""
         return self._sum_trial
+
+    def _refuse_shared_memory(self) -> None:
+        module = self.user.module
+        trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        reached = reached_tensors({each.name: getattr(self.user, each.name) for each in _ROOTS})
+        try:
+            refuse_shared_memory(module, trained, reached)
+        except SamestepError as error:
+            raise DataError(str(error)) from None
 
     def _refuse_what_cannot_be_trained(self) -> None:
         data, two = self.user.train, [0, min(1, len(self.user.train) - 1)]

@@ -71,6 +71,13 @@ def kept_state(roots: Mapping[str, object]) -> State:
     return _Walk().all(roots)
 
 
+def reached_tensors(roots: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    """Tensors that can be reached from `roots`, by the path to each from their names."""
+    walk = _Walk()
+    walk.all(roots)
+    return {_OF_MODULE.sub(_DOT, path): tensor for path, tensor in walk.tensors.items()}
+
+
 def refuse_what_is_kept(before: State, after: State) -> None:
     """Refuse what has changed between two calls on the same samples.
 
@@ -103,6 +110,7 @@ class _Walk:
     """Goes once to every object, near ones first."""
 
     def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
         self._state: State = {}
         self._seen: dict[int, object] = {}
         self._next: deque[tuple[str, object, bool]] = deque()
@@ -127,6 +135,8 @@ class _Walk:
         if drawn is not None:
             self._state[path] = drawn
         elif isinstance(value, torch.Tensor | np.ndarray):
+            if isinstance(value, torch.Tensor):
+                self.tensors[path] = value
             if counts:
                 self._state[path] = _elements(value)
         else:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
+import numpy as np
 import torch
 from torch.jit._script import RecursiveScriptModule
 
 from protocol.base.errors import SamestepError
 from protocol.spec.manifest import Block
+
+_WHOLE: Final = {
+    1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128
+}  # fmt: skip
+"""A type that numpy has, by the bytes of an element."""
+_OVERLAP_WORK: Final = 100_000
+"""How long numpy looks for an element that two tensors share; beyond it they count as sharing."""
 
 
 def trained_parameters(
@@ -35,7 +44,81 @@ def trained_parameters(
         if not parameter.requires_grad:
             raise SamestepError(f"expected {tensor.name!r} not frozen: it is in a block")
         found[tensor.name] = parameter
+    refuse_shared_memory(module, found)
     return found
+
+
+def refuse_shared_memory(
+    module: torch.nn.Module,
+    trained: Mapping[str, torch.nn.Parameter],
+    others: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """What is trained gets memory of its own, so nothing else may lie in the memory it has.
+
+    One parameter by several names is one; two that lie in one memory are updated twice by torch.
+
+    Args:
+        module: On the CPU; its parameters and buffers are looked at.
+        trained: By name.
+        others: More tensors that code of the model reaches, by what to call them.
+
+    Raises:
+        SamestepError: A trained tensor shares memory with another, or its elements with each other.
+    """
+    held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    known = {id(each) for each in held.values()}
+    held |= {name: each for name, each in (others or {}).items() if id(each) not in known}
+    own = {id(parameter): name for name, parameter in trained.items()}
+    named = {own.get(id(each), name): each for name, each in held.items()}
+    near: list[tuple[int, str]] = []
+    for start, end, name in sorted(s for n, each in named.items() if (s := _span(n, each))):
+        near = [(reach, other) for reach, other in near if reach > start]
+        for _, other in near:
+            if (name in trained or other in trained) and _overlap(named[name], named[other]):
+                first, second = (name, other) if name in trained else (other, name)
+                _refuse_one_memory(first, second, named)
+        near.append((end, name))
+    for name, parameter in trained.items():
+        if torch._debug_has_internal_overlap(parameter) == 1:  # noqa: SLF001
+            raise SamestepError(
+                f"expected memory for each element of {name!r}, which is trained, got elements "
+                "that share it, as expand() gives them: write .clone()"
+            )
+
+
+def _span(name: str, tensor: torch.Tensor) -> tuple[int, int, str] | None:
+    """First byte, and the one behind the last; None of what has no memory here."""
+    dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
+    if not dense or tensor.is_nested or not tensor.numel():
+        return None
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size(), name
+
+
+def _overlap(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether an element is in both; rows or columns of one matrix share none."""
+    first, second = (each.detach().view(_WHOLE[each.element_size()]).numpy() for each in (one, two))
+    shares: Any = np.shares_memory  # its stubs know two bounds alone
+    try:
+        return bool(shares(first, second, max_work=_OVERLAP_WORK))
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _refuse_one_memory(trained: str, other: str, named: Mapping[str, torch.Tensor]) -> None:
+    one, two = named[trained], named[other]
+    if two.requires_grad and isinstance(two, torch.nn.Parameter) and one.shape == two.shape:
+        raise SamestepError(
+            f"expected {trained!r} and {other!r} to be one parameter, got two in one memory, which "
+            "torch would update twice in a step: tie them by assigning the parameter itself, as in "
+            "b.weight = a.weight"
+        )
+    raise SamestepError(
+        f"expected memory of its own for {trained!r}, which is trained, got {other!r} in the same "
+        "memory, which would not follow it: compute that in forward, or give it a .clone()"
+    )
 
 
 def refuse_scripted(module: torch.nn.Module) -> None:

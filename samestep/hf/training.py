@@ -277,6 +277,7 @@ def _columns_of_model(trainer: Any, data: Any) -> Any:
 
 
 def _task(trainer: Any) -> UserTask:
+    trainer.model.train()  # all of it, as its own loop does before each step
     train = _columns_of_model(trainer, trainer.train_dataset)
     collate = trainer.data_collator
     if train is trainer.train_dataset:

@@ -223,7 +223,7 @@ class OwnInputs(transformers.Trainer):
         return inputs
 
 
-class Mixed(samestep.hf.SamestepMixin, OwnInputs):
+class Mixed(samestep.hf.SamestepMixin, OwnInputs):  # type: ignore[misc]  # it ships no types
     """Theirs comes after the mixin."""
 
 

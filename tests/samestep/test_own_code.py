@@ -162,3 +162,132 @@ def test_what_a_script_imports_has_one_digest_however_it_was_started(tmp_path, m
         digests.add(Script.running().modules_digest())
     assert len(digests) == 1
     assert digests != {""}
+
+
+class Pretrained(nn.Linear):
+    """As transformers': in evaluation mode once it is loaded."""
+
+    @classmethod
+    def from_pretrained(cls):
+        return cls(1, 1).eval()
+
+
+def with_modes(body, *, frozen=True, head=None):
+    return nn.Sequential(body.requires_grad_(not frozen), head or nn.Linear(1, 1))
+
+
+def dropping():
+    return nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.5))
+
+
+def after(module, change):
+    change(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "trained_in"),
+    [
+        (with_modes(dropping()), {"0.1": True, "1": True}),
+        (with_modes(dropping().eval()), {"0": False, "0.1": False, "1": True}),
+        (with_modes(dropping().eval(), frozen=False), {"0.1": False, "1": True}),
+        (with_modes(dropping()).eval(), {"0": True, "0.1": True, "1": True}),
+        (after(with_modes(dropping()).eval(), lambda m: m[1].train()), {"": False, "1": True}),
+        (with_modes(Pretrained.from_pretrained()), {"0": False, "1": True}),
+        (after(Pretrained.from_pretrained(), lambda m: m.add_module("new", dropping())),
+         {"": True, "new": True}),
+    ],
+)  # fmt: skip
+def test_each_part_is_trained_in_the_mode_that_build_gives_it(module, trained_in):
+    seen = {}
+
+    def loss(module, batch):
+        seen.update({n: each.training for n, each in module.named_modules()})
+        return squares(module, batch)
+
+    task = fitted(module=module, loss=loss, held_out=TensorDataset(X, X))
+    program = EagerBackend("cpu").compile(task.trainable, task.batch([0, 1]))
+    try:
+        program.evaluate(task.evaluation_batch(0))
+        assert not any(seen.values())
+        list(program.gradients([(task.batch([0, 1]), 7)]))
+    finally:
+        program.close()
+    assert {name: seen[name] for name in trained_in} == trained_in
+
+
+def test_a_trained_part_as_from_pretrained_leaves_it_is_to_say_its_mode():
+    module = with_modes(Pretrained.from_pretrained(), frozen=False)
+    with pytest.raises(samestep.SamestepError, match=r"'0', which is trained.*module\.train\(\)"):
+        fitted(module=module)
+    fitted(module=module.train())
+
+
+def test_a_parameter_that_is_frozen_or_unfrozen_on_the_way_is_named():
+    def loss(module, batch):
+        module[0].requires_grad_(bool(batch[0][0] > 0.5))
+        return squares(module, batch)
+
+    task = fitted(module=with_modes(nn.Linear(1, 1)), loss=loss)
+    program = EagerBackend("cpu").compile(task.trainable, task.batch([0, 1]))
+    try:
+        with pytest.raises(samestep.SamestepError, match=r"'0\.weight' unfrozen on the way"):
+            list(program.gradients([(task.batch([7]), 7)]))
+    finally:
+        program.close()
+
+
+def tied_by_data():
+    module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    module[1].weight.data = module[0].weight.data
+    return module
+
+
+def with_buffer():
+    module = nn.Linear(1, 1)
+    module.register_buffer("was", module.weight.data)
+    return module
+
+
+def with_attribute():
+    module = nn.Linear(1, 1)
+    module.seen = [module.weight.data]  # type: ignore[assignment]
+    return module
+
+
+def of_rows():
+    whole = torch.ones(3, 1)
+    module = nn.Sequential(nn.Linear(1, 2), nn.Linear(1, 2))
+    module[0].weight, module[1].weight = nn.Parameter(whole[:2]), nn.Parameter(whole[1:])
+    return module
+
+
+def expanded():
+    module = nn.Linear(1, 2)
+    module.bias = nn.Parameter(torch.ones(1).expand(2))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [
+        (tied_by_data(), r"'1\.weight' and '0\.weight' to be one parameter.*b\.weight = a\.weight"),
+        (with_buffer(), "memory of its own for 'weight', which is trained, got 'was' in the same"),
+        (with_attribute(), r"for 'weight', which is trained, got 'module.seen\[0\]' in the same"),
+        (of_rows(), "to be one parameter, got two in one memory"),
+        (expanded(), r"each element of 'bias'.*write \.clone\(\)"),
+    ],
+)
+def test_memory_that_is_shared_with_what_is_trained_is_named(module, told):
+    with pytest.raises(samestep.SamestepError, match=told) as raised:
+        fitted(module=module)
+    assert "\n" not in str(raised.value)
+
+
+def test_what_shares_no_element_or_is_one_parameter_is_trained():
+    whole = torch.ones(2, 2)
+    module = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1), nn.Linear(1, 1))
+    module[0].weight, module[1].weight = nn.Parameter(whole[:, :1]), nn.Parameter(whole[1:2, 1:])
+    module[1].weight = nn.Parameter(whole[:1].clone())
+    module[2].bias = module[1].bias
+    assert fitted(module=module).manifest.train_samples == 8

@@ -1,0 +1,51 @@
+"""Which parts of a module stay in evaluation mode while it is trained.
+
+A loop of one's own calls `module.train()` and then, say, `body.eval()`. Here `build` says the same:
+what it leaves in evaluation mode inside of a module in training mode stays so. A module that is in
+evaluation mode as a whole, as `from_pretrained` gives it, is trained in training mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from protocol.base.errors import DataError
+
+
+def parts_in_evaluation(module: nn.Module) -> list[nn.Module]:
+    """The submodules, and perhaps the module itself, that stay in evaluation mode.
+
+    Raises:
+        DataError: Of one that is trained nobody can know, since `from_pretrained` has set its mode.
+    """
+    if not _trains(module):
+        return []
+    return [each for name, part in _topmost(module, "") for each in _kept(name, part)]
+
+
+def _topmost(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Parts in evaluation mode, inside of none that is."""
+    if not module.training:
+        yield name, module
+        return
+    for child_name, child in module.named_children():
+        yield from _topmost(child, f"{name}.{child_name}" if name else child_name)
+
+
+def _kept(name: str, part: nn.Module) -> Iterator[nn.Module]:
+    if hasattr(type(part), "from_pretrained"):
+        if _trains(part):
+            return  # layers that were added since, such as adapters: no mode was chosen for it
+        if any(parameter.requires_grad for parameter in part.parameters()):
+            raise DataError(
+                f"expected {name!r}, which is trained, in training mode, got it in evaluation mode "
+                "as from_pretrained leaves it: write module.train() in build, and after that "
+                "eval() of what is to stay in evaluation mode"
+            )
+    yield from (each for each in part.modules() if not each.training)
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(each.training for each in module.modules())
