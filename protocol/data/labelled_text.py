@@ -1,4 +1,4 @@
-"""Labelled text out of a JSONL, CSV or TSV file: read, checked, duplicates removed.
+"""Labelled text out of a JSONL, CSV, TSV or Parquet file: read, checked, duplicates removed.
 
 What parts the cells of a table is seen from its header, whatever the file's name ends with. A TSV
 file may come without a header if it has two columns, label first, as the SMS Spam Collection has;
@@ -19,7 +19,7 @@ from blake3 import blake3
 from protocol.base.errors import DataError
 from protocol.data.delimited import column_names, read_table
 from protocol.data.disk_texts import DIGEST_BYTES, DiskTexts
-from protocol.data.rows import JSON_REMEDY, JSON_SUFFIXES
+from protocol.data.rows import read_rows
 from protocol.data.text_file import check_columns, json_records, shown
 from protocol.spec import sources
 from protocol.spec.run_spec import DataSpec
@@ -197,12 +197,13 @@ def _rows(path: Path, spec: DataSpec) -> Iterator[_Row]:
         return _json_rows(path, spec)
     if suffix in (".csv", ".tsv"):
         return _table_rows(path, spec)
-    known = ", ".join(sources.TEXT_SUFFIXES)
-    hint = f"; {JSON_REMEDY}" if suffix in JSON_SUFFIXES else ""
-    raise DataError(
-        f"expected a file that ends with one of {known}, got {str(path)!r}: this kind of file is "
-        f"not read for classify{hint}"
-    )
+    return _other_rows(path, spec)  # Parquet, or it says which kinds are read
+
+
+def _other_rows(path: Path, spec: DataSpec) -> Iterator[_Row]:
+    wanted = {"text": spec.text, "label": spec.label}
+    for number, record in read_rows(path, wanted, [*wanted.values()]):
+        yield _row(path, number, record[spec.text], record[spec.label])
 
 
 def _json_rows(path: Path, spec: DataSpec) -> Iterator[_Row]:

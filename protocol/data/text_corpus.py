@@ -23,6 +23,7 @@ from protocol.spec.run_spec import COLUMNS_OF_FORMAT, OPTIONAL_COLUMNS, DataSpec
 LONE_FILE_CHARACTERS: Final = 4_096
 """A text file named alone is cut at the first line end after so many."""
 _USUAL_COLUMN: Final = DataSpec.model_fields["text"].default
+_USUAL_PATTERN: Final = DataSpec.model_fields["pattern"].default
 
 
 class TextPart(NamedTuple):
@@ -79,6 +80,11 @@ def parts(spec: DataSpec) -> Iterator[TextPart]:
     """Every document as it is read, or its parts; errors as of `read_text_corpus`, if there is
     text at all."""
     paths = sources.corpus_files(spec.train, spec.pattern)
+    if spec.pattern != _USUAL_PATTERN and not sources.is_directory(spec.train):
+        raise DataError(
+            "data.pattern chooses among the files of a directory, but data.train is "
+            f"{spec.train!r}; leave data.pattern out"
+        )
     if spec.text != _USUAL_COLUMN and not any(map(_has_rows, paths)):
         raise DataError(
             f"data.text names a column, {spec.text!r}, but {str(paths[0])!r} is plain text, which "

@@ -34,11 +34,11 @@ TEXT_KEYS: Final = frozenset({"text", "label", "pattern"})
 
 KEYS_OF_DATA: Final = {
     "classify": {
-        "train", "text", "label", "pattern", "holdout", "holdout_samples", "max_tokens",
+        "train", "text", "label", "holdout", "holdout_samples", "max_tokens",
         "validation", "num_classes", "class_weights", "conflicts",
     },
     "causal-lm": {
-        "train", "text", "label", "pattern", "holdout", "holdout_samples", "max_tokens", "format",
+        "train", "text", "pattern", "holdout", "holdout_samples", "max_tokens", "format",
         "validation", "packing", "group_by_length", *CONVERSATION_KEYS,
     },
     "teacher-logits": {"train", "text", "pattern", "max_tokens", "format", *CONVERSATION_KEYS},

@@ -144,6 +144,11 @@ def text_source(source: str) -> Path:
     return path
 
 
+def is_directory(source: str) -> bool:
+    """Whether a source is a directory of this machine."""
+    return Path(os.path.expanduser(source)).is_dir()  # noqa: PTH111  (as above)
+
+
 def corpus_files(source: str, pattern: str) -> list[Path]:
     """The files of running text that a run spec names, in the order of their names.
 

@@ -188,3 +188,17 @@ def test_labels_that_mostly_mean_the_same_are_told(read):
 def test_a_long_cell_is_read(read):
     data = read("a.csv", f"text,label\n{'x' * 140_000},a\ny,b\n")
     assert len(data.texts[0]) == 140_000
+
+
+def test_parquet_is_read(tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    table = {"id": [7, 8, 9], "text": ["one, two", 'a "b"', " one, two"], "label": [1, 0, 1]}
+    pq.write_table(pa.table(table), path)
+    data = read_labelled_text(DataSpec(train=str(path)))
+    assert ([*data.texts], [*data.labels], data.names) == (
+        ["one, two", 'a "b"'],
+        [1, 0],
+        ("0", "1"),
+    )
+    assert data.duplicates == 1

@@ -125,6 +125,7 @@ def test_of_rows_only_the_column_of_the_text_is_learned(read, name, content, alo
         ({"d/a.ndjson": "{}", "d/b": "x"}, "d", {"pattern": "*"}, r"end with \.jsonl"),
         ({"a.txt": "x"}, "a.txt", {"text": "body"}, "data.text names a column, 'body'.*plain text"),
         ({"a.txt": "x", "b.txt": "y"}, "", {"text": "body"}, "leave data.text out"),
+        ({"a.txt": "x"}, "a.txt", {"pattern": "*.py"}, "leave data.pattern out"),
         ({"a.txt": b"\x1f\x8b\x08abc"}, "a.txt", {}, "got gzip: this kind of file is not read"),
         ({"d/a": b"%PDF-1.7\nall of it ASCII", "d/b": "x"}, "d", {"pattern": "*"}, "got PDF"),
         ({"a.txt": b"PAR1abc"}, "a.txt", {}, r"got Parquet.*end with \.parquet"),
